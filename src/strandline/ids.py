@@ -1,0 +1,21 @@
+"""Identifiers that every room shares.
+
+Ids are integers with a type of their own, so that a block id cannot be passed where a slot id is meant.
+Index 0 is the *null* block or slot: it stands for fresh zeros, is never read from memory and never written.
+"""
+
+from typing import Final, NewType
+
+BlockId = NewType("BlockId", int)
+"""A place for 64 tokens of keys and values of all attention layers."""
+
+SlotId = NewType("SlotId", int)
+"""A place for the recurrent state of all layers of one sequence."""
+
+RequestId = NewType("RequestId", str)
+
+BLOCK_TOKENS: Final = 64
+"""Tokens in a block. A constant: it depends neither on the model nor on the size of its recurrent state."""
+
+NULL_BLOCK: Final = BlockId(0)
+NULL_SLOT: Final = SlotId(0)

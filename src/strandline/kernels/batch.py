@@ -1,0 +1,78 @@
+"""The tensors of one step that every layer shares, and the views of memory that a layer works on.
+
+Shape suffixes: T tokens of the step, N sequences, D decoding sequences, C chunks, M blocks per table,
+B blocks, P tokens in a block (64), G key/value heads, S slots, R rows of a convolution window, H heads.
+
+The sequences of a step are ordered: first the D *decodes* (one token each, no cut), whose tokens are rows
+``[0, D)``; then the *prefills* (one token or more), whose tokens are rows ``[D, T)``. Tensors live on the
+device of the model; tuples are host copies for the kernels that loop over sequences on the host.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from strandline.kernels.chunk_table import ChunkTable
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """One attention layer's share of all blocks: strided views into the arena."""
+
+    k_BPGD: Tensor
+    v_BPGD: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentMemory:
+    """One recurrent layer's share of all slots: strided views into the arena. Slot 0 reads as zeros."""
+
+    state_SHKV: Tensor
+    window_SRC: Tensor
+
+
+LayerMemory = KVMemory | RecurrentMemory
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Which tokens attend to which blocks, and where the step's own keys and values go."""
+
+    query_starts: tuple[int, ...]
+    """N + 1 row offsets of the sequences in ``[0, T]``."""
+    context_lens: tuple[int, ...]
+    """Per sequence, tokens in its context at the end of the step (its own new tokens included)."""
+    query_starts_N1: Tensor
+    context_lens_N: Tensor
+    block_table_NM: Tensor
+    """int32; entries past a sequence's context are the null block."""
+    write_rows_W: Tensor
+    """Rows of the step whose keys and values are stored; the others are in shared blocks already."""
+    write_blocks_W: Tensor
+    write_offsets_W: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentBatch:
+    """Where the sequences' states come from and go to (contract 3): read ``src``, write ``dst``."""
+
+    src_N: Tensor
+    """int64 slots; the null slot means a fresh zero state."""
+    dst_N: Tensor
+    window_src_N: Tensor
+    """int64 slots the convolution windows come from: the null slot means zeros."""
+    window_offset_N: Tensor
+    """int64 first row of the window inside its source slot (0 unless the slot holds a log)."""
+    chunks: ChunkTable
+    """Of the prefills only; rows count from the first prefill token."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Everything a model's forward pass needs to know about the step."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    num_decodes: int
+    attention: AttentionBatch
+    recurrent: RecurrentBatch

@@ -1,0 +1,83 @@
+"""The chunk table: how prefill tokens are cut into chunks of at most 64.
+
+Chunk boundaries lie on the absolute 64-token grid of each sequence and wherever a cut is wanted, so that the
+partition up to any position does not depend on how the prompt was split into steps. After a chunk that ends
+at a cut, the recurrent kernels store the state into the cut's slot.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strandline.ids import BLOCK_TOKENS
+
+CHUNK_TOKENS = BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """Chunks of all prefill sequences of a step, sequence after sequence.
+
+    Rows count from the first prefill token. The tuples are host copies of the int64 device tensors.
+    """
+
+    first_chunks: tuple[int, ...]
+    """N + 1 offsets: sequence ``i`` owns chunks ``[first_chunks[i], first_chunks[i + 1])``."""
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    cut_slots: tuple[int, ...]
+    """Slot that receives the state after the chunk; 0 where no cut is wanted."""
+    first_chunks_N1: Tensor
+    starts_C: Tensor
+    lengths_C: Tensor
+    cut_slots_C: Tensor
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.first_chunks) - 1
+
+
+def build_chunk_table(
+    ranges: Sequence[tuple[int, int]],
+    cuts: Sequence[Sequence[tuple[int, int]]],
+    device: torch.device | str = "cpu",
+) -> ChunkTable:
+    """Cut each sequence's new tokens into chunks.
+
+    Args:
+        ranges: per sequence, the absolute token range ``[start, end)`` of the step, ``start < end``.
+        cuts: per sequence, ``(position, slot)`` pairs in rising order with ``start < position <= end``.
+
+    Raises:
+        ValueError: a cut lies outside its sequence's range or out of order.
+    """
+    first_chunks, starts, lengths, slots = [0], list[int](), list[int](), list[int]()
+    row = 0
+    for (start, end), sequence_cuts in zip(ranges, cuts, strict=True):
+        slot_at = dict(sequence_cuts)
+        positions = [position for position, _ in sequence_cuts]
+        if positions != sorted(set(positions)) or any(not start < p <= end for p in positions):
+            raise ValueError(f"cuts {positions} must rise within ({start}, {end}]")
+        position = start
+        while position < end:
+            grid = (position // CHUNK_TOKENS + 1) * CHUNK_TOKENS
+            stop = min([end, grid, *(p for p in positions if p > position)])
+            starts.append(row)
+            lengths.append(stop - position)
+            slots.append(slot_at.get(stop, 0))
+            row += stop - position
+            position = stop
+        first_chunks.append(len(starts))
+    as_tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
+    return ChunkTable(
+        tuple(first_chunks),
+        tuple(starts),
+        tuple(lengths),
+        tuple(slots),
+        as_tensor(first_chunks),
+        as_tensor(starts),
+        as_tensor(lengths),
+        as_tensor(slots),
+    )

@@ -1,0 +1,111 @@
+"""What one layer keeps between tokens, in bytes, and what follows from it for blocks and slots.
+
+A model declares one spec per layer; every size in the engine is derived from these. Pure Python: dtypes are
+named by strings so that the cache and the replay tools need no tensor library.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Final
+
+from strandline.ids import BLOCK_TOKENS
+
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+ALIGN_BYTES: Final = 256
+"""Every tensor in a block or slot starts on this boundary, so that vector loads and typed views are legal."""
+
+
+def align(num_bytes: int) -> int:
+    """Round up to a multiple of ``ALIGN_BYTES``."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """A softmax-attention layer: keys and values of every token, ``[num_kv_heads, head_dim]`` each."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one block's keys (and of its values), aligned."""
+        return align(BLOCK_TOKENS * self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """A recurrent layer: a state of any shape, and the last inputs of its short convolution."""
+
+    state_shape: tuple[int, ...]
+    state_dtype: str
+    window_shape: tuple[int, int]
+    """``[conv_width - 1, channels]``: token-major, oldest first."""
+    window_dtype: str
+
+    @property
+    def state_bytes(self) -> int:
+        return align(prod(self.state_shape) * ITEM_BYTES[self.state_dtype])
+
+    @property
+    def window_bytes(self) -> int:
+        return align(prod(self.window_shape) * ITEM_BYTES[self.window_dtype])
+
+
+LayerSpec = AttentionSpec | RecurrentSpec
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """All layers of a model in order, and the size of the final hidden state that a snapshot carries."""
+
+    layers: tuple[LayerSpec, ...]
+    hidden_size: int
+    hidden_dtype: str
+
+    @cached_property
+    def raw_block_bytes(self) -> int:
+        """Bytes of one block: keys then values, layer after layer."""
+        total = sum(2 * layer.kv_bytes for layer in self.layers if isinstance(layer, AttentionSpec))
+        return max(total, ALIGN_BYTES)
+
+    @cached_property
+    def raw_slot_bytes(self) -> int:
+        """Bytes of one slot: state then window, layer after layer, then the hidden state."""
+        return self.hidden_offset + align(self.hidden_size * ITEM_BYTES[self.hidden_dtype])
+
+    @cached_property
+    def hidden_offset(self) -> int:
+        """Where in a slot the final hidden state of the last token lies, in bytes."""
+        return sum(layer.state_bytes + layer.window_bytes for _, layer in self.recurrent_layers())
+
+    @cached_property
+    def blocks_per_slab(self) -> int:
+        """How many blocks fill one slab (the room of one slot)."""
+        return max(1, -(-self.raw_slot_bytes // self.block_bytes))
+
+    @property
+    def block_bytes(self) -> int:
+        """Stride from block to block."""
+        return self.raw_block_bytes
+
+    @property
+    def slab_bytes(self) -> int:
+        """Stride from slot to slot: the slot's size, rounded up to a multiple of the block's."""
+        return self.blocks_per_slab * self.block_bytes
+
+    def recurrent_layers(self) -> Iterator[tuple[int, RecurrentSpec]]:
+        """Layer index and spec of each recurrent layer, in order."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, RecurrentSpec):
+                yield index, layer
+
+    def attention_layers(self) -> Iterator[tuple[int, AttentionSpec]]:
+        """Layer index and spec of each attention layer, in order."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, AttentionSpec):
+                yield index, layer
