@@ -70,7 +70,10 @@ def build_chunk_table(
             row += stop - position
             position = stop
         first_chunks.append(len(starts))
-    as_tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
+
+    def as_tensor(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
     return ChunkTable(
         tuple(first_chunks),
         tuple(starts),
