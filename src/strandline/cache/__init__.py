@@ -1,0 +1,24 @@
+"""The prefix cache: pure decisions over ids and tokens. No tensors, no I/O, no wall clock."""
+
+from strandline.cache.account import Account, Miss, Reason, SnapshotKind
+from strandline.cache.actions import Action, CopyTokens, DropBlock, DropSlot, MoveBlock
+from strandline.cache.core import CacheCounters, PrefixCache
+from strandline.cache.lease import Cut, Lease
+from strandline.cache.tokens import TokenBuffer
+
+__all__ = [
+    "Account",
+    "Action",
+    "CacheCounters",
+    "CopyTokens",
+    "Cut",
+    "DropBlock",
+    "DropSlot",
+    "Lease",
+    "Miss",
+    "MoveBlock",
+    "PrefixCache",
+    "Reason",
+    "SnapshotKind",
+    "TokenBuffer",
+]

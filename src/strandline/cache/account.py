@@ -1,0 +1,70 @@
+"""The account of a lookup: what was hit, and for every token that was not, why.
+
+The reasons add up: ``queried == hit + sum(miss.num_tokens)``, always.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from strandline.ids import RequestId
+
+
+class SnapshotKind(StrEnum):
+    """Why a snapshot was taken."""
+
+    PROMPT_END = "prompt_end"
+    GENERATION_END = "generation_end"
+    BRANCH = "branch"
+    """Where a later prompt left a cached one."""
+    PREEMPTION = "preemption"
+    """Where a request was interrupted; it, or another like it, resumes here."""
+
+
+class Reason(StrEnum):
+    """Why a token had to be computed."""
+
+    FIRST_SEEN = "first_seen"
+    """No prompt that begins like this one is cached."""
+    DIVERGED = "diverged"
+    """The prompt leaves every cached one here."""
+    NO_SNAPSHOT = "no_snapshot"
+    """Its keys and values are cached, but no recurrent state was kept at or after it."""
+    SNAPSHOT_EVICTED = "snapshot_evicted"
+    """As above; there was a snapshot, and it has been evicted."""
+    EVICTED = "evicted"
+    """It was cached and has been evicted."""
+    COMPUTING = "computing"
+    """Another request is computing it right now."""
+    OTHER_SALT = "other_salt"
+    """It is cached for holders of another salt."""
+    NOT_ASKED = "not_asked"
+    """The request did not want to read the cache (or caching is off)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A half-open token range ``[start, end)`` that had to be computed, and why."""
+
+    reason: Reason
+    start: int
+    end: int
+    request_id: RequestId | None = None
+    """With ``COMPUTING``: who computes it."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What one lookup found."""
+
+    queried: int
+    """Tokens in the prompt."""
+    hit: int
+    """Tokens that need no computation: the position of the snapshot that the request resumes from."""
+    kv_tokens: int
+    """Tokens whose keys and values are cached, which may be more than ``hit``."""
+    snapshot_kind: SnapshotKind | None
+    misses: tuple[Miss, ...]

@@ -1,0 +1,43 @@
+"""What the cache wants done to the device's memory, as data.
+
+Actions are carried out in the order they were issued, before the step they were issued for. The cache decides;
+whoever owns the memory moves the bytes.
+"""
+
+from dataclasses import dataclass
+
+from strandline.ids import BlockId, SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTokens:
+    """Copy the first ``num_tokens`` tokens of a block, keys and values of all layers."""
+
+    src: BlockId
+    dst: BlockId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveBlock:
+    """Copy a whole block to a new place; the old place is free afterwards."""
+
+    src: BlockId
+    dst: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class DropBlock:
+    """A block's content is no longer needed. A debugging runner fills it with NaN."""
+
+    block: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class DropSlot:
+    """A slot's content is no longer needed. A debugging runner fills it with NaN."""
+
+    slot: SlotId
+
+
+Action = CopyTokens | MoveBlock | DropBlock | DropSlot

@@ -1,0 +1,143 @@
+"""One budget for two tenants: slabs that hold one slot or ``blocks_per_slab`` blocks each.
+
+Slab ``s`` is slot ``s``, or the blocks ``[s * blocks_per_slab, (s + 1) * blocks_per_slab)``. There is no
+static share: any slab serves either tenant. Slab 0 is different: its slot and its first block are the null
+ones, so it never becomes a slot, and its other blocks are ordinary.
+
+When free blocks are scattered over slabs but a slot is wanted, ``compact`` says which blocks to move.
+"""
+
+from strandline.errors import CacheInvariantError, ConfigError
+from strandline.ids import NULL_BLOCK, BlockId, SlotId
+
+
+class Arena:
+    """Hands out slots and blocks. Knows nothing of what they hold."""
+
+    def __init__(self, num_slabs: int, blocks_per_slab: int) -> None:
+        if num_slabs < 2 or blocks_per_slab < 1:
+            raise ConfigError(
+                f"the cache got room for {num_slabs} slabs of {blocks_per_slab} blocks; at least 2 are needed; "
+                "raise the memory budget"
+            )
+        self.num_slabs = num_slabs
+        self.blocks_per_slab = blocks_per_slab
+        self._free_slabs = list(range(num_slabs - 1, 0, -1))
+        self._slots = set[int]()
+        self._free_in: dict[int, list[BlockId]] = {}
+        """Free blocks of every slab that holds blocks and is not full."""
+        self._block_slabs = {0}
+        first = [BlockId(b) for b in range(blocks_per_slab - 1, 0, -1)]
+        if first:
+            self._free_in[0] = first
+        self.num_free_blocks = len(first)
+        """Free blocks in slabs that hold blocks; a free slab counts in ``num_free_slabs``."""
+
+    @property
+    def num_free_slabs(self) -> int:
+        return len(self._free_slabs)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots handed out."""
+        return len(self._slots)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks handed out."""
+        return len(self._block_slabs) * self.blocks_per_slab - self.num_free_blocks - 1
+
+    def take_slot(self) -> SlotId | None:
+        """Return a slot, or None when no slab is wholly free."""
+        if not self._free_slabs:
+            return None
+        slab = self._free_slabs.pop()
+        self._slots.add(slab)
+        return SlotId(slab)
+
+    def free_slot(self, slot: SlotId) -> None:
+        if slot not in self._slots:
+            raise CacheInvariantError(f"slot {slot} freed but not in use")
+        self._slots.remove(slot)
+        self._free_slabs.append(slot)
+
+    def take_block(self) -> BlockId | None:
+        """Return a block, from a slab that holds blocks already if there is room, or None when all is taken."""
+        if not self._free_in:
+            if not self._free_slabs:
+                return None
+            self._open_slab(self._free_slabs.pop())
+        slab, free = next(iter(self._free_in.items()))
+        block = free.pop()
+        self.num_free_blocks -= 1
+        if not free:
+            del self._free_in[slab]
+        return block
+
+    def _open_slab(self, slab: int) -> None:
+        first = slab * self.blocks_per_slab
+        self._block_slabs.add(slab)
+        self._free_in[slab] = [BlockId(b) for b in range(first + self.blocks_per_slab - 1, first - 1, -1)]
+        self.num_free_blocks += self.blocks_per_slab
+
+    def free_block(self, block: BlockId) -> None:
+        slab = block // self.blocks_per_slab
+        free = self._free_in.setdefault(slab, [])
+        if slab not in self._block_slabs or block == NULL_BLOCK or block in free:
+            raise CacheInvariantError(f"block {block} freed but not in use")
+        free.append(block)
+        self.num_free_blocks += 1
+        if len(free) == self.blocks_per_slab and slab:
+            self._close_slab(slab)
+
+    def _close_slab(self, slab: int) -> None:
+        del self._free_in[slab]
+        self._block_slabs.remove(slab)
+        self.num_free_blocks -= self.blocks_per_slab
+        self._free_slabs.append(slab)
+
+    def can_compact(self) -> bool:
+        """Return whether moving blocks can free a slab."""
+        if self.num_free_blocks < self.blocks_per_slab:
+            return False
+        slab = self._emptiest_slab()
+        return slab is not None and self.num_free_blocks - len(self._free_in[slab]) >= self._num_used(slab)
+
+    def compact(self) -> list[tuple[BlockId, BlockId]]:
+        """Empty the slab with the fewest blocks in use and return the moves ``(from, to)`` that this takes.
+
+        The slab is free afterwards. ``can_compact`` must hold.
+        """
+        slab = self._emptiest_slab()
+        if slab is None:
+            raise CacheInvariantError("no slab to compact")
+        free = set(self._free_in.pop(slab))
+        self.num_free_blocks -= len(free)
+        first = slab * self.blocks_per_slab
+        used = [BlockId(b) for b in range(first, first + self.blocks_per_slab) if b not in free]
+        moves = []
+        for block in used:
+            target = self.take_block()
+            if target is None:
+                raise CacheInvariantError(f"slab {slab} cannot be emptied: no room for its {len(used)} blocks")
+            moves.append((block, target))
+        self._block_slabs.remove(slab)
+        self._free_slabs.append(slab)
+        return moves
+
+    def _emptiest_slab(self) -> int | None:
+        candidates = [slab for slab in self._free_in if slab]
+        return max(candidates, key=lambda slab: len(self._free_in[slab]), default=None)
+
+    def _num_used(self, slab: int) -> int:
+        return self.blocks_per_slab - len(self._free_in[slab])
+
+    def used(self) -> tuple[set[SlotId], set[BlockId]]:
+        """Return all slots and all blocks that are handed out (for checks; linear in the arena's size)."""
+        blocks = {
+            BlockId(block)
+            for slab in self._block_slabs
+            for block in range(slab * self.blocks_per_slab, (slab + 1) * self.blocks_per_slab)
+        }
+        free = {block for blocks_of_slab in self._free_in.values() for block in blocks_of_slab}
+        return {SlotId(slot) for slot in self._slots}, blocks - free - {NULL_BLOCK}

@@ -1,0 +1,518 @@
+"""The prefix cache: which blocks and slots a request gets, what it may skip, and what stays behind.
+
+A request *leases* room (``admit``), grows it (``extend``), reports what was computed (``commit``), may leave
+snapshots behind on the way (``leave_snapshot``), and gives the lease back (``release``). The cache never touches
+memory: it issues actions (``take_actions``), to be carried out in order before the next step.
+
+Invariants, held by ``strandline.cache.invariants.check``: a published slot is never a lease's ``dst``; a block
+has one owner; the path of a lease is never evicted; byte accounting is exact.
+
+A request that resumes at ``p`` reads the shared snapshot at ``p`` in place and shares all whole blocks that
+match, also those beyond ``p`` (it recomputes the state there, not the keys and values). When it resumes inside
+a block it gets a copy of that block's first ``p % 64`` tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from strandline.cache.account import Account, Miss, Reason, SnapshotKind
+from strandline.cache.actions import Action, CopyTokens
+from strandline.cache.arena import Arena
+from strandline.cache.eviction import EvictionOrder, LeastRecentlyUsed
+from strandline.cache.lease import Cut, Lease
+from strandline.cache.memory import CacheMemory
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
+from strandline.cache.tree import (
+    Run,
+    Snapshot,
+    Walk,
+    add_child,
+    child_with_prefix,
+    deepest_snapshot,
+    find_home,
+    put_snapshot,
+    remove_child,
+    snapshot_at,
+    split,
+    tail_that_begins,
+    walk,
+)
+from strandline.errors import CacheInvariantError
+from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId
+
+T = TypeVar("T")
+
+MAX_EMPTY_ROOTS = 256
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Running totals since the start."""
+
+    queries: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    missed_tokens: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    hits_by_kind: dict[SnapshotKind, int] = field(default_factory=lambda: dict.fromkeys(SnapshotKind, 0))
+    snapshots_taken: dict[SnapshotKind, int] = field(default_factory=lambda: dict.fromkeys(SnapshotKind, 0))
+
+
+class PrefixCache:
+    """Token-exact prefix cache over one arena of blocks and slots.
+
+    Args:
+        num_slabs: size of the arena (see ``Arena``), the null slab included.
+        blocks_per_slab: blocks in the room of one slot.
+        order: which entry is evicted first.
+        enabled: when False, requests get blocks and slots but nothing is kept or found.
+    """
+
+    def __init__(
+        self,
+        num_slabs: int,
+        blocks_per_slab: int,
+        *,
+        order: EvictionOrder | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.enabled = enabled
+        self.arena = Arena(num_slabs, blocks_per_slab)
+        self.leases: dict[RequestId, Lease] = {}
+        self.memory = CacheMemory(self.arena, order or LeastRecentlyUsed(), self.leases.values)
+        self.counters = CacheCounters()
+        self._roots: dict[str, Run] = {}
+        self._tick = 0
+
+    # Finding
+
+    def lookup(self, tokens: TokenBuffer, salt: str = "") -> Account:
+        """Say what a request with these tokens would hit, and why not more. Changes nothing."""
+        root = self._roots.get(salt)
+        if not self.enabled or root is None:
+            return self._account(tokens, salt, None, None)
+        end = walk(root, tokens.data)
+        return self._account(tokens, salt, end, deepest_snapshot(end, tokens.data))
+
+    def _account(self, tokens: TokenBuffer, salt: str, end: Walk | None, snapshot: Snapshot | None) -> Account:
+        queried = len(tokens)
+        hit = snapshot.position if snapshot else 0
+        kv_tokens = end.kv_tokens if end else 0
+        misses = list[Miss]()
+        if hit < kv_tokens and end:
+            reason = Reason.SNAPSHOT_EVICTED if _lost_snapshot(end, hit, tokens) else Reason.NO_SNAPSHOT
+            misses.append(Miss(reason, hit, kv_tokens))
+        if kv_tokens < queried:
+            misses.extend(self._explain_rest(tokens, salt, end, kv_tokens))
+        kind = snapshot.kind if snapshot else None
+        return Account(queried, hit, kv_tokens, kind, tuple(misses))
+
+    def _explain_rest(self, tokens: TokenBuffer, salt: str, end: Walk | None, start: int) -> Iterator[Miss]:
+        """Say why nothing is cached of tokens ``[start, len(tokens))``."""
+        position, queried = start, len(tokens)
+        if not self.enabled:
+            yield Miss(Reason.NOT_ASKED, start, queried)
+            return
+        evicted = _evicted_tokens(end, tokens) if end and end.partial_tokens == 0 else 0
+        if evicted:
+            position = min(position + evicted, queried)
+            yield Miss(Reason.EVICTED, start, position)
+        elif (leader := self._who_computes(tokens, salt, position)) is not None:
+            request_id, common = leader
+            yield Miss(Reason.COMPUTING, position, common, request_id)
+            position = common
+        elif start < BLOCK_TOKENS and (common := self._cached_for_others(tokens, salt)) > position:
+            yield Miss(Reason.OTHER_SALT, position, common)
+            position = common
+        if position < queried:
+            yield Miss(Reason.DIVERGED if position else Reason.FIRST_SEEN, position, queried)
+
+    def _who_computes(self, tokens: TokenBuffer, salt: str, start: int) -> tuple[RequestId, int] | None:
+        """Find the running request that shares the most tokens beyond ``start``, and how far."""
+        head = tokens.data[: (start + 1) * TOKEN_BYTES]
+        best: tuple[RequestId, int] | None = None
+        root = self._roots.get(salt)
+        for lease in self.leases.values():
+            if lease.root is root and lease.tokens.data.startswith(head):
+                common = common_tokens(bytes(lease.tokens.data), bytes(tokens.data))
+                if best is None or common > best[1]:
+                    best = lease.request_id, common
+        return best
+
+    def _cached_for_others(self, tokens: TokenBuffer, salt: str) -> int:
+        others = (walk(root, tokens.data).kv_tokens for name, root in self._roots.items() if name != salt)
+        return max(others, default=0)
+
+    # Admitting
+
+    def admit(
+        self,
+        request_id: RequestId,
+        tokens: TokenBuffer,
+        *,
+        salt: str = "",
+        step_tokens: int = 1,
+        read: bool = True,
+    ) -> Lease | None:
+        """Lease a slot for a request and the blocks of what is cached; start it at the deepest snapshot.
+
+        Args:
+            tokens: all tokens known so far. The lease keeps the buffer, and sees tokens appended later.
+            step_tokens: room to ask for beyond what is cached: the tokens of the request's first step.
+            read: when False the request computes everything (it may still leave snapshots behind).
+
+        Returns:
+            The lease, or None when memory does not suffice; then nothing has changed.
+        """
+        root = self._root(salt)
+        end = walk(root, tokens.data) if read and self.enabled else Walk(root, 0, None, 0)
+        snapshot = deepest_snapshot(end, tokens.data) if end.kv_tokens else None
+        position = snapshot.position if snapshot else 0
+        upper = self._split_at(end)
+        self._pin(upper, end, snapshot)
+        last = min(max(position + step_tokens, end.num_blocks * BLOCK_TOKENS), max(len(tokens), 1))
+        num_blocks = -(-last // BLOCK_TOKENS) - end.num_blocks
+        if not self.memory.can_take(max(num_blocks, 0), 1):
+            self._unpin(upper, end, snapshot)
+            return None
+        account = self._account_for(tokens, salt, end, snapshot, read)
+        lease = Lease(request_id, tokens, root, upper, account)
+        self.leases[request_id] = lease
+        self._fill_lease(lease, end, snapshot)
+        self._unpin_partial(end)
+        self._count(account)
+        return lease
+
+    def _root(self, salt: str) -> Run:
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) >= MAX_EMPTY_ROOTS:
+                in_use = {id(lease.root) for lease in self.leases.values()}
+                self._roots = {n: r for n, r in self._roots.items() if r.children or id(r) in in_use}
+            root = self._roots[salt] = Run(None, 0, b"", [])
+        return root
+
+    def _split_at(self, end: Walk) -> Run:
+        """Make the walk end with a run; return the run that ends there."""
+        if end.num_blocks in (end.run.end_block, 0):
+            return end.run
+        upper = split(end.run, end.num_blocks)
+        self.memory.own(upper, upper.blocks)
+        return upper
+
+    def _pin(self, upper: Run, end: Walk, snapshot: Snapshot | None) -> None:
+        """Hold what the request will use while memory is taken for it."""
+        self.memory.pin_run(upper)
+        if end.partial_run is not None:
+            self.memory.pin_run(end.partial_run)
+        if snapshot is not None:
+            self.memory.pin_snapshot(snapshot)
+
+    def _unpin(self, upper: Run, end: Walk, snapshot: Snapshot | None) -> None:
+        self._unpin_partial(end)
+        self.memory.unpin_run(upper)
+        if snapshot is not None:
+            self.memory.unpin_snapshot(snapshot)
+
+    def _unpin_partial(self, end: Walk) -> None:
+        if end.partial_run is not None:
+            self.memory.unpin_run(end.partial_run)
+
+    def _fill_lease(self, lease: Lease, end: Walk, snapshot: Snapshot | None) -> None:
+        for run in reversed(list(lease.run.ancestry())):
+            lease.table.extend(run.blocks)
+        lease.num_published = len(lease.table)
+        lease.computed = snapshot.position if snapshot else 0
+        shared = lease.num_published * BLOCK_TOKENS
+        lease.kv_start = max(shared, lease.computed)
+        if lease.computed < end.kv_tokens < len(lease.tokens):
+            lease.branch_at = end.kv_tokens
+        lease.dst = _granted(self.memory.take_slot())
+        if snapshot is not None:
+            lease.source, lease.src = snapshot, snapshot.slot
+            snapshot.last_used = self._next_tick()
+        self._touch(lease.run)
+        if lease.computed > shared:
+            self._copy_partial(lease, end)
+
+    def _copy_partial(self, lease: Lease, end: Walk) -> None:
+        block = _granted(self.memory.take_block())
+        run = end.partial_run or lease.run
+        source = run.blocks[lease.num_published - run.start_block]
+        lease.table.append(block)
+        self.memory.actions.append(CopyTokens(source, block, lease.computed % BLOCK_TOKENS))
+
+    def _account_for(self, tokens: TokenBuffer, salt: str, end: Walk, snapshot: Snapshot | None, read: bool) -> Account:
+        if read and self.enabled:
+            return self._account(tokens, salt, end, snapshot)
+        miss = Miss(Reason.NOT_ASKED, 0, len(tokens))
+        return Account(len(tokens), 0, 0, None, (miss,) if len(tokens) else ())
+
+    def _count(self, account: Account) -> None:
+        counters = self.counters
+        counters.queries += 1
+        counters.queried_tokens += account.queried
+        counters.hit_tokens += account.hit
+        if account.snapshot_kind is not None:
+            counters.hits_by_kind[account.snapshot_kind] += 1
+        for miss in account.misses:
+            counters.missed_tokens[miss.reason] += miss.num_tokens
+
+    # Growing
+
+    def extend(self, lease: Lease, end: int) -> bool:
+        """Give the lease blocks for tokens up to ``end``. False when memory does not suffice; nothing changes."""
+        missing = -(-end // BLOCK_TOKENS) - len(lease.table)
+        if missing <= 0:
+            return True
+        if not self.memory.can_take(missing, 0):
+            return False
+        for _ in range(missing):
+            lease.table.append(_granted(self.memory.take_block()))
+        return True
+
+    def plan_cuts(self, lease: Lease, end: int) -> list[Cut]:
+        """Return the snapshots that the step to ``end`` is to emit in passing; their slots are reserved.
+
+        A cut is left out when no slot can be had: the request goes on without it.
+        """
+        position = lease.branch_at
+        if not self.enabled or not lease.computed < position <= end:
+            return lease.cuts
+        lease.branch_at = 0
+        slot = self.memory.take_slot()
+        if slot is not None:
+            lease.cuts.append(Cut(position, slot, SnapshotKind.BRANCH))
+        return lease.cuts
+
+    # Keeping
+
+    def commit(self, lease: Lease, computed: int) -> None:
+        """Take note that the state after ``computed`` tokens is in ``lease.dst``, and their KV in its blocks."""
+        lease.computed = computed
+        if lease.src != lease.dst:
+            self._settle(lease)
+        if computed >= (lease.num_published + 1) * BLOCK_TOKENS and self.enabled:
+            self._publish_blocks(lease)
+        if lease.cuts:
+            self._publish_cuts(lease)
+
+    def _settle(self, lease: Lease) -> None:
+        lease.src = lease.dst
+        if lease.source is not None:
+            self.memory.unpin_snapshot(lease.source)
+            lease.source = None
+
+    def leave_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
+        """Publish the lease's slot as a snapshot at ``lease.computed``; the lease moves on to a new one.
+
+        Returns:
+            False when there is such a snapshot already, or no slot to move on to; the lease keeps its slot.
+        """
+        if not self.enabled or not lease.has_own_state or lease.computed == 0:
+            return False
+        home, stub_key = find_home(lease.run, lease.tokens.data, lease.computed)
+        if snapshot_at(home, lease.computed, stub_key) is not None:
+            return False
+        slot = self.memory.take_slot() if self.memory.can_take(0, 1) else None
+        if slot is None:
+            return False
+        snapshot = self._publish(lease, lease.dst, lease.computed, kind)
+        self.memory.pin_snapshot(snapshot)
+        lease.source, lease.src, lease.dst = snapshot, snapshot.slot, slot
+        return True
+
+    def release(self, lease: Lease, kind: SnapshotKind) -> None:
+        """Take the lease back. Its slot becomes a snapshot at ``lease.computed``; unpublished blocks are freed."""
+        memory = self.memory
+        del self.leases[lease.request_id]
+        lease.is_active = False
+        self._touch(lease.run)
+        if lease.source is not None:
+            memory.unpin_snapshot(lease.source)
+        for cut in lease.cuts:
+            memory.free_slot(cut.slot)
+        if not self._leave_last_snapshot(lease, kind):
+            memory.free_slot(lease.dst)
+        tail = lease.tail
+        kept = tail.blocks[0] if tail is not None else None
+        for block in lease.table[lease.num_published :]:
+            if block != kept:
+                memory.free_block(BlockId(block))
+        if tail is not None:
+            tail.is_live = False
+            memory.unpin_tail(tail)
+        memory.unpin_run(lease.run)
+
+    def _leave_last_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
+        if not self.enabled or not lease.has_own_state or lease.computed == 0:
+            return False
+        home, stub_key = find_home(lease.run, lease.tokens.data, lease.computed)
+        if snapshot_at(home, lease.computed, stub_key) is not None:
+            return False
+        self._publish(lease, lease.dst, lease.computed, kind)
+        return True
+
+    def take_actions(self) -> list[Action]:
+        """Return the actions issued since the last call, in order."""
+        actions = self.memory.actions
+        self.memory.actions = []
+        return actions
+
+    # Publishing
+
+    def _publish_blocks(self, lease: Lease) -> None:
+        """Put the lease's full blocks into the index; where the index has them already, use those."""
+        end = lease.computed // BLOCK_TOKENS
+        while lease.num_published < end:
+            first = lease.num_published
+            key = lease.tokens.slice(first * BLOCK_TOKENS, end * BLOCK_TOKENS)
+            existing = lease.run.children.get(key[:BLOCK_KEY_BYTES])
+            if existing is not None:
+                self._adopt(lease, existing, key)
+            else:
+                self._append(lease, key, [BlockId(block) for block in lease.table[first:end]])
+
+    def _append(self, lease: Lease, key: bytes, blocks: list[BlockId]) -> None:
+        run = lease.run
+        if run.parent is None or run.num_users > 1 or run.children or run.stubs:
+            child = Run(run, run.end_block, key, blocks)
+            child.last_used = run.last_used
+            child.num_users = 1
+            add_child(run, child)
+            self._subsume_tail(run, key[:BLOCK_KEY_BYTES], blocks[0])
+            lease.run = child
+        else:
+            run.tokens += key
+            run.blocks += blocks
+            run.evicted.clear()
+        self.memory.own(lease.run, blocks)
+        lease.num_published += len(blocks)
+
+    def _subsume_tail(self, parent: Run, key: bytes, block: BlockId) -> None:
+        """Remove the tail that ``key`` continues, if any. Its block stays when it is ``block`` or somebody's own."""
+        tail = tail_that_begins(parent, key)
+        if tail is None:
+            return
+        if not tail.is_live:
+            self.memory.remove_run(tail)
+            return
+        remove_child(tail, ghost_tokens=0)
+        for lease in self.leases.values():
+            if lease.tail is tail:
+                lease.tail = None
+        if tail.blocks[0] != block:
+            self.memory.disown(tail.blocks[0])
+
+    def _adopt(self, lease: Lease, existing: Run, key: bytes) -> None:
+        """Follow blocks that another request has published: drop our own copies of them."""
+        num_same = 1
+        most = min(len(key), len(existing.tokens)) // BLOCK_KEY_BYTES
+        while num_same < most and existing.tokens.startswith(
+            key[num_same * BLOCK_KEY_BYTES : (num_same + 1) * BLOCK_KEY_BYTES], num_same * BLOCK_KEY_BYTES
+        ):
+            num_same += 1
+        if num_same < len(existing.blocks):
+            existing = split(existing, existing.start_block + num_same)
+            self.memory.own(existing, existing.blocks)
+        self.memory.join_run(existing)
+        for index, block in enumerate(existing.blocks, lease.num_published):
+            self.memory.free_block(BlockId(lease.table[index]))
+            lease.table[index] = block
+        lease.run = existing
+        lease.num_published += num_same
+
+    def _publish_cuts(self, lease: Lease) -> None:
+        reached = [cut for cut in lease.cuts if cut.position <= lease.computed]
+        lease.cuts = [cut for cut in lease.cuts if cut.position > lease.computed]
+        for cut in reached:
+            home, stub_key = find_home(lease.run, lease.tokens.data, cut.position)
+            if snapshot_at(home, cut.position, stub_key) is None:
+                self._publish(lease, cut.slot, cut.position, cut.kind)
+            else:
+                self.memory.free_slot(cut.slot)
+
+    def _publish(self, lease: Lease, slot: SlotId, position: int, kind: SnapshotKind) -> Snapshot:
+        """Attach a snapshot at ``position`` of the lease's path; make sure that its keys and values can be found."""
+        home, stub_key = find_home(lease.run, lease.tokens.data, position)
+        if stub_key is not None and child_with_prefix(home, stub_key) is None:
+            self._show_tail(lease, stub_key)
+        snapshot = Snapshot(slot, position, kind)
+        put_snapshot(home, snapshot, stub_key)
+        snapshot.last_used = self._next_tick()
+        home.lost.pop(position if stub_key is None else stub_key, None)
+        self.memory.num_evictable_slots += 1
+        self.memory.offer(snapshot)
+        self.counters.snapshots_taken[kind] += 1
+        return snapshot
+
+    def _show_tail(self, lease: Lease, key: bytes) -> None:
+        """Let the index see the first tokens of the block that the lease is filling."""
+        run = lease.run
+        block = BlockId(lease.table[lease.num_published])
+        tail = Run(run, run.end_block, key, [block])
+        tail.is_live = True
+        tail.num_users = 1
+        tail.last_used = self._tick
+        add_child(run, tail)
+        self._subsume_tail(run, key, block)
+        self.memory.own(tail, [block])
+        lease.tail = tail
+
+    # Reading
+
+    def snapshots(self) -> Iterator[tuple[str, bytes, Snapshot]]:
+        """Yield salt, tokens (as a key) and snapshot of everything published. For checks and for people."""
+        for salt, root in self._roots.items():
+            yield from _snapshots_below(salt, b"", root)
+
+    def roots(self) -> dict[str, Run]:
+        """Return the root of every salt's tree. Read only."""
+        return self._roots
+
+    def _touch(self, run: Run) -> None:
+        tick = self._next_tick()
+        for node in run.ancestry():
+            node.last_used = tick
+
+    def _next_tick(self) -> int:
+        self._tick += 1
+        return self._tick
+
+
+def _granted(value: T | None) -> T:
+    """Unwrap what ``can_take`` promised."""
+    if value is None:
+        raise CacheInvariantError("memory that was counted as available could not be taken")
+    return value
+
+
+def _lost_snapshot(end: Walk, hit: int, tokens: TokenBuffer) -> bool:
+    """Return whether a snapshot deeper than ``hit`` was evicted on the walked path."""
+    for run in end.run.ancestry():
+        after = tokens.slice(run.end_tokens, run.end_tokens + BLOCK_TOKENS)
+        for ghost in run.lost:
+            if isinstance(ghost, int):
+                if hit < ghost <= end.kv_tokens:
+                    return True
+            elif after.startswith(ghost) and run.end_tokens + len(ghost) // TOKEN_BYTES > hit:
+                return True
+        if run.end_tokens <= hit:
+            return False
+    return False
+
+
+def _evicted_tokens(end: Walk, tokens: TokenBuffer) -> int:
+    """Return how many tokens beyond the walk's end were cached and have been evicted (at most; 0: none known)."""
+    key = tokens.slice(end.kv_tokens, end.kv_tokens + BLOCK_TOKENS)
+    return end.run.evicted.get(hash(key), 0) if end.num_blocks == end.run.end_block else 0
+
+
+def _snapshots_below(salt: str, prefix: bytes, run: Run) -> Iterator[tuple[str, bytes, Snapshot]]:
+    tokens = prefix + bytes(run.tokens)
+    for position, snapshot in run.snapshots.items():
+        yield salt, tokens[: position * TOKEN_BYTES], snapshot
+    for stub_key, snapshot in run.stubs.items():
+        yield salt, tokens + stub_key, snapshot
+    for child in run.children.values():
+        yield from _snapshots_below(salt, tokens, child)

@@ -1,0 +1,127 @@
+"""Checks that the cache does not contradict itself. Linear in its size: for tests and debugging runs."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from strandline.cache.core import PrefixCache
+from strandline.cache.lease import Lease
+from strandline.cache.tokens import BLOCK_KEY_BYTES
+from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home
+from strandline.errors import CacheInvariantError
+from strandline.ids import BLOCK_TOKENS, BlockId
+
+
+def check(cache: PrefixCache) -> None:
+    """Verify every invariant of the cache.
+
+    Raises:
+        CacheInvariantError: one does not hold; the message names the first.
+    """
+    runs = [run for root in cache.roots().values() for run in _runs_below(root)]
+    for run in runs:
+        _check_run(run)
+    _check_users(cache, runs)
+    _check_owners(cache, runs)
+    _check_evictable(cache, runs)
+    for lease in cache.leases.values():
+        _check_lease(lease)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise CacheInvariantError(message)
+
+
+def _runs_below(run: Run) -> Iterator[Run]:
+    yield run
+    for child in run.children.values():
+        yield from _runs_below(child)
+
+
+def _check_run(run: Run) -> None:
+    where = f"run [{run.start_block}, {run.end_block})"
+    _require(run.order == sorted(run.children), f"{where}: children out of order")
+    for left, right in zip(run.order, run.order[1:], strict=False):
+        _require(not right.startswith(left), f"{where}: a child's key begins another's")
+    for key, child in run.children.items():
+        _require(child.parent is run and child.first_key == key, f"{where}: child linked under another key")
+        _require(child.start_block == run.end_block, f"{where}: child starts at {child.start_block}")
+    if run.parent is not None:
+        full = len(run.blocks) * BLOCK_KEY_BYTES
+        _require(len(run.tokens) == full or run.is_tail, f"{where}: {len(run.tokens)} key bytes")
+        _require(not (run.is_tail and (run.children or run.stubs)), f"{where}: a tail with children or stubs")
+    _check_snapshots(run, where)
+
+
+def _check_snapshots(run: Run, where: str) -> None:
+    _require(run.positions == sorted(run.snapshots), f"{where}: positions out of order")
+    for position, snapshot in run.snapshots.items():
+        inside = run.start_block * BLOCK_TOKENS < position <= run.end_tokens
+        in_first = position < (run.start_block + 1) * BLOCK_TOKENS
+        _require(inside and not in_first, f"{where}: snapshot at {position} lives elsewhere")
+        _require(snapshot.home is run and snapshot.is_attached, f"{where}: snapshot at {position} detached")
+    for key, snapshot in run.stubs.items():
+        _require(child_with_prefix(run, key) is not None, f"{where}: stub at {snapshot.position} has no KV")
+        _require(snapshot.position == run.end_tokens + len(key) // 4, f"{where}: stub at {snapshot.position}")
+        _require(snapshot.home is run and snapshot.stub_key == key, f"{where}: stub at {snapshot.position} detached")
+
+
+def _check_users(cache: PrefixCache, runs: list[Run]) -> None:
+    users = Counter[int]()
+    for lease in cache.leases.values():
+        for run in lease.run.ancestry():
+            users[id(run)] += 1
+        if lease.tail is not None:
+            users[id(lease.tail)] += 1
+    for run in runs:
+        _require(run.num_users == users[id(run)], f"run at {run.start_block}: {run.num_users} users counted")
+        is_shown = any(lease.tail is run for lease in cache.leases.values())
+        _require(run.is_live == is_shown, f"tail at {run.start_block}: live without a lease")
+
+
+def _check_owners(cache: PrefixCache, runs: list[Run]) -> None:
+    slots, blocks = cache.arena.used()
+    block_owners = Counter(block for run in runs if not run.is_live for block in run.blocks)
+    slot_owners = Counter(snapshot.slot for snapshot in _all_snapshots(cache, runs))
+    published = set(slot_owners)
+    for lease in cache.leases.values():
+        block_owners.update(BlockId(block) for block in lease.table[lease.num_published :])
+        slot_owners[lease.dst] += 1
+        slot_owners.update(cut.slot for cut in lease.cuts)
+        _require(lease.dst not in published, f"{lease.request_id} would write the published slot {lease.dst}")
+    _require(set(block_owners) == blocks, f"blocks leaked or lost: {set(block_owners) ^ blocks}")
+    _require(set(slot_owners) == slots, f"slots leaked or lost: {set(slot_owners) ^ slots}")
+    doubles = [b for b, n in (block_owners | slot_owners).items() if n > 1]
+    _require(not doubles, f"owned twice: {doubles}")
+
+
+def _all_snapshots(cache: PrefixCache, runs: list[Run]) -> list[Snapshot]:
+    attached = [s for run in runs for s in (*run.snapshots.values(), *run.stubs.values())]
+    sources = {id(lease.source): lease.source for lease in cache.leases.values() if lease.source is not None}
+    return attached + [s for s in sources.values() if not s.is_attached]
+
+
+def _check_evictable(cache: PrefixCache, runs: list[Run]) -> None:
+    memory = cache.memory
+    num_blocks = sum(len(run.blocks) for run in runs if run.num_users == 0)
+    _require(memory.num_evictable_blocks == num_blocks, f"{memory.num_evictable_blocks} evictable, not {num_blocks}")
+    attached = [s for s in _all_snapshots(cache, runs) if s.is_attached]
+    num_slots = sum(s.num_readers == 0 for s in attached)
+    _require(memory.num_evictable_slots == num_slots, f"{memory.num_evictable_slots} evictable, not {num_slots}")
+    readers = Counter(id(lease.source) for lease in cache.leases.values() if lease.source is not None)
+    for snapshot in attached:
+        _require(snapshot.num_readers == readers[id(snapshot)], f"snapshot {snapshot.slot}: readers miscounted")
+
+
+def _check_lease(lease: Lease) -> None:
+    name = lease.request_id
+    path = [block for run in reversed(list(lease.run.ancestry())) for block in run.blocks]
+    _require(path == list(lease.table[: lease.num_published]), f"{name}: its table leaves its path")
+    data = b"".join(bytes(run.tokens) for run in reversed(list(lease.run.ancestry())))
+    _require(lease.tokens.data.startswith(data), f"{name}: its path holds other tokens")
+    if lease.source is not None:
+        _require(lease.src == lease.source.slot, f"{name}: src is not its snapshot's slot")
+        _require(lease.source.position == lease.computed, f"{name}: resumes from a snapshot of another position")
+        if lease.source.is_attached:
+            home, key = find_home(lease.run, lease.tokens.data, lease.computed)
+            _require((home, key) == (lease.source.home, lease.source.stub_key), f"{name}: snapshot of another path")

@@ -1,0 +1,75 @@
+"""A lease: what one running request holds of the cache."""
+
+from array import array
+from dataclasses import dataclass
+
+from strandline.cache.account import Account, SnapshotKind
+from strandline.cache.tokens import TokenBuffer
+from strandline.cache.tree import Run, Snapshot
+from strandline.ids import NULL_SLOT, RequestId, SlotId
+
+
+@dataclass(slots=True)
+class Cut:
+    """A snapshot that a prefill is to emit in passing: the state after ``position`` tokens goes to ``slot``."""
+
+    position: int
+    slot: SlotId
+    kind: SnapshotKind
+
+
+class Lease:
+    """Blocks and slots of one running request, and its place in the prefix index.
+
+    ``src`` is the slot that its next step reads, ``dst`` the one that the step writes. They differ when the
+    request resumes from a shared snapshot or has just left one behind; after a committed step ``src`` is ``dst``.
+    """
+
+    __slots__ = (
+        "account",
+        "branch_at",
+        "computed",
+        "cuts",
+        "dst",
+        "is_active",
+        "kv_start",
+        "num_published",
+        "request_id",
+        "root",
+        "run",
+        "source",
+        "src",
+        "table",
+        "tail",
+        "tokens",
+    )
+
+    def __init__(self, request_id: RequestId, tokens: TokenBuffer, root: Run, run: Run, account: Account) -> None:
+        self.request_id = request_id
+        self.tokens = tokens
+        self.root = root
+        self.run = run
+        """The deepest published run of its path. Its end is block ``num_published``."""
+        self.account = account
+        self.table: array[int] = array("i")
+        """Its blocks, in order: published (shared, immutable) ones first, then its own."""
+        self.num_published = 0
+        self.computed = 0
+        """Tokens of which the state has been computed and committed."""
+        self.kv_start = 0
+        """Keys and values of tokens before this position are in shared blocks: they are read, never written."""
+        self.branch_at = 0
+        """Where its prompt leaves a cached one, deeper than any snapshot: worth a cut. 0: nowhere."""
+        self.source: Snapshot | None = None
+        """The shared snapshot behind ``src``, held until the step that reads it is committed."""
+        self.src: SlotId = NULL_SLOT
+        self.dst: SlotId = NULL_SLOT
+        self.cuts: list[Cut] = []
+        self.tail: Run | None = None
+        """The tail in the index that shows the block being filled, after a snapshot inside that block."""
+        self.is_active = True
+
+    @property
+    def has_own_state(self) -> bool:
+        """Whether ``dst`` holds the state at ``computed`` (no step has run since admission if not)."""
+        return self.src == self.dst

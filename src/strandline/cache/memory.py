@@ -1,0 +1,217 @@
+"""Taking blocks and slots from the arena, evicting what is worth least when it is full.
+
+This is the only place that frees memory of the index. Everything it does to the device is issued as actions.
+"""
+
+from collections.abc import Callable, Iterable
+
+from strandline.cache.actions import Action, DropBlock, DropSlot, MoveBlock
+from strandline.cache.arena import Arena
+from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue
+from strandline.cache.lease import Lease
+from strandline.cache.tokens import BLOCK_KEY_BYTES
+from strandline.cache.tree import Run, Snapshot, child_with_prefix, remove_child, take_snapshot_away
+from strandline.ids import BLOCK_TOKENS, BlockId, SlotId
+
+
+class CacheMemory:
+    """The arena together with the index's claims on it.
+
+    Attributes:
+        num_evictable_blocks, num_evictable_slots: what eviction could free, kept exact as things change.
+    """
+
+    def __init__(self, arena: Arena, order: EvictionOrder, leases: Callable[[], Iterable[Lease]]) -> None:
+        self.arena = arena
+        self.actions: list[Action] = []
+        self.num_evictable_blocks = 0
+        self.num_evictable_slots = 0
+        self.num_snapshots_evicted = 0
+        self.num_blocks_evicted = 0
+        self._queue = EvictionQueue(order, _can_evict)
+        self._leases = leases
+        self._run_of: dict[BlockId, Run] = {}
+
+    # What fits
+
+    def can_take(self, num_blocks: int, num_slots: int) -> bool:
+        """Return whether so many blocks and slots can be had, if need be by eviction.
+
+        Exact because blocks can be moved together; slab 0 never becomes a slot.
+        """
+        arena = self.arena
+        size = arena.blocks_per_slab
+        slabs_for_slots = arena.num_free_slabs + self.num_evictable_slots
+        room = arena.num_free_blocks + self.num_evictable_blocks + slabs_for_slots * size
+        if not num_slots:
+            return num_blocks <= room
+        # The blocks that stay must fit beside the slots; those of slab 0 can only ever be blocks.
+        blocks_that_stay = arena.num_blocks - self.num_evictable_blocks + num_blocks
+        slots_that_stay = arena.num_slots - self.num_evictable_slots + num_slots
+        slabs_needed = -(-max(blocks_that_stay - (size - 1), 0) // size) + slots_that_stay
+        return slabs_needed <= arena.num_slabs - 1
+
+    # Taking
+
+    def take_block(self) -> BlockId | None:
+        """Return a block, evicting if need be, or None when everything else is in use."""
+        while True:
+            block = self.arena.take_block()
+            if block is not None or not self._evict_one():
+                return block
+
+    def take_slot(self) -> SlotId | None:
+        """Return a slot, evicting and moving blocks together if need be, or None."""
+        while True:
+            slot = self.arena.take_slot()
+            if slot is not None:
+                return slot
+            if self.arena.can_compact():
+                self._compact()
+            elif not self._evict_one():
+                return None
+
+    def free_block(self, block: BlockId) -> None:
+        self.arena.free_block(block)
+        self.actions.append(DropBlock(block))
+
+    def free_slot(self, slot: SlotId) -> None:
+        self.arena.free_slot(slot)
+        self.actions.append(DropSlot(slot))
+
+    # The index's blocks
+
+    def own(self, run: Run, blocks: Iterable[BlockId]) -> None:
+        """Record that these blocks are ``run``'s, so that they can be found when they move."""
+        for block in blocks:
+            self._run_of[block] = run
+
+    def disown(self, block: BlockId) -> None:
+        del self._run_of[block]
+
+    def _compact(self) -> None:
+        moves = dict(self.arena.compact())
+        for src, dst in moves.items():
+            self.actions.append(MoveBlock(src, dst))
+            run = self._run_of.pop(src, None)
+            if run is not None:
+                run.blocks[run.blocks.index(src)] = dst
+                self._run_of[dst] = run
+        for lease in self._leases():
+            for index, block in enumerate(lease.table):
+                if block in moves:
+                    lease.table[index] = moves[BlockId(block)]
+
+    # Users and readers
+
+    def pin_run(self, run: Run) -> None:
+        """Add a user to the run and all above it."""
+        for node in run.ancestry():
+            node.num_users += 1
+            if node.num_users == 1:
+                self.num_evictable_blocks -= len(node.blocks)
+
+    def unpin_run(self, run: Run) -> None:
+        """Take a user from the run and all above it; offer what nobody uses for eviction."""
+        for node in run.ancestry():
+            node.num_users -= 1
+            if node.num_users == 0:
+                self.num_evictable_blocks += len(node.blocks)
+                self.offer(node)
+
+    def join_run(self, run: Run) -> None:
+        """Add a user to the run alone: a lease that uses all above it already."""
+        run.num_users += 1
+        if run.num_users == 1:
+            self.num_evictable_blocks -= len(run.blocks)
+
+    def unpin_tail(self, tail: Run) -> None:
+        """Take the request away that was filling a tail's block: the block is the index's now."""
+        tail.num_users -= 1
+        self.num_evictable_blocks += 1
+        self.offer(tail)
+
+    def pin_snapshot(self, snapshot: Snapshot) -> None:
+        snapshot.num_readers += 1
+        if snapshot.num_readers == 1:
+            self.num_evictable_slots -= 1
+
+    def unpin_snapshot(self, snapshot: Snapshot) -> None:
+        """Take a reader away; a snapshot that the index has lost meanwhile is freed with its last reader."""
+        snapshot.num_readers -= 1
+        if snapshot.num_readers:
+            return
+        if snapshot.is_attached:
+            self.num_evictable_slots += 1
+            self.offer(snapshot)
+        else:
+            self.free_slot(snapshot.slot)
+
+    def offer(self, entry: Entry) -> None:
+        """Put an entry in the eviction queue if it may be evicted now."""
+        if _can_evict(entry):
+            self._queue.push(entry)
+            live = self.arena.num_slots + self.arena.num_blocks
+            self._queue.prune(4 * live + 1024)
+
+    # Evicting
+
+    def _evict_one(self) -> bool:
+        entry = self._queue.pop()
+        if entry is None:
+            return False
+        if isinstance(entry, Snapshot):
+            self.drop_snapshot(entry)
+        else:
+            self._trim(entry)
+        return True
+
+    def drop_snapshot(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot from the index; its slot is freed now, or by its last reader."""
+        take_snapshot_away(snapshot)
+        self.num_snapshots_evicted += 1
+        if snapshot.num_readers == 0:
+            self.num_evictable_slots -= 1
+            self.free_slot(snapshot.slot)
+
+    def _trim(self, run: Run) -> None:
+        """Evict the last block of a childless, unused run, and the snapshots that cannot be resumed without it."""
+        for position in [p for p in run.positions if p > (run.end_block - 1) * BLOCK_TOKENS]:
+            self.drop_snapshot(run.snapshots[position])
+        if len(run.blocks) == 1:
+            self.remove_run(run)
+            self.num_blocks_evicted += 1
+            return
+        block = run.blocks.pop()
+        key = bytes(run.tokens[len(run.blocks) * BLOCK_KEY_BYTES :])
+        del run.tokens[len(run.blocks) * BLOCK_KEY_BYTES :]
+        ghost_tokens = BLOCK_TOKENS + max(run.evicted.values(), default=0)
+        run.evicted.clear()
+        run.evicted[hash(key)] = ghost_tokens
+        self._let_go(block)
+        self.num_blocks_evicted += 1
+        self.offer(run)
+
+    def remove_run(self, run: Run) -> None:
+        """Take a childless run of one block out of the index; stubs that only it could serve go with it."""
+        parent, key = run.parent, run.first_key
+        remove_child(run, ghost_tokens=BLOCK_TOKENS)
+        self._let_go(run.blocks[0])
+        if parent is None:
+            return
+        for stub_key in [k for k in parent.stubs if key.startswith(k)]:
+            if child_with_prefix(parent, stub_key) is None:
+                self.drop_snapshot(parent.stubs[stub_key])
+        self.offer(parent)
+
+    def _let_go(self, block: BlockId) -> None:
+        self.disown(block)
+        self.num_evictable_blocks -= 1
+        self.free_block(block)
+
+
+def _can_evict(entry: Entry) -> bool:
+    if isinstance(entry, Snapshot):
+        return entry.is_attached and entry.num_readers == 0
+    is_linked = entry.parent is not None and entry.parent.children.get(entry.first_key) is entry
+    return is_linked and not entry.children and entry.num_users == 0 and not entry.is_live

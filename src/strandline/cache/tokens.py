@@ -1,0 +1,61 @@
+"""Token ids as bytes: four bytes each, big-endian.
+
+Comparing, hashing and slicing then run at memory speed, and the order of the bytes is the order of the tokens,
+so that in a sorted list the longest common prefix with any key is found beside its place.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Final
+
+from strandline.ids import BLOCK_TOKENS
+
+TOKEN_BYTES: Final = 4
+BLOCK_KEY_BYTES: Final = BLOCK_TOKENS * TOKEN_BYTES
+
+
+def encode(tokens: Iterable[int]) -> bytes:
+    """Return the tokens as big-endian bytes.
+
+    Raises:
+        OverflowError: a token is negative or needs more than 32 bits.
+    """
+    values = array("I", tokens)
+    if sys.byteorder == "little":
+        values.byteswap()
+    return values.tobytes()
+
+
+def decode(data: bytes | bytearray) -> list[int]:
+    """Return the token ids that ``encode`` wrote."""
+    values = array("I", bytes(data))
+    if sys.byteorder == "little":
+        values.byteswap()
+    return values.tolist()
+
+
+def common_tokens(left: bytes, right: bytes) -> int:
+    """Count the leading tokens that two keys share."""
+    size = min(len(left), len(right))
+    difference = int.from_bytes(left[:size], "big") ^ int.from_bytes(right[:size], "big")
+    return (size - (difference.bit_length() + 7) // 8) // TOKEN_BYTES
+
+
+class TokenBuffer:
+    """A growing sequence of token ids, shared by a request and its lease on the cache."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self.data = bytearray(encode(tokens))
+
+    def __len__(self) -> int:
+        return len(self.data) // TOKEN_BYTES
+
+    def append(self, token: int) -> None:
+        self.data += token.to_bytes(TOKEN_BYTES, "big")
+
+    def slice(self, start: int, end: int) -> bytes:
+        """Return the key of tokens ``[start, end)``."""
+        return bytes(self.data[start * TOKEN_BYTES : end * TOKEN_BYTES])

@@ -1,0 +1,335 @@
+"""The prefix index: a tree of runs of whole blocks, with snapshots at any token position.
+
+A *run* is a stretch of consecutive 64-token blocks without a branch. Its children begin where it ends, each
+with a different first block. A *tail* is a childless run of one block of which fewer than 64 tokens are known.
+No child's key is a proper prefix of another's: a tail gives way to a longer run that begins with it.
+
+Where a snapshot lives: position ``p`` with ``p % 64 == 0`` ends a block and belongs to that block's run. Any
+other ``p`` lies inside a block: if that block is the first of its run, then sibling runs may share the tokens
+up to ``p``, so the snapshot is a *stub* of the parent, keyed by the tokens inside the block; otherwise it
+belongs to the run. Thus a snapshot is found whichever sibling the walk would have entered.
+
+Cost: a walk compares one run at a time (one ``memcmp``), so a long cached prompt costs its branches, not its
+tokens. Source: radix trees as in SGLang's RadixAttention; the runs-of-blocks form and stubs are our own.
+"""
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from strandline.cache.account import SnapshotKind
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
+from strandline.errors import CacheInvariantError
+from strandline.ids import BLOCK_TOKENS, BlockId, SlotId
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+MAX_GHOSTS = 64
+"""Evicted children and snapshots that a run remembers, to explain misses."""
+
+
+class Snapshot:
+    """A published slot: the state of all recurrent layers after exactly ``position`` tokens. Immutable."""
+
+    __slots__ = ("home", "is_attached", "kind", "last_used", "num_readers", "position", "slot", "stub_key")
+
+    def __init__(self, slot: SlotId, position: int, kind: SnapshotKind) -> None:
+        self.slot = slot
+        self.position = position
+        self.kind = kind
+        self.home: Run
+        self.stub_key: bytes | None = None
+        """The tokens inside its block when it is a stub of ``home``; None when it lies within ``home``."""
+        self.num_readers = 0
+        self.last_used = 0
+        self.is_attached = False
+
+
+class Run:
+    """A stretch of blocks. ``tokens`` is their key; every block but a tail's is full."""
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "evicted",
+        "is_live",
+        "last_used",
+        "lost",
+        "num_users",
+        "order",
+        "parent",
+        "positions",
+        "snapshots",
+        "start_block",
+        "stubs",
+        "tokens",
+    )
+
+    def __init__(self, parent: "Run | None", start_block: int, tokens: bytes, blocks: list[BlockId]) -> None:
+        self.parent = parent
+        self.start_block = start_block
+        self.tokens = bytearray(tokens)
+        self.blocks = blocks
+        self.children: dict[bytes, Run] = {}
+        self.order: list[bytes] = []
+        """The children's keys, sorted."""
+        self.snapshots: dict[int, Snapshot] = {}
+        self.positions: list[int] = []
+        """The keys of ``snapshots``, sorted."""
+        self.stubs: dict[bytes, Snapshot] = {}
+        self.num_users = 0
+        """Leases whose path goes through this run."""
+        self.last_used = 0
+        self.is_live = False
+        """A tail whose block a running request is still filling."""
+        self.evicted: dict[int, int] = {}
+        """Hash of an evicted child's first block -> tokens that were cached there."""
+        self.lost: dict[int | bytes, None] = {}
+        """Snapshots evicted here: positions, and stub keys."""
+
+    @property
+    def end_block(self) -> int:
+        return self.start_block + len(self.blocks)
+
+    @property
+    def end_tokens(self) -> int:
+        """Position after the run's last token; for whole blocks, where children begin."""
+        return self.start_block * BLOCK_TOKENS + len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def is_tail(self) -> bool:
+        return len(self.blocks) == 1 and len(self.tokens) < BLOCK_KEY_BYTES
+
+    @property
+    def first_key(self) -> bytes:
+        return bytes(self.tokens[:BLOCK_KEY_BYTES])
+
+    def ancestry(self) -> "Iterator[Run]":
+        """Yield this run, its parent, and so on up to the root."""
+        run: Run | None = self
+        while run is not None:
+            yield run
+            run = run.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How far a prompt's tokens follow the tree."""
+
+    run: Run
+    """The deepest run of which at least one whole block matched (or the root)."""
+    num_blocks: int
+    """Whole blocks that match, from the root."""
+    partial_run: Run | None
+    """The run whose next block matches in its first ``partial_tokens`` tokens."""
+    partial_tokens: int
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_blocks * BLOCK_TOKENS + self.partial_tokens
+
+    @property
+    def partial_block(self) -> BlockId:
+        """The block that holds the partial match."""
+        if self.partial_run is None:
+            raise CacheInvariantError("the walk ended on a block boundary: there is no partial block")
+        return self.partial_run.blocks[self.num_blocks - self.partial_run.start_block]
+
+
+def walk(root: Run, data: bytearray) -> Walk:
+    """Follow the tokens of ``data`` from the root as far as cached keys and values go. Changes nothing."""
+    run, offset = root, 0
+    while True:
+        key = bytes(data[offset : offset + BLOCK_KEY_BYTES])
+        child = run.children.get(key) if len(key) == BLOCK_KEY_BYTES else None
+        if child is None:
+            return _end_between_runs(run, key)
+        if not data.startswith(child.tokens, offset):
+            return _end_inside_run(child, data, offset)
+        run = child
+        offset += len(child.tokens)
+
+
+def _end_between_runs(run: Run, key: bytes) -> Walk:
+    best_key, best_tokens = None, 0
+    place = bisect_left(run.order, key)
+    for neighbour in run.order[max(place - 1, 0) : place + 1]:
+        tokens = common_tokens(neighbour, key)
+        if tokens > best_tokens:
+            best_key, best_tokens = neighbour, tokens
+    partial = run.children[best_key] if best_key is not None else None
+    return Walk(run, run.end_block, partial, best_tokens)
+
+
+def _end_inside_run(run: Run, data: bytearray, offset: int) -> Walk:
+    """The run's first block matches and some later one does not: find which by bisection."""
+    low, high = 1, len(run.blocks)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if data.startswith(run.tokens[: middle * BLOCK_KEY_BYTES], offset):
+            low = middle
+        else:
+            high = middle
+    mine = bytes(run.tokens[low * BLOCK_KEY_BYTES : (low + 1) * BLOCK_KEY_BYTES])
+    theirs = bytes(data[offset + low * BLOCK_KEY_BYTES : offset + (low + 1) * BLOCK_KEY_BYTES])
+    tokens = common_tokens(mine, theirs)
+    return Walk(run, run.start_block + low, run if tokens else None, tokens)
+
+
+def deepest_snapshot(end: Walk, data: bytearray) -> Snapshot | None:
+    """Return the deepest snapshot on the walked path, or None. Changes nothing."""
+    limit = end.kv_tokens
+    if end.num_blocks == end.run.end_block:
+        stub = _longest_stub(end.run, data)
+        if stub is not None:
+            return stub
+    for run in end.run.ancestry():
+        place = bisect_right(run.positions, limit)
+        if place:
+            return run.snapshots[run.positions[place - 1]]
+        if run.parent is not None:
+            stub = _longest_stub(run.parent, data)
+            if stub is not None:
+                return stub
+    return None
+
+
+def _longest_stub(run: Run, data: bytearray) -> Snapshot | None:
+    """Return the stub of ``run`` whose key is the longest prefix of the data that follows the run."""
+    if not run.stubs:
+        return None
+    offset = run.end_block * BLOCK_KEY_BYTES
+    if len(run.stubs) < BLOCK_TOKENS:
+        matching = [key for key in run.stubs if data.startswith(key, offset)]
+        return run.stubs[max(matching, key=len)] if matching else None
+    for size in range(BLOCK_KEY_BYTES - TOKEN_BYTES, 0, -TOKEN_BYTES):
+        stub = run.stubs.get(bytes(data[offset : offset + size]))
+        if stub is not None:
+            return stub
+    return None
+
+
+def split(run: Run, at_block: int) -> Run:
+    """Split a run before its block ``at_block`` (counted from the root) and return the upper part.
+
+    The lower part keeps the run's identity, so that children, leases and snapshots below stay valid.
+    """
+    count = at_block - run.start_block
+    if not 0 < count < len(run.blocks) or run.parent is None:
+        raise CacheInvariantError(f"cannot split blocks [{run.start_block}, {run.end_block}) at {at_block}")
+    upper = Run(run.parent, run.start_block, bytes(run.tokens[: count * BLOCK_KEY_BYTES]), run.blocks[:count])
+    upper.num_users = run.num_users
+    upper.last_used = run.last_used
+    run.parent.children[upper.first_key] = upper
+    run.parent = upper
+    run.start_block = at_block
+    del run.tokens[: count * BLOCK_KEY_BYTES]
+    del run.blocks[:count]
+    upper.children[run.first_key] = run
+    upper.order.append(run.first_key)
+    _share_out_snapshots(upper, run)
+    return upper
+
+
+def _share_out_snapshots(upper: Run, lower: Run) -> None:
+    """After a split: move each snapshot to the part that it belongs to now."""
+    boundary = upper.end_tokens
+    for position in [p for p in lower.positions if p < boundary + BLOCK_TOKENS]:
+        snapshot = lower.snapshots.pop(position)
+        lower.positions.remove(position)
+        if position <= boundary:
+            put_snapshot(upper, snapshot, None)
+        else:
+            put_snapshot(upper, snapshot, bytes(lower.tokens[: (position - boundary) * TOKEN_BYTES]))
+    for ghost in [g for g in lower.lost if isinstance(g, int) and g <= boundary]:
+        del lower.lost[ghost]
+        upper.lost[ghost] = None
+
+
+def put_snapshot(home: Run, snapshot: Snapshot, stub_key: bytes | None) -> None:
+    """Attach a snapshot to a run: as a stub when ``stub_key`` is given, else at its position."""
+    snapshot.home, snapshot.stub_key, snapshot.is_attached = home, stub_key, True
+    if stub_key is None:
+        home.snapshots[snapshot.position] = snapshot
+        insort(home.positions, snapshot.position)
+    else:
+        home.stubs[stub_key] = snapshot
+
+
+def take_snapshot_away(snapshot: Snapshot) -> None:
+    """Detach a snapshot from the tree, remembering that it was there."""
+    home, key = snapshot.home, snapshot.stub_key
+    if key is None:
+        del home.snapshots[snapshot.position]
+        home.positions.remove(snapshot.position)
+    else:
+        del home.stubs[key]
+    snapshot.is_attached = False
+    _remember(home.lost, snapshot.position if key is None else key, None)
+
+
+def find_home(run: Run, data: bytearray, position: int) -> tuple[Run, bytes | None]:
+    """Return where a snapshot at ``position`` belongs on the path that ends with ``run``: run and stub key."""
+    inside = position % BLOCK_TOKENS
+    block = position // BLOCK_TOKENS if inside else position // BLOCK_TOKENS - 1
+    node = run
+    while node.start_block > block and node.parent is not None:
+        node = node.parent
+    start = position - inside
+    stub_key = bytes(data[start * TOKEN_BYTES : position * TOKEN_BYTES])
+    if block >= node.end_block:
+        return node, stub_key
+    if inside and block == node.start_block and node.parent is not None:
+        return node.parent, stub_key
+    return node, None
+
+
+def snapshot_at(home: Run, position: int, stub_key: bytes | None) -> Snapshot | None:
+    """Return the snapshot at a home that ``find_home`` gave, or None."""
+    return home.snapshots.get(position) if stub_key is None else home.stubs.get(stub_key)
+
+
+def add_child(parent: Run, child: Run) -> None:
+    """Link a child whose first block is new to its parent."""
+    key = child.first_key
+    if key in parent.children or parent.is_tail:
+        raise CacheInvariantError(f"a run at block {child.start_block} collides with its sibling or has no parent")
+    parent.children[key] = child
+    insort(parent.order, key)
+    parent.evicted.pop(hash(key), None)
+
+
+def remove_child(child: Run, *, ghost_tokens: int) -> None:
+    """Unlink a childless run; its parent remembers that ``ghost_tokens`` tokens were cached there."""
+    parent = child.parent
+    if parent is None or child.children or child.stubs:
+        raise CacheInvariantError(f"the run at block {child.start_block} still carries children or stubs")
+    key = child.first_key
+    del parent.children[key]
+    del parent.order[bisect_left(parent.order, key)]
+    if ghost_tokens and not child.is_tail:
+        _remember(parent.evicted, hash(key), ghost_tokens + max(child.evicted.values(), default=0))
+
+
+def child_with_prefix(run: Run, prefix: bytes) -> Run | None:
+    """Return a child whose first block begins with ``prefix``, or None."""
+    place = bisect_left(run.order, prefix)
+    if place < len(run.order) and run.order[place].startswith(prefix):
+        return run.children[run.order[place]]
+    return None
+
+
+def tail_that_begins(run: Run, key: bytes) -> Run | None:
+    """Return the tail under ``run`` that is a proper prefix of ``key``, or None. There is at most one."""
+    place = bisect_left(run.order, key)
+    if place and len(run.order[place - 1]) < len(key) and key.startswith(run.order[place - 1]):
+        return run.children[run.order[place - 1]]
+    return None
+
+
+def _remember(ghosts: dict[Key, Value], key: Key, value: Value) -> None:
+    ghosts[key] = value
+    if len(ghosts) > MAX_GHOSTS:
+        del ghosts[next(iter(ghosts))]
