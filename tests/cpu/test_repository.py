@@ -1,0 +1,231 @@
+"""Rules of the repository that no other tool checks: forbidden names, dead links, sizes, what the files promise."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SKIPPED_FOLDERS = frozenset({"__pycache__", "build", "dist", "node_modules"})
+TEXT_SUFFIXES = frozenset({"", ".cfg", ".jinja", ".json", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"})
+
+# Spelled in pieces, so that this file is clean too.
+FORBIDDEN = {
+    "a package registry's host": "|".join(
+        rf"\b{name}\.{end}\b"
+        for name, end in [
+            ("py" + "pi", "org"),
+            ("py" + "pi", "nvidia"),
+            ("python" + "hosted", "org"),
+            ("download.py" + "torch", "org"),
+            ("ana" + "conda", "(?:org|com)"),
+            ("npm" + "js", "(?:org|com)"),
+            ("docker", "io"),
+            ("gh" + "cr", "io"),
+            ("quay", "io"),
+            ("nvcr", "io"),
+        ]
+    ),
+    "a choice of package index": "--(?:extra-)?index-" + "url|--find-" + "links",
+    "a path of one machine": r"(?<![\w.\-*])/(?:work|home|root|Users)" + r"/\w",
+}
+
+MAX_FUNCTION_LINES = 80
+MAX_FILE_LINES = 500
+LONG_FOR_A_REASON: Mapping[str, str] = {}
+"""What may be longer: a file (``kernels/x.py``) or a function (``kernels/x.py:f``), and why it is not cut up."""
+
+Lengths = dict[str, int]
+
+
+def text_files(root: Path) -> Iterator[Path]:
+    """Yield the repository's own text files: nothing that was built, installed or cached."""
+    for path in sorted(root.iterdir()):
+        if path.is_dir():
+            is_hidden = path.name.startswith(".") and path.name != ".ci"
+            if not is_hidden and path.name not in SKIPPED_FOLDERS and not path.name.endswith(".egg-info"):
+                yield from text_files(path)
+        elif path.suffix in TEXT_SUFFIXES and not path.name.startswith("."):
+            yield path
+
+
+def forbidden_names(text: str) -> list[str]:
+    """Return what a text mentions and must not."""
+    return [f"{kind}: {found}" for kind, pattern in FORBIDDEN.items() for found in re.findall(pattern, text)]
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Return the relative links of a Markdown page that lead to no file, or to no heading of it."""
+    return [target for target in links(text) if not leads_somewhere(page, target)]
+
+
+def links(text: str) -> list[str]:
+    """Return the targets of a page's links that are not addresses, code left out."""
+    prose = re.sub(r"^(```|~~~).*?^\1|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    inline = re.findall(r"\]\(<?([^)\s>]+)", prose)
+    referenced = re.findall(r"^\[[^\]]+\]:\s*<?([^\s>]+)", prose, flags=re.MULTILINE)
+    return [target for target in inline + referenced if not re.match(r"[a-z][a-z0-9+.-]*:", target)]
+
+
+def leads_somewhere(page: Path, target: str) -> bool:
+    """Return whether a link's file exists, and its heading when it names one of a Markdown page."""
+    name, _, heading = target.partition("#")
+    path = page.parent / name if name else page
+    if not path.exists() or not path.resolve().is_relative_to(ROOT):
+        return False
+    return not heading or path.suffix != ".md" or heading in headings(path.read_text())
+
+
+def headings(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as Markdown viewers form them."""
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+def lengths(name: str, text: str) -> tuple[Lengths, Lengths]:
+    """Return the lines of a file and of each function in it. Triton kernels and tables of constants count nothing."""
+    tree = ast.parse(text)
+    functions = {
+        f"{name}:{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node)
+    }
+    exempt = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) or is_kernel(node)]
+    exempt_lines = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in exempt)
+    return {name: len(text.splitlines()) - exempt_lines}, functions
+
+
+def is_kernel(node: ast.stmt) -> bool:
+    """Return whether a statement is a function that Triton compiles."""
+    return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list)
+
+
+def too_long(name: str, text: str) -> set[str]:
+    """Return the file, and the functions of it, that are over their limit."""
+    files, functions = lengths(name, text)
+    over = {key for key, lines in functions.items() if lines > MAX_FUNCTION_LINES}
+    return over | {key for key, lines in files.items() if lines > MAX_FILE_LINES}
+
+
+def triton_faults(name: str, text: str) -> list[str]:
+    """Return what is wrong with how a file uses Triton: only ``*_triton.py`` imports it, and mypy leaves that alone."""
+    imports = {
+        alias.name if isinstance(node, ast.Import) else str(node.module)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    is_triton = name.endswith("_triton.py")
+    faults = []
+    if not is_triton and any(module.split(".")[0] == "triton" for module in imports):
+        faults.append(f"{name} imports triton; only a *_triton.py may")
+    if is_triton != ("# mypy: ignore-errors" in text.splitlines()):
+        faults.append(f"{name}: the line '# mypy: ignore-errors' belongs into *_triton.py, and nowhere else")
+    return faults
+
+
+PACKAGE = ROOT / "src" / "strandline"
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in text_files(ROOT)}
+SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def test_every_kind_of_file_is_read() -> None:
+    expected = {"README.md", "Makefile", ".ci/run", "pyproject.toml", "docs/glossary.md", "src/strandline/ids.py"}
+    assert expected <= set(TEXTS)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_file_names_no_registry_and_no_machine(name: str) -> None:
+    assert forbidden_names(TEXTS[name]) == []
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if name.endswith(".md")])
+def test_relative_links_lead_somewhere(name: str) -> None:
+    assert broken_links(ROOT / name, TEXTS[name]) == []
+
+
+def test_functions_and_files_are_short_or_say_why_not() -> None:
+    found = set().union(*(too_long(name, text) for name, text in SOURCES.items()))
+    assert found == set(LONG_FOR_A_REASON), "cut it up, or give the reason; strike out what is short again"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_triton_stays_in_files_that_say_so(name: str) -> None:
+    assert triton_faults(name, SOURCES[name]) == []
+
+
+def test_decisions_are_numbered_without_gaps() -> None:
+    names = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
+    assert [name[:5] for name in names] == [f"{number:04}-" for number in range(1, len(names) + 1)]
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    commands = [line for line in TEXTS[".ci/run"].splitlines() if line.startswith("exec ")]
+    assert commands == ["exec make test"]
+    assert re.search(r"^ *make test$", TEXTS["README.md"], flags=re.MULTILINE)
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+
+
+def test_every_dependency_is_pinned_and_explained() -> None:
+    project = tomllib.loads(TEXTS["pyproject.toml"])["project"]
+    wanted = {re.split(r"[<>=]", line)[0] for line in project["dependencies"] + project["optional-dependencies"]["dev"]}
+    pinned = {line.split("==")[0] for line in TEXTS["constraints.txt"].splitlines() if not line.startswith("#")}
+    assert wanted == pinned
+    lines = [line.strip() for line in TEXTS["pyproject.toml"].splitlines()]
+    for requirement in project["dependencies"]:
+        assert lines[lines.index(f'"{requirement}",') - 1].startswith("# "), requirement
+
+
+# The checks themselves: each finds a fault that was put in.
+
+
+@pytest.mark.parametrize(
+    "text", ["https://py" + "pi.org/simple", "pip --index-" + "url x", "cd /wo" + "rk/main", "`/ho" + "me/me/x`"]
+)
+def test_a_forbidden_name_is_found(text: str) -> None:
+    assert len(forbidden_names(text)) == 1
+
+
+@pytest.mark.parametrize("text", ["src/work/x", "GET /v1/home/x", "a docker image", "lib/root/x"])
+def test_an_innocent_name_is_let_pass(text: str) -> None:
+    assert forbidden_names(text) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["[a](none.md)", "![a](none.png)", "[a](README.md#none)", "[a](#none)", "[a]: none.md", "[a](../../x)"]
+)
+def test_a_broken_link_is_found(text: str) -> None:
+    assert len(broken_links(ROOT / "README.md", f"# Title\n\n{text}\n")) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[a](docs/glossary.md)", "[a](https://example.org/x)", "`[a](none.md)`", "```\n[a](none.md)\n```", "[a](docs)"],
+)
+def test_a_sound_link_is_let_pass(text: str) -> None:
+    assert broken_links(ROOT / "README.md", text) == []
+
+
+def test_a_long_function_and_a_long_file_are_found() -> None:
+    body = "    pass\n"
+    assert too_long("x.py", "def f():\n" + body * 79) == set()
+    assert too_long("x.py", "def f():\n" + body * 80) == {"x.py:f"}
+    assert too_long("x.py", "@triton.jit\ndef f():\n" + body * 600) == set()
+    assert too_long("x.py", "f()\n" * 501) == {"x.py"}
+    assert too_long("x.py", "TABLE = [\n" + "    1,\n" * 600 + "]\n") == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("kernels/x.py", "def f():\n    import triton"),
+        ("kernels/x.py", "from triton import language"),
+        ("kernels/x.py", "# mypy: ignore-errors"),
+        ("kernels/x_triton.py", "import triton"),
+    ],
+)
+def test_triton_in_the_wrong_place_is_found(name: str, text: str) -> None:
+    assert len(triton_faults(name, text)) == 1
