@@ -1,0 +1,30 @@
+"""Strandline: inference for hybrid language models, with prefix caching that just works.
+
+Importing the package loads no tensor library; ``LLM`` and ``SamplingParams`` do, when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strandline.engine.llm import LLM as LLM
+    from strandline.engine.outputs import CompletionOutput as CompletionOutput
+    from strandline.engine.outputs import RequestOutput as RequestOutput
+    from strandline.engine.sampling_params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "strandline.engine.llm",
+    "SamplingParams": "strandline.engine.sampling_params",
+    "RequestOutput": "strandline.engine.outputs",
+    "CompletionOutput": "strandline.engine.outputs",
+}
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'strandline' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

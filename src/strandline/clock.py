@@ -1,0 +1,13 @@
+"""Time as a dependency: seconds from an arbitrary start, so that tests and replays can bring their own."""
+
+from time import perf_counter
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Anything that tells the time in seconds."""
+
+    def __call__(self) -> float: ...
+
+
+SYSTEM_CLOCK: Clock = perf_counter

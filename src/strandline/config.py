@@ -1,0 +1,95 @@
+"""The engine's configuration: names and meanings are vLLM's where it has them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, Final
+
+from strandline.errors import ConfigError
+
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS: Final = ("auto", "safetensors", "dummy")
+DEVICES: Final = ("auto", "cpu", "cuda")
+
+_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that is decided before the first request.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    model: str
+    """A directory in the published layout, a hub name, or ``demo`` for the bundled model."""
+    tokenizer: str | None = None
+    """Where the tokenizer lies, if not with the model."""
+    skip_tokenizer_init: bool = False
+    """Work with token ids alone."""
+    dtype: str = "auto"
+    """Of weights and activations; ``auto`` takes the model configuration's."""
+    device: str = "auto"
+    load_format: str = "auto"
+    """``dummy``: random weights from the configuration alone."""
+    max_model_len: int | None = None
+    """Most tokens of one request, prompt and output; None takes the model configuration's, as memory allows."""
+    max_num_seqs: int = 256
+    """Most requests that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens computed in one step. Longer prompts are computed over several steps."""
+    memory: str | int | None = None
+    """Budget of the cache and of running requests together: bytes, or a string such as ``4GiB``."""
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    """Of unseeded requests' sampling, and of dummy weights."""
+
+    def __post_init__(self) -> None:
+        _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("load_format", self.load_format, LOAD_FORMATS)
+        _require_choice("device", self.device, DEVICES)
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.memory is not None:
+            parse_bytes(self.memory)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":
+        """Build a configuration from keyword options.
+
+        Raises:
+            ConfigError: an option is unknown (the message names the nearest), or a value is out of range.
+        """
+        reject_unknown(options, [field.name for field in fields(cls)])
+        return cls(**options)
+
+
+def reject_unknown(options: Mapping[str, Any], known: list[str]) -> None:
+    """Raise a ConfigError for the first option that is not known, naming the nearest that is."""
+    for name in options:
+        if name not in known:
+            nearest = get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(f"unknown option {name!r}{hint}")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a number of bytes such as ``512MiB``, ``4G`` or ``1000000``; units are powers of 1,024.
+
+    Raises:
+        ConfigError: it is not a positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size < 1:
+        raise ConfigError(f"memory must be a size such as '4GiB', got {text!r}")
+    return size
+
+
+def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")

@@ -1,0 +1,229 @@
+"""``LLM``: offline generation, with vLLM's names."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from tqdm import tqdm
+
+from strandline.config import EngineConfig
+from strandline.engine.loading import GENERATION_DEFAULTS, find_model, load_engine, read_generation_config
+from strandline.engine.outputs import RequestOutput
+from strandline.engine.sampling_params import SamplingParams
+from strandline.errors import RequestError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class _ParsedPrompt:
+    token_ids: list[int]
+    text: str | None
+    salt: str
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: a directory in the published layout, a hub name, or ``demo`` for the bundled model.
+        options: fields of ``EngineConfig``: ``dtype``, ``max_model_len``, ``enable_prefix_caching``, …
+
+    Raises:
+        ConfigError: an option is unknown or wrong, or the model cannot be loaded.
+
+    Example:
+        >>> llm = LLM("demo")
+        >>> llm.generate("2 + 3 =", SamplingParams(temperature=0))[0].outputs[0].text
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = EngineConfig.from_options({"model": model, **options})
+        self.engine = load_engine(self.config, progress=True)
+        self._names = count()
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer.
+
+        Raises:
+            RequestError: the engine runs without one.
+        """
+        if self.engine.tokenizer is None:
+            raise RequestError("there is no tokenizer: the engine was started with skip_tokenizer_init=True")
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the model's ``generation_config.json`` recommends."""
+        values = read_generation_config(find_model(self.config.model))
+        chosen = {name: values[name] for name in GENERATION_DEFAULTS if values.get(name) is not None}
+        if values.get("do_sample") is False:
+            chosen = {"temperature": 0.0}
+        return SamplingParams(**chosen)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all together; return the outputs in the prompts' order.
+
+        Args:
+            prompts: one prompt or several. A prompt is a string, a list of token ids, or a mapping with
+                ``prompt`` or ``prompt_token_ids``, and optionally ``cache_salt``.
+            sampling_params: for all prompts, or one for each. None: the model's defaults.
+            use_tqdm: show progress.
+
+        Raises:
+            RequestError: a prompt or parameter cannot be served. Then none is run.
+        """
+        parsed = [self._parse(prompt) for prompt in _as_list(prompts)]
+        params = self._params_for(len(parsed), sampling_params)
+        for prompt, wishes in zip(parsed, params, strict=True):
+            self.engine.check_request(prompt.token_ids, wishes)
+        with contextlib.ExitStack() as stack:
+            names = [self._add(prompt, wishes, stack) for prompt, wishes in zip(parsed, params, strict=True)]
+            return self._run(names, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several together.
+
+        Args:
+            messages: one conversation (a list of messages with ``role`` and ``content``) or a list of them.
+
+        Raises:
+            RequestError: a conversation or parameter cannot be served. Then none is run.
+        """
+        if not messages:
+            raise RequestError("the conversation is empty; at least one message is needed")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.render(conversation, chat_template, add_generation_prompt=add_generation_prompt, tools=tools)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding the output so far after every step. Closing the iterator aborts."""
+        parsed = self._parse(prompt)
+        params = sampling_params or self.get_default_sampling_params()
+        with contextlib.ExitStack() as stack:
+            name = self._add(parsed, params, stack)
+            is_finished = False
+            while not is_finished:
+                for output in self.engine.step():
+                    if output.request_id == name:
+                        yield output
+                        is_finished = output.finished
+
+    def render(
+        self,
+        messages: Any,
+        chat_template: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> Prompt:
+        """Return the prompt that the chat template makes of a conversation.
+
+        Raises:
+            RequestError: the messages are malformed, or there is no template.
+        """
+        tokenizer = self.get_tokenizer()
+        try:
+            text = tokenizer.apply_chat_template(
+                _check_messages(messages),
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+        except Exception as error:  # templates are programs: they raise what they like, for the caller's input
+            if isinstance(error, RequestError):
+                raise
+            raise RequestError(f"the chat template cannot render these messages: {error}") from error
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    # Parts
+
+    def _parse(self, prompt: Prompt) -> _ParsedPrompt:
+        if isinstance(prompt, str):
+            return _ParsedPrompt(list(self.get_tokenizer().encode(prompt)), prompt, "")
+        if not isinstance(prompt, Mapping):
+            return _ParsedPrompt(list(prompt), None, "")
+        unknown = [key for key in prompt if key not in PROMPT_KEYS]
+        if unknown:
+            raise RequestError(f"unknown prompt field {unknown[0]!r}; known are {', '.join(PROMPT_KEYS)}")
+        text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
+        if text is None and token_ids is None:
+            raise RequestError("a prompt needs 'prompt' or 'prompt_token_ids'")
+        if not isinstance(salt, str):
+            raise RequestError(f"cache_salt must be a string, got {salt!r}")
+        if token_ids is None:
+            token_ids = self.get_tokenizer().encode(text)
+        return _ParsedPrompt(list(token_ids), text, salt)
+
+    def _params_for(
+        self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * num_prompts
+        if len(params) != num_prompts:
+            raise RequestError(f"{num_prompts} prompts came with {len(params)} sampling parameters")
+        return list(params)
+
+    def _add(self, prompt: _ParsedPrompt, params: SamplingParams, stack: contextlib.ExitStack) -> str:
+        """Add a request that is aborted when the stack unwinds before it has finished."""
+        name = str(next(self._names))
+        self.engine.add_request(name, prompt.token_ids, params, prompt=prompt.text, salt=prompt.salt)
+        stack.callback(self.engine.abort, name)
+        return name
+
+    def _run(self, names: Sequence[str], *, use_tqdm: bool) -> list[RequestOutput]:
+        wanted = set(names)
+        finished: dict[str, RequestOutput] = {}
+        with tqdm(total=len(names), desc="Processed prompts", disable=not use_tqdm, unit="request") as bar:
+            while len(finished) < len(wanted):
+                for output in self.engine.step():
+                    if output.finished and output.request_id in wanted:
+                        finished[output.request_id] = output
+                        bar.update()
+        return [finished[name] for name in names]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt from several: a list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def _check_messages(messages: Any) -> list[dict[str, Any]]:
+    checked = []
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise RequestError(f"a message must be a mapping with 'role' and 'content', got {message!r}")
+        checked.append(dict(message))
+    if not checked:
+        raise RequestError("the conversation is empty; at least one message is needed")
+    return checked

@@ -1,0 +1,88 @@
+"""One step as data: what the scheduler decides and the runner obeys, and what comes back.
+
+A plan is enough to run the step in another process: ids, positions and token ids, no references to the
+scheduler's objects. Lists and arrays in it are not changed once the step has been handed over.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from strandline.cache import Action
+from strandline.engine.sampling_params import SamplingParams
+from strandline.ids import RequestId, SlotId
+
+
+class SequencePlan(NamedTuple):
+    """What one sequence does in the step."""
+
+    request_id: RequestId
+    start: int
+    """First token to compute. ``start == end``: nothing; the next token is sampled from ``state_src``."""
+    end: int
+    token_ids: Sequence[int]
+    """Tokens ``[start, end)``."""
+    block_table: "array[int]"
+    kv_start: int
+    """Keys and values before this position are in shared blocks: not written."""
+    state_src: SlotId
+    state_dst: SlotId
+    window_src: SlotId
+    window_offset: int
+    cuts: tuple[tuple[int, SlotId], ...]
+    """Position and slot of each snapshot to emit in passing."""
+    is_sampled: bool
+    """Whether the step ends at the sequence's last known token, so that a next one is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """What the runner must know of a request beyond its tokens in the step."""
+
+    request_id: RequestId
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    """Tokens that end the request; banned until ``min_tokens`` are out."""
+    bad_words_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step of the whole batch."""
+
+    sequences: list[SequencePlan]
+    actions: list[Action]
+    """Copies and moves to carry out first, in order."""
+    new: list[NewRequest]
+    gone: list[RequestId]
+    """Requests of which nothing more will come."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sequence.end - sequence.start for sequence in self.sequences)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probability of one token, and of the likeliest at its place."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the likeliest token."""
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the step produced, in the order of the plan's sequences."""
+
+    token_ids: list[int | None]
+    """The sampled token; None where nothing was sampled."""
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By index of the sequence, where asked for."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By index: of the prompt's tokens ``[start + 1, end + 1)`` as far as they are the prompt's."""

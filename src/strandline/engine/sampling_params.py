@@ -1,0 +1,138 @@
+"""How to choose the next token: one request's wishes, named and meant as in vLLM."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Final
+
+from strandline.errors import RequestError
+
+GREEDY_BELOW: Final = 1e-5
+"""Temperatures below this mean greedy decoding."""
+
+MAX_LOGPROBS: Final = 20
+MAX_N: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request.
+
+    Raises:
+        RequestError: a value is out of range; the message names it, what was given, and the limits.
+    """
+
+    n: int = 1
+    """How many outputs; output ``i`` of a seeded request is sampled with ``seed + i``."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: all tokens."""
+    min_p: float = 0.0
+    """Least probability, as a share of the likeliest token's."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    bad_words: list[str] | None = None
+    logit_bias: dict[int, float] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    """None: up to ``max_model_len``."""
+    logprobs: int | None = None
+    """How many likeliest tokens to report beside the chosen one; 0 reports the chosen one alone."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens. Such a request computes its whole prompt: it does not read the cache."""
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    stop_strings: tuple[str, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_integers()
+        self._check_stops()
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
+        """Build from a mapping.
+
+        Raises:
+            RequestError: a name is unknown (the message gives the nearest) or a value is out of range.
+        """
+        known = [f.name for f in fields(cls) if f.init]
+        for name in values:
+            if name not in known:
+                nearest = get_close_matches(name, known, n=1, cutoff=0.4)
+                hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+                raise RequestError(f"unknown sampling parameter {name!r}{hint}")
+        return cls(**values)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def _check_ranges(self) -> None:
+        _require_number("temperature", self.temperature, 0.0, math.inf)
+        _require_number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise RequestError("top_p must be above 0 and at most 1, got 0")
+        _require_number("min_p", self.min_p, 0.0, 1.0)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
+        if self.repetition_penalty == 0.0:
+            raise RequestError("repetition_penalty must be above 0, got 0")
+        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+
+    def _check_integers(self) -> None:
+        _require_integer("n", self.n, 1, MAX_N)
+        _require_integer("top_k", self.top_k, -1, None)
+        _require_integer("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None:
+            _require_integer("max_tokens", self.max_tokens, 1, None)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _require_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _require_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.n > 1 and self.is_greedy:
+            raise RequestError(f"n must be 1 with greedy sampling (temperature 0), got {self.n}: all would be equal")
+
+    def _check_stops(self) -> None:
+        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        if not all(s and isinstance(s, str) for s in stop):
+            raise RequestError(f"stop must hold non-empty strings, got {self.stop!r}")
+        if stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True")
+        object.__setattr__(self, "stop_strings", tuple(stop))
+        for token in self.stop_token_ids or ():
+            _require_integer("stop_token_ids", token, 0, None)
+        if not all(word and isinstance(word, str) for word in self.bad_words or ()):
+            raise RequestError(f"bad_words must hold non-empty strings, got {self.bad_words!r}")
+        for token, bias in (self.logit_bias or {}).items():
+            _require_integer("logit_bias token", token, 0, None)
+            _require_number(f"logit_bias of token {token}", bias, -100.0, 100.0)
+
+
+def _require_number(name: str, value: object, low: float, high: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or math.isinf(value):  # type: ignore[operator,arg-type]
+        limits = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g} and finite"
+        raise RequestError(f"{name} must be a number {limits}, got {value!r}")
+
+
+def _require_integer(name: str, value: object, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        limits = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise RequestError(f"{name} must be a whole number {limits}, got {value!r}")

@@ -1,0 +1,255 @@
+"""Which requests run in the next step, and how many tokens of each.
+
+Continuous batching with chunked prefill: running requests go first, in order of arrival, then waiting ones as
+budget and memory allow. When memory runs out the request that arrived last is preempted: its slot becomes a
+snapshot, so that nothing is recomputed when it comes back. The scheduler never splits or delays a step for
+the cache's sake.
+
+Cost: the plain Python of ``plan`` and ``commit`` is paid at every step for every running request; a decoding
+request that stays within its last block takes the short way through both.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from strandline.cache import Lease, PrefixCache, SnapshotKind
+from strandline.engine.plan import SequencePlan, StepPlan, StepResult
+from strandline.engine.request import FinishReason, Request, Status
+from strandline.errors import EngineError, RequestError
+from strandline.ids import BLOCK_TOKENS, RequestId
+
+
+class Scheduler:
+    """Owns the requests; decides steps; tells the cache what happened."""
+
+    def __init__(self, cache: PrefixCache, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.cache = cache
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        """Since the start."""
+        self._requests: dict[RequestId, Request] = {}
+        self._gone: list[RequestId] = []
+        self._planned: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._requests
+
+    # Coming and going
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: a request of that id is unfinished.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use by an unfinished request")
+        self._requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def finish(self, request_id: RequestId, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a request between steps, for a reason that its tokens do not show. Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._end(request, reason, stop_reason)
+
+    def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
+        if request.lease is not None:
+            self.cache.release(request.lease, SnapshotKind.GENERATION_END)
+            request.lease = None
+        request.status = Status.FINISHED
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        del self._requests[request.request_id]
+        if request.is_introduced:
+            self._gone.append(request.request_id)
+
+    # Planning
+
+    def plan(self) -> StepPlan | None:
+        """Decide the next step. None when there is nothing to run."""
+        if not self._requests:
+            return None
+        sequences: list[SequencePlan] = []
+        planned: list[Request] = []
+        num_preemptions = self.num_preemptions
+        budget = self._plan_running(sequences, planned)
+        if self.num_preemptions == num_preemptions:
+            self._plan_waiting(sequences, planned, budget)
+        if not sequences:
+            raise EngineError(
+                f"{len(self.waiting)} requests wait, none can run: the cache has "
+                f"{self.cache.arena.num_free_slabs} free slabs of {self.cache.arena.num_slabs}"
+            )
+        new = []
+        for request in planned:
+            if not request.is_introduced:
+                request.is_introduced = True
+                new.append(request.new)
+        gone, self._gone = self._gone, []
+        self._planned = planned
+        return StepPlan(sequences, self.cache.take_actions(), new, gone)
+
+    def _plan_running(self, sequences: list[SequencePlan], planned: list[Request]) -> int:
+        """Plan the running requests; return the tokens left of the step's budget."""
+        budget = self.max_num_batched_tokens
+        running = self.running
+        index = 0
+        while index < len(running) and budget > 0:
+            request = running[index]
+            lease = _lease(request)
+            start = lease.computed
+            end = request.num_tokens if request.num_tokens - start <= budget else start + budget
+            if end > len(lease.table) * BLOCK_TOKENS and not self._make_room(lease, end):
+                continue
+            sequences.append(self._sequence(request, lease, start, end))
+            planned.append(request)
+            budget -= end - start
+            index += 1
+        return budget
+
+    def _make_room(self, lease: Lease, end: int) -> bool:
+        """Extend a lease, preempting from the back. False when the back was the request itself."""
+        while not self.cache.extend(lease, end):
+            victim = self.running.pop()
+            is_self = victim.lease is lease
+            self._preempt(victim)
+            if is_self:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.cache.release(_lease(request), SnapshotKind.PREEMPTION)
+        request.lease = None
+        request.status = Status.WAITING
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _plan_waiting(self, sequences: list[SequencePlan], planned: list[Request], budget: int) -> None:
+        """Admit waiting requests in order; those that wait for their leader are passed over."""
+        passed_over = []
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting.popleft()
+            if request.is_leader_busy:
+                passed_over.append(request)
+                continue
+            lease = self._admit(request, budget)
+            if lease is None:
+                self.waiting.appendleft(request)
+                break
+            start = lease.computed
+            end = min(request.num_tokens, start + budget)
+            sequences.append(self._sequence(request, lease, start, end))
+            planned.append(request)
+            budget -= end - start
+        self.waiting.extendleft(reversed(passed_over))
+
+    def _admit(self, request: Request, budget: int) -> Lease | None:
+        lease = self.cache.admit(
+            request.request_id,
+            request.tokens,
+            salt=request.salt,
+            step_tokens=budget,
+            read=request.params.prompt_logprobs is None or bool(request.output_ids),
+        )
+        if lease is None:
+            return None
+        if not self.cache.extend(lease, min(request.num_tokens, lease.computed + budget)):
+            self.cache.release(lease, SnapshotKind.PREEMPTION)
+            return None
+        request.lease = lease
+        request.status = Status.RUNNING
+        if request.account is None:
+            request.account = lease.account
+        self.running.append(request)
+        return lease
+
+    def _sequence(self, request: Request, lease: Lease, start: int, end: int) -> SequencePlan:
+        num_tokens = request.num_tokens
+        if end - start == 1 and start >= request.num_prompt_tokens:
+            token_ids: Sequence[int] = (request.output_ids[start - request.num_prompt_tokens],)
+        else:
+            token_ids = _tokens_between(request, start, end)
+        cuts: tuple[tuple[int, int], ...] = ()
+        if lease.branch_at:
+            cuts = tuple((cut.position, cut.slot) for cut in self.cache.plan_cuts(lease, end))
+        src = lease.src
+        return SequencePlan(
+            request.request_id,
+            start,
+            end,
+            token_ids,
+            lease.table,
+            lease.kv_start,
+            src,
+            lease.dst,
+            src,
+            0,
+            cuts,  # type: ignore[arg-type]
+            end == num_tokens,
+        )
+
+    # Taking in results
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        """Tell the cache what was computed, append the sampled tokens, end what is done.
+
+        Returns:
+            The requests that got a token, in the order of the plan; finished ones are marked so.
+        """
+        cache_commit = self.cache.commit
+        advanced = []
+        has_finished = False
+        for request, sequence, token in zip(self._planned, plan.sequences, result.token_ids, strict=True):
+            lease = _lease(request)
+            end = sequence.end
+            if end > sequence.start:
+                cache_commit(lease, end)
+            if token is None:
+                continue
+            request.output_ids.append(token)
+            request.tokens.append(token)
+            request.num_tokens += 1
+            advanced.append(request)
+            if token in request.stop_ids and len(request.output_ids) > request.params.min_tokens:
+                request.finish_reason = FinishReason.STOP
+                request.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
+                has_finished = True
+            elif request.num_tokens >= request.max_total:
+                request.finish_reason = FinishReason.LENGTH
+                has_finished = True
+            elif end == request.num_prompt_tokens and end > sequence.start:
+                self.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
+        if has_finished:
+            self._sweep(advanced)
+        return advanced
+
+    def _sweep(self, advanced: Iterable[Request]) -> None:
+        """End the requests that have a reason to."""
+        for request in advanced:
+            if request.finish_reason is not None:
+                self._end(request, request.finish_reason, request.stop_reason)
+        self.running = [request for request in self.running if request.status is Status.RUNNING]
+
+
+def _lease(request: Request) -> Lease:
+    if request.lease is None:
+        raise EngineError(f"request {request.request_id} runs without a lease")
+    return request.lease
+
+
+def _tokens_between(request: Request, start: int, end: int) -> Sequence[int]:
+    num_prompt = request.num_prompt_tokens
+    if end <= num_prompt:
+        return request.prompt_ids[start:end]
+    return [*request.prompt_ids[start:num_prompt], *request.output_ids[max(start - num_prompt, 0) : end - num_prompt]]
