@@ -191,9 +191,13 @@ def _open_states(state_SHKV: Tensor, src: Sequence[int], dst: Sequence[int], cut
 
 
 def _gates(a_TH: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log decay (at most 0) and the write strength, in float32."""
-    log_decay_TH = -A_log_H.float().exp() * F.softplus(a_TH.float() + dt_bias_H.float())
-    return log_decay_TH.clamp_min(MIN_LOG_DECAY), b_TH.float().sigmoid()
+    """Return the log decay (at most 0) and the write strength, in float32.
+
+    Computed in float64: torch rounds a float32 ``exp`` differently at a tensor's end, where it does not fill a
+    vector, so that the bits of one sequence would depend on the batch around it.
+    """
+    log_decay_TH = -A_log_H.double().exp() * F.softplus(a_TH.double() + dt_bias_H)
+    return log_decay_TH.clamp_min(MIN_LOG_DECAY).float(), b_TH.double().sigmoid().float()
 
 
 def _key_query(q_TGK: Tensor, k_TGK: Tensor) -> Tensor:
@@ -262,7 +266,8 @@ def _inverse_unit_lower(system_BLL: Tensor) -> Tensor:
     length = system_BLL.shape[-1]
     if length <= INVERSE_BASE_TOKENS or length % 2:
         eye_LL = torch.eye(length, dtype=system_BLL.dtype, device=system_BLL.device)
-        return torch.linalg.solve_triangular(system_BLL, eye_LL, upper=False, unitriangular=True)
+        inverse_BLL: Tensor = torch.linalg.solve_triangular(system_BLL, eye_LL, upper=False, unitriangular=True)
+        return inverse_BLL
     half = length // 2
     blocks = torch.stack((system_BLL[..., :half, :half], system_BLL[..., half:, half:]))
     upper, lower = _inverse_unit_lower(blocks)
