@@ -1,0 +1,80 @@
+"""The norms against the modules of ``transformers``: equal in float32, equal in bfloat16 but for rare roundings."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import l2norm as transformers_l2norm
+
+from strandline.kernels.norm import l2_norm, rms_norm, rms_norm_gated, rms_norm_zero_centered
+
+EPS = 1e-6
+SHAPES = [(1, 8), (3, 63), (2, 4, 128), (65, 1000)]
+TOLERANCE = {torch.float32: {"rtol": 1e-6, "atol": 1e-6}, torch.bfloat16: {"rtol": 2**-7, "atol": 0.0}}
+"""float32: the mean's sum in another order. bfloat16: where that flips a rounding, one unit in the last place."""
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    assert isinstance(request.param, torch.dtype)
+    return request.param
+
+
+def check(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual, expected.detach(), **TOLERANCE[dtype])
+    # A cast in the wrong place would change some tenth of all elements.
+    assert (actual != expected).float().mean() < 0.01 or dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm_equals_llama(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight_D = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    module = LlamaRMSNorm(shape[-1], EPS)
+    module.weight.data = weight_D
+    check(rms_norm(x, weight_D, EPS), module(x), dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm_zero_centered_equals_qwen3_next(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight_D = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    module = Qwen3NextRMSNorm(shape[-1], EPS)
+    module.weight.data = weight_D
+    check(rms_norm_zero_centered(x, weight_D, EPS), module(x), dtype)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm_gated_equals_qwen3_next(
+    shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    x, gate, weight_D = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1])
+    module = Qwen3NextRMSNormGated(shape[-1], EPS)
+    module.weight.data = weight_D.to(weight_dtype)
+    check(rms_norm_gated(x, gate, weight_D.to(weight_dtype), EPS), module(x, gate), dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_l2_norm_equals_transformers_in_float32(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape).to(dtype)
+    normed = l2_norm(x, EPS)
+    assert normed.dtype == torch.float32
+    check(normed, transformers_l2norm(x.float(), eps=EPS), torch.float32)
+
+
+def test_zeros_stay_zeros() -> None:
+    zeros, weight_D = torch.zeros(2, 8), torch.ones(8)
+    for normed in (
+        rms_norm(zeros, weight_D, EPS),
+        rms_norm_zero_centered(zeros, weight_D, EPS),
+        rms_norm_gated(zeros, zeros, weight_D, EPS),
+        l2_norm(zeros, EPS),
+    ):
+        assert torch.equal(normed, zeros)
+
+
+def test_norm_of_a_row_changes_no_bit_with_the_rows_around_it() -> None:
+    x, weight_D = torch.randn(33, 77).bfloat16(), torch.randn(77).bfloat16()
+    for norm in (rms_norm, rms_norm_zero_centered):
+        assert torch.equal(norm(x, weight_D, EPS)[5:6], norm(x[5:6], weight_D, EPS))
+    assert torch.equal(l2_norm(x, EPS)[5:6], l2_norm(x[5:6], EPS))
