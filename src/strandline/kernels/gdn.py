@@ -35,8 +35,8 @@ L2_NORM_EPS = 1e-6
 MIN_LOG_DECAY = -1e6
 """Stands for minus infinity: ``exp`` of it is 0, and differences of sums of it are numbers."""
 
-SPAN_CHUNKS = 64
-"""Chunks whose matrices are held at a time: bounds the scratch of a prefill of any length."""
+SPAN_CHUNKS = 8
+"""Chunks whose matrices are held at a time: few enough to stay in cache, whatever the length of the prefill."""
 
 INVERSE_BASE_TOKENS = 8
 """Diagonal blocks of this size are inverted by substitution, larger ones from their halves."""
@@ -109,7 +109,8 @@ def gdn_decode(
     states = _open_states(state_SHKV, src_N.tolist(), dst_N.tolist(), ())
     log_decay_NH, beta_NH = _gates(a_NH, b_NH, A_log_H, dt_bias_H)
     decay_NH1 = log_decay_NH.exp().unsqueeze(-1)
-    key_query_NHXK = _key_query(q_NGK, k_NGK).repeat_interleave(num_heads // k_NGK.shape[1], dim=1)
+    raw_NGXK, factor_NGX1 = _key_query(q_NGK, k_NGK)
+    key_query_NHXK = (raw_NGXK * factor_NGX1).repeat_interleave(num_heads // k_NGK.shape[1], dim=1)
     read_NHXV = torch.zeros(*v_NHV.shape[:2], 2, v_NHV.shape[2], device=v_NHV.device)
     key_NHK1 = key_query_NHXK[:, :, 0].unsqueeze(-1)
     overlap_NH1 = torch.linalg.vecdot(key_query_NHXK[:, :, 0], key_query_NHXK[:, :, 1]).unsqueeze(-1)
@@ -179,13 +180,12 @@ def _open_states(state_SHKV: Tensor, src: Sequence[int], dst: Sequence[int], cut
     """Pair each sequence's source with its target; copy only sources that somebody else will overwrite."""
     writers = Counter(dst)
     writers.update(cut_slots)
-    views = list(state_SHKV.unbind())
     states = []
     for source_slot, target_slot in zip(src, dst, strict=True):
-        source = views[source_slot] if source_slot != NULL_SLOT else None
+        source = state_SHKV[source_slot] if source_slot != NULL_SLOT else None
         if source is not None and writers[source_slot] > (source_slot == target_slot):
             source = source.clone()
-        target = views[target_slot] if target_slot != NULL_SLOT else torch.empty_like(views[0])
+        target = state_SHKV[target_slot] if target_slot != NULL_SLOT else torch.empty_like(state_SHKV[0])
         states.append(_State(source, target))
     return states
 
@@ -200,12 +200,12 @@ def _gates(a_TH: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tu
     return log_decay_TH.clamp_min(MIN_LOG_DECAY).float(), b_TH.double().sigmoid().float()
 
 
-def _key_query(q_TGK: Tensor, k_TGK: Tensor) -> Tensor:
-    """Return the normalised key and the normalised, scaled query of each token as ``[T, G, 2, K]``."""
-    key_query = torch.stack((k_TGK, q_TGK), dim=2)
-    normed = l2_norm(key_query, L2_NORM_EPS)
-    normed[:, :, 1] *= q_TGK.shape[-1] ** -0.5
-    return normed
+def _key_query(q_TGK: Tensor, k_TGK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return key and query of each token, ``[T, G, 2, K]``, and the factors that normalise (and scale) them."""
+    raw_TGXK = torch.stack((k_TGK, q_TGK), dim=2).float()
+    factor_TGX = torch.rsqrt(torch.linalg.vecdot(raw_TGXK, raw_TGXK) + L2_NORM_EPS)
+    factor_TGX[:, :, 1] *= q_TGK.shape[-1] ** -0.5
+    return raw_TGXK, factor_TGX.unsqueeze(-1)
 
 
 def _prepare_span(
@@ -218,15 +218,19 @@ def _prepare_span(
     end: int,
 ) -> _Span:
     """Compute the matrices of chunks ``[first, end)``, all chunks and heads at once."""
-    rows_CL, valid_CL = _padded_rows(chunks, first, end)
+    rows_CL, valid_CL1 = _padded_rows(chunks, first, end)
+    rows_X = rows_CL.flatten()
     num_chunks, length = rows_CL.shape
-    num_key_heads = k_TGK.shape[1]
+    num_key_heads, key_dim = k_TGK.shape[1:]
 
-    key_query = _key_query(q_TGK[rows_CL].flatten(0, 1), k_TGK[rows_CL].flatten(0, 1))
-    key_query_CGYK = key_query.view(num_chunks, length, *key_query.shape[1:]).transpose(1, 2).flatten(2, 3)
+    raw, factor = _key_query(q_TGK.index_select(0, rows_X), k_TGK.index_select(0, rows_X))
+    key_query_CGLXK = raw.new_empty(num_chunks, num_key_heads, length, 2, key_dim)
+    raw_CLGXK, factor_CLGX1 = (x.view(num_chunks, length, *x.shape[1:]) for x in (raw, factor))
+    torch.mul(raw_CLGXK.transpose(1, 2), factor_CLGX1.transpose(1, 2), out=key_query_CGLXK)
+    key_query_CGYK = key_query_CGLXK.flatten(2, 3)
     # Past the end of a chunk nothing decays and nothing is written, whatever the keys and values there.
-    log_decay_CHL = (log_decay_TH[rows_CL] * valid_CL).transpose(1, 2)
-    beta_CHL = (beta_TH[rows_CL] * valid_CL).transpose(1, 2)
+    log_decay_CHL = (log_decay_TH[rows_CL] * valid_CL1).transpose(1, 2)
+    beta_CHL = (beta_TH[rows_CL] * valid_CL1).transpose(1, 2)
 
     # float64: a difference of large sums must keep the small decays that came after a strong one.
     sum_CHL = log_decay_CHL.double().cumsum(-1)
@@ -295,7 +299,7 @@ def _advance(state: _State, span: _Span, chunk: int, v_MHV: Tensor) -> Tensor:
         read_HYV = torch.bmm(key_query_HYK, state.source_HKV)
         error_HMV = torch.addcmul(value_HMV, decay_HM1, read_HYV[:, 0::2], value=-1)
         written_HMV = torch.bmm(solve_HMM, error_HMV)
-        out_HMV = torch.baddbmm(read_HYV[:, 1::2] * decay_HM1, attend_HMM, written_HMV)
+        out_HMV = (read_HYV[:, 1::2] * decay_HM1).baddbmm_(attend_HMM, written_HMV)
     written_HMV *= span.decay_to_end_CHL1[chunk, :, :num_tokens]
     _decay(state, span.decay_CH11[chunk]).baddbmm_(key_query_HYK[:, 0::2].transpose(1, 2), written_HMV)
     return out_HMV
