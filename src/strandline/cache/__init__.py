@@ -1,8 +1,8 @@
 """The prefix cache: pure decisions over ids and tokens. No tensors, no I/O, no wall clock."""
 
-from strandline.cache.account import Account, Miss, Reason, SnapshotKind
+from strandline.cache.account import Account, CacheCounters, Miss, Reason, SnapshotKind
 from strandline.cache.actions import Action, CopyTokens, DropBlock, DropSlot, MoveBlock
-from strandline.cache.core import CacheCounters, PrefixCache
+from strandline.cache.core import PrefixCache
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.tokens import TokenBuffer
 

@@ -3,7 +3,7 @@
 The reasons add up: ``queried == hit + sum(miss.num_tokens)``, always.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from strandline.ids import RequestId
@@ -37,6 +37,8 @@ class Reason(StrEnum):
     """Another request is computing it right now."""
     OTHER_SALT = "other_salt"
     """It is cached for holders of another salt."""
+    NO_ROOM = "no_room"
+    """There is a snapshot, but no memory to hold it beside the request's own state, and nobody to wait for."""
     NOT_ASKED = "not_asked"
     """The request did not want to read the cache (or caching is off)."""
 
@@ -68,3 +70,24 @@ class Account:
     """Tokens whose keys and values are cached, which may be more than ``hit``."""
     snapshot_kind: SnapshotKind | None
     misses: tuple[Miss, ...]
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Running totals since the start."""
+
+    queries: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    missed_tokens: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    hits_by_kind: dict[SnapshotKind, int] = field(default_factory=lambda: dict.fromkeys(SnapshotKind, 0))
+    snapshots_taken: dict[SnapshotKind, int] = field(default_factory=lambda: dict.fromkeys(SnapshotKind, 0))
+
+    def count(self, account: Account) -> None:
+        self.queries += 1
+        self.queried_tokens += account.queried
+        self.hit_tokens += account.hit
+        if account.snapshot_kind is not None:
+            self.hits_by_kind[account.snapshot_kind] += 1
+        for miss in account.misses:
+            self.missed_tokens[miss.reason] += miss.num_tokens

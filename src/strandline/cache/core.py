@@ -13,10 +13,9 @@ a block it gets a copy of that block's first ``p % 64`` tokens.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from strandline.cache.account import Account, Miss, Reason, SnapshotKind
+from strandline.cache.account import Account, CacheCounters, Miss, Reason, SnapshotKind
 from strandline.cache.actions import Action, CopyTokens
 from strandline.cache.arena import Arena
 from strandline.cache.eviction import EvictionOrder, LeastRecentlyUsed
@@ -30,10 +29,13 @@ from strandline.cache.tree import (
     add_child,
     child_with_prefix,
     deepest_snapshot,
+    evicted_tokens,
     find_home,
+    lost_snapshot,
     put_snapshot,
     remove_child,
     snapshot_at,
+    snapshots_below,
     split,
     tail_that_begins,
     walk,
@@ -44,18 +46,6 @@ from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId
 T = TypeVar("T")
 
 MAX_EMPTY_ROOTS = 256
-
-
-@dataclass(slots=True)
-class CacheCounters:
-    """Running totals since the start."""
-
-    queries: int = 0
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    missed_tokens: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
-    hits_by_kind: dict[SnapshotKind, int] = field(default_factory=lambda: dict.fromkeys(SnapshotKind, 0))
-    snapshots_taken: dict[SnapshotKind, int] = field(default_factory=lambda: dict.fromkeys(SnapshotKind, 0))
 
 
 class PrefixCache:
@@ -100,7 +90,7 @@ class PrefixCache:
         kv_tokens = end.kv_tokens if end else 0
         misses = list[Miss]()
         if hit < kv_tokens and end:
-            reason = Reason.SNAPSHOT_EVICTED if _lost_snapshot(end, hit, tokens) else Reason.NO_SNAPSHOT
+            reason = Reason.SNAPSHOT_EVICTED if lost_snapshot(end, hit, tokens.data) else Reason.NO_SNAPSHOT
             misses.append(Miss(reason, hit, kv_tokens))
         if kv_tokens < queried:
             misses.extend(self._explain_rest(tokens, salt, end, kv_tokens))
@@ -113,7 +103,7 @@ class PrefixCache:
         if not self.enabled:
             yield Miss(Reason.NOT_ASKED, start, queried)
             return
-        evicted = _evicted_tokens(end, tokens) if end and end.partial_tokens == 0 else 0
+        evicted = evicted_tokens(end, tokens.data) if end and end.partial_tokens == 0 else 0
         if evicted:
             position = min(position + evicted, queried)
             yield Miss(Reason.EVICTED, start, position)
@@ -161,27 +151,42 @@ class PrefixCache:
             step_tokens: room to ask for beyond what is cached: the tokens of the request's first step.
             read: when False the request computes everything (it may still leave snapshots behind).
 
+        A request that is alone and cannot have its snapshot beside its own state starts over (``NO_ROOM``): nobody
+        will ever make room for it.
+
         Returns:
             The lease, or None when memory does not suffice; then nothing has changed.
         """
+        if request_id in self.leases:
+            raise CacheInvariantError(f"request {request_id} has a lease already")
         root = self._root(salt)
         end = walk(root, tokens.data) if read and self.enabled else Walk(root, 0, None, 0)
         snapshot = deepest_snapshot(end, tokens.data) if end.kv_tokens else None
-        position = snapshot.position if snapshot else 0
         upper = self._split_at(end)
-        self._pin(upper, end, snapshot)
-        last = min(max(position + step_tokens, end.num_blocks * BLOCK_TOKENS), max(len(tokens), 1))
-        num_blocks = -(-last // BLOCK_TOKENS) - end.num_blocks
-        if not self.memory.can_take(max(num_blocks, 0), 1):
-            self._unpin(upper, end, snapshot)
-            return None
         account = self._account_for(tokens, salt, end, snapshot, read)
+        if not self._hold(upper, end, snapshot, tokens, step_tokens):
+            if snapshot is None or self.leases:
+                return None
+            end, snapshot, account = Walk(upper, end.num_blocks, None, 0), None, _without_room(account)
+            if not self._hold(upper, end, snapshot, tokens, step_tokens):
+                return None
         lease = Lease(request_id, tokens, root, upper, account)
         self.leases[request_id] = lease
         self._fill_lease(lease, end, snapshot)
         self._unpin_partial(end)
-        self._count(account)
+        self.counters.count(account)
         return lease
+
+    def _hold(self, upper: Run, end: Walk, snapshot: Snapshot | None, tokens: TokenBuffer, step_tokens: int) -> bool:
+        """Hold what the request will use, if the memory that it needs besides can be had."""
+        self._pin(upper, end, snapshot)
+        position = snapshot.position if snapshot else 0
+        last = min(max(position + step_tokens, end.num_blocks * BLOCK_TOKENS), max(len(tokens), 1))
+        num_blocks = -(-last // BLOCK_TOKENS) - end.num_blocks
+        if self.memory.can_take(max(num_blocks, 0), 1):
+            return True
+        self._unpin(upper, end, snapshot)
+        return False
 
     def _root(self, salt: str) -> Run:
         root = self._roots.get(salt)
@@ -248,16 +253,6 @@ class PrefixCache:
         miss = Miss(Reason.NOT_ASKED, 0, len(tokens))
         return Account(len(tokens), 0, 0, None, (miss,) if len(tokens) else ())
 
-    def _count(self, account: Account) -> None:
-        counters = self.counters
-        counters.queries += 1
-        counters.queried_tokens += account.queried
-        counters.hit_tokens += account.hit
-        if account.snapshot_kind is not None:
-            counters.hits_by_kind[account.snapshot_kind] += 1
-        for miss in account.misses:
-            counters.missed_tokens[miss.reason] += miss.num_tokens
-
     # Growing
 
     def extend(self, lease: Lease, end: int) -> bool:
@@ -280,7 +275,7 @@ class PrefixCache:
         if not self.enabled or not lease.computed < position <= end:
             return lease.cuts
         lease.branch_at = 0
-        slot = self.memory.take_slot()
+        slot = self.memory.take_slot() if self.memory.can_take(0, 1) else None
         if slot is not None:
             lease.cuts.append(Cut(position, slot, SnapshotKind.BRANCH))
         return lease.cuts
@@ -314,7 +309,9 @@ class PrefixCache:
         home, stub_key = find_home(lease.run, lease.tokens.data, lease.computed)
         if snapshot_at(home, lease.computed, stub_key) is not None:
             return False
-        slot = self.memory.take_slot() if self.memory.can_take(0, 1) else None
+        # The snapshot is held until the next step has read it: that step must find room for its token beside it.
+        num_blocks = -(-(lease.computed + 1) // BLOCK_TOKENS) - len(lease.table)
+        slot = self.memory.take_slot() if self.memory.can_take(max(num_blocks, 0), 1) else None
         if slot is None:
             return False
         snapshot = self._publish(lease, lease.dst, lease.computed, kind)
@@ -464,7 +461,8 @@ class PrefixCache:
     def snapshots(self) -> Iterator[tuple[str, bytes, Snapshot]]:
         """Yield salt, tokens (as a key) and snapshot of everything published. For checks and for people."""
         for salt, root in self._roots.items():
-            yield from _snapshots_below(salt, b"", root)
+            for tokens, snapshot in snapshots_below(root):
+                yield salt, tokens, snapshot
 
     def roots(self) -> dict[str, Run]:
         """Return the root of every salt's tree. Read only."""
@@ -487,32 +485,7 @@ def _granted(value: T | None) -> T:
     return value
 
 
-def _lost_snapshot(end: Walk, hit: int, tokens: TokenBuffer) -> bool:
-    """Return whether a snapshot deeper than ``hit`` was evicted on the walked path."""
-    for run in end.run.ancestry():
-        after = tokens.slice(run.end_tokens, run.end_tokens + BLOCK_TOKENS)
-        for ghost in run.lost:
-            if isinstance(ghost, int):
-                if hit < ghost <= end.kv_tokens:
-                    return True
-            elif after.startswith(ghost) and run.end_tokens + len(ghost) // TOKEN_BYTES > hit:
-                return True
-        if run.end_tokens <= hit:
-            return False
-    return False
-
-
-def _evicted_tokens(end: Walk, tokens: TokenBuffer) -> int:
-    """Return how many tokens beyond the walk's end were cached and have been evicted (at most; 0: none known)."""
-    key = tokens.slice(end.kv_tokens, end.kv_tokens + BLOCK_TOKENS)
-    return end.run.evicted.get(hash(key), 0) if end.num_blocks == end.run.end_block else 0
-
-
-def _snapshots_below(salt: str, prefix: bytes, run: Run) -> Iterator[tuple[str, bytes, Snapshot]]:
-    tokens = prefix + bytes(run.tokens)
-    for position, snapshot in run.snapshots.items():
-        yield salt, tokens[: position * TOKEN_BYTES], snapshot
-    for stub_key, snapshot in run.stubs.items():
-        yield salt, tokens + stub_key, snapshot
-    for child in run.children.values():
-        yield from _snapshots_below(salt, tokens, child)
+def _without_room(account: Account) -> Account:
+    """Return the account of a request that does without the snapshot it found."""
+    miss = Miss(Reason.NO_ROOM, 0, account.hit)
+    return Account(account.queried, 0, account.kv_tokens, None, (miss, *account.misses))

@@ -211,6 +211,43 @@ def _longest_stub(run: Run, data: bytearray) -> Snapshot | None:
     return None
 
 
+def lost_snapshot(end: Walk, hit: int, data: bytearray) -> bool:
+    """Return whether a snapshot deeper than ``hit`` was evicted on the walked path."""
+    for run in end.run.ancestry():
+        if run.end_tokens <= end.kv_tokens:
+            offset = run.end_tokens * TOKEN_BYTES
+            after = bytes(data[offset : offset + BLOCK_KEY_BYTES])
+            stubs = [ghost for ghost in run.lost if isinstance(ghost, bytes) and after.startswith(ghost)]
+            if any(run.end_tokens + len(stub) // TOKEN_BYTES > hit for stub in stubs):
+                return True
+        if any(isinstance(ghost, int) and hit < ghost <= end.kv_tokens for ghost in run.lost):
+            return True
+        if run.end_tokens <= hit:
+            return False
+    return False
+
+
+def evicted_tokens(end: Walk, data: bytearray) -> int:
+    """Return how many tokens beyond the walk's end were cached and have been evicted (at most; 0: none known)."""
+    if end.num_blocks != end.run.end_block:
+        return 0
+    offset = end.kv_tokens * TOKEN_BYTES
+    return end.run.evicted.get(hash(bytes(data[offset : offset + BLOCK_KEY_BYTES])), 0)
+
+
+def snapshots_below(root: Run) -> "Iterator[tuple[bytes, Snapshot]]":
+    """Yield every snapshot of a tree with its tokens (as a key)."""
+    waiting = [(root, b"")]
+    while waiting:
+        run, prefix = waiting.pop()
+        tokens = prefix + bytes(run.tokens)
+        for position, snapshot in run.snapshots.items():
+            yield tokens[: position * TOKEN_BYTES], snapshot
+        for stub_key, snapshot in run.stubs.items():
+            yield tokens + stub_key, snapshot
+        waiting.extend((child, tokens) for child in run.children.values())
+
+
 def split(run: Run, at_block: int) -> Run:
     """Split a run before its block ``at_block`` (counted from the root) and return the upper part.
 

@@ -1,0 +1,121 @@
+"""A simulated device: what the cache's decisions would do to memory, with tokens in place of numbers.
+
+A block holds 64 cells, each the token whose keys and values it stands for. A slot holds the tokens whose state it
+claims to be. Both are views of the same slabs, as on a real device: writing one overwrites the other. Whatever is
+free holds poison, so that a step that reads what it should not is found at once.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from strandline.cache import Action, CopyTokens, DropBlock, DropSlot, Lease, MoveBlock, PrefixCache
+from strandline.cache.tokens import decode
+from strandline.cache.tree import Run
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
+
+POISON = -1
+
+Tokens = tuple[int, ...]
+
+
+class Device:
+    """Memory that checks every read and write against the tokens that it should be of."""
+
+    def __init__(self, num_slabs: int, blocks_per_slab: int) -> None:
+        self._blocks_per_slab = blocks_per_slab
+        self._cells = [[POISON] * BLOCK_TOKENS for _ in range(num_slabs * blocks_per_slab)]
+        self._states: list[Tokens | None] = [None] * num_slabs
+        self.num_writes = [0] * num_slabs
+        """How often each slot was written or dropped: a published slot's count stands still."""
+
+    def cells(self, block: BlockId) -> list[int]:
+        return list(self._cells[block])
+
+    def state(self, slot: SlotId) -> Tokens | None:
+        """Return the tokens whose state the slot holds, or None when it is poisoned."""
+        return () if slot == NULL_SLOT else self._states[slot]
+
+    def apply(self, actions: Sequence[Action]) -> None:
+        """Carry out the cache's actions, in order."""
+        for action in actions:
+            match action:
+                case CopyTokens(src, dst, num_tokens):
+                    assert POISON not in self._cells[src][:num_tokens], f"{action} copies poison"
+                    self._write_cells(dst, 0, self._cells[src][:num_tokens])
+                case MoveBlock(src, dst):
+                    self._write_cells(dst, 0, self._cells[src])
+                    self._cells[src] = [POISON] * BLOCK_TOKENS
+                case DropBlock(block):
+                    self._cells[block] = [POISON] * BLOCK_TOKENS
+                case DropSlot(slot):
+                    self._states[slot] = None
+                    self.num_writes[slot] += 1
+
+    def run_step(self, lease: Lease, end: int, cache: PrefixCache) -> None:
+        """Compute the lease's tokens up to ``end``, as a model would, and check all that it reads and writes."""
+        tokens = tuple(decode(lease.tokens.data))
+        assert lease.computed < end <= len(tokens)
+        assert self.state(lease.src) == tokens[: lease.computed], "the step starts from another state"
+        writable = max(lease.kv_start, lease.computed)
+        for block, start, expected in _by_block(lease, tokens[:writable]):
+            assert self._cells[block][: len(expected)] == list(expected), f"keys of tokens from {start} on are wrong"
+        claimed = claimed_cells(cache)
+        for position in range(writable, end):
+            block, cell = BlockId(lease.table[position // BLOCK_TOKENS]), position % BLOCK_TOKENS
+            assert cell >= claimed.get(block, 0), f"token {position} overwrites the published block {block}"
+            self._write_cells(block, cell, tokens[position : position + 1])
+        published = {snapshot.slot for _, _, snapshot in cache.snapshots()}
+        in_use = {other.src for other in cache.leases.values() if other.src != other.dst}
+        targets = {lease.dst: end} | {c.slot: c.position for c in lease.cuts if lease.computed < c.position <= end}
+        for slot, position in targets.items():
+            assert slot not in published | in_use, f"the step overwrites the published slot {slot}"
+            self._write_state(slot, tokens[:position])
+
+    def _write_cells(self, block: BlockId, start: int, tokens: Sequence[int]) -> None:
+        assert block != NULL_BLOCK, "the null block is written"
+        self._states[block // self._blocks_per_slab] = None
+        self._cells[block][start : start + len(tokens)] = tokens
+
+    def _write_state(self, slot: SlotId, tokens: Tokens) -> None:
+        assert slot != NULL_SLOT, "the null slot is written"
+        first = slot * self._blocks_per_slab
+        for block in range(first, first + self._blocks_per_slab):
+            self._cells[block] = [POISON] * BLOCK_TOKENS
+        self._states[slot] = tokens
+        self.num_writes[slot] += 1
+
+    def verify(self, cache: PrefixCache) -> None:
+        """Check that all that is published, and all that running requests hold, is what it claims to be."""
+        for _, key, snapshot in cache.snapshots():
+            assert self.state(snapshot.slot) == tuple(decode(key)), f"slot {snapshot.slot} is not what it claims"
+        for lease in cache.leases.values():
+            assert self.state(lease.src) == tuple(decode(lease.tokens.slice(0, lease.computed)))
+            ready = tuple(decode(lease.tokens.slice(0, max(lease.kv_start, lease.computed))))
+            for block, _, expected in _by_block(lease, ready):
+                assert self._cells[block][: len(expected)] == list(expected), f"block {block} of {lease.request_id}"
+        for run in runs(cache):
+            for index, block in enumerate(run.blocks):
+                known = decode(run.tokens[index * BLOCK_TOKENS * 4 : (index + 1) * BLOCK_TOKENS * 4])
+                assert self._cells[block][: len(known)] == known, f"the index's block {block} is wrong"
+
+
+def _by_block(lease: Lease, tokens: Tokens) -> Iterator[tuple[BlockId, int, Tokens]]:
+    """Yield the lease's blocks with the position and the tokens that each should hold."""
+    for start in range(0, len(tokens), BLOCK_TOKENS):
+        yield BlockId(lease.table[start // BLOCK_TOKENS]), start, tokens[start : start + BLOCK_TOKENS]
+
+
+def runs(cache: PrefixCache) -> list[Run]:
+    """Return all runs of the index, the roots left out."""
+    found = [child for root in cache.roots().values() for child in root.children.values()]
+    for run in found:
+        found.extend(run.children.values())
+    return found
+
+
+def claimed_cells(cache: PrefixCache) -> dict[BlockId, int]:
+    """Return how many tokens of each published block others may read."""
+    return {
+        block: min(BLOCK_TOKENS, len(run.tokens) // 4 - index * BLOCK_TOKENS)
+        for run in runs(cache)
+        for index, block in enumerate(run.blocks)
+    }

@@ -1,0 +1,136 @@
+"""Plays the engine for the cache's tests: the cache, a simulated device, and the order in which they are asked."""
+
+from collections.abc import Iterable, Sequence
+
+from strandline.cache import Account, Lease, Miss, PrefixCache, Reason, SnapshotKind, TokenBuffer
+from strandline.cache.eviction import EvictionOrder
+from strandline.cache.invariants import check
+from strandline.cache.tokens import decode
+from strandline.ids import RequestId
+from tests.cpu.cache.device import Device, Tokens
+
+
+class Driver:
+    """A cache on a simulated device. Checks both after whatever it does."""
+
+    def __init__(
+        self,
+        num_slabs: int = 40,
+        blocks_per_slab: int = 5,
+        *,
+        order: EvictionOrder | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.cache = PrefixCache(num_slabs, blocks_per_slab, order=order, enabled=enabled)
+        self.device = Device(num_slabs, blocks_per_slab)
+        self._num_requests = 0
+
+    def lookup(self, tokens: Iterable[int], salt: str = "") -> Account:
+        return self.cache.lookup(TokenBuffer(tokens), salt)
+
+    def try_admit(
+        self, tokens: Iterable[int], request_id: str = "", *, salt: str = "", step_tokens: int = 1, read: bool = True
+    ) -> Lease | None:
+        self._num_requests += 1
+        name = RequestId(request_id or f"request-{self._num_requests}")
+        lease = self.cache.admit(name, TokenBuffer(tokens), salt=salt, step_tokens=step_tokens, read=read)
+        check(self.cache)
+        return lease
+
+    def admit(self, tokens: Iterable[int], request_id: str = "", *, salt: str = "", read: bool = True) -> Lease:
+        lease = self.try_admit(tokens, request_id, salt=salt, read=read)
+        assert lease is not None
+        return lease
+
+    def step(self, lease: Lease, end: int) -> bool:
+        """Compute the lease's tokens up to ``end``. False when there is no memory for them."""
+        return self.step_together([(lease, end)]) == [lease]
+
+    def step_together(self, wanted: Sequence[tuple[Lease, int]]) -> list[Lease]:
+        """Plan all, then run all, then commit all, as one batch. Return those that got memory."""
+        planned = [(lease, end) for lease, end in wanted if self._plan(lease, end)]
+        self.flush()
+        for lease, end in planned:
+            self.device.run_step(lease, end, self.cache)
+        for lease, end in planned:
+            self.cache.commit(lease, end)
+            check(self.cache)
+        return [lease for lease, _ in planned]
+
+    def _plan(self, lease: Lease, end: int) -> bool:
+        if not self.cache.extend(lease, end):
+            return False
+        self.cache.plan_cuts(lease, end)
+        check(self.cache)
+        return True
+
+    def flush(self) -> None:
+        """Carry out what the cache has asked for, and compare the device with what the cache believes."""
+        self.device.apply(self.cache.take_actions())
+        self.device.verify(self.cache)
+
+    def prefill(self, lease: Lease, chunk: int = 10**6, *, leave: bool = True) -> None:
+        """Compute all tokens that are known, and leave a snapshot at their end."""
+        while lease.computed < len(lease.tokens):
+            assert self.step(lease, min(len(lease.tokens), lease.computed + chunk))
+        if leave:
+            self.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
+            check(self.cache)
+
+    def decode(self, lease: Lease, tokens: Iterable[int]) -> None:
+        """Generate these tokens: each is computed by a step of its own."""
+        for token in tokens:
+            lease.tokens.append(token)
+            assert self.step(lease, len(lease.tokens))
+
+    def release(self, lease: Lease, kind: SnapshotKind = SnapshotKind.GENERATION_END) -> None:
+        self.cache.release(lease, kind)
+        check(self.cache)
+        self.flush()
+
+    def serve(
+        self, prompt: Iterable[int], generated: Iterable[int] = (), *, salt: str = "", chunk: int = 10**6
+    ) -> Account:
+        """Serve one request from beginning to end, and return its account."""
+        lease = self.admit(prompt, salt=salt)
+        self.prefill(lease, chunk)
+        self.decode(lease, generated)
+        self.release(lease)
+        return lease.account
+
+    def drain(self) -> None:
+        """Release everything, then evict everything: all memory must come back."""
+        for lease in list(self.cache.leases.values()):
+            self.release(lease, SnapshotKind.PREEMPTION)
+        memory, arena = self.cache.memory, self.cache.arena
+        slots = list(iter(memory.take_slot, None))
+        assert len(slots) == arena.num_slabs - 1
+        assert list(self.cache.snapshots()) == []
+        blocks = list(iter(memory.take_block, None))
+        assert len(blocks) == arena.blocks_per_slab - 1
+        for slot in slots:
+            memory.free_slot(slot)
+        for block in blocks:
+            memory.free_block(block)
+        check(self.cache)
+        assert (arena.num_slots, arena.num_blocks, arena.num_free_slabs) == (0, 0, arena.num_slabs - 1)
+        assert (memory.num_evictable_blocks, memory.num_evictable_slots) == (0, 0)
+
+
+def published(cache: PrefixCache) -> set[tuple[str, Tokens]]:
+    """Return salt and tokens of every snapshot in the index."""
+    return {(salt, tuple(decode(key))) for salt, key, _ in cache.snapshots()}
+
+
+def reasons(account: Account) -> dict[Reason, int]:
+    """Return the tokens that were missed, by reason."""
+    counts = dict[Reason, int]()
+    for miss in account.misses:
+        counts[miss.reason] = counts.get(miss.reason, 0) + miss.num_tokens
+    return counts
+
+
+def only_miss(account: Account) -> Miss:
+    """Return the one range that was missed."""
+    (miss,) = account.misses
+    return miss
