@@ -1,0 +1,215 @@
+"""Softmax attention over keys and values that lie in blocks, in plain torch.
+
+This module is the definition of right and the path that serves on a CPU. Sequences of a step are ordered as in
+``batch.py``: decodes are attended together, in groups of similar length; prefills one by one.
+
+Invariants: what a sequence does not own never reaches its result, NaN included: neither other blocks, nor the
+rows of its last block past its context, nor the null block. Only the rows listed for writing are written.
+
+Shape suffixes: T tokens, N sequences, M blocks of a sequence, L keys of a sequence, B blocks, P tokens in a block,
+G key/value heads, R query heads per key/value head, H = G R query heads, D head dim, W rows that are written.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.batch import AttentionBatch, KVMemory
+
+GROUP_BYTES = 4 * 2**20
+"""Most bytes of keys that a group of decodes gathers at once: few enough to be attended while still in cache."""
+
+GROUP_SPREAD_BLOCKS = 4
+"""A group's longest sequence has at most this many blocks, and a quarter, more than its shortest."""
+
+QUERY_TOKENS = 256
+"""Queries of a prefill that are masked together: bounds the mask of a prompt of any length."""
+
+
+def write_kv(k_TGD: Tensor, v_TGD: Tensor, memory: KVMemory, batch: AttentionBatch) -> None:
+    """Store keys and values of the step's ``write_rows_W`` into their blocks."""
+    places = (batch.write_blocks_W, batch.write_offsets_W)
+    memory.k_BPGD[places] = k_TGD[batch.write_rows_W]
+    memory.v_BPGD[places] = v_TGD[batch.write_rows_W]
+
+
+def paged_attention(
+    q_THD: Tensor,
+    memory: KVMemory,
+    batch: AttentionBatch,
+    num_decodes: int,
+    *,
+    scale: float,
+    window_tokens: int | None = None,
+) -> Tensor:
+    """Attend every token to its sequence's tokens up to itself; return ``out_THD``.
+
+    The step's own keys and values must have been written before.
+
+    Args:
+        num_decodes: how many sequences, from the first, have one token each.
+        window_tokens: a token sees itself and the ``window_tokens - 1`` tokens before it; None: all before it.
+    """
+    num_heads, num_kv_heads = q_THD.shape[1], memory.k_BPGD.shape[2]
+    q_TGRD = q_THD.unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
+    out_TGRD = torch.empty(q_TGRD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    spans = [
+        _span(length - (end - start), length, window_tokens)
+        for length, start, end in zip(batch.context_lens, batch.query_starts, batch.query_starts[1:], strict=False)
+    ]
+    max_blocks = GROUP_BYTES // (memory.k_BPGD[0].nbytes or 1)
+    for group in _groups([span.num_blocks for span in spans[:num_decodes]], max_blocks):
+        rows = _rows(group, q_THD.device)
+        keys = _gather_group(memory, batch, [spans[i] for i in group], rows)
+        out_TGRD[rows] = _attend_decodes(q_TGRD[rows], keys, scale)
+    for i in range(num_decodes, len(spans)):
+        prefill = slice(batch.query_starts[i], batch.query_starts[i + 1])
+        k_LGD, v_LGD = _gather_sequence(memory, batch.block_table_NM[i], spans[i])
+        _attend_prefill(q_TGRD[prefill], k_LGD, v_LGD, out_TGRD[prefill], scale, window_tokens)
+    return out_TGRD.flatten(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The positions ``[start, end)`` of a sequence that some query of the step sees."""
+
+    start: int
+    end: int
+
+    @property
+    def first_block(self) -> int:
+        return self.start // BLOCK_TOKENS
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.end // BLOCK_TOKENS) - self.first_block
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The same range, counted from the start of the first block."""
+        offset = self.first_block * BLOCK_TOKENS
+        return self.start - offset, self.end - offset
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupKeys:
+    k_NLGD: Tensor
+    v_NLGD: Tensor
+    mask_N11L: Tensor | None
+    """Added to the scores; None when every key of every sequence is seen."""
+
+
+def _span(query_start: int, context_len: int, window_tokens: int | None) -> _Span:
+    start = 0 if window_tokens is None else max(0, query_start - window_tokens + 1)
+    return _Span(start, context_len)
+
+
+def _groups(num_blocks: Sequence[int], max_blocks: int) -> Iterator[list[int]]:
+    """Split sequences into groups that are gathered together: similar in length, not too large."""
+    group: list[int] = []
+    for i in sorted(range(len(num_blocks)), key=num_blocks.__getitem__):
+        if group:
+            shortest = num_blocks[group[0]]
+            is_longer = num_blocks[i] > shortest + shortest // 4 + GROUP_SPREAD_BLOCKS
+            if is_longer or (len(group) + 1) * num_blocks[i] > max_blocks:
+                yield group
+                group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+def _rows(group: list[int], device: torch.device) -> slice | Tensor:
+    """Return the rows of a group of decodes, as a slice where they lie together."""
+    first, last = group[0], group[-1]
+    if group == list(range(first, last + 1)):
+        return slice(first, last + 1)
+    return torch.tensor(group, device=device)
+
+
+def _gather_group(memory: KVMemory, batch: AttentionBatch, spans: list[_Span], rows: slice | Tensor) -> _GroupKeys:
+    """Gather keys and values of a group, padded to its longest; what is not a sequence's own is zero."""
+    num_blocks = max(span.num_blocks for span in spans)
+    table_NM = _group_table(batch.block_table_NM[rows], spans, num_blocks)
+    k_NLGD, v_NLGD = (
+        blocks.index_select(0, table_NM.flatten()).view(len(spans), -1, *blocks.shape[2:])
+        for blocks in (memory.k_BPGD, memory.v_BPGD)
+    )
+    start, end = spans[0].rows
+    if all(span.rows == (start, end) for span in spans):
+        return _GroupKeys(k_NLGD[:, start:end], v_NLGD[:, start:end], None)
+    bounds_N2 = torch.tensor([span.rows for span in spans], device=k_NLGD.device)
+    row_L = torch.arange(k_NLGD.shape[1], device=k_NLGD.device)
+    hidden_NL = (row_L < bounds_N2[:, :1]) | (row_L >= bounds_N2[:, 1:])
+    hidden = hidden_NL.flatten().nonzero().squeeze(-1)
+    for gathered_NLGD in (k_NLGD, v_NLGD):
+        gathered_NLGD.flatten(0, 1).index_fill_(0, hidden, 0)
+    mask_NL = torch.zeros(hidden_NL.shape, dtype=k_NLGD.dtype, device=k_NLGD.device)
+    return _GroupKeys(k_NLGD, v_NLGD, mask_NL.masked_fill_(hidden_NL, -torch.inf)[:, None, None])
+
+
+def _group_table(table_NM: Tensor, spans: list[_Span], num_blocks: int) -> Tensor:
+    """Return the blocks of each sequence's span; where it has fewer than ``num_blocks``, any block follows."""
+    if not any(span.first_block for span in spans):
+        return table_NM[:, :num_blocks]
+    first_N1 = torch.tensor([[span.first_block] for span in spans], device=table_NM.device)
+    column_NM = first_N1 + torch.arange(num_blocks, device=table_NM.device)
+    return table_NM.gather(1, column_NM.clamp_max(table_NM.shape[1] - 1))
+
+
+def _attend_decodes(q_NGRD: Tensor, keys: _GroupKeys, scale: float) -> Tensor:
+    """Attend one query token per sequence; the query heads of a key/value head stand where queries usually do."""
+    return F.scaled_dot_product_attention(
+        q_NGRD, keys.k_NLGD.transpose(1, 2), keys.v_NLGD.transpose(1, 2), attn_mask=keys.mask_N11L, scale=scale
+    )
+
+
+def _gather_sequence(memory: KVMemory, table_M: Tensor, span: _Span) -> tuple[Tensor, Tensor]:
+    """Return ``k_LGD`` and ``v_LGD`` of one sequence's span, and nothing around it."""
+    start, end = span.rows
+    blocks_M = table_M[span.first_block : span.first_block + span.num_blocks]
+    return (
+        memory.k_BPGD.index_select(0, blocks_M).flatten(0, 1)[start:end],
+        memory.v_BPGD.index_select(0, blocks_M).flatten(0, 1)[start:end],
+    )
+
+
+def _attend_prefill(
+    q_TGRD: Tensor,
+    k_LGD: Tensor,
+    v_LGD: Tensor,
+    out_TGRD: Tensor,
+    scale: float,
+    window_tokens: int | None,
+) -> None:
+    """Attend the last T of a sequence's L tokens, each to those up to itself, into ``out_TGRD``."""
+    num_queries, num_keys = len(q_TGRD), len(k_LGD)
+    offset = num_keys - num_queries
+    heads_per_key = q_TGRD.shape[2]
+    k_GRLD, v_GRLD = (x.transpose(0, 1).unsqueeze(1).expand(-1, heads_per_key, -1, -1) for x in (k_LGD, v_LGD))
+    q_GRTD, out_GRTD = q_TGRD.permute(1, 2, 0, 3), out_TGRD.permute(1, 2, 0, 3)
+    if offset == 0 and (window_tokens is None or num_keys <= window_tokens):
+        out_GRTD.copy_(F.scaled_dot_product_attention(q_GRTD, k_GRLD, v_GRLD, is_causal=True, scale=scale))
+        return
+    for start in range(0, num_queries, QUERY_TOKENS):
+        end = min(start + QUERY_TOKENS, num_queries)
+        first = 0 if window_tokens is None else max(0, offset + start - window_tokens + 1)
+        last = offset + end
+        mask_TL = _mask((offset + start, last), (first, last), window_tokens, q_TGRD)
+        out_GRTD[:, :, start:end] = F.scaled_dot_product_attention(
+            q_GRTD[:, :, start:end], k_GRLD[:, :, first:last], v_GRLD[:, :, first:last], attn_mask=mask_TL, scale=scale
+        )
+
+
+def _mask(queries: tuple[int, int], keys: tuple[int, int], window_tokens: int | None, like: Tensor) -> Tensor:
+    """Return what is added to the scores of queries against keys at these positions: 0 or minus infinity."""
+    query_T1 = torch.arange(*queries, device=like.device).unsqueeze(-1)
+    key_L = torch.arange(*keys, device=like.device)
+    hidden_TL = key_L > query_T1
+    if window_tokens is not None:
+        hidden_TL |= key_L <= query_T1 - window_tokens
+    return torch.zeros(hidden_TL.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden_TL, -torch.inf)

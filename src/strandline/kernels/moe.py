@@ -1,0 +1,56 @@
+"""Mixture of experts: a softmax router and experts with gated linear units, in plain torch.
+
+This module is the definition of right and the path that serves on a CPU. Experts that no token chose cost nothing.
+
+Shape suffixes: T tokens, D hidden size, E experts, F intermediate size of one expert, K experts per token,
+A = T K assignments of a token to an expert, sorted by expert.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strandline.kernels.activation import swiglu
+
+
+def route_top_k(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
+    """Return the ``top_k`` most likely experts per token as ``(weights_TK, experts_TK)``, in float32 and int64.
+
+    Args:
+        is_normalised: whether the weights of a token add up to 1; else they are its softmax's values.
+    """
+    weights_TK, experts_TK = torch.topk(torch.softmax(logits_TE, dim=-1, dtype=torch.float32), top_k, dim=-1)
+    if is_normalised:
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    return weights_TK, experts_TK
+
+
+def experts_glu(
+    x_TD: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype.
+
+    Args:
+        gate_up_EFD: ``[E, 2 F, D]``, the gate's rows before the up projection's.
+    """
+    num_tokens, top_k = experts_TK.shape
+    expert_A, order_A = experts_TK.flatten().sort(stable=True)
+    counts_E = torch.bincount(expert_A, minlength=len(gate_up_EFD))
+    x_AD = x_TD[order_A.div(top_k, rounding_mode="floor")]
+    out_AD = torch.empty_like(x_AD)
+    start = 0
+    for expert, count in enumerate(counts_E.tolist()):
+        if count:
+            rows = slice(start, start + count)
+            hidden = swiglu(F.linear(x_AD[rows], gate_up_EFD[expert]))
+            torch.mm(hidden, down_EDF[expert].t(), out=out_AD[rows])
+            start += count
+    # Back into the order of the tokens: the sum over a token's experts does not depend on its neighbours.
+    weighted_AD = torch.empty(out_AD.shape, dtype=torch.float32, device=out_AD.device)
+    weighted_AD[order_A] = out_AD.float()
+    weighted_TKD = weighted_AD.view(num_tokens, top_k, -1)
+    return torch.matmul(weights_TK.unsqueeze(1), weighted_TKD).squeeze(1).to(x_TD.dtype)

@@ -1,0 +1,40 @@
+"""Rotary position embedding of the first channels of each head, in the half-split form.
+
+Channel ``f`` and channel ``F + f`` of a head form a pair that turns by ``position * frequency[f]``. Models whose
+positions have a time, a height and a width component (mrope) turn text tokens, where the three are equal, just so.
+
+Source: Su et al., "RoFormer", section 3.4; ``transformers`` for the half-split pairing.
+
+Shape suffixes: T tokens, H heads, D head dim, F pairs per head that turn (2 F <= D).
+"""
+
+import torch
+from torch import Tensor
+
+
+def default_frequencies(theta: float, rotary_dim: int) -> Tensor:
+    """Return ``inv_freq_F``, float32: ``theta ** (-2 f / rotary_dim)``."""
+    return 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim))
+
+
+def rotary_table(positions_T: Tensor, inv_freq_F: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
+    """Return cosine and signed sine ``[T, 1, 2, F]``, float32, as :func:`apply_rotary` takes them.
+
+    Args:
+        attention_factor: multiplies both; 1 but for scaled kinds of rotary embedding.
+    """
+    angle_TF = positions_T.unsqueeze(-1).float() * inv_freq_F
+    cos_TF, sin_TF = angle_TF.cos(), angle_TF.sin()
+    if attention_factor != 1.0:
+        cos_TF, sin_TF = cos_TF * attention_factor, sin_TF * attention_factor
+    return torch.stack((cos_TF, cos_TF), dim=1).unsqueeze(1), torch.stack((-sin_TF, sin_TF), dim=1).unsqueeze(1)
+
+
+def apply_rotary(x_THD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the first ``2 F`` channels of every head in place, in float32; return ``x_THD``."""
+    cos_T12F, sin_T12F = table
+    num_pairs = cos_T12F.shape[-1]
+    pairs_TH2F = x_THD[..., : 2 * num_pairs].unflatten(-1, (2, num_pairs))
+    turned_TH2F = pairs_TH2F * cos_T12F
+    pairs_TH2F.copy_(turned_TH2F.addcmul_(pairs_TH2F.flip(-2), sin_T12F))
+    return x_THD

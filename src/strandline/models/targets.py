@@ -1,0 +1,49 @@
+"""Where a published tensor goes: views of the model's own, often fused, parameters.
+
+A model lists its published tensors by name, each with a target; loading is copying into the views. A published
+tensor whose rows belong to several parameters in turn (per head: query, then gate) has several parts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One published tensor: its shape, and the views that it is copied into."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Tensor, ...]
+
+    def copy_from(self, published: Tensor) -> None:
+        """Copy the tensor, which must have ``shape``, into the parts; converts dtype and device."""
+        with torch.no_grad():
+            if len(self.parts) == 1:
+                self.parts[0].copy_(published)
+                return
+            groups, _, *rest = self.parts[0].shape
+            grouped = published.view(groups, -1, *rest)
+            for part, piece in zip(self.parts, grouped.split([p.shape[1] for p in self.parts], dim=1), strict=True):
+                part.copy_(piece)
+
+
+NamedTargets = Iterator[tuple[str, Target]]
+"""Published names with their targets."""
+
+
+def whole(view: Tensor) -> Target:
+    """Return the target of a tensor that goes to one place."""
+    return Target(tuple(view.shape), (view,))
+
+
+def interleaved(*parts: Tensor) -> Target:
+    """Return the target of a tensor whose rows are, group after group, rows of each part.
+
+    Args:
+        parts: views ``[groups, rows of a group, ...]``; the published tensor is ``[groups * all rows, ...]``.
+    """
+    groups, _, *rest = parts[0].shape
+    return Target((groups * sum(part.shape[1] for part in parts), *rest), parts)
