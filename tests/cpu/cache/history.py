@@ -1,0 +1,225 @@
+"""A history of requests over one cache, compared after every event with a dictionary.
+
+The oracle knows of every published snapshot its salt and its tokens, and of the device what each slot and cell
+holds. It finds the deepest snapshot by trying them all, and the longest cached prefix by comparing with all.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from strandline.cache import Account, Lease, MoveBlock, Reason, SnapshotKind
+from strandline.cache.invariants import check
+from strandline.cache.tokens import decode
+from strandline.cache.tree import Run
+from strandline.ids import BlockId, SlotId
+from tests.cpu.cache.device import Tokens, runs
+from tests.cpu.cache.driver import Driver, published, reasons
+
+MAX_PROMPT_TOKENS = 420
+SALTS = ("", "other")
+
+TakeOrder = Literal["blocks first", "slots first", "by turns"]
+
+
+def pattern(seed: int, num_tokens: int) -> list[int]:
+    """Return tokens of an alphabet of two; the same seed gives the same beginning at any length."""
+    return random.Random(seed).choices((1, 2), k=num_tokens)
+
+
+class History:
+    """What requests do, one event per method. ``check`` says what must hold after each."""
+
+    def __init__(self, num_slabs: int, blocks_per_slab: int) -> None:
+        self.driver = Driver(num_slabs, blocks_per_slab)
+        self.cache = self.driver.cache
+        self.prompts: list[Tokens] = [()]
+        self.running: list[tuple[str, Lease]] = []
+        self._is_flushed = True
+        self._writes: dict[int, tuple[SlotId, int]] = {}
+        self._watched: list[object] = []
+
+    def lease(self, index: int) -> Lease:
+        return self.running[index % len(self.running)][1]
+
+    # Events
+
+    def admit_derived(
+        self,
+        base: int,
+        kept: int,
+        pattern_seed: int,
+        num_more: int,
+        edited: int,
+        *,
+        salt: str = "",
+        step_tokens: int = 1,
+        read: bool = True,
+    ) -> None:
+        """Admit a prompt made of the first ``kept`` tokens of an earlier one, a pattern, and perhaps one edit."""
+        prompt = list(self.prompts[base % len(self.prompts)][:kept]) + pattern(pattern_seed, num_more)
+        prompt = prompt[:MAX_PROMPT_TOKENS] or [1]
+        if 0 <= edited < len(prompt):
+            prompt[edited] = 3 - prompt[edited]
+        self.prompts.append(tuple(prompt))
+        self.admit(tuple(prompt), salt, step_tokens, read=read)
+
+    def admit(self, prompt: Tokens, salt: str = "", step_tokens: int = 1, *, read: bool = True) -> Lease | None:
+        expected = self.driver.lookup(prompt, salt)
+        before = published(self.cache)
+        lease = self.driver.try_admit(prompt, salt=salt, step_tokens=step_tokens, read=read)
+        self._is_flushed = False
+        if lease is None:
+            assert published(self.cache) == before, "a refusal evicted something"
+            return None
+        if read and Reason.NO_ROOM in reasons(lease.account):
+            assert not self.running, "others could have made room"
+            assert lease.account.hit == 0 < expected.hit
+        elif read:
+            assert lease.account == expected
+        assert lease.computed == lease.account.hit
+        self.running.append((salt, lease))
+        return lease
+
+    def step(self, sizes: Sequence[int]) -> None:
+        """One batch: some requests prefill a chunk, some compute their last token, some wait."""
+        wanted = []
+        for size, (_, lease) in zip(sizes, self.running, strict=False):
+            end = min(len(lease.tokens), lease.computed + size)
+            if end > lease.computed:
+                wanted.append((lease, end))
+        self.driver.step_together(wanted)
+        self.driver.flush()
+        self._is_flushed = True
+
+    def decode(self, index: int, tokens: Sequence[int]) -> None:
+        """Generate tokens, once the prompt is computed."""
+        lease = self.lease(index)
+        for token in tokens:
+            if lease.computed == len(lease.tokens):
+                lease.tokens.append(token)
+                self.driver.step(lease, len(lease.tokens))
+                self._is_flushed = False
+
+    def leave_snapshot(self, index: int) -> None:
+        lease = self.lease(index)
+        had_state = lease.has_own_state
+        left = self.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
+        self._is_flushed = False
+        assert had_state or not left
+        assert lease.has_own_state == (had_state and not left)
+
+    def release(self, index: int, kind: SnapshotKind) -> None:
+        """Finish, or be aborted wherever it stands."""
+        salt, lease = self.running.pop(index % len(self.running))
+        self.prompts.append(tuple(decode(lease.tokens.data)))
+        had_state, computed = lease.has_own_state, lease.tokens.slice(0, lease.computed)
+        self.driver.release(lease, kind)
+        self._is_flushed = True
+        if had_state and computed:
+            assert (salt, tuple(decode(computed))) in published(self.cache)
+
+    def preempt_and_readmit(self, index: int) -> None:
+        salt, lease = self.running.pop(index % len(self.running))
+        had_state, tokens = lease.has_own_state, tuple(decode(lease.tokens.data))
+        self.driver.release(lease, SnapshotKind.PREEMPTION)
+        again = self.admit(tokens, salt)
+        assert again is not None or self.running, "a request that is alone can always go on"
+        if had_state and again is not None and Reason.NO_ROOM not in reasons(again.account):
+            assert again.computed >= lease.computed
+
+    def take(self, num_blocks: int, num_slots: int, order: TakeOrder) -> None:
+        """Take memory and give it back: what ``can_take`` says is exact."""
+        memory = self.cache.memory
+        granted = memory.can_take(num_blocks, num_slots)
+        blocks, slots = list[BlockId](), list[SlotId]()
+        for wants_slot in _wishes(num_blocks, num_slots, order):
+            if wants_slot and (slot := memory.take_slot()):
+                slots.append(slot)
+            elif not wants_slot and (block := memory.take_block()):
+                blocks.append(block)
+            blocks = self._follow_moves(blocks)
+        assert granted == (len(blocks) == num_blocks and len(slots) == num_slots)
+        for block in blocks:
+            memory.free_block(block)
+        for slot in slots:
+            memory.free_slot(slot)
+        self.driver.flush()
+        self._is_flushed = True
+
+    def _follow_moves(self, blocks: list[BlockId]) -> list[BlockId]:
+        actions = self.cache.take_actions()
+        self.driver.device.apply(actions)
+        moves = {action.src: action.dst for action in actions if isinstance(action, MoveBlock)}
+        return [moves.get(block, block) for block in blocks]
+
+    # What must hold after each of them
+
+    def check(self) -> None:
+        check(self.cache)
+        taken = sum(self.cache.counters.snapshots_taken.values())
+        assert len(published(self.cache)) == taken - self.cache.memory.num_snapshots_evicted
+        if self._is_flushed:
+            self.driver.device.verify(self.cache)
+            self._check_that_published_slots_stand_still()
+        self._check_lookups()
+
+    def _check_that_published_slots_stand_still(self) -> None:
+        snapshots = {id(s): s for _, _, s in self.cache.snapshots()}
+        snapshots |= {id(lease.source): lease.source for _, lease in self.running if lease.source is not None}
+        counts = {key: (s.slot, self.driver.device.num_writes[s.slot]) for key, s in snapshots.items()}
+        for key, count in self._writes.items():
+            assert counts.get(key, count) == count, "a published slot was written"
+        self._writes = counts
+        self._watched = list(snapshots.values())
+
+    def _check_lookups(self) -> None:
+        before = fingerprint(self.driver)
+        found = published(self.cache)
+        for prompt in (*self.prompts[-4:], *self.prompts[1:3]):
+            for salt in SALTS:
+                self._check_account(self.driver.lookup(prompt, salt), prompt, {t for s, t in found if s == salt}, salt)
+        assert fingerprint(self.driver) == before, "a lookup changed something"
+
+    def _check_account(self, account: Account, prompt: Tokens, found: set[Tokens], salt: str) -> None:
+        assert account.hit == max((len(t) for t in found if prompt[: len(t)] == t), default=0)
+        root = self.cache.roots().get(salt)
+        assert account.kv_tokens == (longest_match(root, prompt) if root else 0)
+        assert account.queried == len(prompt) == account.hit + sum(miss.num_tokens for miss in account.misses)
+        position = account.hit
+        for miss in account.misses:
+            assert miss.start == position < miss.end
+            position = miss.end
+
+
+def _wishes(num_blocks: int, num_slots: int, order: TakeOrder) -> list[bool]:
+    """Return in which order blocks (False) and slots (True) are taken."""
+    both = min(num_blocks, num_slots)
+    orders: dict[TakeOrder, Callable[[], list[bool]]] = {
+        "blocks first": lambda: [False] * num_blocks + [True] * num_slots,
+        "slots first": lambda: [True] * num_slots + [False] * num_blocks,
+        "by turns": lambda: [False, True] * both + [False] * (num_blocks - both) + [True] * (num_slots - both),
+    }
+    return orders[order]()
+
+
+def fingerprint(driver: Driver) -> list[Any]:
+    """Return all that a lookup could change."""
+    cache = driver.cache
+    tree = [(run.start_block, bytes(run.tokens), list(run.blocks), run.num_users, run.last_used) for run in runs(cache)]
+    slots = [(salt, key, s.slot, s.num_readers, s.last_used, s.kind) for salt, key, s in cache.snapshots()]
+    memory = (len(cache.memory.actions), cache.memory.num_evictable_blocks, cache.memory.num_evictable_slots)
+    return [tree, slots, memory, list(cache.roots()), str(cache.counters), cache.arena.used()]
+
+
+def longest_match(root: Run, prompt: Tokens) -> int:
+    """Return the most tokens that the prompt shares with any path of the tree, by trying all of them."""
+    best = 0
+    paths: list[tuple[Run, Tokens]] = [(root, ())]
+    while paths:
+        run, prefix = paths.pop()
+        tokens: Tokens = (*prefix, *decode(run.tokens))
+        same = next((i for i, (a, b) in enumerate(zip(tokens, prompt, strict=False)) if a != b), None)
+        best = max(best, min(len(tokens), len(prompt)) if same is None else same)
+        paths.extend((child, tokens) for child in run.children.values())
+    return best
