@@ -19,8 +19,9 @@ K key channels, V value channels, S slots.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,16 @@ L2_NORM_EPS = 1e-6
 MIN_LOG_DECAY = -1e6
 """Stands for minus infinity: ``exp`` of it is 0, and differences of sums of it are numbers."""
 
-SPAN_CHUNKS = 8
-"""Chunks whose matrices are held at a time: few enough to stay in cache, whatever the length of the prefill."""
+MIN_EXPONENT = -80.0
+"""Between two tokens of a chunk, less decay than this: no float32 sum shows it, and ``exp`` of it would be a subnormal
+number, which takes a CPU ten times as long."""
+
+SPAN_TOKENS = 512
+"""Tokens of the chunks whose matrices are held at a time: few enough to stay in cache, however long the prefill."""
+
+PADDED_TOKENS = (16, CHUNK_TOKENS)
+"""Chunks are padded to the smallest of these that holds them. It depends on nothing but the chunk's own length,
+so that the bits of one sequence do not depend on the batch around it."""
 
 INVERSE_BASE_TOKENS = 8
 """Diagonal blocks of this size are inverted by substitution, larger ones from their halves."""
@@ -77,9 +86,8 @@ def gdn_prefill(
         for state, first, end in zip(states, chunks.first_chunks, chunks.first_chunks[1:], strict=False)
         for _ in range(first, end)
     ]
-    for first in range(0, len(chunks.starts), SPAN_CHUNKS):
-        end = min(first + SPAN_CHUNKS, len(chunks.starts))
-        span = _prepare_span(q_TGK, k_TGK, log_decay_TH, beta_TH, chunks, first, end)
+    for first, end, padded_tokens in _spans(chunks.lengths):
+        span = _prepare_span(q_TGK, k_TGK, log_decay_TH, beta_TH, chunks, first, end, padded_tokens)
         for chunk in range(first, end):
             rows = slice(chunks.starts[chunk], chunks.starts[chunk] + chunks.lengths[chunk])
             state = state_of_chunk[chunk]
@@ -190,6 +198,17 @@ def _open_states(state_SHKV: Tensor, src: Sequence[int], dst: Sequence[int], cut
     return states
 
 
+def _spans(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield ``(first, end, padded tokens)`` of runs of chunks that are padded alike and prepared together."""
+    first = 0
+    for padded_tokens, run in groupby(lengths, lambda length: min(p for p in PADDED_TOKENS if length <= p)):
+        run_end = first + sum(1 for _ in run)
+        while first < run_end:
+            end = min(first + SPAN_TOKENS // padded_tokens, run_end)
+            yield first, end, padded_tokens
+            first = end
+
+
 def _gates(a_TH: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log decay (at most 0) and the write strength, in float32.
 
@@ -216,9 +235,10 @@ def _prepare_span(
     chunks: ChunkTable,
     first: int,
     end: int,
+    padded_tokens: int,
 ) -> _Span:
     """Compute the matrices of chunks ``[first, end)``, all chunks and heads at once."""
-    rows_CL, valid_CL1 = _padded_rows(chunks, first, end)
+    rows_CL, valid_CL1 = _padded_rows(chunks, first, end, padded_tokens)
     rows_X = rows_CL.flatten()
     num_chunks, length = rows_CL.shape
     num_key_heads, key_dim = k_TGK.shape[1:]
@@ -234,9 +254,8 @@ def _prepare_span(
 
     # float64: a difference of large sums must keep the small decays that came after a strong one.
     sum_CHL = log_decay_CHL.double().cumsum(-1)
-    lower_LL = torch.ones(length, length, dtype=torch.bool, device=sum_CHL.device).tril()
     difference_CHLL = sum_CHL.unsqueeze(-1) - sum_CHL.unsqueeze(-2)
-    decay_CHLL = difference_CHLL.float().masked_fill(~lower_LL, -torch.inf).exp()
+    decay_CHLL = difference_CHLL.float().clamp_(MIN_EXPONENT, 0.0).exp_().tril_()
     sum_CHL1 = sum_CHL.unsqueeze(-1)
 
     products = torch.matmul(key_query_CGYK, key_query_CGYK[:, :, 0::2].transpose(-1, -2))
@@ -254,11 +273,11 @@ def _prepare_span(
     )
 
 
-def _padded_rows(chunks: ChunkTable, first: int, end: int) -> tuple[Tensor, Tensor]:
+def _padded_rows(chunks: ChunkTable, first: int, end: int, padded_tokens: int) -> tuple[Tensor, Tensor]:
     """Return row indices ``[C, L]`` (past a chunk's end: its last row) and which of them are real, ``[C, L, 1]``."""
     starts_C1 = chunks.starts_C[first:end].unsqueeze(-1)
     lengths_C1 = chunks.lengths_C[first:end].unsqueeze(-1)
-    offset_L = torch.arange(CHUNK_TOKENS, device=starts_C1.device)
+    offset_L = torch.arange(padded_tokens, device=starts_C1.device)
     return starts_C1 + torch.minimum(offset_L, lengths_C1 - 1), (offset_L < lengths_C1).unsqueeze(-1)
 
 

@@ -169,7 +169,7 @@ def test_prefill_of_a_mixed_batch_treats_each_sequence_alone() -> None:
 
 def test_prefill_longer_than_a_span_carries_the_state_across_spans() -> None:
     shape = Shape(1, 1, 4, 4)
-    num_tokens = 64 * 2 * gdn.SPAN_CHUNKS + 70
+    num_tokens = 2 * gdn.SPAN_TOKENS + 70
     check_prefill(
         make_layer(num_tokens, shape), make_arena(shape=shape), [Prompt(0, num_tokens, 0, 1, ((num_tokens - 68, 2),))]
     )
