@@ -1,0 +1,167 @@
+"""Time the Python that the prefix cache adds to a request: the next turn of a conversation, over a full cache.
+
+A turn is lookup, admit, extend, the commit of its prefill, leave_snapshot and release; ``decode`` is the commit of
+one generated token. Nothing runs on a device. Prints the median of ``--turns`` turns, in microseconds.
+"""
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from strandline.cache import Lease, PrefixCache, SnapshotKind, TokenBuffer
+from strandline.ids import RequestId
+
+BLOCKS_PER_SLAB = 50
+CHAT_TOKENS = 6400
+VOCABULARY = 150_000
+DECODED_TOKENS = 128
+
+
+class Clock:
+    """Collects how long named stretches take."""
+
+    def __init__(self) -> None:
+        self.us: dict[str, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        start = time.perf_counter_ns()
+        yield
+        self.us[name].append((time.perf_counter_ns() - start) / 1000)
+
+
+def new_tokens(choose: random.Random, num_tokens: int) -> list[int]:
+    return choose.choices(range(VOCABULARY), k=num_tokens)
+
+
+def granted(lease: Lease | None) -> Lease:
+    if lease is None:
+        raise SystemExit("the cache is too small for this benchmark: raise --blocks")
+    return lease
+
+
+def fill(cache: PrefixCache, num_blocks: int, choose: random.Random) -> None:
+    """Cache conversations of many, until so many blocks are in use."""
+    system_prompts = [new_tokens(choose, 1000) for _ in range(8)]
+    index = 0
+    while cache.arena.num_blocks < num_blocks and cache.memory.num_blocks_evicted == 0:
+        index += 1
+        tokens = [*choose.choice(system_prompts), *new_tokens(choose, CHAT_TOKENS)]
+        serve(cache, f"fill-{index}", TokenBuffer(tokens), Clock())
+
+
+def serve(cache: PrefixCache, request_id: str, tokens: TokenBuffer, clock: Clock, chunk: int = 8192) -> int:
+    """Serve one request and return how many tokens it hit."""
+    with clock.time("turn"):
+        with clock.time("lookup"):
+            cache.lookup(tokens)
+        with clock.time("admit"):
+            lease = granted(cache.admit(RequestId(request_id), tokens, step_tokens=chunk))
+        with clock.time("prefill"):
+            prefill(cache, lease, chunk)
+        with clock.time("leave_snapshot"):
+            cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
+        with clock.time("release"):
+            cache.release(lease, SnapshotKind.GENERATION_END)
+    cache.take_actions()
+    return lease.account.hit
+
+
+def prefill(cache: PrefixCache, lease: Lease, chunk: int) -> None:
+    while lease.computed < len(lease.tokens):
+        end = min(len(lease.tokens), lease.computed + chunk)
+        cache.extend(lease, end)
+        cache.plan_cuts(lease, end)
+        cache.commit(lease, end)
+
+
+def converse(cache: PrefixCache, prompt_tokens: int, turn_tokens: int, num_turns: int, choose: random.Random) -> Clock:
+    """Grow conversations by a turn at a time; measure the turns that come near ``prompt_tokens``."""
+    clock = Clock()
+    conversation = 0
+    while len(clock.us["turn"]) < num_turns:
+        conversation += 1
+        tokens = list[int]()
+        while len(tokens) + turn_tokens <= prompt_tokens:
+            seen = len(tokens)
+            tokens += new_tokens(choose, turn_tokens)
+            is_measured = len(tokens) > 0.95 * prompt_tokens
+            name = f"{prompt_tokens}-{conversation}-{seen}"
+            hit = serve(cache, name, TokenBuffer(tokens), clock if is_measured else Clock())
+            if hit != seen:
+                raise SystemExit(f"a turn hit {hit} tokens, not {seen}: the benchmark is not what it says")
+    return clock
+
+
+def diverge(cache: PrefixCache, prompt_tokens: int, num_turns: int, choose: random.Random) -> Clock:
+    """Edit a long cached prompt near its end, over and over."""
+    tokens = new_tokens(choose, prompt_tokens)
+    serve(cache, f"edit-{prompt_tokens}", TokenBuffer(tokens), Clock())
+    clock = Clock()
+    for turn in range(num_turns):
+        place = choose.randrange(prompt_tokens * 19 // 20, prompt_tokens)
+        edited = [*tokens[:place], *new_tokens(choose, prompt_tokens - place)]
+        serve(cache, f"edit-{prompt_tokens}-{turn}", TokenBuffer(edited), clock)
+    return clock
+
+
+def decode(cache: PrefixCache, prompt_tokens: int, choose: random.Random) -> Clock:
+    """Time the commit of single tokens at the end of a long prompt."""
+    tokens = TokenBuffer(new_tokens(choose, prompt_tokens))
+    lease = granted(cache.admit(RequestId(f"decode-{prompt_tokens}"), tokens))
+    prefill(cache, lease, prompt_tokens)
+    clock = Clock()
+    for token in new_tokens(choose, DECODED_TOKENS):
+        tokens.append(token)
+        with clock.time(f"decode-{prompt_tokens}"):
+            cache.extend(lease, len(tokens))
+            cache.commit(lease, len(tokens))
+    cache.release(lease, SnapshotKind.GENERATION_END)
+    return clock
+
+
+def table(title: str, clock: Clock, report: Callable[[list[float]], float]) -> str:
+    cells = "  ".join(f"{name} {report(us):8.1f}" for name, us in clock.us.items())
+    return f"{title:<26} {cells}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=100_000, help="blocks cached before the clock starts")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[19_000, 100_000], help="prompt lengths")
+    parser.add_argument("--turn-tokens", type=int, default=500, help="new tokens of a turn")
+    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    choose = random.Random(args.seed)
+    num_chats = args.blocks * 64 // CHAT_TOKENS
+    for title, num_slabs in [
+        ("memory to spare", 2 * args.blocks // BLOCKS_PER_SLAB + 8 * num_chats),
+        ("memory full", args.blocks // BLOCKS_PER_SLAB + num_chats),
+    ]:
+        cache = PrefixCache(num_slabs, BLOCKS_PER_SLAB)
+        fill(cache, args.blocks, choose)
+        gc.freeze()
+        print(f"{title}: {cache.arena.num_blocks} blocks and {cache.arena.num_slots} snapshots; microseconds")
+        for prompt_tokens in args.prompt_tokens:
+            report(cache, prompt_tokens, args.turn_tokens, args.turns, choose)
+
+
+def report(cache: PrefixCache, prompt_tokens: int, turn_tokens: int, num_turns: int, choose: random.Random) -> None:
+    clock = converse(cache, prompt_tokens, turn_tokens, num_turns, choose)
+    print(table(f"  turn at {prompt_tokens}, median", clock, statistics.median))
+    print(table(f"  turn at {prompt_tokens}, worst", clock, max))
+    clock = diverge(cache, prompt_tokens, num_turns, choose)
+    print(table(f"  edit at {prompt_tokens}, median", clock, statistics.median))
+    clock = decode(cache, prompt_tokens, choose)
+    print(table(f"  decode at {prompt_tokens}, median", clock, statistics.median))
+    print(table(f"  decode at {prompt_tokens}, worst", clock, max))
+
+
+if __name__ == "__main__":
+    main()

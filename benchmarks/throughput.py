@@ -1,0 +1,90 @@
+"""Prefill and decode throughput, and what the prefix cache saves, on a CPU.
+
+    python benchmarks/throughput.py --model benchmarks/configs/tiny-qwen3.5 --load-format dummy
+
+Every figure is the median of ``--repeats`` runs in one process, after one warm-up.
+"""
+
+import argparse
+import platform
+import time
+from datetime import date
+from random import Random
+from statistics import median
+
+import torch
+
+from strandline import LLM, SamplingParams
+from strandline.bench.workloads import Batch, MultiTurn, SharedPrefix
+
+
+def main() -> None:
+    options = parse()
+    print(f"{date.today()} · {platform.processor() or platform.machine()} · {torch.get_num_threads()} threads · "
+          f"torch {torch.__version__} · Python {platform.python_version()}")
+    print(f"model {options.model} · load format {options.load_format} · dtype {options.dtype}\n")
+    off = load(options, enable_prefix_caching=False)
+    measure_prefill(off, options.repeats)
+    for batch_size in (1, 8, 32):
+        measure_decode(off, batch_size, options.repeats)
+    measure_cache(options, "chat, 8 conversations x 6 turns", MultiTurn())
+    measure_cache(options, "32 requests in turn, shared 1,000 + own 200", SharedPrefix())
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args()
+
+
+def load(options: argparse.Namespace, **more: object) -> LLM:
+    return LLM(
+        options.model, dtype=options.dtype, load_format=options.load_format, skip_tokenizer_init=True, **more
+    )
+
+
+def measure_prefill(llm: LLM, repeats: int) -> None:
+    for num_requests, prompt_tokens in ((1, 2000), (8, 1000)):
+        workload = Batch(num_requests, prompt_tokens, output_tokens=1)
+        workload.run(llm)
+        walls = [workload.run(llm).wall_s for _ in range(repeats)]
+        print(f"prefill {num_requests} x {prompt_tokens:,}: {num_requests * prompt_tokens / median(walls):,.0f} tokens/s")
+
+
+def measure_decode(llm: LLM, batch_size: int, repeats: int) -> None:
+    """Time the steps in which every sequence decodes."""
+    rates = []
+    for repeat in range(repeats + 1):
+        rng = Random(repeat)
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        for index in range(batch_size):
+            llm.engine.add_request(f"{repeat}-{index}", rng.choices(range(llm.engine.vocab_size), k=128), params)
+        while llm.engine.scheduler.waiting or any(not r.output_ids for r in llm.engine.scheduler.running):
+            llm.engine.step()
+        start, num_tokens = time.perf_counter(), 0
+        while llm.engine.has_unfinished:
+            num_tokens += len(llm.engine.step())
+        rates.append(num_tokens / (time.perf_counter() - start))
+    rate = median(rates[1:])
+    print(f"decode at {batch_size}: {rate:,.0f} tokens/s, {batch_size / rate * 1000:.2f} ms per step")
+
+
+def measure_cache(options: argparse.Namespace, name: str, workload: MultiTurn | SharedPrefix) -> None:
+    print(f"\n{name}")
+    walls = {}
+    for label, is_on in (("off", False), ("on", True)):
+        reports = []
+        for _ in range(options.repeats):
+            reports.append(workload.run(load(options, enable_prefix_caching=is_on)))
+        walls[label] = median(report.wall_s for report in reports)
+        last = reports[-1]
+        print(f"  cache {label}: {walls[label]:.2f} s · {last.prompt_tokens:,} prompt tokens, {last.hit_share:.1%} hit · "
+              f"mean TTFT {last.mean_ttft_s * 1000:.0f} ms")
+    print(f"  on / off: {walls['on'] / walls['off']:.3f} of the wall time")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""The command line: ``strandline generate | chat | demo | eval``.
+
+Exit codes: 0 done, 1 the run failed or found a difference, 2 wrong usage or configuration, 130 Ctrl-C.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from strandline import __version__
+from strandline.config import DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+from strandline.errors import StrandlineError
+
+SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
+    ("temperature", float, "0 is greedy"),
+    ("top-p", float, "keep the likeliest tokens up to this probability"),
+    ("top-k", int, "keep so many of the likeliest tokens; 0 keeps all"),
+    ("min-p", float, "keep tokens at least this likely, as a share of the likeliest"),
+    ("repetition-penalty", float, "above 1 discourages what was said before"),
+    ("presence-penalty", float, "above 0 discourages tokens that occurred"),
+    ("frequency-penalty", float, "above 0 discourages tokens by how often they occurred"),
+    ("max-tokens", int, "most tokens to generate"),
+    ("min-tokens", int, "fewest tokens to generate"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors name the nearest flag."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._reject(unknown[0], parsed)
+        return parsed
+
+    def _reject(self, name: str, parsed: argparse.Namespace) -> NoReturn:
+        parser: argparse.ArgumentParser = getattr(parsed, "parser", self)
+        known = list(parser._option_string_actions)
+        nearest = get_close_matches(name.split("=")[0], known, n=1, cutoff=0.5)
+        parser.error(f"unknown argument {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code."""
+    options = build_parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except StrandlineError as error:
+        print(f"strandline: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    return code
+
+
+def build_parser() -> Parser:
+    """Return the parser of all commands."""
+    parser = Parser(prog="strandline", description="Inference for hybrid language models, with prefix caching.")
+    parser.add_argument("--version", action="version", version=f"strandline {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_demo(commands)
+    _add_eval(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="complete prompts", description="Complete prompts.")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete; none: read it from stdin")
+    _add_engine_flags(parser)
+    _add_sampling_flags(parser)
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text (may be given again)")
+    parser.add_argument("--n", type=int, default=1, help="outputs per prompt")
+    parser.set_defaults(run=_run_generate, parser=parser)
+
+
+def _add_chat(commands: Any) -> None:
+    parser = commands.add_parser("chat", help="talk with a model", description="Talk with a model; Ctrl-D ends.")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told first")
+    _add_engine_flags(parser)
+    _add_sampling_flags(parser)
+    parser.set_defaults(run=_run_chat, parser=parser)
+
+
+def _add_demo(commands: Any) -> None:
+    text = "Run a conversation and a shared-prefix workload with the cache off and on, side by side."
+    parser = commands.add_parser("demo", help="see what the prefix cache does", description=text)
+    parser.add_argument("--model", default="demo", help="default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    parser.set_defaults(run=_run_demo, parser=parser)
+
+
+def _add_eval(commands: Any) -> None:
+    text = "Score a model on held-out recall and arithmetic, with the cache off and on."
+    parser = commands.add_parser("eval", help="score a model on tasks with known answers", description=text)
+    parser.add_argument("--per-kind", type=int, default=100, help="tasks of each kind (default: %(default)s)")
+    parser.add_argument("--task-seed", type=int, default=0, help="which tasks to draw (default: %(default)s)")
+    _add_engine_flags(parser)
+    parser.set_defaults(run=_run_eval, parser=parser)
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add("--model", default="demo", help="a directory, a hub name, or 'demo' (default: %(default)s)")
+    add("--tokenizer", metavar="PATH", help="where the tokenizer lies, if not with the model")
+    add("--dtype", choices=DTYPES, default="auto", help="of weights and activations")
+    add("--device", choices=DEVICES, default="auto")
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights")
+    add("--max-model-len", type=int, metavar="TOKENS", help="longest request, prompt and output together")
+    add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")
+    add("--max-num-batched-tokens", type=int, default=2048, help="most tokens per step (default: %(default)s)")
+    add("--memory", metavar="SIZE", help="for the cache and running requests together, such as 4GiB")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    add("--seed", type=int, default=0, help="of unseeded sampling and dummy weights (default: %(default)s)")
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling (default: what the model's generation_config.json says)")
+    for name, kind, text in SAMPLING_FLAGS:
+        group.add_argument(f"--{name}", type=kind, help=text)
+
+
+def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    names = {field.name for field in fields(EngineConfig)}
+    return {name: value for name, value in vars(options).items() if name in names}
+
+
+def _sampling_params(options: argparse.Namespace, llm: Any, **more: Any) -> Any:
+    """Return the model's defaults, with what the flags say."""
+    from dataclasses import replace
+
+    from strandline.errors import ConfigError, RequestError
+
+    names = [name.replace("-", "_") for name, _, _ in SAMPLING_FLAGS]
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    try:
+        return replace(llm.get_default_sampling_params(), **{**more, **given})
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _run_generate(options: argparse.Namespace) -> int:
+    from strandline import LLM
+
+    prompts = options.prompts or [sys.stdin.read()]
+    llm = LLM(**_engine_options(options))
+    params = _sampling_params(options, llm, n=options.n, stop=options.stop)
+    for output in llm.generate(prompts, params, use_tqdm=len(prompts) > 1):
+        for completion in output.outputs:
+            print(completion.text)
+        _report(output)
+    return 0
+
+
+def _run_chat(options: argparse.Namespace) -> int:
+    from strandline import LLM
+
+    llm = LLM(**_engine_options(options))
+    params = _sampling_params(options, llm, max_tokens=512)
+    messages = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
+    print("Type a message; an empty line or Ctrl-D ends.", file=sys.stderr)
+    while True:
+        try:
+            text = input("you> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return 0
+        if not text:
+            return 0
+        messages.append({"role": "user", "content": text})
+        messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
+
+
+def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> str:
+    shown = ""
+    output = None
+    for output in llm.stream(llm.render(messages), params):
+        text = output.outputs[0].text
+        print(text[len(shown) :], end="", flush=True)
+        shown = text
+    print(flush=True)
+    if output is not None:
+        _report(output)
+    return shown
+
+
+def _report(output: Any) -> None:
+    """Say on stderr what the cache saved."""
+    ttft_s = output.times.ttft_s or 0.0
+    print(
+        f"[{len(output.prompt_token_ids)} prompt tokens, {output.num_cached_tokens} from the cache; "
+        f"first token after {ttft_s * 1000:.0f} ms]",
+        file=sys.stderr,
+    )
+
+
+def _run_demo(options: argparse.Namespace) -> int:
+    from strandline.bench.demo import run_demo
+
+    return run_demo(options.model, options.dtype)
+
+
+def _run_eval(options: argparse.Namespace) -> int:
+    from strandline.bench.evaluate import run_evaluation
+
+    return run_evaluation(_engine_options(options), per_kind=options.per_kind, seed=options.task_seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""What the engine's tests share: a tiny model on disk, and engines around it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strandline import LLM
+from strandline.env import DEBUG_CACHE
+from tests.cpu.engine.tiny import save_tiny_model
+
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3.5 in float32."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def make_llm(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
+    """Build an LLM on the tiny model, without a tokenizer, with every step's cache checked and freed memory poisoned."""
+    monkeypatch.setenv(DEBUG_CACHE, "1")
+
+    def make(**options: Any) -> LLM:
+        settings: dict[str, Any] = {"memory": "8MiB", "skip_tokenizer_init": True, "device": "cpu"}
+        return LLM(str(model_dir), **{**settings, **options})
+
+    return make

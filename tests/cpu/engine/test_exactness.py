@@ -1,0 +1,119 @@
+"""The answer never changes: cache off, on, resumed anywhere, forked, preempted, in any chunks (contract 6)."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from strandline import LLM, SamplingParams
+from tests.cpu.engine.conftest import MakeLLM
+from tests.cpu.engine.tiny import VOCAB_SIZE, greedy_tokens
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=count)
+
+
+def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_greedy_tokens_are_those_of_transformers(make_llm: MakeLLM, model_dir: Path) -> None:
+    prompts = [tokens(count, seed=count) for count in (1, 2, 63, 64, 65, 130)]
+    expected = [greedy_tokens(model_dir, prompt, 8) for prompt in prompts]
+    assert answers(make_llm(), prompts) == expected
+    assert answers(make_llm(enable_prefix_caching=False), prompts) == expected
+
+
+@pytest.mark.parametrize("step_tokens", [1, 7, 63, 64, 65, 100])
+def test_steps_of_any_size_give_the_same_tokens(make_llm: MakeLLM, step_tokens: int) -> None:
+    prompts = [tokens(count, seed=count) for count in (5, 64, 129, 200)]
+    whole = answers(make_llm(enable_prefix_caching=False), prompts)
+    assert answers(make_llm(max_num_batched_tokens=step_tokens), prompts) == whole
+
+
+def test_resuming_at_every_position_gives_the_same_tokens(make_llm: MakeLLM) -> None:
+    prompt = tokens(150)
+    [expected] = answers(make_llm(enable_prefix_caching=False), [prompt])
+    one = SamplingParams(temperature=0, max_tokens=1)
+    for position in range(1, len(prompt)):
+        llm = make_llm()
+        llm.generate([prompt[:position]], one, use_tqdm=False)
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert output.num_cached_tokens == position
+        assert output.outputs[0].token_ids == expected
+
+
+def test_an_identical_prompt_is_a_whole_hit_and_runs_no_forward(make_llm: MakeLLM) -> None:
+    llm, prompt = make_llm(), tokens(100)
+    [first] = llm.generate([prompt], GREEDY, use_tqdm=False)
+    llm.engine.add_request("again", prompt, GREEDY)
+    plan = llm.engine.scheduler.plan()
+    assert plan is not None
+    assert plan.num_tokens == 0
+    result = llm.engine.runner.run(plan)
+    assert result.token_ids == first.outputs[0].token_ids[:1]
+
+
+def test_a_running_request_can_be_followed_and_neither_sees_the_other(make_llm: MakeLLM) -> None:
+    llm, shared = make_llm(), tokens(90)
+    prompts = [shared, shared + tokens(30, seed=1), shared + tokens(40, seed=2)]
+    expected = answers(make_llm(enable_prefix_caching=False), prompts, SamplingParams(temperature=0, max_tokens=40))
+    params = SamplingParams(temperature=0, max_tokens=40)
+    llm.engine.add_request("0", prompts[0], params)
+    llm.engine.step()
+    found = {}
+    for name in ("1", "2"):
+        llm.engine.add_request(name, prompts[int(name)], params)
+    while llm.engine.has_unfinished:
+        found.update({o.request_id: o for o in llm.engine.step() if o.finished})
+    assert [found[name].outputs[0].token_ids for name in "012"] == expected
+    assert [found[name].num_cached_tokens for name in "012"] == [0, 90, 90]
+
+
+def test_forks_equal_requests_with_their_seeds_and_share_the_prompt(make_llm: MakeLLM) -> None:
+    prompt = tokens(100)
+    llm = make_llm()
+    [forked] = llm.generate([prompt], SamplingParams(n=4, seed=11, max_tokens=12), use_tqdm=False)
+    params = [SamplingParams(seed=11 + index, max_tokens=12) for index in range(4)]
+    single = make_llm(enable_prefix_caching=False).generate([prompt] * 4, params, use_tqdm=False)
+    assert [o.token_ids for o in forked.outputs] == [o.outputs[0].token_ids for o in single]
+    assert len({tuple(o.token_ids) for o in forked.outputs}) > 1
+    assert llm.engine.cache.counters.hit_tokens == 3 * 100
+
+
+def test_preempted_requests_give_the_same_tokens_and_recompute_one(make_llm: MakeLLM) -> None:
+    prompts = [tokens(60, seed=seed) for seed in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=150)
+    expected = answers(make_llm(enable_prefix_caching=False), prompts, params)
+    slab = make_llm().engine.runner.arena.spec.slab_bytes
+    llm = make_llm(memory=16 * slab, max_model_len=256)
+    assert answers(llm, prompts, params) == expected
+    assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_turns_of_a_chat_hit_all_but_their_new_tokens(make_llm: MakeLLM) -> None:
+    llm = make_llm(memory="64MiB")
+    cold = make_llm(enable_prefix_caching=False)
+    histories = [tokens(120, seed=seed) for seed in range(8)]
+    for turn in range(6):
+        known = [len(history) - 1 for history in histories]
+        for seed, history in enumerate(histories):
+            history += tokens(20, seed=100 * turn + seed)
+        outputs = llm.generate(histories, GREEDY, use_tqdm=False)
+        if turn:
+            assert [output.num_cached_tokens for output in outputs] == known
+        assert [o.outputs[0].token_ids for o in outputs] == answers(cold, histories)
+        for history, output in zip(histories, outputs, strict=True):
+            history += output.outputs[0].token_ids
+
+
+def test_a_shared_prefix_hits_to_the_token_from_its_third_sighting(make_llm: MakeLLM) -> None:
+    llm, shared = make_llm(), tokens(100)
+    hits = []
+    for seed in range(1, 5):
+        own = [seed, *tokens(30, seed=seed)]
+        hits.append(llm.generate([shared + own], GREEDY, use_tqdm=False)[0].num_cached_tokens)
+    assert hits == [0, 0, 100, 100]

@@ -1,0 +1,63 @@
+"""Bad wishes are refused with what was asked and what is allowed."""
+
+from typing import Any
+
+import pytest
+
+from strandline import SamplingParams
+from strandline.errors import RequestError
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": float("nan")}, "temperature must be a number at least 0 and finite, got nan"),
+    ({"temperature": float("inf")}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0.0}, "top_p must be above 0"),
+    ({"top_p": 1.1}, "top_p must be a number between 0 and 1, got 1.1"),
+    ({"top_k": -2}, "top_k must be a whole number at least -1, got -2"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"n": 0}, "n must be a whole number between 1"),
+    ({"n": 2, "temperature": 0}, "n must be 1 with greedy sampling"),
+    ({"max_tokens": 0}, "max_tokens must be a whole number at least 1, got 0"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is above max_tokens 4"),
+    ({"logprobs": 21}, "logprobs must be a whole number between 0 and 20, got 21"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": [""]}, "stop must hold non-empty strings"),
+    ({"stop": ["a"], "detokenize": False}, "stop strings need detokenize=True"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"logit_bias": {3: 101.0}}, "logit_bias of token 3 must be a number between -100 and 100, got 101.0"),
+    ({"logit_bias": {-3: 1.0}}, "logit_bias token"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD, ids=[str(values) for values, _ in BAD])
+def test_a_value_out_of_range_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**values)
+    assert message in str(caught.value)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(RequestError, match="unknown sampling parameter 'temprature'; did you mean 'temperature'"):
+        SamplingParams.from_mapping({"temprature": 0.5})
+
+
+def test_known_names_are_taken_from_a_mapping() -> None:
+    params = SamplingParams.from_mapping({"temperature": 0.5, "stop": "end"})
+    assert params == SamplingParams(temperature=0.5, stop="end")
+    assert params.stop_strings == ("end",)
+
+
+def test_a_very_low_temperature_is_greedy() -> None:
+    assert SamplingParams(temperature=0).is_greedy
+    assert SamplingParams(temperature=1e-6).is_greedy
+    assert not SamplingParams(temperature=0.01).is_greedy

@@ -1,0 +1,144 @@
+"""The scheduler alone, with a device that answers anything: fairness, budgets, progress."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strandline.cache import PrefixCache
+from strandline.cache.invariants import check
+from strandline.engine.plan import NewRequest, StepPlan, StepResult
+from strandline.engine.request import FinishReason, Request
+from strandline.engine.sampling_params import SamplingParams
+from strandline.engine.scheduler import Scheduler
+from strandline.errors import RequestError
+from strandline.ids import RequestId
+
+EOS = 9
+
+
+def make_request(name: str, prompt: list[int], *, max_tokens: int = 8, leader: Request | None = None) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[5])
+    new = NewRequest(RequestId(name), prompt, params, 0, frozenset({5, EOS}), ())
+    return Request(new, max_total=len(prompt) + max_tokens, leader=leader)
+
+
+def make_scheduler(
+    num_slabs: int = 64, blocks_per_slab: int = 4, max_num_seqs: int = 8, max_tokens: int = 128
+) -> Scheduler:
+    cache = PrefixCache(num_slabs, blocks_per_slab)
+    return Scheduler(cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens)
+
+
+def answer(plan: StepPlan, token: int = 1) -> StepResult:
+    return StepResult([token if sequence.is_sampled else None for sequence in plan.sequences])
+
+
+def step(scheduler: Scheduler, token: int = 1) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.commit(plan, answer(plan, token))
+    check(scheduler.cache)
+    return plan
+
+
+def test_a_step_stays_within_its_token_budget_and_loses_none_of_it() -> None:
+    scheduler = make_scheduler(max_tokens=100)
+    for name in "abc":
+        scheduler.add(make_request(name, [ord(name)] * 70))
+    assert [(s.request_id, s.start, s.end) for s in step(scheduler).sequences] == [("a", 0, 70), ("b", 0, 30)]
+    second = [(s.request_id, s.start, s.end) for s in step(scheduler).sequences]
+    assert second == [("a", 70, 71), ("b", 30, 70), ("c", 0, 59)]
+
+
+def test_prefills_and_decodes_share_a_step_that_nothing_cuts_for_the_caches_sake() -> None:
+    scheduler = make_scheduler(max_tokens=1000)
+    scheduler.add(make_request("a", [1] * 333))
+    [sequence] = step(scheduler).sequences
+    assert (sequence.start, sequence.end, sequence.is_sampled) == (0, 333, True)
+
+
+def test_no_more_than_max_num_seqs_run() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add(make_request(name, [ord(name)] * 3, max_tokens=2))
+    assert [s.request_id for s in step(scheduler).sequences] == ["a", "b"]
+    assert [s.request_id for s in step(scheduler).sequences] == ["a", "b"]
+    assert [s.request_id for s in step(scheduler).sequences] == ["c"]
+
+
+def test_a_stop_token_ends_a_request_and_says_which() -> None:
+    scheduler = make_scheduler()
+    stopped, ended = make_request("a", [1]), make_request("b", [2])
+    scheduler.add(stopped)
+    step(scheduler, token=5)
+    scheduler.add(ended)
+    step(scheduler, token=EOS)
+    assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, 5)
+    assert (ended.finish_reason, ended.stop_reason) == (FinishReason.STOP, None)
+    assert len(scheduler) == 0
+
+
+def test_max_tokens_ends_a_request_by_length() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", [1, 2], max_tokens=3)
+    scheduler.add(request)
+    while scheduler.running or scheduler.waiting:
+        step(scheduler)
+    assert (request.finish_reason, len(request.output_ids)) == (FinishReason.LENGTH, 3)
+
+
+def test_an_aborted_request_frees_everything_whether_it_waits_or_runs() -> None:
+    scheduler = make_scheduler(num_slabs=16)
+    for name in "ab":
+        scheduler.add(make_request(name, [ord(name)] * 200))
+    step(scheduler)
+    for name in "ab":
+        scheduler.finish(RequestId(name), FinishReason.ABORT)
+    check(scheduler.cache)
+    assert scheduler.plan() is None
+    assert not scheduler.cache.leases
+
+
+def test_an_id_in_use_is_refused() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1]))
+    with pytest.raises(RequestError, match="in use"):
+        scheduler.add(make_request("a", [1]))
+
+
+def test_the_latest_request_is_preempted_and_resumes_with_one_token_to_compute() -> None:
+    scheduler = make_scheduler(num_slabs=7, blocks_per_slab=2, max_tokens=256)
+    first, second = make_request("a", [1] * 120, max_tokens=200), make_request("b", [2] * 120, max_tokens=200)
+    scheduler.add(first)
+    scheduler.add(second)
+    while not scheduler.num_preemptions:
+        step(scheduler)
+    assert (first.lease is None, second.lease is None) == (False, True)
+    scheduler.finish(RequestId("a"), FinishReason.ABORT)
+    known = second.num_tokens
+    [sequence] = step(scheduler).sequences
+    assert (sequence.request_id, sequence.start, sequence.end) == ("b", known - 1, known)
+
+
+request_shapes = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200), st.integers(1, 80)), min_size=1, max_size=8)
+
+
+@given(request_shapes, st.integers(1, 150), st.integers(7, 12), st.integers(1, 4))
+def test_every_request_finishes_whatever_the_budget_and_memory(
+    shapes: list[tuple[int, int, int]], max_tokens: int, num_slabs: int, max_num_seqs: int
+) -> None:
+    scheduler = make_scheduler(num_slabs, 2, max_num_seqs, max_tokens)
+    requests = [
+        make_request(str(index), ([family] * length), max_tokens=outputs)
+        for index, (family, length, outputs) in enumerate(shapes)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    most_steps = 10 * sum(request.max_total for request in requests)
+    for _ in range(most_steps):
+        if not len(scheduler):
+            break
+        plan = step(scheduler)
+        assert plan.num_tokens <= max_tokens
+    assert [request.finish_reason for request in requests] == [FinishReason.LENGTH] * len(requests)
+    assert [len(request.output_ids) for request in requests] == [outputs for _, _, outputs in shapes]

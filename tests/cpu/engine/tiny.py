@@ -1,0 +1,46 @@
+"""A tiny random Qwen3.5, made and saved by transformers, and the tokens it generates there: the engine's oracle."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+
+VOCAB_SIZE = 97
+
+
+def save_tiny_model(directory: Path, **changes: Any) -> Path:
+    """Write a random float32 model with two recurrent and one attention layer to every three."""
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.4,
+        "eos_token_id": None,
+    }
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**{**values, **changes}), dtype=torch.float32)
+    model.save_pretrained(directory)
+    return directory
+
+
+def greedy_tokens(directory: Path, prompt_ids: list[int], count: int) -> list[int]:
+    """Return what transformers generates greedily, recomputing everything for every token."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokens = list(prompt_ids)
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = model(torch.tensor([tokens]), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt_ids) :]
