@@ -13,7 +13,7 @@ a block it gets a copy of that block's first ``p % 64`` tokens.
 """
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from strandline.cache.account import Account, CacheCounters, Miss, Reason, SnapshotKind
 from strandline.cache.actions import Action, CopyTokens
@@ -38,6 +38,7 @@ from strandline.cache.tree import (
     snapshots_below,
     split,
     tail_that_begins,
+    take_stubs_in,
     walk,
 )
 from strandline.errors import CacheInvariantError
@@ -124,7 +125,7 @@ class PrefixCache:
         root = self._roots.get(salt)
         for lease in self.leases.values():
             if lease.root is root and lease.tokens.data.startswith(head):
-                common = common_tokens(bytes(lease.tokens.data), bytes(tokens.data))
+                common = common_tokens(lease.tokens.data, tokens.data)
                 if best is None or common > best[1]:
                     best = lease.request_id, common
         return best
@@ -173,14 +174,13 @@ class PrefixCache:
         lease = Lease(request_id, tokens, root, upper, account)
         self.leases[request_id] = lease
         self._fill_lease(lease, end, snapshot)
-        self._unpin_partial(end)
         self.counters.count(account)
         return lease
 
     def _hold(self, upper: Run, end: Walk, snapshot: Snapshot | None, tokens: TokenBuffer, step_tokens: int) -> bool:
         """Hold what the request will use, if the memory that it needs besides can be had."""
-        self._pin(upper, end, snapshot)
         position = snapshot.position if snapshot else 0
+        self._pin(upper, end, snapshot)
         last = min(max(position + step_tokens, end.num_blocks * BLOCK_TOKENS), max(len(tokens), 1))
         num_blocks = -(-last // BLOCK_TOKENS) - end.num_blocks
         if self.memory.can_take(max(num_blocks, 0), 1):
@@ -208,24 +208,23 @@ class PrefixCache:
     def _pin(self, upper: Run, end: Walk, snapshot: Snapshot | None) -> None:
         """Hold what the request will use while memory is taken for it."""
         self.memory.pin_run(upper)
-        if end.partial_run is not None:
-            self.memory.pin_run(end.partial_run)
+        if (partial := _copied_from(end, snapshot)) is not None:
+            self.memory.join_run(partial)
         if snapshot is not None:
             self.memory.pin_snapshot(snapshot)
 
     def _unpin(self, upper: Run, end: Walk, snapshot: Snapshot | None) -> None:
-        self._unpin_partial(end)
+        if (partial := _copied_from(end, snapshot)) is not None:
+            self.memory.quit_run(partial)
         self.memory.unpin_run(upper)
         if snapshot is not None:
             self.memory.unpin_snapshot(snapshot)
 
-    def _unpin_partial(self, end: Walk) -> None:
-        if end.partial_run is not None:
-            self.memory.unpin_run(end.partial_run)
-
     def _fill_lease(self, lease: Lease, end: Walk, snapshot: Snapshot | None) -> None:
+        blocks = list[BlockId]()
         for run in reversed(list(lease.run.ancestry())):
-            lease.table.extend(run.blocks)
+            blocks += run.blocks
+        lease.table.fromlist(cast("list[int]", blocks))
         lease.num_published = len(lease.table)
         lease.computed = snapshot.position if snapshot else 0
         shared = lease.num_published * BLOCK_TOKENS
@@ -236,16 +235,17 @@ class PrefixCache:
         if snapshot is not None:
             lease.source, lease.src = snapshot, snapshot.slot
             snapshot.last_used = self._next_tick()
-        self._touch(lease.run)
-        if lease.computed > shared:
-            self._copy_partial(lease, end)
+        lease.run.last_used = self._next_tick()
+        if (partial := _copied_from(end, snapshot)) is not None:
+            self._copy_partial(lease, partial)
 
-    def _copy_partial(self, lease: Lease, end: Walk) -> None:
+    def _copy_partial(self, lease: Lease, run: Run) -> None:
+        """Give the lease its own copy of the block that it resumes in; ``run`` was held for that."""
         block = _granted(self.memory.take_block())
-        run = end.partial_run or lease.run
         source = run.blocks[lease.num_published - run.start_block]
         lease.table.append(block)
         self.memory.actions.append(CopyTokens(source, block, lease.computed % BLOCK_TOKENS))
+        self.memory.quit_run(run)
 
     def _account_for(self, tokens: TokenBuffer, salt: str, end: Walk, snapshot: Snapshot | None, read: bool) -> Account:
         if read and self.enabled:
@@ -324,7 +324,7 @@ class PrefixCache:
         memory = self.memory
         del self.leases[lease.request_id]
         lease.is_active = False
-        self._touch(lease.run)
+        lease.run.last_used = self._next_tick()
         if lease.source is not None:
             memory.unpin_snapshot(lease.source)
         for cut in lease.cuts:
@@ -338,7 +338,7 @@ class PrefixCache:
                 memory.free_block(BlockId(block))
         if tail is not None:
             tail.is_live = False
-            memory.unpin_tail(tail)
+            memory.quit_run(tail)
         memory.unpin_run(lease.run)
 
     def _leave_last_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
@@ -371,15 +371,19 @@ class PrefixCache:
                 self._append(lease, key, [BlockId(block) for block in lease.table[first:end]])
 
     def _append(self, lease: Lease, key: bytes, blocks: list[BlockId]) -> None:
-        run = lease.run
-        if run.parent is None or run.num_users > 1 or run.children or run.stubs:
+        """Add blocks below the lease's run: in place when they alone continue it, else as a child."""
+        run, first_key = lease.run, key[:BLOCK_KEY_BYTES]
+        has_rivals = len(run.children) > (tail_that_begins(run, first_key) is not None)
+        if run.parent is None or run.num_users > 1 or has_rivals:
             child = Run(run, run.end_block, key, blocks)
             child.last_used = run.last_used
             child.num_users = 1
             add_child(run, child)
-            self._subsume_tail(run, key[:BLOCK_KEY_BYTES], blocks[0])
+            self._subsume_tail(run, first_key, blocks[0])
             lease.run = child
         else:
+            take_stubs_in(run, first_key)
+            self._subsume_tail(run, first_key, blocks[0])
             run.tokens += key
             run.blocks += blocks
             run.evicted.clear()
@@ -468,11 +472,6 @@ class PrefixCache:
         """Return the root of every salt's tree. Read only."""
         return self._roots
 
-    def _touch(self, run: Run) -> None:
-        tick = self._next_tick()
-        for node in run.ancestry():
-            node.last_used = tick
-
     def _next_tick(self) -> int:
         self._tick += 1
         return self._tick
@@ -483,6 +482,12 @@ def _granted(value: T | None) -> T:
     if value is None:
         raise CacheInvariantError("memory that was counted as available could not be taken")
     return value
+
+
+def _copied_from(end: Walk, snapshot: Snapshot | None) -> Run | None:
+    """Return the run whose next block is copied, when the snapshot lies inside that block."""
+    is_inside = snapshot is not None and snapshot.position > end.num_blocks * BLOCK_TOKENS
+    return end.partial_run if is_inside else None
 
 
 def _without_room(account: Account) -> Account:

@@ -1,8 +1,9 @@
 """What to evict: a queue of everything that may go, in the order of its worth.
 
 The order is a strategy of one method. Entries are snapshots without readers, and childless runs that no lease
-uses (evicted one block at a time, from their end). The queue is a heap with lazy deletion: an entry whose worth
-has changed since it was pushed, or that may not go any more, is passed over.
+uses (evicted one block at a time, from their end). The queue is a heap with lazy deletion: of an entry that was
+pushed more than once the last push counts; one that may not go any more is dropped, until it is offered again; one
+whose worth has risen since it was pushed goes back in.
 """
 
 import heapq
@@ -35,26 +36,34 @@ class EvictionQueue:
         self._can_evict = can_evict
         self._heap: list[tuple[float, int, Entry]] = []
         self._pushes = 0
+        self._last_push: dict[Entry, int] = {}
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def push(self, entry: Entry) -> None:
-        """Offer an entry. Call again whenever its worth changes or it becomes evictable."""
+        """Offer an entry. Call again whenever its worth falls or it becomes evictable."""
         self._pushes += 1
+        self._last_push[entry] = self._pushes
         heapq.heappush(self._heap, (self._order.worth(entry), self._pushes, entry))
 
     def pop(self) -> Entry | None:
         """Remove and return the entry with the least worth that may go now, or None."""
         while self._heap:
-            worth, _, entry = heapq.heappop(self._heap)
-            if self._can_evict(entry) and worth == self._order.worth(entry):
+            worth, number, entry = heapq.heappop(self._heap)
+            if self._last_push.get(entry) != number:
+                continue
+            if self._can_evict(entry) and self._order.worth(entry) > worth:
+                self.push(entry)
+                continue
+            del self._last_push[entry]
+            if self._can_evict(entry):
                 return entry
         return None
 
     def prune(self, limit: int) -> None:
         """Drop stale entries when more than ``limit`` have gathered."""
         if len(self._heap) > limit:
-            fresh = {id(e): (w, n, e) for w, n, e in self._heap if self._can_evict(e) and w == self._order.worth(e)}
-            self._heap = list(fresh.values())
+            self._heap = [(w, n, e) for w, n, e in self._heap if self._last_push.get(e) == n and self._can_evict(e)]
+            self._last_push = {entry: number for _, number, entry in self._heap}
             heapq.heapify(self._heap)

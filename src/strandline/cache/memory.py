@@ -3,6 +3,7 @@
 This is the only place that frees memory of the index. Everything it does to the device is issued as actions.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 
 from strandline.cache.actions import Action, DropBlock, DropSlot, MoveBlock
@@ -91,45 +92,57 @@ class CacheMemory:
 
     def _compact(self) -> None:
         moves = dict(self.arena.compact())
+        shared = list[tuple[int, BlockId, BlockId]]()
         for src, dst in moves.items():
             self.actions.append(MoveBlock(src, dst))
             run = self._run_of.pop(src, None)
             if run is not None:
-                run.blocks[run.blocks.index(src)] = dst
+                place = run.blocks.index(src)
+                run.blocks[place] = dst
                 self._run_of[dst] = run
+                shared.append((run.start_block + place, src, dst))
         for lease in self._leases():
-            for index, block in enumerate(lease.table):
-                if block in moves:
-                    lease.table[index] = moves[BlockId(block)]
+            table = lease.table
+            for index, src, dst in shared:
+                if index < lease.num_published and table[index] == src:
+                    table[index] = dst
+            for index in range(lease.num_published, len(table)):
+                table[index] = moves.get(BlockId(table[index]), table[index])
 
     # Users and readers
 
     def pin_run(self, run: Run) -> None:
         """Add a user to the run and all above it."""
-        for node in run.ancestry():
+        node: Run | None = run
+        while node is not None:
             node.num_users += 1
             if node.num_users == 1:
                 self.num_evictable_blocks -= len(node.blocks)
+            node = node.parent
 
     def unpin_run(self, run: Run) -> None:
         """Take a user from the run and all above it; offer what nobody uses for eviction."""
-        for node in run.ancestry():
+        node: Run | None = run
+        while node is not None:
             node.num_users -= 1
             if node.num_users == 0:
                 self.num_evictable_blocks += len(node.blocks)
-                self.offer(node)
+                if not node.children:
+                    self.offer(node)
+            node = node.parent
 
     def join_run(self, run: Run) -> None:
-        """Add a user to the run alone: a lease that uses all above it already."""
+        """Add a user to the run alone: one that uses all above it already."""
         run.num_users += 1
         if run.num_users == 1:
             self.num_evictable_blocks -= len(run.blocks)
 
-    def unpin_tail(self, tail: Run) -> None:
-        """Take the request away that was filling a tail's block: the block is the index's now."""
-        tail.num_users -= 1
-        self.num_evictable_blocks += 1
-        self.offer(tail)
+    def quit_run(self, run: Run) -> None:
+        """Take a user from the run alone."""
+        run.num_users -= 1
+        if run.num_users == 0:
+            self.num_evictable_blocks += len(run.blocks)
+            self.offer(run)
 
     def pin_snapshot(self, snapshot: Snapshot) -> None:
         snapshot.num_readers += 1
@@ -176,7 +189,7 @@ class CacheMemory:
 
     def _trim(self, run: Run) -> None:
         """Evict the last block of a childless, unused run, and the snapshots that cannot be resumed without it."""
-        for position in [p for p in run.positions if p > (run.end_block - 1) * BLOCK_TOKENS]:
+        for position in run.positions[bisect_right(run.positions, (run.end_block - 1) * BLOCK_TOKENS) :]:
             self.drop_snapshot(run.snapshots[position])
         if len(run.blocks) == 1:
             self.remove_run(run)

@@ -35,10 +35,16 @@ def decode(data: bytes | bytearray) -> list[int]:
     return values.tolist()
 
 
-def common_tokens(left: bytes, right: bytes) -> int:
+def common_tokens(left: bytes | bytearray, right: bytes | bytearray) -> int:
     """Count the leading tokens that two keys share."""
-    size = min(len(left), len(right))
-    difference = int.from_bytes(left[:size], "big") ^ int.from_bytes(right[:size], "big")
+    start, size = 0, min(len(left), len(right))
+    while size - start > 4 * BLOCK_KEY_BYTES:
+        middle = (start + size) // 2
+        if left[start:middle] == right[start:middle]:
+            start = middle
+        else:
+            size = middle
+    difference = int.from_bytes(left[start:size], "big") ^ int.from_bytes(right[start:size], "big")
     return (size - (difference.bit_length() + 7) // 8) // TOKEN_BYTES
 
 

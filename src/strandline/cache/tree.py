@@ -82,6 +82,7 @@ class Run:
         self.num_users = 0
         """Leases whose path goes through this run."""
         self.last_used = 0
+        """When it was last used other than through its children: theirs counts once they are gone."""
         self.is_live = False
         """A tail whose block a running request is still filling."""
         self.evicted: dict[int, int] = {}
@@ -142,14 +143,20 @@ def walk(root: Run, data: bytearray) -> Walk:
     """Follow the tokens of ``data`` from the root as far as cached keys and values go. Changes nothing."""
     run, offset = root, 0
     while True:
+        if len(run.order) == 1:
+            (child,) = run.children.values()
+            if len(child.tokens) >= BLOCK_KEY_BYTES and data.startswith(child.tokens, offset):
+                run = child
+                offset += len(child.tokens)
+                continue
         key = bytes(data[offset : offset + BLOCK_KEY_BYTES])
-        child = run.children.get(key) if len(key) == BLOCK_KEY_BYTES else None
-        if child is None:
+        next_run = run.children.get(key) if len(key) == BLOCK_KEY_BYTES else None
+        if next_run is None:
             return _end_between_runs(run, key)
-        if not data.startswith(child.tokens, offset):
-            return _end_inside_run(child, data, offset)
-        run = child
-        offset += len(child.tokens)
+        if not data.startswith(next_run.tokens, offset):
+            return _end_inside_run(next_run, data, offset)
+        run = next_run
+        offset += len(next_run.tokens)
 
 
 def _end_between_runs(run: Run, key: bytes) -> Walk:
@@ -168,7 +175,8 @@ def _end_inside_run(run: Run, data: bytearray, offset: int) -> Walk:
     low, high = 1, len(run.blocks)
     while high - low > 1:
         middle = (low + high) // 2
-        if data.startswith(run.tokens[: middle * BLOCK_KEY_BYTES], offset):
+        piece = run.tokens[low * BLOCK_KEY_BYTES : middle * BLOCK_KEY_BYTES]
+        if data.startswith(piece, offset + low * BLOCK_KEY_BYTES):
             low = middle
         else:
             high = middle
@@ -273,9 +281,11 @@ def split(run: Run, at_block: int) -> Run:
 def _share_out_snapshots(upper: Run, lower: Run) -> None:
     """After a split: move each snapshot to the part that it belongs to now."""
     boundary = upper.end_tokens
-    for position in [p for p in lower.positions if p < boundary + BLOCK_TOKENS]:
+    num_moved = bisect_left(lower.positions, boundary + BLOCK_TOKENS)
+    moved = lower.positions[:num_moved]
+    del lower.positions[:num_moved]
+    for position in moved:
         snapshot = lower.snapshots.pop(position)
-        lower.positions.remove(position)
         if position <= boundary:
             put_snapshot(upper, snapshot, None)
         else:
@@ -283,6 +293,19 @@ def _share_out_snapshots(upper: Run, lower: Run) -> None:
     for ghost in [g for g in lower.lost if isinstance(g, int) and g <= boundary]:
         del lower.lost[ghost]
         upper.lost[ghost] = None
+
+
+def take_stubs_in(run: Run, key: bytes) -> None:
+    """Make the stubs of a run its own snapshots, before the block ``key``, which continues them all, is appended."""
+    for stub_key, snapshot in run.stubs.items():
+        if not key.startswith(stub_key):
+            raise CacheInvariantError(f"the block after {run.end_tokens} does not continue the stub there")
+        put_snapshot(run, snapshot, None)
+    run.stubs.clear()
+    for ghost in [g for g in run.lost if isinstance(g, bytes)]:
+        del run.lost[ghost]
+        if key.startswith(ghost):
+            run.lost[run.end_tokens + len(ghost) // TOKEN_BYTES] = None
 
 
 def put_snapshot(home: Run, snapshot: Snapshot, stub_key: bytes | None) -> None:
@@ -346,6 +369,7 @@ def remove_child(child: Run, *, ghost_tokens: int) -> None:
     key = child.first_key
     del parent.children[key]
     del parent.order[bisect_left(parent.order, key)]
+    parent.last_used = max(parent.last_used, child.last_used)
     if ghost_tokens and not child.is_tail:
         _remember(parent.evicted, hash(key), ghost_tokens + max(child.evicted.values(), default=0))
 
