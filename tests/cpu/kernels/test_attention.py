@@ -1,0 +1,179 @@
+"""Attention over blocks equals a plain softmax over the sequence's own tokens, and sees nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.ids import BLOCK_TOKENS
+from strandline.kernels import attention
+from strandline.kernels.arena import NAN_BYTE, ArenaTensors
+from strandline.kernels.attention import paged_attention, write_kv
+from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.specs import AttentionSpec, ModelSpec
+
+FLOAT32_TOLERANCE = 2e-6
+"""Sums of at most 1,000 products of numbers around 1, divided by their own scale."""
+
+
+@dataclass
+class Case:
+    """A step whose memory is NaN but for what its sequences own; keys and values of each sequence, in order."""
+
+    q_THD: Tensor
+    memory: KVMemory
+    batch: AttentionBatch
+    keys: list[Tensor]
+    values: list[Tensor]
+    ranges: list[tuple[int, int]]
+    num_decodes: int
+
+    def run(self, window_tokens: int | None = None) -> Tensor:
+        return paged_attention(
+            self.q_THD, self.memory, self.batch, self.num_decodes, scale=0.3, window_tokens=window_tokens
+        )
+
+    def oracle(self, window_tokens: int | None = None) -> Tensor:
+        """Attend one token at a time."""
+        rows = []
+        q_rows = iter(self.q_THD.float())
+        heads_per_key = self.q_THD.shape[1] // self.keys[0].shape[1]
+        for (start, end), k, v in zip(self.ranges, self.keys, self.values, strict=True):
+            k_LHD = k.float().repeat_interleave(heads_per_key, 1)
+            v_LHD = v.float().repeat_interleave(heads_per_key, 1)
+            for position in range(start, end):
+                first = 0 if window_tokens is None else max(0, position - window_tokens + 1)
+                seen = slice(first, position + 1)
+                scores_HL = torch.einsum("hd,lhd->hl", next(q_rows), k_LHD[seen]) * 0.3
+                rows.append(torch.einsum("hl,lhd->hd", scores_HL.softmax(-1), v_LHD[seen]))
+        return torch.stack(rows)
+
+
+def make_case(
+    ranges: Sequence[tuple[int, int]],
+    num_decodes: int = 0,
+    *,
+    heads: tuple[int, int, int] = (2, 3, 8),
+    dtype: torch.dtype = torch.float32,
+    window_tokens: int | None = None,
+) -> Case:
+    """Build a step of sequences with new tokens ``[start, end)``; with a window, what lies before it is NaN too.
+
+    Args:
+        heads: key/value heads, query heads per key/value head, head dim.
+    """
+    num_kv_heads, heads_per_key, head_dim = heads
+    layer = AttentionSpec(num_kv_heads, head_dim, str(dtype).removeprefix("torch."))
+    num_blocks = sum(-(-end // BLOCK_TOKENS) for _, end in ranges) + 4
+    arena = ArenaTensors(ModelSpec((layer, layer), 4, "float32"), num_blocks)
+    arena.bytes.fill_(NAN_BYTE)
+    memory = arena.layers[1]
+    assert isinstance(memory, KVMemory)
+    free = (torch.randperm(num_blocks - 1) + 1).tolist()
+    width = max(-(-end // BLOCK_TOKENS) for _, end in ranges) + 1
+    table = torch.zeros(len(ranges), width, dtype=torch.int32)
+    keys, values, query_starts = [], [], [0]
+    for i, (start, end) in enumerate(ranges):
+        for column in range(-(-end // BLOCK_TOKENS)):
+            table[i, column] = free.pop()
+        k, v = torch.randn(2, end, num_kv_heads, head_dim).to(dtype)
+        first = 0 if window_tokens is None else max(0, start - window_tokens + 1)
+        for position in range(first, end):
+            block = int(table[i, position // BLOCK_TOKENS])
+            memory.k_BPGD[block, position % BLOCK_TOKENS] = k[position]
+            memory.v_BPGD[block, position % BLOCK_TOKENS] = v[position]
+        table[i, : first // BLOCK_TOKENS] = 0
+        keys.append(k)
+        values.append(v)
+        query_starts.append(query_starts[-1] + end - start)
+    empty = torch.zeros(0, dtype=torch.int64)
+    batch = AttentionBatch(
+        query_starts=tuple(query_starts),
+        context_lens=tuple(end for _, end in ranges),
+        query_starts_N1=torch.tensor(query_starts),
+        context_lens_N=torch.tensor([end for _, end in ranges]),
+        block_table_NM=table,
+        write_rows_W=empty,
+        write_blocks_W=empty,
+        write_offsets_W=empty,
+    )
+    q_THD = torch.randn(query_starts[-1], num_kv_heads * heads_per_key, head_dim).to(dtype)
+    return Case(q_THD, memory, batch, keys, values, list(ranges), num_decodes)
+
+
+def decodes(*context_lens: int) -> list[tuple[int, int]]:
+    return [(length - 1, length) for length in context_lens]
+
+
+def assert_right(case: Case, window_tokens: int | None = None, tolerance: float = FLOAT32_TOLERANCE) -> None:
+    torch.testing.assert_close(case.run(window_tokens).float(), case.oracle(window_tokens), rtol=0, atol=tolerance)
+
+
+LENGTHS = [(1,), (64,), (65,), (7, 7, 7), (1, 63, 64, 65, 128, 129), (700, 3, 641, 2, 300, 1)]
+
+
+@pytest.mark.parametrize("context_lens", LENGTHS)
+def test_decodes_equal_the_oracle_and_see_no_nan(context_lens: tuple[int, ...]) -> None:
+    assert_right(make_case(decodes(*context_lens), len(context_lens)))
+
+
+@pytest.mark.parametrize("window_tokens", [1, 5, 64, 65, 1000])
+@pytest.mark.parametrize("context_lens", LENGTHS)
+def test_decodes_with_a_window_read_nothing_before_it(context_lens: tuple[int, ...], window_tokens: int) -> None:
+    case = make_case(decodes(*context_lens), len(context_lens), window_tokens=window_tokens)
+    assert_right(case, window_tokens)
+
+
+RANGES = [(0, 1), (0, 63), (0, 64), (0, 129), (5, 6), (64, 128), (63, 65), (70, 400), (1, 300)]
+
+
+@pytest.mark.parametrize("tokens", RANGES)
+def test_prefills_equal_the_oracle_and_see_no_nan(tokens: tuple[int, int]) -> None:
+    assert_right(make_case([tokens]))
+
+
+@pytest.mark.parametrize("window_tokens", [1, 5, 64, 1000])
+@pytest.mark.parametrize("tokens", RANGES)
+def test_prefills_with_a_window_read_nothing_before_it(tokens: tuple[int, int], window_tokens: int) -> None:
+    assert_right(make_case([tokens], window_tokens=window_tokens), window_tokens)
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 4), (1, 5, 16), (3, 1, 8), (4, 2, 12)])
+def test_mixed_steps_keep_the_order_of_rows(heads: tuple[int, int, int]) -> None:
+    assert_right(make_case([*decodes(400, 1, 70), (0, 20), (60, 70), (0, 1)], 3, heads=heads))
+
+
+def test_groups_that_are_cut_by_size_equal_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "GROUP_BYTES", 8 * BLOCK_TOKENS * 2 * 8 * 4)
+    assert_right(make_case(decodes(300, 64, 5, 310, 80, 1, 500, 900), 8))
+
+
+def test_bfloat16_stays_close_to_the_oracle() -> None:
+    # 8 bits of mantissa on values of up to 4: half a unit in the last place is 0.008.
+    ranges = [*decodes(400, 1, 70), (0, 300), (60, 70)]
+    assert_right(make_case(ranges, 3, dtype=torch.bfloat16), tolerance=0.02)
+
+
+def test_write_kv_stores_the_listed_rows_and_no_others() -> None:
+    case = make_case([(0, 70)])
+    rows, blocks, offsets = torch.tensor([1, 4, 5]), torch.tensor([2, 1, 2]), torch.tensor([63, 0, 7])
+    batch = AttentionBatch(
+        case.batch.query_starts,
+        case.batch.context_lens,
+        case.batch.query_starts_N1,
+        case.batch.context_lens_N,
+        case.batch.block_table_NM,
+        rows,
+        blocks,
+        offsets,
+    )
+    k, v = torch.randn(2, 70, 2, 8)
+    expected = [memory.clone() for memory in (case.memory.k_BPGD, case.memory.v_BPGD)]
+    for memory, new in zip(expected, (k, v), strict=True):
+        for row, block, offset in zip(rows, blocks, offsets, strict=True):
+            memory[block, offset] = new[row]
+    write_kv(k, v, case.memory, batch)
+    torch.testing.assert_close(case.memory.k_BPGD, expected[0], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(case.memory.v_BPGD, expected[1], rtol=0, atol=0, equal_nan=True)

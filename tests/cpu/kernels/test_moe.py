@@ -1,0 +1,56 @@
+"""The router and the experts equal a loop over tokens and their experts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strandline.kernels.moe import experts_glu, route_top_k
+
+
+def oracle(x_TD: Tensor, gate_up: Tensor, down: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
+    for row, (x, weights, experts) in enumerate(zip(x_TD.float(), weights_TK, experts_TK.tolist(), strict=True)):
+        for weight, expert in zip(weights, experts, strict=True):
+            gate, up = (gate_up[expert].float() @ x).chunk(2)
+            out_TD[row] += weight * (down[expert].float() @ (F.silu(gate) * up))
+    return out_TD
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 8, 3), (1, 1, 1), (5, 16, 2), (70, 4, 4)])
+def test_experts_equal_a_loop_over_tokens(num_tokens: int, num_experts: int, top_k: int) -> None:
+    x_TD = torch.randn(num_tokens, 12)
+    gate_up, down = torch.randn(num_experts, 2 * 7, 12), torch.randn(num_experts, 12, 7)
+    weights, experts = route_top_k(torch.randn(num_tokens, num_experts), top_k, is_normalised=True)
+    expected = oracle(x_TD, gate_up, down, weights, experts)
+    torch.testing.assert_close(experts_glu(x_TD, gate_up, down, weights, experts), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_experts_that_nobody_chose_are_not_read() -> None:
+    gate_up, down = torch.full((6, 14, 12), torch.nan), torch.full((6, 12, 7), torch.nan)
+    gate_up[4], down[4] = 1.0, 1.0
+    out = experts_glu(torch.randn(3, 12), gate_up, down, torch.ones(3, 1), torch.full((3, 1), 4))
+    assert not bool(out.isnan().any())
+
+
+def test_a_token_s_result_does_not_depend_on_its_neighbours_order() -> None:
+    x_TD = torch.randn(9, 12)
+    gate_up, down = torch.randn(5, 14, 12), torch.randn(5, 12, 7)
+    weights, experts = route_top_k(torch.randn(9, 5), 3, is_normalised=False)
+    order = torch.randperm(9)
+    out = experts_glu(x_TD, gate_up, down, weights, experts)
+    shuffled = experts_glu(x_TD[order], gate_up, down, weights[order], experts[order])
+    torch.testing.assert_close(shuffled, out[order], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_normalised", [True, False])
+def test_the_router_takes_the_largest_in_float32(is_normalised: bool) -> None:
+    logits = torch.randn(20, 16).bfloat16()
+    weights, experts = route_top_k(logits, 4, is_normalised=is_normalised)
+    probabilities = logits.float().softmax(-1)
+    expected = probabilities.gather(1, experts)
+    assert torch.equal(expected.sort(-1, descending=True).values, probabilities.sort(-1, descending=True).values[:, :4])
+    if is_normalised:
+        expected = expected / expected.sum(-1, keepdim=True)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights, expected)
