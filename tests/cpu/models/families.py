@@ -1,0 +1,167 @@
+"""Tiny random models of every family, made by transformers: the oracle that ours are held to."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    PretrainedConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
+
+VOCAB_SIZE = 97
+
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "max_position_embeddings": 512,
+}
+ODD: dict[str, Any] = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"],
+    "attention_bias": True,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
+
+
+def rope(partial_rotary_factor: float, **more: Any) -> dict[str, Any]:
+    return {
+        "rope_type": "default",
+        "rope_theta": 1e5,
+        "partial_rotary_factor": partial_rotary_factor,
+        **more,
+    }
+
+
+def dense(**changes: Any) -> dict[str, Any]:
+    return {**TEXT, "rope_parameters": rope(0.25), **changes}
+
+
+def sparse(**changes: Any) -> dict[str, Any]:
+    values = {**dense(**EXPERTS), **changes}
+    del values["intermediate_size"]
+    return values
+
+
+MROPE = rope(0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
+
+CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5ForCausalLM", Qwen3_5TextConfig, dense()),
+    "qwen3_5-odd-tied": (
+        "Qwen3_5ForCausalLM",
+        Qwen3_5TextConfig,
+        dense(**ODD, tie_word_embeddings=True, rope_parameters=rope(1.0)),
+    ),
+    "qwen3_5-gva4": (
+        "Qwen3_5ForCausalLM",
+        Qwen3_5TextConfig,
+        dense(linear_num_key_heads=1, num_key_value_heads=4, rope_parameters=rope(0.5)),
+    ),
+    "qwen3_5-vision": (
+        "Qwen3_5ForConditionalGeneration",
+        Qwen3_5Config,
+        {"text_config": dense(rope_parameters=MROPE), "vision_config": VISION, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", Qwen3_5MoeTextConfig, sparse()),
+    "qwen3_5_moe-vision": (
+        "Qwen3_5MoeForConditionalGeneration",
+        Qwen3_5MoeConfig,
+        {"text_config": sparse(rope_parameters=MROPE), "vision_config": VISION},
+    ),
+    "qwen3_next": ("Qwen3NextForCausalLM", Qwen3NextConfig, dense(**EXPERTS, norm_topk_prob=True)),
+    "qwen3_next-odd": (
+        "Qwen3NextForCausalLM",
+        Qwen3NextConfig,
+        dense(**EXPERTS, **ODD, mlp_only_layers=[1], norm_topk_prob=False, tie_word_embeddings=True),
+    ),
+    "qwen3_next-gva4": (
+        "Qwen3NextForCausalLM",
+        Qwen3NextConfig,
+        dense(**EXPERTS, linear_num_key_heads=1, decoder_sparse_step=2, rope_parameters=rope(0.5)),
+    ),
+}
+
+
+def config_of(name: str) -> PretrainedConfig:
+    architecture, config_class, values = CONFIGS[name]
+    config = config_class(**values)
+    config.architectures = [architecture]
+    return config
+
+
+@cache
+def oracle(name: str) -> Any:
+    """Return transformers' model, float32, with weights large enough that every part of it shows in the logits.
+
+    Not larger: much of a layer's output per input makes rounding errors grow from layer to layer.
+    """
+    config = config_of(name)
+    torch.manual_seed(len(name))
+    model = getattr(transformers, CONFIGS[name][0])(config).eval().requires_grad_(False)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            scale = 1 if "embed_tokens" in parameter_name else 0.8 * parameter.shape[-1] ** -0.5
+            parameter.normal_(0, scale)
+        elif parameter_name.endswith(("norm.weight", "bias")):
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    if config.tie_word_embeddings:
+        # The embedding is as large as the residual stream has to be; the logits of it need not be.
+        model.model.get_decoder().norm.weight.sub_(0.9)
+    return model
+
+
+@cache
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist())
+
+
+@cache
+def oracle_logits(name: str, tokens: tuple[int, ...]) -> Tensor:
+    """Return the logits of every token."""
+    logits: Tensor = oracle(name)(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def save(name: str, directory: Path) -> Path:
+    """Write the oracle in the published layout."""
+    oracle(name).save_pretrained(directory / name)
+    return directory / name

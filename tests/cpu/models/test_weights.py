@@ -1,0 +1,314 @@
+"""The loader reads what is published, in any layout, and names what is wrong with the rest."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, Qwen3_5TextConfig
+
+from strandline.errors import ConfigError, WeightsError
+from strandline.models.registry import ARCHITECTURES
+from strandline.models.weights import load_model
+from tests.cpu.models import families
+from tests.cpu.models.driver import Driver, Part, Running
+
+Change = Callable[[dict[str, Tensor]], None]
+
+TOKENS = families.prompt(20)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with some of the families, in the published layout, one file each."""
+    directory = tmp_path_factory.mktemp("saved")
+    for name in ("qwen3_5", "qwen3_5_moe", "qwen3_5-odd-tied", "qwen3_5-vision"):
+        families.save(name, directory)
+    return directory
+
+
+@pytest.fixture
+def changed(saved: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return what copies a model and changes its tensors on the way."""
+
+    def change_tensors(change: Change, name: str = "qwen3_5") -> Path:
+        directory = tmp_path / name
+        shutil.copytree(saved / name, directory)
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors")
+        return directory
+
+    return change_tensors
+
+
+def logits_of(model: Any) -> Tensor:
+    (logits,), _ = Driver(model).step([Part(Running(), TOKENS)])
+    return logits
+
+
+def load_float32(directory: Path) -> Any:
+    return load_model(directory, dtype=torch.float32)
+
+
+def assert_right(directory: Path, name: str) -> None:
+    expected = families.oracle_logits(name, TOKENS)
+    torch.testing.assert_close(logits_of(load_float32(directory)), expected, rtol=0, atol=1e-4)
+
+
+def split_into_shards(directory: Path, num_shards: int = 3) -> Path:
+    """Write a model's tensors into several files with an index; return the index."""
+    single = directory / "model.safetensors"
+    tensors = load_file(single)
+    single.unlink()
+    names = [f"model-{i + 1:05}-of-{num_shards:05}.safetensors" for i in range(num_shards)]
+    placed = {tensor: names[i % num_shards] for i, tensor in enumerate(tensors)}
+    for file in names:
+        save_file({tensor: tensors[tensor] for tensor in tensors if placed[tensor] == file}, directory / file)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return index
+
+
+def unfuse_experts(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith("experts.gate_up_proj")]:
+        prefix = name.removesuffix("gate_up_proj")
+        for expert, gate_up in enumerate(tensors.pop(name)):
+            gate, up = gate_up.chunk(2)
+            tensors[f"{prefix}{expert}.gate_proj.weight"] = gate.contiguous()
+            tensors[f"{prefix}{expert}.up_proj.weight"] = up.contiguous()
+        for expert, down in enumerate(tensors.pop(f"{prefix}down_proj")):
+            tensors[f"{prefix}{expert}.down_proj.weight"] = down.contiguous()
+
+
+def fuse_experts(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith("experts.0.gate_proj.weight")]:
+        prefix = name.removesuffix("0.gate_proj.weight")
+        parts: dict[str, list[Tensor]] = {
+            kind: [tensors.pop(f"{prefix}{expert}.{kind}_proj.weight") for expert in range(5)]
+            for kind in ("gate", "up", "down")
+        }
+        pairs = zip(parts["gate"], parts["up"], strict=True)
+        tensors[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        tensors[f"{prefix}down_proj"] = torch.stack(parts["down"])
+
+
+def nest_under_language_model(tensors: dict[str, Tensor]) -> None:
+    for name in list(tensors):
+        if name.startswith("model."):
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("layout", [unfuse_experts, fuse_experts, nest_under_language_model])
+def test_every_published_layout_of_experts_and_prefixes_loads(changed: Callable[..., Path], layout: Change) -> None:
+    assert_right(changed(layout, "qwen3_5_moe"), "qwen3_5_moe")
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_shards_with_an_index_load(
+    changed: Callable[..., Path], capsys: pytest.CaptureFixture[str], *, progress: bool
+) -> None:
+    directory = changed(lambda _: None)
+    split_into_shards(directory)
+    load_model(directory, progress=progress)
+    assert ("3/3" in capsys.readouterr().err) is progress
+    assert_right(directory, "qwen3_5")
+
+
+def test_a_tied_head_that_is_published_all_the_same_loads(changed: Callable[..., Path]) -> None:
+    def add_head(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    assert_right(changed(add_head, "qwen3_5-odd-tied"), "qwen3_5-odd-tied")
+
+
+def test_draft_layers_and_the_vision_tower_are_skipped_and_reported(changed: Callable[..., Path]) -> None:
+    def add_draft_layers(tensors: dict[str, Tensor]) -> None:
+        tensors["mtp.fc.weight"] = torch.zeros(3)
+        tensors["mtp.norm.weight"] = torch.zeros(3)
+
+    report = load_float32(changed(add_draft_layers, "qwen3_5-vision")).weights_report
+    assert report.is_mtp_present
+    assert report.skipped["mtp."] == 2
+    assert report.skipped["model.visual."] > 10
+
+
+def test_without_draft_layers_none_are_reported(saved: Path) -> None:
+    assert not load_float32(saved / "qwen3_5").weights_report.is_mtp_present
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stored_dtypes_are_converted(changed: Callable[..., Path], dtype: torch.dtype) -> None:
+    def convert(tensors: dict[str, Tensor]) -> None:
+        tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+    model = load_float32(changed(convert))
+    exact = load_float32(changed(lambda _: None, "qwen3_5_moe").parent / "qwen3_5")
+    for parameter, rounded in zip(exact.parameters(), model.parameters(), strict=True):
+        assert parameter.dtype == rounded.dtype == torch.float32
+        assert torch.equal(parameter.to(dtype).float(), rounded)
+
+
+def test_decays_stay_float32_in_a_bfloat16_model(saved: Path) -> None:
+    model = load_model(saved / "qwen3_5", dtype=torch.bfloat16)
+    found = {name.rpartition(".")[2]: parameter.dtype for name, parameter in model.named_parameters()}
+    assert found["A_log_H"] == found["dt_bias_H"] == torch.float32
+    assert found["in_proj_OE"] == torch.bfloat16
+
+
+def test_auto_takes_the_dtype_of_the_configuration(saved: Path) -> None:
+    config = AutoConfig.from_pretrained(saved / "qwen3_5-vision")
+    assert load_model(saved / "qwen3_5-vision", config=config).spec.hidden_dtype == "float32"
+    config.dtype = torch.float16
+    assert load_model(saved / "qwen3_5-vision", config=config).spec.hidden_dtype == "float16"
+
+
+def test_the_spec_counts_every_layer(saved: Path) -> None:
+    config = AutoConfig.from_pretrained(saved / "qwen3_5")
+    spec = load_model(saved / "qwen3_5", dtype=torch.bfloat16).spec
+    assert [index for index, _ in spec.attention_layers()] == [1, 3]
+    (_, recurrent), _ = spec.recurrent_layers()
+    assert recurrent.state_shape == (4, 16, 12)
+    assert recurrent.window_shape == (config.linear_conv_kernel_dim - 1, 2 * 32 + 48)
+    assert (recurrent.state_dtype, recurrent.window_dtype) == ("float32", "bfloat16")
+
+
+def drop(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+
+
+def drop_all_norms(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if "layernorm" in name]:
+        del tensors[name]
+
+
+def add(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.adapter.weight"] = torch.zeros(1)
+
+
+def misshape(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(64, 32)
+
+
+def quantise(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop, r"model\.layers\.1\.self_attn\.k_proj\.weight \[32, 32\] missing"),
+        (drop_all_norms, r"input_layernorm\.weight \[32\].* and 3 more missing"),
+        (add, r"model\.layers\.0\.adapter\.weight not known to this architecture"),
+        (misshape, r"q_proj\.weight has shape \[64, 32\], the configuration asks for \[128, 32\]"),
+        (quantise, r"up_proj\.weight is stored as F8_E4M3; supported: F32, BF16, F16"),
+    ],
+)
+def test_a_wrong_tensor_is_named(changed: Callable[..., Path], change: Change, message: str) -> None:
+    with pytest.raises(WeightsError, match=message):
+        load_float32(changed(change))
+
+
+def test_a_missing_shard_is_named(changed: Callable[..., Path]) -> None:
+    directory = changed(lambda _: None)
+    split_into_shards(directory)
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"model-00002-of-00003\.safetensors is missing: .* names it"):
+        load_float32(directory)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
+def test_a_broken_index_is_named(changed: Callable[..., Path], text: str) -> None:
+    directory = changed(lambda _: None)
+    split_into_shards(directory).write_text(text)
+    with pytest.raises(WeightsError, match=r"index\.json is no index"):
+        load_float32(directory)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 100, 20_000])
+def test_a_file_that_is_cut_short_is_named(changed: Callable[..., Path], num_bytes: int) -> None:
+    file = changed(lambda _: None) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    with pytest.raises(WeightsError, match=r"model\.safetensors is no safetensors file, or is cut short"):
+        load_float32(file.parent)
+
+
+def test_a_directory_without_weights_is_named(saved: Path, tmp_path: Path) -> None:
+    shutil.copy(saved / "qwen3_5" / "config.json", tmp_path)
+    with pytest.raises(WeightsError, match=r"holds no \*\.safetensors"):
+        load_float32(tmp_path)
+
+
+def test_an_unknown_architecture_lists_the_supported_ones(saved: Path) -> None:
+    config = AutoConfig.from_pretrained(saved / "qwen3_5")
+    config.architectures = ["GPT2LMHeadModel"]
+    with pytest.raises(ConfigError) as error:
+        load_model(saved / "qwen3_5", config=config)
+    assert "GPT2LMHeadModel" in str(error.value)
+    assert all(name in str(error.value) for name in ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("quantization_config", {"quant_method": "fp8"}, "quantised weights are not supported"),
+        ("hidden_act", "gelu", "hidden_act 'gelu' is not supported; supported: silu"),
+    ],
+)
+def test_an_unsupported_setting_is_named(saved: Path, setting: str, value: Any, message: str) -> None:
+    config = AutoConfig.from_pretrained(saved / "qwen3_5")
+    setattr(config, setting, value)
+    with pytest.raises(ConfigError, match=message):
+        load_model(saved / "qwen3_5", config=config)
+
+
+def test_an_unknown_load_format_is_named(saved: Path) -> None:
+    with pytest.raises(ConfigError, match="load_format 'pickle' is unknown; known: auto, safetensors, dummy"):
+        load_model(saved / "qwen3_5", load_format="pickle")
+
+
+@pytest.mark.parametrize("name", list(families.CONFIGS))
+def test_dummy_weights_need_a_configuration_alone(name: str) -> None:
+    model = load_model("nowhere", config=families.config_of(name), dtype=torch.bfloat16, load_format="dummy")
+    logits = logits_of(model)
+    assert bool(logits.isfinite().all())
+    assert 0.05 < float(logits.std()) < 20
+
+
+def dummy_of_a_deep_model(seed: int) -> Any:
+    """Return a model with the proportions of Qwen3.5-4B: 32 layers, twice as many value heads as key heads."""
+    config = Qwen3_5TextConfig(
+        vocab_size=512,
+        hidden_size=80,
+        intermediate_size=288,
+        num_hidden_layers=32,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        tie_word_embeddings=True,
+        architectures=["Qwen3_5ForCausalLM"],
+    )
+    return load_model("nowhere", config=config, dtype=torch.bfloat16, load_format="dummy", seed=seed)
+
+
+def test_dummy_weights_keep_a_deep_model_in_range() -> None:
+    model = dummy_of_a_deep_model(0)
+    logits = logits_of(model)
+    assert bool(logits.isfinite().all())
+    assert 0.05 < float(logits.std()) < 20
+
+
+def test_dummy_weights_depend_on_the_seed_alone() -> None:
+    first, same, other = (dict(dummy_of_a_deep_model(seed).named_parameters()) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
