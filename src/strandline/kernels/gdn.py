@@ -11,6 +11,10 @@ Invariants: the null slot reads as zeros, and its memory is neither read nor wri
 state); a slot is written only as some sequence's ``dst`` or as a cut; every source is read as it was before
 the call. Decays are exponentials of differences of cumulated logs, masked before ``exp``: none exceeds 1.
 
+On a CPU, states are read and written in place, sequence after sequence: a step of decoding takes 0.1, 0.3, 1.0 and
+5.9 ms for 1, 8, 32 and 128 sequences (8 heads of 128 x 128; two cores of an EPYC 9005, torch 2.13), where gathering
+32 states into a batch and reading that took 2.7 times as long as reading them in place.
+
 Source: Yang et al., "Gated Delta Networks", section 3.3 (the chunkwise form with the UT transform).
 
 Shape suffixes: T tokens, N sequences, C chunks of a span, L tokens of a padded chunk, M tokens of one chunk,
@@ -40,8 +44,9 @@ MIN_EXPONENT = -80.0
 """Between two tokens of a chunk, less decay than this: no float32 sum shows it, and ``exp`` of it would be a subnormal
 number, which takes a CPU ten times as long."""
 
-SPAN_TOKENS = 512
-"""Tokens of the chunks whose matrices are held at a time: few enough to stay in cache, however long the prefill."""
+SPAN_TOKENS = 256
+"""Tokens of the chunks whose matrices are held at a time: few enough to stay in cache, however long the
+prefill, and for the allocator to keep the scratch instead of asking the system for fresh pages."""
 
 PADDED_TOKENS = (16, CHUNK_TOKENS)
 """Chunks are padded to the smallest of these that holds them. It depends on nothing but the chunk's own length,
@@ -119,7 +124,7 @@ def gdn_decode(
     decay_NH1 = log_decay_NH.exp().unsqueeze(-1)
     raw_NGXK, factor_NGX1 = _key_query(q_NGK, k_NGK)
     key_query_NHXK = (raw_NGXK * factor_NGX1).repeat_interleave(num_heads // k_NGK.shape[1], dim=1)
-    read_NHXV = torch.zeros(*v_NHV.shape[:2], 2, v_NHV.shape[2], device=v_NHV.device)
+    read_NHXV = v_NHV.new_zeros(*v_NHV.shape[:2], 2, v_NHV.shape[2], dtype=torch.float32)
     key_NHK1 = key_query_NHXK[:, :, 0].unsqueeze(-1)
     overlap_NH1 = torch.linalg.vecdot(key_query_NHXK[:, :, 0], key_query_NHXK[:, :, 1]).unsqueeze(-1)
     out_NHV = torch.empty(v_NHV.shape, dtype=q_NGK.dtype, device=v_NHV.device)
@@ -221,8 +226,10 @@ def _gates(a_TH: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tu
 
 def _key_query(q_TGK: Tensor, k_TGK: Tensor) -> tuple[Tensor, Tensor]:
     """Return key and query of each token, ``[T, G, 2, K]``, and the factors that normalise (and scale) them."""
-    raw_TGXK = torch.stack((k_TGK, q_TGK), dim=2).float()
-    factor_TGX = torch.rsqrt(torch.linalg.vecdot(raw_TGXK, raw_TGXK) + L2_NORM_EPS)
+    raw_TGXK = k_TGK.new_empty(*k_TGK.shape[:2], 2, k_TGK.shape[2], dtype=torch.float32)
+    raw_TGXK[:, :, 0] = k_TGK
+    raw_TGXK[:, :, 1] = q_TGK
+    factor_TGX = torch.rsqrt(torch.linalg.vector_norm(raw_TGXK, dim=-1).square_() + L2_NORM_EPS)
     factor_TGX[:, :, 1] *= q_TGK.shape[-1] ** -0.5
     return raw_TGXK, factor_TGX.unsqueeze(-1)
 

@@ -22,6 +22,10 @@ TILE_TOKENS = 128
 """A draw chooses among the sums of tiles of this size, then within one. Most vocabularies are a multiple of it."""
 
 
+ROWS_PER_PASS_CPU = 4
+"""Rows that a CPU takes through all passes over the vocabulary together, so that they stay in cache."""
+
+
 def apply_penalties(
     logits_NV: Tensor,
     prompt_mask_NV: Tensor,
@@ -63,15 +67,13 @@ def mask_top_k_top_p_min_p(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, 
         top_p_N: float32; 1 or above: off.
         min_p_N: float32; 0: off.
     """
-    least_N1 = logits_NV.amax(dim=-1, keepdim=True) + min_p_N.log().unsqueeze(-1)
-    logits_NV = logits_NV.masked_fill(logits_NV < least_N1, -torch.inf)
-    is_on_N = (top_k_N > 0) | (top_p_N < 1)
-    if logits_NV.device.type == "cpu":
-        _mask_rows_on_cpu(logits_NV, top_k_N, top_p_N, is_on_N.nonzero().squeeze(-1))
-        return logits_NV
-    token_NC, value_NC, _ = _nucleus(logits_NV, top_k_N, top_p_N, logits_NV.shape[1])
-    masked_NV = torch.full_like(logits_NV, -torch.inf).scatter_(-1, token_NC, value_NC)
-    return torch.where(is_on_N.unsqueeze(-1), masked_NV, logits_NV)
+    if logits_NV.device.type != "cpu":
+        return _mask_rows(logits_NV, top_k_N, top_p_N, min_p_N)
+    masked_NV = torch.empty_like(logits_NV)
+    for first in range(0, len(logits_NV), ROWS_PER_PASS_CPU):
+        rows = slice(first, first + ROWS_PER_PASS_CPU)
+        masked_NV[rows] = _mask_rows(logits_NV[rows], top_k_N[rows], top_p_N[rows], min_p_N[rows])
+    return masked_NV
 
 
 def uniform_from_seed(seed_N: Tensor, position_N: Tensor) -> Tensor:
@@ -82,16 +84,10 @@ def uniform_from_seed(seed_N: Tensor, position_N: Tensor) -> Tensor:
 
 def sample(logits_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """Return int64 tokens drawn by inverting each row's cumulated distribution at its uniform number."""
-    padding = -logits_NV.shape[1] % TILE_TOKENS
-    weight_NV = (logits_NV - logits_NV.amax(dim=-1, keepdim=True)).exp_()
-    weight_NV = F.pad(weight_NV, (0, padding)) if padding else weight_NV
-    weight_NBI = weight_NV.view(len(weight_NV), -1, TILE_TOKENS)
-    tile_sum_NB = weight_NBI.sum(dim=-1, dtype=torch.float64)
-    tile_N, before_N, total_N = _invert(tile_sum_NB, uniform_N)
-    inner_NI = weight_NBI[torch.arange(len(tile_N), device=tile_N.device), tile_N].double()
-    target_N = uniform_N * total_N - before_N
-    offset_N, _, _ = _invert(inner_NI, target_N / inner_NI.sum(dim=-1))
-    return tile_N * TILE_TOKENS + offset_N
+    if logits_NV.device.type != "cpu":
+        return _draw(logits_NV, uniform_N)
+    groups = zip(logits_NV.split(ROWS_PER_PASS_CPU), uniform_N.split(ROWS_PER_PASS_CPU), strict=True)
+    return torch.cat([_draw(logits, uniform) for logits, uniform in groups])
 
 
 def gather_logprobs(logits_NV: Tensor, token_N: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -108,7 +104,19 @@ def gather_logprobs(logits_NV: Tensor, token_N: Tensor, num_top: int) -> tuple[T
     return (chosen_N1 - total_N1).squeeze(-1), rank_N, ids_NK, top_NK - total_N1
 
 
-def _mask_rows_on_cpu(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, row_N: Tensor) -> None:
+def _mask_rows(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
+    least_N1 = logits_NV.amax(dim=-1, keepdim=True) + min_p_N.log().unsqueeze(-1)
+    logits_NV = logits_NV.masked_fill(logits_NV < least_N1, -torch.inf)
+    is_on_N = (top_k_N > 0) | (top_p_N < 1)
+    if logits_NV.device.type == "cpu":
+        _narrow_rows(logits_NV, top_k_N, top_p_N, is_on_N.nonzero().squeeze(-1))
+        return logits_NV
+    token_NC, value_NC, _ = _nucleus(logits_NV, top_k_N, top_p_N, logits_NV.shape[1])
+    masked_NV = torch.full_like(logits_NV, -torch.inf).scatter_(-1, token_NC, value_NC)
+    return torch.where(is_on_N.unsqueeze(-1), masked_NV, logits_NV)
+
+
+def _narrow_rows(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, row_N: Tensor) -> None:
     """Apply top-k and top-p to some rows in place, looking at as few candidates as each row allows."""
     vocab_size = logits_NV.shape[1]
     for num_candidates in (*(c for c in NUM_CANDIDATES_CPU if c < vocab_size), vocab_size):
@@ -147,6 +155,19 @@ def _nucleus(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, num_candidates
     is_decided_N = torch.where(is_k_on_N1.squeeze(-1), top_k_N <= num_candidates, sum_NC[:, -1] >= top_p_N)
     is_decided_N |= num_candidates == logits_NV.shape[1]
     return token_NC, value_NC.masked_fill(~is_kept_NC, -torch.inf), is_decided_N
+
+
+def _draw(logits_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    padding = -logits_NV.shape[1] % TILE_TOKENS
+    weight_NV = (logits_NV - logits_NV.amax(dim=-1, keepdim=True)).exp_()
+    weight_NV = F.pad(weight_NV, (0, padding)) if padding else weight_NV
+    weight_NBI = weight_NV.view(len(weight_NV), -1, TILE_TOKENS)
+    tile_sum_NB = weight_NBI.sum(dim=-1, dtype=torch.float64)
+    tile_N, before_N, total_N = _invert(tile_sum_NB, uniform_N)
+    inner_NI = weight_NBI[torch.arange(len(tile_N), device=tile_N.device), tile_N].double()
+    target_N = uniform_N * total_N - before_N
+    offset_N, _, _ = _invert(inner_NI, target_N / inner_NI.sum(dim=-1))
+    return tile_N * TILE_TOKENS + offset_N
 
 
 def _invert(weight_NC: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
