@@ -20,8 +20,10 @@ from strandline.bench.workloads import Batch, MultiTurn, SharedPrefix
 
 def main() -> None:
     options = parse()
-    print(f"{date.today()} · {platform.processor() or platform.machine()} · {torch.get_num_threads()} threads · "
-          f"torch {torch.__version__} · Python {platform.python_version()}")
+    print(
+        f"{date.today()} · {platform.processor() or platform.machine()} · {torch.get_num_threads()} threads · "
+        f"torch {torch.__version__} · Python {platform.python_version()}"
+    )
     print(f"model {options.model} · load format {options.load_format} · dtype {options.dtype}\n")
     off = load(options, enable_prefix_caching=False)
     measure_prefill(off, options.repeats)
@@ -41,9 +43,7 @@ def parse() -> argparse.Namespace:
 
 
 def load(options: argparse.Namespace, **more: object) -> LLM:
-    return LLM(
-        options.model, dtype=options.dtype, load_format=options.load_format, skip_tokenizer_init=True, **more
-    )
+    return LLM(options.model, dtype=options.dtype, load_format=options.load_format, skip_tokenizer_init=True, **more)
 
 
 def measure_prefill(llm: LLM, repeats: int) -> None:
@@ -51,7 +51,9 @@ def measure_prefill(llm: LLM, repeats: int) -> None:
         workload = Batch(num_requests, prompt_tokens, output_tokens=1)
         workload.run(llm)
         walls = [workload.run(llm).wall_s for _ in range(repeats)]
-        print(f"prefill {num_requests} x {prompt_tokens:,}: {num_requests * prompt_tokens / median(walls):,.0f} tokens/s")
+        print(
+            f"prefill {num_requests} x {prompt_tokens:,}: {num_requests * prompt_tokens / median(walls):,.0f} tokens/s"
+        )
 
 
 def measure_decode(llm: LLM, batch_size: int, repeats: int) -> None:
@@ -81,8 +83,10 @@ def measure_cache(options: argparse.Namespace, name: str, workload: MultiTurn | 
             reports.append(workload.run(load(options, enable_prefix_caching=is_on)))
         walls[label] = median(report.wall_s for report in reports)
         last = reports[-1]
-        print(f"  cache {label}: {walls[label]:.2f} s · {last.prompt_tokens:,} prompt tokens, {last.hit_share:.1%} hit · "
-              f"mean TTFT {last.mean_ttft_s * 1000:.0f} ms")
+        print(
+            f"  cache {label}: {walls[label]:.2f} s · {last.prompt_tokens:,} prompt tokens, {last.hit_share:.1%} hit · "
+            f"mean TTFT {last.mean_ttft_s * 1000:.0f} ms"
+        )
     print(f"  on / off: {walls['on'] / walls['off']:.3f} of the wall time")
 
 

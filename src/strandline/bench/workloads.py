@@ -58,10 +58,10 @@ class MultiTurn:
         start = time.perf_counter()
         for _ in range(self.num_turns):
             for history in histories:
-                history += _draw(rng, vocab_size, rng.randint(*self.user_tokens))
+                history.extend(_draw(rng, vocab_size, rng.randint(*self.user_tokens)))
             turn = llm.generate([list(history) for history in histories], params, use_tqdm=False)
             for history, output in zip(histories, turn, strict=True):
-                history += output.outputs[0].token_ids
+                history.extend(output.outputs[0].token_ids)
             outputs += turn
         return _report(outputs, time.perf_counter() - start)
 

@@ -221,7 +221,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _check_messages(messages: Any) -> list[dict[str, Any]]:
     checked = []
     for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message:
+        is_message = isinstance(message, Mapping) and "role" in message
+        if not is_message or not ("content" in message or "tool_calls" in message):
             raise RequestError(f"a message must be a mapping with 'role' and 'content', got {message!r}")
         checked.append(dict(message))
     if not checked:

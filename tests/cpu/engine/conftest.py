@@ -21,7 +21,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_llm(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
-    """Build an LLM on the tiny model, without a tokenizer, with every step's cache checked and freed memory poisoned."""
+    """Build an LLM on the tiny model without a tokenizer; every step checks the cache and poisons freed memory."""
     monkeypatch.setenv(DEBUG_CACHE, "1")
 
     def make(**options: Any) -> LLM:

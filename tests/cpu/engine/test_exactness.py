@@ -101,13 +101,13 @@ def test_turns_of_a_chat_hit_all_but_their_new_tokens(make_llm: MakeLLM) -> None
     for turn in range(6):
         known = [len(history) - 1 for history in histories]
         for seed, history in enumerate(histories):
-            history += tokens(20, seed=100 * turn + seed)
+            history.extend(tokens(20, seed=100 * turn + seed))
         outputs = llm.generate(histories, GREEDY, use_tqdm=False)
         if turn:
             assert [output.num_cached_tokens for output in outputs] == known
         assert [o.outputs[0].token_ids for o in outputs] == answers(cold, histories)
         for history, output in zip(histories, outputs, strict=True):
-            history += output.outputs[0].token_ids
+            history.extend(output.outputs[0].token_ids)
 
 
 def test_a_shared_prefix_hits_to_the_token_from_its_third_sighting(make_llm: MakeLLM) -> None:

@@ -1,0 +1,266 @@
+"""The offline API: prompts in every form, every parameter, and errors that harm nobody else."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from strandline import LLM, SamplingParams
+from strandline.errors import ConfigError, RequestError
+from tests.cpu.engine.conftest import MakeLLM
+from tests.cpu.engine.tiny import VOCAB_SIZE
+from tests.cpu.engine.tokenizers import ascii_tokenizer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+
+
+@pytest.fixture(scope="session")
+def spoken_dir(model_dir: Path) -> Path:
+    """The tiny model with a tokenizer of characters beside it."""
+    ascii_tokenizer().save_pretrained(model_dir)
+    return model_dir
+
+
+@pytest.fixture
+def llm(spoken_dir: Path, make_llm: MakeLLM) -> LLM:
+    return make_llm(skip_tokenizer_init=False)
+
+
+def one(llm: LLM, prompt: Any, params: SamplingParams = GREEDY) -> Any:
+    return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+
+
+def test_a_prompt_may_be_text_or_token_ids_or_a_mapping(llm: LLM) -> None:
+    token_ids = llm.get_tokenizer().encode("hello")
+    forms: list[Any] = ["hello", token_ids, {"prompt": "hello"}, {"prompt_token_ids": token_ids}, ["hello"]]
+    texts = {one(llm, form).text for form in forms}
+    assert len(texts) == 1
+    assert len(texts.pop()) == 10
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = ["a", "bb" * 40, "ccc"]
+    params = [SamplingParams(temperature=0, max_tokens=count) for count in (9, 3, 1)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 3, 1]
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+def test_chat_renders_the_template_and_a_second_turn_hits_the_first(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "tell me something long enough to be worth caching"}]
+    [first] = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert first.prompt == f"u:{messages[0]['content']}|a:"
+    messages += [{"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "more"}]
+    [second] = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert second.num_cached_tokens == len(first.prompt_token_ids) + 10 - 1
+
+
+def test_a_seeded_request_does_not_depend_on_the_batch_around_it(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, seed=7, max_tokens=20)
+    alone = one(llm, "hello", params).token_ids
+    others = [SamplingParams(temperature=2.0, max_tokens=30) for _ in range(5)]
+    outputs = llm.generate(["x", "yy", "hello", "zzz", "w", "v"], [*others[:2], params, *others[2:]], use_tqdm=False)
+    assert outputs[2].outputs[0].token_ids == alone
+
+
+def test_unseeded_requests_differ_and_the_engines_seed_repeats_them(spoken_dir: Path, make_llm: MakeLLM) -> None:
+    params = SamplingParams(temperature=2.0, max_tokens=20)
+    runs = [[o.outputs[0].token_ids for o in make_llm(seed=3).generate([[1], [1]], params)] for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+
+
+def test_greedy_equals_the_narrowest_sampling(llm: LLM) -> None:
+    expected = one(llm, "hello").token_ids
+    for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        assert one(llm, "hello", SamplingParams(max_tokens=10, **narrow)).token_ids == expected  # type: ignore[arg-type]
+
+
+def test_logprobs_are_those_of_transformers(llm: LLM, spoken_dir: Path) -> None:
+    [output] = llm.generate("hello", SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2))
+    token_ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    model = AutoModelForCausalLM.from_pretrained(spoken_dir, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+    num_prompt = len(output.prompt_token_ids)
+    completion = output.outputs[0]
+    for index, entry in enumerate(completion.logprobs):
+        place = num_prompt + index - 1
+        best = expected[place].topk(3)
+        assert list(entry) == best.indices.tolist()
+        assert [found.logprob for found in entry.values()] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert [found.rank for found in entry.values()] == [1, 2, 3]
+    chosen = [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(chosen))
+    assert output.prompt_logprobs[0] is None
+    for place, entry in enumerate(output.prompt_logprobs[1:]):
+        token = token_ids[place + 1]
+        assert entry[token].logprob == pytest.approx(float(expected[place, token]), abs=1e-4)
+        assert entry[token].rank == int((expected[place] > expected[place, token]).sum()) + 1
+
+
+def test_prompt_logprobs_are_the_same_in_steps_of_any_size(spoken_dir: Path, make_llm: MakeLLM) -> None:
+    prompt, params = list(range(50)), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    runs = [
+        make_llm(max_num_batched_tokens=size).generate([prompt], params, use_tqdm=False)[0].prompt_logprobs
+        for size in (2048, 7)
+    ]
+    values = [[next(iter(entry.values())).logprob for entry in run[1:]] for run in runs if run]
+    assert values[0] == pytest.approx(values[1], abs=1e-4)
+    assert len(values[0]) == 49
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    text = one(llm, "hello").text
+    completion = one(llm, "hello", SamplingParams(temperature=0, max_tokens=10, stop=text[3:5]))
+    assert completion.text == text[: text.index(text[3:5])]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", text[3:5])
+
+
+def test_a_stop_token_ends_the_output_and_is_named(llm: LLM) -> None:
+    tokens = one(llm, "hello").token_ids
+    completion = one(llm, "hello", SamplingParams(temperature=0, max_tokens=10, stop_token_ids=[tokens[2]]))
+    assert completion.token_ids == tokens[: tokens.index(tokens[2]) + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", tokens[2])
+
+
+def test_min_tokens_puts_off_the_end_and_ignore_eos_rules_it_out(llm: LLM) -> None:
+    eos = llm.get_tokenizer().eos_token_id
+    always_end = {"temperature": 0, "logit_bias": {eos: 100.0}}
+    ended = one(llm, "hello", SamplingParams(max_tokens=6, **always_end))  # type: ignore[arg-type]
+    assert (ended.token_ids, ended.finish_reason, ended.text) == ([eos], "stop", "")
+    late = one(llm, "hello", SamplingParams(max_tokens=6, min_tokens=3, **always_end))  # type: ignore[arg-type]
+    assert (len(late.token_ids), late.token_ids[-1]) == (4, eos)
+    never = one(llm, "hello", SamplingParams(max_tokens=6, ignore_eos=True, **always_end))  # type: ignore[arg-type]
+    assert (never.token_ids, never.finish_reason) == ([eos] * 6, "length")
+
+
+def test_bad_words_never_come(llm: LLM) -> None:
+    text = one(llm, "hello").text
+    banned = text[2:4]
+    completion = one(llm, "hello", SamplingParams(temperature=0, max_tokens=10, bad_words=[banned]))
+    assert banned not in completion.text
+    assert completion.text[:3] == text[:3]
+
+
+def test_penalties_count_the_requests_own_tokens_only(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, presence_penalty=2.0, frequency_penalty=2.0)
+    alone = one(llm, "hello", params).token_ids
+    together = llm.generate(["hello", "aaaa", "hello"], [params, GREEDY, params], use_tqdm=False)
+    assert [together[index].outputs[0].token_ids for index in (0, 2)] == [alone, alone]
+    strong = SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1e6)
+    assert len(set(one(llm, "hello", strong).token_ids)) == 12
+
+
+def test_streamed_text_grows_to_the_whole(llm: LLM) -> None:
+    texts = [output.outputs[0].text for output in llm.stream("hello", GREEDY)]
+    assert texts[-1] == one(llm, "hello").text
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+    assert len(texts) == 10
+
+
+def test_closing_a_stream_frees_what_it_held(llm: LLM) -> None:
+    stream = llm.stream("hello", SamplingParams(max_tokens=100))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm.engine.has_unfinished
+    assert not llm.engine.cache.leases
+
+
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ([[]], "the prompt is empty"),
+    ("", "the prompt is empty"),
+    ([[0, VOCAB_SIZE]], f"prompt token {VOCAB_SIZE} is not in the vocabulary"),
+    ([[-1]], "prompt token -1 is not in the vocabulary"),
+    ([[1.5]], "prompt token 1.5"),
+    ([[1] * 5000], "the prompt has 5000 tokens; with at least one token of output it must stay within max_model_len"),
+    ({"promt": "a"}, "unknown prompt field 'promt'; known are prompt, prompt_token_ids, cache_salt"),
+    ({"cache_salt": "a"}, "a prompt needs 'prompt' or 'prompt_token_ids'"),
+    ({"prompt": "a", "cache_salt": 3}, "cache_salt must be a string"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=[str(prompt)[:40] for prompt, _ in BAD_PROMPTS])
+def test_a_bad_prompt_is_refused_and_other_requests_go_on(llm: LLM, prompt: Any, message: str) -> None:
+    llm.engine.add_request("good", [1, 2, 3], GREEDY)
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert message in str(caught.value)
+    outputs = []
+    while llm.engine.has_unfinished:
+        outputs = llm.engine.step()
+    assert [(output.request_id, output.finished) for output in outputs] == [("good", True)]
+
+
+def test_parameters_that_name_tokens_outside_the_vocabulary_are_refused(llm: LLM) -> None:
+    for params in (SamplingParams(stop_token_ids=[VOCAB_SIZE]), SamplingParams(logit_bias={VOCAB_SIZE: 1.0})):
+        with pytest.raises(RequestError, match=rf"token {VOCAB_SIZE} .* is not in"):
+            llm.generate("a", params, use_tqdm=False)
+
+
+def test_messages_that_the_template_cannot_render_are_refused(llm: LLM) -> None:
+    for messages in ([], [[]], [{"content": "no role"}], ["text"], [{"role": "user"}]):
+        with pytest.raises(RequestError):
+            llm.chat(messages, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_without_a_tokenizer_token_ids_work_and_text_is_refused(make_llm: MakeLLM) -> None:
+    silent = make_llm()
+    [output] = silent.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    assert (len(output.outputs[0].token_ids), output.outputs[0].text) == (10, "")
+    with pytest.raises(RequestError, match="skip_tokenizer_init"):
+        silent.generate("text", GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match="stop strings and bad_words need a tokenizer"):
+        silent.generate([[1]], SamplingParams(stop=["a"]), use_tqdm=False)
+
+
+def test_the_models_generation_config_gives_the_defaults(tmp_path: Path, spoken_dir: Path, make_llm: MakeLLM) -> None:
+    for file in spoken_dir.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    path = tmp_path / "generation_config.json"
+    path.unlink(missing_ok=True)
+    path.write_text(json.dumps({"temperature": 0.3, "top_k": 20, "eos_token_id": [95, 7]}))
+    llm = LLM(str(tmp_path), memory="8MiB", device="cpu")
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3, top_k=20)
+    assert llm.engine.eos_ids == {95, 7}
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"max_modellen": 5}, "unknown option 'max_modellen'; did you mean 'max_model_len'"),
+    ({"dtype": "float8"}, "dtype must be one of auto, float32, bfloat16, float16; got 'float8'"),
+    ({"max_model_len": 0}, "max_model_len must be a whole number of at least 1, got 0"),
+    ({"max_model_len": 100_000}, "max_model_len 100000 is above the model's limit of 4096 tokens"),
+    ({"max_num_seqs": -1}, "max_num_seqs"),
+    ({"memory": "lots"}, "memory must be a size such as '4GiB', got 'lots'"),
+    ({"memory": "1KiB"}, "holds no request"),
+    ({"memory": "200KiB", "max_model_len": 4096}, "raise memory or lower max_model_len to"),
+    ({"device": "tpu"}, "device must be one of"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[str(options) for options, _ in BAD_OPTIONS])
+def test_a_bad_option_is_refused_at_start(make_llm: MakeLLM, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_llm(**options)
+    assert message in str(caught.value)
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither 'demo', nor a directory, nor a hub name"):
+        LLM("no-such-model")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        LLM(str(tmp_path))
+
+
+def test_times_are_kept(llm: LLM) -> None:
+    times = llm.generate("hello", GREEDY, use_tqdm=False)[0].times
+    assert times.first_token_s is not None
+    assert times.finished_s is not None
+    assert times.arrival_s < times.first_token_s < times.finished_s
+    assert math.isclose(times.ttft_s or 0.0, times.first_token_s - times.arrival_s)
