@@ -71,6 +71,11 @@ class Account:
     snapshot_kind: SnapshotKind | None
     misses: tuple[Miss, ...]
 
+    def without_room(self) -> "Account":
+        """Return the account of a request that has to do without the snapshot that it found."""
+        miss = Miss(Reason.NO_ROOM, 0, self.hit)
+        return Account(self.queried, 0, self.kv_tokens, None, (miss, *self.misses))
+
 
 @dataclass(slots=True)
 class CacheCounters:

@@ -82,9 +82,10 @@ class Arena:
 
     def free_block(self, block: BlockId) -> None:
         slab = block // self.blocks_per_slab
-        free = self._free_in.setdefault(slab, [])
+        free = self._free_in.get(slab, [])
         if slab not in self._block_slabs or block == NULL_BLOCK or block in free:
             raise CacheInvariantError(f"block {block} freed but not in use")
+        self._free_in[slab] = free
         free.append(block)
         self.num_free_blocks += 1
         if len(free) == self.blocks_per_slab and slab:

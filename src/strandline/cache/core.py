@@ -27,7 +27,9 @@ from strandline.cache.tree import (
     Snapshot,
     Walk,
     add_child,
+    branch_snapshots,
     child_with_prefix,
+    copied_run,
     deepest_snapshot,
     evicted_tokens,
     find_home,
@@ -168,7 +170,7 @@ class PrefixCache:
         if not self._hold(upper, end, snapshot, tokens, step_tokens):
             if snapshot is None or self.leases:
                 return None
-            end, snapshot, account = Walk(upper, end.num_blocks, None, 0), None, _without_room(account)
+            end, snapshot, account = Walk(upper, end.num_blocks, None, 0), None, account.without_room()
             if not self._hold(upper, end, snapshot, tokens, step_tokens):
                 return None
         lease = Lease(request_id, tokens, root, upper, account)
@@ -208,13 +210,13 @@ class PrefixCache:
     def _pin(self, upper: Run, end: Walk, snapshot: Snapshot | None) -> None:
         """Hold what the request will use while memory is taken for it."""
         self.memory.pin_run(upper)
-        if (partial := _copied_from(end, snapshot)) is not None:
+        if (partial := copied_run(end, snapshot)) is not None:
             self.memory.join_run(partial)
         if snapshot is not None:
             self.memory.pin_snapshot(snapshot)
 
     def _unpin(self, upper: Run, end: Walk, snapshot: Snapshot | None) -> None:
-        if (partial := _copied_from(end, snapshot)) is not None:
+        if (partial := copied_run(end, snapshot)) is not None:
             self.memory.quit_run(partial)
         self.memory.unpin_run(upper)
         if snapshot is not None:
@@ -234,10 +236,19 @@ class PrefixCache:
         lease.dst = _granted(self.memory.take_slot())
         if snapshot is not None:
             lease.source, lease.src = snapshot, snapshot.slot
-            snapshot.last_used = self._next_tick()
+            self._touch_snapshots(lease, snapshot)
         lease.run.last_used = self._next_tick()
-        if (partial := _copied_from(end, snapshot)) is not None:
+        if (partial := copied_run(end, snapshot)) is not None:
             self._copy_partial(lease, partial)
+
+    def _touch_snapshots(self, lease: Lease, source: Snapshot) -> None:
+        """Count the hit as a use also of what it shares with others, though it lies above what was hit.
+
+        Else a larger cache, which hits deeper, would forget the prefixes that many share, and hit less.
+        """
+        source.last_used = tick = self._next_tick()
+        for snapshot in branch_snapshots(lease.run, lease.tokens.data):
+            snapshot.last_used = tick
 
     def _copy_partial(self, lease: Lease, run: Run) -> None:
         """Give the lease its own copy of the block that it resumes in; ``run`` was held for that."""
@@ -284,6 +295,11 @@ class PrefixCache:
 
     def commit(self, lease: Lease, computed: int) -> None:
         """Take note that the state after ``computed`` tokens is in ``lease.dst``, and their KV in its blocks."""
+        room = min(len(lease.tokens), len(lease.table) * BLOCK_TOKENS)
+        if not lease.computed < computed <= room:
+            raise CacheInvariantError(
+                f"{lease.request_id} computed {computed} tokens: it had {lease.computed}, and room for {room}"
+            )
         lease.computed = computed
         if lease.src != lease.dst:
             self._settle(lease)
@@ -322,6 +338,8 @@ class PrefixCache:
     def release(self, lease: Lease, kind: SnapshotKind) -> None:
         """Take the lease back. Its slot becomes a snapshot at ``lease.computed``; unpublished blocks are freed."""
         memory = self.memory
+        if self.leases.get(lease.request_id) is not lease:
+            raise CacheInvariantError(f"{lease.request_id} has no lease to give back")
         del self.leases[lease.request_id]
         lease.is_active = False
         lease.run.last_used = self._next_tick()
@@ -482,15 +500,3 @@ def _granted(value: T | None) -> T:
     if value is None:
         raise CacheInvariantError("memory that was counted as available could not be taken")
     return value
-
-
-def _copied_from(end: Walk, snapshot: Snapshot | None) -> Run | None:
-    """Return the run whose next block is copied, when the snapshot lies inside that block."""
-    is_inside = snapshot is not None and snapshot.position > end.num_blocks * BLOCK_TOKENS
-    return end.partial_run if is_inside else None
-
-
-def _without_room(account: Account) -> Account:
-    """Return the account of a request that does without the snapshot it found."""
-    miss = Miss(Reason.NO_ROOM, 0, account.hit)
-    return Account(account.queried, 0, account.kv_tokens, None, (miss, *account.misses))

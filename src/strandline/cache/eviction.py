@@ -41,6 +41,9 @@ class EvictionQueue:
     def __len__(self) -> int:
         return len(self._heap)
 
+    def __contains__(self, entry: Entry) -> bool:
+        return entry in self._last_push
+
     def push(self, entry: Entry) -> None:
         """Offer an entry. Call again whenever its worth falls or it becomes evictable."""
         self._pushes += 1
@@ -53,12 +56,13 @@ class EvictionQueue:
             worth, number, entry = heapq.heappop(self._heap)
             if self._last_push.get(entry) != number:
                 continue
-            if self._can_evict(entry) and self._order.worth(entry) > worth:
-                self.push(entry)
-                continue
-            del self._last_push[entry]
             if self._can_evict(entry):
+                if self._order.worth(entry) > worth:
+                    self.push(entry)
+                    continue
+                del self._last_push[entry]
                 return entry
+            del self._last_push[entry]
         return None
 
     def prune(self, limit: int) -> None:

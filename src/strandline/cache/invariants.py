@@ -1,9 +1,9 @@
 """Checks that the cache does not contradict itself. Linear in its size: for tests and debugging runs."""
 
 from collections import Counter
-from collections.abc import Iterator
 
 from strandline.cache.core import PrefixCache
+from strandline.cache.eviction import Entry
 from strandline.cache.lease import Lease
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home
@@ -32,10 +32,11 @@ def _require(condition: bool, message: str) -> None:
         raise CacheInvariantError(message)
 
 
-def _runs_below(run: Run) -> Iterator[Run]:
-    yield run
-    for child in run.children.values():
-        yield from _runs_below(child)
+def _runs_below(root: Run) -> list[Run]:
+    runs = [root]
+    for run in runs:
+        runs.extend(run.children.values())
+    return runs
 
 
 def _check_run(run: Run) -> None:
@@ -91,6 +92,13 @@ def _check_owners(cache: PrefixCache, runs: list[Run]) -> None:
         _require(lease.dst not in published, f"{lease.request_id} would write the published slot {lease.dst}")
     _require(set(block_owners) == blocks, f"blocks leaked or lost: {set(block_owners) ^ blocks}")
     _require(set(slot_owners) == slots, f"slots leaked or lost: {set(slot_owners) ^ slots}")
+    counted = (cache.arena.num_slots, cache.arena.num_blocks)
+    _require(
+        counted == (len(slots), len(blocks)), f"{counted} slots and blocks counted, {len(slots)}, {len(blocks)} used"
+    )
+    for run in runs:
+        is_found = all(cache.memory.owner(block) is run for block in run.blocks)
+        _require(is_found, f"run at {run.start_block}: a block of it would not be found when it moves")
     doubles = [b for b, n in (block_owners | slot_owners).items() if n > 1]
     _require(not doubles, f"owned twice: {doubles}")
 
@@ -106,6 +114,9 @@ def _check_evictable(cache: PrefixCache, runs: list[Run]) -> None:
     num_blocks = sum(len(run.blocks) for run in runs if run.num_users == 0)
     _require(memory.num_evictable_blocks == num_blocks, f"{memory.num_evictable_blocks} evictable, not {num_blocks}")
     attached = [s for s in _all_snapshots(cache, runs) if s.is_attached]
+    entries: list[Entry] = [*runs, *attached]
+    for entry in entries:
+        _require(not cache.memory.has_lost(entry), "an entry that may be evicted is not in the queue")
     num_slots = sum(s.num_readers == 0 for s in attached)
     _require(memory.num_evictable_slots == num_slots, f"{memory.num_evictable_slots} evictable, not {num_slots}")
     readers = Counter(id(lease.source) for lease in cache.leases.values() if lease.source is not None)

@@ -109,6 +109,10 @@ class CacheMemory:
             for index in range(lease.num_published, len(table)):
                 table[index] = moves.get(BlockId(table[index]), table[index])
 
+    def owner(self, block: BlockId) -> Run | None:
+        """Return the run that a block of the index belongs to."""
+        return self._run_of.get(block)
+
     # Users and readers
 
     def pin_run(self, run: Run) -> None:
@@ -169,6 +173,10 @@ class CacheMemory:
 
     # Evicting
 
+    def has_lost(self, entry: Entry) -> bool:
+        """Return whether an entry could be evicted but is not in the queue: it never would be."""
+        return _can_evict(entry) and entry not in self._queue
+
     def _evict_one(self) -> bool:
         entry = self._queue.pop()
         if entry is None:
@@ -226,5 +234,4 @@ class CacheMemory:
 def _can_evict(entry: Entry) -> bool:
     if isinstance(entry, Snapshot):
         return entry.is_attached and entry.num_readers == 0
-    is_linked = entry.parent is not None and entry.parent.children.get(entry.first_key) is entry
-    return is_linked and not entry.children and entry.num_users == 0 and not entry.is_live
+    return entry.parent is not None and not entry.children and entry.num_users == 0 and not entry.is_live

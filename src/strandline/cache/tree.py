@@ -188,35 +188,54 @@ def _end_inside_run(run: Run, data: bytearray, offset: int) -> Walk:
 
 def deepest_snapshot(end: Walk, data: bytearray) -> Snapshot | None:
     """Return the deepest snapshot on the walked path, or None. Changes nothing."""
-    limit = end.kv_tokens
-    if end.num_blocks == end.run.end_block:
-        stub = _longest_stub(end.run, data)
+    for run in end.run.ancestry():
+        is_whole = run is not end.run or end.num_blocks == run.end_block
+        stub = _longest_stub(run, data) if is_whole else None
         if stub is not None:
             return stub
-    for run in end.run.ancestry():
-        place = bisect_right(run.positions, limit)
-        if place:
+        if place := bisect_right(run.positions, end.kv_tokens):
             return run.snapshots[run.positions[place - 1]]
-        if run.parent is not None:
-            stub = _longest_stub(run.parent, data)
-            if stub is not None:
-                return stub
     return None
+
+
+def copied_run(end: Walk, snapshot: Snapshot | None) -> Run | None:
+    """Return the run whose next block a request copies: when its snapshot lies inside the block that ends the walk."""
+    is_inside = snapshot is not None and snapshot.position > end.num_blocks * BLOCK_TOKENS
+    return end.partial_run if is_inside else None
+
+
+def branch_snapshots(run: Run, data: bytearray) -> "Iterator[Snapshot]":
+    """Yield the deepest snapshot before each place where the path to the end of ``run`` branches; deepest first."""
+    for node in run.ancestry():
+        if len(node.order) > 1:
+            stubs = [s for s in _matching_stubs(node, data) if _num_children_with_prefix(node, s.stub_key or b"") > 1]
+            if stubs:
+                yield max(stubs, key=lambda stub: stub.position)
+            elif node.positions:
+                yield node.snapshots[node.positions[-1]]
+
+
+def _num_children_with_prefix(run: Run, prefix: bytes) -> int:
+    """Count the children whose first block begins with ``prefix``, up to two."""
+    place = bisect_left(run.order, prefix)
+    return sum(key.startswith(prefix) for key in run.order[place : place + 2])
 
 
 def _longest_stub(run: Run, data: bytearray) -> Snapshot | None:
     """Return the stub of ``run`` whose key is the longest prefix of the data that follows the run."""
+    return max(_matching_stubs(run, data), key=lambda stub: stub.position, default=None)
+
+
+def _matching_stubs(run: Run, data: bytearray) -> list[Snapshot]:
+    """Return the stubs of ``run`` whose keys are prefixes of the data that follows the run."""
     if not run.stubs:
-        return None
+        return []
     offset = run.end_block * BLOCK_KEY_BYTES
     if len(run.stubs) < BLOCK_TOKENS:
-        matching = [key for key in run.stubs if data.startswith(key, offset)]
-        return run.stubs[max(matching, key=len)] if matching else None
-    for size in range(BLOCK_KEY_BYTES - TOKEN_BYTES, 0, -TOKEN_BYTES):
-        stub = run.stubs.get(bytes(data[offset : offset + size]))
-        if stub is not None:
-            return stub
-    return None
+        return [stub for key, stub in run.stubs.items() if data.startswith(key, offset)]
+    after = bytes(data[offset : offset + BLOCK_KEY_BYTES - TOKEN_BYTES])
+    keys = {after[:size] for size in range(TOKEN_BYTES, len(after) + 1, TOKEN_BYTES)}
+    return [run.stubs[key] for key in keys if key in run.stubs]
 
 
 def lost_snapshot(end: Walk, hit: int, data: bytearray) -> bool:
@@ -369,6 +388,7 @@ def remove_child(child: Run, *, ghost_tokens: int) -> None:
     key = child.first_key
     del parent.children[key]
     del parent.order[bisect_left(parent.order, key)]
+    child.parent = None
     parent.last_used = max(parent.last_used, child.last_used)
     if ghost_tokens and not child.is_tail:
         _remember(parent.evicted, hash(key), ghost_tokens + max(child.evicted.values(), default=0))

@@ -64,6 +64,12 @@ class History:
         self.prompts.append(tuple(prompt))
         self.admit(tuple(prompt), salt, step_tokens, read=read)
 
+    def admit_twin(self, index: int, num_tokens: int) -> None:
+        """Admit the beginning of a running request's tokens: likely computed, or computing, at this moment."""
+        salt, lease = self.running[index % len(self.running)]
+        self.prompts.append(tuple(decode(lease.tokens.data))[:num_tokens])
+        self.admit(self.prompts[-1], salt)
+
     def admit(self, prompt: Tokens, salt: str = "", step_tokens: int = 1, *, read: bool = True) -> Lease | None:
         expected = self.driver.lookup(prompt, salt)
         before = published(self.cache)

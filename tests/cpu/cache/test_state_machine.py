@@ -46,6 +46,11 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         self.history.admit_derived(base, kept, seed, num_more, edited, salt=salt, step_tokens=step_tokens, read=read)
 
+    @precondition(lambda self: 0 < len(self.history.running) < MAX_RUNNING)
+    @rule(index=st.integers(0, 3), num_tokens=st.sampled_from([420, 200, 130, 65]))
+    def admit_twin(self, index: int, num_tokens: int) -> None:
+        self.history.admit_twin(index, num_tokens)
+
     @precondition(lambda self: any(lease.computed < len(lease.tokens) for _, lease in self.history.running))
     @rule(sizes=st.tuples(*[st.sampled_from(CHUNKS)] * MAX_RUNNING))
     def step(self, sizes: tuple[int, ...]) -> None:
@@ -114,7 +119,9 @@ def random_event(history: History, choose: random.Random) -> None:
     """Let one thing happen."""
     index = choose.randrange(MAX_RUNNING)
     event = choose.random()
-    if not history.running or (event < 0.3 and len(history.running) < MAX_RUNNING):
+    if history.running and event < 0.06 and len(history.running) < MAX_RUNNING:
+        history.admit_twin(index, choose.choice([420, 200, choose.randint(1, 200)]))
+    elif not history.running or (event < 0.3 and len(history.running) < MAX_RUNNING):
         history.admit_derived(
             choose.randrange(30) if choose.random() < 0.5 else len(history.prompts) - 1,
             choose.choice(KEPT) if choose.random() < 0.5 else choose.randrange(300),

@@ -1,0 +1,133 @@
+"""The arena alone: every block and slot is accounted for, and compaction frees a slab without losing a block."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strandline.cache.arena import Arena
+from strandline.errors import CacheInvariantError, ConfigError
+from strandline.ids import BlockId, SlotId
+
+SHAPES = st.tuples(st.integers(2, 7), st.integers(1, 6))
+EVENTS = st.lists(
+    st.sampled_from(["block", "block", "block", "slot", "free block", "free slot", "compact"]), max_size=80
+)
+
+
+class Tenants:
+    """Who holds what. Takes and frees, and follows moves."""
+
+    def __init__(self, num_slabs: int, blocks_per_slab: int) -> None:
+        self.arena = Arena(num_slabs, blocks_per_slab)
+        self.contents: dict[BlockId, int] = {}
+        """What each block holds: a serial number, which must survive moves."""
+        self.slots: list[SlotId] = []
+        self.num_taken = 0
+
+    def handle(self, event: str, index: int) -> None:
+        match event:
+            case "block":
+                self.take_block()
+            case "slot":
+                self.take_slot()
+            case "free block" if self.contents:
+                block = list(self.contents)[index % len(self.contents)]
+                del self.contents[block]
+                self.arena.free_block(block)
+            case "free slot" if self.slots:
+                self.arena.free_slot(self.slots.pop(index % len(self.slots)))
+            case "compact" if self.arena.can_compact():
+                self.compact()
+
+    def take_block(self) -> None:
+        block = self.arena.take_block()
+        room = self.arena.num_free_blocks + self.arena.num_free_slabs
+        if block is None:
+            assert room == 0
+            return
+        assert block not in self.contents
+        self.num_taken += 1
+        self.contents[block] = self.num_taken
+
+    def take_slot(self) -> None:
+        had_slab = self.arena.num_free_slabs > 0
+        slot = self.arena.take_slot()
+        assert (slot is not None) == had_slab
+        if slot is not None:
+            assert slot not in self.slots
+            self.slots.append(slot)
+
+    def compact(self) -> None:
+        num_slabs, held = self.arena.num_free_slabs, sorted(self.contents.values())
+        for src, dst in self.arena.compact():
+            assert dst not in self.contents
+            self.contents[dst] = self.contents.pop(src)
+        assert self.arena.num_free_slabs == num_slabs + 1
+        assert sorted(self.contents.values()) == held
+
+    def check(self) -> None:
+        arena = self.arena
+        assert arena.used() == (set(self.slots), set(self.contents))
+        assert (arena.num_slots, arena.num_blocks) == (len(self.slots), len(self.contents))
+        slabs_of_blocks = {0} | {block // arena.blocks_per_slab for block in self.contents}
+        assert not slabs_of_blocks & set(self.slots), "a slab holds a slot and blocks"
+        assert arena.num_free_slabs == arena.num_slabs - len(slabs_of_blocks) - len(self.slots)
+        assert arena.num_free_blocks == len(slabs_of_blocks) * arena.blocks_per_slab - 1 - len(self.contents)
+        assert BlockId(0) not in self.contents
+        assert SlotId(0) not in self.slots
+
+
+@given(SHAPES, EVENTS, st.randoms(use_true_random=False))
+def test_accounting_is_exact(shape: tuple[int, int], events: list[str], choose: "st.random.Random") -> None:  # type: ignore[name-defined]
+    tenants = Tenants(*shape)
+    for event in events:
+        tenants.handle(event, choose.randrange(1000))
+        tenants.check()
+
+
+@given(SHAPES, EVENTS, st.integers(0, 1000))
+def test_compaction_yields_every_slab_that_the_free_blocks_make_up(
+    shape: tuple[int, int], events: list[str], index: int
+) -> None:
+    tenants = Tenants(*shape)
+    for event in [*["block"] * 20, *events]:
+        tenants.handle(event, index)
+    while tenants.arena.can_compact():
+        tenants.compact()
+        tenants.check()
+    assert tenants.arena.num_free_blocks < tenants.arena.blocks_per_slab
+
+
+def test_slab_0_never_becomes_a_slot() -> None:
+    arena = Arena(3, 4)
+    assert sorted(slot for slot in iter(arena.take_slot, None)) == [1, 2]
+    assert sorted(block for block in iter(arena.take_block, None)) == [1, 2, 3]
+
+
+def test_blocks_fill_slabs_that_hold_blocks_before_they_open_another() -> None:
+    arena = Arena(3, 4)
+    blocks = [arena.take_block() for _ in range(3)]
+    assert arena.num_free_slabs == 2
+    assert blocks == [1, 2, 3]
+    arena.take_block()
+    assert arena.num_free_slabs == 1
+
+
+@pytest.mark.parametrize("block", [0, 1, 5, 99])
+def test_freeing_a_block_that_is_not_in_use_is_an_error_and_changes_nothing(block: int) -> None:
+    arena = Arena(3, 4)
+    with pytest.raises(CacheInvariantError, match=f"block {block} freed"):
+        arena.free_block(BlockId(block))
+    assert [arena.take_block() for _ in range(11)] == [1, 2, 3, *range(4, 12)]
+
+
+@pytest.mark.parametrize("slot", [0, 1, 99])
+def test_freeing_a_slot_that_is_not_in_use_is_an_error(slot: int) -> None:
+    with pytest.raises(CacheInvariantError, match=f"slot {slot} freed"):
+        Arena(3, 4).free_slot(SlotId(slot))
+
+
+@pytest.mark.parametrize(("num_slabs", "blocks_per_slab"), [(1, 5), (0, 1), (5, 0)])
+def test_arena_without_room_is_a_configuration_error(num_slabs: int, blocks_per_slab: int) -> None:
+    with pytest.raises(ConfigError, match="raise the memory budget"):
+        Arena(num_slabs, blocks_per_slab)

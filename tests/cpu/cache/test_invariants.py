@@ -1,0 +1,242 @@
+"""The checker catches what is broken by hand: a checker that never fails proves nothing."""
+
+from collections.abc import Callable
+
+import pytest
+
+from strandline.cache import Lease, SnapshotKind
+from strandline.cache.invariants import check
+from strandline.cache.tree import Run, Snapshot
+from strandline.errors import CacheInvariantError
+from strandline.ids import BlockId
+from tests.cpu.cache.device import runs
+from tests.cpu.cache.driver import Driver
+from tests.cpu.cache.test_lookup import prompt
+
+
+class Scene:
+    """A cache with two conversations that part inside a block, one of them running, and a follower."""
+
+    def __init__(self) -> None:
+        driver = Driver(40, 5)
+        self.cache = driver.cache
+        self.memory = driver.cache.memory
+        driver.serve(prompt(256))
+        driver.serve(prompt(300))
+        self.lease: Lease = driver.admit(prompt(150) + prompt(80, 5000))
+        driver.prefill(self.lease)
+        self.follower: Lease = driver.admit([*prompt(150), *prompt(80, 5000), 1])
+        self.root = driver.cache.roots()[""]
+        (self.upper,) = self.root.children.values()
+        self.run: Run = self.lease.run
+        self.idle = next(run for run in runs(self.cache) if run.num_users == 0 and not run.is_tail)
+        self.snapshots = [snapshot for _, _, snapshot in self.cache.snapshots()]
+        self.stub: Snapshot = next(s for s in self.snapshots if s.stub_key is not None and s.home is self.upper)
+        self.idle_snapshot = next(s for s in self.snapshots if s.num_readers == 0)
+
+
+def test_the_scene_itself_is_sound() -> None:
+    check(Scene().cache)
+
+
+def take_block(scene: Scene) -> None:
+    scene.cache.arena.take_block()
+
+
+def take_slot(scene: Scene) -> None:
+    scene.cache.arena.take_slot()
+
+
+def free_a_published_block(scene: Scene) -> None:
+    scene.cache.arena.free_block(scene.idle.blocks[-1])
+
+
+def free_a_published_slot(scene: Scene) -> None:
+    scene.cache.arena.free_slot(scene.idle_snapshot.slot)
+
+
+def share_a_block(scene: Scene) -> None:
+    scene.cache.arena.free_block(scene.idle.blocks[-1])
+    scene.idle.blocks[-1] = scene.run.blocks[0]
+
+
+def share_a_slot(scene: Scene) -> None:
+    scene.cache.arena.free_slot(scene.idle_snapshot.slot)
+    scene.idle_snapshot.slot = scene.stub.slot
+
+
+def write_to_a_published_slot(scene: Scene) -> None:
+    scene.cache.arena.free_slot(scene.lease.dst)
+    scene.lease.dst = scene.stub.slot
+
+
+def miscount_blocks(scene: Scene) -> None:
+    scene.memory.num_evictable_blocks += 1
+
+
+def miscount_slots(scene: Scene) -> None:
+    scene.memory.num_evictable_slots -= 1
+
+
+def miscount_free_blocks(scene: Scene) -> None:
+    scene.cache.arena.num_free_blocks += 1
+
+
+def miscount_users(scene: Scene) -> None:
+    scene.run.num_users += 1
+
+
+def miscount_readers(scene: Scene) -> None:
+    scene.stub.num_readers += 1
+
+
+def forget_a_lease(scene: Scene) -> None:
+    del scene.cache.leases[scene.follower.request_id]
+
+
+def change_the_tokens_of_a_path(scene: Scene) -> None:
+    scene.upper.tokens[-1] ^= 1
+
+
+def change_a_key(scene: Scene) -> None:
+    scene.upper.tokens[0] ^= 1
+
+
+def lengthen_a_run(scene: Scene) -> None:
+    scene.run.tokens += b"\0\0\0\1"
+
+
+def disorder_children(scene: Scene) -> None:
+    scene.upper.order.reverse()
+
+
+def forget_in_the_order(scene: Scene) -> None:
+    scene.upper.order.pop()
+
+
+def move_a_child(scene: Scene) -> None:
+    scene.idle.start_block += 1
+
+
+def adopt_a_child(scene: Scene) -> None:
+    scene.idle.parent = scene.root
+
+
+def change_a_table(scene: Scene) -> None:
+    scene.follower.table[0], scene.follower.table[1] = scene.follower.table[1], scene.follower.table[0]
+
+
+def publish_too_little(scene: Scene) -> None:
+    scene.follower.num_published -= 1
+
+
+def misplace_a_snapshot(scene: Scene) -> None:
+    snapshot = next(s for s in scene.snapshots if s.stub_key is None)
+    del snapshot.home.snapshots[snapshot.position]
+    snapshot.home.snapshots[snapshot.position + 1000] = snapshot
+    snapshot.home.positions[:] = sorted(snapshot.home.snapshots)
+
+
+def forget_a_position(scene: Scene) -> None:
+    snapshot = next(s for s in scene.snapshots if s.stub_key is None)
+    snapshot.home.positions.clear()
+
+
+def detach_a_snapshot(scene: Scene) -> None:
+    next(s for s in scene.snapshots if s.stub_key is None).is_attached = False
+
+
+def orphan_a_stub(scene: Scene) -> None:
+    key = scene.stub.stub_key or b""
+    wrong = key[:-1] + bytes([key[-1] ^ 1])
+    scene.upper.stubs[wrong] = scene.upper.stubs.pop(key)
+    scene.stub.stub_key = wrong
+
+
+def mislabel_a_stub(scene: Scene) -> None:
+    scene.stub.position += 1
+
+
+def resume_from_another_position(scene: Scene) -> None:
+    scene.follower.computed -= 1
+
+
+def read_another_slot(scene: Scene) -> None:
+    scene.follower.src = scene.idle_snapshot.slot
+
+
+def call_an_idle_run_live(scene: Scene) -> None:
+    scene.idle.is_live = True
+
+
+def lose_a_blocks_owner(scene: Scene) -> None:
+    scene.memory.disown(scene.run.blocks[0])
+
+
+def swap_two_owners(scene: Scene) -> None:
+    scene.memory.own(scene.idle, [BlockId(scene.run.blocks[0])])
+
+
+def empty_the_eviction_queue(scene: Scene) -> None:
+    while scene.memory._queue.pop() is not None:
+        pass
+
+
+FAULTS: list[Callable[[Scene], None]] = [
+    take_block,
+    take_slot,
+    free_a_published_block,
+    free_a_published_slot,
+    share_a_block,
+    share_a_slot,
+    write_to_a_published_slot,
+    miscount_blocks,
+    miscount_slots,
+    miscount_free_blocks,
+    miscount_users,
+    miscount_readers,
+    forget_a_lease,
+    change_the_tokens_of_a_path,
+    change_a_key,
+    lengthen_a_run,
+    disorder_children,
+    forget_in_the_order,
+    move_a_child,
+    adopt_a_child,
+    change_a_table,
+    publish_too_little,
+    misplace_a_snapshot,
+    forget_a_position,
+    detach_a_snapshot,
+    orphan_a_stub,
+    mislabel_a_stub,
+    resume_from_another_position,
+    read_another_slot,
+    call_an_idle_run_live,
+    lose_a_blocks_owner,
+    swap_two_owners,
+    empty_the_eviction_queue,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_check_catches(fault: Callable[[Scene], None]) -> None:
+    scene = Scene()
+    fault(scene)
+    with pytest.raises(CacheInvariantError):
+        check(scene.cache)
+
+
+@pytest.mark.parametrize("computed", [9, 10, 129, 201])
+def test_commit_of_what_cannot_have_been_computed_is_an_error(computed: int) -> None:
+    """Backwards, nothing, beyond the blocks, beyond the known tokens."""
+    driver = Driver()
+    lease = driver.admit(prompt(200))
+    driver.step(lease, 10)
+    driver.cache.extend(lease, 128)
+    with pytest.raises(CacheInvariantError, match="request-1"):
+        driver.cache.commit(lease, computed)
+    assert lease.computed == 10
+    driver.cache.extend(lease, 200)
+    driver.cache.commit(lease, 200)
+    driver.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)

@@ -1,0 +1,168 @@
+"""Every token that is not hit has one reason, and each reason can be had on its own."""
+
+from strandline.cache import Account, Miss, Reason, SnapshotKind
+from strandline.cache.eviction import Entry
+from strandline.cache.tree import Snapshot
+from strandline.ids import RequestId
+from tests.cpu.cache.driver import Driver, reasons
+from tests.cpu.cache.test_lookup import prompt
+
+
+class SnapshotsFirst:
+    """Evicts all snapshots before any block."""
+
+    def worth(self, entry: Entry) -> float:
+        return 0 if isinstance(entry, Snapshot) else 1
+
+
+class BlocksFirst:
+    """Evicts all blocks before any snapshot that could live without them."""
+
+    def worth(self, entry: Entry) -> float:
+        return 1 if isinstance(entry, Snapshot) else 0
+
+
+def misses(account: Account) -> tuple[Miss, ...]:
+    assert account.queried == account.hit + sum(miss.num_tokens for miss in account.misses)
+    return account.misses
+
+
+def test_first_seen() -> None:
+    driver = Driver()
+    assert misses(driver.lookup(prompt(100))) == (Miss(Reason.FIRST_SEEN, 0, 100),)
+    driver.serve(prompt(100))
+    assert misses(driver.lookup(prompt(70, 5000))) == (Miss(Reason.FIRST_SEEN, 0, 70),)
+
+
+def test_diverged_says_at_which_token() -> None:
+    driver = Driver()
+    driver.serve(prompt(150))
+    assert misses(driver.lookup([*prompt(150), 1, 2, 3])) == (Miss(Reason.DIVERGED, 150, 153),)
+
+
+def test_keys_and_values_deeper_than_any_snapshot_are_no_snapshot() -> None:
+    driver = Driver()
+    driver.serve(prompt(200))
+    assert misses(driver.lookup(prompt(150))) == (Miss(Reason.NO_SNAPSHOT, 0, 150),)
+    assert misses(driver.lookup([*prompt(150), 1])) == (
+        Miss(Reason.NO_SNAPSHOT, 0, 150),
+        Miss(Reason.DIVERGED, 150, 151),
+    )
+
+
+def test_snapshot_evicted() -> None:
+    driver = Driver(4, 5, order=SnapshotsFirst())
+    driver.serve(prompt(150))
+    for first in (3000, 4000, 5000):
+        driver.admit(prompt(1, first))
+    assert misses(driver.lookup(prompt(150))) == (Miss(Reason.SNAPSHOT_EVICTED, 0, 150),)
+    assert misses(driver.lookup(prompt(128))) == (Miss(Reason.NO_SNAPSHOT, 0, 128),)
+
+
+def test_snapshot_evicted_where_siblings_part() -> None:
+    driver = Driver(5, 5, order=SnapshotsFirst())
+    driver.serve(prompt(94))
+    driver.serve(prompt(94) + prompt(60, 5000))
+    for first in (3000, 4000, 6000):
+        driver.admit(prompt(1, first))
+    account = driver.lookup([*prompt(94), 1])
+    assert misses(account) == (Miss(Reason.SNAPSHOT_EVICTED, 0, 94), Miss(Reason.DIVERGED, 94, 95))
+
+
+def test_evicted() -> None:
+    driver = Driver(4, 2)
+    driver.serve(prompt(128))
+    other = driver.admit(prompt(300, 5000))
+    assert driver.cache.extend(other, 300)
+    assert misses(driver.lookup(prompt(128))) == (Miss(Reason.EVICTED, 0, 128),)
+
+
+def test_evicted_from_the_end() -> None:
+    driver = Driver(4, 2)
+    driver.serve(prompt(192))
+    other = driver.admit(prompt(256, 5000))
+    assert driver.cache.extend(other, 256)
+    assert misses(driver.lookup(prompt(192))) == (
+        Miss(Reason.NO_SNAPSHOT, 0, 64),
+        Miss(Reason.EVICTED, 64, 192),
+    )
+
+
+def test_computing_names_the_request() -> None:
+    driver = Driver()
+    driver.admit(prompt(200), "leader")
+    assert misses(driver.lookup(prompt(150))) == (Miss(Reason.COMPUTING, 0, 150, RequestId("leader")),)
+    assert misses(driver.lookup([*prompt(150), 1])) == (
+        Miss(Reason.COMPUTING, 0, 150, RequestId("leader")),
+        Miss(Reason.DIVERGED, 150, 151),
+    )
+
+
+def test_computing_names_the_request_that_goes_furthest() -> None:
+    driver = Driver()
+    driver.admit(prompt(90), "short")
+    driver.admit(prompt(3000), "long")
+    driver.admit(prompt(90) + prompt(90, 5000), "other")
+    account = driver.lookup([*prompt(2777), 1])
+    assert misses(account)[0] == Miss(Reason.COMPUTING, 0, 2777, RequestId("long"))
+
+
+def test_other_salt() -> None:
+    driver = Driver()
+    driver.serve(prompt(150), salt="alice")
+    assert misses(driver.lookup(prompt(150), "bob")) == (Miss(Reason.OTHER_SALT, 0, 150),)
+    assert misses(driver.lookup(prompt(160), "bob")) == (
+        Miss(Reason.OTHER_SALT, 0, 150),
+        Miss(Reason.DIVERGED, 150, 160),
+    )
+
+
+def test_not_asked() -> None:
+    driver = Driver()
+    driver.serve(prompt(150))
+    assert misses(driver.admit(prompt(150), read=False).account) == (Miss(Reason.NOT_ASKED, 0, 150),)
+
+
+def test_no_room_when_a_lone_request_cannot_hold_its_snapshot_beside_its_state() -> None:
+    driver = Driver(3, 1)
+    driver.serve(prompt(40))
+    assert driver.lookup(prompt(40)).hit == 40
+    lease = driver.admit(prompt(40))
+    assert misses(lease.account) == (Miss(Reason.NO_ROOM, 0, 40),)
+    driver.prefill(lease)
+
+
+def test_with_others_running_it_waits_for_room_instead() -> None:
+    driver = Driver(5, 1)
+    driver.serve(prompt(40))
+    other = driver.admit(prompt(10, 5000))
+    driver.prefill(other, leave=False)
+    assert driver.try_admit(prompt(40)) is None
+    driver.release(other)
+    assert driver.admit(prompt(40)).account.hit == 40
+
+
+def test_reasons_of_one_request_add_up_in_the_counters() -> None:
+    driver = Driver(4, 5, order=BlocksFirst())
+    driver.serve(prompt(150))
+    account = driver.serve(prompt(100) + prompt(30, 4000))
+    assert reasons(account) == {Reason.NO_SNAPSHOT: 100, Reason.DIVERGED: 30}
+    counted = {reason: tokens for reason, tokens in driver.cache.counters.missed_tokens.items() if tokens}
+    assert counted == {Reason.FIRST_SEEN: 150, Reason.NO_SNAPSHOT: 100, Reason.DIVERGED: 30}
+    assert driver.cache.counters.snapshots_taken[SnapshotKind.BRANCH] == 1
+
+
+def test_memory_of_what_was_evicted_is_bounded() -> None:
+    driver = Driver(3, 2)
+    for index in range(500):
+        driver.serve(prompt(60 + index % 20, 1000 * index))
+    root = driver.cache.roots()[""]
+    assert len(root.evicted) <= 64
+    assert len(root.lost) <= 64
+
+
+def test_roots_of_idle_salts_are_forgotten() -> None:
+    driver = Driver(3, 2)
+    for index in range(400):
+        driver.serve(prompt(5), salt=f"salt-{index}")
+    assert len(driver.cache.roots()) <= 300

@@ -1,0 +1,160 @@
+"""How requests share blocks and snapshots, and how they part."""
+
+import pytest
+
+from strandline.cache import CopyTokens, SnapshotKind
+from strandline.errors import CacheInvariantError
+from tests.cpu.cache.driver import Driver, published
+from tests.cpu.cache.test_lookup import prompt
+
+
+@pytest.mark.parametrize("position", [1, 63, 65, 100, 127])
+def test_resume_inside_a_block_copies_exactly_its_first_tokens(position: int) -> None:
+    driver = Driver()
+    owner = driver.admit(prompt(position))
+    driver.prefill(owner)
+    follower = driver.admit([*prompt(position), 1])
+    (copy,) = driver.cache.take_actions()
+    assert copy == CopyTokens(owner.table[-1], follower.table[-1], position % 64)  # type: ignore[arg-type]
+    assert follower.table[:-1] == owner.table[:-1]
+    driver.device.apply([copy])
+    assert driver.device.cells(copy.dst)[position % 64 :] == [-1] * (64 - position % 64)
+
+
+@pytest.mark.parametrize("position", [64, 128])
+def test_resume_between_blocks_copies_nothing(position: int) -> None:
+    driver = Driver()
+    driver.serve(prompt(position))
+    lease = driver.admit([*prompt(position), 1])
+    assert not [action for action in driver.cache.take_actions() if isinstance(action, CopyTokens)]
+    assert driver.step(lease, position + 1)
+
+
+def test_owner_and_follower_of_a_block_do_not_see_each_other() -> None:
+    driver = Driver()
+    owner = driver.admit(prompt(100))
+    driver.prefill(owner)
+    follower = driver.admit([*prompt(100), 1])
+    for token in range(70):
+        driver.decode(owner, [2000 + token])
+        driver.prefill(follower, leave=False)
+        driver.decode(follower, [4000 + token])
+    driver.flush()
+    driver.release(owner)
+    driver.release(follower)
+    assert driver.lookup(prompt(100) + prompt(70, 2000)).hit == 170
+    assert driver.lookup([*prompt(100), 1, *prompt(70, 4000)]).hit == 171
+
+
+def test_follower_aborted_before_its_first_step_leaks_nothing() -> None:
+    driver = Driver()
+    driver.serve(prompt(100))
+    arena = driver.cache.arena
+    before = (arena.num_blocks, arena.num_slots, published(driver.cache))
+    follower = driver.admit([*prompt(100), 1])
+    driver.release(follower)
+    assert (arena.num_blocks, arena.num_slots, published(driver.cache)) == before
+    driver.drain()
+
+
+def test_copied_block_may_go_once_the_copy_was_asked_for() -> None:
+    """The copy comes before the drop, whatever is evicted in between."""
+    driver = Driver(6, 1)
+    driver.serve(prompt(30))
+    follower = driver.admit([*prompt(30), 1])
+    other = driver.admit(prompt(30, 5000))
+    assert driver.cache.extend(other, 30)
+    assert published(driver.cache) == set()
+    driver.prefill(follower, leave=False)
+    driver.prefill(other, leave=False)
+
+
+def test_two_requests_that_compute_the_same_tokens_end_with_one_copy() -> None:
+    driver = Driver()
+    leases = [driver.admit(prompt(200)), driver.admit(prompt(200))]
+    driver.step_together([(lease, 100) for lease in leases])
+    driver.step_together([(lease, 200) for lease in leases])
+    assert leases[0].table[:3] == leases[1].table[:3]
+    assert driver.cache.arena.num_blocks == 3 + 2
+    for lease in leases:
+        driver.release(lease)
+    assert driver.cache.arena.num_blocks == 4
+    assert driver.cache.arena.num_slots == len(published(driver.cache)) == 1
+
+
+def test_latecomer_follows_only_as_far_as_the_tokens_are_the_same() -> None:
+    driver = Driver()
+    leases = [driver.admit(prompt(300)), driver.admit(prompt(150) + prompt(150, 5000))]
+    driver.step_together([(lease, 300) for lease in leases])
+    assert leases[0].table[:2] == leases[1].table[:2]
+    assert not set(leases[0].table[2:]) & set(leases[1].table[2:])
+    driver.flush()
+
+
+def test_blocks_beyond_the_snapshot_are_shared_and_not_written() -> None:
+    driver = Driver()
+    driver.serve(prompt(40))
+    driver.serve(prompt(300))
+    lease = driver.admit(prompt(280))
+    assert (lease.computed, lease.kv_start, lease.num_published) == (40, 256, 4)
+    driver.prefill(lease, 50)
+
+
+def test_shared_snapshot_is_read_by_many_at_once() -> None:
+    driver = Driver()
+    driver.serve(prompt(100))
+    leases = [driver.admit([*prompt(100), token]) for token in range(5)]
+    assert len({lease.src for lease in leases}) == 1
+    assert len({lease.dst for lease in leases}) == 5
+    assert len(driver.step_together([(lease, 101) for lease in leases])) == 5
+    driver.flush()
+
+
+def test_second_sighting_cuts_where_prompts_part_and_the_third_hits_to_the_token() -> None:
+    driver = Driver()
+    driver.serve(prompt(200))
+    second = driver.admit(prompt(150) + prompt(60, 5000))
+    assert (second.account.hit, second.account.kv_tokens, second.branch_at) == (0, 150, 150)
+    driver.prefill(second, 80)
+    driver.release(second)
+    third = driver.serve(prompt(150) + prompt(60, 6000))
+    assert third.hit == 150
+    assert third.snapshot_kind is SnapshotKind.BRANCH
+
+
+def test_snapshot_is_left_once_at_a_position() -> None:
+    driver = Driver()
+    lease = driver.admit(prompt(100))
+    driver.prefill(lease)
+    assert not driver.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
+    again = driver.admit(prompt(100), read=False)
+    driver.prefill(again, leave=False)
+    assert not driver.cache.leave_snapshot(again, SnapshotKind.PROMPT_END)
+    assert again.has_own_state
+
+
+def test_request_id_is_leased_once() -> None:
+    driver = Driver()
+    driver.admit(prompt(10), "a")
+    with pytest.raises(CacheInvariantError, match="a has a lease already"):
+        driver.try_admit(prompt(10), "a")
+
+
+def test_preempted_request_resumes_with_everything_but_its_last_token() -> None:
+    driver = Driver()
+    lease = driver.admit(prompt(100))
+    driver.prefill(lease)
+    driver.decode(lease, prompt(50, 7000))
+    lease.tokens.append(1)
+    driver.release(lease, SnapshotKind.PREEMPTION)
+    again = driver.admit(prompt(100) + prompt(50, 7000) + [1])
+    assert (again.computed, again.account.snapshot_kind) == (150, SnapshotKind.PREEMPTION)
+    assert driver.step(again, 151)
+
+
+def test_request_preempted_in_the_middle_of_its_prefill_goes_on_there() -> None:
+    driver = Driver()
+    lease = driver.admit(prompt(200))
+    driver.step(lease, 77)
+    driver.release(lease, SnapshotKind.PREEMPTION)
+    assert driver.admit(prompt(200)).computed == 77
