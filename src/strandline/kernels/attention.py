@@ -20,7 +20,7 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, KVMemory
 
-GROUP_BYTES = 4 * 2**20
+GROUP_BYTES = 2**20
 """Most bytes of keys that a group of decodes gathers at once: few enough to be attended while still in cache."""
 
 GROUP_SPREAD_BLOCKS = 4

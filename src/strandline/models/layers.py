@@ -24,6 +24,7 @@ from strandline.kernels.attention import paged_attention, write_kv
 from strandline.kernels.batch import KVMemory, LayerMemory, RecurrentMemory, StepBatch
 from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_update
 from strandline.kernels.gdn import gdn_decode, gdn_prefill
+from strandline.kernels.linear import can_pack, linear, pack
 from strandline.kernels.moe import experts_glu, route_top_k
 from strandline.kernels.norm import rms_norm_gated, rms_norm_zero_centered
 from strandline.kernels.rotary import apply_rotary, default_frequencies, rotary_table
@@ -31,6 +32,9 @@ from strandline.models.targets import NamedTargets, interleaved, whole
 from strandline.specs import AttentionSpec, LayerSpec, ModelSpec, RecurrentSpec
 
 RotaryTable = tuple[Tensor, Tensor]
+
+PACKED = ("in_proj_OE", "out_proj_EO", "gate_up_FE", "down_EF", "shared_down_EF", "head_ZE")
+"""Parameters that are only ever multiplied with."""
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds of rotary embedding that turn the same position differently in a longer prompt: cached keys would be wrong."""
@@ -91,13 +95,13 @@ class GatedAttention(nn.Module):
 
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: LayerMemory) -> Tensor:
         assert isinstance(memory, KVMemory)
-        projected = F.linear(hidden_TE, self.in_proj_OE, self.in_bias_O).split(self.sizes, dim=-1)
+        projected = linear(hidden_TE, self.in_proj_OE, self.in_bias_O).split(self.sizes, dim=-1)
         q_THD, k_TGD, v_TGD = (x.unflatten(-1, (-1, self.head_dim)) for x in projected[:3])
         q_THD = apply_rotary(rms_norm_zero_centered(q_THD, self.q_norm_D, self.eps), rotary)
         k_TGD = apply_rotary(rms_norm_zero_centered(k_TGD, self.k_norm_D, self.eps), rotary)
         write_kv(k_TGD, v_TGD, memory, batch.attention)
         out_THD = paged_attention(q_THD, memory, batch.attention, batch.num_decodes, scale=self.head_dim**-0.5)
-        return F.linear(out_THD.flatten(1).mul_(projected[3].sigmoid()), self.out_proj_EO, self.out_bias_E)
+        return linear(out_THD.flatten(1).mul_(projected[3].sigmoid()), self.out_proj_EO, self.out_bias_E)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors; a head's gate rows follow its query rows there."""
@@ -143,7 +147,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: LayerMemory) -> Tensor:
         del rotary
         assert isinstance(memory, RecurrentMemory)
-        x_TC, z_TO, b_TH, a_TH = F.linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
+        x_TC, z_TO, b_TH, a_TH = linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
         num_decodes = batch.num_decodes
         if num_decodes == len(hidden_TE):
             out_THV = self._decode(x_TC, a_TH, b_TH, batch, memory)
@@ -156,7 +160,7 @@ class GatedDeltaNet(nn.Module):
             decoded = self._decode(x_DC, a_DH, b_DH, batch, memory)
             out_THV = torch.cat((decoded, self._prefill(x_RC, a_RH, b_RH, batch, memory)))
         out_THV = rms_norm_gated(out_THV, z_TO.unflatten(-1, (-1, self.value_dim)), self.norm_V, self.eps)
-        return F.linear(out_THV.flatten(1), self.out_proj_EO)
+        return linear(out_THV.flatten(1), self.out_proj_EO)
 
     def _decode(self, x_NC: Tensor, a_NH: Tensor, b_NH: Tensor, batch: StepBatch, memory: RecurrentMemory) -> Tensor:
         decodes, slots = slice(0, len(x_NC)), batch.recurrent
@@ -211,7 +215,7 @@ class GatedMlp(nn.Module):
         self.down_EF = parameter(hidden_size, intermediate_size, dtype=dtype, device=device)
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        return F.linear(swiglu(F.linear(hidden_TE, self.gate_up_FE)), self.down_EF)
+        return linear(swiglu(linear(hidden_TE, self.gate_up_FE)), self.down_EF)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors."""
@@ -239,10 +243,10 @@ class SparseMoe(nn.Module):
         self.down_XEF = parameter(config.num_experts, hidden_size, size, dtype=dtype, device=device)
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        shared, logits_TX, gate_T1 = F.linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
+        shared, logits_TX, gate_T1 = linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
         weights, experts = route_top_k(logits_TX, self.top_k, is_normalised=self.is_normalised)
         out_TE = experts_glu(hidden_TE, self.gate_up_XFE, self.down_XEF, weights, experts)
-        return out_TE.addcmul_(F.linear(swiglu(shared), self.shared_down_EF), gate_T1.sigmoid())
+        return out_TE.addcmul_(linear(swiglu(shared), self.shared_down_EF), gate_T1.sigmoid())
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
@@ -343,10 +347,18 @@ class Decoder(nn.Module):
             hidden_TE = layer(hidden_TE, rotary, batch, layer_memory)
         return rms_norm_zero_centered(hidden_TE, self.norm_E, self.eps)
 
+    def pack(self) -> None:
+        """Lay the weights out for fast products, where that exists; they cannot be loaded or moved afterwards."""
+        for module in self.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                # The embedding is indexed, too: a head tied to it stays as it is.
+                if name in PACKED and weight is not self.embed_ZE and can_pack(weight):
+                    setattr(module, name, nn.Parameter(pack(weight.data), requires_grad=False))
+
     @torch.no_grad()
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return float32 logits ``[N, vocabulary]``."""
-        return F.linear(hidden_NE, self.head_ZE).float()
+        return linear(hidden_NE, self.head_ZE).float()
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors but for those that mixers leave to the family."""

@@ -40,6 +40,10 @@ class Qwen3_5ForCausalLM(nn.Module):
         """Return float32 logits ``[N, vocabulary]``."""
         return self.decoder.logits(hidden_NE)
 
+    def pack(self) -> None:
+        """Lay the weights out for fast products; they cannot be loaded or moved afterwards."""
+        self.decoder.pack()
+
     def targets(self, names: frozenset[str]) -> NamedTargets:
         """Yield where the tensors go that the published weights, which hold ``names``, must have."""
         is_nested = any(name.startswith("model.language_model.") for name in names)

@@ -40,6 +40,10 @@ class Qwen3NextForCausalLM(nn.Module):
         """Return float32 logits ``[N, vocabulary]``."""
         return self.decoder.logits(hidden_NE)
 
+    def pack(self) -> None:
+        """Lay the weights out for fast products; they cannot be loaded or moved afterwards."""
+        self.decoder.pack()
+
     def targets(self, names: frozenset[str]) -> NamedTargets:
         """Yield where the tensors go that the published weights, which hold ``names``, must have."""
         yield from self.decoder.targets("model.", names)

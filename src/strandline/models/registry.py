@@ -28,6 +28,9 @@ class CausalLM(Protocol):
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return float32 logits ``[N, vocabulary]``."""
 
+    def pack(self) -> None:
+        """Lay the weights out for fast products; they cannot be loaded or moved afterwards."""
+
     def targets(self, names: frozenset[str]) -> NamedTargets:
         """Yield where the tensors go that the published weights, which hold ``names``, must have."""
 

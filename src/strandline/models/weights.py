@@ -84,6 +84,7 @@ def load_model(
         model.weights_report = _fill_from_files(model, Path(path), progress=progress)
     else:
         raise ConfigError(f"load_format {load_format!r} is unknown; known: auto, safetensors, dummy")
+    model.pack()
     filled: CausalLM = model.eval()
     return filled
 

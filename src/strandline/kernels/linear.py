@@ -1,0 +1,32 @@
+"""Matrix products with weights that may be packed: laid out once, for the CPU's bfloat16 instructions.
+
+An ordinary weight is laid out anew in every call, which costs up to half the time of a small batch. Packing changes
+no result. A packed weight can only be multiplied with: it has no rows to slice, copy or index.
+
+Shape suffixes: I inputs, O outputs; the dimensions before the inputs are free.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def can_pack(weight_OI: Tensor) -> bool:
+    """Return whether packing exists for a weight of this dtype on this device."""
+    if weight_OI.device.type != "cpu" or weight_OI.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack(weight_OI: Tensor) -> Tensor:
+    """Return a packed copy; ``can_pack`` must hold."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
+    return packed
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return ``x weight^T + bias``; the weight may be packed."""
+    if weight_OI.is_mkldnn:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
+        return out
+    return F.linear(x, weight_OI, bias_O)
