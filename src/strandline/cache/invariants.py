@@ -87,6 +87,8 @@ def _check_owners(cache: PrefixCache, runs: list[Run]) -> None:
     published = set(slot_owners)
     for lease in cache.leases.values():
         block_owners.update(BlockId(block) for block in lease.table[lease.num_published :])
+        owners = {cache.memory.owner(BlockId(block)) for block in lease.table[lease.num_published :]}
+        _require(owners <= {None, lease.tail}, f"{lease.request_id}: a block of its own is held to be the index's")
         slot_owners[lease.dst] += 1
         slot_owners.update(cut.slot for cut in lease.cuts)
         _require(lease.dst not in published, f"{lease.request_id} would write the published slot {lease.dst}")

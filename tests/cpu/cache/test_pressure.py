@@ -17,6 +17,7 @@ from strandline.ids import RequestId
 from tests.cpu.cache.driver import Driver, published
 from tests.cpu.cache.history import fingerprint
 from tests.cpu.cache.test_lookup import prompt
+from tests.cpu.cache.test_reasons import SnapshotsFirst
 
 
 def test_snapshot_in_use_is_not_freed_although_the_index_loses_it() -> None:
@@ -105,19 +106,26 @@ def test_refused_admission_evicts_nothing() -> None:
 
 
 def test_cut_that_gets_no_slot_evicts_nothing_and_the_request_goes_on() -> None:
-    driver = Driver(8, 1)
+    driver = Driver(3, 4, order=SnapshotsFirst())
     driver.serve(prompt(100))
-    second = driver.admit(prompt(100) + prompt(28, 5000))
-    assert second.branch_at == 0
-    other = driver.admit(prompt(90) + prompt(200, 6000))
-    assert other.branch_at == 90
-    assert driver.cache.extend(other, 192)
-    driver.cache.take_actions()
-    before = published(driver.cache)
-    assert not driver.cache.memory.can_take(0, 1)
-    assert driver.cache.plan_cuts(other, 192) == []
+    lease = driver.admit(prompt(90) + prompt(300, 6000))
+    assert driver.cache.extend(lease, 384)
+    driver.flush()
+    assert driver.cache.memory.num_evictable_blocks == 1
+    assert driver.cache.plan_cuts(lease, 384) == []
     assert driver.cache.take_actions() == []
-    assert published(driver.cache) == before
+    assert driver.step(lease, 384)
+
+
+def test_cut_of_a_step_that_is_never_committed_leaks_nothing() -> None:
+    driver = Driver()
+    driver.serve(prompt(100))
+    before = driver.cache.arena.used()
+    lease = driver.admit(prompt(90) + prompt(100, 6000))
+    assert driver.cache.extend(lease, 190)
+    assert [cut.position for cut in driver.cache.plan_cuts(lease, 190)] == [90]
+    driver.release(lease)
+    assert driver.cache.arena.used() == before
 
 
 def test_snapshot_is_left_only_when_the_next_token_finds_room_beside_it() -> None:

@@ -69,6 +69,17 @@ def test_snapshot_evicted_where_siblings_part() -> None:
     assert misses(account) == (Miss(Reason.SNAPSHOT_EVICTED, 0, 94), Miss(Reason.DIVERGED, 94, 95))
 
 
+def test_evicted_snapshot_is_remembered_when_its_run_grows() -> None:
+    driver = Driver(4, 5, order=SnapshotsFirst())
+    driver.serve(prompt(100))
+    for lease in [driver.admit(prompt(1, first)) for first in (3000, 4000, 5000)]:
+        driver.release(lease)
+    lease = driver.admit(prompt(200), read=False)
+    driver.prefill(lease)
+    assert misses(driver.lookup(prompt(110))) == (Miss(Reason.SNAPSHOT_EVICTED, 0, 110),)
+    assert misses(driver.lookup(prompt(99))) == (Miss(Reason.NO_SNAPSHOT, 0, 99),)
+
+
 def test_evicted() -> None:
     driver = Driver(4, 2)
     driver.serve(prompt(128))
