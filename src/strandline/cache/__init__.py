@@ -3,7 +3,7 @@
 from strandline.cache.account import Account, CacheCounters, Miss, Reason, SnapshotKind
 from strandline.cache.actions import Action, CopyTokens, DropBlock, DropSlot, MoveBlock
 from strandline.cache.core import PrefixCache
-from strandline.cache.lease import Cut, Lease
+from strandline.cache.lease import Cut, Lead, Lease
 from strandline.cache.tokens import TokenBuffer
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Cut",
     "DropBlock",
     "DropSlot",
+    "Lead",
     "Lease",
     "Miss",
     "MoveBlock",

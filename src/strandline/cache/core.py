@@ -19,9 +19,10 @@ from strandline.cache.account import Account, CacheCounters, Miss, Reason, Snaps
 from strandline.cache.actions import Action, CopyTokens
 from strandline.cache.arena import Arena
 from strandline.cache.eviction import EvictionOrder, LeastRecentlyUsed
-from strandline.cache.lease import Cut, Lease
+from strandline.cache.explain import Explainer
+from strandline.cache.lease import Cut, Lead, Lease
 from strandline.cache.memory import CacheMemory
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TokenBuffer
 from strandline.cache.tree import (
     Run,
     Snapshot,
@@ -31,7 +32,6 @@ from strandline.cache.tree import (
     child_with_prefix,
     copied_run,
     deepest_snapshot,
-    evicted_tokens,
     find_home,
     lost_snapshot,
     put_snapshot,
@@ -95,46 +95,36 @@ class PrefixCache:
         if hit < kv_tokens and end:
             reason = Reason.SNAPSHOT_EVICTED if lost_snapshot(end, hit, tokens.data) else Reason.NO_SNAPSHOT
             misses.append(Miss(reason, hit, kv_tokens))
-        if kv_tokens < queried:
-            misses.extend(self._explain_rest(tokens, salt, end, kv_tokens))
+        if kv_tokens < queried and not self.enabled:
+            misses.append(Miss(Reason.NOT_ASKED, kv_tokens, queried))
+        elif kv_tokens < queried:
+            misses.extend(Explainer(self._roots, self.leases.values()).beyond(tokens, salt, end))
         kind = snapshot.kind if snapshot else None
         return Account(queried, hit, kv_tokens, kind, tuple(misses))
 
-    def _explain_rest(self, tokens: TokenBuffer, salt: str, end: Walk | None, start: int) -> Iterator[Miss]:
-        """Say why nothing is cached of tokens ``[start, len(tokens))``."""
-        position, queried = start, len(tokens)
-        if not self.enabled:
-            yield Miss(Reason.NOT_ASKED, start, queried)
-            return
-        evicted = evicted_tokens(end, tokens.data) if end and end.partial_tokens == 0 else 0
-        if evicted:
-            position = min(position + evicted, queried)
-            yield Miss(Reason.EVICTED, start, position)
-        elif (leader := self._who_computes(tokens, salt, position)) is not None:
-            request_id, common = leader
-            yield Miss(Reason.COMPUTING, position, common, request_id)
-            position = common
-        elif start < BLOCK_TOKENS and (common := self._cached_for_others(tokens, salt)) > position:
-            yield Miss(Reason.OTHER_SALT, position, common)
-            position = common
-        if position < queried:
-            yield Miss(Reason.DIVERGED if position else Reason.FIRST_SEEN, position, queried)
+    def follow(self, tokens: TokenBuffer, salt: str = "", *, beyond: int = 0) -> Lead | None:
+        """Find a running request that is about to compute the beginning of this prompt, to wait for it.
 
-    def _who_computes(self, tokens: TokenBuffer, salt: str, start: int) -> tuple[RequestId, int] | None:
-        """Find the running request that shares the most tokens beyond ``start``, and how far."""
-        head = tokens.data[: (start + 1) * TOKEN_BYTES]
-        best: tuple[RequestId, int] | None = None
+        It is made to leave a snapshot where the two part. Waiting must be worth it: at least a block's tokens more
+        than what is cached, or all of the prompt.
+
+        Args:
+            beyond: ignore who shares no more than this.
+        """
         root = self._roots.get(salt)
-        for lease in self.leases.values():
-            if lease.root is root and lease.tokens.data.startswith(head):
-                common = common_tokens(lease.tokens.data, tokens.data)
-                if best is None or common > best[1]:
-                    best = lease.request_id, common
-        return best
-
-    def _cached_for_others(self, tokens: TokenBuffer, salt: str) -> int:
-        others = (walk(root, tokens.data).kv_tokens for name, root in self._roots.items() if name != salt)
-        return max(others, default=0)
+        if not self.enabled or root is None or not self.leases:
+            return None
+        snapshot = deepest_snapshot(walk(root, tokens.data), tokens.data)
+        known = max(snapshot.position if snapshot else 0, beyond)
+        prefilling = [lease for lease in self.leases.values() if lease.computed + 1 < len(lease.tokens)]
+        found = Explainer(self._roots, prefilling).running_with(tokens, salt, known)
+        if found is None:
+            return None
+        lease, position = found
+        if lease.computed >= position or (position - known < BLOCK_TOKENS and position < len(tokens)):
+            return None
+        lease.wanted.add(position)
+        return Lead(lease, position)
 
     # Admitting
 
@@ -232,7 +222,7 @@ class PrefixCache:
         shared = lease.num_published * BLOCK_TOKENS
         lease.kv_start = max(shared, lease.computed)
         if lease.computed < end.kv_tokens < len(lease.tokens):
-            lease.branch_at = end.kv_tokens
+            lease.wanted.add(end.kv_tokens)
         lease.dst = _granted(self.memory.take_slot())
         if snapshot is not None:
             lease.source, lease.src = snapshot, snapshot.slot
@@ -282,13 +272,14 @@ class PrefixCache:
 
         A cut is left out when no slot can be had: the request goes on without it.
         """
-        position = lease.branch_at
-        if not self.enabled or not lease.computed < position <= end:
+        if not self.enabled:
             return lease.cuts
-        lease.branch_at = 0
-        slot = self.memory.take_slot() if self.memory.can_take(0, 1) else None
-        if slot is not None:
-            lease.cuts.append(Cut(position, slot, SnapshotKind.BRANCH))
+        due = sorted(position for position in lease.wanted if lease.computed < position <= end)
+        lease.wanted = {position for position in lease.wanted if position > end}
+        for position in due:
+            slot = self.memory.take_slot() if self.memory.can_take(0, 1) else None
+            if slot is not None:
+                lease.cuts.append(Cut(position, slot, SnapshotKind.BRANCH))
         return lease.cuts
 
     # Keeping

@@ -27,7 +27,6 @@ class Lease:
 
     __slots__ = (
         "account",
-        "branch_at",
         "computed",
         "cuts",
         "dst",
@@ -42,6 +41,7 @@ class Lease:
         "table",
         "tail",
         "tokens",
+        "wanted",
     )
 
     def __init__(self, request_id: RequestId, tokens: TokenBuffer, root: Run, run: Run, account: Account) -> None:
@@ -58,8 +58,8 @@ class Lease:
         """Tokens of which the state has been computed and committed."""
         self.kv_start = 0
         """Keys and values of tokens before this position are in shared blocks: they are read, never written."""
-        self.branch_at = 0
-        """Where its prompt leaves a cached one, deeper than any snapshot: worth a cut. 0: nowhere."""
+        self.wanted: set[int] = set()
+        """Positions worth a cut: where its prompt leaves a cached one, and where others wait to part from it."""
         self.source: Snapshot | None = None
         """The shared snapshot behind ``src``, held until the step that reads it is committed."""
         self.src: SlotId = NULL_SLOT
@@ -73,3 +73,16 @@ class Lease:
     def has_own_state(self) -> bool:
         """Whether ``dst`` holds the state at ``computed`` (no step has run since admission if not)."""
         return self.src == self.dst
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """A running request that will compute ``[0, position)`` of somebody else's prompt, and leave a snapshot there."""
+
+    lease: Lease
+    position: int
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it is still on its way there."""
+        return self.lease.is_active and self.lease.computed < self.position

@@ -5,6 +5,7 @@ engine: a doubtful state is never served.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -131,8 +132,9 @@ class Engine:
         for index in range(params.n):
             name = request_id if params.n == 1 else f"{request_id}#{index}"
             new = NewRequest(RequestId(name), prompt_ids, params, _wrap_seed(seed + index), stop_ids, bad_words_ids)
-            leader = requests[0] if requests else None
-            requests.append(Request(new, max_total=min(room, self.max_model_len), salt=salt, leader=leader))
+            requests.append(Request(new, max_total=min(room, self.max_model_len), salt=salt))
+            if params.prompt_logprobs is not None:
+                params = replace(params, prompt_logprobs=None)  # of the first output; the others share its prompt
         return requests
 
     def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

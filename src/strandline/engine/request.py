@@ -2,7 +2,7 @@
 
 from enum import Enum, StrEnum
 
-from strandline.cache import Account, Lease, TokenBuffer
+from strandline.cache import Account, Lead, Lease, TokenBuffer
 from strandline.engine.plan import NewRequest
 from strandline.engine.sampling_params import SamplingParams
 from strandline.ids import RequestId
@@ -23,20 +23,17 @@ class FinishReason(StrEnum):
 
 
 class Request:
-    """One sequence. The scheduler owns it and alone changes it.
-
-    With ``n > 1`` each output is a request of its own; all but the first have the first as ``leader`` and wait
-    until its prompt is computed, so that they resume from its snapshot.
-    """
+    """One sequence. The scheduler owns it and alone changes it. With ``n > 1`` each output is one of its own."""
 
     __slots__ = (
         "account",
         "finish_reason",
         "is_introduced",
-        "leader",
+        "lead",
         "lease",
         "max_total",
         "new",
+        "num_admissions_seen",
         "num_prompt_tokens",
         "num_tokens",
         "output_ids",
@@ -55,7 +52,6 @@ class Request:
         *,
         max_total: int,
         salt: str = "",
-        leader: "Request | None" = None,
     ) -> None:
         self.new = new
         self.request_id: RequestId = new.request_id
@@ -67,11 +63,14 @@ class Request:
         self.max_total = max_total
         """Prompt and output together end here, by ``max_tokens`` or ``max_model_len``."""
         self.salt = salt
-        self.leader = leader
+        self.lead: Lead | None = None
+        """Who computes the beginning of its prompt, while it waits for that."""
         self.stop_ids = new.stop_ids
         self.lease: Lease | None = None
         self.account: Account | None = None
         """What its first admission found in the cache."""
+        self.num_admissions_seen = -1
+        """The scheduler's count of admissions when it last looked for somebody to follow."""
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -85,9 +84,3 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED
-
-    @property
-    def is_leader_busy(self) -> bool:
-        """Whether it should wait for its leader's prompt."""
-        leader = self.leader
-        return leader is not None and not leader.output_ids and not leader.is_finished

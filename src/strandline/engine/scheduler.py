@@ -11,12 +11,19 @@ request that stays within its last block takes the short way through both.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from strandline.cache import Lease, PrefixCache, SnapshotKind
 from strandline.engine.plan import SequencePlan, StepPlan, StepResult
 from strandline.engine.request import FinishReason, Request, Status
 from strandline.errors import EngineError, RequestError
 from strandline.ids import BLOCK_TOKENS, RequestId
+
+LOOK_AHEAD_REQUESTS = 32
+"""Waiting requests that may ask for a snapshot on the way of a running one, though there is no room for them yet."""
+
+Span = tuple[Request, Lease, int, int]
+"""A request, its lease, and the tokens ``[start, end)`` that it computes in the step."""
 
 
 class Scheduler:
@@ -30,6 +37,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         """Since the start."""
+        self._num_admissions = 0
         self._requests: dict[RequestId, Request] = {}
         self._gone: list[RequestId] = []
         self._planned: list[Request] = []
@@ -80,18 +88,20 @@ class Scheduler:
         """Decide the next step. None when there is nothing to run."""
         if not self._requests:
             return None
-        sequences: list[SequencePlan] = []
-        planned: list[Request] = []
+        spans: list[Span] = []
         num_preemptions = self.num_preemptions
-        budget = self._plan_running(sequences, planned)
+        budget = self._plan_running(spans)
         if self.num_preemptions == num_preemptions:
-            self._plan_waiting(sequences, planned, budget)
+            self._plan_waiting(spans, budget)
+        self._look_ahead()
+        sequences = [self._sequence(*span) for span in spans]
         if not sequences:
             raise EngineError(
                 f"{len(self.waiting)} requests wait, none can run: the cache has "
                 f"{self.cache.arena.num_free_slabs} free slabs of {self.cache.arena.num_slabs}"
             )
         new = []
+        planned = [span[0] for span in spans]
         for request in planned:
             if not request.is_introduced:
                 request.is_introduced = True
@@ -100,7 +110,7 @@ class Scheduler:
         self._planned = planned
         return StepPlan(sequences, self.cache.take_actions(), new, gone)
 
-    def _plan_running(self, sequences: list[SequencePlan], planned: list[Request]) -> int:
+    def _plan_running(self, spans: list[Span]) -> int:
         """Plan the running requests; return the tokens left of the step's budget."""
         budget = self.max_num_batched_tokens
         running = self.running
@@ -112,8 +122,7 @@ class Scheduler:
             end = request.num_tokens if request.num_tokens - start <= budget else start + budget
             if end > len(lease.table) * BLOCK_TOKENS and not self._make_room(lease, end):
                 continue
-            sequences.append(self._sequence(request, lease, start, end))
-            planned.append(request)
+            spans.append((request, lease, start, end))
             budget -= end - start
             index += 1
         return budget
@@ -135,12 +144,12 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
-    def _plan_waiting(self, sequences: list[SequencePlan], planned: list[Request], budget: int) -> None:
-        """Admit waiting requests in order; those that wait for their leader are passed over."""
+    def _plan_waiting(self, spans: list[Span], budget: int) -> None:
+        """Admit waiting requests in order; those whose beginning is being computed are passed over for now."""
         passed_over = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.popleft()
-            if request.is_leader_busy:
+            if self._should_wait(request):
                 passed_over.append(request)
                 continue
             lease = self._admit(request, budget)
@@ -149,10 +158,29 @@ class Scheduler:
                 break
             start = lease.computed
             end = min(request.num_tokens, start + budget)
-            sequences.append(self._sequence(request, lease, start, end))
-            planned.append(request)
+            spans.append((request, lease, start, end))
             budget -= end - start
         self.waiting.extendleft(reversed(passed_over))
+
+    def _should_wait(self, request: Request) -> bool:
+        """Whether somebody is about to compute what the request needs.
+
+        It waits again only for somebody who shares more than the last one did, so it waits a bounded number of times.
+        """
+        request.num_admissions_seen = self._num_admissions
+        lead = request.lead
+        if lead is not None and lead.is_pending:
+            return True
+        if request.output_ids or request.params.prompt_logprobs is not None:
+            return False
+        request.lead = self.cache.follow(request.tokens, request.salt, beyond=lead.position if lead else 0)
+        return request.lead is not None
+
+    def _look_ahead(self) -> None:
+        """Let the next waiting requests say where they part from running ones, before those have passed."""
+        for request in islice(self.waiting, LOOK_AHEAD_REQUESTS):
+            if request.num_admissions_seen != self._num_admissions:
+                self._should_wait(request)
 
     def _admit(self, request: Request, budget: int) -> Lease | None:
         lease = self.cache.admit(
@@ -172,6 +200,7 @@ class Scheduler:
         if request.account is None:
             request.account = lease.account
         self.running.append(request)
+        self._num_admissions += 1
         return lease
 
     def _sequence(self, request: Request, lease: Lease, start: int, end: int) -> SequencePlan:
@@ -181,7 +210,7 @@ class Scheduler:
         else:
             token_ids = _tokens_between(request, start, end)
         cuts: tuple[tuple[int, int], ...] = ()
-        if lease.branch_at:
+        if lease.wanted:
             cuts = tuple((cut.position, cut.slot) for cut in self.cache.plan_cuts(lease, end))
         src = lease.src
         return SequencePlan(

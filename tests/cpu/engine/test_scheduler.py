@@ -16,10 +16,10 @@ from strandline.ids import RequestId
 EOS = 9
 
 
-def make_request(name: str, prompt: list[int], *, max_tokens: int = 8, leader: Request | None = None) -> Request:
+def make_request(name: str, prompt: list[int], *, max_tokens: int = 8) -> Request:
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[5])
     new = NewRequest(RequestId(name), prompt, params, 0, frozenset({5, EOS}), ())
-    return Request(new, max_total=len(prompt) + max_tokens, leader=leader)
+    return Request(new, max_total=len(prompt) + max_tokens)
 
 
 def make_scheduler(
@@ -118,6 +118,57 @@ def test_the_latest_request_is_preempted_and_resumes_with_one_token_to_compute()
     known = second.num_tokens
     [sequence] = step(scheduler).sequences
     assert (sequence.request_id, sequence.start, sequence.end) == ("b", known - 1, known)
+
+
+def run_to_the_end(scheduler: Scheduler) -> int:
+    """Return how many tokens were computed."""
+    num_tokens = 0
+    while len(scheduler):
+        num_tokens += step(scheduler).num_tokens
+    return num_tokens
+
+
+@given(st.permutations(range(5)), st.integers(20, 500))
+def test_a_burst_with_one_prefix_computes_it_once_in_any_order_and_budget(order: list[int], max_tokens: int) -> None:
+    scheduler = make_scheduler(num_slabs=200, max_tokens=max_tokens)
+    suffixes = [[100 + index] * (10 + 7 * index) for index in range(5)]
+    requests = [make_request(str(index), [1] * 150 + suffixes[index], max_tokens=1) for index in order]
+    for request in requests:
+        scheduler.add(request)
+    assert run_to_the_end(scheduler) == 150 + sum(map(len, suffixes))
+    assert sorted(request.account.hit for request in requests if request.account) == [0, 150, 150, 150, 150]
+
+
+def test_a_burst_of_one_prompt_computes_it_once_however_short() -> None:
+    scheduler = make_scheduler()
+    for name in "abcd":
+        scheduler.add(make_request(name, [1, 2, 3], max_tokens=1))
+    assert run_to_the_end(scheduler) == 3
+
+
+def test_when_the_leader_is_aborted_a_follower_takes_over() -> None:
+    scheduler = make_scheduler(max_tokens=64)
+    for name in "abc":
+        scheduler.add(make_request(name, [1] * 200 + [ord(name)] * 10, max_tokens=1))
+    assert [s.request_id for s in step(scheduler).sequences] == ["a"]
+    scheduler.finish(RequestId("a"), FinishReason.ABORT)
+    assert run_to_the_end(scheduler) == 200 - 64 + 20
+
+
+def test_who_waits_for_a_prefix_holds_up_nobody_else() -> None:
+    scheduler = make_scheduler(max_tokens=64)
+    for name, prompt in (("a", [1] * 200), ("b", [1] * 150 + [2] * 30), ("c", [3] * 20)):
+        scheduler.add(make_request(name, prompt, max_tokens=1))
+    step(scheduler)
+    scheduler.max_num_batched_tokens = 160
+    assert [s.request_id for s in step(scheduler).sequences] == ["a", "c"]
+
+
+def test_a_few_shared_tokens_are_not_worth_waiting_for() -> None:
+    scheduler = make_scheduler(max_tokens=500)
+    for name in "ab":
+        scheduler.add(make_request(name, [1] * 63 + [ord(name)] * 50))
+    assert [s.request_id for s in step(scheduler).sequences] == ["a", "b"]
 
 
 request_shapes = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200), st.integers(1, 80)), min_size=1, max_size=8)

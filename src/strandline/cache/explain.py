@@ -1,0 +1,55 @@
+"""Why tokens were not hit: the reasons behind an account. Reads the index and the running leases; changes nothing."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from strandline.cache.account import Miss, Reason
+from strandline.cache.lease import Lease
+from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
+from strandline.cache.tree import Run, Walk, evicted_tokens, walk
+from strandline.ids import BLOCK_TOKENS
+
+
+class Explainer:
+    """Finds reasons in a cache's index and leases.
+
+    Args:
+        roots: the root of every salt's tree.
+        leases: the requests that run.
+    """
+
+    def __init__(self, roots: Mapping[str, Run], leases: Iterable[Lease]) -> None:
+        self._roots = roots
+        self._leases = leases
+
+    def beyond(self, tokens: TokenBuffer, salt: str, end: Walk | None) -> Iterator[Miss]:
+        """Say why nothing is cached of the tokens after the walk's end."""
+        start = end.kv_tokens if end else 0
+        position, queried = start, len(tokens)
+        evicted = evicted_tokens(end, tokens.data) if end and end.partial_tokens == 0 else 0
+        if evicted:
+            position = min(position + evicted, queried)
+            yield Miss(Reason.EVICTED, start, position)
+        elif (found := self.running_with(tokens, salt, position)) is not None:
+            lease, position = found
+            yield Miss(Reason.COMPUTING, start, position, lease.request_id)
+        elif start < BLOCK_TOKENS and (common := self._cached_for_others(tokens, salt)) > position:
+            yield Miss(Reason.OTHER_SALT, position, common)
+            position = common
+        if position < queried:
+            yield Miss(Reason.DIVERGED if position else Reason.FIRST_SEEN, position, queried)
+
+    def running_with(self, tokens: TokenBuffer, salt: str, start: int) -> tuple[Lease, int] | None:
+        """Find the running request that shares the most tokens, more than ``start``; return it and how many."""
+        head = tokens.data[: (start + 1) * TOKEN_BYTES]
+        best: tuple[Lease, int] | None = None
+        root = self._roots.get(salt)
+        for lease in self._leases:
+            if lease.root is root and lease.tokens.data.startswith(head):
+                common = common_tokens(lease.tokens.data, tokens.data)
+                if best is None or common > best[1]:
+                    best = lease, common
+        return best
+
+    def _cached_for_others(self, tokens: TokenBuffer, salt: str) -> int:
+        others = (walk(root, tokens.data).kv_tokens for name, root in self._roots.items() if name != salt)
+        return max(others, default=0)
