@@ -4,7 +4,8 @@ Every workload runs against an ``LLM`` and reports the same figures, so that cac
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean
@@ -55,15 +56,15 @@ class MultiTurn:
         histories = [list(system) for _ in range(self.num_conversations)]
         params = SamplingParams(temperature=0, max_tokens=self.output_tokens, ignore_eos=True)
         outputs: list[RequestOutput] = []
-        start = time.perf_counter()
-        for _ in range(self.num_turns):
-            for history in histories:
-                history.extend(_draw(rng, vocab_size, rng.randint(*self.user_tokens)))
-            turn = llm.generate([list(history) for history in histories], params, use_tqdm=False)
-            for history, output in zip(histories, turn, strict=True):
-                history.extend(output.outputs[0].token_ids)
-            outputs += turn
-        return _report(outputs, time.perf_counter() - start)
+        with stopwatch() as elapsed:
+            for _ in range(self.num_turns):
+                for history in histories:
+                    history.extend(_draw(rng, vocab_size, rng.randint(*self.user_tokens)))
+                turn = llm.generate([list(history) for history in histories], params, use_tqdm=False)
+                for history, output in zip(histories, turn, strict=True):
+                    history.extend(output.outputs[0].token_ids)
+                outputs += turn
+        return report_of(outputs, elapsed())
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +86,10 @@ class SharedPrefix:
         prompts = [prefix + _draw(rng, vocab_size, self.suffix_tokens) for _ in range(self.num_requests)]
         params = SamplingParams(temperature=0, max_tokens=self.output_tokens, ignore_eos=True)
         outputs: list[RequestOutput] = []
-        start = time.perf_counter()
-        for first in range(0, len(prompts), self.concurrency):
-            outputs += llm.generate(prompts[first : first + self.concurrency], params, use_tqdm=False)
-        return _report(outputs, time.perf_counter() - start)
+        with stopwatch() as elapsed:
+            for first in range(0, len(prompts), self.concurrency):
+                outputs += llm.generate(prompts[first : first + self.concurrency], params, use_tqdm=False)
+        return report_of(outputs, elapsed())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +106,28 @@ class Batch:
         rng = Random(self.seed)
         prompts = [_draw(rng, llm.engine.vocab_size, self.prompt_tokens) for _ in range(self.num_requests)]
         params = SamplingParams(temperature=0, max_tokens=self.output_tokens, ignore_eos=True)
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        return _report(outputs, time.perf_counter() - start)
+        with stopwatch() as elapsed:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        return report_of(outputs, elapsed())
 
 
 def _draw(rng: Random, vocab_size: int, count: int) -> list[int]:
     return rng.choices(range(vocab_size), k=count)
 
 
-def _report(outputs: Sequence[RequestOutput], wall_s: float) -> Report:
+@contextmanager
+def stopwatch() -> Iterator[Callable[[], float]]:
+    """Give a function that returns the seconds since the block was entered, up to its end."""
+    start = time.perf_counter()
+    end: list[float] = []
+    try:
+        yield lambda: (end[0] if end else time.perf_counter()) - start
+    finally:
+        end.append(time.perf_counter())
+
+
+def report_of(outputs: Sequence[RequestOutput], wall_s: float) -> Report:
+    """Sum up outputs that took ``wall_s`` seconds together."""
     return Report(
         prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
         hit_tokens=sum(output.num_cached_tokens for output in outputs),
