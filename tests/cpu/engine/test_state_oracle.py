@@ -1,0 +1,64 @@
+"""Every published slot holds the state that its position claims, after any history (the state oracle).
+
+The bound: states are float32 sums of at most a few hundred terms of order one, formed in another order when a
+prompt is computed whole rather than in pieces; differences stay a hundred times below it.
+"""
+
+import random
+
+import pytest
+import torch
+
+from strandline import LLM, SamplingParams
+from strandline.cache.tokens import decode
+from strandline.ids import SlotId
+from strandline.specs import RecurrentSpec
+from tests.cpu.engine.conftest import MakeLLM
+from tests.cpu.engine.tiny import VOCAB_SIZE
+
+TOLERANCE = 1e-4
+
+
+def contents(llm: LLM, slot: SlotId) -> torch.Tensor:
+    """Return all recurrent states, windows and the hidden state in a slot, flat."""
+    arena = llm.engine.runner.arena
+    parts = [arena.hidden_SE[slot].flatten()]
+    for spec, memory in zip(arena.spec.layers, arena.layers, strict=True):
+        if isinstance(spec, RecurrentSpec):
+            parts += [memory.state_SHKV[slot].flatten(), memory.window_SRC[slot].flatten()]
+    return torch.cat(parts)
+
+
+def live_through_much(llm: LLM, seed: int) -> None:
+    """Run prompts that share, diverge, fork, are aborted and preempt one another."""
+    rng = random.Random(seed)
+    seen: list[list[int]] = []
+    for index in range(40):
+        head = list(rng.choice(seen))[: rng.randint(0, 200)] if seen else []
+        prompt = head + rng.choices(range(VOCAB_SIZE), k=rng.choice([1, 5, 63, 64, 65, 130]))
+        seen.append(prompt)
+        forks = rng.choice([1, 1, 1, 3])
+        params = SamplingParams(n=forks, seed=index, max_tokens=rng.randint(1, 70))
+        llm.engine.add_request(str(index), prompt, params)
+        for _ in range(rng.randint(0, 6)):
+            llm.engine.step()
+        if rng.random() < 0.2:
+            llm.engine.abort(str(rng.randint(0, index)))
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_published_slot_holds_the_state_of_its_tokens(make_llm: MakeLLM, seed: int) -> None:
+    slab = make_llm().engine.runner.arena.spec.slab_bytes
+    llm = make_llm(memory=24 * slab, max_model_len=512, max_num_batched_tokens=100)
+    live_through_much(llm, seed)
+    assert llm.engine.scheduler.num_preemptions > 0
+    cold = make_llm(memory="64MiB")
+    published = list(llm.engine.cache.snapshots())
+    assert len(published) > 5
+    for _, key, snapshot in published:
+        cold.generate([decode(key)], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        [expected] = [s for _, k, s in cold.engine.cache.snapshots() if k == key]
+        difference = (contents(llm, snapshot.slot) - contents(cold, expected.slot)).abs().max()
+        assert difference < TOLERANCE, f"snapshot at {snapshot.position} ({snapshot.kind}) differs by {difference}"
