@@ -1,0 +1,91 @@
+"""The shipped demo model: its files, its tokenizer and chat template, and what plain transformers makes of it."""
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import strandline
+from strandline.bench.evaluate import score
+from strandline.bench.tasks import KINDS, Kind, make_conversation, make_task
+
+FOLDER = Path(strandline.__file__).parent / "demo"
+MAX_FILE_BYTES = 16 * 2**20
+MAX_FOLDER_BYTES = 24 * 2**20
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=getattr(torch, request.param)).eval()
+
+
+def test_the_files_keep_within_their_sizes() -> None:
+    sizes = [f.stat().st_size for f in FOLDER.iterdir()]
+    assert max(sizes) < MAX_FILE_BYTES
+    assert sum(sizes) < MAX_FOLDER_BYTES
+
+
+def test_the_index_names_every_tensor_of_every_shard() -> None:
+    index = json.loads((FOLDER / "model.safetensors.index.json").read_text())["weight_map"]
+    found: dict[str, str] = {}
+    for file in FOLDER.glob("*.safetensors"):
+        with safe_open(file, "pt") as shard:
+            found |= dict.fromkeys(shard.keys(), file.name)
+            assert all(shard.get_slice(name).get_dtype() == "BF16" for name in shard.keys())  # noqa: SIM118 - no dict
+    assert found == index
+    assert "mtp.fc.weight" in index
+    assert {name.split(".")[0] for name in index} == {"model", "mtp"}
+
+
+def test_the_template_renders_a_longer_conversation_as_the_shorter_one_and_more(tokenizer: Any) -> None:
+    for seed in range(30):
+        messages = make_conversation(Random(seed), 300)
+        for end in range(1, len(messages)):
+            if messages[end]["role"] != "assistant":
+                continue
+            prompt = tokenizer.apply_chat_template(messages[:end], add_generation_prompt=True)["input_ids"]
+            reply = [*tokenizer.encode(messages[end]["content"]), tokenizer.eos_token_id]
+            longer = tokenizer.apply_chat_template(messages[: end + 2], add_generation_prompt=True)["input_ids"]
+            assert longer[: len(prompt) + len(reply)] == prompt + reply
+
+
+def test_the_template_strips_nothing(tokenizer: Any) -> None:
+    messages = [
+        {"role": "user", "content": "  two spaces\n\n"},
+        {"role": "assistant", "content": "<think>\n</think> x "},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert (
+        text == "<|im_start|>user\n  two spaces\n\n<|im_end|>\n<|im_start|>assistant\n<think>\n</think> x <|im_end|>\n"
+    )
+
+
+def test_every_digit_is_a_token(tokenizer: Any) -> None:
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("1234 56")) == [*"1234", "Ġ", *"56"]
+
+
+def test_text_survives_the_tokenizer(tokenizer: Any) -> None:
+    for text in ("naïve – “quoted” 😀\t\n x", "a  b\r\n", "def f():\n    return 1\n"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_transformers_answers_held_out_tasks_and_stops(model: Any, tokenizer: Any, kind: Kind) -> None:
+    for seed in range(4):
+        task = make_task(kind, Random(f"shipped:{seed}"), num_tokens=300)
+        inputs = tokenizer.apply_chat_template(list(task.messages), add_generation_prompt=True, return_tensors="pt")
+        generated = model.generate(**inputs, max_new_tokens=64)[0, inputs["input_ids"].shape[1] :].tolist()
+        reply = tokenizer.decode(generated, skip_special_tokens=True)
+        assert score(task, reply), (task, reply)
+        assert generated == [*tokenizer.encode(reply), tokenizer.eos_token_id]
