@@ -209,7 +209,7 @@ def _run_demo(options: argparse.Namespace) -> int:
 
 
 def _run_eval(options: argparse.Namespace) -> int:
-    from strandline.bench.evaluate import run_evaluation
+    from strandline.bench.exam import run_evaluation
 
     return run_evaluation(_engine_options(options), per_kind=options.per_kind, seed=options.task_seed)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from tqdm import tqdm
 
@@ -82,7 +83,7 @@ def table(rows: dict[str, list[Report]]) -> list[str]:
     return lines
 
 
-def _converse(llm: LLM, script: Script, bar: "tqdm[object]") -> tuple[Report, list[Message]]:
+def _converse(llm: LLM, script: Script, bar: "tqdm[Any]") -> tuple[Report, list[Message]]:
     """Hold the conversation; return the report and all messages."""
     messages: list[Message] = [{"role": "system", "content": script.document}]
     outputs: list[RequestOutput] = []
@@ -95,7 +96,7 @@ def _converse(llm: LLM, script: Script, bar: "tqdm[object]") -> tuple[Report, li
     return report_of(outputs, elapsed()), messages
 
 
-def _ask_all(llm: LLM, script: Script, bar: "tqdm[object]") -> Report:
+def _ask_all(llm: LLM, script: Script, bar: "tqdm[Any]") -> Report:
     """Ask each question in a conversation of its own, one after another."""
     outputs: list[RequestOutput] = []
     with stopwatch() as elapsed:

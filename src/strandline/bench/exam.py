@@ -1,0 +1,86 @@
+"""``strandline eval``: held-out tasks with known answers, in every cache mode. The canary of every change.
+
+A cache that returned a wrong state would show here as wrong answers. The modes: ``off``; ``on``; and ``resumed``,
+in which every prompt first comes cut off at a random token, so that the whole one resumes from there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from tqdm import tqdm
+
+from strandline.bench.evaluate import make_suite, score
+from strandline.bench.tasks import KINDS, Task
+from strandline.engine.llm import LLM
+from strandline.engine.sampling_params import SamplingParams
+
+MODES = ("off", "on", "resumed")
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
+BATCH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One mode's replies, in the suite's order."""
+
+    replies: tuple[str, ...]
+    hit_share: float
+
+    def correct(self, suite: Sequence[Task], kind: str) -> int:
+        """Count the right answers to tasks of a kind."""
+        return sum(score(task, reply) for task, reply in zip(suite, self.replies, strict=True) if task.kind == kind)
+
+
+def run_evaluation(engine_options: Mapping[str, Any], *, per_kind: int, seed: int) -> int:
+    """Score a model in every mode and print the table; return 0 if all modes score the same, else 1."""
+    suite: list[Task] = []
+    results: dict[str, Result] = {}
+    for mode in MODES:
+        llm = LLM(**{**engine_options, "enable_prefix_caching": mode != "off"})
+        suite = suite or make_suite(seed, per_kind, count=_counter(llm))
+        results[mode] = take(llm, suite, mode)
+    print("\n".join(table(suite, results)))
+    scores = [[result.correct(suite, kind) for kind in KINDS] for result in results.values()]
+    return 0 if all(row == scores[0] for row in scores) else 1
+
+
+def take(llm: LLM, suite: Sequence[Task], mode: str) -> Result:
+    """Answer all tasks, some at a time."""
+    rng = Random(0)
+    replies: list[str] = []
+    num_prompt = num_hit = 0
+    with tqdm(total=len(suite), desc=f"cache {mode}", unit="task") as bar:
+        for first in range(0, len(suite), BATCH):
+            prompts: list[Any] = [llm.render(task.messages) for task in suite[first : first + BATCH]]
+            if mode == "resumed":
+                cut = [prompt["prompt_token_ids"] for prompt in prompts]
+                llm.generate([ids[: rng.randint(1, len(ids))] for ids in cut], ONE_TOKEN, use_tqdm=False)
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            replies += [output.outputs[0].text for output in outputs]
+            num_prompt += sum(len(output.prompt_token_ids) for output in outputs)
+            num_hit += sum(output.num_cached_tokens for output in outputs)
+            bar.update(len(prompts))
+    return Result(tuple(replies), num_hit / num_prompt)
+
+
+def table(suite: Sequence[Task], results: Mapping[str, Result]) -> list[str]:
+    """Return the lines of the table: per mode the score of each kind, the share hit, and replies that differ."""
+    lines = [f"{'cache':<10}" + "".join(f"{kind:>20}" for kind in KINDS) + f"{'prompt hit':>13}{'other replies':>16}"]
+    first = next(iter(results.values()))
+    for mode, result in results.items():
+        cells = []
+        for kind in KINDS:
+            total = sum(task.kind == kind for task in suite)
+            correct = result.correct(suite, kind)
+            cells.append(f"{f'{correct} / {total} ({correct / total:.1%})':>20}")
+        differ = sum(mine != theirs for mine, theirs in zip(result.replies, first.replies, strict=True))
+        lines.append(f"{mode:<10}" + "".join(cells) + f"{result.hit_share:>13.1%}{differ:>16}")
+    return lines
+
+
+def _counter(llm: LLM) -> Any:
+    tokenizer = llm.get_tokenizer()
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
