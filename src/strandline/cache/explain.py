@@ -40,6 +40,8 @@ class Explainer:
 
     def running_with(self, tokens: TokenBuffer, salt: str, start: int) -> tuple[Lease, int] | None:
         """Find the running request that shares the most tokens, more than ``start``; return it and how many."""
+        if start >= len(tokens):
+            return None
         head = tokens.data[: (start + 1) * TOKEN_BYTES]
         best: tuple[Lease, int] | None = None
         root = self._roots.get(salt)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from strandline.cache import Account, Lease, MoveBlock, Reason, SnapshotKind
+from strandline.cache import Account, Lease, MoveBlock, Reason, SnapshotKind, TokenBuffer
 from strandline.cache.invariants import check
 from strandline.cache.tokens import decode
 from strandline.cache.tree import Run
@@ -86,6 +86,18 @@ class History:
         assert lease.computed == lease.account.hit
         self.running.append((salt, lease))
         return lease
+
+    def follow(self, index: int, num_tokens: int, pattern_seed: int, num_more: int) -> None:
+        """Let a prompt that shares a running request's beginning wait for it: this may ask for any number of cuts."""
+        salt, lease = self.running[index % len(self.running)]
+        prompt = (*decode(lease.tokens.slice(0, num_tokens)), *pattern(pattern_seed, num_more))
+        lead = self.cache.follow(TokenBuffer(prompt), salt)
+        if lead is not None:
+            assert lead.is_pending
+            assert lead.lease in [lease for _, lease in self.running]
+            shared = tuple(decode(lead.lease.tokens.slice(0, lead.position)))
+            assert shared == prompt[: lead.position]
+            assert lead.position > self.driver.lookup(prompt, salt).hit
 
     def step(self, sizes: Sequence[int]) -> None:
         """One batch: some requests prefill a chunk, some compute their last token, some wait."""

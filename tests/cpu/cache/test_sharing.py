@@ -2,7 +2,7 @@
 
 import pytest
 
-from strandline.cache import CopyTokens, SnapshotKind
+from strandline.cache import CopyTokens, SnapshotKind, TokenBuffer
 from strandline.errors import CacheInvariantError
 from tests.cpu.cache.driver import Driver, published
 from tests.cpu.cache.test_lookup import prompt
@@ -163,3 +163,41 @@ def test_request_preempted_in_the_middle_of_its_prefill_goes_on_there() -> None:
     driver.step(lease, 77)
     driver.release(lease, SnapshotKind.PREEMPTION)
     assert driver.admit(prompt(200)).computed == 77
+
+
+def test_prompt_that_is_a_whole_hit_waits_for_nobody() -> None:
+    driver = Driver()
+    driver.serve(prompt(100))
+    driver.admit(prompt(100), read=False)
+    assert driver.cache.follow(TokenBuffer(prompt(100))) is None
+
+
+def test_follower_waits_for_the_leader_and_resumes_where_they_part() -> None:
+    driver = Driver()
+    leader = driver.admit(prompt(500), "leader")
+    lead = driver.cache.follow(TokenBuffer(prompt(150) + prompt(60, 5000)))
+    assert lead is not None
+    assert (lead.lease, lead.position, lead.is_pending) == (leader, 150, True)
+    driver.prefill(leader, 100)
+    assert not lead.is_pending
+    assert driver.admit(prompt(150) + prompt(60, 5000)).computed == 150
+
+
+def test_followers_that_part_at_many_places_get_a_cut_each_in_one_step() -> None:
+    driver = Driver()
+    leader = driver.admit(prompt(500))
+    for position in (100, 128, 200, 201, 333):
+        driver.cache.follow(TokenBuffer([*prompt(position), 1]))
+    driver.prefill(leader)
+    hits = [driver.lookup([*prompt(position), 1]).hit for position in (100, 128, 200, 201, 333)]
+    assert hits == [100, 128, 200, 201, 333]
+
+
+def test_nobody_waits_for_a_leader_that_is_gone() -> None:
+    driver = Driver()
+    leader = driver.admit(prompt(500))
+    lead = driver.cache.follow(TokenBuffer(prompt(300)))
+    assert lead is not None
+    driver.release(leader)
+    assert not lead.is_pending
+    assert driver.cache.follow(TokenBuffer(prompt(300))) is None

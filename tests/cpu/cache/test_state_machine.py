@@ -51,6 +51,16 @@ class CacheMachine(RuleBasedStateMachine):
     def admit_twin(self, index: int, num_tokens: int) -> None:
         self.history.admit_twin(index, num_tokens)
 
+    @precondition(lambda self: any(lease.computed + 1 < len(lease.tokens) for _, lease in self.history.running))
+    @rule(
+        index=st.integers(0, 3),
+        num_tokens=st.sampled_from([420, 200, 130, 100, 65]),
+        seed=st.integers(0, 3),
+        num_more=st.sampled_from(LENGTHS),
+    )
+    def follow(self, index: int, num_tokens: int, seed: int, num_more: int) -> None:
+        self.history.follow(index, num_tokens, seed, num_more)
+
     @precondition(lambda self: any(lease.computed < len(lease.tokens) for _, lease in self.history.running))
     @rule(sizes=st.tuples(*[st.sampled_from(CHUNKS)] * MAX_RUNNING))
     def step(self, sizes: tuple[int, ...]) -> None:
@@ -132,9 +142,11 @@ def random_event(history: History, choose: random.Random) -> None:
             step_tokens=choose.choice([1, 64, 500]),
             read=choose.random() < 0.9,
         )
-    elif event < 0.6:
+    elif event < 0.36:
+        history.follow(index, choose.randint(1, 300), choose.randrange(4), choose.choice(LENGTHS))
+    elif event < 0.65:
         history.step([choose.choice(CHUNKS) for _ in range(MAX_RUNNING)])
-    elif event < 0.75:
+    elif event < 0.78:
         history.decode(index, choose.choices((1, 2), k=choose.randint(1, 20)))
     elif event < 0.85:
         history.leave_snapshot(index)
