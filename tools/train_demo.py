@@ -42,6 +42,7 @@ from torch import Tensor
 
 from strandline.bench import tasks, words
 from strandline.bench.dialogue import Message
+from strandline.bench.facts import make_prose
 
 SEED = 20
 STEP_TOKENS = 131072
@@ -90,7 +91,7 @@ class Mixture:
         return cls(Tokenizer.from_file(str(folder / "tokenizer.json")), sources, library_sentences(sources))
 
     def prose(self, rng: Random) -> str:
-        return rng.choice(self.sentences) if rng.random() < 0.3 else tasks.make_prose(rng)
+        return rng.choice(self.sentences) if rng.random() < 0.3 else make_prose(rng)
 
     def text(self, rng: Random, length: int) -> str:
         if rng.random() < 0.03:
