@@ -1,0 +1,26 @@
+"""The documentation's Python examples run as printed, each file from top to bottom."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES_WITH_EXAMPLES = [page for page in PAGES if EXAMPLE.search(page.read_text())]
+
+
+def test_there_are_examples() -> None:
+    assert ROOT / "README.md" in PAGES_WITH_EXAMPLES
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_EXAMPLES, ids=lambda page: page.name)
+def test_examples_run_as_printed(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    names: dict[str, object] = {}
+    for example in EXAMPLE.findall(page.read_text()):
+        exec(compile(example, str(page), "exec"), names)
+    if page.name == "README.md":
+        assert "Ada" in capsys.readouterr().out
