@@ -9,8 +9,9 @@ from typing import Any
 from tqdm import tqdm
 
 from strandline.config import EngineConfig
-from strandline.engine.loading import GENERATION_DEFAULTS, find_model, load_engine, read_generation_config
+from strandline.engine.loading import default_sampling_params, find_model, load_engine
 from strandline.engine.outputs import RequestOutput
+from strandline.engine.prompts import encode_text, render_chat
 from strandline.engine.sampling_params import SamplingParams
 from strandline.errors import RequestError
 
@@ -53,17 +54,13 @@ class LLM:
         Raises:
             RequestError: the engine runs without one.
         """
-        if self.engine.tokenizer is None:
+        if self.engine.frontend.tokenizer is None:
             raise RequestError("there is no tokenizer: the engine was started with skip_tokenizer_init=True")
-        return self.engine.tokenizer
+        return self.engine.frontend.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what the model's ``generation_config.json`` recommends."""
-        values = read_generation_config(find_model(self.config.model))
-        chosen = {name: values[name] for name in GENERATION_DEFAULTS if values.get(name) is not None}
-        if values.get("do_sample") is False:
-            chosen = {"temperature": 0.0}
-        return SamplingParams(**chosen)
+        return SamplingParams(**default_sampling_params(find_model(self.config.model)))
 
     def generate(
         self,
@@ -86,7 +83,7 @@ class LLM:
         parsed = [self._parse(prompt) for prompt in _as_list(prompts)]
         params = self._params_for(len(parsed), sampling_params)
         for prompt, wishes in zip(parsed, params, strict=True):
-            self.engine.check_request(prompt.token_ids, wishes)
+            self.engine.frontend.check(prompt.token_ids, wishes)
         with contextlib.ExitStack() as stack:
             names = [self._add(prompt, wishes, stack) for prompt, wishes in zip(parsed, params, strict=True)]
             return self._run(names, use_tqdm=use_tqdm)
@@ -145,25 +142,14 @@ class LLM:
             RequestError: the messages are malformed, or there is no template.
         """
         tokenizer = self.get_tokenizer()
-        try:
-            text = tokenizer.apply_chat_template(
-                _check_messages(messages),
-                tools=tools,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        except Exception as error:  # templates are programs: they raise what they like, for the caller's input
-            if isinstance(error, RequestError):
-                raise
-            raise RequestError(f"the chat template cannot render these messages: {error}") from error
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        text = render_chat(tokenizer, messages, chat_template, add_generation_prompt=add_generation_prompt, tools=tools)
+        return {"prompt": text, "prompt_token_ids": encode_text(tokenizer, text, add_special_tokens=False)}
 
     # Parts
 
     def _parse(self, prompt: Prompt) -> _ParsedPrompt:
         if isinstance(prompt, str):
-            return _ParsedPrompt(list(self.get_tokenizer().encode(prompt)), prompt, "")
+            return _ParsedPrompt(encode_text(self.get_tokenizer(), prompt), prompt, "")
         if not isinstance(prompt, Mapping):
             return _ParsedPrompt(list(prompt), None, "")
         unknown = [key for key in prompt if key not in PROMPT_KEYS]
@@ -175,7 +161,7 @@ class LLM:
         if not isinstance(salt, str):
             raise RequestError(f"cache_salt must be a string, got {salt!r}")
         if token_ids is None:
-            token_ids = self.get_tokenizer().encode(text)
+            token_ids = encode_text(self.get_tokenizer(), text)
         return _ParsedPrompt(list(token_ids), text, salt)
 
     def _params_for(
@@ -216,15 +202,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
-
-
-def _check_messages(messages: Any) -> list[dict[str, Any]]:
-    checked = []
-    for message in messages:
-        is_message = isinstance(message, Mapping) and "role" in message
-        if not is_message or not ("content" in message or "tool_calls" in message):
-            raise RequestError(f"a message must be a mapping with 'role' and 'content', got {message!r}")
-        checked.append(dict(message))
-    if not checked:
-        raise RequestError("the conversation is empty; at least one message is needed")
-    return checked

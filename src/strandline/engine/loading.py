@@ -9,7 +9,10 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.configuration_utils import PretrainedConfig
 
 from strandline.config import EngineConfig
-from strandline.engine.engine import Engine, resolve_device
+from strandline.engine.core import EngineCore
+from strandline.engine.engine import Engine
+from strandline.engine.events import Limits
+from strandline.engine.frontend import Frontend
 from strandline.errors import ConfigError
 from strandline.models.weights import load_model
 
@@ -47,29 +50,57 @@ def _fetch(name: str) -> Path:
 
 
 def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
-    """Load a model and build an engine around it.
+    """Load a model and build an engine around it; as ``load_core`` and ``load_frontend``."""
+    core = load_core(config, progress=progress)
+    return Engine(core, load_frontend(config, core.limits))
+
+
+def load_core(config: EngineConfig, *, progress: bool = False) -> EngineCore:
+    """Load a model and build a core around it.
 
     Args:
         progress: show a progress bar while weights load.
 
     Raises:
-        ConfigError: model, weights, tokenizer or memory do not allow it.
+        ConfigError: model, weights or memory do not allow it.
     """
     directory = find_model(config.model)
-    model_config = read_model_config(directory)
     device = resolve_device(config.device)
     model = load_model(
         directory,
-        config=model_config,
+        config=read_model_config(directory),
         dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
         device=device,
         load_format=config.load_format,
         seed=config.seed,
         progress=progress,
     )
+    return EngineCore(model, config, device)
+
+
+def load_frontend(config: EngineConfig, limits: Limits) -> Frontend:
+    """Build the text part for a core with these limits; no weights are read.
+
+    Raises:
+        ConfigError: model configuration or tokenizer do not allow it.
+    """
+    directory = find_model(config.model)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or str(directory))
-    eos_ids = find_eos_ids(directory, model_config, tokenizer)
-    return Engine(model, config, tokenizer=tokenizer, eos_ids=eos_ids, device=device)
+    eos_ids = find_eos_ids(directory, read_model_config(directory), tokenizer)
+    return Frontend(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed)
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device that a configuration names.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch finds no GPU; use device='cpu' or 'auto'")
+    return torch.device(name)
 
 
 def read_model_config(directory: Path) -> PretrainedConfig:
@@ -126,3 +157,15 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     return values
+
+
+def default_sampling_params(directory: Path) -> dict[str, Any]:
+    """Return what the model's ``generation_config.json`` recommends, as fields of ``SamplingParams``.
+
+    Raises:
+        ConfigError: it is not JSON.
+    """
+    values = read_generation_config(directory)
+    if values.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {name: values[name] for name in GENERATION_DEFAULTS if values.get(name) is not None}

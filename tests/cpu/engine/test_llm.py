@@ -228,7 +228,7 @@ def test_the_models_generation_config_gives_the_defaults(tmp_path: Path, spoken_
     path.write_text(json.dumps({"temperature": 0.3, "top_k": 20, "eos_token_id": [95, 7]}))
     llm = LLM(str(tmp_path), memory="8MiB", device="cpu")
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3, top_k=20)
-    assert llm.engine.eos_ids == {95, 7}
+    assert llm.engine.frontend.eos_ids == {95, 7}
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [

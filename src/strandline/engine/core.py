@@ -1,0 +1,134 @@
+"""The core: sequences in, steps, token events out. It knows no text, no users and no ``n``.
+
+An error inside a step is ours and ends the core: a doubtful state is never served.
+"""
+
+import torch
+
+from strandline.cache import PrefixCache
+from strandline.cache.invariants import check
+from strandline.config import EngineConfig
+from strandline.engine.events import CoreStats, Limits, PromptLogprobs, StepEvents, Submission, TokenEvent
+from strandline.engine.plan import StepPlan, StepResult
+from strandline.engine.request import FinishReason, Request
+from strandline.engine.runner import LanguageModel, Runner
+from strandline.engine.scheduler import Scheduler
+from strandline.engine.sizing import choose_max_model_len, choose_memory_bytes
+from strandline.env import is_cache_debugged
+from strandline.ids import RequestId
+
+
+class EngineCore:
+    """Runs sequences on one model. Synchronous; one step per call.
+
+    Args:
+        model: loaded weights on ``device``.
+        config: limits and memory.
+
+    Raises:
+        ConfigError: the memory does not hold one request of ``max_model_len`` tokens.
+    """
+
+    def __init__(self, model: LanguageModel, config: EngineConfig, device: torch.device) -> None:
+        spec = model.spec
+        num_slabs = choose_memory_bytes(config, device) // spec.slab_bytes
+        self.limits = Limits(model.vocab_size, choose_max_model_len(config, spec, model.max_position, num_slabs))
+        self.cache = PrefixCache(num_slabs, spec.blocks_per_slab, enabled=config.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        )
+        self._is_debugged = is_cache_debugged()
+        self.runner = Runner(model, num_slabs, device, poison=self._is_debugged)
+
+    def add(self, submission: Submission) -> None:
+        """Queue a sequence.
+
+        Raises:
+            RequestError: a sequence of that id is unfinished.
+        """
+        self.scheduler.add(Request(submission.new, max_total=submission.max_total, salt=submission.salt))
+
+    def finish(self, request_id: RequestId) -> None:
+        """End a sequence between steps and free what it holds. Unknown ids are ignored."""
+        self.scheduler.finish(request_id, FinishReason.ABORT)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return len(self.scheduler) > 0
+
+    def step(self) -> StepEvents:
+        """Run one step; return what it produced."""
+        plan = self.scheduler.plan()
+        if plan is None:
+            return StepEvents()
+        result = self.runner.run(plan)
+        advanced = self.scheduler.commit(plan, result)
+        if self._is_debugged:
+            check(self.cache)
+        return _events(plan, result, advanced)
+
+    # Reading
+
+    def describe(self) -> list[str]:
+        """Say in a few lines what the cache has room for."""
+        spec = self.runner.arena.spec
+        total = self.cache.arena.num_slabs * spec.slab_bytes
+        return [
+            f"cache: {total / 2**20:,.0f} MiB for blocks and snapshots together, prefix caching "
+            + ("on" if self.cache.enabled else "off"),
+            f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; "
+            f"a snapshot takes the room of {spec.blocks_per_slab} blocks",
+            f"longest request: {self.limits.max_model_len:,} tokens; shortest prefix that can hit: 1 token",
+        ]
+
+    def stats(self) -> CoreStats:
+        """Return the counters and the use of memory."""
+        counters, memory = self.cache.counters, self.cache.memory
+        return CoreStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_preemptions=self.scheduler.num_preemptions,
+            queried_tokens=counters.queried_tokens,
+            hit_tokens=counters.hit_tokens,
+            missed_tokens={reason.value: count for reason, count in counters.missed_tokens.items()},
+            hits_by_kind={kind.value: count for kind, count in counters.hits_by_kind.items()},
+            snapshots_taken={kind.value: count for kind, count in counters.snapshots_taken.items()},
+            num_snapshots_evicted=memory.num_snapshots_evicted,
+            num_blocks_evicted=memory.num_blocks_evicted,
+            tenant_bytes=self._tenant_bytes(),
+        )
+
+    def _tenant_bytes(self) -> dict[str, int]:
+        spec, arena, memory = self.runner.arena.spec, self.cache.arena, self.cache.memory
+        idle_slots, idle_blocks = memory.num_evictable_slots, memory.num_evictable_blocks
+        held = {
+            "slots_in_use": (arena.num_slots - idle_slots) * spec.slab_bytes,
+            "slots_evictable": idle_slots * spec.slab_bytes,
+            "blocks_in_use": (arena.num_blocks - idle_blocks) * spec.block_bytes,
+            "blocks_evictable": idle_blocks * spec.block_bytes,
+        }
+        return {**held, "free": arena.num_slabs * spec.slab_bytes - sum(held.values())}
+
+
+def _events(plan: StepPlan, result: StepResult, advanced: list[Request]) -> StepEvents:
+    """Say what happened. ``advanced`` are the requests of the plan's sampled sequences, in order."""
+    prompts = [
+        PromptLogprobs(plan.sequences[index].request_id, plan.sequences[index].start, entries)
+        for index, entries in result.prompt_logprobs.items()
+    ]
+    logprobs = result.logprobs
+    indices = [index for index, token in enumerate(result.token_ids) if token is not None]
+    tokens = []
+    for index, request in zip(indices, advanced, strict=True):
+        output_ids = request.output_ids
+        tokens.append(
+            TokenEvent(
+                request.request_id,
+                output_ids[-1],
+                logprobs.get(index),
+                request.finish_reason,
+                request.stop_reason,
+                request.account if len(output_ids) == 1 else None,
+            )
+        )
+    return StepEvents(tokens, prompts)
