@@ -1,4 +1,4 @@
-"""The command line: ``strandline generate | chat | demo | eval``.
+"""The command line: ``strandline generate | chat | demo | eval | bench``.
 
 Exit codes: 0 done, 1 the run failed or found a difference, 2 wrong usage or configuration, 130 Ctrl-C.
 """
@@ -69,6 +69,7 @@ def build_parser() -> Parser:
     _add_chat(commands)
     _add_demo(commands)
     _add_eval(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -105,6 +106,24 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("--task-seed", type=int, default=0, help="which tasks to draw (default: %(default)s)")
     _add_engine_flags(parser)
     parser.set_defaults(run=_run_eval, parser=parser)
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure", description="Measure.")
+    text = "Replay recorded traffic through the real cache and scheduler, with a cost model in place of the device."
+    kinds = bench.add_subparsers(metavar="WHAT", required=True, parser_class=Parser)
+    parser = kinds.add_parser("replay", help="what a cache would hit", description=text)
+    add = parser.add_argument
+    add("traces", nargs="+", metavar="TRACE", help="a file, the name of a workload, or 'synthetic' for all of those")
+    add("--geometry", default="Qwen3.5-35B-A3B", help="whose blocks and slots (default: %(default)s)")
+    add("--memory", default="40GiB", metavar="SIZES", help="budgets, separated by commas (default: %(default)s)")
+    add("--policy", default="auto", metavar="NAMES", help="separated by commas (default: %(default)s)")
+    add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")
+    add("--max-num-batched-tokens", type=int, default=8192, help="most tokens per step (default: %(default)s)")
+    add("--max-sessions", type=int, metavar="N", help="replay the first N sessions of a trace")
+    add("--session-gap", type=float, default=10.0, help="seconds between sessions' starts (default: %(default)s)")
+    add("--json", action="store_true", help="print JSON in place of a table")
+    parser.set_defaults(run=_run_replay, parser=parser)
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -206,6 +225,22 @@ def _run_demo(options: argparse.Namespace) -> int:
     from strandline.bench.demo import run_demo
 
     return run_demo(options.model, options.dtype)
+
+
+def _run_replay(options: argparse.Namespace) -> int:
+    from strandline.bench.replay_report import ReplayOptions, run_replay
+
+    wanted = ReplayOptions(
+        traces=options.traces,
+        geometry=options.geometry,
+        memory=options.memory.split(","),
+        policies=options.policy.split(","),
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_sessions=options.max_sessions,
+        session_gap_s=options.session_gap,
+    )
+    return run_replay(wanted, as_json=options.json)
 
 
 def _run_eval(options: argparse.Namespace) -> int:

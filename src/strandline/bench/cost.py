@@ -1,0 +1,44 @@
+"""How long a step takes, without a device: what a replay puts in the device's place.
+
+A step reads the weights once, computes its prefill tokens at a fixed rate plus attention over what lies before them,
+and pays for every decoding sequence its state and its keys and values. Rough on purpose: a replay compares policies,
+and what they differ in is the number of tokens to prefill.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Costs of one model on one device, in seconds."""
+
+    step_s: float
+    """Of a step that computes next to nothing: launching, and reading the weights."""
+    prefill_token_s: float
+    attention_pair_s: float
+    """Of one prefill token attending to one earlier token, in all layers together."""
+    decode_sequence_s: float
+    """Of one more decoding sequence: its state read and written, its share of the experts."""
+    decode_kv_token_s: float
+    """Of one token of keys and values that a decode reads."""
+
+    def prefill_s(self, start: int, end: int) -> float:
+        """Return what computing tokens ``[start, end)`` of a sequence adds to a step."""
+        num_tokens = end - start
+        return num_tokens * (self.prefill_token_s + self.attention_pair_s * (start + end) / 2)
+
+    def decode_s(self, position: int) -> float:
+        """Return what decoding one token at ``position`` adds to a step."""
+        return self.decode_sequence_s + self.decode_kv_token_s * position
+
+
+H200: Final[Mapping[str, CostModel]] = {
+    # 67,500 tokens/s at 8 × 8,192, of which attention is small; 292 TFLOP/s in 10 layers of 16 heads of 256; decode
+    # 4.2 ms at batch 1 and 31 ms at 256; 20 KiB of keys and values per token at 4.27 TB/s.
+    "Qwen3.5-35B-A3B": CostModel(0.0042, 1 / 70_000, 5.6e-10, 1.0e-4, 4.8e-9),
+    "Qwen3.5-9B": CostModel(0.0060, 1 / 36_000, 4.5e-10, 4.5e-5, 7.7e-9),
+    "Qwen3.5-4B": CostModel(0.0036, 1 / 71_000, 4.5e-10, 4.4e-5, 7.7e-9),
+}
+"""One H200, from measured steps of each model (the 9B's are scaled from the 4B's by its weights)."""

@@ -1,0 +1,44 @@
+"""What the layers of known models keep, for replays that have no model to ask: sizes of blocks and slots, by name.
+
+Source: the models' published configurations.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from strandline.errors import ConfigError
+from strandline.specs import AttentionSpec, LayerSpec, ModelSpec, RecurrentSpec
+
+GDN_KEY_HEADS: Final = 16
+GDN_VALUE_HEADS: Final = 32
+GDN_HEAD_DIM: Final = 128
+CONV_WIDTH: Final = 4
+
+
+def hybrid_spec(num_layers: int, num_attention: int, num_kv_heads: int, head_dim: int, hidden_size: int) -> ModelSpec:
+    """Return the spec of a model of gated DeltaNet layers, every n-th of which is attention instead."""
+    channels = GDN_KEY_HEADS * GDN_HEAD_DIM * 2 + GDN_VALUE_HEADS * GDN_HEAD_DIM
+    state_shape = (GDN_VALUE_HEADS, GDN_HEAD_DIM, GDN_HEAD_DIM)
+    recurrent = RecurrentSpec(state_shape, "float32", (CONV_WIDTH - 1, channels), "bfloat16")
+    attention = AttentionSpec(num_kv_heads, head_dim, "bfloat16")
+    every = num_layers // num_attention
+    layers: list[LayerSpec] = [attention if (i + 1) % every == 0 else recurrent for i in range(num_layers)]
+    return ModelSpec(tuple(layers), hidden_size, "bfloat16")
+
+
+GEOMETRIES: Final[Mapping[str, ModelSpec]] = {
+    "Qwen3.5-35B-A3B": hybrid_spec(40, 10, 2, 256, 2048),
+    "Qwen3.5-9B": hybrid_spec(32, 8, 4, 256, 4096),
+    "Qwen3.5-4B": hybrid_spec(32, 8, 4, 256, 2560),
+}
+
+
+def geometry(name: str) -> ModelSpec:
+    """Return a model's spec by name.
+
+    Raises:
+        ConfigError: no such model is known here.
+    """
+    if name not in GEOMETRIES:
+        raise ConfigError(f"no geometry named {name!r}; known are {', '.join(GEOMETRIES)}")
+    return GEOMETRIES[name]

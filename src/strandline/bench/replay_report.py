@@ -1,0 +1,132 @@
+"""``strandline bench replay``: traces and workloads, under policies, at budgets; a table on stdout, or JSON."""
+
+import json
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from strandline.bench.cost import H200
+from strandline.bench.geometry import geometry
+from strandline.bench.policies import make_cache, policy
+from strandline.bench.replay import Machine, Replay, Result
+from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
+from strandline.bench.traces import Lane, read_trace
+from strandline.config import parse_bytes
+from strandline.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What to replay, and on what."""
+
+    traces: Sequence[str]
+    """Paths, names of workloads, or ``synthetic`` for all workloads."""
+    geometry: str
+    memory: Sequence[str]
+    policies: Sequence[str]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_sessions: int | None
+    session_gap_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One replay's place in the table."""
+
+    trace: str
+    result: Result
+
+
+def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
+    """Replay all combinations and print what they show; return 0."""
+    for name in options.policies:
+        policy(name)
+    budgets = [parse_bytes(size) for size in options.memory]
+    rows = []
+    for name in _names(options.traces):
+        lanes = _lanes(name, options)
+        for memory_bytes in budgets:
+            for policy_name in options.policies:
+                rows.append(Row(Path(name).name, _replay(lanes, memory_bytes, policy_name, options)))
+                if not as_json:
+                    print("\n".join(table(rows) if len(rows) == 1 else table(rows)[-1:]), flush=True)
+    if as_json:
+        print(
+            json.dumps(
+                {"version": version("strandline"), "python": platform.python_version(), "rows": list(as_data(rows))}
+            )
+        )
+    return 0
+
+
+def _names(traces: Sequence[str]) -> Iterable[str]:
+    for name in traces:
+        yield from SYNTHETIC if name == "synthetic" else (name,)
+
+
+def _lanes(name: str, options: ReplayOptions) -> list[Lane]:
+    if name in SYNTHETIC or not Path(name).exists():
+        return synthetic_lanes(name)
+    return read_trace(name, max_sessions=options.max_sessions, session_gap_s=options.session_gap_s)
+
+
+def _replay(lanes: list[Lane], memory_bytes: int, policy_name: str, options: ReplayOptions) -> Result:
+    spec = geometry(options.geometry)
+    num_slabs = memory_bytes // spec.slab_bytes
+    if num_slabs < 6:
+        raise ConfigError(
+            f"memory of {memory_bytes:,} bytes is {num_slabs} slots of {options.geometry}; give 6 or more"
+        )
+    machine = Machine(spec, H200[options.geometry], memory_bytes, options.max_num_seqs, options.max_num_batched_tokens)
+    cache = make_cache(policy(policy_name), num_slabs, spec.blocks_per_slab)
+    with tqdm(desc=policy_name, unit="request", leave=False, delay=2) as bar:
+        return Replay(machine, cache, policy_name).run(lanes, bar.update)
+
+
+COLUMNS = (
+    f"{'trace':<28} {'memory':>9} {'policy':<14}{'requests':>9}{'hit %':>8}{'ideal %':>8}"
+    f"{'computed':>10}{'recomputed':>11}{'TTFT p50':>10}{'p90 ms':>9}{'slots %':>8}{'preempted':>10}"
+    "  misses, tokens per request"
+)
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return the table's lines. Computed and recomputed are prompt tokens per request."""
+    return [COLUMNS, *(_line(row) for row in rows)]
+
+
+def _line(row: Row) -> str:
+    result = row.result
+    held = max(result.slot_bytes + result.block_bytes, 1)
+    misses = sorted(result.missed_tokens.items(), key=lambda item: -item[1])
+    told = ", ".join(f"{reason} {count // max(result.num_requests, 1):,}" for reason, count in misses if count)
+    refused = f"; {result.num_refused} refused" if result.num_refused else ""
+    return (
+        f"{row.trace[:28]:<28} {result.memory_bytes / 2**30:>5.4g} GiB {result.policy:<14}{result.num_requests:>9,}"
+        f"{result.hit_share:>8.1%}{result.ideal_share:>8.1%}{result.computed_per_request:>10,.0f}"
+        f"{result.recomputed_per_request:>11,.0f}{result.ttft_quantile_s(0.5) * 1e3:>10,.0f}"
+        f"{result.ttft_quantile_s(0.9) * 1e3:>9,.0f}{result.slot_bytes / held:>8.0%}"
+        f"{result.num_preemptions:>10,}  {told}{refused}"
+    )
+
+
+def as_data(rows: Iterable[Row]) -> Iterable[dict[str, Any]]:
+    """Yield each row as plain data."""
+    for row in rows:
+        result = row.result
+        data = {name: getattr(result, name) for name in Result.__slots__ if name not in ("ttft_s", "missed_tokens")}
+        yield {
+            "trace": row.trace,
+            **data,
+            "missed_tokens": {reason.value: count for reason, count in result.missed_tokens.items()},
+            "ttft_p50_s": result.ttft_quantile_s(0.5),
+            "ttft_p90_s": result.ttft_quantile_s(0.9),
+            "computed_per_request": result.computed_per_request,
+            "recomputed_per_request": result.recomputed_per_request,
+        }

@@ -1,0 +1,156 @@
+"""Replays: what is read from each format, what the figures mean, and that they come out the same again."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from strandline.bench.cost import H200
+from strandline.bench.geometry import geometry
+from strandline.bench.ideal import SeenPrefixes
+from strandline.bench.policies import make_cache, policy
+from strandline.bench.replay import Machine, Replay, Result
+from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
+from strandline.bench.traces import Lane, random_tokens, read_trace
+from strandline.cache.invariants import check
+from strandline.cache.tokens import encode
+from strandline.cli import main
+from strandline.errors import ConfigError
+
+MODEL = "Qwen3.5-35B-A3B"
+
+
+def replay(lanes: list[Lane], *, gib: float = 40, name: str = "auto") -> Result:
+    spec = geometry(MODEL)
+    machine = Machine(spec, H200[MODEL], int(gib * 2**30))
+    cache = make_cache(policy(name), machine.memory_bytes // spec.slab_bytes, spec.blocks_per_slab)
+    result = Replay(machine, cache, name).run(lanes)
+    check(cache)
+    return result
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def session(name: str, t0: float = 0.0) -> dict[str, object]:
+    """A session of three turns: the second extends the first, the third rewinds a block; and a sub-agent."""
+    requests: list[dict[str, object]] = [
+        {"t": t0, "in": 330, "out": 20, "think_time": 0.0, "lcp": 0, "new": [[1, 5]]},
+        {"t": t0 + 5, "in": 650, "out": 9, "think_time": 2.0, "lcp": 5, "new": [[6, 5]]},
+        {"t": t0 + 6, "type": "subagent", "tool_tokens": 64, "system_tokens": 6, "requests": [
+            {"t": 0.0, "in": 140, "out": 5, "lcp": 0, "new": [[100, 2]]}]},
+        {"t": t0 + 9, "in": 700, "out": 9, "think_time": 2.0, "lcp": 9, "new": [[50, 1]]},
+    ]  # fmt: skip
+    return {"id": name, "block_size": 64, "tool_tokens": 100, "system_tokens": 29, "requests": requests}
+
+
+def test_a_recurrent_models_slot_is_as_large_as_fifty_blocks() -> None:
+    spec = geometry(MODEL)
+    assert spec.blocks_per_slab == 50
+    assert round(spec.raw_slot_bytes / 2**20) == 61
+
+
+def test_sessions_extend_rewind_and_share_their_heads(tmp_path: Path) -> None:
+    lanes = read_trace(write(tmp_path / "s.jsonl", [session("a"), session("b")]))
+    assert [lane.start_s for lane in lanes] == [0.0, 6.0, 10.0, 16.0]
+    first, second, third = lanes[0].calls()
+    assert [len(call.prompt) // 4 for call in (first, second, third)] == [330, 650, 700]
+    assert second.prompt.startswith(first.prompt + first.output)
+    assert third.prompt.startswith(second.prompt[: 9 * 256])
+    assert not third.prompt.startswith(second.prompt[: 9 * 256 + 4])
+    other = next(lanes[2].calls())
+    assert other.prompt[: 129 * 4] == first.prompt[: 129 * 4]
+    assert other.prompt[129 * 4 :][:4] != first.prompt[129 * 4 :][:4]
+    assert [bytes(call.prompt) for call in lanes[0].calls()] == [bytes(c.prompt) for c in (first, second, third)]
+
+
+def test_hash_blocks_are_512_tokens_and_global(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"timestamp": 0, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]},
+        {"timestamp": 2500, "input_length": 520, "output_length": 7, "hash_ids": [3, 9]},
+    ]
+    lanes = read_trace(write(tmp_path / "b.jsonl", rows))
+    first, second = (next(lane.calls()) for lane in lanes)
+    assert (len(first.prompt) // 4, len(second.prompt) // 4, lanes[1].start_s) == (600, 520, 2.5)
+    assert first.prompt[:2048] == second.prompt[:2048]
+    assert first.prompt[2048:2052] != second.prompt[2048:2052]
+
+
+def test_text_and_token_ids_keep_sessions_in_order(tmp_path: Path) -> None:
+    text: list[dict[str, object]] = [
+        {"timestamp": 9_000_000, "session_id": "x", "input": "one two three", "output": "four"},
+        {"timestamp": 1_000_000, "session_id": "x", "input": "one two", "output": "three"},
+    ]
+    (lane,) = read_trace(write(tmp_path / "t.jsonl", text))
+    early, late = lane.calls()
+    assert late.prompt.startswith(early.prompt)
+    assert (early.at_s, late.at_s, lane.start_s) == (0.0, 8.0, 0.0)
+    tokens: list[dict[str, object]] = [{"prompt": [1, 2, 3], "output": [4]}, {"prompt": [7], "output": 3, "t": 1.5}]
+    first, second = (next(lane.calls()) for lane in read_trace(write(tmp_path / "i.jsonl", tokens)))
+    assert (bytes(first.prompt), first.output, len(second.output)) == (encode([1, 2, 3]), encode([4]), 12)
+
+
+def test_an_unknown_format_or_name_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is needed"):
+        read_trace(write(tmp_path / "x.jsonl", [{"what": 1}]))
+    with pytest.raises(ConfigError, match="prefix-4096"):
+        synthetic_lanes("nothing")
+    with pytest.raises(ConfigError, match="known are"):
+        geometry("nothing")
+
+
+def test_the_ideal_is_exact_inside_a_block() -> None:
+    seen = SeenPrefixes()
+    data = bytearray(random_tokens("a", 300))
+    for num_tokens in (100, 64, 130, 300, 200):
+        seen.add(data[: num_tokens * 4])
+    other = bytearray(random_tokens("b", 50))
+    assert seen.longest(data[: 77 * 4] + other) == 77
+    assert seen.longest(data + other) == 300
+    seen.add(data[: 77 * 4] + other)
+    assert seen.longest(data[: 77 * 4] + other) == 127
+    assert seen.longest(data) == 300
+    assert seen.longest(data, "salt") == 0
+
+
+def test_figures_add_up_and_come_out_the_same_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.jsonl", [session(name) for name in "abcdef"])
+    results = [replay(read_trace(path, session_gap_s=1.0), gib=1) for _ in range(2)]
+    assert results[0] == results[1]
+    result = results[0]
+    assert result.num_requests == 24
+    assert result.prompt_tokens == result.hit_tokens + sum(result.missed_tokens.values())
+    assert result.hit_tokens <= result.ideal_tokens
+    assert len(result.ttft_s) == 24
+
+
+def test_conversations_run_together_in_simulated_time() -> None:
+    result = replay(synthetic_lanes("chat"))
+    alone = sum(replay([lane]).simulated_s for lane in synthetic_lanes("chat"))
+    assert result.simulated_s < 0.5 * alone
+
+
+def test_a_prompt_that_the_memory_cannot_hold_is_refused_and_counted(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"prompt": [1] * 40_000, "output": 1}, {"prompt": [1] * 100, "output": 1}]
+    result = replay(read_trace(write(tmp_path / "i.jsonl", rows)), gib=0.6)
+    assert (result.num_requests, result.num_refused) == (1, 1)
+
+
+def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write(tmp_path / "s.jsonl", [session("a")]))
+    arguments = ["bench", "replay", path, "resend", "--memory", "1GiB,2GiB", "--policy", "auto,off"]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 8
+    assert main([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["policy"] for row in rows] == ["auto", "off"] * 4
+    assert main(["bench", "replay", path, "--policy", "best"]) == 2
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_every_workload_hits_something(name: str) -> None:
+    result = replay(synthetic_lanes(name), gib=100)
+    assert 0 < result.hit_tokens <= result.ideal_tokens
