@@ -6,12 +6,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup serve demo test lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: $(STAMP) ## build .venv, unless it is up to date
+
+serve: setup ## serve the demo model at http://127.0.0.1:8000 (SERVE_ARGS="--port 8001" adds flags)
+	$(BIN)/strandline serve $(SERVE_ARGS)
 
 demo: setup ## ask the demo model something twice, and see what the second request hit
 	$(BIN)/strandline demo

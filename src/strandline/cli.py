@@ -1,4 +1,4 @@
-"""The command line: ``strandline generate | chat | demo | eval | bench``.
+"""The command line: ``strandline serve | generate | chat | demo | eval | bench``.
 
 Exit codes: 0 done, 1 the run failed or found a difference, 2 wrong usage or configuration, 130 Ctrl-C.
 """
@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 from strandline import __version__
 from strandline.config import DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
 from strandline.errors import StrandlineError
+
+MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
 
 SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "0 is greedy"),
@@ -65,6 +67,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="strandline", description="Inference for hybrid language models, with prefix caching.")
     parser.add_argument("--version", action="version", version=f"strandline {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    _add_serve(commands)
     _add_generate(commands)
     _add_chat(commands)
     _add_demo(commands)
@@ -73,9 +76,27 @@ def build_parser() -> Parser:
     return parser
 
 
+def _add_serve(commands: Any) -> None:
+    text = "Serve a model over HTTP, with OpenAI's API."
+    parser = commands.add_parser("serve", help="serve a model over HTTP", description=text)
+    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help=MODEL_HELP)
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")
+    add("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
+    add("--served-model-name", nargs="+", default=(), metavar="NAME", help="names that requests may use")
+    add("--api-key", nargs="+", default=(), metavar="KEY", help="ask for one of these keys")
+    add("--chat-template", metavar="FILE", help="a Jinja file, or the template itself")
+    add("--max-queue", type=int, default=1024, metavar="N", help="most outputs that wait (default: %(default)s)")
+    add("--max-body-bytes", type=int, default=32 * 2**20, metavar="N", help="of a request (default: %(default)s)")
+    add("--request-timeout-s", type=float, metavar="S", help="most time for one request (default: no limit)")
+    _add_engine_flags(parser)
+    parser.set_defaults(run=_run_serve, parser=parser)
+
+
 def _add_generate(commands: Any) -> None:
     parser = commands.add_parser("generate", help="complete prompts", description="Complete prompts.")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete; none: read it from stdin")
+    parser.add_argument("--model", default="demo", help=MODEL_HELP)
     _add_engine_flags(parser)
     _add_sampling_flags(parser)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text (may be given again)")
@@ -86,6 +107,7 @@ def _add_generate(commands: Any) -> None:
 def _add_chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk with a model", description="Talk with a model; Ctrl-D ends.")
     parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--model", default="demo", help=MODEL_HELP)
     _add_engine_flags(parser)
     _add_sampling_flags(parser)
     parser.set_defaults(run=_run_chat, parser=parser)
@@ -104,6 +126,7 @@ def _add_eval(commands: Any) -> None:
     parser = commands.add_parser("eval", help="score a model on tasks with known answers", description=text)
     parser.add_argument("--per-kind", type=int, default=100, help="tasks of each kind (default: %(default)s)")
     parser.add_argument("--task-seed", type=int, default=0, help="which tasks to draw (default: %(default)s)")
+    parser.add_argument("--model", default="demo", help=MODEL_HELP)
     _add_engine_flags(parser)
     parser.set_defaults(run=_run_eval, parser=parser)
 
@@ -129,7 +152,6 @@ def _add_bench(commands: Any) -> None:
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     add = group.add_argument
-    add("--model", default="demo", help="a directory, a hub name, or 'demo' (default: %(default)s)")
     add("--tokenizer", metavar="PATH", help="where the tokenizer lies, if not with the model")
     add("--dtype", choices=DTYPES, default="auto", help="of weights and activations")
     add("--device", choices=DEVICES, default="auto")
@@ -165,6 +187,14 @@ def _sampling_params(options: argparse.Namespace, llm: Any, **more: Any) -> Any:
         return replace(llm.get_default_sampling_params(), **{**more, **given})
     except RequestError as error:
         raise ConfigError(str(error)) from error
+
+
+def _run_serve(options: argparse.Namespace) -> int:
+    from strandline.server.launch import ServerConfig, serve
+
+    names = [field.name for field in fields(ServerConfig)]
+    server: dict[str, Any] = {name: getattr(options, name) for name in names}
+    return serve(EngineConfig(**_engine_options(options)), ServerConfig(**server))
 
 
 def _run_generate(options: argparse.Namespace) -> int:

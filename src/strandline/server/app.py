@@ -1,0 +1,103 @@
+"""The HTTP application: which path does what."""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from strandline.errors import EngineError, RequestError
+from strandline.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from strandline.server.chat import chat
+from strandline.server.completions import complete
+from strandline.server.faults import add_error_handlers, error_response
+from strandline.server.gate import Gate
+from strandline.server.service import Service
+from strandline.server.streams import json_response
+
+
+def build_app(service: Service, *, api_keys: Sequence[str] = (), max_body_bytes: int = 32 * 2**20) -> FastAPI:
+    """Return the application that serves a model."""
+    app = FastAPI(title="Strandline", version=version("strandline"), docs_url=None, redoc_url=None)
+    _add_generation(app, service)
+    _add_models(app, service)
+    _add_tokenizer(app, service)
+    _add_operation(app, service)
+    add_error_handlers(app)
+    app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        return await complete(service, body, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        return await chat(service, body, request)
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created_s,
+            "owned_by": "strandline",
+            "root": service.model_names[0],
+            "parent": None,
+            "max_model_len": service.client.frontend.limits.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [card(name) for name in service.model_names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.require_model(name)
+        return json_response(card(name))
+
+
+def _add_tokenizer(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> Response:
+        service.require_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give either prompt or messages")
+        if body.prompt is not None:
+            prompt = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            prompt = await service.render(body.messages or [], add_generation_prompt=body.add_generation_prompt)
+        max_model_len = service.client.frontend.limits.max_model_len
+        tokens = prompt.token_ids
+        return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens})
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> Response:
+        service.require_model(body.model)
+        return json_response({"prompt": await service.decode(body.tokens)})
+
+
+def _add_operation(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        death = service.client.death
+        if death is not None:
+            return error_response(503, f"the engine has stopped: {death}", code="engine_dead")
+        return json_response({"status": "ok"})
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return json_response({"version": version("strandline")})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        try:
+            stats = await service.client.ask_stats()
+        except EngineError:
+            stats = None  # what the front end counts is shown all the same
+        return Response(service.client.metrics.expose(stats), media_type=CONTENT_TYPE_LATEST)

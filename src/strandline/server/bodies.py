@@ -1,0 +1,165 @@
+"""The bodies that the API takes: OpenAI's fields, and vLLM's where OpenAI has none.
+
+Types are strict: ``"5"`` is no number. A field that nobody knows is ignored, as OpenAI's clients expect of servers
+older than they are, and logged once. A field that would change the answer, but is not served, is refused.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from strandline.engine.sampling_params import SamplingParams
+from strandline.errors import RequestError
+
+LOGGER: Final = logging.getLogger("strandline.server")
+
+NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "use_beam_search": (False,),
+    "audio": (),
+    "prompt_embeds": (),
+    "continue_final_message": (False,),
+}
+"""Fields that would change the answer, and the values (besides null) that leave it as it is."""
+
+WITHOUT_EFFECT: Final = frozenset(
+    {"metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id", "safety_identifier"}
+    | {"service_tier", "store", "tool_choice", "user"}
+)
+"""Fields that clients send and that change nothing here."""
+
+_LOGGED: Final = set[str]()
+MAX_LOGGED: Final = 100
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides the outputs."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+
+
+class SamplingBody(BaseModel):
+    """What all requests for tokens have in common."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    bad_words: list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool = False
+    min_tokens: int | None = None
+    skip_special_tokens: bool = True
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    include_cache_account: bool = False
+
+    def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """Return the sampling parameters: the model's defaults, what the body says, and ``more``.
+
+        Raises:
+            RequestError: a value is out of range, or the body asks for what is not served.
+        """
+        self._check_extra()
+        names = SamplingParams.__dataclass_fields__.keys() & self.__class__.model_fields.keys()
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        return SamplingParams(**{**defaults, **given, **more})
+
+    def wants_usage(self) -> bool:
+        """Whether a stream is to end with the usage."""
+        return self.include_cache_account or (self.stream_options is not None and self.stream_options.include_usage)
+
+    def _check_extra(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream: true")
+        for name, value in (self.model_extra or {}).items():
+            if name in NOT_SERVED and value is not None and value not in NOT_SERVED[name]:
+                raise RequestError(f"{name} is not served by this version")
+            if name not in NOT_SERVED and name not in WITHOUT_EFFECT:
+                _log_once(name)
+
+
+class CompletionBody(SamplingBody):
+    """Of ``/v1/completions``."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: Count | None = 16
+    logprobs: Count | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class ChatBody(SamplingBody):
+    """Of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: Count | None = None
+    add_generation_prompt: bool = True
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(BaseModel):
+    """Of ``/tokenize``: a text or a conversation."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeBody(BaseModel):
+    """Of ``/detokenize``."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 20):
+        raise RequestError(f"logit_bias must map token ids to numbers, got the key {key[:50]!r}")
+    return int(key)
+
+
+def _log_once(name: str) -> None:
+    """Say that a field is ignored. The names come from strangers: short, escaped, and not for ever."""
+    if len(_LOGGED) < MAX_LOGGED and name not in _LOGGED:
+        _LOGGED.add(name)
+        LOGGER.warning("request field %.60r is unknown and ignored", name)

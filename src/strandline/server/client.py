@@ -1,0 +1,246 @@
+"""The front end's side of the core: jobs in, outputs as they grow, one place that knows whether the core lives."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+import zmq.asyncio
+
+from strandline.clock import SYSTEM_CLOCK
+from strandline.engine.collector import Collector
+from strandline.engine.events import CoreStats, StepEvents
+from strandline.engine.frontend import Frontend
+from strandline.engine.outputs import RequestOutput
+from strandline.engine.sampling_params import SamplingParams
+from strandline.errors import EngineError, RequestError
+from strandline.ids import RequestId
+from strandline.server.messages import ENCODER, FROM_CORE, AskStats, Died, Finish, Stats, Stepped, Submit, ToCore
+from strandline.server.metrics import Metrics
+
+STATS_TIMEOUT_S: Final = 5.0
+
+
+class EngineDeadError(EngineError):
+    """The core has ended; nothing can be computed."""
+
+
+class QueueFullError(RequestError):
+    """Too many requests wait already."""
+
+
+class RequestTimeoutError(EngineError):
+    """The request took longer than the server allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What one request of the engine starts from."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+class Job:
+    """One HTTP request: a few prompts with the same parameters. Leaving its context ends what still runs."""
+
+    def __init__(self, client: "EngineClient", collectors: Sequence[Collector], timeout_s: float | None) -> None:
+        self.collectors = list(collectors)
+        self._client = client
+        self._places = {collector.request_id: place for place, collector in enumerate(collectors)}
+        self._changed = asyncio.Event()
+        self._dirty: dict[str, None] = {}
+        self._timeout_s = timeout_s
+        self._deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close(self)
+
+    def note(self, request_id: str) -> None:
+        """Remember that a request has something new."""
+        self._dirty[request_id] = None
+        self._changed.set()
+
+    def wake(self) -> None:
+        """Let the waiting side look again, though nothing came."""
+        self._changed.set()
+
+    async def updates(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Yield a prompt's place and its outputs so far, whenever they have grown, until all are finished.
+
+        Raises:
+            EngineDeadError: the core ended.
+            RequestTimeoutError: the job's time is up.
+        """
+        num_unfinished = len(self.collectors)
+        while num_unfinished:
+            await self._wait()
+            dirty, self._dirty = self._dirty, {}
+            for request_id in dirty:
+                place = self._places[request_id]
+                output = self.collectors[place].output()
+                num_unfinished -= output.finished
+                yield place, output
+
+    async def outputs(self) -> list[RequestOutput]:
+        """Return the outputs of all prompts when all are finished. Raises as ``updates``."""
+        while not all(collector.is_finished for collector in self.collectors):
+            await self._wait()
+        return [collector.output() for collector in self.collectors]
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await self._changed.wait()
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                f"the request took longer than {self._timeout_s:g} s; ask for fewer tokens or raise --request-timeout"
+            ) from error
+        self._changed.clear()
+        self._client.require_life()
+
+
+class EngineClient:
+    """Talks to the core.
+
+    Args:
+        socket: connected to the core, which has said that it is ready.
+        frontend: makes sequences of requests and text of tokens.
+        max_unfinished: most sequences that run or wait; more are refused.
+        timeout_s: most time that a job may take.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.asyncio.Socket,
+        frontend: Frontend,
+        metrics: Metrics,
+        *,
+        max_unfinished: int,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.frontend = frontend
+        self.metrics = metrics
+        self.death: str | None = None
+        """Why the core has ended; None while it lives."""
+        self._socket = socket
+        self._max_unfinished = max_unfinished
+        self._timeout_s = timeout_s
+        self._jobs: dict[str, Job] = {}
+        self._stats_wanted: list[asyncio.Future[CoreStats]] = []
+
+    # Jobs
+
+    def submit(self, name: str, prompts: Sequence[Prompt], params: SamplingParams, salt: str = "") -> Job:
+        """Start a job.
+
+        Raises:
+            RequestError: a prompt or a parameter cannot be served. Then none is run.
+            QueueFullError: too many wait already.
+            EngineDeadError: the core has ended.
+        """
+        self.require_life()
+        for prompt in prompts:
+            self.frontend.check(prompt.token_ids, params)
+        self._require_room(len(prompts) * params.n)
+        submissions = []
+        names = [f"{name}-{place}" for place in range(len(prompts))]
+        for request_id, prompt in zip(names, prompts, strict=True):
+            submissions += self.frontend.open(request_id, prompt.token_ids, params, prompt=prompt.text, salt=salt)
+        job = Job(self, [self.frontend.collectors[request_id] for request_id in names], self._timeout_s)
+        self._jobs.update(dict.fromkeys(names, job))
+        self._send(Submit(submissions))
+        return job
+
+    def _require_room(self, num_sequences: int) -> None:
+        limit = self._max_unfinished
+        if num_sequences > limit:
+            raise RequestError(
+                f"the request asks for {num_sequences} outputs (prompts times n), at most {limit} may run and wait; "
+                "send several requests, or raise --max-queue"
+            )
+        if len(self.frontend) + num_sequences > limit:
+            raise QueueFullError(
+                f"{len(self.frontend)} outputs run and wait already, at most {limit} may; try again later, or raise "
+                "--max-queue"
+            )
+
+    def close(self, job: Job) -> None:
+        """End what still runs of a job, and forget it."""
+        names: list[RequestId] = []
+        for collector in job.collectors:
+            self._jobs.pop(collector.request_id, None)
+            if not collector.is_finished:
+                names += self.frontend.close(collector.request_id)
+                self.metrics.forget(collector.request_id)
+        if names and self.death is None:
+            self._send(Finish(names))
+
+    # The core
+
+    def require_life(self) -> None:
+        """Raise an EngineDeadError if the core has ended."""
+        if self.death is not None:
+            raise EngineDeadError(f"the engine has stopped: {self.death}; restart the server")
+
+    def fail(self, reason: str) -> None:
+        """Note that the core has ended; fail all jobs. The first reason counts."""
+        if self.death is not None:
+            return
+        self.death = reason
+        for job in set(self._jobs.values()):
+            job.wake()
+        for future in self._stats_wanted:
+            if not future.done():
+                future.set_exception(EngineDeadError(reason))
+
+    async def ask_stats(self) -> CoreStats:
+        """Return where the core stands.
+
+        Raises:
+            EngineDeadError: it has ended.
+            RequestTimeoutError: it does not answer.
+        """
+        self.require_life()
+        future = asyncio.get_running_loop().create_future()
+        self._stats_wanted.append(future)
+        self._send(AskStats())
+        try:
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                stats: CoreStats = await future
+                return stats
+        except TimeoutError as error:
+            raise RequestTimeoutError(f"the engine has not answered for {STATS_TIMEOUT_S:g} s") from error
+
+    async def receive(self) -> None:
+        """Take in what the core says, for ever."""
+        while True:
+            message = FROM_CORE.decode(await self._socket.recv())
+            match message:
+                case Stepped(events):
+                    self._take(events)
+                case Stats(stats):
+                    for future in self._stats_wanted:
+                        if not future.done():
+                            future.set_result(stats)
+                    self._stats_wanted.clear()
+                case Died(reason):
+                    self.fail(reason)
+
+    def _take(self, events: StepEvents) -> None:
+        collectors, stopped = self.frontend.take(events)
+        if stopped:
+            self._send(Finish(stopped))
+        now = SYSTEM_CLOCK()
+        for collector in collectors:
+            self.metrics.observe(collector, now)
+            self._jobs[collector.request_id].note(collector.request_id)
+
+    def _send(self, message: ToCore) -> None:
+        self._socket.send(ENCODER.encode(message))

@@ -1,0 +1,145 @@
+"""``/v1/completions``."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+from uuid import uuid4
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from strandline.engine.outputs import CompletionOutput, RequestOutput
+from strandline.errors import RequestError
+from strandline.server.answers import Entry, Growth, Json, completion_logprobs, usage
+from strandline.server.bodies import CompletionBody
+from strandline.server.client import Prompt
+from strandline.server.service import Service
+from strandline.server.streams import CLIENT_CLOSED_REQUEST, json_response, stream_response, while_connected
+
+
+class Completion:
+    """One request and its answer."""
+
+    def __init__(self, service: Service, body: CompletionBody, prompts: Sequence[Prompt], *, is_batch: bool) -> None:
+        self._body = body
+        self._service = service
+        self._is_batch = is_batch
+        self._is_echo_alone = body.echo and body.max_tokens == 0
+        self._name = f"cmpl-{uuid4().hex}"
+        self._head = {
+            "id": self._name,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.model_names[0],
+        }
+        params = body.sampling_params(
+            service.defaults,
+            max_tokens=1 if self._is_echo_alone else body.max_tokens,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+        self._num_outputs = params.n
+        self.job = service.client.submit(self._name, prompts, params, body.cache_salt or "")
+
+    async def answer(self) -> Json:
+        """Return the whole answer."""
+        with self.job:
+            outputs = await self.job.outputs()
+        choices = [
+            self._choice(place, output, completion)
+            for place, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        return {**self._head, "choices": choices, "usage": self._usage(outputs)}
+
+    async def chunks(self) -> AsyncIterator[Json]:
+        """Yield the answer as it grows."""
+        growths = [[Growth() for _ in range(self._num_outputs)] for _ in self.job.collectors]
+        is_new = [[self._body.echo] * self._num_outputs for _ in growths]
+        async for place, output in self.job.updates():
+            for completion, growth in zip(output.outputs, growths[place], strict=True):
+                offset = growth.num_characters
+                text, entries, has_news = growth.take(completion)
+                if not has_news:
+                    continue
+                echo, is_new[place][completion.index] = is_new[place][completion.index], False
+                yield {**self._head, "choices": [self._part(place, output, completion, text, entries, echo, offset)]}
+        if self._body.wants_usage():
+            outputs = [collector.output() for collector in self.job.collectors]
+            yield {**self._head, "choices": [], "usage": self._usage(outputs)}
+
+    def _choice(self, place: int, output: RequestOutput, completion: CompletionOutput) -> Json:
+        text, entries = completion.text, completion.logprobs or []
+        return self._part(place, output, completion, text, entries, self._body.echo, 0)
+
+    def _part(
+        self,
+        place: int,
+        output: RequestOutput,
+        completion: CompletionOutput,
+        text: str,
+        entries: Sequence[Entry],
+        echo: bool,
+        offset: int,
+    ) -> Json:
+        """Return one choice, or a piece of it.
+
+        Args:
+            echo: begin with the prompt.
+            offset: characters of the output before this piece.
+        """
+        if self._is_echo_alone:
+            text, entries = "", []
+        prompt = output.prompt or "" if self._body.echo else ""
+        logprobs = None
+        if self._body.logprobs is not None:
+            pairs = [(_text(entry), entry) for entry in entries]
+            before = self._prompt_pairs(output) if echo else []
+            logprobs = completion_logprobs([*before, *pairs], 0 if echo else len(prompt) + offset)
+        return {
+            "index": place * self._num_outputs + completion.index,
+            "text": prompt + text if echo else text,
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+
+    def _prompt_pairs(self, output: RequestOutput) -> list[tuple[str, Entry | None]]:
+        entries = output.prompt_logprobs or []
+        first = self._service.tokenizer.decode([output.prompt_token_ids[0]]) if entries else ""
+        return [(first if entry is None else _text(entry), entry) for entry in entries]
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
+        with_account = self._body.include_cache_account
+        return usage(outputs, is_batch=self._is_batch, with_account=with_account)
+
+
+def _text(entry: Entry) -> str:
+    return next(iter(entry.values())).decoded_token or ""
+
+
+async def complete(service: Service, body: CompletionBody, request: Request) -> Response:
+    """Answer a request."""
+    service.require_model(body.model)
+    prompts, is_batch = await _prompts(service, body)
+    completion = Completion(service, body, prompts, is_batch=is_batch)
+    if body.stream:
+        return stream_response(completion.job, completion.chunks())
+    answer = await while_connected(request, completion.answer())
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)
+
+
+async def _prompts(service: Service, body: CompletionBody) -> tuple[list[Prompt], bool]:
+    """Return the prompts, and whether the caller gave a list of them."""
+    given: Any = body.prompt
+    if not given:
+        raise RequestError("the prompt is empty; at least one token is needed")
+    is_batch = isinstance(given, list) and not isinstance(given[0], int)
+    prompts = []
+    for prompt in given if is_batch else [given]:
+        if isinstance(prompt, str):
+            prompts.append(await service.encode(prompt, add_special_tokens=body.add_special_tokens))
+        elif body.echo:
+            prompts.append(Prompt(prompt, await service.decode(prompt)))
+        else:
+            prompts.append(Prompt(prompt))
+    return prompts, is_batch

@@ -1,0 +1,220 @@
+"""Starting a server, and ending it: the core's process, the socket, signals, the drain."""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+import zmq.asyncio
+
+from strandline.config import EngineConfig
+from strandline.engine.loading import default_sampling_params, find_model, load_frontend
+from strandline.errors import ConfigError, EngineError
+from strandline.server.app import build_app
+from strandline.server.client import EngineClient
+from strandline.server.messages import ENCODER, FROM_CORE, Ready, Refused, Start, Stop
+from strandline.server.metrics import Metrics
+from strandline.server.service import Service
+
+LOGGER: Final = logging.getLogger("strandline.server")
+STOP_TIMEOUT_S: Final = 5.0
+INTERRUPTED: Final = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How to serve; what to serve is the engine's configuration."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any that is free."""
+    served_model_name: Sequence[str] = ()
+    """Names that requests may use; none: the model's."""
+    api_key: Sequence[str] = ()
+    chat_template: str | None = None
+    """A file, or the template itself."""
+    max_queue: int = 1024
+    """Most outputs that wait beside those that run."""
+    max_body_bytes: int = 32 * 2**20
+    request_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+        if self.max_queue < 0 or self.max_body_bytes < 1:
+            raise ConfigError("max_queue must be at least 0 and max_body_bytes at least 1")
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise ConfigError(f"request_timeout_s must be above 0, got {self.request_timeout_s:g}")
+
+
+def serve(engine: EngineConfig, server: ServerConfig) -> int:
+    """Serve until a signal comes; return the exit code. The first signal drains, a second Ctrl-C stops at once.
+
+    Raises:
+        ConfigError: the address is taken, or model, weights, tokenizer or memory do not allow a start.
+    """
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("strandline").setLevel(logging.INFO)
+    listener = _bind(server.host, server.port)
+    with listener:
+        return asyncio.run(_serve(engine, server, listener))
+
+
+async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> int:
+    template = read_template(server.chat_template)
+    async with start_core(engine, server) as client:
+        names = server.served_model_name or (engine.model,)
+        defaults = default_sampling_params(find_model(engine.model))
+        service = Service(client, names, defaults, template)
+        app = build_app(service, api_keys=server.api_key, max_body_bytes=server.max_body_bytes)
+        host, port = listener.getsockname()[:2]
+        LOGGER.info("serving %s on http://%s:%d", names[0], f"[{host}]" if ":" in host else host, port)
+        return await _run_http(app, listener)
+
+
+async def _run_http(app: object, listener: socket.socket) -> int:
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")  # type: ignore[arg-type]
+    http = uvicorn.Server(config)
+    # uvicorn raises the signals that it has obeyed once more at its end, for the handlers that were there before.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    await http.serve(sockets=[listener])
+    LOGGER.info("stopped at once" if http.force_exit else "stopped; every request was answered")
+    return INTERRUPTED if http.force_exit else 0
+
+
+def read_template(given: str | None) -> str | None:
+    """Return the chat template that a file holds, or the text itself if it looks like a template.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text()
+    except OSError as error:
+        raise ConfigError(f"chat template {given!r} is neither a file nor a template: {error.strerror}") from error
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    return listener
+
+
+@asynccontextmanager
+async def start_core(engine: EngineConfig, server: ServerConfig) -> AsyncIterator[EngineClient]:
+    """Start the core's process and yield a client of it; end the process on the way out.
+
+    Raises:
+        ConfigError: the configuration does not allow a start.
+        EngineError: the process ended before it was ready.
+    """
+    folder = tempfile.mkdtemp(prefix="strandline-")  # readable by this user alone
+    address = f"ipc://{folder}/core"
+    with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as core:
+        core.set_hwm(0)
+        core.linger = 0
+        core.bind(address)
+        command = [sys.executable, "-m", "strandline.server.core_process", address]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        try:
+            async with _connected(core, process, engine, server) as client:
+                shutil.rmtree(folder)
+                yield client
+            await core.send(ENCODER.encode(Stop()))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            _end(process)
+
+
+@asynccontextmanager
+async def _connected(
+    core: zmq.asyncio.Socket, process: subprocess.Popen[bytes], engine: EngineConfig, server: ServerConfig
+) -> AsyncIterator[EngineClient]:
+    ended = asyncio.get_running_loop().create_future()
+    watch = os.pidfd_open(process.pid)
+    asyncio.get_running_loop().add_reader(watch, partial(_settle, ended))
+    try:
+        await core.send(ENCODER.encode(Start(engine)))
+        client = await _greet(core, ended, engine, server)
+        receiving = asyncio.ensure_future(client.receive())
+        ended.add_done_callback(lambda _: client.fail(f"its process ended with code {process.poll()}"))
+        receiving.add_done_callback(partial(_fail_with, client))
+        yield client
+        ended.cancel()
+        receiving.cancel()
+    finally:
+        asyncio.get_running_loop().remove_reader(watch)
+        os.close(watch)
+
+
+async def _greet(
+    core: zmq.asyncio.Socket, ended: asyncio.Future[None], engine: EngineConfig, server: ServerConfig
+) -> EngineClient:
+    """Wait until the core is ready; return a client of it."""
+    first = asyncio.ensure_future(core.recv())
+    await asyncio.wait((first, ended), return_when=asyncio.FIRST_COMPLETED)
+    if not first.done():
+        first.cancel()
+        raise EngineError("the engine's process ended while it started; its error is above")
+    match FROM_CORE.decode(first.result()):
+        case Ready(limits, lines):
+            frontend = load_frontend(engine, limits)
+        case Refused(message):
+            raise ConfigError(message)
+        case other:
+            raise EngineError(f"the engine began with {other!r}")
+    for line in lines:
+        LOGGER.info("%s", line)
+    names = server.served_model_name or (engine.model,)
+    return EngineClient(
+        core,
+        frontend,
+        Metrics(names[0]),
+        max_unfinished=engine.max_num_seqs + server.max_queue,
+        timeout_s=server.request_timeout_s,
+    )
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _fail_with(client: EngineClient, receiving: asyncio.Future[None]) -> None:
+    """An error in the front end's own part of the work must not leave requests waiting."""
+    if not receiving.cancelled():
+        error = receiving.exception()
+        LOGGER.error("cannot take in what the engine says", exc_info=error)
+        client.fail(f"{type(error).__name__}: {error}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let the core end by itself: its standard input closes. Kill it when it does not."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

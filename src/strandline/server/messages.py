@@ -1,0 +1,75 @@
+"""What the front end and the core process say to each other: msgpack over one pair of ZeroMQ sockets."""
+
+from typing import Final
+
+import msgspec
+
+from strandline.config import EngineConfig
+from strandline.engine.events import CoreStats, Limits, StepEvents, Submission
+from strandline.ids import RequestId
+
+
+class Start(msgspec.Struct, tag=True):
+    """The first message: what to load."""
+
+    config: EngineConfig
+
+
+class Submit(msgspec.Struct, tag=True):
+    """Run these sequences."""
+
+    submissions: list[Submission]
+
+
+class Finish(msgspec.Struct, tag=True):
+    """End these sequences, before the next step."""
+
+    request_ids: list[RequestId]
+
+
+class AskStats(msgspec.Struct, tag=True):
+    """Answer with ``Stats``."""
+
+
+class Stop(msgspec.Struct, tag=True):
+    """End the process, whatever runs."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The model is loaded; requests may come."""
+
+    limits: Limits
+    lines: list[str]
+    """What the cache has room for, for people."""
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The configuration does not allow a start; the process ends."""
+
+    message: str
+
+
+class Stepped(msgspec.Struct, tag=True):
+    """A step is done."""
+
+    events: StepEvents
+
+
+class Stats(msgspec.Struct, tag=True):
+    """The answer to ``AskStats``."""
+
+    stats: CoreStats
+
+
+class Died(msgspec.Struct, tag=True):
+    """An error of ours; the process ends."""
+
+    message: str
+
+
+ToCore = Start | Submit | Finish | AskStats | Stop
+FromCore = Ready | Refused | Stepped | Stats | Died
+
+ENCODER: Final = msgspec.msgpack.Encoder()
+TO_CORE: Final = msgspec.msgpack.Decoder(ToCore)
+FROM_CORE: Final = msgspec.msgpack.Decoder(FromCore)

@@ -1,0 +1,136 @@
+"""Prometheus metrics: vLLM's names where it has them, with the prefix ``strandline:``.
+
+What concerns text and time is counted here, in the front end; what concerns steps and the cache is read from the
+core when somebody asks.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from strandline.engine.collector import Collector
+from strandline.engine.events import CoreStats
+
+PREFIX: Final = "strandline:"
+LABEL: Final = "model_name"
+TTFT_BUCKETS_S: Final = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+ITL_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+E2E_BUCKETS_S: Final = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._registry = CollectorRegistry()
+        self._core = _CoreMetrics(model_name)
+        self._registry.register(self._core)
+        self._last_token_s: dict[str, float] = {}
+        self._finished = self._counter("request_success", "Finished requests.", "finished_reason")
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.").labels(model_name)
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.").labels(model_name)
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
+        self._itl = self._histogram("inter_token_latency_seconds", "Token to token.", ITL_BUCKETS_S)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS_S)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, text, (LABEL, *labels), registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(PREFIX + name, text, (LABEL,), buckets=buckets, registry=self._registry)
+        return histogram.labels(self._model_name)
+
+    def observe(self, collector: Collector, now_s: float) -> None:
+        """Count a request that got one token (or, with ``n`` outputs, up to ``n``) in a step."""
+        name = collector.request_id
+        last_s = self._last_token_s.get(name)
+        self._last_token_s[name] = now_s
+        if last_s is None:
+            self._ttft.observe(now_s - collector.times.arrival_s)
+        else:
+            self._itl.observe(now_s - last_s)
+        if collector.is_finished:
+            self._finish(collector, now_s)
+
+    def _finish(self, collector: Collector, now_s: float) -> None:
+        output = collector.output()
+        self._e2e.observe(now_s - collector.times.arrival_s)
+        self._prompt_tokens.inc(len(output.prompt_token_ids))
+        self._generation_tokens.inc(sum(len(completion.token_ids) for completion in output.outputs))
+        self._finished.labels(self._model_name, output.outputs[0].finish_reason).inc()
+        del self._last_token_s[collector.request_id]
+
+    def forget(self, request_id: str) -> None:
+        """Count a request that ended before it was finished."""
+        self._last_token_s.pop(request_id, None)
+        self._finished.labels(self._model_name, "abort").inc()
+
+    def expose(self, stats: CoreStats | None) -> bytes:
+        """Return Prometheus' text; without the core's part when there are no stats."""
+        self._core.stats = stats
+        return generate_latest(self._registry)
+
+
+class _CoreMetrics:
+    """Shows the core's counters as metrics."""
+
+    def __init__(self, model_name: str) -> None:
+        self.stats: CoreStats | None = None
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        return [] if self.stats is None else self._families(self.stats)
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def _families(self, stats: CoreStats) -> Iterator[Metric]:
+        yield self._gauge("num_requests_running", "Sequences that run.", {"": stats.num_running})
+        yield self._gauge("num_requests_waiting", "Sequences that wait.", {"": stats.num_waiting})
+        yield self._counter("num_preemptions", "Preemptions.", {"": stats.num_preemptions})
+        yield self._counter("prefix_cache_queries", "Tokens looked up in the cache.", {"": stats.queried_tokens})
+        yield self._counter("prefix_cache_hits", "Tokens found in the cache.", {"": stats.hit_tokens})
+        yield self._counter("prefix_cache_misses", "Tokens not found, by reason.", stats.missed_tokens, "reason")
+        yield self._counter("prefix_cache_hit_requests", "Hits, by kind of snapshot.", stats.hits_by_kind, "kind")
+        yield self._counter("snapshots_taken", "Snapshots taken, by kind.", stats.snapshots_taken, "kind")
+        yield self._counter("snapshots_evicted", "Snapshots evicted.", {"": stats.num_snapshots_evicted})
+        yield self._counter("blocks_evicted", "Blocks evicted.", {"": stats.num_blocks_evicted})
+        yield self._gauge("cache_memory_bytes", "Memory, by tenant.", stats.tenant_bytes, "tenant")
+
+    def _counter(self, name: str, text: str, values: dict[str, int], label: str | None = None) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=[LABEL, *([label] if label else [])])
+        return self._fill(family, values, label)
+
+    def _gauge(self, name: str, text: str, values: dict[str, int], label: str | None = None) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=[LABEL, *([label] if label else [])])
+        return self._fill(family, values, label)
+
+    def _fill(
+        self, family: CounterMetricFamily | GaugeMetricFamily, values: dict[str, int], label: str | None
+    ) -> Metric:
+        for key, value in values.items():
+            family.add_metric([self._model_name, *([key] if label else [])], value)
+        return family

@@ -1,0 +1,107 @@
+"""What all endpoints need: the engine's client, the model's names and defaults, and text to tokens and back.
+
+Tokenizing and templates run in a thread of their own, one at a time, so that they do not hold up the streams.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from strandline.engine.prompts import encode_text, render_chat
+from strandline.errors import RequestError
+from strandline.server.client import EngineClient, Prompt
+from strandline.server.faults import UnknownModelError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One served model."""
+
+    client: EngineClient
+    model_names: Sequence[str]
+    """The first is the one that answers carry."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters that the model recommends."""
+    chat_template: str | None = None
+    """Instead of the tokenizer's own."""
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer.
+
+        Raises:
+            RequestError: the server runs without one.
+        """
+        if self.client.frontend.tokenizer is None:
+            raise RequestError("the server runs without a tokenizer: send token ids")
+        return self.client.frontend.tokenizer
+
+    def require_model(self, name: str | None) -> None:
+        """Raise an UnknownModelError unless the name is one of ours, or none."""
+        if name is not None and name not in self.model_names:
+            raise UnknownModelError(f"the model {name[:200]!r} does not exist; there is {', '.join(self.model_names)}")
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run what may take a while."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
+        """Return a text as a prompt."""
+        tokenizer = self.tokenizer
+        ids = await self.in_thread(lambda: encode_text(tokenizer, text, add_special_tokens=add_special_tokens))
+        return Prompt(ids, text)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        vocab_size, tokenizer = self.client.frontend.limits.vocab_size, self.tokenizer
+        wrong = [token for token in token_ids if not 0 <= token < vocab_size]
+        if wrong:
+            raise RequestError(f"token {wrong[0]} is not in the vocabulary [0, {vocab_size})")
+        text: str = await self.in_thread(lambda: tokenizer.decode(token_ids))
+        return text
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Return a conversation as a prompt."""
+        tokenizer, template = self.tokenizer, chat_template or self.chat_template
+
+        def work() -> Prompt:
+            text = render_chat(
+                tokenizer,
+                [_with_plain_content(message) for message in messages],
+                template,
+                add_generation_prompt=add_generation_prompt,
+                template_options=template_options,
+            )
+            return Prompt(encode_text(tokenizer, text, add_special_tokens=False), text)
+
+        return await self.in_thread(work)
+
+
+def _with_plain_content(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Join a message's text parts by newlines, as vLLM does for templates that know text alone."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return dict(message)
+    if not isinstance(content, list):
+        raise RequestError("a message's content must be a string or a list of parts")
+    texts = []
+    for part in content:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not is_text:
+            raise RequestError("a message's content parts must be {'type': 'text', 'text': …}; others are not served")
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}

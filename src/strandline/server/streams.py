@@ -1,0 +1,62 @@
+"""Server-sent events, and what happens when the client goes away."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, Final, TypeVar
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+
+from strandline.errors import EngineError, RequestError
+from strandline.server.client import Job
+from strandline.server.faults import error_body, status_of
+
+T = TypeVar("T")
+
+DONE: Final = b"data: [DONE]\n\n"
+CLIENT_CLOSED_REQUEST: Final = 499
+"""What a request ends with whose client has gone: nobody sees it."""
+
+_JSON: Final = msgspec.json.Encoder()
+
+
+def json_response(body: Any) -> Response:
+    """Return a body as JSON."""
+    return Response(_JSON.encode(body), media_type="application/json")
+
+
+def stream_response(job: Job, bodies: AsyncIterator[Any]) -> Response:
+    """Stream bodies as server-sent events; the job ends with the stream, or when the client goes away."""
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_events(job, bodies), media_type="text/event-stream", headers=headers)
+
+
+async def _events(job: Job, bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    with job:
+        try:
+            async for body in bodies:
+                yield b"data: " + _JSON.encode(body) + b"\n\n"
+        except (RequestError, EngineError) as error:
+            # The status has been sent: the error is an event, which OpenAI's clients raise.
+            status, code = status_of(error)
+            yield b"data: " + error_body(status, str(error), code=code) + b"\n\n"
+        yield DONE
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Do the work, or end it when the client goes away; then return None."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
