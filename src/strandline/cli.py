@@ -30,7 +30,10 @@ SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors name the nearest flag."""
+    """A parser that takes no abbreviations, and whose errors name the nearest flag."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
