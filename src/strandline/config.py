@@ -10,6 +10,7 @@ from strandline.errors import ConfigError
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS: Final = ("auto", "safetensors", "dummy")
+CACHE_MODES: Final = ("auto", "align", "all", "none")
 DEVICES: Final = ("auto", "cpu", "cuda")
 
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -43,12 +44,17 @@ class EngineConfig:
     memory: str | int | None = None
     """Budget of the cache and of running requests together: bytes, or a string such as ``4GiB``."""
     enable_prefix_caching: bool = True
+    mamba_cache_mode: str = "auto"
+    """Where snapshots are taken: ``auto``, or for comparison ``align``, ``all``, ``none``."""
+    mamba_block_size: int = 1024
+    """Tokens between the boundaries that ``align`` and ``all`` take snapshots at; a multiple of 64."""
     seed: int = 0
     """Of unseeded requests' sampling, and of dummy weights."""
 
     def __post_init__(self) -> None:
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
+        _require_choice("mamba_cache_mode", self.mamba_cache_mode, CACHE_MODES)
         _require_choice("device", self.device, DEVICES)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from strandline.cache import PrefixCache
+from strandline.cache import Placement, PrefixCache
+from strandline.cache.core import AUTO
+from strandline.cache.placement import Align, EveryBoundary, Nothing
 from strandline.errors import ConfigError
 
 
@@ -12,10 +14,17 @@ from strandline.errors import ConfigError
 class Policy:
     """How a cache behaves."""
 
+    placement: Placement = AUTO
     is_enabled: bool = True
 
 
-POLICIES: Final[Mapping[str, Policy]] = {"auto": Policy(), "off": Policy(is_enabled=False)}
+POLICIES: Final[Mapping[str, Policy]] = {
+    "auto": Policy(),
+    "align-1056": Policy(Align(1056)),
+    "all-1024": Policy(EveryBoundary(1024)),
+    "none": Policy(Nothing()),
+    "off": Policy(is_enabled=False),
+}
 
 
 def policy(name: str) -> Policy:
@@ -31,4 +40,4 @@ def policy(name: str) -> Policy:
 
 def make_cache(chosen: Policy, num_slabs: int, blocks_per_slab: int) -> PrefixCache:
     """Return an empty cache that behaves so."""
-    return PrefixCache(num_slabs, blocks_per_slab, enabled=chosen.is_enabled)
+    return PrefixCache(num_slabs, blocks_per_slab, placement=chosen.placement, enabled=chosen.is_enabled)

@@ -183,7 +183,7 @@ class Replay:
             arrival_s, number, lane, call = heapq.heappop(self._arrivals)
             num_prompt, num_output = len(call.prompt) // TOKEN_BYTES, max(len(call.output) // TOKEN_BYTES, 1)
             new = NewRequest(RequestId(str(number)), NoTokens(num_prompt), NOTHING, 0, frozenset(), ())
-            request = Request(new, max_total=num_prompt + num_output)
+            request = Request(new, max_total=num_prompt + num_output, marks=call.marks)
             request.tokens.data = call.prompt
             self.result.num_requests += 1
             self.result.prompt_tokens += num_prompt

@@ -43,6 +43,8 @@ class Call(NamedTuple):
     prompt: bytearray
     """Token ids, encoded."""
     output: bytes
+    marks: tuple[int, ...] = ()
+    """Where its tools and its system prompt end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,10 @@ def _lanes_of_session(session: Row, scope: str, start_s: float) -> Iterator[Lane
     """Yield the session's lane, and one for each sub-agent in it."""
     own = [request for request in session["requests"] if "requests" not in request]
     shared = _shared_head(session)
+    tools = session.get("tool_tokens", 0)
+    marks = tuple(sorted({tools, len(shared) // TOKEN_BYTES} - {0}))
     if own:
-        yield Lane(start_s, lambda: _session_calls(own, scope, shared))
+        yield Lane(start_s, lambda: _session_calls(own, scope, shared, marks))
     for request in session["requests"]:
         if "requests" in request:
             yield from _lanes_of_session(request, scope, start_s + request["t"])
@@ -121,7 +125,7 @@ def _shared_head(session: Row) -> bytes:
     return random_tokens(f"head {tools} {system}", tools + system)
 
 
-def _session_calls(requests: list[Row], scope: str, head: bytes) -> Iterator[Call]:
+def _session_calls(requests: list[Row], scope: str, head: bytes, marks: tuple[int, ...]) -> Iterator[Call]:
     size = SESSION_BLOCK_TOKENS * TOKEN_BYTES
     blocks = _next_blocks(bytearray(), requests[0], scope, head)
     for index, request in enumerate(requests):
@@ -138,7 +142,7 @@ def _session_calls(requests: list[Row], scope: str, head: bytes) -> Iterator[Cal
         have = min(len(rest) // TOKEN_BYTES, num_rest)
         rest = rest[: have * TOKEN_BYTES] + random_tokens(f"{scope} {request['t']} {index} own", num_rest - have)
         tail = num_tail * TOKEN_BYTES
-        yield Call(request["t"], request.get("think_time", 0.0), blocks + rest[:tail], rest[tail:])
+        yield Call(request["t"], request.get("think_time", 0.0), blocks + rest[:tail], rest[tail:], marks)
         blocks = next_blocks
 
 

@@ -4,6 +4,7 @@ from strandline.cache.account import Account, CacheCounters, Miss, Reason, Snaps
 from strandline.cache.actions import Action, CopyTokens, DropBlock, DropSlot, MoveBlock
 from strandline.cache.core import PrefixCache
 from strandline.cache.lease import Cut, Lead, Lease
+from strandline.cache.placement import Placement, placement
 from strandline.cache.tokens import TokenBuffer
 
 __all__ = [
@@ -18,8 +19,10 @@ __all__ = [
     "Lease",
     "Miss",
     "MoveBlock",
+    "Placement",
     "PrefixCache",
     "Reason",
     "SnapshotKind",
     "TokenBuffer",
+    "placement",
 ]

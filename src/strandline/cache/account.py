@@ -16,6 +16,12 @@ class SnapshotKind(StrEnum):
     GENERATION_END = "generation_end"
     BRANCH = "branch"
     """Where a later prompt left a cached one."""
+    MARK = "mark"
+    """Where the sender, or the chat template, said that others will share the prefix."""
+    LADDER = "ladder"
+    """On the way through a prompt seen for the first time."""
+    BOUNDARY = "boundary"
+    """On a fixed grid: the modes ``align`` and ``all``."""
     PREEMPTION = "preemption"
     """Where a request was interrupted; it, or another like it, resumes here."""
 

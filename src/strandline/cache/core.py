@@ -22,6 +22,7 @@ from strandline.cache.eviction import EvictionOrder, LeastRecentlyUsed
 from strandline.cache.explain import Explainer
 from strandline.cache.lease import Cut, Lead, Lease
 from strandline.cache.memory import CacheMemory
+from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TokenBuffer
 from strandline.cache.tree import (
     Run,
@@ -33,7 +34,6 @@ from strandline.cache.tree import (
     copied_run,
     deepest_snapshot,
     find_home,
-    lost_snapshot,
     put_snapshot,
     remove_child,
     snapshot_at,
@@ -48,6 +48,7 @@ from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId
 
 T = TypeVar("T")
 
+AUTO = Auto()
 MAX_EMPTY_ROOTS = 256
 
 
@@ -58,6 +59,7 @@ class PrefixCache:
         num_slabs: size of the arena (see ``Arena``), the null slab included.
         blocks_per_slab: blocks in the room of one slot.
         order: which entry is evicted first.
+        placement: which snapshots are taken.
         enabled: when False, requests get blocks and slots but nothing is kept or found.
     """
 
@@ -67,9 +69,11 @@ class PrefixCache:
         blocks_per_slab: int,
         *,
         order: EvictionOrder | None = None,
+        placement: Placement = AUTO,
         enabled: bool = True,
     ) -> None:
         self.enabled = enabled
+        self.placement = placement
         self.arena = Arena(num_slabs, blocks_per_slab)
         self.leases: dict[RequestId, Lease] = {}
         self.memory = CacheMemory(self.arena, order or LeastRecentlyUsed(), self.leases.values)
@@ -81,26 +85,14 @@ class PrefixCache:
 
     def lookup(self, tokens: TokenBuffer, salt: str = "") -> Account:
         """Say what a request with these tokens would hit, and why not more. Changes nothing."""
+        if not self.enabled:
+            return _nothing_asked(tokens)
         root = self._roots.get(salt)
-        if not self.enabled or root is None:
-            return self._account(tokens, salt, None, None)
+        explainer = Explainer(self._roots, self.leases.values())
+        if root is None:
+            return explainer.account(tokens, salt, None, None)
         end = walk(root, tokens.data)
-        return self._account(tokens, salt, end, deepest_snapshot(end, tokens.data))
-
-    def _account(self, tokens: TokenBuffer, salt: str, end: Walk | None, snapshot: Snapshot | None) -> Account:
-        queried = len(tokens)
-        hit = snapshot.position if snapshot else 0
-        kv_tokens = end.kv_tokens if end else 0
-        misses = list[Miss]()
-        if hit < kv_tokens and end:
-            reason = Reason.SNAPSHOT_EVICTED if lost_snapshot(end, hit, tokens.data) else Reason.NO_SNAPSHOT
-            misses.append(Miss(reason, hit, kv_tokens))
-        if kv_tokens < queried and not self.enabled:
-            misses.append(Miss(Reason.NOT_ASKED, kv_tokens, queried))
-        elif kv_tokens < queried:
-            misses.extend(Explainer(self._roots, self.leases.values()).beyond(tokens, salt, end))
-        kind = snapshot.kind if snapshot else None
-        return Account(queried, hit, kv_tokens, kind, tuple(misses))
+        return explainer.account(tokens, salt, end, deepest_snapshot(end, tokens.data))
 
     def follow(self, tokens: TokenBuffer, salt: str = "", *, beyond: int = 0) -> Lead | None:
         """Find a running request that is about to compute the beginning of this prompt, to wait for it.
@@ -112,7 +104,7 @@ class PrefixCache:
             beyond: ignore who shares no more than this.
         """
         root = self._roots.get(salt)
-        if not self.enabled or root is None or not self.leases:
+        if not self.enabled or root is None or not self.leases or not self.placement.takes_branches():
             return None
         snapshot = deepest_snapshot(walk(root, tokens.data), tokens.data)
         known = max(snapshot.position if snapshot else 0, beyond)
@@ -123,7 +115,7 @@ class PrefixCache:
         lease, position = found
         if lease.computed >= position or (position - known < BLOCK_TOKENS and position < len(tokens)):
             return None
-        lease.wanted.add(position)
+        lease.wanted[position] = SnapshotKind.BRANCH
         return Lead(lease, position)
 
     # Admitting
@@ -136,6 +128,7 @@ class PrefixCache:
         salt: str = "",
         step_tokens: int = 1,
         read: bool = True,
+        marks: tuple[int, ...] = (),
     ) -> Lease | None:
         """Lease a slot for a request and the blocks of what is cached; start it at the deepest snapshot.
 
@@ -143,6 +136,7 @@ class PrefixCache:
             tokens: all tokens known so far. The lease keeps the buffer, and sees tokens appended later.
             step_tokens: room to ask for beyond what is cached: the tokens of the request's first step.
             read: when False the request computes everything (it may still leave snapshots behind).
+            marks: positions where others are likely to share the prompt's beginning.
 
         A request that is alone and cannot have its snapshot beside its own state starts over (``NO_ROOM``): nobody
         will ever make room for it.
@@ -156,7 +150,10 @@ class PrefixCache:
         end = walk(root, tokens.data) if read and self.enabled else Walk(root, 0, None, 0)
         snapshot = deepest_snapshot(end, tokens.data) if end.kv_tokens else None
         upper = self._split_at(end)
-        account = self._account_for(tokens, salt, end, snapshot, read)
+        if read and self.enabled:
+            account = Explainer(self._roots, self.leases.values()).account(tokens, salt, end, snapshot)
+        else:
+            account = _nothing_asked(tokens)
         if not self._hold(upper, end, snapshot, tokens, step_tokens):
             if snapshot is None or self.leases:
                 return None
@@ -166,6 +163,7 @@ class PrefixCache:
         lease = Lease(request_id, tokens, root, upper, account)
         self.leases[request_id] = lease
         self._fill_lease(lease, end, snapshot)
+        self._wish(lease, end.kv_tokens, marks)
         self.counters.count(account)
         return lease
 
@@ -221,8 +219,6 @@ class PrefixCache:
         lease.computed = snapshot.position if snapshot else 0
         shared = lease.num_published * BLOCK_TOKENS
         lease.kv_start = max(shared, lease.computed)
-        if lease.computed < end.kv_tokens < len(lease.tokens):
-            lease.wanted.add(end.kv_tokens)
         lease.dst = _granted(self.memory.take_slot())
         if snapshot is not None:
             lease.source, lease.src = snapshot, snapshot.slot
@@ -230,6 +226,14 @@ class PrefixCache:
         lease.run.last_used = self._next_tick()
         if (partial := copied_run(end, snapshot)) is not None:
             self._copy_partial(lease, partial)
+
+    def _wish(self, lease: Lease, kv_tokens: int, marks: tuple[int, ...]) -> None:
+        """Ask the placement where the lease is to leave snapshots."""
+        if not self.enabled:
+            return
+        num_spare = self.arena.num_free_slabs - int(RESERVE_SHARE * self.arena.num_slabs)
+        admission = Admission(lease.computed, len(lease.tokens), kv_tokens, marks, num_spare)
+        lease.wanted = self.placement.on_admission(admission)
 
     def _touch_snapshots(self, lease: Lease, source: Snapshot) -> None:
         """Count the hit as a use also of what it shares with others, though it lies above what was hit.
@@ -247,12 +251,6 @@ class PrefixCache:
         lease.table.append(block)
         self.memory.actions.append(CopyTokens(source, block, lease.computed % BLOCK_TOKENS))
         self.memory.quit_run(run)
-
-    def _account_for(self, tokens: TokenBuffer, salt: str, end: Walk, snapshot: Snapshot | None, read: bool) -> Account:
-        if read and self.enabled:
-            return self._account(tokens, salt, end, snapshot)
-        miss = Miss(Reason.NOT_ASKED, 0, len(tokens))
-        return Account(len(tokens), 0, 0, None, (miss,) if len(tokens) else ())
 
     # Growing
 
@@ -274,12 +272,14 @@ class PrefixCache:
         """
         if not self.enabled:
             return lease.cuts
-        due = sorted(position for position in lease.wanted if lease.computed < position <= end)
-        lease.wanted = {position for position in lease.wanted if position > end}
-        for position in due:
+        due = {position: kind for position, kind in lease.wanted.items() if lease.computed < position <= end}
+        if (boundary := self.placement.in_step(lease.computed, end)) is not None:
+            due.setdefault(boundary, SnapshotKind.BOUNDARY)
+        lease.wanted = {position: kind for position, kind in lease.wanted.items() if position > end}
+        for position in sorted(due):
             slot = self.memory.take_slot() if self.memory.can_take(0, 1) else None
             if slot is not None:
-                lease.cuts.append(Cut(position, slot, SnapshotKind.BRANCH))
+                lease.cuts.append(Cut(position, slot, due[position]))
         return lease.cuts
 
     # Keeping
@@ -311,10 +311,7 @@ class PrefixCache:
         Returns:
             False when there is such a snapshot already, or no slot to move on to; the lease keeps its slot.
         """
-        if not self.enabled or not lease.has_own_state or lease.computed == 0:
-            return False
-        home, stub_key = find_home(lease.run, lease.tokens.data, lease.computed)
-        if snapshot_at(home, lease.computed, stub_key) is not None:
+        if not self._may_leave(lease, kind):
             return False
         # The snapshot is held until the next step has read it: that step must find room for its token beside it.
         num_blocks = -(-(lease.computed + 1) // BLOCK_TOKENS) - len(lease.table)
@@ -351,13 +348,17 @@ class PrefixCache:
         memory.unpin_run(lease.run)
 
     def _leave_last_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
-        if not self.enabled or not lease.has_own_state or lease.computed == 0:
-            return False
-        home, stub_key = find_home(lease.run, lease.tokens.data, lease.computed)
-        if snapshot_at(home, lease.computed, stub_key) is not None:
+        if not self._may_leave(lease, kind):
             return False
         self._publish(lease, lease.dst, lease.computed, kind)
         return True
+
+    def _may_leave(self, lease: Lease, kind: SnapshotKind) -> bool:
+        """Whether a snapshot at ``lease.computed`` is wanted, possible, and not there yet."""
+        if not self.enabled or not lease.has_own_state or lease.computed == 0 or not self.placement.keeps(kind):
+            return False
+        home, stub_key = find_home(lease.run, lease.tokens.data, lease.computed)
+        return snapshot_at(home, lease.computed, stub_key) is None
 
     def take_actions(self) -> list[Action]:
         """Return the actions issued since the last call, in order."""
@@ -484,6 +485,11 @@ class PrefixCache:
     def _next_tick(self) -> int:
         self._tick += 1
         return self._tick
+
+
+def _nothing_asked(tokens: TokenBuffer) -> Account:
+    misses = (Miss(Reason.NOT_ASKED, 0, len(tokens)),) if len(tokens) else ()
+    return Account(len(tokens), 0, 0, None, misses)
 
 
 def _granted(value: T | None) -> T:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from strandline.cache.account import Miss, Reason
+from strandline.cache.account import Account, Miss, Reason
 from strandline.cache.lease import Lease
 from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
-from strandline.cache.tree import Run, Walk, evicted_tokens, walk
+from strandline.cache.tree import Run, Snapshot, Walk, evicted_tokens, lost_snapshot, walk
 from strandline.ids import BLOCK_TOKENS
 
 
@@ -20,6 +20,18 @@ class Explainer:
     def __init__(self, roots: Mapping[str, Run], leases: Iterable[Lease]) -> None:
         self._roots = roots
         self._leases = leases
+
+    def account(self, tokens: TokenBuffer, salt: str, end: Walk | None, snapshot: Snapshot | None) -> Account:
+        """Account for a lookup that walked to ``end`` and found ``snapshot``."""
+        hit = snapshot.position if snapshot else 0
+        kv_tokens = end.kv_tokens if end else 0
+        misses = list[Miss]()
+        if hit < kv_tokens and end:
+            reason = Reason.SNAPSHOT_EVICTED if lost_snapshot(end, hit, tokens.data) else Reason.NO_SNAPSHOT
+            misses.append(Miss(reason, hit, kv_tokens))
+        if kv_tokens < len(tokens):
+            misses.extend(self.beyond(tokens, salt, end))
+        return Account(len(tokens), hit, kv_tokens, snapshot.kind if snapshot else None, tuple(misses))
 
     def beyond(self, tokens: TokenBuffer, salt: str, end: Walk | None) -> Iterator[Miss]:
         """Say why nothing is cached of the tokens after the walk's end."""

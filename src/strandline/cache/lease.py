@@ -58,8 +58,8 @@ class Lease:
         """Tokens of which the state has been computed and committed."""
         self.kv_start = 0
         """Keys and values of tokens before this position are in shared blocks: they are read, never written."""
-        self.wanted: set[int] = set()
-        """Positions worth a cut: where its prompt leaves a cached one, and where others wait to part from it."""
+        self.wanted: dict[int, SnapshotKind] = {}
+        """Positions worth a cut, and why: what the placement wished for, and where others wait to part from it."""
         self.source: Snapshot | None = None
         """The shared snapshot behind ``src``, held until the step that reads it is committed."""
         self.src: SlotId = NULL_SLOT

@@ -5,7 +5,7 @@ An error inside a step is ours and ends the core: a doubtful state is never serv
 
 import torch
 
-from strandline.cache import PrefixCache
+from strandline.cache import PrefixCache, placement
 from strandline.cache.invariants import check
 from strandline.config import EngineConfig
 from strandline.engine.events import CoreStats, Limits, PromptLogprobs, StepEvents, Submission, TokenEvent
@@ -33,7 +33,12 @@ class EngineCore:
         spec = model.spec
         num_slabs = choose_memory_bytes(config, device) // spec.slab_bytes
         self.limits = Limits(model.vocab_size, choose_max_model_len(config, spec, model.max_position, num_slabs))
-        self.cache = PrefixCache(num_slabs, spec.blocks_per_slab, enabled=config.enable_prefix_caching)
+        self.cache = PrefixCache(
+            num_slabs,
+            spec.blocks_per_slab,
+            placement=placement(config.mamba_cache_mode, config.mamba_block_size),
+            enabled=config.enable_prefix_caching,
+        )
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )

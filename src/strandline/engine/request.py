@@ -31,6 +31,7 @@ class Request:
         "is_introduced",
         "lead",
         "lease",
+        "marks",
         "max_total",
         "new",
         "num_admissions_seen",
@@ -52,6 +53,7 @@ class Request:
         *,
         max_total: int,
         salt: str = "",
+        marks: tuple[int, ...] = (),
     ) -> None:
         self.new = new
         self.request_id: RequestId = new.request_id
@@ -63,6 +65,8 @@ class Request:
         self.max_total = max_total
         """Prompt and output together end here, by ``max_tokens`` or ``max_model_len``."""
         self.salt = salt
+        self.marks = marks
+        """Positions where others are likely to share its beginning: ends of tools, system prompt and turns."""
         self.lead: Lead | None = None
         """Who computes the beginning of its prompt, while it waits for that."""
         self.stop_ids = new.stop_ids

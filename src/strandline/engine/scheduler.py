@@ -37,6 +37,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         """Since the start."""
+        self._is_stepwise = cache.placement.is_stepwise
         self._num_admissions = 0
         self._requests: dict[RequestId, Request] = {}
         self._gone: list[RequestId] = []
@@ -188,6 +189,7 @@ class Scheduler:
             request.tokens,
             salt=request.salt,
             step_tokens=budget,
+            marks=request.marks,
             read=request.params.prompt_logprobs is None or bool(request.output_ids),
         )
         if lease is None:
@@ -210,7 +212,7 @@ class Scheduler:
         else:
             token_ids = _tokens_between(request, start, end)
         cuts: tuple[tuple[int, int], ...] = ()
-        if lease.wanted:
+        if lease.wanted or self._is_stepwise:
             cuts = tuple((cut.position, cut.slot) for cut in self.cache.plan_cuts(lease, end))
         src = lease.src
         return SequencePlan(

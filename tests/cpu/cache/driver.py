@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from strandline.cache import Account, Lease, Miss, PrefixCache, Reason, SnapshotKind, TokenBuffer
+from strandline.cache import Account, Lease, Miss, Placement, PrefixCache, Reason, SnapshotKind, TokenBuffer
+from strandline.cache.core import AUTO
 from strandline.cache.eviction import EvictionOrder
 from strandline.cache.invariants import check
 from strandline.cache.tokens import decode
@@ -19,9 +20,10 @@ class Driver:
         blocks_per_slab: int = 5,
         *,
         order: EvictionOrder | None = None,
+        placement: Placement = AUTO,
         enabled: bool = True,
     ) -> None:
-        self.cache = PrefixCache(num_slabs, blocks_per_slab, order=order, enabled=enabled)
+        self.cache = PrefixCache(num_slabs, blocks_per_slab, order=order, placement=placement, enabled=enabled)
         self.device = Device(num_slabs, blocks_per_slab)
         self._num_requests = 0
 

@@ -1,0 +1,108 @@
+"""Which snapshots are taken: by default, in the modes that serve as baselines, and with little room."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from strandline.cache import SnapshotKind, TokenBuffer, placement
+from strandline.cache.placement import Admission, Align, Auto, EveryBoundary, Nothing, Placement, ladder
+from strandline.errors import ConfigError
+from strandline.ids import RequestId
+from tests.cpu.cache.driver import Driver, published
+from tests.cpu.cache.test_lookup import prompt
+
+
+def admission(end: int, start: int = 0, *, kv: int = 0, marks: tuple[int, ...] = (), spare: int = 1000) -> Admission:
+    return Admission(start, end, kv, marks, spare)
+
+
+def positions(driver: Driver) -> list[int]:
+    return sorted(len(tokens) for _, tokens in published(driver.cache))
+
+
+@given(st.integers(256, 500_000), st.integers(0, 3000))
+@example(256, 256)
+def test_a_prefix_of_256_tokens_has_a_rung_within_its_last_fifth(prefix: int, more: int) -> None:
+    rungs = ladder(0, max(prefix + more, 512))
+    deepest = max((rung for rung in rungs if rung <= prefix), default=0)
+    assert deepest >= 0.8 * prefix - 64 or prefix == max(prefix + more, 512)
+
+
+@given(st.integers(0, 300_000), st.integers(1, 300_000))
+def test_a_ladder_is_sparse_and_on_the_grid(start: int, more: int) -> None:
+    rungs = ladder(start, start + more)
+    assert all(start < rung < start + more and rung % 64 == 0 for rung in rungs)
+    assert rungs == sorted(set(rungs))
+    assert len(rungs) <= 60
+    assert not rungs or more >= 512
+
+
+@given(st.integers(512, 100_000))
+def test_a_prompt_that_repeats_all_but_the_last_64_tokens_finds_a_rung_near(end: int) -> None:
+    assert end - 128 <= max(rung for rung in ladder(0, end) if rung <= end - 64)
+
+
+@given(st.integers(512, 100_000), st.integers(-3, 60))
+def test_a_ladder_takes_no_more_than_there_is_to_spare(end: int, spare: int) -> None:
+    wishes = Auto().on_admission(admission(end, spare=spare))
+    assert len(wishes) <= max(spare, 0)
+    assert set(wishes) <= set(ladder(0, end))
+
+
+def test_branches_and_marks_are_wished_for_however_little_there_is_to_spare() -> None:
+    wishes = Auto().on_admission(admission(900, 100, kv=300, marks=(50, 200, 900), spare=0))
+    assert wishes == {300: SnapshotKind.BRANCH, 200: SnapshotKind.MARK}
+
+
+def test_the_second_prompt_hits_the_ladder_and_the_third_all_of_the_prefix() -> None:
+    driver = Driver(200)
+    hits = [driver.serve(prompt(1500) + prompt(300, 5000 + 1000 * index)).hit for index in range(3)]
+    assert hits[0] == 0
+    assert 0.8 * 1500 <= hits[1] < 1500
+    assert hits[2] == 1500
+
+
+def test_a_marked_end_is_hit_at_its_second_sighting() -> None:
+    driver = Driver()
+    lease = driver.cache.admit(RequestId("a"), TokenBuffer(prompt(200)), marks=(77, 130))
+    assert lease is not None
+    driver.prefill(lease)
+    driver.release(lease)
+    assert driver.lookup(prompt(77) + prompt(5, 5000)).hit == 77
+    assert driver.lookup(prompt(150) + prompt(5, 5000)).hit == 130
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("align", [128, 256, 320]), ("all", [64, 128, 192, 256, 320]), ("none", []), ("auto", [300, 330])],
+)
+def test_modes_take_their_snapshots_and_no_others(mode: str, expected: list[int]) -> None:
+    driver = Driver(placement=placement(mode, 64))
+    driver.serve(prompt(300), generated=prompt(30, 5000), chunk=150)
+    assert positions(driver) == expected
+
+
+@pytest.mark.parametrize("mode", ["auto", "align", "all", "none"])
+def test_a_preempted_request_goes_on_where_it_stood_in_every_mode(mode: str) -> None:
+    driver = Driver(placement=placement(mode, 64))
+    lease = driver.admit(prompt(100))
+    driver.step(lease, 50)
+    driver.release(lease, SnapshotKind.PREEMPTION)
+    assert driver.admit(prompt(100)).computed == 50
+
+
+@pytest.mark.parametrize("other", [Align(64), Align(256), EveryBoundary(256), Nothing()])
+def test_no_coarse_baseline_hits_more_than_auto_with_memory_to_spare(other: Placement) -> None:
+    trace = [prompt(600) + prompt(100 * turn, 5000) + prompt(40, 7000 * turn) for turn in range(6)]
+    hits = []
+    for chosen in (Auto(), other):
+        driver = Driver(400, placement=chosen)
+        hits.append(sum(driver.serve(tokens, generated=[1, 2]).hit for tokens in trace))
+    assert hits[0] >= hits[1]
+
+
+def test_an_unknown_mode_or_grid_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="one of auto, align, all, none"):
+        placement("best", 64)
+    with pytest.raises(ConfigError, match="multiple of 64"):
+        placement("align", 100)
