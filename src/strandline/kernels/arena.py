@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +34,7 @@ class ArenaTensors:
         self.spec = spec
         self.num_slabs = num_slabs
         self.num_blocks = num_slabs * spec.blocks_per_slab
-        self.bytes = torch.zeros(num_slabs * spec.slab_bytes, dtype=torch.uint8, device=device)
+        self.bytes = _zeros(num_slabs * spec.slab_bytes, torch.device(device))
         self._kv_runs = [self._kv_run(offset, run) for offset, run in _runs_of_equal_layers(spec)]
         """``kv_BLPGD`` of each run of attention layers with one shape."""
         self.layers: tuple[LayerMemory, ...] = tuple(self._layer_views())
@@ -111,6 +112,13 @@ class ArenaTensors:
         strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
         strides[0] = stride_bytes // item
         return typed.as_strided(shape, strides, offset_bytes // item)
+
+
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """Allocate zeroed bytes; on a CPU the system hands the pages out when they are first touched."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _runs_of_equal_layers(spec: ModelSpec) -> Iterator[tuple[int, list[AttentionSpec]]]:
