@@ -57,7 +57,7 @@ def render_chat(
 def _check_messages(messages: Iterable[Any]) -> list[dict[str, Any]]:
     checked = []
     for message in messages:
-        is_message = isinstance(message, Mapping) and "role" in message
+        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not is_message or not ("content" in message or "tool_calls" in message):
             raise RequestError(f"a message must be a mapping with 'role' and 'content', got {message!r}")
         checked.append(dict(message))

@@ -100,7 +100,7 @@ class Job:
                 await self._changed.wait()
         except TimeoutError as error:
             raise RequestTimeoutError(
-                f"the request took longer than {self._timeout_s:g} s; ask for fewer tokens or raise --request-timeout"
+                f"the request took longer than {self._timeout_s:g} s; ask for fewer tokens or raise --request-timeout-s"
             ) from error
         self._changed.clear()
         self._client.require_life()

@@ -1,6 +1,6 @@
 """The process that computes: ``python -m strandline.server.core_process ADDRESS``, started by the front end.
 
-It ends when told to, and when its standard input closes: that is how it learns that the front end is gone.
+It ends when its standard input closes, which happens when the front end ends, whatever the reason.
 Signals are the front end's business, so that Ctrl-C in a terminal does not end what a drain still needs.
 """
 
@@ -24,7 +24,6 @@ from strandline.server.messages import (
     Start,
     Stats,
     Stepped,
-    Stop,
     Submit,
     ToCore,
 )
@@ -36,7 +35,7 @@ LINGER_MS = 2000
 class CoreLoop:
     """Steps while there is work; takes in messages before every step, so that an abort waits for one at most."""
 
-    def __init__(self, core: EngineCore, socket: Socket, lifeline: int | None = None) -> None:
+    def __init__(self, core: EngineCore, socket: Socket, lifeline: int) -> None:
         """
         Args:
             lifeline: a file descriptor; when it closes, the loop ends.
@@ -46,12 +45,11 @@ class CoreLoop:
         self._lifeline = lifeline
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
-        if lifeline is not None:
-            self._poller.register(lifeline, zmq.POLLIN)
+        self._poller.register(lifeline, zmq.POLLIN)
         self._is_stopped = False
 
     def run(self) -> None:
-        """Serve until stopped."""
+        """Serve until the lifeline closes."""
         self._take_messages()
         while not self._is_stopped:
             if self._core.has_unfinished:
@@ -79,14 +77,12 @@ class CoreLoop:
                     self._core.finish(request_id)
             case AskStats():
                 self._send(Stats(self._core.stats()))
-            case Stop():
-                self._is_stopped = True
 
     def _send(self, message: FromCore) -> None:
         self._socket.send(ENCODER.encode(message))
 
 
-def serve_core(socket: Socket, lifeline: int | None = None) -> int:
+def serve_core(socket: Socket, lifeline: int) -> int:
     """Load what the first message names, and serve it; return the exit code."""
     start = TO_CORE.decode(socket.recv())
     if not isinstance(start, Start):

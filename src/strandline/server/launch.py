@@ -24,7 +24,7 @@ from strandline.engine.loading import default_sampling_params, find_model, load_
 from strandline.errors import ConfigError, EngineError
 from strandline.server.app import build_app
 from strandline.server.client import EngineClient
-from strandline.server.messages import ENCODER, FROM_CORE, Ready, Refused, Start, Stop
+from strandline.server.messages import ENCODER, FROM_CORE, Ready, Refused, Start
 from strandline.server.metrics import Metrics
 from strandline.server.service import Service
 
@@ -141,7 +141,6 @@ async def start_core(engine: EngineConfig, server: ServerConfig) -> AsyncIterato
             async with _connected(core, process, engine, server) as client:
                 shutil.rmtree(folder)
                 yield client
-            await core.send(ENCODER.encode(Stop()))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             _end(process)
@@ -155,7 +154,7 @@ async def _connected(
     watch = os.pidfd_open(process.pid)
     asyncio.get_running_loop().add_reader(watch, partial(_settle, ended))
     try:
-        await core.send(ENCODER.encode(Start(engine)))
+        core.send(ENCODER.encode(Start(engine)))  # not awaited: a process that dies early never takes it
         client = await _greet(core, ended, engine, server)
         receiving = asyncio.ensure_future(client.receive())
         ended.add_done_callback(lambda _: client.fail(f"its process ended with code {process.poll()}"))

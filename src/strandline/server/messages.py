@@ -31,10 +31,6 @@ class AskStats(msgspec.Struct, tag=True):
     """Answer with ``Stats``."""
 
 
-class Stop(msgspec.Struct, tag=True):
-    """End the process, whatever runs."""
-
-
 class Ready(msgspec.Struct, tag=True):
     """The model is loaded; requests may come."""
 
@@ -67,7 +63,7 @@ class Died(msgspec.Struct, tag=True):
     message: str
 
 
-ToCore = Start | Submit | Finish | AskStats | Stop
+ToCore = Start | Submit | Finish | AskStats
 FromCore = Ready | Refused | Stepped | Stats | Died
 
 ENCODER: Final = msgspec.msgpack.Encoder()

@@ -1,0 +1,44 @@
+"""What the server's tests share: a tiny model that speaks bytes, a server of it, and its offline twin."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from strandline import LLM
+from tests.cpu.engine.tiny import save_tiny_model
+from tests.cpu.engine.tokenizers import TEMPLATE, byte_tokenizer
+from tests.cpu.server.process import ServerProcess, running_server
+
+VOCAB_SIZE = 256
+
+
+@pytest.fixture(scope="session")
+def bytes_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model whose tokens are bytes."""
+    directory = save_tiny_model(tmp_path_factory.mktemp("bytes"), vocab_size=VOCAB_SIZE)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def server(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with the usual limits, shared by all tests that do it no harm."""
+    with running_server(bytes_dir, tmp_path_factory.mktemp("server") / "log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def twin(bytes_dir: Path) -> LLM:
+    """The same model, offline."""
+    return LLM(str(bytes_dir), memory="16MiB", device="cpu")
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client of the shared server."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client

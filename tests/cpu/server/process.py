@@ -1,0 +1,99 @@
+"""A server in a process of its own, and what tests ask of it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any, Self
+
+import httpx
+
+START_TIMEOUT_S = 120.0
+TIMEOUT_S = 60.0
+
+
+class ServerProcess:
+    """``strandline serve`` on a free port."""
+
+    def __init__(self, model: Path, log: Path, *flags: str) -> None:
+        command = [sys.executable, "-m", "strandline", "serve", str(model), "--port", "0", "--device", "cpu"]
+        command += ["--memory", "16MiB", "--served-model-name", "tiny", *flags]
+        self._log = log
+        with log.open("wb") as file:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+        self.url = ""
+
+    def wait_until_it_serves(self) -> Self:
+        """Wait for the line that names the address."""
+        self.wait_until(lambda: "serving tiny on" in self.log() or self.process.poll() is not None, START_TIMEOUT_S)
+        found = re.search(r"serving tiny on (\S+)", self.log())
+        assert found, self.log()
+        self.url = found[1]
+        return self
+
+    def wait_until(self, is_so: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+        """Poll until something is so."""
+        deadline = monotonic() + timeout_s
+        while not is_so():
+            assert monotonic() < deadline, f"not so within {timeout_s} s; the server's log:\n{self.log()}"
+            try:
+                self.process.wait(0.02)
+            except subprocess.TimeoutExpired:
+                continue
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def post(self, path: str, **fields: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=fields, timeout=TIMEOUT_S)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=TIMEOUT_S)
+
+    @contextmanager
+    def stream(self, **fields: Any) -> Iterator[Iterator[str]]:
+        """Yield the data of a completion's events."""
+        body = {"stream": True, **fields}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=TIMEOUT_S) as response:
+            assert response.status_code == 200, response.read()
+            yield (line.removeprefix("data: ") for line in response.iter_lines() if line)
+
+    def metric(self, name: str) -> float:
+        """Return a metric's value, summed over its labels."""
+        values = re.findall(rf"^strandline:{name}\{{[^}}]*\}} (\S+)$", self.get("/metrics").text, re.MULTILINE)
+        assert values, f"no metric {name}"
+        return sum(map(float, values))
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def core_pid(self) -> int:
+        """Return the process id of the engine's process."""
+        [pid] = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(pid)
+
+    def exit_code(self, timeout_s: float = TIMEOUT_S) -> int:
+        """Wait for the end; return the exit code."""
+        return self.process.wait(timeout_s)
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def running_server(model: Path, log: Path, *flags: str) -> Iterator[ServerProcess]:
+    """Yield a server that serves; end it afterwards."""
+    server = ServerProcess(model, log, *flags)
+    try:
+        yield server.wait_until_it_serves()
+    finally:
+        server.close()

@@ -1,0 +1,164 @@
+"""The API as raw HTTP: errors, what is ignored and what is refused, clients that go away, the small endpoints."""
+
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from strandline import LLM
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess
+
+ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
+
+MALFORMED: list[tuple[str, bytes, str]] = [
+    ("completions", b"", "body"),
+    ("completions", b"{", "body"),
+    ("completions", b"[]", "body"),
+    ("completions", b"\xff\xfe", "body"),
+    ("completions", b'{"max_tokens": 1}', "prompt: Field required"),
+    ("completions", b'{"prompt": ""}', "the prompt is empty"),
+    ("completions", b'{"prompt": []}', "the prompt is empty"),
+    ("completions", b'{"prompt": [[]]}', "the prompt is empty"),
+    ("completions", b'{"prompt": 5}', "prompt"),
+    ("completions", b'{"prompt": [1, "a"]}', "prompt"),
+    ("completions", b'{"prompt": [true]}', "prompt"),
+    ("completions", b'{"prompt": [256]}', "prompt token 256 is not in the vocabulary"),
+    ("completions", b'{"prompt": [-1], "echo": true}', "token -1 is not in the vocabulary"),
+    ("completions", b'{"prompt": [99999999999999999999999]}', "prompt"),
+    ("completions", b'{"prompt": "\\ud800"}', "not valid Unicode"),
+    ("completions", b'{"prompt": "x", "max_tokens": "5"}', "max_tokens: Input should be a valid integer"),
+    ("completions", b'{"prompt": "x", "max_tokens": 1.5}', "max_tokens"),
+    ("completions", b'{"prompt": "x", "max_tokens": 0}', "max_tokens must be a whole number at least 1"),
+    ("completions", b'{"prompt": "x", "max_tokens": -1}', "max_tokens"),
+    ("completions", b'{"prompt": "x", "temperature": NaN}', "temperature"),
+    ("completions", b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+    ("completions", b'{"prompt": "x", "n": 0}', "n must be"),
+    ("completions", b'{"prompt": "x", "n": 1000000}', "n must be"),
+    ("completions", b'{"prompt": "x", "seed": 99999999999999999999999}', "seed"),
+    ("completions", b'{"prompt": "x", "stop": [""]}', "stop"),
+    ("completions", b'{"prompt": "x", "stop": [1]}', "stop"),
+    ("completions", b'{"prompt": "x", "logprobs": 21}', "logprobs"),
+    ("completions", b'{"prompt": "x", "logit_bias": {"a": 1}}', "logit_bias"),
+    ("completions", b'{"prompt": "x", "logit_bias": {"999": 1}}', "token 999"),
+    ("completions", b'{"prompt": "x", "logit_bias": {"1": 101}}', "logit_bias"),
+    ("completions", b'{"prompt": "x", "stream_options": {"include_usage": true}}', "stream_options needs stream"),
+    ("completions", b'{"prompt": "x", "cache_salt": 5}', "cache_salt"),
+    ("completions", b'{"prompt": "x", "model": 5}', "model"),
+    ("completions", b'{"prompt": "x", "bad_words": [""]}', "bad_words"),
+    ("chat/completions", b"{}", "messages: Field required"),
+    ("chat/completions", b'{"messages": []}', "messages"),
+    ("chat/completions", b'{"messages": ["x"]}', "messages"),
+    ("chat/completions", b'{"messages": [{}]}', "must be a mapping with 'role' and 'content'"),
+    ("chat/completions", b'{"messages": [{"role": 5, "content": "x"}]}', "must be a mapping with 'role' and 'content'"),
+    ("chat/completions", b'{"messages": [{"role": "user", "content": 5}]}', "must be a string or a list of parts"),
+    ("chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "are not served"),
+    ("chat/completions", b'{"messages": [{"role": "user", "content": "\\udfff"}]}', "not valid Unicode"),
+    ("chat/completions", b'{"messages": [{"role": "u", "content": "x"}], "chat_template": "{% x"}', "chat template"),
+    ("chat/completions", b'{"messages": [{"role": "u", "content": "x"}], "top_logprobs": 2}', "needs logprobs: true"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "message"), MALFORMED, ids=[str(body)[2:60] for _, body, _ in MALFORMED])
+def test_a_malformed_body_is_a_400_that_says_what_is_wrong(
+    server: ServerProcess, path: str, body: bytes, message: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/{path}", content=body, headers=headers, timeout=TIMEOUT_S)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert message in error["message"]
+
+
+def test_a_body_nested_too_deep_is_a_400(server: ServerProcess) -> None:
+    content = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers, timeout=TIMEOUT_S)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+NOT_SERVED = {"tools": [{"type": "function"}], "response_format": {"type": "json_object"}, "suffix": "x", "best_of": 2}
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_what_would_change_the_answer_but_is_not_served_is_refused(server: ServerProcess, name: str) -> None:
+    answer = server.post("/v1/completions", prompt="x", **{name: NOT_SERVED[name]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"{name} is not served by this version"
+
+
+def test_what_nobody_knows_is_ignored_and_logged_once(server: ServerProcess) -> None:
+    for _ in range(2):
+        assert server.post("/v1/completions", prompt="x", user="me", suffix="", surprise=1).status_code == 200
+    assert server.log().count("request field 'surprise' is unknown and ignored") == 1
+    assert "'user'" not in server.log()
+
+
+def test_unknown_paths_and_methods_have_errors_of_the_same_shape(server: ServerProcess) -> None:
+    for answer, status in ((server.get("/v1/nothing"), 404), (server.get("/v1/completions"), 405)):
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+    assert server.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+
+
+def test_text_becomes_tokens_and_tokens_text(server: ServerProcess, twin: LLM) -> None:
+    expected = twin.get_tokenizer().encode("héllo")
+    answer = server.post("/tokenize", prompt="héllo").json()
+    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (expected, 6, 4096)
+    assert server.post("/detokenize", tokens=expected).json() == {"prompt": "héllo"}
+    chat = server.post("/tokenize", messages=[{"role": "user", "content": "x"}]).json()
+    assert chat["tokens"] == twin.get_tokenizer().encode("u:x|a:")
+    assert server.post("/tokenize").status_code == 400
+    assert server.post("/detokenize", tokens=[256]).status_code == 400
+
+
+def test_it_says_that_it_is_well_and_what_its_cache_holds(server: ServerProcess) -> None:
+    assert server.get("/health").json() == {"status": "ok"}
+    assert "version" in server.get("/version").json()
+    assert "block: " in server.log()
+    assert "shortest prefix that can hit: 1 token" in server.log()
+
+
+def test_metrics_count_tokens_times_hits_and_the_reasons_of_misses(server: ServerProcess) -> None:
+    names = ["prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total"]
+    names += ["prefix_cache_misses_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count"]
+    names += ["e2e_request_latency_seconds_count", "request_success_total"]
+    before = [server.metric(name) for name in names]
+    prompt = "counted " * 10
+    for _ in range(2):
+        server.post("/v1/completions", prompt=prompt, max_tokens=5, temperature=0)
+    counted = [server.metric(name) - value for name, value in zip(names, before, strict=True)]
+    num_tokens = len(prompt)
+    assert counted == [2 * num_tokens, 10, 2 * num_tokens, num_tokens, num_tokens, 2, 8, 2, 2]
+    tenants = server.metric("cache_memory_bytes")
+    assert 15 * 2**20 < tenants <= 16 * 2**20
+    for name in ("num_requests_running", "num_requests_waiting", "num_preemptions_total", "snapshots_evicted_total"):
+        assert server.metric(name) >= 0
+    assert server.metric("snapshots_taken_total") > 0
+
+
+def abandon(server: ServerProcess, body: dict[str, Any]) -> None:
+    """Send a request, wait until it runs, and hang up."""
+    address = urlsplit(server.url)
+    request = httpx.Request("POST", f"{server.url}/v1/completions", json=body)
+    request.read()
+    head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=TIMEOUT_S) as connection:
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + request.content)
+        server.wait_until(lambda: server.metric("num_requests_running") > 0)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["stream", "whole"])
+def test_a_client_that_goes_away_frees_everything(server: ServerProcess, is_streamed: bool) -> None:
+    num_tokens, num_aborts = server.metric("generation_tokens_total"), server.metric("request_success_total")
+    abandon(server, {**ENDLESS, "n": 2, "stream": is_streamed})
+    server.wait_until(lambda: server.metric("num_requests_running") == 0)
+    assert server.metric("request_success_total") == num_aborts + 1
+    assert server.metric("generation_tokens_total") == num_tokens
+    assert "_in_use" in server.get("/metrics").text
+    in_use = [line for line in server.get("/metrics").text.splitlines() if "_in_use" in line]
+    assert [float(line.split()[-1]) for line in in_use] == [0, 0]

@@ -1,0 +1,118 @@
+"""Starting and ending: drains, deaths, and refusals to start."""
+
+import json
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+
+ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.fixture
+def doomed(bytes_dir: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server that the test ends."""
+    with running_server(bytes_dir, tmp_path / "log") as server:
+        yield server
+
+
+def listens(server: ServerProcess) -> bool:
+    address = urlsplit(server.url)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 0), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def lives(pid: int) -> bool:
+    """Return whether a process runs; one that has ended and that nobody has asked about does not."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_sigterm_finishes_what_runs_and_takes_nothing_new(doomed: ServerProcess) -> None:
+    core = doomed.core_pid()
+    with doomed.stream(prompt="x", max_tokens=400, ignore_eos=True, stream_options={"include_usage": True}) as events:
+        next(events)
+        doomed.signal(signal.SIGTERM)
+        doomed.wait_until(lambda: not listens(doomed))
+        *_, usage, done = events
+    assert done == "[DONE]"
+    assert json.loads(usage)["usage"]["completion_tokens"] == 400
+    assert doomed.exit_code() == 0
+    assert "every request was answered" in doomed.log()
+    assert not lives(core)
+    assert "Traceback" not in doomed.log()
+
+
+def test_a_second_ctrl_c_stops_at_once(doomed: ServerProcess) -> None:
+    core = doomed.core_pid()
+    with doomed.stream(**ENDLESS, n=4) as events:
+        next(events)
+        doomed.signal(signal.SIGINT)
+        doomed.wait_until(lambda: not listens(doomed))
+        assert doomed.process.poll() is None
+        doomed.signal(signal.SIGINT)
+        assert doomed.exit_code() == 130
+        with pytest.raises(httpx.RemoteProtocolError, match="closed connection"):
+            list(events)
+    assert not lives(core)
+
+
+def test_a_dead_engine_fails_what_waits_and_turns_health_red(doomed: ServerProcess) -> None:
+    with doomed.stream(**ENDLESS) as events:
+        next(events)
+        os.kill(doomed.core_pid(), signal.SIGKILL)
+        *_, error, done = events
+    assert json.loads(error)["error"]["code"] == "engine_dead"
+    assert done == "[DONE]"
+    health = doomed.get("/health")
+    assert health.status_code == 503
+    assert "ended with code -9" in health.json()["error"]["message"]
+    answer = doomed.post("/v1/completions", prompt="x")
+    assert answer.status_code == 503
+    assert "restart the server" in answer.json()["error"]["message"]
+    assert "time_to_first_token" in doomed.get("/metrics").text
+    doomed.signal(signal.SIGTERM)
+    assert doomed.exit_code() == 0
+
+
+def test_the_engine_does_not_outlive_its_front_end(doomed: ServerProcess) -> None:
+    core = doomed.core_pid()
+    watch = os.pidfd_open(core)
+    doomed.process.kill()
+    ended, _, _ = select.select([watch], [], [], TIMEOUT_S)
+    os.close(watch)
+    assert ended
+
+
+def refuse(model: Path, log: Path, *flags: str) -> str:
+    """Start a server that cannot start; return what it says."""
+    server = ServerProcess(model, log, *flags)
+    try:
+        assert server.exit_code() == 2
+    finally:
+        server.close()
+    return server.log()
+
+
+def test_an_address_in_use_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = refuse(tmp_path, tmp_path / "log", "--port", str(taken.getsockname()[1]))
+    assert "cannot listen on 127.0.0.1:" in said
+    assert "choose another --port" in said
+
+
+def test_what_the_engine_refuses_is_said_in_one_line(bytes_dir: Path, tmp_path: Path) -> None:
+    said = refuse(bytes_dir, tmp_path / "log", "--memory", "1KiB")
+    [line] = said.splitlines()
+    assert line.startswith("strandline: error: memory of ")

@@ -1,0 +1,99 @@
+"""What the server refuses: strangers, too much at once, too large, too long."""
+
+import hmac
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from strandline.server import gate
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+
+FLAGS = ["--api-key", "secret-one", "secret-two", "--max-num-seqs", "1", "--max-queue", "1"]
+FLAGS += ["--max-body-bytes", "2000", "--request-timeout-s", "2.5"]
+KEY = {"Authorization": "Bearer secret-two"}
+ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def strict(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with running_server(bytes_dir, tmp_path_factory.mktemp("strict") / "log", *FLAGS) as server:
+        yield server
+
+
+def ask(server: ServerProcess, headers: dict[str, str] | None = None, **fields: object) -> httpx.Response:
+    body = {"prompt": "x", "max_tokens": 1, **fields}
+    url = f"{server.url}/v1/completions"
+    return httpx.post(url, json=body, headers=KEY if headers is None else headers, timeout=TIMEOUT_S)
+
+
+BAD_HEADERS = ["", "Bearer", "Bearer secret", "Bearer secret-two2", "Basic secret-two", "Bearer \xe9"]
+
+
+@pytest.mark.parametrize("header", BAD_HEADERS)
+def test_a_wrong_key_is_a_401(strict: ServerProcess, header: str) -> None:
+    answer = httpx.post(
+        f"{strict.url}/v1/completions", json={"prompt": "x"}, headers=[(b"Authorization", header.encode("latin-1"))]
+    )
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert answer.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_any_of_the_keys_lets_in_and_none_is_needed_to_look_after_the_server(strict: ServerProcess) -> None:
+    for key in ("secret-one", "secret-two"):
+        assert ask(strict, {"Authorization": f"Bearer {key}"}).status_code == 200
+    assert [strict.get(path).status_code for path in ("/health", "/version", "/metrics")] == [200, 200, 200]
+    assert strict.get("/v1/models").status_code == 401
+
+
+def test_keys_are_compared_in_constant_time_and_never_logged(
+    strict: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "secret" not in strict.log()
+    compared, original = [], hmac.compare_digest
+
+    def compare(given: bytes, known: bytes) -> bool:
+        compared.append(known)
+        return original(given, known)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    door = gate.Gate(lambda *_: None, api_keys=["a", "b"], max_body_bytes=1)  # type: ignore[arg-type,return-value]
+    assert door._is_known(b"Bearer a")
+    assert compared == [b"a", b"b"]
+
+
+def test_a_body_that_is_too_large_is_a_413_whether_or_not_it_says_so(strict: ServerProcess) -> None:
+    assert ask(strict, prompt="x" * 3000).status_code == 413
+    pieces = (b"x" * 500 for _ in range(10))
+    headers = {**KEY, "Content-Type": "application/json"}
+    answer = httpx.post(f"{strict.url}/v1/completions", content=pieces, headers=headers, timeout=TIMEOUT_S)
+    assert answer.status_code == 413
+    assert "raise --max-body-bytes" in answer.json()["error"]["message"]
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(strict: ServerProcess) -> None:
+    url = f"{strict.url}/v1/completions"
+    with httpx.stream("POST", url, json={**ENDLESS, "n": 2, "stream": True}, headers=KEY) as first:
+        lines = first.iter_lines()
+        next(lines)
+        answer = ask(strict)
+        assert answer.status_code == 429
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+    strict.wait_until(lambda: strict.metric("num_requests_running") + strict.metric("num_requests_waiting") == 0)
+    assert ask(strict).status_code == 200
+
+
+def test_what_could_never_be_queued_is_a_400(strict: ServerProcess) -> None:
+    answer = ask(strict, n=3)
+    assert answer.status_code == 400
+    assert "at most 2 may run and wait" in answer.json()["error"]["message"]
+
+
+def test_a_request_that_takes_too_long_is_ended(strict: ServerProcess) -> None:
+    answer = ask(strict, **ENDLESS)
+    assert answer.status_code == 504
+    assert "raise --request-timeout-s" in answer.json()["error"]["message"]
+    strict.wait_until(lambda: strict.metric("num_requests_running") == 0)

@@ -1,0 +1,174 @@
+"""OpenAI's own package as the client: every answer is that of the offline engine, streamed or not."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from strandline import LLM, SamplingParams
+from strandline.engine.outputs import RequestOutput
+
+PROMPT = "Once upon a time"
+MULTI_BYTE = {str(byte): 100 for byte in range(0x80, 0x100)}
+"""A bias towards the tokens of characters beyond ASCII: the byte tokenizer sorts its alphabet, so ids are not bytes."""
+
+
+def offline(twin: LLM, prompt: Any, **wishes: Any) -> RequestOutput:
+    return twin.generate(prompt, SamplingParams(**wishes), use_tqdm=False)[0]
+
+
+def texts(output: RequestOutput) -> list[str]:
+    return [completion.text for completion in output.outputs]
+
+
+def test_a_completion_is_the_offline_one_and_its_tokens_are_counted(client: openai.OpenAI, twin: LLM) -> None:
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, temperature=0)
+    expected = offline(twin, PROMPT, max_tokens=12, temperature=0)
+    assert [choice.text for choice in answer.choices] == texts(expected)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    counts = (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens)
+    assert counts == (len(PROMPT), 12, len(PROMPT) + 12)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 1.5, "seed": 3, "top_p": 0.9},
+    "several": {"n": 3, "seed": 5},
+    "multi-byte": {"seed": 7, "logit_bias": MULTI_BYTE},
+    "penalties": {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 1.0},
+    "vllm": {
+        "seed": 9,
+        "extra_body": {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 3, "ignore_eos": True}
+        | {"stop_token_ids": [200], "bad_words": ["e"], "skip_special_tokens": False},
+    },
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_streamed_whole_and_offline_texts_are_the_same(client: openai.OpenAI, twin: LLM, name: str) -> None:
+    shape = SHAPES[name]
+    wishes = {**shape, **shape.get("extra_body", {})}
+    wishes.pop("extra_body", None)
+    if "logit_bias" in wishes:
+        wishes["logit_bias"] = {int(token): bias for token, bias in wishes["logit_bias"].items()}
+    expected = texts(offline(twin, PROMPT, max_tokens=40, **wishes))
+    whole = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, **shape)
+    assert [choice.text for choice in whole.choices] == expected
+    parts = [""] * len(expected)
+    for chunk in client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, stream=True, **shape):
+        parts[chunk.choices[0].index] += chunk.choices[0].text
+    assert parts == expected
+
+
+@pytest.mark.parametrize("start", [1, 5, 17])
+def test_a_stop_string_ends_streamed_and_whole_answers_before_it(client: openai.OpenAI, twin: LLM, start: int) -> None:
+    [text] = texts(offline(twin, PROMPT, max_tokens=40, seed=1))
+    stop = text[start : start + 3]
+    wishes: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "seed": 1, "stop": [stop, "\0\0\0"]}
+    whole = client.completions.create(**wishes).choices[0]
+    assert (whole.text, whole.finish_reason) == (text[: text.index(stop)], "stop")
+    chunks = [chunk.choices[0] for chunk in client.completions.create(stream=True, **wishes)]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
+
+
+def test_prompts_may_be_token_ids_and_several(client: openai.OpenAI, twin: LLM) -> None:
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    answer = client.completions.create(model="tiny", prompt=prompts, max_tokens=5, n=2, seed=2)
+    expected = [text for prompt in prompts for text in texts(offline(twin, [prompt], max_tokens=5, n=2, seed=2))]
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    one = client.completions.create(model="tiny", prompt=prompts[0], max_tokens=5, n=2, seed=2)
+    assert [choice.text for choice in one.choices] == expected[:2]
+
+
+def test_log_probabilities_are_the_offline_ones(client: openai.OpenAI, twin: LLM) -> None:
+    wishes: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "logprobs": 2}
+    answer = client.completions.create(model="tiny", **wishes)
+    [completion] = offline(twin, PROMPT, max_tokens=4, temperature=0, logprobs=2).outputs
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert completion.logprobs is not None
+    entries = [list(entry.values()) for entry in completion.logprobs]
+    assert found.token_logprobs == pytest.approx([entry[0].logprob for entry in entries])
+    assert found.tokens == [entry[0].decoded_token for entry in entries]
+    assert [set(top) for top in found.top_logprobs or []] == [
+        {item.decoded_token for item in entry} for entry in entries
+    ]
+    streamed = client.completions.create(model="tiny", stream=True, **wishes)
+    pieces = [chunk.choices[0].logprobs for chunk in streamed]
+    assert [token for piece in pieces if piece for token in piece.tokens or []] == found.tokens
+
+
+def test_echo_gives_the_prompt_back_and_its_log_probabilities(client: openai.OpenAI, twin: LLM) -> None:
+    alone = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, echo=True, logprobs=1).choices[0]
+    assert alone.text == PROMPT
+    expected = offline(twin, PROMPT, max_tokens=1, prompt_logprobs=1).prompt_logprobs
+    assert expected is not None
+    assert alone.logprobs is not None
+    assert alone.logprobs.tokens == list(PROMPT)
+    values = [next(iter(entry.values())).logprob for entry in expected if entry]
+    assert alone.logprobs.token_logprobs == [None, *[pytest.approx(value, abs=1e-4) for value in values]]
+    wishes: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "echo": True}
+    whole = client.completions.create(model="tiny", **wishes).choices[0].text
+    assert whole == PROMPT + texts(offline(twin, PROMPT, max_tokens=6, temperature=0))[0]
+    streamed = client.completions.create(model="tiny", stream=True, **wishes)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == whole
+
+
+def test_chat_renders_the_template_and_streams_what_it_answers(client: openai.OpenAI, twin: LLM) -> None:
+    messages: list[Any] = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "who"}, {"type": "text", "text": "is it?"}]},
+    ]
+    expected = texts(offline(twin, "s:be brief|u:who\nis it?|a:", max_tokens=20, seed=4))
+    wishes: dict[str, Any] = {"model": "tiny", "messages": messages, "max_completion_tokens": 20, "seed": 4}
+    whole = client.chat.completions.create(**wishes)
+    assert [choice.message.content for choice in whole.choices] == expected
+    chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **wishes))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected[0]
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == []
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+
+
+def test_chat_log_probabilities_name_the_chosen_and_the_likeliest(client: openai.OpenAI) -> None:
+    wishes: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+    wishes |= {"temperature": 0, "logprobs": True, "top_logprobs": 3}
+    found = client.chat.completions.create(**wishes).choices[0].logprobs
+    assert found is not None
+    content = found.content
+    assert content is not None
+    assert [len(entry.top_logprobs) for entry in content] == [3, 3, 3]
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content)
+
+
+def test_the_usage_says_what_the_cache_saved_and_a_salt_isolates(client: openai.OpenAI) -> None:
+    def ask(**more: Any) -> Any:
+        body = {"include_cache_account": True, **more}
+        answer = client.completions.create(
+            model="tiny", prompt="a prompt of its own " * 9, max_tokens=2, extra_body=body
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens, answer.usage.cache  # type: ignore[attr-defined]
+
+    for cached, account in (ask(), ask(), ask(cache_salt="mine"), ask(cache_salt="mine")):
+        assert account["hit"] == cached
+        assert account["queried"] == cached + sum(miss["tokens"] for miss in account["misses"]) == 180
+    assert ask()[0] == ask(cache_salt="mine")[0] == 180
+    assert ask(cache_salt="other")[1]["misses"][0]["reason"] == "other_salt"
+
+
+def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist") as missing:
+        client.completions.create(model="other", prompt="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="temperature must be a number at least 0"):
+        client.completions.create(model="tiny", prompt="x", temperature=-1)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "strandline"
