@@ -4,8 +4,14 @@ import os
 from typing import Final
 
 DEBUG_CACHE: Final = "STRANDLINE_DEBUG_CACHE"
+API_KEY: Final = "STRANDLINE_API_KEY"
 
 
 def is_cache_debugged() -> bool:
     """Whether to check the cache's invariants and poison freed memory with NaN at every step (slow)."""
     return os.environ.get(DEBUG_CACHE, "0") not in ("", "0")
+
+
+def read_api_key() -> str | None:
+    """Return the key that clients of the server must bring, besides those that its flags name."""
+    return os.environ.get(API_KEY) or None

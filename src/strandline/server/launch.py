@@ -21,6 +21,7 @@ import zmq.asyncio
 
 from strandline.config import EngineConfig
 from strandline.engine.loading import default_sampling_params, find_model, load_frontend
+from strandline.env import read_api_key
 from strandline.errors import ConfigError, EngineError
 from strandline.server.app import build_app
 from strandline.server.client import EngineClient
@@ -78,7 +79,9 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         names = server.served_model_name or (engine.model,)
         defaults = default_sampling_params(find_model(engine.model))
         service = Service(client, names, defaults, template)
-        app = build_app(service, api_keys=server.api_key, max_body_bytes=server.max_body_bytes)
+        key = read_api_key()
+        keys = [*server.api_key, *([key] if key else [])]
+        app = build_app(service, api_keys=keys, max_body_bytes=server.max_body_bytes)
         host, port = listener.getsockname()[:2]
         LOGGER.info("serving %s on http://%s:%d", names[0], f"[{host}]" if ":" in host else host, port)
         return await _run_http(app, listener)

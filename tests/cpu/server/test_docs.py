@@ -1,0 +1,65 @@
+"""The examples of docs/server.md run as printed, and the page names every flag and metric."""
+
+import contextlib
+import io
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from strandline.cli import build_parser
+from strandline.engine.loading import DEMO_DIRECTORY
+from tests.cpu.server.process import ServerProcess, running_server
+
+PAGE = (Path(__file__).parents[3] / "docs" / "server.md").read_text()
+
+
+def examples(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("demo") / "log"
+    with running_server(DEMO_DIRECTORY, log, "--memory", "128MiB", "--served-model-name", "tiny", "demo") as server:
+        yield server
+
+
+def test_the_python_examples_run_and_the_second_turn_hits(demo: ServerProcess) -> None:
+    names: dict[str, object] = {}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for example in examples("py"):
+            exec(compile(example.replace("http://127.0.0.1:8000", demo.url), "docs/server.md", "exec"), names)
+    names["client"].close()  # type: ignore[attr-defined]
+    assert "Your name is Ada." in said.getvalue()
+    [(cached, total)] = re.findall(r"(\d+) of (\d+) tokens were cached", said.getvalue())
+    assert 0 < int(cached) < int(total)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_the_shell_examples_run(demo: ServerProcess) -> None:
+    for example in examples("sh"):
+        command = example.replace("http://127.0.0.1:8000", demo.url)
+        done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, check=True)
+        answer = json.loads(done.stdout)
+        assert "Ada" in answer["choices"][0]["message"]["content"]
+        assert answer["usage"]["cache"]["queried"] == answer["usage"]["prompt_tokens"]
+
+
+def test_every_flag_and_metric_is_on_the_page(demo: ServerProcess) -> None:
+    flags = set(build_parser().parse_args(["serve"]).parser._option_string_actions)
+    assert flags - set(re.findall(r"--[a-z-]+", PAGE)) == {"-h", "--no-enable-prefix-caching"}
+    metrics = re.findall(r"^# TYPE strandline:(\w+)", demo.get("/metrics").text, re.MULTILINE)
+    assert {name for name in metrics if not name.endswith("_created")} == set(
+        re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in metrics_table()))
+    )
+
+
+def metrics_table() -> list[str]:
+    rows = PAGE.partition("## Metrics")[2].splitlines()
+    return [row for row in rows if row.startswith("| `")]

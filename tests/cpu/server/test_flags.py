@@ -1,0 +1,58 @@
+"""The flags of ``strandline serve``: a list that changes on purpose."""
+
+import argparse
+from dataclasses import fields
+
+import pytest
+
+from strandline.cli import build_parser
+from strandline.config import EngineConfig
+from strandline.server.launch import ServerConfig
+
+FLAGS = [
+    "--api-key", "--chat-template", "--device", "--dtype", "--enable-prefix-caching", "--host",
+    "--load-format", "--max-body-bytes", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs",
+    "--max-queue", "--memory", "--no-enable-prefix-caching", "--port", "--request-timeout-s", "--seed",
+    "--served-model-name", "--tokenizer",
+]  # fmt: skip
+
+OF_VLLM = {
+    "--host": "0.0.0.0", "--port": "8001", "--served-model-name": "a", "--api-key": "k", "--chat-template": "{}",
+    "--tokenizer": "t", "--dtype": "bfloat16", "--load-format": "dummy", "--max-model-len": "100",
+    "--max-num-seqs": "4", "--max-num-batched-tokens": "512", "--seed": "1",
+}  # fmt: skip
+"""Flags that mean what they mean in vLLM, with a value each."""
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = build_parser().parse_args(["serve"]).parser
+    return parser
+
+
+def test_these_are_the_flags() -> None:
+    assert sorted(set(serve_parser()._option_string_actions) - {"-h", "--help"}) == FLAGS
+
+
+def test_vllms_flags_are_taken_as_they_are() -> None:
+    given = [part for pair in OF_VLLM.items() for part in pair]
+    options = build_parser().parse_args(["serve", "some/model", *given, "--no-enable-prefix-caching"])
+    assert (options.model, options.host, options.port, options.dtype) == ("some/model", "0.0.0.0", 8001, "bfloat16")
+    assert not options.enable_prefix_caching
+
+
+def test_defaults_are_those_of_the_configurations_and_of_this_machine_alone() -> None:
+    options = build_parser().parse_args(["serve"])
+    assert (options.model, options.host) == ("demo", "127.0.0.1")
+    engine = EngineConfig(model="demo")
+    for config in (engine, ServerConfig()):
+        for field in fields(config):
+            assert getattr(options, field.name, getattr(config, field.name)) == getattr(config, field.name)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"), [("--max-num-seq", "--max-num-seqs"), ("--api-keys", "--api-key"), ("--ports", "--port")]
+)
+def test_an_unknown_flag_names_the_nearest(wrong: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", wrong, "4"])
+    assert f"unknown argument {wrong}; did you mean {nearest}?" in capsys.readouterr().err
