@@ -148,6 +148,7 @@ def _add_bench(commands: Any) -> None:
     add("--max-num-batched-tokens", type=int, default=8192, help="most tokens per step (default: %(default)s)")
     add("--max-sessions", type=int, metavar="N", help="replay the first N sessions of a trace")
     add("--session-gap", type=float, default=10.0, help="seconds between sessions' starts (default: %(default)s)")
+    add("--speed", type=float, default=1.0, help="how many times as fast as one H200 (default: %(default)s)")
     add("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=_run_replay, parser=parser)
 
@@ -272,6 +273,7 @@ def _run_replay(options: argparse.Namespace) -> int:
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_sessions=options.max_sessions,
         session_gap_s=options.session_gap,
+        speed=options.speed,
     )
     return run_replay(wanted, as_json=options.json)
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from strandline.cache import Placement, PrefixCache
+from strandline.cache import Placement, PrefixCache, SnapshotKind
 from strandline.cache.core import AUTO
+from strandline.cache.eviction import LeastRecentlyUsed
 from strandline.cache.placement import Align, EveryBoundary, Nothing
 from strandline.errors import ConfigError
 
@@ -15,13 +16,23 @@ class Policy:
     """How a cache behaves."""
 
     placement: Placement = AUTO
+    evicts_oldest: bool = False
+    """Evict what was used longest ago, in place of what is worth least."""
+    slot_share: float | None = None
+    """A fixed share of the memory for slots; None divides it as needed."""
     is_enabled: bool = True
 
 
+ENDS: Final = frozenset({SnapshotKind.PROMPT_END, SnapshotKind.GENERATION_END})
+
 POLICIES: Final[Mapping[str, Policy]] = {
     "auto": Policy(),
-    "align-1056": Policy(Align(1056)),
-    "all-1024": Policy(EveryBoundary(1024)),
+    "auto-lru": Policy(evicts_oldest=True),
+    "align-lru": Policy(Align(1056), evicts_oldest=True),
+    "8192-lru": Policy(EveryBoundary(8192), evicts_oldest=True, slot_share=0.47),
+    "8192-ends-lru": Policy(EveryBoundary(8192, ENDS), evicts_oldest=True, slot_share=0.47),
+    "align": Policy(Align(1024)),
+    "all": Policy(EveryBoundary(1024)),
     "none": Policy(Nothing()),
     "off": Policy(is_enabled=False),
 }
@@ -40,4 +51,11 @@ def policy(name: str) -> Policy:
 
 def make_cache(chosen: Policy, num_slabs: int, blocks_per_slab: int) -> PrefixCache:
     """Return an empty cache that behaves so."""
-    return PrefixCache(num_slabs, blocks_per_slab, placement=chosen.placement, enabled=chosen.is_enabled)
+    return PrefixCache(
+        num_slabs,
+        blocks_per_slab,
+        order=LeastRecentlyUsed() if chosen.evicts_oldest else None,
+        placement=chosen.placement,
+        max_slots=None if chosen.slot_share is None else int(chosen.slot_share * num_slabs),
+        enabled=chosen.is_enabled,
+    )

@@ -33,6 +33,8 @@ class ReplayOptions:
     max_num_batched_tokens: int
     max_sessions: int | None
     session_gap_s: float
+    speed: float
+    """How many times as fast as one H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,13 @@ def _replay(lanes: list[Lane], memory_bytes: int, policy_name: str, options: Rep
         raise ConfigError(
             f"memory of {memory_bytes:,} bytes is {num_slabs} slots of {options.geometry}; give 6 or more"
         )
-    machine = Machine(spec, H200[options.geometry], memory_bytes, options.max_num_seqs, options.max_num_batched_tokens)
+    machine = Machine(
+        spec,
+        H200[options.geometry].sped_up(options.speed),
+        memory_bytes,
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+    )
     cache = make_cache(policy(policy_name), num_slabs, spec.blocks_per_slab)
     with tqdm(desc=policy_name, unit="request", leave=False, delay=2) as bar:
         return Replay(machine, cache, policy_name).run(lanes, bar.update)

@@ -14,7 +14,7 @@ from strandline.ids import NULL_BLOCK, BlockId, SlotId
 class Arena:
     """Hands out slots and blocks. Knows nothing of what they hold."""
 
-    def __init__(self, num_slabs: int, blocks_per_slab: int) -> None:
+    def __init__(self, num_slabs: int, blocks_per_slab: int, max_slots: int | None = None) -> None:
         if num_slabs < 2 or blocks_per_slab < 1:
             raise ConfigError(
                 f"the cache got room for {num_slabs} slabs of {blocks_per_slab} blocks; at least 2 are needed; "
@@ -22,6 +22,8 @@ class Arena:
             )
         self.num_slabs = num_slabs
         self.blocks_per_slab = blocks_per_slab
+        self.max_slots = max_slots
+        """So many slabs may only be slots, and the others only blocks; None: any may be either."""
         self._free_slabs = list(range(num_slabs - 1, 0, -1))
         self._slots = set[int]()
         self._free_in: dict[int, list[BlockId]] = {}
@@ -38,6 +40,11 @@ class Arena:
         return len(self._free_slabs)
 
     @property
+    def max_block_slabs(self) -> int:
+        """Slabs that may hold blocks, the first one included."""
+        return self.num_slabs - (self.max_slots or 0)
+
+    @property
     def num_slots(self) -> int:
         """Slots handed out."""
         return len(self._slots)
@@ -49,7 +56,7 @@ class Arena:
 
     def take_slot(self) -> SlotId | None:
         """Return a slot, or None when no slab is wholly free."""
-        if not self._free_slabs:
+        if not self._free_slabs or len(self._slots) == self.max_slots:
             return None
         slab = self._free_slabs.pop()
         self._slots.add(slab)
@@ -64,7 +71,7 @@ class Arena:
     def take_block(self) -> BlockId | None:
         """Return a block, from a slab that holds blocks already if there is room, or None when all is taken."""
         if not self._free_in:
-            if not self._free_slabs:
+            if not self._free_slabs or len(self._block_slabs) == self.max_block_slabs:
                 return None
             self._open_slab(self._free_slabs.pop())
         slab, free = next(iter(self._free_in.items()))

@@ -18,7 +18,7 @@ from typing import TypeVar, cast
 from strandline.cache.account import Account, CacheCounters, Miss, Reason, SnapshotKind
 from strandline.cache.actions import Action, CopyTokens
 from strandline.cache.arena import Arena
-from strandline.cache.eviction import EvictionOrder, LeastRecentlyUsed
+from strandline.cache.eviction import EvictionOrder, WorthPerByte
 from strandline.cache.explain import Explainer
 from strandline.cache.lease import Cut, Lead, Lease
 from strandline.cache.memory import CacheMemory
@@ -58,8 +58,9 @@ class PrefixCache:
     Args:
         num_slabs: size of the arena (see ``Arena``), the null slab included.
         blocks_per_slab: blocks in the room of one slot.
-        order: which entry is evicted first.
+        order: which entry is evicted first; the default is the one of least worth per byte.
         placement: which snapshots are taken.
+        max_slots: divide the memory: so many slabs are slots, the others blocks. A baseline; None shares it.
         enabled: when False, requests get blocks and slots but nothing is kept or found.
     """
 
@@ -70,13 +71,14 @@ class PrefixCache:
         *,
         order: EvictionOrder | None = None,
         placement: Placement = AUTO,
+        max_slots: int | None = None,
         enabled: bool = True,
     ) -> None:
         self.enabled = enabled
         self.placement = placement
-        self.arena = Arena(num_slabs, blocks_per_slab)
+        self.arena = Arena(num_slabs, blocks_per_slab, max_slots)
         self.leases: dict[RequestId, Lease] = {}
-        self.memory = CacheMemory(self.arena, order or LeastRecentlyUsed(), self.leases.values)
+        self.memory = CacheMemory(self.arena, order or WorthPerByte(blocks_per_slab), self.leases.values)
         self.counters = CacheCounters()
         self._roots: dict[str, Run] = {}
         self._tick = 0
@@ -150,10 +152,9 @@ class PrefixCache:
         end = walk(root, tokens.data) if read and self.enabled else Walk(root, 0, None, 0)
         snapshot = deepest_snapshot(end, tokens.data) if end.kv_tokens else None
         upper = self._split_at(end)
-        if read and self.enabled:
-            account = Explainer(self._roots, self.leases.values()).account(tokens, salt, end, snapshot)
-        else:
-            account = _nothing_asked(tokens)
+        explainer = Explainer(self._roots, self.leases.values())
+        is_asked = read and self.enabled
+        account = explainer.account(tokens, salt, end, snapshot) if is_asked else _nothing_asked(tokens)
         if not self._hold(upper, end, snapshot, tokens, step_tokens):
             if snapshot is None or self.leases:
                 return None
@@ -240,9 +241,10 @@ class PrefixCache:
 
         Else a larger cache, which hits deeper, would forget the prefixes that many share, and hit less.
         """
-        source.last_used = tick = self._next_tick()
+        tick, level = self._next_tick(), self.memory.level
+        source.last_used, source.level = tick, level
         for snapshot in branch_snapshots(lease.run, lease.tokens.data):
-            snapshot.last_used = tick
+            snapshot.last_used, snapshot.level = tick, level
 
     def _copy_partial(self, lease: Lease, run: Run) -> None:
         """Give the lease its own copy of the block that it resumes in; ``run`` was held for that."""
@@ -261,8 +263,9 @@ class PrefixCache:
             return True
         if not self.memory.can_take(missing, 0):
             return False
-        for _ in range(missing):
-            lease.table.append(_granted(self.memory.take_block()))
+        while missing:
+            lease.table.append(_granted(self.memory.take_block(missing)))
+            missing -= 1
         return True
 
     def plan_cuts(self, lease: Lease, end: int) -> list[Cut]:
@@ -450,10 +453,11 @@ class PrefixCache:
             self._show_tail(lease, stub_key)
         snapshot = Snapshot(slot, position, kind)
         put_snapshot(home, snapshot, stub_key)
-        snapshot.last_used = self._next_tick()
+        snapshot.last_used, snapshot.level = self._next_tick(), self.memory.level
         home.lost.pop(position if stub_key is None else stub_key, None)
         self.memory.num_evictable_slots += 1
         self.memory.offer(snapshot)
+        self.memory.offer_neighbours(snapshot)
         self.counters.snapshots_taken[kind] += 1
         return snapshot
 

@@ -11,7 +11,15 @@ from strandline.cache.arena import Arena
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue
 from strandline.cache.lease import Lease
 from strandline.cache.tokens import BLOCK_KEY_BYTES
-from strandline.cache.tree import Run, Snapshot, child_with_prefix, remove_child, take_snapshot_away
+from strandline.cache.tree import (
+    Run,
+    Snapshot,
+    child_with_prefix,
+    first_bare_block,
+    remove_child,
+    snapshot_above,
+    take_snapshot_away,
+)
 from strandline.ids import BLOCK_TOKENS, BlockId, SlotId
 
 
@@ -30,6 +38,7 @@ class CacheMemory:
         self.num_snapshots_evicted = 0
         self.num_blocks_evicted = 0
         self._queue = EvictionQueue(order, _can_evict)
+        self._block_queue = self._queue if arena.max_slots is None else EvictionQueue(order, _can_evict)
         self._leases = leases
         self._run_of: dict[BlockId, Run] = {}
 
@@ -42,6 +51,10 @@ class CacheMemory:
         """
         arena = self.arena
         size = arena.blocks_per_slab
+        if arena.max_slots is not None:
+            num_slots_left = arena.max_slots - arena.num_slots + self.num_evictable_slots
+            num_blocks_left = arena.max_block_slabs * size - 1 - arena.num_blocks + self.num_evictable_blocks
+            return num_slots <= num_slots_left and num_blocks <= num_blocks_left
         slabs_for_slots = arena.num_free_slabs + self.num_evictable_slots
         room = arena.num_free_blocks + self.num_evictable_blocks + slabs_for_slots * size
         if not num_slots:
@@ -54,11 +67,15 @@ class CacheMemory:
 
     # Taking
 
-    def take_block(self) -> BlockId | None:
-        """Return a block, evicting if need be, or None when everything else is in use."""
+    def take_block(self, num_wanted: int = 1) -> BlockId | None:
+        """Return a block, evicting if need be, or None when everything else is in use.
+
+        Args:
+            num_wanted: how many will be asked for in turn, this one included.
+        """
         while True:
             block = self.arena.take_block()
-            if block is not None or not self._evict_one():
+            if block is not None or not self._evict_one(self._block_queue, num_wanted):
                 return block
 
     def take_slot(self) -> SlotId | None:
@@ -67,9 +84,9 @@ class CacheMemory:
             slot = self.arena.take_slot()
             if slot is not None:
                 return slot
-            if self.arena.can_compact():
+            if self.arena.max_slots is None and self.arena.can_compact():
                 self._compact()
-            elif not self._evict_one():
+            elif not self._evict_one(self._queue, self.arena.blocks_per_slab - self.arena.num_free_blocks):
                 return None
 
     def free_block(self, block: BlockId) -> None:
@@ -167,51 +184,88 @@ class CacheMemory:
     def offer(self, entry: Entry) -> None:
         """Put an entry in the eviction queue if it may be evicted now."""
         if _can_evict(entry):
-            self._queue.push(entry)
+            queue = self._queue_of(entry)
+            queue.push(entry)
             live = self.arena.num_slots + self.arena.num_blocks
-            self._queue.prune(4 * live + 1024)
+            queue.prune(4 * live + 1024)
+
+    def offer_neighbours(self, snapshot: Snapshot) -> None:
+        """Offer again what a new snapshot has made worth less: the one above it, and the next below it in its run."""
+        above = snapshot_above(snapshot)
+        if above is not None:
+            self.offer(above)
+        positions = snapshot.home.positions
+        place = bisect_right(positions, snapshot.position)
+        if snapshot.stub_key is None and place < len(positions):
+            self.offer(snapshot.home.snapshots[positions[place]])
 
     # Evicting
 
     def has_lost(self, entry: Entry) -> bool:
         """Return whether an entry could be evicted but is not in the queue: it never would be."""
-        return _can_evict(entry) and entry not in self._queue
+        return _can_evict(entry) and entry not in self._queue_of(entry)
 
-    def _evict_one(self) -> bool:
-        entry = self._queue.pop()
+    def _queue_of(self, entry: Entry) -> EvictionQueue:
+        return self._queue if isinstance(entry, Snapshot) else self._block_queue
+
+    @property
+    def level(self) -> float:
+        """The worth of what was evicted last; what is used now counts from here (see ``WorthPerByte``)."""
+        return self._queue.level
+
+    def _evict_one(self, queue: EvictionQueue, num_blocks: int) -> bool:
+        """Evict the entry of least worth; of a run, up to ``num_blocks`` blocks that are worth the same."""
+        entry = queue.pop()
         if entry is None:
             return False
         if isinstance(entry, Snapshot):
             self.drop_snapshot(entry)
         else:
-            self._trim(entry)
+            self._trim(entry, num_blocks)
         return True
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a snapshot from the index; its slot is freed now, or by its last reader."""
+        home, key = snapshot.home, snapshot.stub_key
         take_snapshot_away(snapshot)
         self.num_snapshots_evicted += 1
+        bare = home if key is None else child_with_prefix(home, key)
+        if bare is not None:
+            self.offer(bare)
         if snapshot.num_readers == 0:
             self.num_evictable_slots -= 1
             self.free_slot(snapshot.slot)
 
-    def _trim(self, run: Run) -> None:
-        """Evict the last block of a childless, unused run, and the snapshots that cannot be resumed without it."""
+    def _trim(self, run: Run, num_blocks: int) -> None:
+        """Evict the last block of a childless, unused run, and the snapshots that cannot be resumed without it.
+
+        When no snapshot needs that block, up to ``num_blocks`` go: those that no snapshot needs.
+        """
         for position in run.positions[bisect_right(run.positions, (run.end_block - 1) * BLOCK_TOKENS) :]:
             self.drop_snapshot(run.snapshots[position])
-        if len(run.blocks) == 1:
+        num_gone = max(1, min(num_blocks, run.end_block - first_bare_block(run)))
+        self.num_blocks_evicted += num_gone
+        if num_gone == len(run.blocks):
+            self._cut_off(run, num_gone - 1)
             self.remove_run(run)
-            self.num_blocks_evicted += 1
+        else:
+            self._cut_off(run, num_gone)
+            self.offer(run)
+
+    def _cut_off(self, run: Run, num_blocks: int) -> None:
+        """Take the last blocks of a run, not all, out of the index."""
+        if not num_blocks:
             return
-        block = run.blocks.pop()
-        key = bytes(run.tokens[len(run.blocks) * BLOCK_KEY_BYTES :])
-        del run.tokens[len(run.blocks) * BLOCK_KEY_BYTES :]
-        ghost_tokens = BLOCK_TOKENS + max(run.evicted.values(), default=0)
+        kept = len(run.blocks) - num_blocks
+        gone = run.blocks[kept:]
+        key = bytes(run.tokens[kept * BLOCK_KEY_BYTES : (kept + 1) * BLOCK_KEY_BYTES])
+        del run.blocks[kept:]
+        del run.tokens[kept * BLOCK_KEY_BYTES :]
+        ghost_tokens = num_blocks * BLOCK_TOKENS + max(run.evicted.values(), default=0)
         run.evicted.clear()
         run.evicted[hash(key)] = ghost_tokens
-        self._let_go(block)
-        self.num_blocks_evicted += 1
-        self.offer(run)
+        for block in reversed(gone):
+            self._let_go(block)
 
     def remove_run(self, run: Run) -> None:
         """Take a childless run of one block out of the index; stubs that only it could serve go with it."""
@@ -224,6 +278,8 @@ class CacheMemory:
             if child_with_prefix(parent, stub_key) is None:
                 self.drop_snapshot(parent.stubs[stub_key])
         self.offer(parent)
+        if parent.positions:
+            self.offer(parent.snapshots[parent.positions[-1]])
 
     def _let_go(self, block: BlockId) -> None:
         self.disown(block)

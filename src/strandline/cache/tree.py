@@ -33,7 +33,17 @@ MAX_GHOSTS = 64
 class Snapshot:
     """A published slot: the state of all recurrent layers after exactly ``position`` tokens. Immutable."""
 
-    __slots__ = ("home", "is_attached", "kind", "last_used", "num_readers", "position", "slot", "stub_key")
+    __slots__ = (
+        "home",
+        "is_attached",
+        "kind",
+        "last_used",
+        "level",
+        "num_readers",
+        "position",
+        "slot",
+        "stub_key",
+    )
 
     def __init__(self, slot: SlotId, position: int, kind: SnapshotKind) -> None:
         self.slot = slot
@@ -44,6 +54,8 @@ class Snapshot:
         """The tokens inside its block when it is a stub of ``home``; None when it lies within ``home``."""
         self.num_readers = 0
         self.last_used = 0
+        self.level = 0.0
+        """What the memory's least worthy entry was worth when this was last used."""
         self.is_attached = False
 
 
@@ -196,6 +208,62 @@ def deepest_snapshot(end: Walk, data: bytearray) -> Snapshot | None:
         if place := bisect_right(run.positions, end.kv_tokens):
             return run.snapshots[run.positions[place - 1]]
     return None
+
+
+def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
+    """Return the deepest snapshot on the path to ``snapshot``, itself left out, or None."""
+    run, key = snapshot.home, snapshot.stub_key
+    if key is None:
+        if place := bisect_left(run.positions, snapshot.position):
+            return run.snapshots[run.positions[place - 1]]
+    else:
+        stub = _stub_before(run, key)
+        if stub is not None:
+            return stub
+        if run.positions:
+            return run.snapshots[run.positions[-1]]
+    while run.parent is not None:
+        stub = _stub_before(run.parent, run.first_key)
+        run = run.parent
+        if stub is not None:
+            return stub
+        if run.positions:
+            return run.snapshots[run.positions[-1]]
+    return None
+
+
+def _stub_before(run: Run, key: bytes) -> Snapshot | None:
+    """Return the longest stub of a run that is a proper prefix of ``key``."""
+    if not run.stubs:
+        return None
+    for size in range(len(key) - TOKEN_BYTES, 0, -TOKEN_BYTES):
+        if (stub := run.stubs.get(key[:size])) is not None:
+            return stub
+    return None
+
+
+def num_continuations(snapshot: Snapshot) -> int:
+    """Count the ways in which cached sequences go on after a snapshot, up to two."""
+    run, key = snapshot.home, snapshot.stub_key
+    if key is None:
+        return 1 if run.positions[-1] > snapshot.position else min(len(run.order), 2)
+    place = bisect_left(run.order, key)
+    return sum(child.startswith(key) and len(child) > len(key) for child in run.order[place : place + 2])
+
+
+def first_bare_block(run: Run) -> int:
+    """Return the first block of a childless run from which on no snapshot needs its blocks."""
+    if run.positions:
+        return -(-run.positions[-1] // BLOCK_TOKENS)
+    return run.start_block + (last_stub_into(run) is not None)
+
+
+def last_stub_into(run: Run) -> Snapshot | None:
+    """Return the deepest stub whose tokens lie in the run's first block, or None."""
+    if run.parent is None or not run.parent.stubs:
+        return None
+    key = run.first_key
+    return run.parent.stubs.get(key) or _stub_before(run.parent, key)
 
 
 def copied_run(end: Walk, snapshot: Snapshot | None) -> Run | None:

@@ -1,0 +1,140 @@
+"""What is evicted first: what saves the least computation per byte, and never what covers for something deeper."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strandline.cache import PrefixCache, Reason
+from strandline.cache.eviction import EvictionOrder, LeastRecentlyUsed, WorthPerByte
+from strandline.cache.invariants import check
+from strandline.cache.placement import Nothing
+from tests.cpu.cache.driver import Driver, published, reasons
+from tests.cpu.cache.test_lookup import prompt
+
+BLOCKS_PER_SLAB = 5
+
+
+def positions(driver: Driver) -> list[int]:
+    return sorted(len(tokens) for _, tokens in published(driver.cache))
+
+
+def conversation(driver: Driver, first: int, num_turns: int, turn_tokens: int = 100) -> list[int]:
+    """Hold a conversation; return its tokens."""
+    tokens: list[int] = []
+    for turn in range(num_turns):
+        tokens += prompt(turn_tokens, first + 1000 * turn)
+        driver.serve(tokens)
+    return tokens
+
+
+def test_snapshots_that_a_path_goes_on_from_give_way_to_the_last_one_of_an_older_path() -> None:
+    driver = Driver(12, BLOCKS_PER_SLAB)
+    old = conversation(driver, 0, 1, 300)
+    for index in range(2):
+        conversation(driver, 100_000 * (index + 1), 6)
+    assert driver.lookup(old).hit == 300
+    assert driver.cache.memory.num_snapshots_evicted > 0
+
+
+def test_keys_and_values_that_no_snapshot_needs_go_first() -> None:
+    driver = Driver(6, BLOCKS_PER_SLAB)
+    kept = conversation(driver, 0, 1, 128)
+    driver.cache.placement = Nothing()
+    bare = driver.admit(prompt(640, 50_000), read=False)
+    driver.prefill(bare, leave=False)
+    driver.release(bare)
+    driver.serve(prompt(300, 90_000))
+    assert driver.lookup(kept).hit == 128
+    assert driver.lookup(prompt(640, 50_000)).hit == 0
+
+
+def test_the_last_snapshot_of_a_path_and_its_keys_go_together() -> None:
+    driver = Driver(9, BLOCKS_PER_SLAB)
+    driver.serve(prompt(640))
+    driver.serve(prompt(640, 50_000))
+    driver.serve(prompt(640, 90_000))
+    driver.serve(prompt(640, 130_000))
+    for first in (0, 50_000):
+        account = driver.lookup(prompt(640, first))
+        assert account.hit in (0, 640)
+    snapshots = sum(1 for _ in driver.cache.snapshots())
+    assert driver.cache.arena.num_blocks >= 10 * snapshots
+
+
+def test_what_saves_much_outlives_what_saves_little_though_used_earlier() -> None:
+    driver = Driver(9, BLOCKS_PER_SLAB)
+    driver.serve(prompt(900))
+    for index in range(20):
+        driver.serve(prompt(5, 10_000 * (index + 1)))
+    assert driver.lookup(prompt(900)).hit == 900
+
+
+def test_unused_entries_age_however_much_they_save() -> None:
+    driver = Driver(12, BLOCKS_PER_SLAB)
+    driver.serve(prompt(900))
+    for index in range(40):
+        driver.serve(prompt(600, 10_000 * (index + 1)))
+    assert driver.lookup(prompt(900)).hit == 0
+
+
+def test_divided_memory_keeps_its_shares() -> None:
+    cache = PrefixCache(21, BLOCKS_PER_SLAB, max_slots=8)
+    assert cache.memory.can_take(13 * BLOCKS_PER_SLAB - 1, 8)
+    assert not cache.memory.can_take(13 * BLOCKS_PER_SLAB, 0)
+    assert not cache.memory.can_take(0, 9)
+    blocks = list(iter(cache.memory.take_block, None))
+    slots = list(iter(cache.memory.take_slot, None))
+    assert (len(blocks), len(slots)) == (13 * BLOCKS_PER_SLAB - 1, 8)
+
+
+def chats(seed: int, num_requests: int) -> list[list[int]]:
+    """Return prompts of conversations that take turns at random, some of which share a system prompt."""
+    choose = random.Random(seed)
+    systems = [prompt(choose.randint(60, 400), 1_000_000 * (index + 1)) for index in range(2)]
+    histories = [list(choose.choice(systems)) for _ in range(6)]
+    trace = []
+    for index in range(num_requests):
+        history = choose.choice(histories)
+        history += prompt(choose.randint(5, 150), 10_000_000 + 1000 * index)
+        trace.append(list(history))
+    return trace
+
+
+def hit_tokens(trace: list[list[int]], num_slabs: int, order: EvictionOrder | None = None) -> int:
+    driver = Driver(num_slabs, BLOCKS_PER_SLAB, order=order)
+    hits = 0
+    for tokens in trace:
+        account = driver.serve(tokens)
+        assert account.queried == account.hit + sum(reasons(account).values())
+        assert Reason.NO_ROOM not in reasons(account)
+        hits += account.hit
+    check(driver.cache)
+    return hits
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chats_hit_more_than_with_lru_and_hardly_less_at_any_budget(seed: int) -> None:
+    trace = chats(seed, 40)
+    budgets = (14, 18, 24, 32, 48)
+    by_worth = [hit_tokens(trace, num_slabs) for num_slabs in budgets]
+    by_age = [hit_tokens(trace, num_slabs, LeastRecentlyUsed()) for num_slabs in budgets]
+    assert sum(by_worth) >= 1.03 * sum(by_age)
+    assert all(worth >= 0.97 * age for worth, age in zip(by_worth, by_age, strict=True))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10_000))
+def test_with_memory_to_spare_more_of_it_never_means_fewer_hits(seed: int) -> None:
+    trace = chats(seed, 20)
+    hits = [hit_tokens(trace, num_slabs) for num_slabs in (200, 300, 600)]
+    assert hits == sorted(hits)
+
+
+def test_an_order_is_a_strategy_that_knows_the_size_of_a_snapshot() -> None:
+    driver = Driver(40, BLOCKS_PER_SLAB, order=WorthPerByte(BLOCKS_PER_SLAB))
+    driver.serve(prompt(320))
+    ((_, _, snapshot),) = driver.cache.snapshots()
+    assert WorthPerByte(5).worth(snapshot) == pytest.approx(320 / (320 + 320))
+    assert WorthPerByte(15).worth(snapshot) == pytest.approx(320 / (960 + 320))
