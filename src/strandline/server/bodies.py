@@ -30,6 +30,7 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
     "prompt_embeds": (),
     "continue_final_message": (False,),
+    "chat_template": (),  # a program: one that loops would hold up everybody's tokenizing
 }
 """Fields that would change the answer, and the values (besides null) that leave it as it is."""
 
@@ -127,7 +128,6 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = False
     top_logprobs: Count | None = None
     add_generation_prompt: bool = True
-    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

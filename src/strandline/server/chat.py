@@ -13,7 +13,7 @@ from strandline.server.answers import Growth, Json, chat_logprobs, usage
 from strandline.server.bodies import ChatBody
 from strandline.server.client import Prompt
 from strandline.server.service import Service
-from strandline.server.streams import CLIENT_CLOSED_REQUEST, json_response, stream_response, while_connected
+from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, while_connected
 
 
 class Chat:
@@ -89,12 +89,11 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     service.require_model(body.model)
     prompt = await service.render(
         body.messages,
-        chat_template=body.chat_template,
         add_generation_prompt=body.add_generation_prompt,
         template_options=body.chat_template_kwargs,
     )
     started = Chat(service, body, prompt)
     if body.stream:
-        return stream_response(started.job, started.chunks())
+        return EventStream(started.job, started.chunks())
     answer = await while_connected(request, started.answer())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)

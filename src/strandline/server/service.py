@@ -71,12 +71,11 @@ class Service:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        chat_template: str | None = None,
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Return a conversation as a prompt."""
-        tokenizer, template = self.tokenizer, chat_template or self.chat_template
+        tokenizer, template = self.tokenizer, self.chat_template
 
         def work() -> Prompt:
             text = render_chat(

@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from strandline.errors import EngineError, RequestError
 from strandline.server.client import Job
@@ -26,22 +27,28 @@ def json_response(body: Any) -> Response:
     return Response(_JSON.encode(body), media_type="application/json")
 
 
-def stream_response(job: Job, bodies: AsyncIterator[Any]) -> Response:
-    """Stream bodies as server-sent events; the job ends with the stream, or when the client goes away."""
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_events(job, bodies), media_type="text/event-stream", headers=headers)
+class EventStream(StreamingResponse):
+    """Bodies as server-sent events. The job ends with the response, also if the client went before the first event."""
+
+    def __init__(self, job: Job, bodies: AsyncIterator[Any]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_events(bodies), media_type="text/event-stream", headers=headers)
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._job:
+            await super().__call__(scope, receive, send)
 
 
-async def _events(job: Job, bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    with job:
-        try:
-            async for body in bodies:
-                yield b"data: " + _JSON.encode(body) + b"\n\n"
-        except (RequestError, EngineError) as error:
-            # The status has been sent: the error is an event, which OpenAI's clients raise.
-            status, code = status_of(error)
-            yield b"data: " + error_body(status, str(error), code=code) + b"\n\n"
-        yield DONE
+async def _events(bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    try:
+        async for body in bodies:
+            yield b"data: " + _JSON.encode(body) + b"\n\n"
+    except (RequestError, EngineError) as error:
+        # The status has been sent: the error is an event, which OpenAI's clients raise.
+        status, code = status_of(error)
+        yield b"data: " + error_body(status, str(error), code=code) + b"\n\n"
+    yield DONE
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

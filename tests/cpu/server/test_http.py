@@ -55,7 +55,11 @@ MALFORMED: list[tuple[str, bytes, str]] = [
     ("chat/completions", b'{"messages": [{"role": "user", "content": 5}]}', "must be a string or a list of parts"),
     ("chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "are not served"),
     ("chat/completions", b'{"messages": [{"role": "user", "content": "\\udfff"}]}', "not valid Unicode"),
-    ("chat/completions", b'{"messages": [{"role": "u", "content": "x"}], "chat_template": "{% x"}', "chat template"),
+    (
+        "chat/completions",
+        b'{"messages": [{"role": "u", "content": "x"}], "chat_template": "{% x"}',
+        "chat_template is not served",
+    ),
     ("chat/completions", b'{"messages": [{"role": "u", "content": "x"}], "top_logprobs": 2}', "needs logprobs: true"),
 ]
 
