@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from strandline import __version__
-from strandline.config import DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+from strandline.config import CACHE_MODES, DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
 from strandline.errors import StrandlineError
 
 MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
@@ -165,6 +165,10 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=int, default=2048, help="most tokens per step (default: %(default)s)")
     add("--memory", metavar="SIZE", help="for the cache and running requests together, such as 4GiB")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    text = "where snapshots are taken; all but auto are there to compare with (default: %(default)s)"
+    add("--mamba-cache-mode", choices=CACHE_MODES, default="auto", help=text)
+    text = "between snapshots of align and all (default: %(default)s)"
+    add("--mamba-block-size", type=int, default=1024, metavar="TOKENS", help=text)
     add("--seed", type=int, default=0, help="of unseeded sampling and dummy weights (default: %(default)s)")
 
 
