@@ -11,9 +11,9 @@ from strandline.server.launch import ServerConfig
 
 FLAGS = [
     "--api-key", "--chat-template", "--device", "--dtype", "--enable-prefix-caching", "--host",
-    "--load-format", "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs",
-    "--max-queue", "--memory", "--no-enable-prefix-caching", "--port", "--request-timeout-s", "--seed",
-    "--served-model-name", "--tokenizer",
+    "--load-format", "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
+    "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-enable-prefix-caching",
+    "--port", "--request-timeout-s", "--seed", "--served-model-name", "--tokenizer",
 ]  # fmt: skip
 
 OF_VLLM = {
