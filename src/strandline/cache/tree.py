@@ -234,8 +234,9 @@ def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
 
 def _stub_before(run: Run, key: bytes) -> Snapshot | None:
     """Return the longest stub of a run that is a proper prefix of ``key``."""
-    if not run.stubs:
-        return None
+    if len(run.stubs) < BLOCK_TOKENS // 4:
+        before = [stub for k, stub in run.stubs.items() if len(k) < len(key) and key.startswith(k)]
+        return max(before, key=lambda stub: stub.position, default=None)
     for size in range(len(key) - TOKEN_BYTES, 0, -TOKEN_BYTES):
         if (stub := run.stubs.get(key[:size])) is not None:
             return stub
