@@ -9,6 +9,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from strandline.errors import EngineError, RequestError
+from strandline.server.anthropic import MessagesBody, create_message
 from strandline.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from strandline.server.chat import chat
 from strandline.server.completions import complete
@@ -38,6 +39,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await chat(service, body, request)
+
+    @app.post("/v1/messages")
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        return await create_message(service, body, request)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

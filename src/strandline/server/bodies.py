@@ -19,6 +19,8 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "suffix": ("",),
     "tools": ([],),
+    "thinking": ({"type": "disabled"},),
+    "mcp_servers": ([],),
     "functions": ([],),
     "response_format": ({"type": "text"},),
     "guided_json": (),
@@ -88,7 +90,9 @@ class SamplingBody(BaseModel):
         Raises:
             RequestError: a value is out of range, or the body asks for what is not served.
         """
-        self._check_extra()
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream: true")
+        check_extra(self.model_extra)
         names = SamplingParams.__dataclass_fields__.keys() & self.__class__.model_fields.keys()
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.logit_bias is not None:
@@ -98,15 +102,6 @@ class SamplingBody(BaseModel):
     def wants_usage(self) -> bool:
         """Whether a stream is to end with the usage."""
         return self.include_cache_account or (self.stream_options is not None and self.stream_options.include_usage)
-
-    def _check_extra(self) -> None:
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options needs stream: true")
-        for name, value in (self.model_extra or {}).items():
-            if name in NOT_SERVED and value is not None and value not in NOT_SERVED[name]:
-                raise RequestError(f"{name} is not served by this version")
-            if name not in NOT_SERVED and name not in WITHOUT_EFFECT:
-                _log_once(name)
 
 
 class CompletionBody(SamplingBody):
@@ -150,6 +145,19 @@ class DetokenizeBody(BaseModel):
 
     model: str | None = None
     tokens: list[int]
+
+
+def check_extra(fields: Mapping[str, Any] | None) -> None:
+    """Refuse what would change the answer but is not served; log what nobody knows.
+
+    Raises:
+        RequestError: there is something to refuse.
+    """
+    for name, value in (fields or {}).items():
+        if name in NOT_SERVED and value is not None and value not in NOT_SERVED[name]:
+            raise RequestError(f"{name} is not served by this version")
+        if name not in NOT_SERVED and name not in WITHOUT_EFFECT:
+            _log_once(name)
 
 
 def _token_id(key: str) -> int:

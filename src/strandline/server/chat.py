@@ -13,7 +13,7 @@ from strandline.server.answers import Growth, Json, chat_logprobs, usage
 from strandline.server.bodies import ChatBody
 from strandline.server.client import Prompt
 from strandline.server.service import Service
-from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, while_connected
+from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, plain_events, while_connected
 
 
 class Chat:
@@ -94,6 +94,6 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     )
     started = Chat(service, body, prompt)
     if body.stream:
-        return EventStream(started.job, started.chunks())
+        return EventStream(started.job, plain_events(started.chunks()))
     answer = await while_connected(request, started.answer())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)

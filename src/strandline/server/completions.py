@@ -14,7 +14,7 @@ from strandline.server.answers import Entry, Growth, Json, completion_logprobs, 
 from strandline.server.bodies import CompletionBody
 from strandline.server.client import Prompt
 from strandline.server.service import Service
-from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, while_connected
+from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, plain_events, while_connected
 
 
 class Completion:
@@ -123,7 +123,7 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     prompts, is_batch = await _prompts(service, body)
     completion = Completion(service, body, prompts, is_batch=is_batch)
     if body.stream:
-        return EventStream(completion.job, completion.chunks())
+        return EventStream(completion.job, plain_events(completion.chunks()))
     answer = await while_connected(request, completion.answer())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)
 

@@ -1,7 +1,7 @@
 """What stands before the application: the API key, and the limit on bodies."""
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from starlette.exceptions import HTTPException
@@ -31,10 +31,10 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._is_known(headers.get(b"authorization", b"")):
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._is_known(headers):
             refusal = error_response(
                 401,
-                "a valid API key is needed: Authorization: Bearer KEY",
+                "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -46,11 +46,12 @@ class Gate:
             return
         await self._app(scope, self._counted(receive), send)
 
-    def _is_known(self, header: bytes) -> bool:
-        scheme, _, key = header.partition(b" ")
+    def _is_known(self, headers: Mapping[bytes, bytes]) -> bool:
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        key = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         # All keys are compared, each in constant time, so that the time taken says nothing about them.
-        found = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        return scheme.lower() == b"bearer" and any(found)
+        found = [hmac.compare_digest(key, known) for known in self._keys]
+        return any(found)
 
     def _counted(self, receive: Receive) -> Receive:
         num_bytes = 0

@@ -28,11 +28,11 @@ def json_response(body: Any) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """Bodies as server-sent events. The job ends with the response, also if the client went before the first event."""
+    """Server-sent events. The job ends with the response, also if the client went before the first event."""
 
-    def __init__(self, job: Job, bodies: AsyncIterator[Any]) -> None:
+    def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(bodies), media_type="text/event-stream", headers=headers)
+        super().__init__(events, media_type="text/event-stream", headers=headers)
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,7 +40,8 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _events(bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+async def plain_events(bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    """Yield bodies as OpenAI's events, ``[DONE]`` at the end."""
     try:
         async for body in bodies:
             yield b"data: " + _JSON.encode(body) + b"\n\n"
@@ -49,6 +50,16 @@ async def _events(bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
         status, code = status_of(error)
         yield b"data: " + error_body(status, str(error), code=code) + b"\n\n"
     yield DONE
+
+
+async def named_events(bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    """Yield bodies as Anthropic's events, each named by its type."""
+    try:
+        async for body in bodies:
+            yield b"event: " + body["type"].encode() + b"\ndata: " + _JSON.encode(body) + b"\n\n"
+    except (RequestError, EngineError) as error:
+        status, code = status_of(error)
+        yield b"event: error\ndata: " + error_body(status, str(error), code=code) + b"\n\n"
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

@@ -25,13 +25,15 @@ VALUES = st.recursive(
     ),
     max_leaves=6,
 )
-FIELDS = sorted((CompletionBody.model_fields.keys() | ChatBody.model_fields.keys() | {"tools", "x"}) - {"model"})
+FIELDS = sorted(
+    (CompletionBody.model_fields.keys() | ChatBody.model_fields.keys() | {"system", "tools", "x"}) - {"model"}
+)
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
 BOUNDED = {"max_tokens": 2, "max_completion_tokens": 2}
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(["completions", "chat/completions"]), BODIES, st.booleans())
+@given(st.sampled_from(["completions", "chat/completions", "messages"]), BODIES, st.booleans())
 def test_no_body_makes_a_5xx(server: ServerProcess, path: str, fields: dict[str, Any], is_plausible: bool) -> None:
     sound = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]} if is_plausible else {}
     body = {**BOUNDED, **sound, **fields}

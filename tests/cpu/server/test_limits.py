@@ -43,7 +43,8 @@ def test_a_wrong_key_is_a_401(strict: ServerProcess, header: str) -> None:
 
 def test_any_of_the_keys_lets_in_and_none_is_needed_to_look_after_the_server(strict: ServerProcess) -> None:
     for key in ("secret-one", "secret-two"):
-        assert ask(strict, {"Authorization": f"Bearer {key}"}).status_code == 200
+        for headers in ({"Authorization": f"Bearer {key}"}, {"X-API-Key": key}):
+            assert ask(strict, headers).status_code == 200
     assert [strict.get(path).status_code for path in ("/health", "/version", "/metrics")] == [200, 200, 200]
     assert strict.get("/v1/models").status_code == 401
 
@@ -60,7 +61,7 @@ def test_keys_are_compared_in_constant_time_and_never_logged(
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
     door = gate.Gate(lambda *_: None, api_keys=["a", "b"], max_body_bytes=1)  # type: ignore[arg-type,return-value]
-    assert door._is_known(b"Bearer a")
+    assert door._is_known({b"x-api-key": b"a"})
     assert compared == [b"a", b"b"]
 
 
