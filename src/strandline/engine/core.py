@@ -42,6 +42,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
+        self._cache_mode, self._cache_block_tokens = config.mamba_cache_mode, config.mamba_block_size
         self._is_debugged = is_cache_debugged()
         self.runner = Runner(model, num_slabs, device, poison=self._is_debugged)
 
@@ -83,8 +84,14 @@ class EngineCore:
             + ("on" if self.cache.enabled else "off"),
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; "
             f"a snapshot takes the room of {spec.blocks_per_slab} blocks",
-            f"longest request: {self.limits.max_model_len:,} tokens; shortest prefix that can hit: 1 token",
+            f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
         ]
+
+    def _shortest_hit(self) -> str:
+        if not self.cache.enabled or self._cache_mode == "none":
+            return "nothing can hit"
+        shortest = "1 token" if self._cache_mode == "auto" else f"{self._cache_block_tokens} tokens"
+        return f"snapshots placed by '{self._cache_mode}'; shortest prefix that can hit: {shortest}"
 
     def stats(self) -> CoreStats:
         """Return the counters and the use of memory."""

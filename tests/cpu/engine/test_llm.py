@@ -264,3 +264,17 @@ def test_times_are_kept(llm: LLM) -> None:
     assert times.finished_s is not None
     assert times.arrival_s < times.first_token_s < times.finished_s
     assert math.isclose(times.ttft_s or 0.0, times.first_token_s - times.arrival_s)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "snapshots placed by 'auto'; shortest prefix that can hit: 1 token"),
+        ({"mamba_cache_mode": "all", "mamba_block_size": 128}, "'all'; shortest prefix that can hit: 128 tokens"),
+        ({"mamba_cache_mode": "none"}, "nothing can hit"),
+        ({"enable_prefix_caching": False}, "nothing can hit"),
+    ],
+    ids=["auto", "all", "none", "off"],
+)
+def test_the_engine_says_what_its_cache_can_hit(make_llm: MakeLLM, options: dict[str, Any], said: str) -> None:
+    assert make_llm(**options).engine.describe()[-1].endswith(said)
