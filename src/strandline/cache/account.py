@@ -63,6 +63,13 @@ class Miss:
     def num_tokens(self) -> int:
         return self.end - self.start
 
+    @property
+    def public_reason(self) -> Reason:
+        """The reason as the caller may know it: what is cached under another salt is told as never seen."""
+        if self.reason is not Reason.OTHER_SALT:
+            return self.reason
+        return Reason.DIVERGED if self.start else Reason.FIRST_SEEN
+
 
 @dataclass(frozen=True, slots=True)
 class Account:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from strandline.cache import Action, CopyTokens, DropBlock, DropSlot, MoveBlock
 from strandline.engine.batch import build_batch, is_decode
+from strandline.engine.heap import keep_scratch_memory
 from strandline.engine.plan import SequencePlan, StepPlan, StepResult, TokenLogprobs
 from strandline.engine.sampler import SamplingState, choose_tokens, token_logprobs
 from strandline.ids import RequestId
@@ -49,6 +50,8 @@ class Runner:
     def __init__(self, model: LanguageModel, num_slabs: int, device: torch.device, *, poison: bool = False) -> None:
         self.model = model
         self.device = device
+        if device.type == "cpu":
+            keep_scratch_memory()
         self.arena = ArenaTensors(model.spec, num_slabs, device)
         self._poison = poison
         self._states: dict[RequestId, SamplingState] = {}

@@ -58,7 +58,7 @@ def cache_account(output: RequestOutput) -> Json | None:
         "kv_tokens": account.kv_tokens,
         "snapshot_kind": account.snapshot_kind,
         "misses": [
-            {"reason": miss.reason, "start": miss.start, "end": miss.end, "tokens": miss.num_tokens}
+            {"reason": miss.public_reason, "start": miss.start, "end": miss.end, "tokens": miss.num_tokens}
             for miss in account.misses
         ],
     }

@@ -1,0 +1,25 @@
+"""The C library's heap on a CPU: keep scratch memory instead of handing it back after every operation.
+
+By default glibc maps every large tensor afresh and unmaps it when it dies, so that the kernel zeroes the same pages
+again and again. Keeping them made the prefill of a small model 1.3 times as fast (benchmarks/results).
+"""
+
+import ctypes
+from typing import Final
+
+M_TRIM_THRESHOLD: Final = -1
+M_MMAP_THRESHOLD: Final = -3
+"""Names and numbers of glibc's malloc.h."""
+
+KEPT_BYTES: Final = 256 * 2**20
+"""Free memory at the heap's top that is kept."""
+LARGEST_KEPT_BYTES: Final = 32 * 2**20
+"""Larger tensors are mapped as before; glibc allows no more."""
+
+
+def keep_scratch_memory() -> bool:
+    """Set the heap's thresholds for this process. False where the C library has no such settings."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
