@@ -143,13 +143,6 @@ class Walk:
     def kv_tokens(self) -> int:
         return self.num_blocks * BLOCK_TOKENS + self.partial_tokens
 
-    @property
-    def partial_block(self) -> BlockId:
-        """The block that holds the partial match."""
-        if self.partial_run is None:
-            raise CacheInvariantError("the walk ended on a block boundary: there is no partial block")
-        return self.partial_run.blocks[self.num_blocks - self.partial_run.start_block]
-
 
 def walk(root: Run, data: bytearray) -> Walk:
     """Follow the tokens of ``data`` from the root as far as cached keys and values go. Changes nothing."""
