@@ -5,11 +5,17 @@ from typing import Final
 
 DEBUG_CACHE: Final = "STRANDLINE_DEBUG_CACHE"
 API_KEY: Final = "STRANDLINE_API_KEY"
+TRITON: Final = "STRANDLINE_TRITON"
 
 
 def is_cache_debugged() -> bool:
     """Whether to check the cache's invariants and poison freed memory with NaN at every step (slow)."""
     return os.environ.get(DEBUG_CACHE, "0") not in ("", "0")
+
+
+def is_triton_off() -> bool:
+    """Whether to run the torch versions of all operations on GPUs too (slow): to tell a kernel's fault from others."""
+    return os.environ.get(TRITON, "1") == "0"
 
 
 def read_api_key() -> str | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strandline.engine.plan import SequencePlan
-from strandline.ids import BLOCK_TOKENS
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
 from strandline.kernels.chunk_table import build_chunk_table
 
@@ -35,8 +35,7 @@ def build_batch(sequences: Sequence[SequencePlan], num_decodes: int, device: tor
     positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
     tables = _block_tables(sequences, ends)
     kv_starts = np.array([sequence.kv_start for sequence in sequences])
-    writes = np.nonzero(positions >= kv_starts[rows])[0]
-    write_positions = positions[writes]
+    is_written = positions >= kv_starts[rows]
 
     def tensor(values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
@@ -47,9 +46,9 @@ def build_batch(sequences: Sequence[SequencePlan], num_decodes: int, device: tor
         query_starts_N1=tensor(query_starts),
         context_lens_N=tensor(ends),
         block_table_NM=tensor(tables, torch.int32),
-        write_rows_W=tensor(writes),
-        write_blocks_W=tensor(tables[rows[writes], write_positions // BLOCK_TOKENS]),
-        write_offsets_W=tensor(write_positions % BLOCK_TOKENS),
+        write_blocks_T=tensor(np.where(is_written, tables[rows, positions // BLOCK_TOKENS], NULL_BLOCK)),
+        write_offsets_T=tensor(positions % BLOCK_TOKENS),
+        is_all_written=bool(is_written.all()),
     )
     prefills = sequences[num_decodes:]
     src, dst, window_src, window_offset = (

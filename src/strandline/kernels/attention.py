@@ -4,10 +4,10 @@ This module is the definition of right and the path that serves on a CPU. Sequen
 ``batch.py``: decodes are attended together, in groups of similar length; prefills one by one.
 
 Invariants: what a sequence does not own never reaches its result, NaN included: neither other blocks, nor the
-rows of its last block past its context, nor the null block. Only the rows listed for writing are written.
+rows of its last block past its context, nor the null block.
 
 Shape suffixes: T tokens, N sequences, M blocks of a sequence, L keys of a sequence, B blocks, P tokens in a block,
-G key/value heads, R query heads per key/value head, H = G R query heads, D head dim, W rows that are written.
+G key/value heads, R query heads per key/value head, H = G R query heads, D head dim.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.platform import has_triton_twin
 
 GROUP_BYTES = 2**20
 """Most bytes of keys that a group of decodes gathers at once: few enough to be attended while still in cache."""
@@ -30,13 +31,7 @@ QUERY_TOKENS = 256
 """Queries of a prefill that are masked together: bounds the mask of a prompt of any length."""
 
 
-def write_kv(k_TGD: Tensor, v_TGD: Tensor, memory: KVMemory, batch: AttentionBatch) -> None:
-    """Store keys and values of the step's ``write_rows_W`` into their blocks."""
-    places = (batch.write_blocks_W, batch.write_offsets_W)
-    memory.k_BPGD[places] = k_TGD[batch.write_rows_W]
-    memory.v_BPGD[places] = v_TGD[batch.write_rows_W]
-
-
+@has_triton_twin("attention_triton")
 def paged_attention(
     q_THD: Tensor,
     memory: KVMemory,

@@ -46,10 +46,11 @@ class AttentionBatch:
     context_lens_N: Tensor
     block_table_NM: Tensor
     """int32; entries past a sequence's context are the null block."""
-    write_rows_W: Tensor
-    """Rows of the step whose keys and values are stored; the others are in shared blocks already."""
-    write_blocks_W: Tensor
-    write_offsets_W: Tensor
+    write_blocks_T: Tensor
+    """Per row, the block that takes its keys and values; the null block where a shared one has them already."""
+    write_offsets_T: Tensor
+    is_all_written: bool
+    """Whether no row's block is the null block."""
 
 
 @dataclass(frozen=True, slots=True)

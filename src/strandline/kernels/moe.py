@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.activation import swiglu
+from strandline.kernels.platform import has_triton_twin
 
 
+@has_triton_twin("moe_triton")
 def route_top_k(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
     """Return the ``top_k`` most likely experts per token as ``(weights_TK, experts_TK)``, in float32 and int64.
 
@@ -25,17 +27,21 @@ def route_top_k(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[
     return weights_TK, experts_TK
 
 
+@has_triton_twin("moe_triton")
 def experts_glu(
     x_TD: Tensor,
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
+    shared_TD: Tensor,
+    shared_gate_T1: Tensor,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype.
 
     Args:
         gate_up_EFD: ``[E, 2 F, D]``, the gate's rows before the up projection's.
+        shared_TD: what the shared expert made of each token; added after multiplying by ``sigmoid(shared_gate_T1)``.
     """
     num_tokens, top_k = experts_TK.shape
     expert_A, order_A = experts_TK.flatten().sort(stable=True)
@@ -53,4 +59,5 @@ def experts_glu(
     weighted_AD = torch.empty(out_AD.shape, dtype=torch.float32, device=out_AD.device)
     weighted_AD[order_A] = out_AD.float()
     weighted_TKD = weighted_AD.view(num_tokens, top_k, -1)
-    return torch.matmul(weights_TK.unsqueeze(1), weighted_TKD).squeeze(1).to(x_TD.dtype)
+    out_TD = torch.matmul(weights_TK.unsqueeze(1), weighted_TKD).squeeze(1).to(x_TD.dtype)
+    return out_TD.addcmul_(shared_TD, shared_gate_T1.sigmoid())

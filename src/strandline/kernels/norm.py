@@ -12,17 +12,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strandline.kernels.platform import has_triton_twin
+
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise, round to x's dtype, then multiply by the weight (Llama, Qwen3, and most others)."""
     return F.rms_norm(x, x.shape[-1:], None, eps) * weight_D
 
 
+@has_triton_twin("norm_triton")
 def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise and multiply by ``1 + weight`` in float32, then round to x's dtype (Qwen3-Next, Gemma)."""
     return F.rms_norm(x.float(), x.shape[-1:], weight_D.float() + 1.0, eps).to(x.dtype)
 
 
+@has_triton_twin("norm_triton")
+def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add the residual stream, round the sum; return it normalised as above, and itself. ``x`` is overwritten."""
+    total = x.add_(residual)
+    return rms_norm_zero_centered(total, weight_D, eps), total
+
+
+@has_triton_twin("norm_triton")
 def rms_norm_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise, round, multiply by the weight, then by ``silu(gate)`` in float32; return x's dtype."""
     normed = F.rms_norm(x, x.shape[-1:], None, eps) * weight_D

@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from strandline.errors import ConfigError
-from strandline.kernels.activation import swiglu
-from strandline.kernels.attention import paged_attention, write_kv
+from strandline.kernels.activation import sigmoid_gate, swiglu
+from strandline.kernels.attention import paged_attention
 from strandline.kernels.batch import KVMemory, LayerMemory, RecurrentMemory, StepBatch
 from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_update
 from strandline.kernels.gdn import gdn_decode, gdn_prefill
 from strandline.kernels.linear import can_pack, linear, pack
 from strandline.kernels.moe import experts_glu, route_top_k
-from strandline.kernels.norm import rms_norm_gated, rms_norm_zero_centered
-from strandline.kernels.rotary import apply_rotary, default_frequencies, rotary_table
+from strandline.kernels.norm import add_rms_norm_zero_centered, rms_norm_gated, rms_norm_zero_centered
+from strandline.kernels.qkv import prepare_qkv
+from strandline.kernels.rotary import default_frequencies, rotary_table
 from strandline.models.targets import NamedTargets, interleaved, whole
 from strandline.specs import AttentionSpec, LayerSpec, ModelSpec, RecurrentSpec
 
@@ -35,6 +36,9 @@ RotaryTable = tuple[Tensor, Tensor]
 
 PACKED = ("in_proj_OE", "out_proj_EO", "gate_up_FE", "down_EF", "shared_down_EF", "head_ZE")
 """Parameters that are only ever multiplied with."""
+
+PROJECTION_ROWS = 8
+"""A fused projection's rows are a multiple of this, so that every row of what it returns starts on 16 bytes."""
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds of rotary embedding that turn the same position differently in a longer prompt: cached keys would be wrong."""
@@ -95,13 +99,12 @@ class GatedAttention(nn.Module):
 
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: LayerMemory) -> Tensor:
         assert isinstance(memory, KVMemory)
-        projected = linear(hidden_TE, self.in_proj_OE, self.in_bias_O).split(self.sizes, dim=-1)
-        q_THD, k_TGD, v_TGD = (x.unflatten(-1, (-1, self.head_dim)) for x in projected[:3])
-        q_THD = apply_rotary(rms_norm_zero_centered(q_THD, self.q_norm_D, self.eps), rotary)
-        k_TGD = apply_rotary(rms_norm_zero_centered(k_TGD, self.k_norm_D, self.eps), rotary)
-        write_kv(k_TGD, v_TGD, memory, batch.attention)
+        projected_TO = linear(hidden_TE, self.in_proj_OE, self.in_bias_O)
+        norms = (self.q_norm_D, self.k_norm_D, self.eps)
+        q_THD = prepare_qkv(projected_TO, self.num_heads, *norms, rotary, memory, batch.attention)
         out_THD = paged_attention(q_THD, memory, batch.attention, batch.num_decodes, scale=self.head_dim**-0.5)
-        return linear(out_THD.flatten(1).mul_(projected[3].sigmoid()), self.out_proj_EO, self.out_bias_E)
+        gated_TO = sigmoid_gate(out_THD.flatten(1), projected_TO[:, -self.sizes[3] :])
+        return linear(gated_TO, self.out_proj_EO, self.out_bias_E)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors; a head's gate rows follow its query rows there."""
@@ -236,21 +239,23 @@ class SparseMoe(nn.Module):
         self.top_k = config.num_experts_per_tok
         self.is_normalised = is_normalised
         self.sizes = [2 * shared_size, config.num_experts, 1]
+        self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
         self.in_proj_OE = parameter(sum(self.sizes), hidden_size, dtype=dtype, device=device)
-        """Rows: the shared expert's gate and up projections, the router, the shared expert's gate."""
+        """Rows: the shared expert's gate and up projections, the router, the shared expert's gate, and zeros."""
+        self.in_proj_OE[-self.sizes[-1] :].zero_()
         self.shared_down_EF = parameter(hidden_size, shared_size, dtype=dtype, device=device)
         self.gate_up_XFE = parameter(config.num_experts, 2 * size, hidden_size, dtype=dtype, device=device)
         self.down_XEF = parameter(config.num_experts, hidden_size, size, dtype=dtype, device=device)
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        shared, logits_TX, gate_T1 = linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
+        shared, logits_TX, gate_T1, _ = linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
         weights, experts = route_top_k(logits_TX, self.top_k, is_normalised=self.is_normalised)
-        out_TE = experts_glu(hidden_TE, self.gate_up_XFE, self.down_XEF, weights, experts)
-        return out_TE.addcmul_(linear(swiglu(shared), self.shared_down_EF), gate_T1.sigmoid())
+        shared_TE = linear(swiglu(shared), self.shared_down_EF)
+        return experts_glu(hidden_TE, self.gate_up_XFE, self.down_XEF, weights, experts, shared_TE, gate_T1)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
-        shared, router, shared_gate = self.in_proj_OE.split(self.sizes)
+        shared, router, shared_gate, _ = self.in_proj_OE.split(self.sizes)
         gate, up = shared.chunk(2)
         yield f"{prefix}gate.weight", whole(router)
         yield f"{prefix}shared_expert_gate.weight", whole(shared_gate)
@@ -286,12 +291,13 @@ class DecoderLayer(nn.Module):
         self.mixer_norm_E = parameter(config.hidden_size, dtype=dtype, device=device)
         self.mlp_norm_E = parameter(config.hidden_size, dtype=dtype, device=device)
 
-    def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: LayerMemory) -> Tensor:
-        normed_TE = rms_norm_zero_centered(hidden_TE, self.mixer_norm_E, self.eps)
-        hidden_TE = self.mixer(normed_TE, rotary, batch, memory).add_(hidden_TE)
-        normed_TE = rms_norm_zero_centered(hidden_TE, self.mlp_norm_E, self.eps)
-        out_TE: Tensor = self.mlp(normed_TE).add_(hidden_TE)
-        return out_TE
+    def forward(
+        self, normed_TE: Tensor, residual_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: LayerMemory
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the layer adds to the residual stream at its end, and the stream without that."""
+        mixed_TE = self.mixer(normed_TE, rotary, batch, memory)
+        normed_TE, residual_TE = add_rms_norm_zero_centered(mixed_TE, residual_TE, self.mlp_norm_E, self.eps)
+        return self.mlp(normed_TE), residual_TE
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors but for those that the mixer leaves to the family."""
@@ -341,11 +347,15 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def forward(self, batch: StepBatch, memory: Sequence[LayerMemory]) -> Tensor:
         """Return the final, normalised hidden state of every row of the step, and advance the memory."""
-        hidden_TE = F.embedding(batch.token_ids_T, self.embed_ZE)
+        residual_TE = F.embedding(batch.token_ids_T, self.embed_ZE)
         rotary = rotary_table(batch.positions_T, self.inv_freq_F, self.attention_factor)
-        for layer, layer_memory in zip(self.layers, memory, strict=True):
-            hidden_TE = layer(hidden_TE, rotary, batch, layer_memory)
-        return rms_norm_zero_centered(hidden_TE, self.norm_E, self.eps)
+        layers = self._layers()
+        norms = [*(layer.mixer_norm_E for layer in layers[1:]), self.norm_E]
+        normed_TE = rms_norm_zero_centered(residual_TE, layers[0].mixer_norm_E, self.eps)
+        for layer, layer_memory, norm_E in zip(layers, memory, norms, strict=True):
+            added_TE, residual_TE = layer(normed_TE, residual_TE, rotary, batch, layer_memory)
+            normed_TE, residual_TE = add_rms_norm_zero_centered(added_TE, residual_TE, norm_E, self.eps)
+        return normed_TE
 
     def pack(self) -> None:
         """Lay the weights out for fast products, where that exists; they cannot be loaded or moved afterwards."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels import attention
 from strandline.kernels.arena import NAN_BYTE, ArenaTensors
-from strandline.kernels.attention import paged_attention, write_kv
+from strandline.kernels.attention import paged_attention
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.specs import AttentionSpec, ModelSpec
 
@@ -95,9 +95,9 @@ def make_case(
         query_starts_N1=torch.tensor(query_starts),
         context_lens_N=torch.tensor([end for _, end in ranges]),
         block_table_NM=table,
-        write_rows_W=empty,
-        write_blocks_W=empty,
-        write_offsets_W=empty,
+        write_blocks_T=empty,
+        write_offsets_T=empty,
+        is_all_written=False,
     )
     q_THD = torch.randn(query_starts[-1], num_kv_heads * heads_per_key, head_dim).to(dtype)
     return Case(q_THD, memory, batch, keys, values, list(ranges), num_decodes)
@@ -154,26 +154,3 @@ def test_bfloat16_stays_close_to_the_oracle() -> None:
     # 8 bits of mantissa on values of up to 4: half a unit in the last place is 0.008.
     ranges = [*decodes(400, 1, 70), (0, 300), (60, 70)]
     assert_right(make_case(ranges, 3, dtype=torch.bfloat16), tolerance=0.02)
-
-
-def test_write_kv_stores_the_listed_rows_and_no_others() -> None:
-    case = make_case([(0, 70)])
-    rows, blocks, offsets = torch.tensor([1, 4, 5]), torch.tensor([2, 1, 2]), torch.tensor([63, 0, 7])
-    batch = AttentionBatch(
-        case.batch.query_starts,
-        case.batch.context_lens,
-        case.batch.query_starts_N1,
-        case.batch.context_lens_N,
-        case.batch.block_table_NM,
-        rows,
-        blocks,
-        offsets,
-    )
-    k, v = torch.randn(2, 70, 2, 8)
-    expected = [memory.clone() for memory in (case.memory.k_BPGD, case.memory.v_BPGD)]
-    for memory, new in zip(expected, (k, v), strict=True):
-        for row, block, offset in zip(rows, blocks, offsets, strict=True):
-            memory[block, offset] = new[row]
-    write_kv(k, v, case.memory, batch)
-    torch.testing.assert_close(case.memory.k_BPGD, expected[0], rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(case.memory.v_BPGD, expected[1], rtol=0, atol=0, equal_nan=True)

@@ -8,6 +8,12 @@ from torch import Tensor
 from strandline.kernels.moe import experts_glu, route_top_k
 
 
+def run(x_TD: Tensor, gate_up: Tensor, down: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    """Run the experts beside a shared one that has nothing to add."""
+    nothing_TD, gate_T1 = torch.zeros_like(x_TD), torch.zeros_like(x_TD[:, :1])
+    return experts_glu(x_TD, gate_up, down, weights_TK, experts_TK, nothing_TD, gate_T1)
+
+
 def oracle(x_TD: Tensor, gate_up: Tensor, down: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
     out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
     for row, (x, weights, experts) in enumerate(zip(x_TD.float(), weights_TK, experts_TK.tolist(), strict=True)):
@@ -23,13 +29,22 @@ def test_experts_equal_a_loop_over_tokens(num_tokens: int, num_experts: int, top
     gate_up, down = torch.randn(num_experts, 2 * 7, 12), torch.randn(num_experts, 12, 7)
     weights, experts = route_top_k(torch.randn(num_tokens, num_experts), top_k, is_normalised=True)
     expected = oracle(x_TD, gate_up, down, weights, experts)
-    torch.testing.assert_close(experts_glu(x_TD, gate_up, down, weights, experts), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(run(x_TD, gate_up, down, weights, experts), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_the_shared_expert_is_added_behind_its_gate() -> None:
+    x_TD, shared_TD, gate_T1 = torch.randn(5, 12), torch.randn(5, 12), torch.randn(5, 1)
+    gate_up, down = torch.randn(4, 14, 12), torch.randn(4, 12, 7)
+    weights, experts = route_top_k(torch.randn(5, 4), 2, is_normalised=True)
+    out_TD = experts_glu(x_TD, gate_up, down, weights, experts, shared_TD, gate_T1)
+    expected = oracle(x_TD, gate_up, down, weights, experts) + shared_TD * gate_T1.sigmoid()
+    torch.testing.assert_close(out_TD, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_experts_that_nobody_chose_are_not_read() -> None:
     gate_up, down = torch.full((6, 14, 12), torch.nan), torch.full((6, 12, 7), torch.nan)
     gate_up[4], down[4] = 1.0, 1.0
-    out = experts_glu(torch.randn(3, 12), gate_up, down, torch.ones(3, 1), torch.full((3, 1), 4))
+    out = run(torch.randn(3, 12), gate_up, down, torch.ones(3, 1), torch.full((3, 1), 4))
     assert not bool(out.isnan().any())
 
 
@@ -38,8 +53,8 @@ def test_a_token_s_result_does_not_depend_on_its_neighbours_order() -> None:
     gate_up, down = torch.randn(5, 14, 12), torch.randn(5, 12, 7)
     weights, experts = route_top_k(torch.randn(9, 5), 3, is_normalised=False)
     order = torch.randperm(9)
-    out = experts_glu(x_TD, gate_up, down, weights, experts)
-    shuffled = experts_glu(x_TD[order], gate_up, down, weights[order], experts[order])
+    out = run(x_TD, gate_up, down, weights, experts)
+    shuffled = run(x_TD[order], gate_up, down, weights[order], experts[order])
     torch.testing.assert_close(shuffled, out[order], rtol=1e-6, atol=1e-5)
 
 

@@ -99,11 +99,11 @@ class Driver:
                 query_starts_N1=torch.tensor(query_starts),
                 context_lens_N=torch.tensor(ends),
                 block_table_NM=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
-                write_rows_W=torch.arange(query_starts[-1]),
-                write_blocks_W=torch.tensor(
+                write_blocks_T=torch.tensor(
                     [t[p // BLOCK_TOKENS] for t, ps in zip(tables, positions, strict=True) for p in ps]
                 ),
-                write_offsets_W=torch.tensor([p % BLOCK_TOKENS for ps in positions for p in ps]),
+                write_offsets_T=torch.tensor([p % BLOCK_TOKENS for ps in positions for p in ps]),
+                is_all_written=True,
             ),
             recurrent=RecurrentBatch(
                 src_N=sources,

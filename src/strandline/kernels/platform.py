@@ -1,0 +1,57 @@
+"""Which version of an operation runs: torch's, the definition of right, or Triton's.
+
+Every operation is a torch function; one that has a faster twin names its module. On a CUDA device with Triton the
+twin runs, everywhere else the torch function: that is how a new accelerator starts. The choice is made once per
+process and device type.
+"""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Final, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from strandline.env import is_triton_off
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TWINS: Final[list[tuple[str, str]]] = []
+"""Module and name of every Triton function that stands in for a torch function of the same name and signature."""
+
+
+@cache
+def runs_triton(device_type: str) -> bool:
+    """Return whether operations on devices of this type run their Triton twins."""
+    if device_type != "cuda" or is_triton_off():
+        return False
+    return find_spec("triton") is not None and torch.cuda.is_available() and torch.version.hip is None
+
+
+def has_triton_twin(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Name the module of ``strandline.kernels`` whose function of the same name runs where Triton does.
+
+    The function's first argument must be a tensor on the device that it computes on. The torch version stays within
+    reach as ``__wrapped__``.
+    """
+
+    def decorate(reference: Callable[P, R]) -> Callable[P, R]:
+        TWINS.append((f"strandline.kernels.{module}", reference.__name__))
+        twin: list[Callable[P, R]] = []
+
+        @wraps(reference)
+        def choose(*args: P.args, **kwargs: P.kwargs) -> R:
+            first = args[0]
+            assert isinstance(first, Tensor)
+            if not first.is_cuda or not runs_triton("cuda"):
+                return reference(*args, **kwargs)
+            if not twin:
+                twin.append(getattr(import_module(f"strandline.kernels.{module}"), reference.__name__))
+            return twin[0](*args, **kwargs)
+
+        return choose
+
+    return decorate

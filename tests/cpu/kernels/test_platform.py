@@ -1,0 +1,49 @@
+"""Every operation has one signature, whichever version of it runs."""
+
+import inspect
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from strandline.kernels import activation, attention, conv1d, gdn, moe, norm, platform, qkv
+
+OPERATIONS = {
+    name: function
+    for module in (activation, attention, conv1d, gdn, moe, norm, qkv)
+    for name, function in vars(module).items()
+    if hasattr(function, "__wrapped__") and function.__module__ == module.__name__
+}
+
+
+def test_every_operation_with_a_twin_is_listed() -> None:
+    assert {name for _, name in platform.TWINS} >= set(OPERATIONS)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="the twins' files import Triton, which is not installed")
+@pytest.mark.parametrize(("module", "name"), sorted(set(platform.TWINS)))
+def test_a_twin_has_the_signature_of_its_reference(module: str, name: str) -> None:
+    twin = getattr(import_module(module), name)
+    reference = OPERATIONS[name].__wrapped__
+    parameters = [list(inspect.signature(function).parameters.values()) for function in (twin, reference)]
+    names = [[(p.name, p.kind, p.default) for p in signature] for signature in parameters]
+    assert names[0] == names[1]
+
+
+def test_other_devices_run_the_torch_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not platform.runs_triton("cpu")
+    assert not platform.runs_triton("xpu")
+    monkeypatch.setenv("STRANDLINE_TRITON", "0")
+    platform.runs_triton.cache_clear()
+    assert not platform.runs_triton("cuda")
+    platform.runs_triton.cache_clear()
+
+
+def test_a_tensor_on_a_cpu_never_loads_the_twin() -> None:
+    @platform.has_triton_twin("no_such_module")
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    assert double(torch.ones(1)).item() == 2
+    platform.TWINS.pop()

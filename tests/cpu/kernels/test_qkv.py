@@ -1,0 +1,79 @@
+"""Queries, keys and values: normalised and turned as the separate operations do it; stored where they belong."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.kernels.arena import NAN_BYTE, ArenaTensors
+from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.norm import rms_norm_zero_centered
+from strandline.kernels.qkv import prepare_qkv
+from strandline.kernels.rotary import apply_rotary, default_frequencies, rotary_table
+from strandline.specs import AttentionSpec, ModelSpec
+
+EPS = 1e-6
+NUM_BLOCKS = 5
+
+
+@dataclass
+class Case:
+    """One layer's projected rows, with features behind the values that are nobody's business."""
+
+    projected_TO: Tensor
+    num_heads: int
+    q_norm_D: Tensor
+    k_norm_D: Tensor
+    rotary: tuple[Tensor, Tensor]
+    memory: KVMemory
+    batch: AttentionBatch
+
+
+def make_case(
+    blocks: list[int], offsets: list[int], *, heads: tuple[int, int, int] = (6, 2, 16), rotary_dim: int = 8
+) -> Case:
+    num_heads, num_kv_heads, head_dim = heads
+    layer = AttentionSpec(num_kv_heads, head_dim, "float32")
+    arena = ArenaTensors(ModelSpec((layer, layer), 4, "float32"), NUM_BLOCKS)
+    arena.bytes.fill_(NAN_BYTE)
+    memory = arena.layers[1]
+    assert isinstance(memory, KVMemory)
+    num_tokens = len(blocks)
+    projected_TO = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim + 5)
+    positions_T = torch.randint(0, 5000, (num_tokens,))
+    empty = torch.zeros(0, dtype=torch.int64)
+    batch = AttentionBatch(
+        query_starts=(),
+        context_lens=(),
+        query_starts_N1=empty,
+        context_lens_N=empty,
+        block_table_NM=empty,
+        write_blocks_T=torch.tensor(blocks),
+        write_offsets_T=torch.tensor(offsets),
+        is_all_written=0 not in blocks,
+    )
+    rotary = rotary_table(positions_T, default_frequencies(1e4, rotary_dim), 1.0)
+    return Case(projected_TO, num_heads, torch.randn(head_dim), torch.randn(head_dim), rotary, memory, batch)
+
+
+@pytest.mark.parametrize("blocks", [[1, 3, 3, 4], [2, 0, 0, 1], [0, 0, 0, 0]])
+def test_keys_and_values_of_the_named_rows_are_stored_and_no_others(blocks: list[int]) -> None:
+    case = make_case(blocks, [63, 0, 7, 1])
+    num_kv_heads, head_dim = case.memory.k_BPGD.shape[2:]
+    split = [case.num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim, 5]
+    q_TO, k_TO, v_TO, _ = case.projected_TO.clone().split(split, dim=-1)
+    q_THD, k_TGD, v_TGD = (x.unflatten(-1, (-1, head_dim)) for x in (q_TO, k_TO, v_TO))
+    q_THD = apply_rotary(rms_norm_zero_centered(q_THD, case.q_norm_D, EPS), case.rotary)
+    k_TGD = apply_rotary(rms_norm_zero_centered(k_TGD, case.k_norm_D, EPS), case.rotary)
+    expected = [memory.clone() for memory in (case.memory.k_BPGD, case.memory.v_BPGD)]
+    for memory, new_TGD in zip(expected, (k_TGD, v_TGD), strict=True):
+        for row, (block, offset) in enumerate(zip(blocks, [63, 0, 7, 1], strict=True)):
+            if block:
+                memory[block, offset] = new_TGD[row]
+    out_THD = prepare_qkv(
+        case.projected_TO, case.num_heads, case.q_norm_D, case.k_norm_D, EPS, case.rotary, case.memory, case.batch
+    )
+    torch.testing.assert_close(out_THD, q_THD)
+    torch.testing.assert_close(case.memory.k_BPGD, expected[0], equal_nan=True)
+    torch.testing.assert_close(case.memory.v_BPGD, expected[1], rtol=0, atol=0, equal_nan=True)
