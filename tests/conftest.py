@@ -9,6 +9,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Where there is no GPU, Triton's interpreter checks the kernels; it is chosen when their files are imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 # The same examples on every run, so that a failure is the change's fault. `HYPOTHESIS_PROFILE=search` looks for new
