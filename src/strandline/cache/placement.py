@@ -23,6 +23,8 @@ RUNGS_PER_OCTAVE: Final = 4
 FIRST_RUNG: Final = 4 * BLOCK_TOKENS
 MIN_LADDER_TOKENS: Final = 512
 """Fewer new tokens than this are no more than a turn of a conversation: they get no ladder."""
+MIN_MARK_TOKENS: Final = 16
+"""A mark so close behind where the request resumes, or its beginning, is left out: that snapshot serves as well."""
 RESERVE_SHARE: Final = 0.25
 """A ladder leaves this share of the memory free."""
 
@@ -72,7 +74,7 @@ class Auto:
         """Return branch point, marks, and as much of the ladder as there is room for."""
         start, end = admission.start, admission.end
         wishes = dict.fromkeys(_thinned(ladder(start, end), admission.num_spare_slots), SnapshotKind.LADDER)
-        wishes |= {mark: SnapshotKind.MARK for mark in admission.marks if start < mark < end}
+        wishes |= {mark: SnapshotKind.MARK for mark in admission.marks if start + MIN_MARK_TOKENS <= mark < end}
         if start < admission.kv_tokens < end:
             wishes[admission.kv_tokens] = SnapshotKind.BRANCH
         return wishes

@@ -52,7 +52,9 @@ class EngineCore:
         Raises:
             RequestError: a sequence of that id is unfinished.
         """
-        self.scheduler.add(Request(submission.new, max_total=submission.max_total, salt=submission.salt))
+        self.scheduler.add(
+            Request(submission.new, max_total=submission.max_total, salt=submission.salt, marks=submission.marks)
+        )
 
     def finish(self, request_id: RequestId) -> None:
         """End a sequence between steps and free what it holds. Unknown ids are ignored."""

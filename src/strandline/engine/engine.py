@@ -49,13 +49,14 @@ class Engine:
         *,
         prompt: str | None = None,
         salt: str = "",
+        marks: tuple[int, ...] = (),
     ) -> None:
         """Queue a request; the arguments are those of ``Frontend.open``.
 
         Raises:
             RequestError: the prompt or a parameter cannot be served; nothing has changed.
         """
-        for submission in self.frontend.open(request_id, prompt_ids, params, prompt=prompt, salt=salt):
+        for submission in self.frontend.open(request_id, prompt_ids, params, prompt=prompt, salt=salt, marks=marks):
             self.core.add(submission)
 
     def abort(self, request_id: str) -> None:

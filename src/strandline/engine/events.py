@@ -20,6 +20,8 @@ class Submission:
     max_total: int
     """Prompt and output together end here."""
     salt: str = ""
+    marks: tuple[int, ...] = ()
+    """Positions where others are likely to share the prompt's beginning."""
 
 
 class TokenEvent(NamedTuple):

@@ -59,12 +59,14 @@ class Frontend:
         *,
         prompt: str | None = None,
         salt: str = "",
+        marks: tuple[int, ...] = (),
     ) -> list[Submission]:
         """Take in a request; return what the core is to run for it.
 
         Args:
             prompt: the text behind ``prompt_ids``, to be handed back with the output.
             salt: requests share cached prefixes only with requests of the same salt.
+            marks: positions where others are likely to share the prompt's beginning.
 
         Raises:
             RequestError: the prompt or a parameter cannot be served; nothing has changed.
@@ -72,7 +74,7 @@ class Frontend:
         self.check(prompt_ids, params)
         if request_id in self.collectors:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
-        submissions = self._submissions(request_id, list(prompt_ids), params, salt)
+        submissions = self._submissions(request_id, list(prompt_ids), params, salt, marks)
         collector = Collector(
             request_id, prompt, [submission.new for submission in submissions], self.tokenizer, self._clock()
         )
@@ -101,7 +103,7 @@ class Frontend:
             raise RequestError("stop strings and bad_words need a tokenizer; the engine runs without one")
 
     def _submissions(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams, salt: str
+        self, request_id: str, prompt_ids: list[int], params: SamplingParams, salt: str, marks: tuple[int, ...]
     ) -> list[Submission]:
         max_total = self.limits.max_model_len
         if params.max_tokens is not None:
@@ -113,7 +115,7 @@ class Frontend:
         for index in range(params.n):
             name = request_id if params.n == 1 else f"{request_id}#{index}"
             new = NewRequest(RequestId(name), prompt_ids, params, _wrap_seed(seed + index), stop_ids, bad_words_ids)
-            submissions.append(Submission(new, max_total, salt))
+            submissions.append(Submission(new, max_total, salt, marks))
             if params.prompt_logprobs is not None:
                 params = replace(params, prompt_logprobs=None)  # of the first output; the others share its prompt
         return submissions

@@ -9,16 +9,17 @@ from typing import Any
 from tqdm import tqdm
 
 from strandline.config import EngineConfig
+from strandline.engine.conversations import ChatRenderer
 from strandline.engine.loading import default_sampling_params, find_model, load_engine
 from strandline.engine.outputs import RequestOutput
-from strandline.engine.prompts import encode_text, render_chat
+from strandline.engine.prompts import encode_text
 from strandline.engine.sampling_params import SamplingParams
 from strandline.errors import RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "marks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class _ParsedPrompt:
     token_ids: list[int]
     text: str | None
     salt: str
+    marks: tuple[int, ...] = ()
 
 
 class LLM:
@@ -47,6 +49,7 @@ class LLM:
         self.config = EngineConfig.from_options({"model": model, **options})
         self.engine = load_engine(self.config, progress=True)
         self._names = count()
+        self._renderers: dict[str | None, ChatRenderer] = {}
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer.
@@ -73,7 +76,8 @@ class LLM:
 
         Args:
             prompts: one prompt or several. A prompt is a string, a list of token ids, or a mapping with
-                ``prompt`` or ``prompt_token_ids``, and optionally ``cache_salt``.
+                ``prompt`` or ``prompt_token_ids``, and optionally ``cache_salt`` and ``marks``: token positions
+                where other prompts are likely to share its beginning.
             sampling_params: for all prompts, or one for each. None: the model's defaults.
             use_tqdm: show progress.
 
@@ -102,6 +106,7 @@ class LLM:
 
         Args:
             messages: one conversation (a list of messages with ``role`` and ``content``) or a list of them.
+                ``cache_control`` on a message, on a text part of one or on a tool asks for a snapshot at its end.
 
         Raises:
             RequestError: a conversation or parameter cannot be served. Then none is run.
@@ -141,9 +146,9 @@ class LLM:
         Raises:
             RequestError: the messages are malformed, or there is no template.
         """
-        tokenizer = self.get_tokenizer()
-        text = render_chat(tokenizer, messages, chat_template, add_generation_prompt=add_generation_prompt, tools=tools)
-        return {"prompt": text, "prompt_token_ids": encode_text(tokenizer, text, add_special_tokens=False)}
+        renderer = self._renderers.setdefault(chat_template, ChatRenderer(self.get_tokenizer(), chat_template))
+        chat = renderer.render(messages, add_generation_prompt=add_generation_prompt, tools=tools or ())
+        return {"prompt": chat.text, "prompt_token_ids": chat.token_ids, "marks": chat.marks}
 
     # Parts
 
@@ -162,7 +167,10 @@ class LLM:
             raise RequestError(f"cache_salt must be a string, got {salt!r}")
         if token_ids is None:
             token_ids = encode_text(self.get_tokenizer(), text)
-        return _ParsedPrompt(list(token_ids), text, salt)
+        marks = prompt.get("marks") or ()
+        if not all(type(mark) is int and mark > 0 for mark in marks):
+            raise RequestError(f"marks must be token positions above 0, got {marks!r}")
+        return _ParsedPrompt(list(token_ids), text, salt, tuple(marks))
 
     def _params_for(
         self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -178,7 +186,9 @@ class LLM:
     def _add(self, prompt: _ParsedPrompt, params: SamplingParams, stack: contextlib.ExitStack) -> str:
         """Add a request that is aborted when the stack unwinds before it has finished."""
         name = str(next(self._names))
-        self.engine.add_request(name, prompt.token_ids, params, prompt=prompt.text, salt=prompt.salt)
+        self.engine.add_request(
+            name, prompt.token_ids, params, prompt=prompt.text, salt=prompt.salt, marks=prompt.marks
+        )
         stack.callback(self.engine.abort, name)
         return name
 

@@ -14,11 +14,16 @@ def encode_text(tokenizer: Any, text: object, *, add_special_tokens: bool = True
     """
     if not isinstance(text, str):
         raise RequestError(f"a prompt's text must be a string, got {text!r}")
+    check_text(text)
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def check_text(text: str) -> None:
+    """Raise a RequestError unless a text is valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"the text is not valid Unicode: {error.reason} at character {error.start}") from error
-    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def render_chat(

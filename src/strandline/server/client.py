@@ -40,6 +40,8 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
+    marks: tuple[int, ...] = ()
+    """Token positions worth a snapshot."""
 
 
 class Job:
@@ -152,7 +154,9 @@ class EngineClient:
         submissions = []
         names = [f"{name}-{place}" for place in range(len(prompts))]
         for request_id, prompt in zip(names, prompts, strict=True):
-            submissions += self.frontend.open(request_id, prompt.token_ids, params, prompt=prompt.text, salt=salt)
+            submissions += self.frontend.open(
+                request_id, prompt.token_ids, params, prompt=prompt.text, salt=salt, marks=prompt.marks
+            )
         job = Job(self, [self.frontend.collectors[request_id] for request_id in names], self._timeout_s)
         self._jobs.update(dict.fromkeys(names, job))
         self._send(Submit(submissions))

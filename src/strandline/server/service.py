@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from strandline.engine.prompts import encode_text, render_chat
+from strandline.engine.conversations import ChatRenderer
+from strandline.engine.prompts import encode_text
 from strandline.errors import RequestError
 from strandline.server.client import EngineClient, Prompt
 from strandline.server.faults import UnknownModelError
@@ -31,6 +32,7 @@ class Service:
     """Instead of the tokenizer's own."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
+    _renderers: list[ChatRenderer] = field(default_factory=list)
 
     @property
     def tokenizer(self) -> Any:
@@ -42,6 +44,13 @@ class Service:
         if self.client.frontend.tokenizer is None:
             raise RequestError("the server runs without a tokenizer: send token ids")
         return self.client.frontend.tokenizer
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        """Return what renders conversations. Raises as ``tokenizer``."""
+        if not self._renderers:
+            self._renderers.append(ChatRenderer(self.tokenizer, self.chat_template))
+        return self._renderers[0]
 
     def require_model(self, name: str | None) -> None:
         """Raise an UnknownModelError unless the name is one of ours, or none."""
@@ -72,35 +81,19 @@ class Service:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Return a conversation as a prompt."""
-        tokenizer, template = self.tokenizer, self.chat_template
+        renderer = self.renderer
 
         def work() -> Prompt:
-            text = render_chat(
-                tokenizer,
-                [_with_plain_content(message) for message in messages],
-                template,
+            chat = renderer.render(
+                messages,
                 add_generation_prompt=add_generation_prompt,
+                tools=tools,
                 template_options=template_options,
             )
-            return Prompt(encode_text(tokenizer, text, add_special_tokens=False), text)
+            return Prompt(chat.token_ids, chat.text, chat.marks)
 
         return await self.in_thread(work)
-
-
-def _with_plain_content(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Join a message's text parts by newlines, as vLLM does for templates that know text alone."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return dict(message)
-    if not isinstance(content, list):
-        raise RequestError("a message's content must be a string or a list of parts")
-    texts = []
-    for part in content:
-        is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        if not is_text:
-            raise RequestError("a message's content parts must be {'type': 'text', 'text': …}; others are not served")
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}

@@ -27,3 +27,50 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+CHAT_SPECIALS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
+CHAT_VOCAB_SIZE = 256 + len(CHAT_SPECIALS)
+CALLS_IN_JSON = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
+CALLS_IN_XML = (
+    "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}"
+    "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n"
+)
+
+
+def chat_template(calls: str, *, thinks: bool) -> str:
+    """Return a template with turns, tools and reasoning; the reasoning of answers before the last question is dropped.
+
+    Args:
+        calls: how a call ``c`` is written.
+        thinks: the prompt opens the reasoning.
+    """
+    return (
+        "{%- set ns = namespace(last=0) %}"
+        "{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}"
+        "{%- for t in tools %}{{ t | tojson }}{{ '\\n' }}{% endfor %}"
+        "{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{{ '<|im_end|>\\n' }}"
+        "{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}"
+        "{%- endif %}"
+        "{%- for m in messages if m.role != 'system' %}"
+        "{{- '<|im_start|>' + m.role + '\\n' }}"
+        "{%- if m.reasoning_content and loop.index0 >= ns.last - 1 %}"
+        "{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}"
+        "{{- m.content }}"
+        "{%- for c in m.tool_calls or [] %}{{ '\\n<tool_call>\\n' }}" + calls + "{{ '</tool_call>' }}{% endfor %}"
+        "{{- '<|im_end|>\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+        + ("{{ '<think>\\n' }}" if thinks else "")
+        + "{%- endif %}"
+    )
+
+
+def chat_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of bytes with the special tokens of conversations; ``<|im_end|>`` ends."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(CHAT_SPECIALS[:2])})
+    tokenizer.add_tokens(list(CHAT_SPECIALS[2:]))
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = template
+    return tokenizer

@@ -1,0 +1,154 @@
+"""Where a conversation is likely to be shared: the ends of tools, system prompt and turns, and what its sender marked.
+
+A mark is a token position. It decides no answer, only where a snapshot is worth its room, so that a wrong one costs
+room and nothing else. A chat template's turns begin with special tokens, which a probe finds once; in a prompt they
+are then found among its token ids, with no text looked at.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from strandline.errors import RequestError
+
+MIN_GAP_TOKENS: Final = 16
+"""The template's marks keep this distance from one another: fewer tokens are computed faster than looked after."""
+REACH_TOKENS: Final = 64
+"""So many tokens before a marked character are tokenized again to see where they and the prompt's agree."""
+
+PROBE: Final = ("kestrel", "walnut", "harbour", "lantern")
+"""What system, user, assistant and user say in the probe: words that no template says."""
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages, bool], str]
+"""From messages, and whether the answer is to follow, to text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How a template separates turns, in token ids."""
+
+    starts: frozenset[int] = frozenset()
+    """Special tokens that begin a turn."""
+    num_before_system: int = 0
+    """Of these, how many come before the system prompt."""
+    kept_opening: tuple[int, ...] = ()
+    """The opening of an answer that stays as it is once the answer is history; empty when the template changes it."""
+
+    def positions(self, token_ids: Sequence[int]) -> list[int]:
+        """Return where turns begin."""
+        found = []
+        for start in self.starts:
+            position = -1
+            try:
+                while True:
+                    position = token_ids.index(start, position + 1)
+                    found.append(position)
+            except ValueError:
+                continue
+        return sorted(found)
+
+    def marks(self, token_ids: Sequence[int], *, has_system: bool, is_answer_next: bool) -> list[int]:
+        """Return the positions that conversations like this one share: few of them.
+
+        They are the end of the system turn, which holds the tools too; the end of what comes before the last message;
+        and the end of the last message where the template changes the answer's opening later.
+        """
+        starts = self.positions(token_ids)
+        marks = []
+        if has_system and len(starts) > self.num_before_system:
+            marks.append(starts[self.num_before_system])
+        last = starts[-2:] if is_answer_next else starts[-1:]
+        marks += [start for start in last[:1] if start >= MIN_GAP_TOKENS + max(marks, default=0)]
+        if is_answer_next and starts and tuple(token_ids[starts[-1] :]) != self.kept_opening:
+            marks.append(starts[-1])
+        return sorted({mark for mark in marks if mark > 0})
+
+
+def find_turns(tokenizer: Any, render: Render) -> Turns:
+    """Probe a template. Nothing is found if it has no special tokens between turns, or refuses the probe."""
+    roles = ("system", "user", "assistant", "user")
+    messages = [{"role": role, "content": word} for role, word in zip(roles, PROBE, strict=True)]
+    added = frozenset(tokenizer.get_added_vocab().values())
+    try:
+        texts = {count: render(messages[:count], False) for count in (2, 3, 4)}
+        opened, continued = render(messages[:2], True), render(messages, True)
+    except RequestError:
+        return Turns()
+
+    def specials(text: str) -> list[int]:
+        return [token for token in tokenizer.encode(text, add_special_tokens=False) if token in added]
+
+    ends = {token for count in (2, 3) for token in specials(texts[count].rpartition(PROBE[count - 1])[2])}
+    gaps = [_between(texts[4], before, after) for before, after in pairwise(PROBE)]
+    firsts = [next((token for token in specials(gap) if token not in ends), None) for gap in gaps]
+    starts = frozenset(token for token in firsts if token is not None)
+    before_system = specials(texts[4].partition(PROBE[0])[0])
+    opening: tuple[int, ...] = ()
+    if continued.startswith(opened):
+        token_ids = tokenizer.encode(opened, add_special_tokens=False)
+        last = max(Turns(starts).positions(token_ids), default=len(token_ids))
+        opening = tuple(token_ids[last:])
+    return Turns(starts, sum(token in starts for token in before_system), opening)
+
+
+def _between(text: str, before: str, after: str) -> str:
+    return text.partition(before)[2].partition(after)[0]
+
+
+class Characters:
+    """Finds token positions of characters of a tokenized text.
+
+    Args:
+        encoding: what the tokenizer returned for the text.
+    """
+
+    def __init__(self, tokenizer: Any, text: str, encoding: Any) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+        self._encoding = encoding
+        self._token_ids: list[int] = encoding["input_ids"]
+
+    def position(self, character: int) -> int:
+        """Return how many tokens the text up to a character has in common with the whole text.
+
+        Whatever follows that character may change the tokens right before it, so these are made anew.
+        """
+        if not self._tokenizer.is_fast:
+            return self._agreement(0, character)
+        token = None
+        for place in range(character, min(character + 8, len(self._text))):
+            token = self._encoding.char_to_token(place)
+            if token is not None:
+                break
+        anchor = max((len(self._token_ids) if token is None else token) - REACH_TOKENS, 0)
+        return self._agreement(anchor, character) or self._agreement(0, character)
+
+    def _agreement(self, anchor: int, character: int) -> int:
+        """Return the position up to which the tokens from ``anchor`` on agree; 0 if none does."""
+        first = self._encoding.token_to_chars(anchor).start if anchor else 0
+        token_ids = self._tokenizer.encode(self._text[first:character], add_special_tokens=False)
+        count = 0
+        for ours, theirs in zip(token_ids, self._token_ids[anchor : anchor + len(token_ids)], strict=False):
+            if ours != theirs:
+                break
+            count += 1
+        return anchor + count if count else 0
+
+
+def common_length(first: str, second: str) -> int:
+    """Return how many characters two texts have in common at their beginning."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first.startswith(second[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def next_start(position: int, starts: Iterable[int]) -> int | None:
+    """Return the turn that begins at a position or next after it."""
+    return min((start for start in starts if start >= position), default=None)
