@@ -7,11 +7,21 @@ scheduler's objects. Lists and arrays in it are not changed once the step has be
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple
 
 from strandline.cache import Action
 from strandline.engine.sampling_params import SamplingParams
 from strandline.ids import RequestId, SlotId
+
+
+class PendingToken(IntEnum):
+    """Whether a sequence's one token is what the step before samples, which runs still."""
+
+    NONE = 0
+    GOES_ON = 1
+    MAY_STOP = 2
+    """If it is one of the request's stop tokens, the request has ended there and its state stays as it is."""
 
 
 class SequencePlan(NamedTuple):
@@ -33,7 +43,9 @@ class SequencePlan(NamedTuple):
     cuts: tuple[tuple[int, SlotId], ...]
     """Position and slot of each snapshot to emit in passing."""
     is_sampled: bool
-    """Whether the step ends at the sequence's last known token, so that a next one is sampled."""
+    """Whether the step ends at the sequence's last token, so that a next one is sampled."""
+    pending: PendingToken = PendingToken.NONE
+    """Whether ``token_ids`` says nothing, since the token is on the device alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def needs_host_tokens(self) -> bool:
+        """Whether the host must know every token before the next can be sampled."""
+        return bool(self.bad_words)
+
+    @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 

@@ -5,6 +5,10 @@ budget and memory allow. When memory runs out the request that arrived last is p
 snapshot, so that nothing is recomputed when it comes back. The scheduler never splits or delays a step for
 the cache's sake.
 
+A step may be planned while the one before it runs: what that one samples is *pending*, counted in a request's tokens
+but not known yet. ``plan``, ``advance`` and ``settle`` of a step come in this order; between a step's ``advance`` and
+its ``settle`` the next one may be planned.
+
 Cost: the plain Python of ``plan`` and ``commit`` is paid at every step for every running request; a decoding
 request that stays within its last block takes the short way through both.
 """
@@ -14,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from strandline.cache import Lease, PrefixCache, SnapshotKind
-from strandline.engine.plan import SequencePlan, StepPlan, StepResult
+from strandline.engine.plan import PendingToken, SequencePlan, StepPlan, StepResult
 from strandline.engine.request import FinishReason, Request, Status
 from strandline.errors import EngineError, RequestError
 from strandline.ids import BLOCK_TOKENS, RequestId
@@ -41,7 +45,9 @@ class Scheduler:
         self._num_admissions = 0
         self._requests: dict[RequestId, Request] = {}
         self._gone: list[RequestId] = []
-        self._planned: list[Request] = []
+        self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
+        """Steps that are not settled yet, and the requests of their sequences."""
+        self._num_on_host = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -60,6 +66,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use by an unfinished request")
         self._requests[request.request_id] = request
+        self._num_on_host += request.params.needs_host_tokens
         self.waiting.append(request)
 
     def finish(self, request_id: RequestId, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -67,10 +74,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return
-        if request.status is Status.RUNNING:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         self._end(request, reason, stop_reason)
 
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
@@ -80,13 +84,19 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._requests[request.request_id]
+        self._num_on_host -= request.params.needs_host_tokens
         if request.is_introduced:
             self._gone.append(request.request_id)
 
     # Planning
 
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether the next step can be planned before the tokens of the last one are known."""
+        return not self._num_on_host
+
     def plan(self) -> StepPlan | None:
-        """Decide the next step. None when there is nothing to run."""
+        """Decide the next step. None when there is nothing to run, or nothing before the last step is settled."""
         if not self._requests:
             return None
         spans: list[Span] = []
@@ -97,6 +107,8 @@ class Scheduler:
         self._look_ahead()
         sequences = [self._sequence(*span) for span in spans]
         if not sequences:
+            if self._planned:
+                return None
             raise EngineError(
                 f"{len(self.waiting)} requests wait, none can run: the cache has "
                 f"{self.cache.arena.num_free_slabs} free slabs of {self.cache.arena.num_slabs}"
@@ -108,8 +120,9 @@ class Scheduler:
                 request.is_introduced = True
                 new.append(request.new)
         gone, self._gone = self._gone, []
-        self._planned = planned
-        return StepPlan(sequences, self.cache.take_actions(), new, gone)
+        plan = StepPlan(sequences, self.cache.take_actions(), new, gone)
+        self._planned.append((plan, planned))
+        return plan
 
     def _plan_running(self, spans: list[Span]) -> int:
         """Plan the running requests; return the tokens left of the step's budget."""
@@ -118,6 +131,10 @@ class Scheduler:
         index = 0
         while index < len(running) and budget > 0:
             request = running[index]
+            if request.num_tokens >= request.max_total:
+                # Its last token is pending.
+                index += 1
+                continue
             lease = _lease(request)
             start = lease.computed
             end = request.num_tokens if request.num_tokens - start <= budget else start + budget
@@ -207,8 +224,15 @@ class Scheduler:
 
     def _sequence(self, request: Request, lease: Lease, start: int, end: int) -> SequencePlan:
         num_tokens = request.num_tokens
+        pending = PendingToken.NONE
         if end - start == 1 and start >= request.num_prompt_tokens:
-            token_ids: Sequence[int] = (request.output_ids[start - request.num_prompt_tokens],)
+            index = start - request.num_prompt_tokens
+            output_ids = request.output_ids
+            if index < len(output_ids):
+                token_ids: Sequence[int] = (output_ids[index],)
+            else:
+                token_ids = (0,)
+                pending = PendingToken.MAY_STOP if index >= request.params.min_tokens else PendingToken.GOES_ON
         else:
             token_ids = _tokens_between(request, start, end)
         cuts: tuple[tuple[int, int], ...] = ()
@@ -228,47 +252,74 @@ class Scheduler:
             0,
             cuts,  # type: ignore[arg-type]
             end == num_tokens,
+            pending,
         )
 
     # Taking in results
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Tell the cache what was computed, append the sampled tokens, end what is done.
+    def advance(self, plan: StepPlan) -> None:
+        """Tell the cache what the last planned step computes, once the device has been told to.
+
+        What the device does later sees it done. The steps before it must be settled.
+        """
+        last, planned = self._planned[-1]
+        if last is not plan or len(self._planned) > 1:
+            raise EngineError("a step was advanced out of turn")
+        cache_commit = self.cache.commit
+        for request, sequence in zip(planned, plan.sequences, strict=True):
+            lease = request.lease
+            if lease is None:
+                # It ended while the step was on its way: the device has left its state alone.
+                continue
+            end = sequence.end
+            is_computing = end > sequence.start
+            if is_computing:
+                cache_commit(lease, end)
+            if sequence.is_sampled:
+                request.num_tokens += 1
+                if end == request.num_prompt_tokens and is_computing and request.num_tokens < request.max_total:
+                    self.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
+
+    def settle(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        """Append the sampled tokens of the oldest step under way, end what is done.
 
         Returns:
             The requests that got a token, in the order of the plan; finished ones are marked so.
+            Those that had ended before the step was settled are left out.
         """
-        cache_commit = self.cache.commit
+        first, planned = self._planned.popleft()
+        if first is not plan:
+            raise EngineError("a step was settled out of turn")
         advanced = []
         has_finished = False
-        for request, sequence, token in zip(self._planned, plan.sequences, result.token_ids, strict=True):
-            lease = _lease(request)
-            end = sequence.end
-            if end > sequence.start:
-                cache_commit(lease, end)
-            if token is None:
+        for request, token in zip(planned, result.token_ids, strict=True):
+            if token is None or request.status is Status.FINISHED:
                 continue
             request.output_ids.append(token)
             request.tokens.append(token)
-            request.num_tokens += 1
             advanced.append(request)
             if token in request.stop_ids and len(request.output_ids) > request.params.min_tokens:
                 request.finish_reason = FinishReason.STOP
                 request.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
                 has_finished = True
-            elif request.num_tokens >= request.max_total:
+            elif len(request.output_ids) + request.num_prompt_tokens >= request.max_total:
                 request.finish_reason = FinishReason.LENGTH
                 has_finished = True
-            elif end == request.num_prompt_tokens and end > sequence.start:
-                self.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
         if has_finished:
             self._sweep(advanced)
         return advanced
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        """Advance and settle a step that nothing has been planned on top of."""
+        self.advance(plan)
+        return self.settle(plan, result)
 
     def _sweep(self, advanced: Iterable[Request]) -> None:
         """End the requests that have a reason to."""
         for request in advanced:
             if request.finish_reason is not None:
+                if request.status is Status.WAITING:
+                    self.waiting.remove(request)
                 self._end(request, request.finish_reason, request.stop_reason)
         self.running = [request for request in self.running if request.status is Status.RUNNING]
 
