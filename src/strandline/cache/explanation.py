@@ -1,0 +1,319 @@
+"""Why a prompt hit what it hit, what else lies on its path, and what would have helped. Changes nothing.
+
+An ``Account`` says how many tokens were missed and why. An ``Explanation`` goes on from there: it looks at what the
+cache holds beside the place where the prompt leaves it, and whether the same tokens go on a little later.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+from typing import Final
+
+from strandline.cache.account import Account, Miss, Reason, SnapshotKind
+from strandline.cache.core import PrefixCache
+from strandline.cache.lookups import Lookup
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens, decode
+from strandline.cache.tree import Run, Snapshot, Walk, deepest_snapshot, snapshot_above, walk
+from strandline.ids import BLOCK_TOKENS
+
+MAX_SNAPSHOTS: Final = 64
+CONTEXT_TOKENS: Final = 32
+"""Shown before and after the place where a prompt leaves the cache."""
+MAX_RIVALS: Final = 3
+"""Cached continuations that are shown."""
+MAX_CHILDREN: Final = 256
+"""Branches of one run that are looked at: the newest."""
+RIVAL_TOKENS: Final = 16_384
+"""How far a cached continuation is searched for what the prompt goes on with."""
+MAX_SHIFT_TOKENS: Final = 256
+"""How far into the rest of the prompt the search begins at most."""
+STRIDE_TOKENS: Final = 4
+WINDOW_TOKENS: Final = 16
+"""So many equal tokens in a row are taken for the same text."""
+MIN_MOVED_TOKENS: Final = 64
+"""Less than a block that could be shared is no reason to write a template anew."""
+
+
+class Help(StrEnum):
+    """What would make a prompt like this one hit more."""
+
+    MARK = "mark"
+    """A snapshot where the prompt leaves what is cached."""
+    MEMORY = "memory"
+    """A larger budget."""
+    ORDER = "order"
+    """To put what changes behind what does not."""
+    PATIENCE = "patience"
+    """To send it a little later: another request is computing it."""
+    ASK = "ask"
+    """To let the request read the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One thing that would help."""
+
+    help: Help
+    position: int
+    """Where in the prompt."""
+    num_tokens: int
+    """What it would save."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PathSnapshot:
+    """A snapshot on the prompt's path."""
+
+    position: int
+    kind: SnapshotKind
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The place where the prompt leaves what is cached."""
+
+    position: int
+    """The first token that no cached prompt has there."""
+    before: tuple[int, ...]
+    """Tokens just before, shared."""
+    prompt: tuple[int, ...]
+    """How the prompt goes on."""
+    cached: tuple[tuple[int, ...], ...]
+    """How cached prompts go on, those used last first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Of one lookup, real or supposed."""
+
+    account: Account
+    kv_now: int
+    """Tokens of the prompt whose keys and values are cached now."""
+    snapshots: tuple[PathSnapshot, ...]
+    """On the prompt's path now, down to where it left the cache; deepest first."""
+    num_snapshots_left_out: int
+    next_snapshot: int | None
+    """The first one beyond that place, on the cached path that goes on there."""
+    parting: Parting | None
+    """None when the prompt does not leave the cache, or when nothing is cached there any more."""
+    advice: tuple[Advice, ...]
+
+
+def explain_prompt(cache: PrefixCache, tokens: TokenBuffer, salt: str = "", *, block_bytes: int) -> Explanation:
+    """Explain what a request with these tokens would find now.
+
+    Args:
+        block_bytes: size of a block, to say what evicted tokens took.
+    """
+    return _explain(cache, tokens, salt, cache.lookup(tokens, salt), block_bytes)
+
+
+def explain_lookup(cache: PrefixCache, lookup: Lookup, prompt: bytes, *, block_bytes: int) -> Explanation:
+    """Explain what a request found when it was admitted, by what is cached now.
+
+    Args:
+        prompt: its tokens, encoded.
+    """
+    tokens = TokenBuffer()
+    tokens.data = bytearray(prompt)
+    return _explain(cache, tokens, lookup.salt, lookup.account, block_bytes)
+
+
+def _explain(cache: PrefixCache, tokens: TokenBuffer, salt: str, account: Account, block_bytes: int) -> Explanation:
+    root = cache.roots().get(salt)
+    if root is None:
+        return Explanation(account, 0, (), 0, None, None, tuple(_advice(account, (), None, cache, block_bytes)))
+    data = tokens.data
+    position = account.kv_tokens
+    end = walk(root, data[: position * TOKEN_BYTES])
+    deepest = deepest_snapshot(end, data[: position * TOKEN_BYTES])
+    path = list(_upwards(deepest))
+    rivals = list(_rivals(end, data, position)) if end.kv_tokens == position else []
+    shown = tuple(PathSnapshot(snapshot.position, snapshot.kind) for snapshot in path[:MAX_SNAPSHOTS])
+    moved = _find_moved(rivals, data, position)
+    return Explanation(
+        account=account,
+        kv_now=walk(root, data).kv_tokens,
+        snapshots=shown,
+        num_snapshots_left_out=len(path) - len(shown),
+        next_snapshot=_next_snapshot(end, rivals, data, position),
+        parting=_parting(rivals, data, position),
+        advice=tuple(_advice(account, shown, moved, cache, block_bytes)),
+    )
+
+
+def _upwards(snapshot: Snapshot | None) -> Iterator[Snapshot]:
+    while snapshot is not None:
+        yield snapshot
+        snapshot = snapshot_above(snapshot)
+
+
+# Beside the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Rival:
+    """A cached prompt that goes on otherwise."""
+
+    run: Run
+    offset: int
+    """Bytes of the run's tokens before that place."""
+
+    def tokens(self, num_tokens: int) -> bytes:
+        """Return how it goes on; where it branches, along what was used last."""
+        run, data = self.run, bytes(self.run.tokens[self.offset : self.offset + num_tokens * TOKEN_BYTES])
+        while run.children and len(data) < num_tokens * TOKEN_BYTES:
+            run = max(_some(run), key=lambda child: child.last_used)
+            data += bytes(run.tokens[: num_tokens * TOKEN_BYTES - len(data)])
+        return data
+
+
+def _rivals(end: Walk, data: bytearray, position: int) -> Iterator[_Rival]:
+    """Yield cached prompts that share ``[0, position)``, where the walk ends, and go on otherwise."""
+    inside = end.num_blocks - end.run.start_block
+    skipped = (position - end.num_blocks * BLOCK_TOKENS) * TOKEN_BYTES
+    shared = bytes(data[end.num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES])
+    mine = bytes(data[position * TOKEN_BYTES : (position + 1) * TOKEN_BYTES])
+    if end.num_blocks < end.run.end_block:
+        found = [_Rival(end.run, inside * BLOCK_KEY_BYTES + skipped)]
+    else:
+        children = [child for child in _some(end.run) if child.tokens.startswith(shared)]
+        if end.partial_run is not None and end.partial_run not in children:
+            children.append(end.partial_run)
+        children.sort(key=lambda child: -child.last_used)
+        found = [_Rival(child, skipped) for child in children]
+    others = (rival for rival in found if rival.tokens(1) not in (b"", mine))
+    yield from islice(others, MAX_RIVALS)
+
+
+def _next_snapshot(end: Walk, rivals: list[_Rival], data: bytearray, position: int) -> int | None:
+    """Return the first position beyond ``position`` that has a snapshot, on the runs that go on there."""
+    found = [place for rival in rivals for place in (*rival.run.positions, *_stub_positions(rival.run, b""))]
+    if end.num_blocks == end.run.end_block:
+        found += _stub_positions(end.run, bytes(data[end.num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES]))
+    return min((place for place in found if place > position), default=None)
+
+
+def _stub_positions(run: Run, prefix: bytes) -> list[int]:
+    newest = islice(reversed(run.stubs.items()), MAX_CHILDREN)
+    return [stub.position for key, stub in newest if key.startswith(prefix)]
+
+
+def _some(run: Run) -> list[Run]:
+    """Return a run's children; of very many, the newest."""
+    return list(islice(reversed(run.children.values()), MAX_CHILDREN))
+
+
+def _parting(rivals: list[_Rival], data: bytearray, position: int) -> Parting | None:
+    prompt = bytes(data[position * TOKEN_BYTES : (position + CONTEXT_TOKENS) * TOKEN_BYTES])
+    if not prompt or not rivals:
+        return None
+    before = bytes(data[max(position - CONTEXT_TOKENS, 0) * TOKEN_BYTES : position * TOKEN_BYTES])
+    cached = tuple(tuple(decode(rival.tokens(CONTEXT_TOKENS))) for rival in rivals)
+    return Parting(position, tuple(decode(before)), tuple(decode(prompt)), cached)
+
+
+# What would help
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """So many tokens from ``start`` on are cached too, behind other ones."""
+
+    start: int
+    num_tokens: int
+
+
+def _find_moved(rivals: list[_Rival], data: bytearray, position: int) -> _Moved | None:
+    """Find where the prompt goes on with what a cached one goes on with, though not at the same place."""
+    best: _Moved | None = None
+    prompt = bytes(data[position * TOKEN_BYTES : (position + RIVAL_TOKENS) * TOKEN_BYTES])
+    for rival in rivals:
+        moved = _common_later(prompt, rival.tokens(RIVAL_TOKENS))
+        if moved is not None and moved.num_tokens >= MIN_MOVED_TOKENS:
+            moved = _Moved(position + moved.start, moved.num_tokens)
+            best = moved if best is None or moved.num_tokens > best.num_tokens else best
+    return best
+
+
+def _common_later(prompt: bytes, cached: bytes) -> _Moved | None:
+    """Return the first stretch that two keys of different beginnings have in common, in different places perhaps."""
+    for start in range(0, min(MAX_SHIFT_TOKENS * TOKEN_BYTES, len(prompt)), STRIDE_TOKENS * TOKEN_BYTES):
+        window = prompt[start : start + WINDOW_TOKENS * TOKEN_BYTES]
+        place = _find_aligned(cached, window) if len(window) == WINDOW_TOKENS * TOKEN_BYTES else None
+        if place is None:
+            continue
+        back = 0
+        while back < min(start, place) and prompt[start - back - 1] == cached[place - back - 1]:
+            back += 1
+        back -= back % TOKEN_BYTES
+        return _Moved((start - back) // TOKEN_BYTES, common_tokens(prompt[start - back :], cached[place - back :]))
+    return None
+
+
+def _find_aligned(data: bytes, window: bytes) -> int | None:
+    place = data.find(window)
+    while place > 0 and place % TOKEN_BYTES:
+        place = data.find(window, place + 1)
+    return place if place >= 0 else None
+
+
+def _advice(
+    account: Account,
+    snapshots: tuple[PathSnapshot, ...],
+    moved: _Moved | None,
+    cache: PrefixCache,
+    block_bytes: int,
+) -> Iterator[Advice]:
+    for miss in account.misses:
+        advice = _on_miss(miss, account, snapshots, cache, block_bytes)
+        if advice is not None:
+            yield advice
+    if moved is not None:
+        position = account.kv_tokens
+        what = f"tokens [{position:,}, {moved.start:,}) differ" if moved.start > position else "something is left out"
+        text = (
+            f"put what changes behind what does not: {what}, and the {moved.num_tokens:,} tokens from {moved.start:,} "
+            "on are those of a cached prompt again"
+        )
+        yield Advice(Help.ORDER, position, moved.num_tokens, text)
+
+
+def _on_miss(
+    miss: Miss, account: Account, snapshots: tuple[PathSnapshot, ...], cache: PrefixCache, block_bytes: int
+) -> Advice | None:
+    size = miss.num_tokens
+    match miss.reason:
+        case Reason.NO_SNAPSHOT:
+            if any(snapshot.position == miss.end for snapshot in snapshots):
+                text = f"nothing: there is a snapshot at {miss.end:,} now, and the next such prompt resumes from it"
+            else:
+                text = f"a mark at {miss.end:,}: the first prompt to pass it then leaves a snapshot there"
+                if cache.placement.takes_branches():
+                    text += "; without one, the first prompt to leave there takes it, for those that follow"
+            return Advice(Help.MARK, miss.end, size, text)
+        case Reason.SNAPSHOT_EVICTED:
+            slot_bytes = block_bytes * cache.arena.blocks_per_slab
+            text = f"more memory: the snapshot that went took {_mib(slot_bytes)}; raise --memory"
+            return Advice(Help.MEMORY, miss.end, size, text)
+        case Reason.EVICTED:
+            num_bytes = -(-size // BLOCK_TOKENS) * block_bytes + block_bytes * cache.arena.blocks_per_slab
+            text = f"more memory: what went took at least {_mib(num_bytes)}, a snapshot included; raise --memory"
+            return Advice(Help.MEMORY, miss.start, size, text)
+        case Reason.NO_ROOM:
+            text = f"more memory: the snapshot at {miss.end:,} found no room beside the request's own state"
+            return Advice(Help.MEMORY, miss.end, size, text)
+        case Reason.COMPUTING:
+            text = f"nothing, or patience: request {miss.request_id} was computing these tokens"
+            return Advice(Help.PATIENCE, miss.end, size, text)
+        case Reason.NOT_ASKED:
+            text = "to read the cache: it is off, or the request asked for its prompt's log-probabilities"
+            return Advice(Help.ASK, 0, size, text)
+        case _:
+            return None
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

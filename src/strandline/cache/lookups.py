@@ -1,0 +1,74 @@
+"""The last lookups, so that somebody can still ask why one missed. Bounded in number and in bytes."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from strandline.cache.account import Account
+from strandline.ids import RequestId
+
+MAX_LOOKUPS: Final = 256
+MAX_PROMPT_BYTES: Final = 32 * 2**20
+"""Of all kept prompts together; the oldest are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What one request found when it was admitted."""
+
+    request_id: RequestId
+    salt: str
+    at_s: float
+    account: Account
+
+
+class LookupLog:
+    """A ring of lookups, and their prompts as far as there is room."""
+
+    def __init__(self, max_lookups: int = MAX_LOOKUPS, max_prompt_bytes: int = MAX_PROMPT_BYTES) -> None:
+        self._max_lookups = max_lookups
+        self._max_prompt_bytes = max_prompt_bytes
+        self._lookups: deque[tuple[Lookup, bytes]] = deque()
+        self._num_prompts = 0
+        """Of the newest lookups, so many have their prompts."""
+        self._prompt_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    def __iter__(self) -> Iterator[Lookup]:
+        """Yield the lookups, newest first."""
+        return (lookup for lookup, _ in reversed(self._lookups))
+
+    def note(self, lookup: Lookup, prompt: bytes) -> None:
+        """Add a lookup.
+
+        Args:
+            prompt: its tokens, encoded.
+        """
+        self._lookups.append((lookup, prompt))
+        self._num_prompts += 1
+        self._prompt_bytes += len(prompt)
+        if len(self._lookups) > self._max_lookups:
+            _, oldest = self._lookups.popleft()
+            self._num_prompts = min(self._num_prompts, len(self._lookups))
+            self._prompt_bytes -= len(oldest)
+        while self._prompt_bytes > self._max_prompt_bytes and self._num_prompts:
+            place = len(self._lookups) - self._num_prompts
+            forgetful, oldest = self._lookups[place]
+            self._lookups[place] = (forgetful, b"")
+            self._prompt_bytes -= len(oldest)
+            self._num_prompts -= 1
+
+    def find(self, name: str) -> tuple[Lookup, bytes | None] | None:
+        """Return the newest lookup of a request, and its encoded prompt if that is still kept.
+
+        Args:
+            name: the request's id, or that of the answer it belongs to: ids of its prompts and outputs begin with it.
+        """
+        parts = (f"{name}-", f"{name}#")
+        for age, (lookup, prompt) in enumerate(reversed(self._lookups)):
+            if lookup.request_id == name or lookup.request_id.startswith(parts):
+                return lookup, prompt if age < self._num_prompts else None
+        return None

@@ -1,0 +1,194 @@
+"""Explanations: the path and what lies on it, where a prompt leaves the cache, and advice that holds when followed."""
+
+import pytest
+
+from strandline.cache import Reason, SnapshotKind, TokenBuffer
+from strandline.cache.explanation import Advice, Explanation, Help, explain_lookup, explain_prompt
+from strandline.cache.lookups import Lookup
+from strandline.cache.placement import Nothing
+from strandline.cache.tokens import encode
+from strandline.ids import RequestId
+from tests.cpu.cache.driver import Driver, only_miss
+from tests.cpu.cache.test_lookup import prompt
+from tests.cpu.cache.test_reasons import SnapshotsFirst
+from tests.cpu.cache.test_view import fingerprint
+
+MIB = 2**20
+
+
+def explain(driver: Driver, tokens: list[int], salt: str = "") -> Explanation:
+    before = fingerprint(driver.cache)
+    explanation = explain_prompt(driver.cache, TokenBuffer(tokens), salt, block_bytes=MIB)
+    assert fingerprint(driver.cache) == before, "explaining has changed something"
+    assert explanation.account == driver.lookup(tokens, salt)
+    return explanation
+
+
+def only_advice(explanation: Explanation) -> Advice:
+    [advice] = explanation.advice
+    return advice
+
+
+def test_a_whole_hit_needs_no_advice() -> None:
+    driver = Driver()
+    driver.serve(prompt(150), prompt(5, 9000))
+    explanation = explain(driver, prompt(150))
+    assert (explanation.account.hit, explanation.kv_now, explanation.parting, explanation.advice) == (
+        150,
+        150,
+        None,
+        (),
+    )
+    assert [(found.position, found.kind) for found in explanation.snapshots] == [(150, SnapshotKind.PROMPT_END)]
+    assert explanation.next_snapshot == 155
+
+
+def test_the_next_snapshot_is_one_that_the_prompt_could_go_on_to() -> None:
+    driver = Driver()
+    driver.serve(prompt(200))
+    driver.serve(prompt(70) + prompt(10, 5000))
+    assert explain(driver, prompt(100)).next_snapshot == 200
+
+
+def test_an_unknown_salt_and_an_empty_cache_have_nothing_to_show() -> None:
+    driver = Driver()
+    assert explain(driver, prompt(100)) == explain(driver, prompt(100), "salt")
+    assert explain(driver, prompt(100)).snapshots == ()
+
+
+def test_it_says_where_a_prompt_leaves_the_cache_and_how_both_go_on() -> None:
+    driver = Driver()
+    driver.serve(prompt(150))
+    parting = explain(driver, prompt(100) + prompt(40, 5000)).parting
+    assert parting is not None
+    assert parting.position == 100
+    assert parting.before == tuple(prompt(32, 1068))
+    assert parting.prompt == tuple(prompt(32, 5000))
+    assert parting.cached == (tuple(prompt(32, 1100)),)
+
+
+@pytest.mark.parametrize("position", [10, 64, 100, 128])
+def test_all_that_goes_on_otherwise_is_found_whatever_the_place_in_a_block(position: int) -> None:
+    driver = Driver(100, 5)
+    for first in (5000, 6000):
+        driver.serve(prompt(position) + prompt(80, first))
+    explanation = explain(driver, prompt(position) + prompt(80, 7000))
+    assert explanation.parting is not None
+    assert explanation.parting.position == position
+    assert {cached[0] for cached in explanation.parting.cached} == {5000, 6000}
+
+
+def test_a_mark_is_advised_and_would_have_helped() -> None:
+    advised = only_advice(explain(served(Driver()), prompt(100) + prompt(40, 5000)))
+    assert (advised.help, advised.position, advised.num_tokens) == (Help.MARK, 100, 100)
+    driver = Driver()
+    lease = driver.cache.admit(RequestId("marked"), TokenBuffer(prompt(150)), marks=(advised.position,))
+    assert lease is not None
+    driver.prefill(lease)
+    assert driver.lookup(prompt(100) + prompt(40, 5000)).hit == advised.num_tokens
+
+
+def served(driver: Driver) -> Driver:
+    driver.serve(prompt(150))
+    return driver
+
+
+def test_without_branches_it_does_not_promise_one() -> None:
+    tokens = prompt(100) + prompt(40, 5000)
+    assert "leave there takes it" in only_advice(explain(served(Driver()), tokens)).text
+    assert "leave there takes it" not in only_advice(explain(served(Driver(placement=Nothing())), tokens)).text
+
+
+def test_after_an_eviction_more_memory_is_advised_and_would_have_helped() -> None:
+    hits = []
+    for num_slabs in (4, 5):
+        driver = Driver(num_slabs, 5, order=SnapshotsFirst())
+        driver.serve(prompt(150))
+        for first in (3000, 4000, 5000):
+            driver.admit(prompt(1, first))
+        explanation = explain(driver, prompt(150))
+        hits.append(explanation.account.hit)
+        if not explanation.account.hit:
+            assert (only_advice(explanation).help, only_advice(explanation).num_tokens) == (Help.MEMORY, 150)
+            assert "5.0 MiB" in only_advice(explanation).text
+    assert hits == [0, 150]
+
+
+def test_evicted_keys_and_values_count_towards_the_memory_that_would_have_helped() -> None:
+    driver = Driver(4, 2)
+    driver.serve(prompt(128))
+    other = driver.admit(prompt(300, 5000))
+    assert driver.cache.extend(other, 300)
+    advice = only_advice(explain(driver, prompt(128)))
+    assert (advice.help, advice.num_tokens) == (Help.MEMORY, 128)
+    assert "4.0 MiB" in advice.text, "two blocks, and a snapshot of two blocks"
+
+
+@pytest.mark.parametrize("num_changed", [1, 3, 4, 5, 200])
+@pytest.mark.parametrize("position", [0, 64, 90])
+def test_another_order_is_advised_and_following_it_shares_what_was_promised(position: int, num_changed: int) -> None:
+    head, stable = prompt(position), prompt(300, 20_000)
+    old, new = prompt(num_changed, 5000), prompt(num_changed, 6000)
+    driver = Driver(100, 5)
+    driver.serve(head + old + stable)
+    advice = next(a for a in explain(driver, head + new + stable).advice if a.help is Help.ORDER)
+    assert (advice.position, advice.num_tokens) == (position, 300)
+    followed = Driver(100, 5)
+    followed.serve(head + stable + old)
+    assert followed.lookup(head + stable + new).kv_tokens == position + advice.num_tokens
+
+
+def test_the_order_is_found_also_when_the_changing_part_has_another_length() -> None:
+    driver = Driver(100, 5)
+    driver.serve(prompt(70) + prompt(2, 5000) + prompt(300, 20_000))
+    longer = explain(driver, prompt(70) + prompt(9, 6000) + prompt(300, 20_000))
+    missing = explain(driver, prompt(70) + prompt(300, 20_000))
+    for explanation in (longer, missing):
+        assert [a.num_tokens for a in explanation.advice if a.help is Help.ORDER] == [300]
+
+
+def test_no_order_is_advised_for_what_is_new() -> None:
+    driver = served(Driver())
+    assert all(a.help is not Help.ORDER for a in explain(driver, prompt(100) + prompt(400, 5000)).advice)
+
+
+def test_who_computes_what_is_missing_is_named() -> None:
+    driver = Driver()
+    driver.admit(prompt(200), "leader")
+    advice = only_advice(explain(driver, prompt(150)))
+    assert advice.help is Help.PATIENCE
+    assert "leader" in advice.text
+
+
+def test_a_request_that_did_not_ask_is_told_so() -> None:
+    driver = Driver(enabled=False)
+    assert only_advice(explain(driver, prompt(50))).help is Help.ASK
+
+
+def test_a_past_lookup_keeps_its_account_and_is_not_compared_with_itself() -> None:
+    driver = Driver(100, 5)
+    driver.serve(prompt(150))
+    tokens = prompt(100) + prompt(200, 5000)
+    account = driver.serve(tokens)
+    lookup = Lookup(RequestId("past"), "", 0.0, account)
+    explanation = explain_lookup(driver.cache, lookup, encode(tokens), block_bytes=MIB)
+    assert explanation.account is account
+    assert explanation.account.misses[0].reason is Reason.NO_SNAPSHOT
+    assert explanation.kv_now == 300
+    assert explanation.parting is not None
+    assert explanation.parting.cached == (tuple(prompt(32, 1100)),)
+    assert [(s.position, s.kind) for s in explanation.snapshots] == [(100, SnapshotKind.BRANCH)]
+    assert "there is a snapshot at 100 now" in only_advice(explanation).text
+
+
+def test_when_what_it_left_is_gone_nothing_is_shown_in_its_place() -> None:
+    driver = Driver(7, 2)
+    driver.serve(prompt(100))
+    account = driver.serve(prompt(90) + prompt(40, 5000))
+    assert account.kv_tokens == 90
+    for first in range(20_000, 30_000, 1000):
+        driver.serve(prompt(250, first))
+    lookup = Lookup(RequestId("past"), "", 0.0, account)
+    explanation = explain_lookup(driver.cache, lookup, encode(prompt(90) + prompt(40, 5000)), block_bytes=MIB)
+    assert (explanation.kv_now, explanation.parting, explanation.snapshots) == (0, None, ())
+    assert only_miss(driver.lookup(prompt(90))).reason in {Reason.EVICTED, Reason.FIRST_SEEN}
