@@ -1,0 +1,65 @@
+"""Gates on a GPU: one launch each, rounded where ``activation.py`` rounds.
+
+Rows may lie far apart (views of a fused projection); the last dimension must be dense, else it is copied.
+
+Shape suffixes: as in ``activation.py``.
+"""
+# mypy: ignore-errors
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+"""Columns of a program: 16 bytes per thread and operand, and a decode's one row is spread over several programs."""
+
+WARPS = 4
+
+
+@triton.jit
+def _swiglu_kernel(gate_up_ptr, out_ptr, stride_t, F, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask_F = col_F < F
+    dtype = out_ptr.dtype.element_ty
+    gate_F = tl.load(gate_up_ptr + row * stride_t + col_F, mask=mask_F, other=0.0).to(tl.float32)
+    up_F = tl.load(gate_up_ptr + row * stride_t + F + col_F, mask=mask_F, other=0.0).to(tl.float32)
+    silu_F = (gate_F * tl.sigmoid(gate_F)).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * F + col_F, (silu_F * up_F).to(dtype), mask=mask_F)
+
+
+@triton.jit
+def _sigmoid_gate_kernel(x_ptr, gate_ptr, stride_x, stride_gate, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col_O = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask_O = col_O < size
+    x_O_ptr = x_ptr + row * stride_x + col_O
+    gate_O = tl.load(gate_ptr + row * stride_gate + col_O, mask=mask_O, other=0.0).to(tl.float32)
+    x_O = tl.load(x_O_ptr, mask=mask_O, other=0.0).to(tl.float32)
+    factor_O = tl.sigmoid(gate_O).to(gate_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(x_O_ptr, (x_O * factor_O).to(x_ptr.dtype.element_ty), mask=mask_O)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection."""
+    if gate_up.dim() != 2 or gate_up.stride(-1) != 1:
+        gate_up = gate_up.contiguous()
+    size = gate_up.shape[-1] // 2
+    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
+    stride = gate_up.stride(0) if gate_up.dim() == 2 else 2 * size
+    grid = (gate_up.numel() // (2 * size), triton.cdiv(size, BLOCK))
+    _swiglu_kernel[grid](gate_up, out, stride, size, BLOCK=BLOCK, num_warps=WARPS)
+    return out
+
+
+def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
+    """Return ``x * sigmoid(gate)``, the sigmoid rounded to its input's dtype; ``x_TO`` is overwritten.
+
+    ``x_TO`` has dense rows: it is written in place.
+    """
+    gate_TO = gate_TO if gate_TO.stride(-1) == 1 else gate_TO.contiguous()
+    num_rows, size = x_TO.shape
+    grid = (num_rows, triton.cdiv(size, BLOCK))
+    _sigmoid_gate_kernel[grid](x_TO, gate_TO, x_TO.stride(0), gate_TO.stride(0), size, BLOCK=BLOCK, num_warps=WARPS)
+    return x_TO

@@ -1,0 +1,113 @@
+"""The Triton norms and gates equal the torch versions: in float32 to the sums' order, in bfloat16 to rare roundings.
+
+The ``check_`` functions run on any device; tests/gpu runs them at larger shapes.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.kernels import activation, norm
+from tests.poison import poisoned_memory
+
+pytest.importorskip("triton")
+
+from strandline.kernels import activation_triton, norm_triton
+
+EPS = 1e-6
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def near(actual: Tensor, expected: Tensor) -> None:
+    """Compare; on a GPU bfloat16 may differ by a unit in the last place, where another order of a sum flips a rounding.
+
+    Triton's interpreter cuts bfloat16 off instead of rounding it: there several units are let pass.
+    """
+    if expected.dtype == torch.float32:
+        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
+    elif not expected.is_cuda:
+        torch.testing.assert_close(actual, expected, rtol=2**-5, atol=1e-6)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-6)
+        assert (actual != expected).float().mean() < 0.01
+
+
+def view_of_wider(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Return random values, a part of the rows of a wider tensor whose other columns are NaN."""
+    rows, columns = shape[0], torch.Size(shape[1:]).numel()
+    wide = torch.full((rows, columns + 24), torch.nan, dtype=dtype, device=device)
+    part = wide[:, 8 : 8 + columns]
+    part.normal_()
+    return part.unflatten(1, shape[1:]) if len(shape) > 2 else part
+
+
+def check_norms(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    x, residual = view_of_wider(shape, dtype, device), view_of_wider(shape, dtype, device)
+    weight_D = torch.randn(shape[-1], device=device).to(dtype)
+    with poisoned_memory():
+        near(
+            norm_triton.rms_norm_zero_centered(x, weight_D, EPS),
+            norm.rms_norm_zero_centered.__wrapped__(x, weight_D, EPS),
+        )
+        for added in (residual, torch.randn(shape, device=device).to(dtype)):
+            expected, total = norm.add_rms_norm_zero_centered.__wrapped__(x.clone(), added, weight_D, EPS)
+            x_in = x.clone()
+            actual, actual_total = norm_triton.add_rms_norm_zero_centered(x_in, added, weight_D, EPS)
+            near(actual, expected)
+            near(actual_total, total)
+            assert actual_total.data_ptr() == x_in.data_ptr()
+
+
+def check_gated_norm(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype, device: str) -> None:
+    x, gate = torch.randn(shape, device=device).to(dtype), view_of_wider(shape, dtype, device)
+    weight_D = torch.randn(shape[-1], device=device).to(weight_dtype)
+    with poisoned_memory():
+        actual = norm_triton.rms_norm_gated(x, gate, weight_D, EPS)
+    near(actual, norm.rms_norm_gated.__wrapped__(x, gate, weight_D, EPS))
+
+
+def check_gates(num_rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+    gate_up = view_of_wider((num_rows, 2 * size), dtype, device)
+    with poisoned_memory():
+        near(activation_triton.swiglu(gate_up), activation.swiglu.__wrapped__(gate_up))
+    x_TO, gate_TO = view_of_wider((num_rows, size), dtype, device), view_of_wider((num_rows, size), dtype, device)
+    expected_TO = activation.sigmoid_gate.__wrapped__(x_TO.clone(), gate_TO)
+    actual_TO = activation_triton.sigmoid_gate(x_TO, gate_TO)
+    near(actual_TO, expected_TO)
+    assert actual_TO.data_ptr() == x_TO.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (3, 63), (2, 4, 16), (65, 130), (5, 2560), (130, 3, 32)], ids=str)
+def test_norms_equal_the_torch_versions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_norms(shape, dtype, "cpu")
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 128), (63, 3, 16), (5, 33), (65, 1, 24)], ids=str)
+def test_the_gated_norm_equals_the_torch_version(
+    shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    check_gated_norm(shape, dtype, weight_dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 7), (63, 64), (3, 1025), (130, 16)])
+def test_gates_equal_the_torch_versions(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_gates(num_rows, size, dtype, "cpu")
+
+
+def test_inputs_of_more_dimensions_or_with_strided_features_are_taken() -> None:
+    x = torch.randn(2, 3, 4, 16)
+    weight_D = torch.randn(16)
+    near(norm_triton.rms_norm_zero_centered(x, weight_D, EPS), norm.rms_norm_zero_centered(x, weight_D, EPS))
+    near(activation_triton.swiglu(x), activation.swiglu(x))
+    x_TD = torch.randn(16, 5).t()
+    near(norm_triton.rms_norm_zero_centered(x_TD, weight_D, EPS), norm.rms_norm_zero_centered(x_TD, weight_D, EPS))
+
+
+def test_a_row_s_norm_changes_no_bit_with_the_rows_around_it() -> None:
+    x, weight_D = torch.randn(9, 77).bfloat16(), torch.randn(77).bfloat16()
+    all_TD = norm_triton.rms_norm_zero_centered(x, weight_D, EPS)
+    assert torch.equal(all_TD[5:6], norm_triton.rms_norm_zero_centered(x[5:6], weight_D, EPS))

@@ -1,0 +1,29 @@
+"""The Triton norms and gates on a GPU, at odd shapes and at those of the published models."""
+
+import pytest
+import torch
+
+from tests.cpu.kernels.test_norm_triton import check_gated_norm, check_gates, check_norms
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (65, 130), (1, 2048), (130, 2560), (1000, 2048), (63, 16, 256)], ids=str)
+def test_norms_equal_the_torch_versions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_norms(shape, dtype, "cuda")
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 32, 128), (65, 32, 128), (5, 33)], ids=str)
+def test_the_gated_norm_equals_the_torch_version(
+    shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    check_gated_norm(shape, dtype, weight_dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 9216), (130, 512), (1000, 4096)])
+def test_gates_equal_the_torch_versions(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_gates(num_rows, size, dtype, "cuda")
