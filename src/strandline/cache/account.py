@@ -63,13 +63,6 @@ class Miss:
     def num_tokens(self) -> int:
         return self.end - self.start
 
-    @property
-    def public_reason(self) -> Reason:
-        """The reason as the caller may know it: what is cached under another salt is told as never seen."""
-        if self.reason is not Reason.OTHER_SALT:
-            return self.reason
-        return Reason.DIVERGED if self.start else Reason.FIRST_SEEN
-
 
 @dataclass(frozen=True, slots=True)
 class Account:
@@ -88,6 +81,18 @@ class Account:
         """Return the account of a request that has to do without the snapshot that it found."""
         miss = Miss(Reason.NO_ROOM, 0, self.hit)
         return Account(self.queried, 0, self.kv_tokens, None, (miss, *self.misses))
+
+    def for_callers(self) -> "Account":
+        """Return the account as its request's sender may know it: nothing of what is cached under another salt.
+
+        That is told as never seen, in one range with what follows it: where one ended would tell as much.
+        """
+        for place, miss in enumerate(self.misses):
+            if miss.reason is Reason.OTHER_SALT:
+                reason = Reason.DIVERGED if miss.start else Reason.FIRST_SEEN
+                told = Miss(reason, miss.start, self.misses[-1].end)
+                return Account(self.queried, self.hit, self.kv_tokens, self.snapshot_kind, (*self.misses[:place], told))
+        return self
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ import torch
 from strandline.cache import PrefixCache, placement
 from strandline.cache.invariants import check
 from strandline.config import EngineConfig
+from strandline.engine.cache_watch import CacheWatch
 from strandline.engine.events import CoreStats, Limits, PromptLogprobs, StepEvents, Submission, TokenEvent
 from strandline.engine.plan import StepPlan, StepResult
 from strandline.engine.request import FinishReason, Request
@@ -42,6 +43,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
+        self.watch = CacheWatch(self.cache, self.scheduler, spec, config.mamba_cache_mode)
         self._cache_mode, self._cache_block_tokens = config.mamba_cache_mode, config.mamba_block_size
         self._is_debugged = is_cache_debugged()
         self.runner = Runner(model, num_slabs, device, poison=self._is_debugged)
@@ -69,6 +71,7 @@ class EngineCore:
         plan = self.scheduler.plan()
         if plan is None:
             return StepEvents()
+        self.watch.after_plan(plan)
         result = self.runner.run(plan)
         advanced = self.scheduler.commit(plan, result)
         if self._is_debugged:

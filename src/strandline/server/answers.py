@@ -49,16 +49,16 @@ def usage(outputs: Sequence[RequestOutput], *, is_batch: bool, with_account: boo
 
 def cache_account(output: RequestOutput) -> Json | None:
     """Return what the lookup found, and why it found no more. ``queried`` is ``hit`` plus the misses' tokens."""
-    account = output.cache_account
-    if account is None:
+    if output.cache_account is None:
         return None
+    account = output.cache_account.for_callers()
     return {
         "queried": account.queried,
         "hit": account.hit,
         "kv_tokens": account.kv_tokens,
         "snapshot_kind": account.snapshot_kind,
         "misses": [
-            {"reason": miss.public_reason, "start": miss.start, "end": miss.end, "tokens": miss.num_tokens}
+            {"reason": miss.reason, "start": miss.start, "end": miss.end, "tokens": miss.num_tokens}
             for miss in account.misses
         ],
     }

@@ -177,3 +177,16 @@ def test_roots_of_idle_salts_are_forgotten() -> None:
     for index in range(400):
         driver.serve(prompt(5), salt=f"salt-{index}")
     assert len(driver.cache.roots()) <= 300
+
+
+def test_callers_are_told_nothing_of_other_salts_not_even_by_where_a_range_ends() -> None:
+    driver = Driver()
+    driver.serve(prompt(150), salt="alice")
+    driver.serve(prompt(30) + prompt(100, 5000), salt="bob")
+    for num_tokens in (140, 150, 160):
+        told = driver.lookup(prompt(num_tokens), "carol").for_callers()
+        assert misses(told) == (Miss(Reason.FIRST_SEEN, 0, num_tokens),)
+        told = driver.lookup(prompt(num_tokens), "bob").for_callers()
+        assert misses(told)[-1] == Miss(Reason.DIVERGED, 30, num_tokens)
+    own = driver.lookup([*prompt(150), 1], "alice")
+    assert own.for_callers() is own

@@ -1,0 +1,209 @@
+"""What people are shown of a running cache: its tree, its memory over time, the last lookups, and why they missed.
+
+The core notes lookups and memory as it goes, which costs a step about a microsecond; everything else is worked out
+when somebody asks. What comes out is plain data, for another process. It says what callers may know: under which
+salt something is cached is shown as a label, and what lies there only to who names the salt.
+"""
+
+import secrets
+from dataclasses import dataclass, replace
+from hashlib import blake2s
+from typing import Final, NamedTuple
+
+from strandline.cache import Account, PrefixCache, TokenBuffer
+from strandline.cache.explanation import Explanation, explain_lookup, explain_prompt
+from strandline.cache.lookups import Lookup, LookupLog
+from strandline.cache.view import TreeView, view
+from strandline.clock import SYSTEM_CLOCK, Clock
+from strandline.engine.events import CoreStats
+from strandline.engine.plan import StepPlan
+from strandline.engine.scheduler import Scheduler
+from strandline.specs import ModelSpec
+
+MAX_SAMPLES: Final = 240
+SAMPLE_S: Final = 1.0
+KEY_BYTES: Final = 16
+LABEL_BYTES: Final = 4
+
+
+class MemorySample(NamedTuple):
+    """Who held the memory at one time. The rest of the arena was free."""
+
+    age_s: float
+    slots_in_use: int
+    """Bytes, as all that follow."""
+    slots_evictable: int
+    blocks_in_use: int
+    blocks_evictable: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookupRow:
+    """One of the last lookups."""
+
+    request_id: str
+    salt_label: str
+    """Empty: without a salt."""
+    age_s: float
+    account: Account
+
+
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """What the page shows."""
+
+    is_enabled: bool
+    mode: str
+    total_bytes: int
+    block_bytes: int
+    slot_bytes: int
+    stats: CoreStats
+    tree: TreeView
+    lookups: list[LookupRow]
+    """Newest first."""
+    memory: list[MemorySample]
+    """Oldest first, the last one of now. From one to the next nothing changes but in the second before."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheQuestion:
+    """Why did a request miss, or what would a prompt hit?"""
+
+    salt: str = ""
+    request_id: str | None = None
+    tokens: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAnswer:
+    """The answer to a question."""
+
+    request_id: str | None = None
+    age_s: float | None = None
+    """Of a past request."""
+    explanation: Explanation | None = None
+    now: Account | None = None
+    """Of a past request: what it would find now."""
+    problem: str | None = None
+    """Why there is no explanation."""
+
+
+class MemoryHistory:
+    """Samples of who held the memory, since the start: the longer that is ago, the fewer."""
+
+    def __init__(self, max_samples: int = MAX_SAMPLES, interval_s: float = SAMPLE_S) -> None:
+        self._max_samples = max_samples
+        self._interval_s = interval_s
+        self._samples: list[tuple[float, tuple[int, int, int, int]]] = []
+        self._last: tuple[float, tuple[int, int, int, int]] | None = None
+
+    def note(self, now_s: float, held_bytes: tuple[int, int, int, int]) -> None:
+        """Take note of what is held now."""
+        if self._samples and now_s - self._samples[-1][0] < self._interval_s:
+            self._last = now_s, held_bytes
+            return
+        if self._last is not None and self._last[1] != self._samples[-1][1]:
+            self._samples.append(self._last)
+        self._last = None
+        self._samples.append((now_s, held_bytes))
+        if len(self._samples) > self._max_samples:
+            self._samples = self._samples[::2]
+            self._interval_s *= 2
+
+    def samples(self, now_s: float) -> list[MemorySample]:
+        """Return the samples, oldest first."""
+        last = [] if self._last is None else [self._last]
+        return [MemorySample(now_s - at_s, *held) for at_s, held in (*self._samples, *last)]
+
+
+class CacheWatch:
+    """Watches the cache of one core."""
+
+    def __init__(
+        self, cache: PrefixCache, scheduler: Scheduler, spec: ModelSpec, mode: str, *, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._spec = spec
+        self._mode = mode
+        self._clock = clock
+        self._log = LookupLog()
+        self._history = MemoryHistory()
+        self._key = secrets.token_bytes(KEY_BYTES)
+
+    def after_plan(self, plan: StepPlan) -> None:
+        """Take note of the requests that a step begins with, and of the memory that it has taken."""
+        now_s = self._clock()
+        self._history.note(now_s, self._held_bytes())
+        if not plan.new:
+            return
+        names = {new.request_id for new in plan.new}
+        for request in self._scheduler.running:
+            if request.request_id in names and request.account is not None:
+                prompt = request.tokens.slice(0, request.num_prompt_tokens)
+                self._log.note(Lookup(request.request_id, request.salt, now_s, request.account), prompt)
+
+    def state(self, salt: str, stats: CoreStats) -> CacheState:
+        """Return what the page shows to who names this salt."""
+        now_s = self._clock()
+        return CacheState(
+            is_enabled=self._cache.enabled,
+            mode=self._mode,
+            total_bytes=self._cache.arena.num_slabs * self._spec.slab_bytes,
+            block_bytes=self._spec.block_bytes,
+            slot_bytes=self._spec.slab_bytes,
+            stats=stats,
+            tree=view(self._cache, salt=salt, key=self._key),
+            lookups=[self._row(lookup, now_s) for lookup in self._log],
+            memory=[*self._history.samples(now_s), MemorySample(0.0, *self._held_bytes())],
+        )
+
+    def answer(self, question: CacheQuestion) -> CacheAnswer:
+        """Explain a past request, or what a prompt would hit. Changes nothing."""
+        if question.tokens is not None:
+            explanation = explain_prompt(
+                self._cache, TokenBuffer(question.tokens), question.salt, block_bytes=self._spec.block_bytes
+            )
+            return CacheAnswer(explanation=_for_callers(explanation))
+        name = question.request_id or ""
+        found = self._log.find(name)
+        if found is None:
+            return CacheAnswer(problem=f"request {name[:100]!r} is not among the last {len(self._log)} lookups")
+        lookup, prompt = found
+        if lookup.salt not in ("", question.salt):
+            return CacheAnswer(problem=f"request {name[:100]!r} was made under a salt; name it, to be told")
+        if prompt is None:
+            return CacheAnswer(
+                problem=f"the prompt of request {name[:100]!r} is not kept any more; send it as a prompt"
+            )
+        explanation = explain_lookup(self._cache, lookup, prompt, block_bytes=self._spec.block_bytes)
+        tokens = TokenBuffer()
+        tokens.data = bytearray(prompt)
+        return CacheAnswer(
+            lookup.request_id,
+            self._clock() - lookup.at_s,
+            _for_callers(explanation),
+            self._cache.lookup(tokens, lookup.salt).for_callers(),
+        )
+
+    def _row(self, lookup: Lookup, now_s: float) -> LookupRow:
+        return LookupRow(lookup.request_id, self._label(lookup.salt), now_s - lookup.at_s, lookup.account.for_callers())
+
+    def _label(self, salt: str) -> str:
+        """Name a salt without telling it: who knew it could look inside."""
+        return blake2s(salt.encode(), digest_size=LABEL_BYTES, key=self._key).hexdigest() if salt else ""
+
+    def _held_bytes(self) -> tuple[int, int, int, int]:
+        arena, memory = self._cache.arena, self._cache.memory
+        slot_bytes, block_bytes = self._spec.slab_bytes, self._spec.block_bytes
+        idle_slots, idle_blocks = memory.num_evictable_slots, memory.num_evictable_blocks
+        return (
+            (arena.num_slots - idle_slots) * slot_bytes,
+            idle_slots * slot_bytes,
+            (arena.num_blocks - idle_blocks) * block_bytes,
+            idle_blocks * block_bytes,
+        )
+
+
+def _for_callers(explanation: Explanation) -> Explanation:
+    return replace(explanation, account=explanation.account.for_callers())

@@ -1,0 +1,166 @@
+"""What a core tells of its cache: lookups as they were, memory over time, explanations; and never of other salts."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from strandline import LLM, SamplingParams
+from strandline.cache import Reason
+from strandline.cache.tokens import encode
+from strandline.engine.cache_watch import CacheAnswer, CacheQuestion, CacheState, CacheWatch, MemoryHistory
+from tests.cpu.engine.conftest import MakeLLM
+
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+
+def prompt(num_tokens: int, first: int = 3) -> list[int]:
+    return [(first + 7 * place) % 61 for place in range(num_tokens)]
+
+
+def ask(llm: LLM, tokens: list[int], salt: str = "", params: SamplingParams = GREEDY) -> Any:
+    given: Any = {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
+    [output] = llm.generate([given], params, use_tqdm=False)
+    return output
+
+
+def watch(llm: LLM) -> CacheWatch:
+    return llm.engine.core.watch
+
+
+def state(llm: LLM, salt: str = "") -> CacheState:
+    return watch(llm).state(salt, llm.engine.core.stats())
+
+
+def test_every_lookup_is_noted_with_the_account_that_its_request_got(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    outputs = [ask(llm, tokens) for tokens in (prompt(100), prompt(100), prompt(80) + prompt(40, 9))]
+    rows = state(llm).lookups
+    assert [row.account for row in reversed(rows)] == [output.cache_account for output in outputs]
+    assert [row.request_id for row in reversed(rows)] == [output.request_id for output in outputs]
+    assert all(row.age_s >= 0 for row in rows)
+
+
+def test_outputs_of_one_request_have_a_lookup_each(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    output = ask(llm, prompt(100), params=SamplingParams(n=3, temperature=1, seed=1, max_tokens=2))
+    assert {row.request_id for row in state(llm).lookups} == {f"{output.request_id}#{place}" for place in range(3)}
+    answer = watch(llm).answer(CacheQuestion(request_id=output.request_id))
+    assert answer.explanation is not None
+
+
+def test_the_tenants_bytes_are_those_of_the_metrics(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    ask(llm, prompt(200))
+    shown = state(llm)
+    stats = llm.engine.core.stats()
+    now = shown.memory[-1]._asdict()
+    assert {name: now[name] for name in stats.tenant_bytes if name != "free"} | {
+        "free": stats.tenant_bytes["free"]
+    } == (stats.tenant_bytes)
+    assert shown.total_bytes == sum(stats.tenant_bytes.values())
+    assert shown.tree.num_snapshots * shown.slot_bytes == stats.tenant_bytes["slots_evictable"]
+
+
+def test_a_past_request_is_explained_as_it_was_and_as_it_would_be_now(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    ask(llm, prompt(150))
+    output = ask(llm, prompt(100) + prompt(30, 9))
+    answer = watch(llm).answer(CacheQuestion(request_id=output.request_id))
+    assert answer.problem is None
+    assert answer.explanation is not None
+    assert answer.explanation.account == output.cache_account
+    assert [miss.reason for miss in output.cache_account.misses] == [Reason.NO_SNAPSHOT, Reason.DIVERGED]
+    assert answer.now is not None
+    assert answer.now.hit == 130
+
+
+def test_a_prompt_is_explained_as_the_request_then_finds_it(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    ask(llm, prompt(150))
+    for tokens in (prompt(150), prompt(170), prompt(90) + prompt(30, 9), prompt(50, 9)):
+        before = state(llm)
+        answer = watch(llm).answer(CacheQuestion(tokens=tokens))
+        after = state(llm)
+        assert (before.tree, before.stats, before.lookups[0].request_id) == (
+            *(after.tree, after.stats),
+            after.lookups[0].request_id,
+        )
+        assert answer.explanation is not None
+        assert answer.explanation.account == ask(llm, tokens).cache_account
+
+
+def test_what_lies_under_another_salt_is_never_told(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    secret = ask(llm, prompt(150), "theirs")
+    for answer in (
+        watch(llm).answer(CacheQuestion(tokens=prompt(170))),
+        watch(llm).answer(CacheQuestion(tokens=prompt(170), salt="mine")),
+        watch(llm).answer(CacheQuestion(request_id=ask(llm, prompt(170), "mine").request_id, salt="mine")),
+    ):
+        assert answer.explanation is not None
+        assert [(m.reason, m.start, m.end) for m in answer.explanation.account.misses] == [(Reason.FIRST_SEEN, 0, 170)]
+        assert answer.explanation.parting is None
+    for salt in ("", "mine"):
+        refused = watch(llm).answer(CacheQuestion(request_id=secret.request_id, salt=salt))
+        assert refused.explanation is None
+        assert "under a salt" in str(refused.problem)
+    told = watch(llm).answer(CacheQuestion(request_id=secret.request_id, salt="theirs"))
+    assert told.explanation is not None
+    assert state(llm).tree.runs == ()
+    assert state(llm, "theirs").tree.runs
+    labels = {row.salt_label for row in state(llm).lookups}
+    assert len(labels) == 2
+    assert not labels & {"theirs", "mine", ""}
+
+
+def test_unknown_requests_and_forgotten_prompts_are_said_to_be_so(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    assert "not among the last 0" in str(watch(llm).answer(CacheQuestion(request_id="x")).problem)
+    output = ask(llm, prompt(10))
+    watch(llm)._log._max_prompt_bytes = 100
+    ask(llm, prompt(20))
+    assert "not kept any more" in str(watch(llm).answer(CacheQuestion(request_id=output.request_id)).problem)
+
+
+def test_states_and_answers_pass_between_processes_unchanged(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    ask(llm, prompt(150))
+    output = ask(llm, prompt(100) + prompt(30, 9))
+    for value, kind in (
+        (state(llm), CacheState),
+        (watch(llm).answer(CacheQuestion(request_id=output.request_id)), CacheAnswer),
+    ):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind) == value
+
+
+@pytest.mark.parametrize("num_changes", [1, 100, 5000])
+def test_memory_is_sampled_from_the_start_within_a_bound(num_changes: int) -> None:
+    history = MemoryHistory(max_samples=50, interval_s=1.0)
+    for index in range(num_changes):
+        history.note(index * 0.5, (index, 0, 0, 0))
+    samples = history.samples(num_changes * 0.5)
+    assert len(samples) <= 52
+    assert (samples[0].slots_in_use, samples[-1].slots_in_use) == (0, num_changes - 1)
+    ages = [sample.age_s for sample in samples]
+    assert ages == sorted(ages, reverse=True)
+    assert all(sample.age_s == 0.5 * (num_changes - sample.slots_in_use) for sample in samples)
+
+
+def test_what_memory_held_before_a_pause_is_kept() -> None:
+    history = MemoryHistory()
+    for at_s, held in ((0.0, 1), (0.2, 2), (0.4, 3), (100.0, 4)):
+        history.note(at_s, (held, 0, 0, 0))
+    assert [(sample.age_s, sample.slots_in_use) for sample in history.samples(100.0)] == [
+        (100.0, 1),
+        (99.6, 3),
+        (0.0, 4),
+    ]
+
+
+def test_the_prompts_bytes_in_the_log_are_the_prompts(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    output = ask(llm, prompt(77))
+    found = watch(llm)._log.find(output.request_id)
+    assert found is not None
+    assert found[1] == encode(prompt(77))
