@@ -11,17 +11,19 @@ if TYPE_CHECKING:
     from strandline.engine.outputs import CompletionOutput as CompletionOutput
     from strandline.engine.outputs import RequestOutput as RequestOutput
     from strandline.engine.sampling_params import SamplingParams as SamplingParams
+    from strandline.engine.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "strandline.engine.llm",
     "SamplingParams": "strandline.engine.sampling_params",
+    "StructuredOutputsParams": "strandline.engine.sampling_params",
     "RequestOutput": "strandline.engine.outputs",
     "CompletionOutput": "strandline.engine.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

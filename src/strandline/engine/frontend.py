@@ -14,6 +14,7 @@ from strandline.engine.collector import Collector, OutputStream
 from strandline.engine.events import Limits, StepEvents, Submission
 from strandline.engine.plan import NewRequest
 from strandline.engine.sampling_params import SamplingParams
+from strandline.engine.structured import Grammars
 from strandline.errors import RequestError
 from strandline.ids import RequestId
 
@@ -42,6 +43,7 @@ class Frontend:
         self.limits = limits
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.grammars = Grammars(lambda: (tokenizer, eos_ids), limits.vocab_size)
         self.collectors: dict[str, Collector] = {}
         self._streams: dict[RequestId, OutputStream] = {}
         self._seeds = Random(seed)
@@ -102,6 +104,17 @@ class Frontend:
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise RequestError("stop strings and bad_words need a tokenizer; the engine runs without one")
 
+        if params.structured_outputs is not None:
+            if not self._stop_ids(params):
+                raise RequestError(
+                    "structured_outputs needs a token that ends the output: the model names none, or ignore_eos is "
+                    "set; give stop_token_ids"
+                )
+            self.grammars.check(params.structured_outputs)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
+
     def _submissions(
         self, request_id: str, prompt_ids: list[int], params: SamplingParams, salt: str, marks: tuple[int, ...]
     ) -> list[Submission]:
@@ -109,7 +122,7 @@ class Frontend:
         if params.max_tokens is not None:
             max_total = min(max_total, len(prompt_ids) + params.max_tokens)
         seed = self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
-        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
+        stop_ids = self._stop_ids(params)
         bad_words_ids = self._encode_bad_words(params)
         submissions: list[Submission] = []
         for index in range(params.n):

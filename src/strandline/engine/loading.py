@@ -13,6 +13,7 @@ from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.events import Limits
 from strandline.engine.frontend import Frontend
+from strandline.engine.structured import Grammars
 from strandline.errors import ConfigError
 from strandline.models.weights import load_model
 
@@ -52,7 +53,9 @@ def _fetch(name: str) -> Path:
 def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
     """Load a model and build an engine around it; as ``load_core`` and ``load_frontend``."""
     core = load_core(config, progress=progress)
-    return Engine(core, load_frontend(config, core.limits))
+    frontend = load_frontend(config, core.limits)
+    core.runner.grammars = frontend.grammars
+    return Engine(core, frontend)
 
 
 def load_core(config: EngineConfig, *, progress: bool = False) -> EngineCore:
@@ -75,7 +78,9 @@ def load_core(config: EngineConfig, *, progress: bool = False) -> EngineCore:
         seed=config.seed,
         progress=progress,
     )
-    return EngineCore(model, config, device)
+    core = EngineCore(model, config, device)
+    core.runner.grammars = Grammars(lambda: _read_tokenizer(config), core.limits.vocab_size)
+    return core
 
 
 def load_frontend(config: EngineConfig, limits: Limits) -> Frontend:
@@ -84,10 +89,15 @@ def load_frontend(config: EngineConfig, limits: Limits) -> Frontend:
     Raises:
         ConfigError: model configuration or tokenizer do not allow it.
     """
+    tokenizer, eos_ids = _read_tokenizer(config)
+    return Frontend(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed)
+
+
+def _read_tokenizer(config: EngineConfig) -> tuple[Any | None, frozenset[int]]:
+    """Return the tokenizer, if there is to be one, and the end-of-sequence tokens."""
     directory = find_model(config.model)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or str(directory))
-    eos_ids = find_eos_ids(directory, read_model_config(directory), tokenizer)
-    return Frontend(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed)
+    return tokenizer, find_eos_ids(directory, read_model_config(directory), tokenizer)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -14,8 +14,10 @@ from torch import Tensor
 from strandline.cache import Action, CopyTokens, DropBlock, DropSlot, MoveBlock
 from strandline.engine.batch import build_batch, is_decode
 from strandline.engine.heap import keep_scratch_memory
-from strandline.engine.plan import SequencePlan, StepPlan, StepResult, TokenLogprobs
+from strandline.engine.plan import NewRequest, SequencePlan, StepPlan, StepResult, TokenLogprobs
 from strandline.engine.sampler import SamplingState, choose_tokens, token_logprobs
+from strandline.engine.structured import Grammars, Matcher
+from strandline.errors import EngineError
 from strandline.ids import RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import LayerMemory, StepBatch
@@ -50,6 +52,8 @@ class Runner:
     def __init__(self, model: LanguageModel, num_slabs: int, device: torch.device, *, poison: bool = False) -> None:
         self.model = model
         self.device = device
+        self.grammars: Grammars | None = None
+        """What compiles the grammars of requests; there is none without a tokenizer."""
         if device.type == "cpu":
             keep_scratch_memory()
         self.arena = ArenaTensors(model.spec, num_slabs, device)
@@ -62,13 +66,21 @@ class Runner:
         for request_id in plan.gone:
             del self._states[request_id]
         for new in plan.new:
-            self._states[new.request_id] = SamplingState(new, self.model.vocab_size, self.device)
+            self._states[new.request_id] = SamplingState(new, self.model.vocab_size, self.device, self._matcher(new))
         for action in plan.actions:
             self._apply(action)
         if self.device.type == "cpu" and plan.num_tokens <= SERIAL_STEP_TOKENS:
             with _one_thread():
                 return self._compute(plan)
         return self._compute(plan)
+
+    def _matcher(self, new: NewRequest) -> Matcher | None:
+        wanted = new.params.structured_outputs
+        if wanted is None:
+            return None
+        if self.grammars is None:
+            raise EngineError("a request with structured outputs came to a runner without a tokenizer")
+        return self.grammars.matcher(wanted, new.stop_ids)
 
     def _compute(self, plan: StepPlan) -> StepResult:
         order, num_decodes = _order(plan.sequences)

@@ -2,7 +2,7 @@
 
 A draw depends on the request's seed and the token's position alone, never on the batch around it or on what
 happened before (preemption, forks), so it needs no state. Order, as in vLLM: log-probabilities are of the raw
-logits; then bans and biases, penalties, temperature, min-p, top-k, top-p.
+logits; then bans and biases, penalties, grammars, temperature, min-p, top-k, top-p.
 
 Shape suffixes: N rows, V vocabulary.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strandline.engine.plan import NewRequest, TokenLogprobs
+from strandline.engine.structured import Matcher, mask_logits
 from strandline.kernels.sampling import (
     apply_penalties,
     apply_temperature,
@@ -28,8 +29,9 @@ BANNED = float("-inf")
 class SamplingState:
     """What the sampler remembers of one request: its wishes and its tokens so far."""
 
-    def __init__(self, new: NewRequest, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, new: NewRequest, vocab_size: int, device: torch.device, matcher: Matcher | None = None) -> None:
         self.new = new
+        self.matcher = matcher
         self.params = new.params
         self.output_ids: list[int] = []
         self.is_plain_greedy = _is_plain_greedy(new)
@@ -47,6 +49,8 @@ class SamplingState:
 
     def append(self, token: int) -> None:
         self.output_ids.append(token)
+        if self.matcher is not None:
+            self.matcher.append(token)
         if self.output_counts_V is not None:
             self.output_counts_V[token] += 1
 
@@ -92,6 +96,7 @@ def token_logprobs(logits_NV: Tensor, tokens_N: Tensor, num_top: Sequence[int]) 
 def _is_plain_greedy(new: NewRequest) -> bool:
     params = new.params
     has_extras = params.has_penalties or params.logit_bias or new.bad_words_ids or params.min_tokens
+    has_extras = has_extras or params.structured_outputs is not None
     return params.is_greedy and not has_extras
 
 
@@ -99,6 +104,9 @@ def _choose(logits_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
     device = logits_NV.device
     _apply_bans_and_biases(logits_NV, states)
     _apply_penalties(logits_NV, states)
+    matchers = {row: state.matcher for row, state in enumerate(states) if state.matcher is not None}
+    if matchers:
+        mask_logits(logits_NV, list(matchers), list(matchers.values()))
     greedy_N = logits_NV.argmax(dim=-1)
     if all(state.params.is_greedy for state in states):
         return greedy_N

@@ -13,6 +13,59 @@ GREEDY_BELOW: Final = 1e-5
 
 MAX_LOGPROBS: Final = 20
 MAX_N: Final = 1024
+STRUCTURES: Final = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an output must look like. Exactly one of the first five is given.
+
+    Raises:
+        RequestError: none or several are given, or one is of the wrong kind.
+    """
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In Lark's form or GBNF."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    disable_any_whitespace: bool = False
+    """JSON without spaces between its parts."""
+    whitespace_pattern: str | None = None
+    """What may stand between the parts of JSON."""
+    after: str | None = None
+    """The output is free up to this text: the end of the model's reasoning."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs needs exactly one of {', '.join(STRUCTURES)}; got {given or 'none'}"
+            )
+        for name in ("regex", "grammar", "whitespace_pattern", "after"):
+            if not isinstance(getattr(self, name), str | None):
+                raise RequestError(f"structured_outputs.{name} must be a string, got {getattr(self, name)!r:.100}")
+        if not isinstance(self.json, str | dict | None):
+            raise RequestError(f"structured_outputs.json must be a JSON schema, got {self.json!r:.100}")
+        choice: object = self.choice
+        if choice is not None and not (
+            isinstance(choice, list) and choice and all(text and isinstance(text, str) for text in choice)
+        ):
+            raise RequestError(f"structured_outputs.choice must hold non-empty strings, got {self.choice!r:.100}")
+
+    @property
+    def kind(self) -> str:
+        """Which of them is given."""
+        return next(name for name in STRUCTURES if getattr(self, name) not in (None, False))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "StructuredOutputsParams":
+        """Build from a mapping. Raises a RequestError as the constructor, or when a name is unknown."""
+        _check_names("structured_outputs field", values, [f.name for f in fields(cls)])
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +104,8 @@ class SamplingParams:
     """The same for the prompt's tokens. Such a request computes its whole prompt: it does not read the cache."""
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the output must look like."""
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -65,12 +120,7 @@ class SamplingParams:
         Raises:
             RequestError: a name is unknown (the message gives the nearest) or a value is out of range.
         """
-        known = [f.name for f in fields(cls) if f.init]
-        for name in values:
-            if name not in known:
-                nearest = get_close_matches(name, known, n=1, cutoff=0.4)
-                hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-                raise RequestError(f"unknown sampling parameter {name!r}{hint}")
+        _check_names("sampling parameter", values, [f.name for f in fields(cls) if f.init])
         return cls(**values)
 
     @property
@@ -80,7 +130,7 @@ class SamplingParams:
     @property
     def needs_host_tokens(self) -> bool:
         """Whether the host must know every token before the next can be sampled."""
-        return bool(self.bad_words)
+        return bool(self.bad_words) or self.structured_outputs is not None
 
     @property
     def has_penalties(self) -> bool:
@@ -123,11 +173,23 @@ class SamplingParams:
         object.__setattr__(self, "stop_strings", tuple(stop))
         for token in self.stop_token_ids or ():
             _require_integer("stop_token_ids", token, 0, None)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise RequestError(
+                f"structured_outputs must be StructuredOutputsParams, got {self.structured_outputs!r:.100}"
+            )
         if not all(word and isinstance(word, str) for word in self.bad_words or ()):
             raise RequestError(f"bad_words must hold non-empty strings, got {self.bad_words!r}")
         for token, bias in (self.logit_bias or {}).items():
             _require_integer("logit_bias token", token, 0, None)
             _require_number(f"logit_bias of token {token}", bias, -100.0, 100.0)
+
+
+def _check_names(what: str, values: Mapping[str, Any], known: list[str]) -> None:
+    for name in values:
+        if name not in known:
+            nearest = get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise RequestError(f"unknown {what} {name!r}{hint}")
 
 
 def _require_number(name: str, value: object, low: float, high: float) -> None:

@@ -1,0 +1,220 @@
+"""Answers that obey a grammar: a JSON schema, a regular expression, a list of choices, or a grammar proper.
+
+The text part compiles a grammar before a request is admitted, so that a wrong one harms nobody. The core keeps one
+matcher per output beside its sampling state; before a token is chosen, the matcher says which ones may come, and
+all others are banned in that row. Compiling and matching are llguidance's.
+
+Shape suffixes: N rows, V vocabulary, R rows with a grammar, W words of 32 bits.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from threading import Lock
+from typing import Any, Final
+
+import llguidance.hf
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from numpy.typing import NDArray
+from torch import Tensor
+
+from strandline.engine.sampling_params import StructuredOutputsParams
+from strandline.errors import RequestError
+
+MAX_GRAMMAR_CHARACTERS: Final = 512 * 1024
+MAX_KEPT: Final = 64
+"""Compiled grammars that are kept for the next request with the same one."""
+NOT_ALLOWED: Final = float("-inf")
+
+Source = Callable[[], tuple[Any, frozenset[int]]]
+"""Loads the tokenizer, and the tokens that end an answer."""
+
+
+class Matcher:
+    """Where one output stands in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, eos_ids: Collection[int], stop_ids: Collection[int]) -> None:
+        self._matcher = matcher
+        self._stop_ids = stop_ids
+        self._foreign_ids = [token for token in eos_ids if token not in stop_ids]
+        self._is_done = False
+
+    def append(self, token: int) -> None:
+        """Take note of the token that was chosen."""
+        if self._may_end() and token in self._stop_ids:
+            self._is_done = True
+        elif not self._is_done:
+            self._matcher.consume_token(token)
+
+    def fill(self, words: NDArray[np.int32], row: int) -> None:
+        """Set the bits of the tokens that may come next, clear the others."""
+        if self._is_done or self._matcher.is_error():
+            words[row] = 0
+        else:
+            fill_next_token_bitmask(self._matcher, words, row)
+        for token in self._foreign_ids:
+            _set_bit(words[row], token, False)
+        if self._may_end():
+            for token in self._stop_ids:
+                _set_bit(words[row], token, True)
+
+    def _may_end(self) -> bool:
+        """Whether the grammar is fulfilled; also when the matcher gave up, for nothing can be said any more."""
+        return self._is_done or self._matcher.is_error() or self._matcher.is_accepting()
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary.
+
+    Args:
+        source: called at the first grammar.
+        vocab_size: of the model; what lies beyond the tokenizer's is never allowed.
+    """
+
+    def __init__(self, source: Source, vocab_size: int) -> None:
+        self._source = source
+        self._vocab_size = vocab_size
+        self._lock = Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._tokenizer: Any = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def load(self) -> LLTokenizer:
+        """Prepare the vocabulary: a second for the largest. Without this, the first grammar waits for it.
+
+        Raises:
+            RequestError: there is no tokenizer, or it is not a fast one.
+        """
+        with self._lock:
+            if self._vocabulary is None:
+                self._tokenizer, eos_ids = self._source()
+                if self._tokenizer is None or not getattr(self._tokenizer, "is_fast", False):
+                    raise RequestError("structured outputs need a tokenizer, and a fast one; the engine has none")
+                # A token that the model lacks stands for the end where it has none.
+                end = sorted(eos_ids) or [self._vocab_size]
+                self._vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, self._vocab_size + 1, eos_token=end)
+            return self._vocabulary
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Compile a grammar.
+
+        Raises:
+            RequestError: it is wrong; the message says why.
+        """
+        self._prototype(params)
+
+    def matcher(self, params: StructuredOutputsParams, stop_ids: Collection[int]) -> Matcher:
+        """Return a matcher at the grammar's beginning.
+
+        Args:
+            stop_ids: tokens that end the output; allowed where the grammar is fulfilled.
+        """
+        return Matcher(self._prototype(params).deep_copy(), self.load().eos_tokens, stop_ids)
+
+    def _prototype(self, params: StructuredOutputsParams) -> LLMatcher:
+        grammar = self._source_text(params)
+        found = self._compiled.get(grammar)
+        if found is None:
+            vocabulary = self.load()
+            is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
+            if is_wrong:
+                raise RequestError(f"the {params.kind} of structured_outputs cannot be used: {_first_lines(messages)}")
+            found = LLMatcher(vocabulary, grammar, log_level=0)
+            if found.is_error():
+                raise RequestError(f"the {params.kind} of structured_outputs cannot be used: {found.get_error()[:500]}")
+            self._compiled[grammar] = found
+            if len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+        return found
+
+    def _source_text(self, params: StructuredOutputsParams) -> str:
+        """Return the grammar in llguidance's form."""
+        grammars = [_body(params)]
+        if params.after is not None:
+            grammars = [{"lark_grammar": self._preamble(params.after)}, {"name": "body", **grammars[0]}]
+        text = json.dumps({"grammars": grammars})
+        if len(text) > MAX_GRAMMAR_CHARACTERS:
+            raise RequestError(
+                f"structured_outputs has {len(text)} characters, at most {MAX_GRAMMAR_CHARACTERS} may be"
+            )
+        return text
+
+    def _preamble(self, end: str) -> str:
+        """Return a grammar of any text up to ``end``, and then the body."""
+        vocabulary = self.load()
+        token = self._tokenizer.get_added_vocab().get(end)
+        if token is not None and vocabulary.is_special_token(token):
+            return f"start: /(?s:.*)/ {end} SPACE @body\nSPACE: /[ \\n]{{0,4}}/"
+        return f"start: free SPACE @body\nfree[suffix={json.dumps(end)}]: /(?s:.*)/\nSPACE: /[ \\n]{{0,4}}/"
+
+
+def mask_logits(logits_NV: Tensor, rows: Sequence[int], matchers: Sequence[Matcher]) -> None:
+    """Ban in some rows what their matchers do not allow. Where all that is allowed is banned already, the matcher wins.
+
+    Args:
+        logits_NV: overwritten in these rows.
+    """
+    vocab_size = logits_NV.shape[1]
+    words_RW = allocate_token_bitmask(len(rows), vocab_size + 1)
+    for index, matcher in enumerate(matchers):
+        matcher.fill(words_RW, index)
+    device = logits_NV.device
+    bits = torch.arange(32, dtype=torch.int32, device=device)
+    mask_RW = torch.from_numpy(words_RW).to(device)
+    is_allowed_RV = ((mask_RW[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
+    rows_R = torch.tensor(rows, dtype=torch.int64, device=device)
+    masked_RV = logits_NV[rows_R].masked_fill(~is_allowed_RV, NOT_ALLOWED)
+    is_empty_R1 = (masked_RV == NOT_ALLOWED).all(dim=-1, keepdim=True)
+    logits_NV[rows_R] = masked_RV.masked_fill(is_empty_R1 & is_allowed_RV, 0.0)
+
+
+def _body(params: StructuredOutputsParams) -> dict[str, Any]:
+    """Return one grammar in llguidance's form."""
+    if params.json is not None or params.json_object:
+        return {"json_schema": _schema(params)}
+    if params.regex is not None:
+        regex: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(params.regex))["grammars"][0]
+        return {"lark_grammar": regex["lark_grammar"]}
+    if params.choice is not None:
+        return {"lark_grammar": "start: " + " | ".join(json.dumps(choice) for choice in params.choice)}
+    return {"lark_grammar": _lark(params.grammar or "")}
+
+
+def _schema(params: StructuredOutputsParams) -> Any:
+    schema: Any = {"type": "object"} if params.json is None else params.json
+    try:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+    except ValueError as error:
+        raise RequestError(f"the json of structured_outputs is no JSON schema: {error}") from error
+    spaces: dict[str, Any] = {}
+    if params.disable_any_whitespace:
+        spaces = {"whitespace_flexible": False}
+    elif params.whitespace_pattern is not None:
+        spaces = {"whitespace_pattern": params.whitespace_pattern}
+    return {**schema, "x-guidance": spaces} if spaces and isinstance(schema, dict) else schema
+
+
+def _lark(grammar: str) -> str:
+    """Return a grammar in Lark's form; GBNF is translated."""
+    if "::=" not in grammar:
+        return grammar
+    try:
+        lark: str = any_to_lark(grammar)
+    except Exception as error:
+        # The translation is a program over the caller's text: it raises what it likes.
+        raise RequestError(f"the grammar of structured_outputs is not GBNF: {error}") from error
+    return lark
+
+
+def _set_bit(words: NDArray[np.int32], token: int, value: bool) -> None:
+    unsigned = words.view(np.uint32)
+    bit = np.uint32(1 << token % 32)
+    unsigned[token // 32] = unsigned[token // 32] | bit if value else unsigned[token // 32] & ~bit
+
+
+def _first_lines(messages: Sequence[str]) -> str:
+    return " ".join(" ".join(messages).split())[:500]
