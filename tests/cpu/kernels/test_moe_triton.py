@@ -1,0 +1,152 @@
+"""The Triton router and experts equal the torch versions, whichever of their two ways a batch takes.
+
+The ``check_`` functions run on any device; tests/gpu runs them at larger shapes.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.kernels import moe
+from tests.poison import poisoned_memory
+
+pytest.importorskip("triton")
+
+from strandline.kernels import moe_triton
+from strandline.kernels.moe_triton import Gemv, Tile
+
+GEMV = Gemv(4, 16, 1, 8, 8, 1)
+TILES = (Tile(16, 16, 16, 1, 1, 2), Tile(16, 32, 16, 1, 1))
+"""Small, so that small shapes have several tiles of every kind."""
+
+ERROR_RATIO = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+ERROR_RATIO_INTERPRETER = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+"""``|out - ref| / |ref|``, ref in float64. The interpreter cuts bfloat16 off where a GPU rounds it."""
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def inputs(
+    num_tokens: int, num_experts: int, top_k: int, hidden_size: int, size: int, dtype: torch.dtype, device: str
+) -> Inputs:
+    """Return random arguments of ``experts_glu``: views of wider rows, and NaN for every expert that no token chose."""
+    wide = torch.full((num_tokens, 2 * hidden_size + 8), torch.nan, dtype=dtype, device=device)
+    x_TD, shared_TD, gate_T1 = (
+        wide[:, first : first + columns].normal_()
+        for first, columns in ((0, hidden_size), (hidden_size, hidden_size), (2 * hidden_size + 3, 1))
+    )
+    gate_up = torch.randn(num_experts, 2 * size, hidden_size, device=device, dtype=dtype).mul_(hidden_size**-0.5)
+    down = torch.randn(num_experts, hidden_size, size, device=device, dtype=dtype).mul_(size**-0.5)
+    logits = torch.randn(num_tokens, num_experts, device=device)
+    weights, experts = moe.route_top_k.__wrapped__(logits, top_k, is_normalised=True)
+    is_idle_E = torch.ones(num_experts, dtype=torch.bool, device=device)
+    is_idle_E[experts.flatten()] = False
+    gate_up[is_idle_E], down[is_idle_E] = torch.nan, torch.nan
+    return x_TD, gate_up, down, weights, experts, shared_TD, gate_T1
+
+
+def reference(arguments: Inputs) -> Tensor:
+    """Compute in float64, expert by expert; an idle expert's NaN is never touched."""
+    x_TD, gate_up, down, weights, experts, shared_TD, gate_T1 = arguments
+    out_TD = shared_TD.double() * gate_T1.double().sigmoid()
+    for expert in experts.unique().tolist():
+        token_A, choice_A = (experts == expert).nonzero(as_tuple=True)
+        gate, up = (x_TD[token_A].double() @ gate_up[expert].double().t()).chunk(2, dim=-1)
+        out_AD = (gate * gate.sigmoid() * up) @ down[expert].double().t()
+        out_TD.index_add_(0, token_A, out_AD * weights[token_A, choice_A].double().unsqueeze(-1))
+    return out_TD
+
+
+def check_near(actual: Tensor, expected: Tensor) -> None:
+    limits = ERROR_RATIO if actual.is_cuda else ERROR_RATIO_INTERPRETER
+    ratio = float((actual.double() - expected).norm() / expected.norm())
+    assert ratio < limits[actual.dtype], ratio
+
+
+def check_experts(arguments: Inputs, gemv: Gemv, tiles: tuple[Tile, Tile]) -> None:
+    expected_TD = reference(arguments)
+    with poisoned_memory():
+        if len(arguments[0]) <= 8:
+            check_near(moe_triton.experts_glu_few(*arguments, gemv), expected_TD)
+        check_near(moe_triton.experts_glu_many(*arguments, *tiles), expected_TD)
+        check_near(moe_triton.experts_glu(*arguments), expected_TD)
+
+
+def check_router(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> None:
+    with poisoned_memory():
+        weights_TK, experts_TK = moe_triton.route_top_k(logits_TE, top_k, is_normalised=is_normalised)
+    expected_TK, _ = moe.route_top_k.__wrapped__(logits_TE, top_k, is_normalised=is_normalised)
+    assert weights_TK.dtype == torch.float32
+    assert experts_TK.dtype == torch.int64
+    torch.testing.assert_close(weights_TK, expected_TK, rtol=1e-5, atol=1e-7)
+    # A stable sort puts the lower index first among equals.
+    order_TE = logits_TE.float().argsort(dim=-1, descending=True, stable=True)
+    assert torch.equal(experts_TK, order_TE[:, :top_k])
+
+
+def check_list(experts_TK: Tensor, num_experts: int) -> None:
+    with poisoned_memory():
+        starts_E, choices_A = moe_triton.list_choices(experts_TK, num_experts)
+    counts_E = experts_TK.flatten().bincount(minlength=num_experts)
+    assert starts_E.tolist() == [0, *counts_E.cumsum(0).tolist()]
+    assert torch.equal(choices_A.long(), experts_TK.flatten().sort(stable=True).indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "hidden_size", "size"),
+    [(1, 4, 3, 12, 7), (1, 1, 1, 16, 16), (5, 6, 2, 20, 32), (40, 2, 2, 33, 10)],
+)
+def test_experts_equal_a_loop_in_float64(
+    num_tokens: int, num_experts: int, top_k: int, hidden_size: int, size: int, dtype: torch.dtype
+) -> None:
+    check_experts(inputs(num_tokens, num_experts, top_k, hidden_size, size, dtype, "cpu"), GEMV, TILES)
+
+
+def test_all_choices_may_fall_on_one_expert() -> None:
+    arguments = list(inputs(40, 4, 1, 16, 16, torch.float32, "cpu"))
+    arguments[1][2], arguments[2][2] = torch.randn(32, 16), torch.randn(16, 16)
+    arguments[4] = torch.full((40, 1), 2)
+    chosen: Inputs = tuple(arguments)  # type: ignore[assignment]
+    check_experts(chosen, GEMV, TILES)
+
+
+def test_a_token_s_result_changes_no_bit_with_its_neighbours() -> None:
+    arguments = inputs(20, 3, 2, 16, 16, torch.float32, "cpu")
+    x, gate_up, down, weights, experts, shared, gate = arguments
+    order = torch.randperm(20)
+    out = moe_triton.experts_glu_many(*arguments, *TILES)
+    shuffled = moe_triton.experts_glu_many(
+        x[order], gate_up, down, weights[order], experts[order], shared[order], gate[order], *TILES
+    )
+    assert torch.equal(shuffled, out[order])
+
+
+@pytest.mark.parametrize("is_normalised", [True, False])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 1, 1), (9, 20, 3), (3, 256, 8)])
+def test_the_router_takes_the_largest(num_tokens: int, num_experts: int, top_k: int, is_normalised: bool) -> None:
+    wide = torch.full((num_tokens, num_experts + 5), torch.nan)
+    logits_TE = wide[:, 2 : 2 + num_experts].normal_()
+    check_router(logits_TE, top_k, is_normalised=is_normalised)
+    check_router(logits_TE.bfloat16(), top_k, is_normalised=is_normalised)
+
+
+def test_of_equal_experts_the_lower_index_comes_first() -> None:
+    logits_TE = torch.tensor([[0.0, -0.0, 1.0, 1.0, 0.0, -torch.inf]])
+    check_router(logits_TE, 4, is_normalised=True)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_rows_of_nan_choose_experts_that_exist() -> None:
+    _, experts_TK = moe_triton.route_top_k(torch.full((2, 20), torch.nan), 8, is_normalised=True)
+    assert all(len(set(row)) == 8 and set(row) <= set(range(20)) for row in experts_TK.tolist())
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 4, 2), (33, 5, 3), (130, 1, 1)])
+def test_choices_are_listed_by_expert(
+    num_tokens: int, num_experts: int, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts_TK = torch.randint(num_experts, (num_tokens, top_k))
+    check_list(experts_TK, num_experts)
+    monkeypatch.setattr(moe_triton, "BLOCK_LIST", 16)
+    check_list(experts_TK, num_experts)

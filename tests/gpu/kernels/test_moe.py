@@ -1,0 +1,57 @@
+"""The Triton router and experts on a GPU, at odd shapes and at those of Qwen3.5-35B-A3B."""
+
+import pytest
+import torch
+
+from strandline.kernels import moe_triton
+from strandline.kernels.moe_triton import Tile
+from tests.cpu.kernels.test_moe_triton import check_experts, check_list, check_router, inputs
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "hidden_size", "size"),
+    [(1, 8, 3, 12, 7), (5, 16, 2, 48, 32), (65, 3, 2, 130, 63), (130, 40, 6, 96, 80)],
+)
+def test_experts_equal_a_loop_in_float64(
+    num_tokens: int, num_experts: int, top_k: int, hidden_size: int, size: int, dtype: torch.dtype
+) -> None:
+    arguments = inputs(num_tokens, num_experts, top_k, hidden_size, size, dtype, "cuda")
+    check_experts(arguments, moe_triton.GEMV, moe_triton.TILES_FLOAT32)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 65, 1000])
+@pytest.mark.parametrize(
+    "tiles",
+    [moe_triton.TILES_DECODE, moe_triton.TILES_MIDDLE, moe_triton.TILES_PREFILL],
+    ids=["decode", "middle", "prefill"],
+)
+def test_experts_equal_a_loop_in_float64_at_the_model_s_shape(num_tokens: int, tiles: tuple[Tile, Tile]) -> None:
+    arguments = inputs(num_tokens, 256, 8, 2048, 512, torch.bfloat16, "cuda")
+    check_experts(arguments, moe_triton.GEMV, tiles)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 1000])
+def test_the_router_takes_the_largest(num_tokens: int) -> None:
+    logits_TE = torch.randn(num_tokens, 300, device="cuda").bfloat16()[:, 7:263]
+    check_router(logits_TE, 8, is_normalised=True)
+    check_router(logits_TE.float(), 8, is_normalised=False)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 65, 1000, 8192])
+def test_choices_are_listed_by_expert(num_tokens: int) -> None:
+    check_list(torch.rand(num_tokens, 256, device="cuda").topk(8).indices, 256)
+
+
+def test_experts_run_in_a_graph() -> None:
+    for num_tokens in (1, 40):
+        arguments = inputs(num_tokens, 16, 4, 256, 128, torch.bfloat16, "cuda")
+        expected_TD = moe_triton.experts_glu(*arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out_TD = moe_triton.experts_glu(*arguments)
+        out_TD.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out_TD, expected_TD)
