@@ -41,6 +41,8 @@ class EngineConfig:
     """Most requests that run at once."""
     max_num_batched_tokens: int = 2048
     """Most tokens computed in one step. Longer prompts are computed over several steps."""
+    async_scheduling: bool | None = None
+    """Plan each step while the device runs the one before; None: on GPUs."""
     memory: str | int | None = None
     """Budget of the cache and of running requests together: bytes, or a string such as ``4GiB``."""
     enable_prefix_caching: bool = True

@@ -1,18 +1,22 @@
 """From a plan to the tensors of the step.
 
 Decodes come first (``StepBatch``); every index tensor is made here, once per step, and shared by all layers.
+
+Shape suffixes as in ``kernels/batch.py``; F fields.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from strandline.engine.plan import SequencePlan
+from strandline.engine.upload import upload, upload_together
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
-from strandline.kernels.chunk_table import build_chunk_table
+from strandline.kernels.chunk_table import Chunks, plan_chunks
 
 
 def is_decode(sequence: SequencePlan) -> bool:
@@ -20,62 +24,117 @@ def is_decode(sequence: SequencePlan) -> bool:
     return sequence.end - sequence.start == 1 and not sequence.cuts
 
 
-def build_batch(sequences: Sequence[SequencePlan], num_decodes: int, device: torch.device) -> StepBatch:
-    """Make the step's tensors.
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """The step's indices on the host; one-dimensional arrays are int64."""
+
+    num_decodes: int
+    token_ids_T: np.ndarray
+    positions_T: np.ndarray
+    write_blocks_T: np.ndarray
+    write_offsets_T: np.ndarray
+    query_starts_N1: np.ndarray
+    context_lens_N: np.ndarray
+    src_N: np.ndarray
+    dst_N: np.ndarray
+    window_src_N: np.ndarray
+    window_offset_N: np.ndarray
+    pending_N: np.ndarray
+    block_table_NM: np.ndarray
+    """int32."""
+    chunks: Chunks
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.dst_N)
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self.pending_N.any())
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """The step on the device, and the rows that the runner picks from it."""
+
+    step: StepBatch
+    last_rows_N: Tensor
+    pending_N: Tensor
+
+
+def build_host_batch(sequences: Sequence[SequencePlan], num_decodes: int) -> HostBatch:
+    """Collect the step's indices.
 
     Args:
         sequences: decodes first, then prefills; each computes one token or more.
         num_decodes: how many of them are decodes.
     """
-    starts = np.array([sequence.start for sequence in sequences])
-    ends = np.array([sequence.end for sequence in sequences])
+    columns = zip(
+        *((s.start, s.end, s.kv_start, s.state_src, s.state_dst, s.window_src, s.window_offset) for s in sequences),
+        strict=True,
+    )
+    starts, ends, kv_starts, src, dst, window_src, window_offset = np.array(list(columns), dtype=np.int64)
     lengths = ends - starts
-    query_starts = np.concatenate([[0], np.cumsum(lengths)])
-    rows = np.repeat(np.arange(len(sequences)), lengths)
-    positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
+    query_starts = np.zeros(len(sequences) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=query_starts[1:])
+    if num_decodes == len(sequences):
+        rows = np.arange(len(sequences))
+        positions = starts
+        token_ids = np.array([sequence.token_ids[0] for sequence in sequences], dtype=np.int64)
+    else:
+        rows = np.repeat(np.arange(len(sequences)), lengths)
+        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
+        token_ids = np.concatenate([np.asarray(sequence.token_ids, dtype=np.int64) for sequence in sequences])
     tables = _block_tables(sequences, ends)
-    kv_starts = np.array([sequence.kv_start for sequence in sequences])
-    is_written = positions >= kv_starts[rows]
-
-    def tensor(values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
-
-    attention = AttentionBatch(
-        query_starts=tuple(query_starts.tolist()),
-        context_lens=tuple(ends.tolist()),
-        query_starts_N1=tensor(query_starts),
-        context_lens_N=tensor(ends),
-        block_table_NM=tensor(tables, torch.int32),
-        write_blocks_T=tensor(np.where(is_written, tables[rows, positions // BLOCK_TOKENS], NULL_BLOCK)),
-        write_offsets_T=tensor(positions % BLOCK_TOKENS),
-        is_all_written=bool(is_written.all()),
-    )
     prefills = sequences[num_decodes:]
-    src, dst, window_src, window_offset = (
-        torch.tensor(column, dtype=torch.int64, device=device)
-        for column in zip(*((s.state_src, s.state_dst, s.window_src, s.window_offset) for s in sequences), strict=True)
-    )
-    recurrent = RecurrentBatch(
+    return HostBatch(
+        num_decodes=num_decodes,
+        token_ids_T=token_ids,
+        positions_T=positions,
+        write_blocks_T=np.where(positions >= kv_starts[rows], tables[rows, positions // BLOCK_TOKENS], NULL_BLOCK),
+        write_offsets_T=positions % BLOCK_TOKENS,
+        query_starts_N1=query_starts,
+        context_lens_N=ends,
         src_N=src,
         dst_N=dst,
         window_src_N=window_src,
         window_offset_N=window_offset,
-        chunks=build_chunk_table([(s.start, s.end) for s in prefills], [s.cuts for s in prefills], device),
+        pending_N=np.array([sequence.pending for sequence in sequences], dtype=np.int64),
+        block_table_NM=tables,
+        chunks=plan_chunks([(s.start, s.end) for s in prefills], [s.cuts for s in prefills]),
     )
-    token_ids = [token for sequence in sequences for token in sequence.token_ids]
-    return StepBatch(
-        token_ids_T=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions_T=tensor(positions),
-        num_decodes=num_decodes,
-        attention=attention,
-        recurrent=recurrent,
+
+
+def to_device(host: HostBatch, device: torch.device) -> DeviceBatch:
+    """Make the step's tensors."""
+    arrays = (
+        *(host.token_ids_T, host.positions_T, host.write_blocks_T, host.write_offsets_T),
+        *(host.query_starts_N1, host.context_lens_N),
+        *(host.src_N, host.dst_N, host.window_src_N, host.window_offset_N),
+        *(host.query_starts_N1[1:] - 1, host.pending_N),
+        *(np.array(column, dtype=np.int64) for column in host.chunks.columns),
     )
+    tokens, positions, blocks, offsets, starts, lens, src, dst, window_src, window_offset, last, pending, *chunks = (
+        upload_together(arrays, device)
+    )
+    attention = AttentionBatch(
+        query_starts=tuple(host.query_starts_N1.tolist()),
+        context_lens=tuple(host.context_lens_N.tolist()),
+        query_starts_N1=starts,
+        context_lens_N=lens,
+        block_table_NM=upload(host.block_table_NM, device),
+        write_blocks_T=blocks,
+        write_offsets_T=offsets,
+        is_all_written=bool(host.write_blocks_T.all()),
+    )
+    recurrent = RecurrentBatch(src, dst, window_src, window_offset, host.chunks.with_tensors(chunks))
+    return DeviceBatch(StepBatch(tokens, positions, host.num_decodes, attention, recurrent), last, pending)
 
 
 def _block_tables(sequences: Sequence[SequencePlan], ends: np.ndarray) -> np.ndarray:
     """Return the tables as far as the step reads them, int32 ``[N, M]``, padded with the null block."""
-    num_blocks = -(-ends // BLOCK_TOKENS)
-    tables = np.zeros((len(sequences), int(num_blocks.max())), dtype=np.int32)
-    for row, sequence in enumerate(sequences):
-        tables[row, : num_blocks[row]] = np.frombuffer(sequence.block_table, dtype=np.int32)[: num_blocks[row]]
+    num_blocks = (-(-ends // BLOCK_TOKENS)).tolist()
+    tables = np.zeros((len(sequences), max(num_blocks)), dtype=np.int32)
+    for row, (sequence, count) in enumerate(zip(sequences, num_blocks, strict=True)):
+        tables[row, :count] = np.frombuffer(sequence.block_table, dtype=np.int32, count=count)
     return tables

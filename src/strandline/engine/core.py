@@ -12,7 +12,7 @@ from strandline.engine.cache_watch import CacheWatch
 from strandline.engine.events import CoreStats, Limits, PromptLogprobs, StepEvents, Submission, TokenEvent
 from strandline.engine.plan import StepPlan, StepResult
 from strandline.engine.request import FinishReason, Request
-from strandline.engine.runner import LanguageModel, Runner
+from strandline.engine.runner import LanguageModel, LaunchedStep, Runner
 from strandline.engine.scheduler import Scheduler
 from strandline.engine.sizing import choose_max_model_len, choose_memory_bytes
 from strandline.env import is_cache_debugged
@@ -46,7 +46,9 @@ class EngineCore:
         self.watch = CacheWatch(self.cache, self.scheduler, spec, config.mamba_cache_mode)
         self._cache_mode, self._cache_block_tokens = config.mamba_cache_mode, config.mamba_block_size
         self._is_debugged = is_cache_debugged()
-        self.runner = Runner(model, num_slabs, device, poison=self._is_debugged)
+        self.runner = Runner(model, num_slabs, device, max_num_seqs=config.max_num_seqs, poison=self._is_debugged)
+        self._is_overlapped = device.type != "cpu" if config.async_scheduling is None else config.async_scheduling
+        self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
 
     def add(self, submission: Submission) -> None:
         """Queue a sequence.
@@ -64,19 +66,41 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        return len(self.scheduler) > 0
+        return len(self.scheduler) > 0 or self._in_flight is not None
 
     def step(self) -> StepEvents:
-        """Run one step; return what it produced."""
+        """Launch a step and return what the last one that is done produced.
+
+        Where steps overlap, the device runs the launched step while the caller deals with the events of the one
+        before; else the events are those of the launched step.
+        """
+        events = StepEvents()
+        is_overlapped = self._is_overlapped and self.scheduler.can_run_ahead
+        if not is_overlapped:
+            self._settle(events)
         plan = self.scheduler.plan()
         if plan is None:
-            return StepEvents()
+            self._settle(events)
+            return events
         self.watch.after_plan(plan)
-        result = self.runner.run(plan)
-        advanced = self.scheduler.commit(plan, result)
+        launched = self.runner.launch(plan)
+        self._settle(events)
+        self.scheduler.advance(plan)
+        self._in_flight = (plan, launched)
+        if not is_overlapped:
+            self._settle(events)
+        return events
+
+    def _settle(self, events: StepEvents) -> None:
+        """Wait for the step under way, if there is one, and add what it produced."""
+        if self._in_flight is None:
+            return
+        plan, launched = self._in_flight
+        self._in_flight = None
+        result = launched.result()
+        _add_events(events, plan, result, self.scheduler.settle(plan, result))
         if self._is_debugged:
             check(self.cache)
-        return _events(plan, result, advanced)
 
     # Reading
 
@@ -127,25 +151,21 @@ class EngineCore:
         return {**held, "free": arena.num_slabs * spec.slab_bytes - sum(held.values())}
 
 
-def _events(plan: StepPlan, result: StepResult, advanced: list[Request]) -> StepEvents:
-    """Say what happened. ``advanced`` are the requests of the plan's sampled sequences, in order."""
-    prompts = [
-        PromptLogprobs(plan.sequences[index].request_id, plan.sequences[index].start, entries)
-        for index, entries in result.prompt_logprobs.items()
-    ]
-    logprobs = result.logprobs
-    indices = [index for index, token in enumerate(result.token_ids) if token is not None]
-    tokens = []
-    for index, request in zip(indices, advanced, strict=True):
+def _add_events(events: StepEvents, plan: StepPlan, result: StepResult, advanced: list[Request]) -> None:
+    """Say what happened. ``advanced`` are the requests that got a token, in the order of the plan."""
+    for index, entries in result.prompt_logprobs.items():
+        sequence = plan.sequences[index]
+        events.prompts.append(PromptLogprobs(sequence.request_id, sequence.start, entries))
+    index_of = {sequence.request_id: index for index, sequence in enumerate(plan.sequences)} if result.logprobs else {}
+    for request in advanced:
         output_ids = request.output_ids
-        tokens.append(
+        events.tokens.append(
             TokenEvent(
                 request.request_id,
                 output_ids[-1],
-                logprobs.get(index),
+                result.logprobs.get(index_of[request.request_id]) if index_of else None,
                 request.finish_reason,
                 request.stop_reason,
                 request.account if len(output_ids) == 1 else None,
             )
         )
-    return StepEvents(tokens, prompts)

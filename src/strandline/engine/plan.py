@@ -8,11 +8,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from strandline.cache import Action
 from strandline.engine.sampling_params import SamplingParams
 from strandline.ids import RequestId, SlotId
+
+MAX_STOP_IDS: Final = 8
+"""Stop tokens of a request that a device compares with what it sampled; of a request with more the host must."""
 
 
 class PendingToken(IntEnum):
@@ -59,6 +62,11 @@ class NewRequest:
     stop_ids: frozenset[int]
     """Tokens that end the request; banned until ``min_tokens`` are out."""
     bad_words_ids: tuple[tuple[int, ...], ...]
+
+    @property
+    def needs_host_tokens(self) -> bool:
+        """Whether the host must know every token before the next one can be computed."""
+        return self.params.needs_host_tokens or len(self.stop_ids) > MAX_STOP_IDS
 
 
 @dataclass(slots=True)

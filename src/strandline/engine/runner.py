@@ -1,7 +1,10 @@
-"""Carries out a step: moves what the cache asked for, runs the model, samples.
+"""Carries out steps: moves what the cache asked for, runs the model, samples.
 
 The runner obeys the plan. It keeps nothing of a request but its sampling state. Every sequence's final hidden
 state is stored in its slot, so that a slot that becomes a snapshot can give its next token without a forward.
+
+``launch`` does not wait for the device: what is sampled stays there, for the next step to read, and comes to the
+host behind it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,15 +15,18 @@ import torch
 from torch import Tensor
 
 from strandline.cache import Action, CopyTokens, DropBlock, DropSlot, MoveBlock
-from strandline.engine.batch import build_batch, is_decode
+from strandline.engine.batch import DeviceBatch, build_host_batch, is_decode, to_device
 from strandline.engine.heap import keep_scratch_memory
-from strandline.engine.plan import NewRequest, SequencePlan, StepPlan, StepResult, TokenLogprobs
-from strandline.engine.sampler import SamplingState, choose_tokens, token_logprobs
+from strandline.engine.pending import PendingTokens
+from strandline.engine.plan import NewRequest, SequencePlan, StepPlan, StepResult
+from strandline.engine.sampler import LogprobTensors, SamplingState, choose_tokens
 from strandline.engine.structured import Grammars, Matcher
+from strandline.engine.upload import download, upload_together
 from strandline.errors import EngineError
 from strandline.ids import RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import LayerMemory, StepBatch
+from strandline.kernels.step import store_hidden
 from strandline.specs import ModelSpec
 
 SERIAL_STEP_TOKENS = 4
@@ -39,7 +45,55 @@ class LanguageModel(Protocol):
         """Return the final, normalised hidden state of every row, ``[T, E]``."""
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Return float32 logits ``[N, V]``."""
+        """Return logits ``[N, V]``, in the dtype of the model."""
+
+
+class LaunchedStep:
+    """A step that the device has been told to do."""
+
+    def __init__(self, num_sequences: int, device: torch.device) -> None:
+        self._result = StepResult([None] * num_sequences)
+        self._device = device
+        self._tokens_N: Tensor | None = None
+        self._sampled: list[tuple[int, SamplingState]] = []
+        self._logprobs: dict[int, LogprobTensors] = {}
+        self._prompt_logprobs: dict[int, LogprobTensors] = {}
+        self._done: torch.cuda.Event | None = None
+
+    def take_tokens(
+        self, tokens_N: Tensor, sampled: list[tuple[int, SamplingState]], logprobs: dict[int, LogprobTensors]
+    ) -> None:
+        """Fetch what was sampled.
+
+        Args:
+            sampled: index of the sequence in the plan and its state, per row of ``tokens_N``.
+            logprobs: by row.
+        """
+        self._tokens_N = download(tokens_N)
+        self._sampled = sampled
+        self._logprobs = {sampled[row][0]: tensors for row, tensors in logprobs.items()}
+
+    def take_prompt_logprobs(self, index: int, tensors: LogprobTensors) -> None:
+        self._prompt_logprobs[index] = tensors
+
+    def close(self) -> None:
+        """Mark the end of the step on the device."""
+        if self._device.type == "cuda":
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def result(self) -> StepResult:
+        """Wait for the device, and return what the step produced."""
+        if self._done is not None:
+            self._done.synchronize()
+        result = self._result
+        if self._tokens_N is not None:
+            for (index, state), token in zip(self._sampled, self._tokens_N.tolist(), strict=True):
+                result.token_ids[index] = token
+                state.append(token)
+        result.logprobs = {index: tensors.read()[0] for index, tensors in self._logprobs.items()}
+        result.prompt_logprobs = {index: tensors.read() for index, tensors in self._prompt_logprobs.items()}
+        return result
 
 
 class Runner:
@@ -49,7 +103,15 @@ class Runner:
         poison: fill what the cache drops with NaN, so that reading it is found out.
     """
 
-    def __init__(self, model: LanguageModel, num_slabs: int, device: torch.device, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        num_slabs: int,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        poison: bool = False,
+    ) -> None:
         self.model = model
         self.device = device
         self.grammars: Grammars | None = None
@@ -57,12 +119,17 @@ class Runner:
         if device.type == "cpu":
             keep_scratch_memory()
         self.arena = ArenaTensors(model.spec, num_slabs, device)
+        self._pending = PendingTokens(max_num_seqs, device)
         self._poison = poison
         self._states: dict[RequestId, SamplingState] = {}
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Carry out a plan."""
+        """Carry out a plan and wait for what it produces."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Tell the device to carry out a plan. Its actions and writes come after those of the steps before."""
         for request_id in plan.gone:
             del self._states[request_id]
         for new in plan.new:
@@ -82,12 +149,13 @@ class Runner:
             raise EngineError("a request with structured outputs came to a runner without a tokenizer")
         return self.grammars.matcher(wanted, new.stop_ids)
 
-    def _compute(self, plan: StepPlan) -> StepResult:
+    def _compute(self, plan: StepPlan) -> LaunchedStep:
         order, num_decodes = _order(plan.sequences)
-        result = StepResult([None] * len(plan.sequences))
-        hidden_NE = self._last_hidden(plan.sequences, order, num_decodes, result)
-        self._sample(plan.sequences, hidden_NE, result)
-        return result
+        launched = LaunchedStep(len(plan.sequences), self.device)
+        hidden_NE = self._last_hidden(plan.sequences, order, num_decodes, launched)
+        self._sample(plan.sequences, hidden_NE, launched)
+        launched.close()
+        return launched
 
     def _apply(self, action: Action) -> None:
         match action:
@@ -103,42 +171,52 @@ class Runner:
                 self.arena.poison([], [slot])
 
     def _last_hidden(
-        self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, result: StepResult
+        self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: LaunchedStep
     ) -> Tensor:
         """Run the model; return the hidden state behind each sequence's next token, in the plan's order."""
         if not order:
-            return self.arena.hidden_SE[[sequence.state_src for sequence in sequences]]
+            return self._stored_hidden(sequences)
         ordered = [sequences[index] for index in order]
-        batch = build_batch(ordered, num_decodes, self.device)
-        hidden_TE = self.model.forward(batch, self.arena.layers)
-        last_rows = batch.attention.query_starts_N1[1:] - 1
-        last_NE = hidden_TE[last_rows]
-        self.arena.hidden_SE[batch.recurrent.dst_N] = last_NE
-        self._store_cut_hidden(ordered, batch.attention.query_starts, hidden_TE)
-        self._prompt_logprobs(ordered, order, batch.attention.query_starts, hidden_TE, result)
+        host = build_host_batch(ordered, num_decodes)
+        batch = to_device(host, self.device)
+        if host.has_pending:
+            self._pending.resolve(batch, ordered, self._states)
+        hidden_TE = self.model.forward(batch.step, self.arena.layers)
+        self._store_hidden(ordered, host.query_starts_N1.tolist(), hidden_TE, batch)
+        self._prompt_logprobs(ordered, order, host.query_starts_N1.tolist(), hidden_TE, launched)
+        last_NE = hidden_TE if len(hidden_TE) == len(ordered) else hidden_TE[batch.last_rows_N]
         if order == list(range(len(sequences))):
             return last_NE
-        hidden_NE = self.arena.hidden_SE[[sequence.state_src for sequence in sequences]]
-        hidden_NE[order] = last_NE
-        return hidden_NE
+        hidden_NE = self._stored_hidden(sequences)
+        (order_N,) = upload_together([order], self.device)
+        return hidden_NE.index_copy_(0, order_N, last_NE)
 
-    def _store_cut_hidden(self, sequences: list[SequencePlan], rows: Sequence[int], hidden_TE: Tensor) -> None:
+    def _stored_hidden(self, sequences: Sequence[SequencePlan]) -> Tensor:
+        """Return the hidden states that lie in the sequences' source slots."""
+        (slots_N,) = upload_together([[sequence.state_src for sequence in sequences]], self.device)
+        return self.arena.hidden_SE[slots_N]
+
+    def _store_hidden(
+        self, sequences: list[SequencePlan], rows: list[int], hidden_TE: Tensor, batch: DeviceBatch
+    ) -> None:
+        """Store the hidden states behind the sequences' ends and cuts in their slots."""
+        store_hidden(hidden_TE, batch.last_rows_N, self.arena.hidden_SE, batch.step.recurrent.dst_N)
         pairs = [
             (row + position - sequence.start - 1, slot)
             for row, sequence in zip(rows, sequences, strict=False)
             for position, slot in sequence.cuts
         ]
         if pairs:
-            cut_rows, slots = (list(column) for column in zip(*pairs, strict=True))
-            self.arena.hidden_SE[slots] = hidden_TE[cut_rows]
+            cut_rows, slots = upload_together([list(column) for column in zip(*pairs, strict=True)], self.device)
+            store_hidden(hidden_TE, cut_rows, self.arena.hidden_SE, slots)
 
     def _prompt_logprobs(
         self,
         sequences: list[SequencePlan],
         order: list[int],
-        rows: Sequence[int],
+        rows: list[int],
         hidden_TE: Tensor,
-        result: StepResult,
+        launched: LaunchedStep,
     ) -> None:
         for row, sequence, index in zip(rows, sequences, order, strict=False):
             state = self._states[sequence.request_id]
@@ -148,21 +226,23 @@ class Runner:
             if num_top is None or end <= sequence.start:
                 continue
             logits_NV = self.model.logits(hidden_TE[row : row + end - sequence.start])
-            tokens_N = torch.tensor(prompt[sequence.start + 1 : end + 1], dtype=torch.int64, device=self.device)
-            entries: list[TokenLogprobs] = token_logprobs(logits_NV, tokens_N, [num_top] * len(tokens_N))
-            result.prompt_logprobs[index] = entries
+            (tokens_N,) = upload_together([prompt[sequence.start + 1 : end + 1]], self.device)
+            launched.take_prompt_logprobs(index, LogprobTensors(logits_NV, tokens_N, [num_top] * len(tokens_N)))
 
-    def _sample(self, sequences: Sequence[SequencePlan], hidden_NE: Tensor, result: StepResult) -> None:
-        sampled = [index for index, sequence in enumerate(sequences) if sequence.is_sampled]
+    def _sample(self, sequences: Sequence[SequencePlan], hidden_NE: Tensor, launched: LaunchedStep) -> None:
+        sampled = [
+            (index, self._states[sequence.request_id])
+            for index, sequence in enumerate(sequences)
+            if sequence.is_sampled
+        ]
         if not sampled:
             return
         if len(sampled) < len(sequences):
-            hidden_NE = hidden_NE[sampled]
-        states = [self._states[sequences[index].request_id] for index in sampled]
-        tokens, logprobs = choose_tokens(self.model.logits(hidden_NE), states)
-        for index, token in zip(sampled, tokens, strict=True):
-            result.token_ids[index] = token
-        result.logprobs = {sampled[row]: entry for row, entry in logprobs.items()}
+            (rows_N,) = upload_together([[index for index, _ in sampled]], self.device)
+            hidden_NE = hidden_NE[rows_N]
+        tokens_N, logprobs = choose_tokens(self.model.logits(hidden_NE), [state for _, state in sampled])
+        self._pending.remember(tokens_N, [sequences[index].request_id for index, _ in sampled])
+        launched.take_tokens(tokens_N, sampled, logprobs)
 
 
 def _order(sequences: Sequence[SequencePlan]) -> tuple[list[int], int]:

@@ -66,7 +66,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use by an unfinished request")
         self._requests[request.request_id] = request
-        self._num_on_host += request.params.needs_host_tokens
+        self._num_on_host += request.new.needs_host_tokens
         self.waiting.append(request)
 
     def finish(self, request_id: RequestId, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -84,7 +84,7 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._requests[request.request_id]
-        self._num_on_host -= request.params.needs_host_tokens
+        self._num_on_host -= request.new.needs_host_tokens
         if request.is_introduced:
             self._gone.append(request.request_id)
 

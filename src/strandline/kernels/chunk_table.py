@@ -39,11 +39,35 @@ class ChunkTable:
         return len(self.first_chunks) - 1
 
 
-def build_chunk_table(
-    ranges: Sequence[tuple[int, int]],
-    cuts: Sequence[Sequence[tuple[int, int]]],
-    device: torch.device | str = "cpu",
-) -> ChunkTable:
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A chunk table's columns on the host."""
+
+    first_chunks: tuple[int, ...]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    cut_slots: tuple[int, ...]
+
+    @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        return (self.first_chunks, self.starts, self.lengths, self.cut_slots)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> ChunkTable:
+        """Return the table, given its columns as int64 tensors."""
+        first_chunks, starts, lengths, cut_slots = tensors
+        return ChunkTable(
+            self.first_chunks,
+            self.starts,
+            self.lengths,
+            self.cut_slots,
+            first_chunks,
+            starts,
+            lengths,
+            cut_slots,
+        )
+
+
+def plan_chunks(ranges: Sequence[tuple[int, int]], cuts: Sequence[Sequence[tuple[int, int]]]) -> Chunks:
     """Cut each sequence's new tokens into chunks.
 
     Args:
@@ -70,17 +94,14 @@ def build_chunk_table(
             row += stop - position
             position = stop
         first_chunks.append(len(starts))
+    return Chunks(tuple(first_chunks), tuple(starts), tuple(lengths), tuple(slots))
 
-    def as_tensor(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
 
-    return ChunkTable(
-        tuple(first_chunks),
-        tuple(starts),
-        tuple(lengths),
-        tuple(slots),
-        as_tensor(first_chunks),
-        as_tensor(starts),
-        as_tensor(lengths),
-        as_tensor(slots),
-    )
+def build_chunk_table(
+    ranges: Sequence[tuple[int, int]],
+    cuts: Sequence[Sequence[tuple[int, int]]],
+    device: torch.device | str = "cpu",
+) -> ChunkTable:
+    """Cut each sequence's new tokens into chunks, as :func:`plan_chunks`, and make the table."""
+    chunks = plan_chunks(ranges, cuts)
+    return chunks.with_tensors([torch.tensor(c, dtype=torch.int64, device=device) for c in chunks.columns])

@@ -9,7 +9,7 @@ I stop tokens of a set, S slots, E hidden size.
 import torch
 from torch import Tensor
 
-from strandline.ids import NULL_BLOCK, NULL_SLOT
+from strandline.ids import NULL_SLOT
 from strandline.kernels.platform import has_triton_twin
 
 GOES_ON, MAY_STOP = 1, 2
@@ -22,7 +22,6 @@ NO_TOKEN = -1
 @has_triton_twin("step_triton")
 def resolve_pending(
     token_ids_T: Tensor,
-    write_blocks_T: Tensor,
     dst_N: Tensor,
     last_rows_N: Tensor,
     pending_N: Tensor,
@@ -33,8 +32,8 @@ def resolve_pending(
 ) -> None:
     """Fill in the tokens that the step before has sampled, in place.
 
-    A sequence whose pending token is one of its stop tokens, and may stop it, has ended: its state and its keys and
-    values are not stored.
+    A sequence whose pending token is one of its stop tokens, and may stop it, has ended: its state is not stored. Its
+    keys and values are, behind those that belong to it.
 
     Args:
         last_rows_N: each sequence's last row of the step, which holds the pending token.
@@ -45,7 +44,6 @@ def resolve_pending(
     is_pending_N = pending_N != 0
     is_over_N = (pending_N == MAY_STOP) & (stop_ids_XI[stop_sets_N] == token_N.unsqueeze(-1)).any(-1)
     token_ids_T[last_rows_N] = torch.where(is_pending_N, token_N, token_ids_T[last_rows_N])
-    write_blocks_T[last_rows_N] = write_blocks_T[last_rows_N].masked_fill(is_over_N, NULL_BLOCK)
     dst_N.masked_fill_(is_over_N, NULL_SLOT)
 
 

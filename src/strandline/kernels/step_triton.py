@@ -13,7 +13,6 @@ BLOCK_FEATURES = 1024
 @triton.jit
 def _resolve_kernel(
     token_ids,
-    write_blocks,
     dst,
     last_rows,
     pending,
@@ -39,13 +38,11 @@ def _resolve_kernel(
         is_over = is_over | (tl.load(stop_ids + stop_set * NUM_STOPS + i, mask, -1) == token)
     is_over = is_over & (kind == 2)
     zero = tl.zeros([BLOCK], dtype=tl.int64)
-    tl.store(write_blocks + row, zero.to(write_blocks.dtype.element_ty), is_over)
     tl.store(dst + n, zero.to(dst.dtype.element_ty), is_over)
 
 
 def resolve_pending(
     token_ids_T: Tensor,
-    write_blocks_T: Tensor,
     dst_N: Tensor,
     last_rows_N: Tensor,
     pending_N: Tensor,
@@ -58,7 +55,6 @@ def resolve_pending(
     num_sequences = dst_N.shape[0]
     _resolve_kernel[(triton.cdiv(num_sequences, BLOCK_SEQUENCES),)](
         token_ids_T,
-        write_blocks_T,
         dst_N,
         last_rows_N,
         pending_N,

@@ -12,13 +12,13 @@ def test_small_steps_run_on_one_thread_and_larger_ones_and_the_caller_keep_their
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
-    build = runner.build_batch
+    build = runner.build_host_batch
 
     def spy(sequences: list[runner.SequencePlan], *rest: object) -> object:
         seen.append((sum(s.end - s.start for s in sequences), torch.get_num_threads()))
         return build(sequences, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runner, "build_batch", spy)
+    monkeypatch.setattr(runner, "build_host_batch", spy)
     llm = make_llm()
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -21,7 +21,7 @@ def versions(name: str) -> list[Callable[..., None]]:
 def test_pending_tokens_are_filled_in_and_a_stop_token_leaves_the_state_alone(
     resolve_pending: Callable[..., None],
 ) -> None:
-    token_ids, write_blocks = torch.tensor([70, 71, 72, 73, 74, 75]), torch.tensor([1, 2, 3, 4, 5, 6])
+    token_ids = torch.tensor([70, 71, 72, 73, 74, 75])
     dst = torch.tensor([11, 12, 13, 14, 15])
     last_rows = torch.tensor([0, 1, 2, 3, 5])
     pending = torch.tensor([0, GOES_ON, MAY_STOP, MAY_STOP, MAY_STOP])
@@ -29,9 +29,8 @@ def test_pending_tokens_are_filled_in_and_a_stop_token_leaves_the_state_alone(
     source_rows = torch.tensor([0, 2, 2, 1, 0])
     stop_ids = torch.tensor([[NO_TOKEN, NO_TOKEN], [5, NO_TOKEN], [3, 8]])
     stop_sets = torch.tensor([2, 1, 1, 1, 2])
-    resolve_pending(token_ids, write_blocks, dst, last_rows, pending, source_rows, sampled, stop_sets, stop_ids)
+    resolve_pending(token_ids, dst, last_rows, pending, source_rows, sampled, stop_sets, stop_ids)
     assert token_ids.tolist() == [70, 5, 5, 9, 74, 8]
-    assert write_blocks.tolist() == [1, 2, 0, 4, 5, 0]
     assert dst.tolist() == [11, 12, 0, 14, 0]
 
 

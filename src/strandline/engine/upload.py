@@ -1,0 +1,43 @@
+"""Small arrays to the device and back, without waiting for it.
+
+On a GPU everything passes through pinned memory; the caching allocator behind it keeps a buffer until its copy is done.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGN_ITEMS = 16
+"""Arrays that travel together start on a multiple of this, so that no kernel is compiled anew for an odd address."""
+
+
+def upload(values: np.ndarray, device: torch.device) -> Tensor:
+    """Return an array's values on the device; on a CPU the tensor shares the array's memory."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload_together(columns: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> list[Tensor]:
+    """Return columns of integers on the device as int64, by a single copy."""
+    arrays = [np.asarray(column, dtype=np.int64) for column in columns]
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    lengths = [-(-len(array) // ALIGN_ITEMS) * ALIGN_ITEMS for array in arrays]
+    starts = [0, *accumulate(lengths)]
+    pinned = torch.empty(starts[-1], dtype=torch.int64, pin_memory=True)
+    host = pinned.numpy()
+    for start, array in zip(starts, arrays, strict=False):
+        host[start : start + len(array)] = array
+    together = pinned.to(device, non_blocking=True)
+    return [together[start : start + len(array)] for start, array in zip(starts, arrays, strict=False)]
+
+
+def download(tensor: Tensor) -> Tensor:
+    """Begin to copy a tensor to the host; what comes back is filled once the device has got there."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return host.copy_(tensor, non_blocking=True)

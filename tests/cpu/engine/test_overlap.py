@@ -1,0 +1,108 @@
+"""Planning a step while the one before it runs changes no answer, and leaves the cache as it should be."""
+
+import random
+
+import pytest
+
+from strandline import SamplingParams
+from tests.cpu.engine.conftest import MakeLLM
+from tests.cpu.engine.tiny import VOCAB_SIZE
+
+Answer = tuple[list[int], str | None, int]
+
+
+def some_requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts that share beginnings; greedy, sampled, penalised, stopped by tokens, bound to the host."""
+    rng = random.Random(seed)
+    requests = []
+    heads = [rng.choices(range(VOCAB_SIZE), k=90) for _ in range(3)]
+    for index in range(24):
+        prompt = rng.choice(heads)[: rng.randint(1, 90)] + rng.choices(range(VOCAB_SIZE), k=rng.choice([1, 5, 64]))
+        stops = rng.sample(range(VOCAB_SIZE), k=rng.choice([0, 3, 8, 12]))
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 1.0]),
+            seed=index,
+            max_tokens=rng.randint(1, 40),
+            min_tokens=rng.choice([0, 0, 1]),
+            stop_token_ids=stops,
+            ignore_eos=True,
+            presence_penalty=rng.choice([0.0, 0.0, 1.0]),
+            logprobs=rng.choice([None, None, 2]),
+        )
+        requests.append((prompt, params))
+    return requests
+
+
+def serve(make_llm: MakeLLM, seed: int, *, async_scheduling: bool, **options: object) -> dict[str, Answer]:
+    """Run requests that come in while others run."""
+    llm = make_llm(async_scheduling=async_scheduling, **options)
+    rng = random.Random(seed)
+    answers: dict[str, Answer] = {}
+
+    def step() -> None:
+        for output in llm.engine.step():
+            if output.finished:
+                [one] = output.outputs
+                answers[output.request_id] = (list(one.token_ids), one.finish_reason, len(one.logprobs or ()))
+
+    for index, (prompt, params) in enumerate(some_requests(seed)):
+        llm.engine.add_request(str(index), prompt, params)
+        for _ in range(rng.randint(0, 4)):
+            step()
+    while llm.engine.has_unfinished:
+        step()
+    if llm.engine.core.has_unfinished:
+        step()
+    assert not llm.engine.core.has_unfinished
+    assert not llm.engine.cache.leases
+    return answers
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_overlapped_steps_give_the_same_answers(make_llm: MakeLLM, seed: int) -> None:
+    expected = serve(make_llm, seed, async_scheduling=False)
+    assert len(expected) == 24
+    assert {reason for _, reason, _ in expected.values()} == {"stop", "length"}
+    assert serve(make_llm, seed, async_scheduling=True) == expected
+
+
+@pytest.mark.parametrize("seed", [5, 6, 7])
+def test_overlapped_steps_preempt_in_little_memory_and_give_the_same_answers(make_llm: MakeLLM, seed: int) -> None:
+    slab = make_llm().engine.runner.arena.spec.slab_bytes
+    little = {"memory": 14 * slab, "max_model_len": 256, "max_num_batched_tokens": 100}
+    expected = serve(make_llm, seed, async_scheduling=False)
+    assert serve(make_llm, seed, async_scheduling=True, **little) == expected
+
+
+def test_an_answer_that_stops_leaves_a_snapshot_before_its_stop_token(make_llm: MakeLLM) -> None:
+    prompt = [3] * 70
+    plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    [free] = make_llm().generate([prompt], plain, use_tqdm=False)
+    stop = free.outputs[0].token_ids[4]
+    first = free.outputs[0].token_ids.index(stop)
+    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop], ignore_eos=True)
+    llm = make_llm(async_scheduling=True)
+    [output] = llm.generate([prompt], params, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "stop"
+    assert len(output.outputs[0].token_ids) == first + 1
+    longer = prompt + list(free.outputs[0].token_ids[:first]) + [5, 6]
+    [again] = llm.generate([longer], plain, use_tqdm=False)
+    assert again.num_cached_tokens == len(prompt) + first
+    [cold] = make_llm(enable_prefix_caching=False).generate([longer], plain, use_tqdm=False)
+    assert again.outputs[0].token_ids == cold.outputs[0].token_ids
+
+
+def test_an_aborted_request_leaves_no_trace_in_the_step_under_way(make_llm: MakeLLM) -> None:
+    llm = make_llm(async_scheduling=True)
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    llm.engine.add_request("a", [1] * 30, params)
+    llm.engine.add_request("b", [2] * 30, params)
+    for _ in range(5):
+        llm.engine.step()
+    llm.engine.abort("a")
+    finished = []
+    while llm.engine.has_unfinished:
+        finished += [output for output in llm.engine.step() if output.finished]
+    assert [output.request_id for output in finished] == ["b"]
+    [cold] = make_llm(enable_prefix_caching=False).generate([[2] * 30], params, use_tqdm=False)
+    assert finished[0].outputs[0].token_ids == cold.outputs[0].token_ids
