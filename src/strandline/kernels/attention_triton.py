@@ -1,0 +1,633 @@
+"""Softmax attention over keys and values that lie in blocks, in Triton.
+
+Two kernels share one inner loop, ``_attend``: online softmax over tiles of keys, a tile lying within one block. The
+rows of a tile of queries are pairs of a token and one of the query heads of a key/value head, so that keys and values
+are read once for all of these heads.
+
+- Decodes: one program per sequence, key/value head and *split* of the context; memory-bound.
+- Prefills: one program per tile of rows, key/value head and split; heaviest tiles first. Most tiles of keys are seen
+  whole by all rows; only those at the diagonal, at the end and at the window's edge are masked.
+
+With more than one split each program leaves its normalised result and the logarithm of its sum, and a third, small
+kernel combines them. How many splits there are depends on shapes and host integers only, so that a graph can hold the
+launch; how the context is shared among them is decided on the device, from its real length.
+
+Invariants: what a sequence does not own never reaches its result, NaN included: a key that no row of the tile may see
+is not read, and zero takes the place of its value. An empty context gives zeros.
+
+Source: Dao, "FlashAttention-2" (tiles of queries, deferred normalisation); Dao et al., "Flash-Decoding" (splits).
+
+Shape suffixes: as in ``attention.py``; further M rows of a tile, K keys of a tile, N sequences of a launch, S splits.
+"""
+# mypy: ignore-errors
+
+from functools import lru_cache
+from itertools import pairwise
+from math import log2
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.batch import AttentionBatch, KVMemory
+
+
+class Tile(NamedTuple):
+    """How a kernel is launched; ``keys`` divides a block."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+NUM_SMS: Final = 132
+"""Of the H200, for which grids are shaped; other devices run the same grids."""
+
+DECODE_TILE = Tile(rows=16, keys=32, num_warps=4, num_stages=4)
+"""Three tiles of 32 KiB in flight per program, two programs per SM: more than bandwidth times latency asks for."""
+
+PREFILL_TILE = Tile(rows=128, keys=64, num_warps=8, num_stages=2)
+"""Two warp groups, 128 accumulators per thread at a head dim of 256; queries and two tiles of keys and values fill
+shared memory."""
+
+FLOAT32_TILE = Tile(rows=16, keys=16, num_warps=4, num_stages=1)
+"""Products in plain float32 do not use the tensor cores: this path is for tests, not for speed."""
+
+DECODE_PROGRAMS = 4 * NUM_SMS
+"""Programs that a step of few decodes is split into."""
+
+MAX_SPLIT_BLOCKS = 128
+"""Blocks that one program of a decode reads at most, so that one long context does not outlast the others."""
+
+MAX_DECODE_SPLITS = 128
+MAX_PREFILL_SPLITS = 16
+
+PROGRAM_COST_TILES = 2
+"""What a program costs besides its tiles of keys, in tiles: reading queries, writing results."""
+
+COMBINE_COST_TILES = 3
+"""What a second kernel costs, in tiles of keys."""
+
+COMBINE_ELEMENTS = 4096
+"""Of partial results that one program combines: 32 per thread."""
+
+
+@triton.jit
+def _attend(
+    acc_MD,
+    max_M,
+    sum_M,
+    q_MD,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    first_tile,
+    last_tile,
+    first_key,
+    last_key,
+    position_M,
+    window_tokens,
+    scale_log2,
+    stride_block,
+    stride_row,
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    IS_WINDOWED: tl.constexpr,
+    IS_AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take in the tiles ``[first_tile, last_tile)`` of keys; maxima are in units of log2.
+
+    Masked, keys outside ``[first_key, last_key)`` are not read, and rows may see none of a tile's keys.
+    """
+    row_K = tl.arange(0, BLOCK_K)
+    channel_D = tl.arange(0, BLOCK_D)
+    next_block = 0
+    if IS_AHEAD:
+        next_block = tl.load(table_ptr + first_tile * BLOCK_K // PAGE, mask=first_tile < last_tile, other=0)
+    for tile in range(first_tile, last_tile):
+        key = tile * BLOCK_K
+        if IS_AHEAD:
+            block = next_block
+            next_block = tl.load(table_ptr + (key + BLOCK_K) // PAGE, mask=tile + 1 < last_tile, other=0)
+        else:
+            block = tl.load(table_ptr + key // PAGE)
+        key_K = key + row_K
+        offset_KD = (key % PAGE + row_K)[:, None] * stride_row + channel_D[None, :]
+        k_ptr_KD = k_ptr + block.to(tl.int64) * stride_block + offset_KD
+        v_ptr_KD = v_ptr + block.to(tl.int64) * stride_block + offset_KD
+        if IS_MASKED:
+            is_read_KD = ((key_K >= first_key) & (key_K < last_key))[:, None]
+            if BLOCK_D != HEAD_DIM:
+                is_read_KD = is_read_KD & (channel_D < HEAD_DIM)[None, :]
+            k_KD = tl.load(k_ptr_KD, mask=is_read_KD, other=0.0)
+            v_KD = tl.load(v_ptr_KD, mask=is_read_KD, other=0.0)
+        elif BLOCK_D != HEAD_DIM:
+            k_KD = tl.load(k_ptr_KD, mask=(channel_D < HEAD_DIM)[None, :], other=0.0)
+            v_KD = tl.load(v_ptr_KD, mask=(channel_D < HEAD_DIM)[None, :], other=0.0)
+        else:
+            k_KD = tl.load(k_ptr_KD)
+            v_KD = tl.load(v_ptr_KD)
+        score_MK = tl.dot(q_MD, tl.trans(k_KD), input_precision=PRECISION)
+        if IS_MASKED:
+            is_seen_MK = key_K[None, :] <= position_M[:, None]
+            if IS_WINDOWED:
+                is_seen_MK = is_seen_MK & (key_K[None, :] > position_M[:, None] - window_tokens)
+            score_MK = tl.where(is_seen_MK, score_MK, float("-inf"))
+        new_max_M = tl.maximum(max_M, tl.max(score_MK, axis=1) * scale_log2)
+        base_M = new_max_M
+        if IS_MASKED:
+            # A row that has seen no key yet: its weights are 0, not the NaN of inf - inf.
+            base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+        weight_MK = tl.exp2(score_MK * scale_log2 - base_M[:, None])
+        decay_M = tl.exp2(max_M - base_M)
+        sum_M = sum_M * decay_M + tl.sum(weight_MK, axis=1)
+        acc_MD = acc_MD * decay_M[:, None]
+        acc_MD = tl.dot(weight_MK.to(v_KD.dtype), v_KD, acc_MD, input_precision=PRECISION)
+        max_M = new_max_M
+    return acc_MD, max_M, sum_M
+
+
+@triton.jit
+def _store(
+    acc_MD,
+    max_M,
+    sum_M,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    row_M,
+    head_M,
+    is_row_M,
+    first_row,
+    split,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Write rows of ``out_THD``; or, of one split, normalised results and the log2 of their sums."""
+    channel_D = tl.arange(0, BLOCK_D)
+    has_seen_M = sum_M > 0.0
+    divisor_M = tl.where(has_seen_M, sum_M, 1.0)
+    result_MD = acc_MD / divisor_M[:, None]
+    if IS_SPLIT:
+        partial_M = ((row_M - first_row) * NUM_HEADS + head_M) * num_splits + split
+        tl.store(lse_ptr + partial_M, tl.where(has_seen_M, max_M + tl.log2(divisor_M), float("-inf")), mask=is_row_M)
+        # A split that has seen nothing leaves its place unwritten; no one reads it.
+        is_stored_MD = (is_row_M & has_seen_M)[:, None] & (channel_D < HEAD_DIM)[None, :]
+        tl.store(partial_ptr + (partial_M * HEAD_DIM)[:, None] + channel_D[None, :], result_MD, mask=is_stored_MD)
+    else:
+        out_ptr_M = out_ptr + (row_M * NUM_HEADS + head_M) * HEAD_DIM
+        is_stored_MD = is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :]
+        result_MD = result_MD.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr_M[:, None] + channel_D[None, :], result_MD, mask=is_stored_MD)
+
+
+@triton.jit(do_not_specialize=["window_tokens", "stride_table", "num_splits"])
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    context_len_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    scale_log2,
+    window_tokens,
+    stride_q_row,
+    stride_q_head,
+    stride_block,
+    stride_row,
+    stride_head,
+    stride_table,
+    num_splits,
+    PAGE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    context_len = tl.load(context_len_ptr + sequence).to(tl.int32)
+    first_key = 0
+    if IS_WINDOWED:
+        first_key = tl.maximum(context_len - window_tokens, 0)
+    first_tile = first_key // BLOCK_K
+    end_tile = tl.cdiv(context_len, BLOCK_K)
+    tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
+    first_tile = first_tile + split * tiles_per_split
+    last_tile = tl.minimum(first_tile + tiles_per_split, end_tile)
+
+    row_M = tl.arange(0, BLOCK_M)
+    channel_D = tl.arange(0, BLOCK_D)
+    head_M = kv_head * GROUP + row_M
+    is_row_M = row_M < GROUP
+    q_ptr_MD = q_ptr + sequence * stride_q_row + (head_M * stride_q_head)[:, None] + channel_D[None, :]
+    q_MD = tl.load(q_ptr_MD, mask=is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :], other=0.0)
+    acc_MD, max_M, sum_M = _attend(
+        tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),
+        tl.full([BLOCK_M], float("-inf"), dtype=tl.float32),
+        tl.zeros([BLOCK_M], dtype=tl.float32),
+        q_MD,
+        k_ptr + kv_head * stride_head,
+        v_ptr + kv_head * stride_head,
+        table_ptr + sequence * stride_table,
+        first_tile,
+        last_tile,
+        first_key,
+        context_len,
+        tl.zeros([BLOCK_M], dtype=tl.int32) + (context_len - 1),
+        window_tokens,
+        scale_log2,
+        stride_block,
+        stride_row,
+        PAGE,
+        HEAD_DIM,
+        BLOCK_K,
+        BLOCK_D,
+        True,
+        IS_WINDOWED,
+        True,
+        PRECISION,
+    )
+    _store(
+        acc_MD,
+        max_M,
+        sum_M,
+        out_ptr,
+        partial_ptr,
+        lse_ptr,
+        sequence + tl.zeros([BLOCK_M], dtype=tl.int64),
+        head_M,
+        is_row_M,
+        0,
+        split,
+        num_splits,
+        NUM_HEADS,
+        HEAD_DIM,
+        BLOCK_D,
+        IS_SPLIT,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["window_tokens", "stride_table", "num_splits", "num_decodes", "num_prefills", "num_tiles"]
+)
+def _prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    query_start_ptr,
+    context_len_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    scale_log2,
+    window_tokens,
+    stride_q_row,
+    stride_q_head,
+    stride_block,
+    stride_row,
+    stride_head,
+    stride_table,
+    num_splits,
+    num_decodes,
+    num_prefills,
+    num_tiles,
+    PAGE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Programs start in the order of their index: a sequence's last tiles, which see most keys, go first.
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    tile = num_tiles - 1 - tl.program_id(0) // NUM_KV_HEADS
+    split = tl.program_id(1)
+
+    index_N = tl.arange(0, BLOCK_N)
+    start_ptr_N = query_start_ptr + num_decodes + index_N
+    is_prefill_N = index_N < num_prefills
+    start_N = tl.load(start_ptr_N, mask=is_prefill_N, other=0).to(tl.int32)
+    stop_N = tl.load(start_ptr_N + 1, mask=is_prefill_N, other=0).to(tl.int32)
+    num_tiles_N = tl.cdiv((stop_N - start_N) * GROUP, BLOCK_M)
+    is_before_N = is_prefill_N & (tl.cumsum(num_tiles_N, axis=0) <= tile)
+    prefill = tl.sum(is_before_N.to(tl.int32), axis=0)
+    tile = tile - tl.sum(tl.where(is_before_N, num_tiles_N, 0), axis=0)
+    sequence = (num_decodes + prefill).to(tl.int64)
+    query_start = tl.load(query_start_ptr + sequence).to(tl.int32)
+    num_queries = tl.load(query_start_ptr + sequence + 1).to(tl.int32) - query_start
+    context_len = tl.load(context_len_ptr + sequence).to(tl.int32)
+
+    packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query_M = packed_M // GROUP
+    head_M = kv_head * GROUP + packed_M % GROUP
+    is_row_M = query_M < num_queries
+    row_M = (query_start + query_M).to(tl.int64)
+    position_M = context_len - num_queries + query_M
+    first_position = context_len - num_queries + (tile * BLOCK_M) // GROUP
+    last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_queries - 1)
+    last_position = context_len - num_queries + last_query
+
+    # Tiles of keys: [first_tile, first_whole) are cut by the window, [first_whole, last_whole) are seen whole by all
+    # rows, [last_whole, end_tile) are cut by the diagonal.
+    first_key = 0
+    first_whole_key = 0
+    if IS_WINDOWED:
+        first_key = tl.maximum(first_position - window_tokens + 1, 0)
+        first_whole_key = tl.maximum(last_position - window_tokens + 1, 0)
+    first_tile = first_key // BLOCK_K
+    end_tile = last_position // BLOCK_K + 1
+    tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
+    first_tile = first_tile + split * tiles_per_split
+    end_tile = tl.minimum(first_tile + tiles_per_split, end_tile)
+    first_whole = tl.minimum(tl.maximum(tl.cdiv(first_whole_key, BLOCK_K), first_tile), end_tile)
+    last_whole = tl.minimum(tl.maximum((first_position + 1) // BLOCK_K, first_whole), end_tile)
+
+    channel_D = tl.arange(0, BLOCK_D)
+    q_ptr_MD = q_ptr + (row_M * stride_q_row + head_M * stride_q_head)[:, None] + channel_D[None, :]
+    q_MD = tl.load(q_ptr_MD, mask=is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :], other=0.0)
+    k_ptr += kv_head * stride_head
+    v_ptr += kv_head * stride_head
+    table_ptr += sequence * stride_table
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    # fmt: off
+    if IS_WINDOWED:
+        acc_MD, max_M, sum_M = _attend(
+            acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_tile, first_whole, first_key, last_position + 1,
+            position_M, window_tokens, scale_log2, stride_block, stride_row,
+            PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, True, True, False, PRECISION,
+        )
+    acc_MD, max_M, sum_M = _attend(
+        acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_whole, last_whole, first_key, last_position + 1,
+        position_M, window_tokens, scale_log2, stride_block, stride_row,
+        PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, False, False, False, PRECISION,
+    )
+    acc_MD, max_M, sum_M = _attend(
+        acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, last_whole, end_tile, first_key, last_position + 1,
+        position_M, window_tokens, scale_log2, stride_block, stride_row,
+        PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, True, IS_WINDOWED, False, PRECISION,
+    )
+    _store(
+        acc_MD, max_M, sum_M, out_ptr, partial_ptr, lse_ptr, row_M, head_M, is_row_M, num_decodes, split, num_splits,
+        NUM_HEADS, HEAD_DIM, BLOCK_D, IS_SPLIT,
+    )
+    # fmt: on
+
+
+@triton.jit(do_not_specialize=["first_row", "num_splits"])
+def _combine_kernel(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    first_row,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Weigh the splits of one row and head by their sums; a row that no split has seen keys for gives zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    split_S = tl.arange(0, BLOCK_S)
+    channel_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    lse_S = tl.load(lse_ptr + row * num_splits + split_S, mask=split_S < num_splits, other=float("-inf"))
+    max_lse = tl.max(lse_S, axis=0)
+    weight_S = tl.exp2(lse_S - tl.where(max_lse == float("-inf"), 0.0, max_lse))
+    total = tl.sum(weight_S, axis=0)
+    is_read_SD = (lse_S > float("-inf"))[:, None] & (channel_D < HEAD_DIM)[None, :]
+    partial_ptr_SD = partial_ptr + ((row * num_splits + split_S) * HEAD_DIM)[:, None] + channel_D[None, :]
+    partial_SD = tl.load(partial_ptr_SD, mask=is_read_SD, other=0.0)
+    out_D = tl.sum(partial_SD * weight_S[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    out_ptr_D = out_ptr + (first_row.to(tl.int64) * NUM_HEADS + row) * HEAD_DIM + channel_D
+    tl.store(out_ptr_D, out_D.to(out_ptr.dtype.element_ty), mask=channel_D < HEAD_DIM)
+
+
+def paged_attention(
+    q_THD: Tensor,
+    memory: KVMemory,
+    batch: AttentionBatch,
+    num_decodes: int,
+    *,
+    scale: float,
+    window_tokens: int | None = None,
+) -> Tensor:
+    """Attend every token to its sequence's tokens up to itself; return ``out_THD``, contiguous.
+
+    The step's own keys and values must have been written before. Decodes read no host tuple of the batch. Needs
+    ``scale > 0`` and channels that lie together; rows, heads and blocks may lie apart.
+
+    Raises:
+        ValueError: keys and values are laid out differently.
+    """
+    if memory.k_BPGD.stride() != memory.v_BPGD.stride():
+        raise ValueError(f"strides of keys {memory.k_BPGD.stride()} are not those of values {memory.v_BPGD.stride()}")
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    scale_log2 = scale * log2(torch.e)
+    if num_decodes:
+        _attend_decodes(q_THD, memory, batch, num_decodes, out_THD, scale_log2, window_tokens)
+    if q_THD.shape[0] > num_decodes:
+        _attend_prefills(q_THD, memory, batch, num_decodes, out_THD, scale_log2, window_tokens)
+    return out_THD
+
+
+def _attend_decodes(
+    q_THD: Tensor,
+    memory: KVMemory,
+    batch: AttentionBatch,
+    num_decodes: int,
+    out_THD: Tensor,
+    scale_log2: float,
+    window_tokens: int | None,
+) -> None:
+    """Write the rows of the decodes."""
+    _, num_heads, head_dim = q_THD.shape
+    num_kv_heads = memory.k_BPGD.shape[2]
+    group = num_heads // num_kv_heads
+    tile = FLOAT32_TILE if q_THD.dtype == torch.float32 else DECODE_TILE
+    num_blocks = batch.block_table_NM.shape[1]
+    if window_tokens is not None:
+        num_blocks = min(num_blocks, window_tokens // BLOCK_TOKENS + 2)
+    num_splits = _num_decode_splits(num_decodes * num_kv_heads, num_blocks)
+    partial, lse = _scratch(out_THD, num_decodes, num_splits)
+    _decode_kernel[(num_decodes, num_kv_heads, num_splits)](
+        q_THD,
+        memory.k_BPGD,
+        memory.v_BPGD,
+        batch.block_table_NM,
+        batch.context_lens_N,
+        out_THD,
+        partial,
+        lse,
+        scale_log2,
+        window_tokens or 0,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        *memory.k_BPGD.stride()[:3],
+        batch.block_table_NM.stride(0),
+        num_splits,
+        PAGE=BLOCK_TOKENS,
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_M=max(tile.rows, triton.next_power_of_2(group)),
+        BLOCK_K=tile.keys,
+        BLOCK_D=_padded(head_dim),
+        IS_SPLIT=num_splits > 1,
+        IS_WINDOWED=window_tokens is not None,
+        PRECISION="ieee",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if num_splits > 1:
+        _combine(partial, lse, out_THD, 0, num_decodes, num_splits)
+
+
+def _attend_prefills(
+    q_THD: Tensor,
+    memory: KVMemory,
+    batch: AttentionBatch,
+    num_decodes: int,
+    out_THD: Tensor,
+    scale_log2: float,
+    window_tokens: int | None,
+) -> None:
+    """Write the rows behind the decodes'."""
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_kv_heads = memory.k_BPGD.shape[2]
+    group = num_heads // num_kv_heads
+    tile = FLOAT32_TILE if q_THD.dtype == torch.float32 else PREFILL_TILE
+    num_tiles = _num_row_tiles(batch.query_starts[num_decodes:], group, tile.rows)
+    max_keys = max(batch.context_lens[num_decodes:])
+    if window_tokens is not None:
+        max_keys = min(max_keys, window_tokens + tile.rows // group)
+    num_splits = _num_prefill_splits(num_tiles * num_kv_heads, -(-max_keys // tile.keys))
+    num_prefills = len(batch.query_starts) - 1 - num_decodes
+    partial, lse = _scratch(out_THD, num_tokens - num_decodes, num_splits)
+    _prefill_kernel[(num_tiles * num_kv_heads, num_splits)](
+        q_THD,
+        memory.k_BPGD,
+        memory.v_BPGD,
+        batch.block_table_NM,
+        batch.query_starts_N1,
+        batch.context_lens_N,
+        out_THD,
+        partial,
+        lse,
+        scale_log2,
+        window_tokens or 0,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        *memory.k_BPGD.stride()[:3],
+        batch.block_table_NM.stride(0),
+        num_splits,
+        num_decodes,
+        num_prefills,
+        num_tiles,
+        PAGE=BLOCK_TOKENS,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_M=tile.rows,
+        BLOCK_K=tile.keys,
+        BLOCK_D=_padded(head_dim),
+        # Few sizes, so that a server compiles few kernels.
+        BLOCK_N=16 if num_prefills <= 16 else max(256, triton.next_power_of_2(num_prefills)),
+        IS_SPLIT=num_splits > 1,
+        IS_WINDOWED=window_tokens is not None,
+        PRECISION="ieee",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if num_splits > 1:
+        _combine(partial, lse, out_THD, num_decodes, num_tokens - num_decodes, num_splits)
+
+
+def _combine(
+    partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, first_row: int, num_rows: int, num_splits: int
+) -> None:
+    """Write ``num_rows`` rows of the result from ``first_row`` on."""
+    _, num_heads, head_dim = out_THD.shape
+    block_s = next(size for size in (8, 32, 128) if num_splits <= size)
+    block_d = min(_padded(head_dim), COMBINE_ELEMENTS // block_s)
+    _combine_kernel[(num_rows * num_heads, triton.cdiv(head_dim, block_d))](
+        partial_RSD,
+        lse_RS,
+        out_THD,
+        first_row,
+        num_splits,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_S=block_s,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+
+
+def _scratch(out_THD: Tensor, num_rows: int, num_splits: int) -> tuple[Tensor, Tensor]:
+    """Return ``partial_RSD`` and ``lse_RS`` for rows of a token and a head; any tensors when there is one split."""
+    if num_splits == 1:
+        return out_THD, out_THD
+    _, num_heads, head_dim = out_THD.shape
+    rows = num_rows * num_heads * num_splits
+    scratch = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=out_THD.device)
+    return scratch, scratch[rows * head_dim :]
+
+
+def _padded(head_dim: int) -> int:
+    """Return the power of two that a head's channels are padded to; a dot takes 16 at least."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _num_decode_splits(num_programs: int, num_blocks: int) -> int:
+    """Return how many programs share the context of one sequence and key/value head."""
+    wanted = max(-(-DECODE_PROGRAMS // num_programs), -(-num_blocks // MAX_SPLIT_BLOCKS))
+    return max(1, min(wanted, num_blocks, MAX_DECODE_SPLITS))
+
+
+@lru_cache(maxsize=1024)
+def _num_prefill_splits(num_programs: int, num_key_tiles: int) -> int:
+    """Return how many programs share the keys of one tile of rows, if all tiles see about as many keys."""
+    if num_programs >= 2 * NUM_SMS:
+        return 1
+
+    def cost_tiles(num_splits: int) -> int:
+        waves = -(-num_programs * num_splits // NUM_SMS)
+        combine = COMBINE_COST_TILES if num_splits > 1 else 0
+        return waves * (-(-num_key_tiles // num_splits) + PROGRAM_COST_TILES) + combine
+
+    return min(range(1, MAX_PREFILL_SPLITS + 1), key=cost_tiles)
+
+
+@lru_cache(maxsize=64)
+def _num_row_tiles(query_starts: tuple[int, ...], group: int, tile_rows: int) -> int:
+    """Return the tiles of rows of all sequences; every layer of a step asks for the same."""
+    return sum(-(-(end - start) * group // tile_rows) for start, end in pairwise(query_starts))

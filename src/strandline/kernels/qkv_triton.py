@@ -1,0 +1,160 @@
+"""What lies between attention's input projection and attention, as one Triton kernel.
+
+A program takes one token and a few of its heads, numbered as they lie in the projection: queries, keys, values. The
+partner of a channel that turns is read a second time (it is in the first-level cache by then) and normalised with the
+same factor, so that nothing is exchanged between threads.
+
+Invariants: of the blocks only the rows named for writing are written; the null block never is.
+
+Shape suffixes: as in ``qkv.py``; W heads of one program.
+"""
+# mypy: ignore-errors
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.batch import AttentionBatch, KVMemory
+
+FEW_TOKENS = 64
+"""Up to this many tokens, programs take few heads each: they finish sooner, and there are SMs to spare."""
+
+FEW_TOKENS_LAUNCH = (2, 2)
+"""Heads per program and warps."""
+
+MANY_TOKENS_LAUNCH = (8, 4)
+"""4 KiB of a bf16 row of 256-channel heads per program: 16 channels per thread, enough loads in flight."""
+
+
+@triton.jit
+def _prepare_kernel(
+    projected_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    block_ptr,
+    offset_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    eps,
+    stride_projected,
+    stride_cos,
+    stride_sin,
+    stride_k_block,
+    stride_k_row,
+    stride_k_head,
+    stride_v_block,
+    stride_v_row,
+    stride_v_head,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head_W = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    channel_D = tl.arange(0, BLOCK_D)
+    is_q_W = head_W < NUM_HEADS
+    is_v_W = (head_W >= NUM_HEADS + NUM_KV_HEADS) & (head_W < NUM_HEADS + 2 * NUM_KV_HEADS)
+    is_k_W = (head_W >= NUM_HEADS) & (head_W < NUM_HEADS + NUM_KV_HEADS)
+    is_channel_D = channel_D < HEAD_DIM
+    is_inside_WD = (head_W < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_channel_D[None, :]
+
+    head_ptr_W1 = projected_ptr + token * stride_projected + (head_W * HEAD_DIM)[:, None]
+    raw_WD = tl.load(head_ptr_W1 + channel_D[None, :], mask=is_inside_WD, other=0.0)
+    x_WD = raw_WD.to(tl.float32)
+    rstd_W1 = tl.rsqrt(tl.sum(x_WD * x_WD, axis=1) / HEAD_DIM + eps)[:, None]
+    q_norm_D = tl.load(q_norm_ptr + channel_D, mask=is_channel_D, other=0.0).to(tl.float32) + 1.0
+    k_norm_D = tl.load(k_norm_ptr + channel_D, mask=is_channel_D, other=0.0).to(tl.float32) + 1.0
+    norm_WD = tl.where(is_q_W[:, None], q_norm_D[None, :], k_norm_D[None, :])
+    # Rounded here, as the separate operations round it.
+    normed_WD = (x_WD * rstd_W1 * norm_WD).to(raw_WD.dtype).to(tl.float32)
+
+    turns_D = channel_D < 2 * NUM_PAIRS
+    partner_D = tl.where(channel_D < NUM_PAIRS, channel_D + NUM_PAIRS, channel_D - NUM_PAIRS)
+    partner_D = tl.where(turns_D, partner_D, 0)
+    partner_raw_WD = tl.load(head_ptr_W1 + partner_D[None, :], mask=is_inside_WD & turns_D[None, :], other=0.0)
+    partner_q_norm_D = tl.load(q_norm_ptr + partner_D, mask=turns_D, other=0.0).to(tl.float32) + 1.0
+    partner_k_norm_D = tl.load(k_norm_ptr + partner_D, mask=turns_D, other=0.0).to(tl.float32) + 1.0
+    partner_norm_WD = tl.where(is_q_W[:, None], partner_q_norm_D[None, :], partner_k_norm_D[None, :])
+    partner_WD = partner_raw_WD.to(tl.float32) * rstd_W1 * partner_norm_WD
+    partner_WD = partner_WD.to(raw_WD.dtype).to(tl.float32)
+    cos_D = tl.load(cos_ptr + token * stride_cos + channel_D, mask=turns_D, other=1.0)
+    sin_D = tl.load(sin_ptr + token * stride_sin + channel_D, mask=turns_D, other=0.0)
+    turned_WD = normed_WD * cos_D[None, :] + partner_WD * sin_D[None, :]
+
+    q_row_ptr = q_ptr + token * (NUM_HEADS * HEAD_DIM)
+    q_ptr_WD = q_row_ptr + (head_W * HEAD_DIM)[:, None] + channel_D[None, :]
+    tl.store(q_ptr_WD, turned_WD.to(q_ptr.dtype.element_ty), mask=is_q_W[:, None] & is_channel_D[None, :])
+    block = tl.load(block_ptr + token).to(tl.int64)
+    offset = tl.load(offset_ptr + token).to(tl.int64)
+    is_written = block != 0
+    k_row_ptr = k_ptr + block * stride_k_block + offset * stride_k_row
+    k_ptr_WD = k_row_ptr + ((head_W - NUM_HEADS) * stride_k_head)[:, None] + channel_D[None, :]
+    is_k_WD = (is_k_W & is_written)[:, None] & is_channel_D[None, :]
+    tl.store(k_ptr_WD, turned_WD.to(k_ptr.dtype.element_ty), mask=is_k_WD)
+    v_row_ptr = v_ptr + block * stride_v_block + offset * stride_v_row
+    v_ptr_WD = v_row_ptr + ((head_W - NUM_HEADS - NUM_KV_HEADS) * stride_v_head)[:, None] + channel_D[None, :]
+    is_v_WD = (is_v_W & is_written)[:, None] & is_channel_D[None, :]
+    tl.store(v_ptr_WD, raw_WD.to(v_ptr.dtype.element_ty), mask=is_v_WD)
+
+
+def prepare_qkv(
+    projected_TO: Tensor,
+    num_heads: int,
+    q_norm_D: Tensor,
+    k_norm_D: Tensor,
+    eps: float,
+    rotary: tuple[Tensor, Tensor],
+    memory: KVMemory,
+    batch: AttentionBatch,
+) -> Tensor:
+    """Normalise and turn queries and keys, store keys and values in their blocks; return ``q_THD``.
+
+    Needs channels that lie together, in the projection's rows and in the tables'; rows may lie apart. No two rows
+    may name one place to be written to, as in every step.
+    """
+    k_BPGD, v_BPGD = memory.k_BPGD, memory.v_BPGD
+    _, _, num_kv_heads, head_dim = k_BPGD.shape
+    num_tokens = projected_TO.shape[0]
+    q_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=projected_TO.dtype, device=projected_TO.device)
+    if num_tokens == 0:
+        return q_THD
+    cos_T12F, sin_T12F = rotary
+    block_w, num_warps = FEW_TOKENS_LAUNCH if num_tokens <= FEW_TOKENS else MANY_TOKENS_LAUNCH
+    grid = (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block_w))
+    _prepare_kernel[grid](
+        projected_TO,
+        q_norm_D,
+        k_norm_D,
+        cos_T12F,
+        sin_T12F,
+        batch.write_blocks_T,
+        batch.write_offsets_T,
+        q_THD,
+        k_BPGD,
+        v_BPGD,
+        eps,
+        projected_TO.stride(0),
+        cos_T12F.stride(0),
+        sin_T12F.stride(0),
+        k_BPGD.stride(0),
+        k_BPGD.stride(1),
+        k_BPGD.stride(2),
+        v_BPGD.stride(0),
+        v_BPGD.stride(1),
+        v_BPGD.stride(2),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        NUM_PAIRS=cos_T12F.shape[-1],
+        BLOCK_W=block_w,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=num_warps,
+    )
+    return q_THD

@@ -1,0 +1,180 @@
+"""Attention in Triton equals a plain softmax over the sequence's own tokens, and sees nothing else.
+
+``check`` runs on any device; tests/gpu runs the same steps, and some at a model's shapes. The memory of every case is
+NaN but for what its sequences own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.kernels.batch import AttentionBatch, KVMemory
+from tests.cpu.kernels.test_attention import Case, decodes, make_case
+from tests.interpreter import multiply_bfloat16, take_loop_bounds_from_memory
+from tests.poison import poisoned_memory
+
+pytest.importorskip("triton")
+take_loop_bounds_from_memory()
+multiply_bfloat16()
+
+from strandline.kernels import attention_triton
+
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+"""``|out - ref| / |ref|``: sums of up to 1,000 float32 products; bfloat16 weights and results, of 8 bits."""
+
+MIXED = [*decodes(400, 1, 70), (0, 20), (60, 140), (0, 1), (64, 129)]
+
+
+def to_device(case: Case, device: str) -> Case:
+    """Move what the kernels read; keep blocks as far apart as they were."""
+    tensors = {
+        field.name: value.to(device) if isinstance(value := getattr(case.batch, field.name), Tensor) else value
+        for field in fields(AttentionBatch)
+    }
+    memory = KVMemory(*(_moved(view, device) for view in (case.memory.k_BPGD, case.memory.v_BPGD)))
+    return replace(case, q_THD=case.q_THD.to(device), memory=memory, batch=AttentionBatch(**tensors))
+
+
+def _moved(view: Tensor, device: str) -> Tensor:
+    apart = torch.full((len(view), view.stride(0)), torch.nan, dtype=view.dtype, device=device)
+    moved = apart.as_strided(view.shape, view.stride())
+    moved.copy_(view)
+    return moved
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Return ``|out - ref| / |ref|``."""
+    difference = actual.double().cpu() - expected.double()
+    return float(difference.norm() / expected.double().norm())
+
+
+def check(case: Case, device: str, window_tokens: int | None = None) -> None:
+    expected = case.oracle(window_tokens)
+    moved = to_device(case, device)
+    with poisoned_memory():
+        actual = attention_triton.paged_attention(
+            moved.q_THD, moved.memory, moved.batch, moved.num_decodes, scale=0.3, window_tokens=window_tokens
+        )
+    assert actual.shape == case.q_THD.shape
+    assert actual.dtype == case.q_THD.dtype
+    assert error(actual, expected) < TOLERANCES[case.q_THD.dtype]
+
+
+def with_padding(case: Case, num_rows: int) -> Case:
+    """Add decodes of an empty context behind the last, as a graph of a fixed size has them."""
+    batch = case.batch
+    padded = replace(
+        batch,
+        query_starts=(),
+        context_lens=(),
+        query_starts_N1=torch.cat([batch.query_starts_N1, batch.query_starts_N1[-1:].expand(num_rows)]),
+        context_lens_N=torch.cat([batch.context_lens_N, torch.zeros(num_rows, dtype=torch.int64)]),
+        block_table_NM=torch.cat(
+            [batch.block_table_NM, torch.zeros(num_rows, batch.block_table_NM.shape[1], dtype=torch.int32)]
+        ),
+    )
+    q_THD = torch.cat([case.q_THD, torch.randn(num_rows, *case.q_THD.shape[1:]).to(case.q_THD.dtype)])
+    return replace(case, q_THD=q_THD, batch=padded, num_decodes=case.num_decodes + num_rows)
+
+
+def check_padding(case: Case, device: str) -> None:
+    num_real = case.num_decodes
+    padded = to_device(with_padding(case, 3), device)
+    with poisoned_memory():
+        actual = attention_triton.paged_attention(
+            padded.q_THD, padded.memory, padded.batch, padded.num_decodes, scale=0.3
+        )
+    assert error(actual[:num_real], case.oracle()) < TOLERANCES[case.q_THD.dtype]
+    assert actual[num_real:].count_nonzero() == 0
+
+
+def check_views(case: Case, device: str) -> None:
+    """Queries as a part of wider rows; a block table of int64 whose rows lie apart."""
+    table = case.batch.block_table_NM
+    wide_table = torch.full((len(table), table.shape[1] + 3), 2**40)
+    wide_table[:, : table.shape[1]] = table
+    num_tokens, num_heads, head_dim = case.q_THD.shape
+    wide_q = torch.full((num_tokens, num_heads, 2, head_dim), torch.nan, dtype=case.q_THD.dtype)
+    wide_q[:, :, 0] = case.q_THD
+    moved = to_device(case, device)
+    batch = replace(moved.batch, block_table_NM=wide_table.to(device)[:, : table.shape[1]])
+    actual = attention_triton.paged_attention(
+        wide_q.to(device)[:, :, 0], moved.memory, batch, case.num_decodes, scale=0.3
+    )
+    assert actual.is_contiguous()
+    assert error(actual, case.oracle()) < TOLERANCES[case.q_THD.dtype]
+
+
+@pytest.mark.parametrize("window_tokens", [None, 1, 65])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decodes_equal_the_oracle_and_see_no_nan(dtype: torch.dtype, window_tokens: int | None) -> None:
+    case = make_case(decodes(1, 63, 64, 65, 130), 5, heads=(2, 3, 16), dtype=dtype, window_tokens=window_tokens)
+    check(case, "cpu", window_tokens)
+
+
+@pytest.mark.parametrize("window_tokens", [None, 1, 5, 64])
+@pytest.mark.parametrize("ranges", [[(0, 1)], [(0, 63), (90, 128)], [(63, 65), (130, 150)]])
+def test_prefills_equal_the_oracle_and_see_no_nan(ranges: list[tuple[int, int]], window_tokens: int | None) -> None:
+    check(make_case(ranges, heads=(1, 2, 8), window_tokens=window_tokens), "cpu", window_tokens)
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 4), (1, 5, 16), (2, 2, 12)])
+def test_mixed_steps_keep_the_order_of_rows(heads: tuple[int, int, int]) -> None:
+    check(make_case([*decodes(130, 1), (0, 20), (60, 70), (0, 1)], 2, heads=heads), "cpu")
+
+
+def test_mixed_steps_in_bfloat16_stay_close_to_the_oracle() -> None:
+    check(make_case(MIXED, 3, heads=(2, 8, 32), dtype=torch.bfloat16), "cpu")
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 9])
+def test_the_result_does_not_depend_on_the_splits(monkeypatch: pytest.MonkeyPatch, num_splits: int) -> None:
+    monkeypatch.setattr(attention_triton, "_num_decode_splits", lambda *_: num_splits)
+    monkeypatch.setattr(attention_triton, "_num_prefill_splits", lambda *_: num_splits)
+    check(make_case([*decodes(200, 3), (60, 75)], 2, heads=(1, 2, 8)), "cpu")
+
+
+def test_many_sequences_find_their_tiles() -> None:
+    check(make_case([(i, i + 1 + i % 3) for i in range(19)], heads=(1, 2, 4)), "cpu")
+
+
+def test_padded_rows_of_a_graph_give_zeros() -> None:
+    check_padding(make_case(decodes(70, 1), 2, heads=(2, 2, 8)), "cpu")
+
+
+def test_views_of_wider_rows_are_read_in_place() -> None:
+    check_views(make_case([*decodes(70, 3), (0, 9)], 2, heads=(2, 2, 8)), "cpu")
+
+
+def test_keys_and_values_laid_out_differently_are_refused() -> None:
+    case = make_case([(0, 3)])
+    memory = KVMemory(case.memory.k_BPGD, case.memory.v_BPGD.contiguous())
+    with pytest.raises(ValueError, match="strides of keys"):
+        attention_triton.paged_attention(case.q_THD, memory, case.batch, 0, scale=0.3)
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "num_blocks", "splits"),
+    [(2, 18, 18), (2, 10_000, 128), (32, 72, 17), (512, 72, 2), (1024, 72, 1), (1024, 512, 4), (2, 0, 1)],
+)
+def test_few_decodes_are_split_and_long_ones_bounded(num_programs: int, num_blocks: int, splits: int) -> None:
+    assert attention_triton._num_decode_splits(num_programs, num_blocks) == splits
+
+
+@pytest.mark.parametrize(("num_programs", "num_tiles", "splits"), [(16, 66, 8), (1024, 128, 1), (256, 66, 1)])
+def test_a_few_tiles_over_a_long_context_are_split(num_programs: int, num_tiles: int, splits: int) -> None:
+    assert attention_triton._num_prefill_splits(num_programs, num_tiles) == splits
+
+
+CASES: Sequence[tuple[list[tuple[int, int]], int, int | None]] = [
+    (decodes(1, 63, 64, 65, 130, 1000), 6, None),
+    (decodes(1, 63, 64, 65, 130, 1000), 6, 100),
+    ([(0, 1), (0, 130), (64, 128), (63, 65), (70, 400)], 0, None),
+    ([(0, 130), (64, 128), (70, 400)], 0, 65),
+    (MIXED, 3, None),
+    ([(800, 928)], 0, None),
+]
+"""Ranges, decodes and window of steps that tests/gpu runs too."""

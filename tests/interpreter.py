@@ -1,0 +1,44 @@
+"""What Triton's interpreter needs to run our kernels with the NumPy that is installed."""
+
+import importlib
+import os
+from typing import Any
+
+import numpy as np
+
+
+def take_loop_bounds_from_memory() -> None:
+    """Let a loop's bound be a value that a kernel has loaded.
+
+    Triton 3.6 turns it into an integer by ``int`` of an array with one element, which NumPy 2.4 refuses.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_index
+
+
+def multiply_bfloat16() -> None:
+    """Let ``tl.dot`` take bfloat16: Triton 3.6's interpreter multiplies the bits as if they were integers."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    builder = interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != interpreter.tl.bfloat16:
+            return handle
+        data = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(data, interpreter.tl.float32)
+
+    def dot_of_widened(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return dot(self, widened(a), widened(b), *others)
+
+    builder.create_dot = dot_of_widened
