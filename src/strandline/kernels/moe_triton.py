@@ -458,35 +458,13 @@ def experts_glu_many(
 ) -> Tensor:
     """Compute ``experts_glu`` expert by expert, in four launches."""
     num_tokens, top_k = experts_TK.shape
-    num_experts, num_channels, size = down_EDF.shape
-    starts_E, choices_A = list_choices(experts_TK, num_experts)
+    num_channels, size = down_EDF.shape[1:]
+    starts_E, choices_A = list_choices(experts_TK, len(down_EDF))
     hidden_AF = torch.empty((num_tokens * top_k, size), dtype=x_TD.dtype, device=x_TD.device)
     out_AD = torch.empty((num_tokens * top_k, num_channels), dtype=x_TD.dtype, device=x_TD.device)
     out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
-    _grouped_up_kernel[(triton.cdiv(size, up.block_n), up.split_m, num_experts)](
-        x_TD,
-        gate_up_EFD,
-        starts_E,
-        choices_A,
-        hidden_AF,
-        x_TD.stride(0),
-        num_channels,
-        size,
-        TOP_K=top_k,
-        IS_EVEN=num_channels % up.block_k == 0 and size % up.block_n == 0,
-        **_launch_options(up),
-    )
-    _grouped_down_kernel[(triton.cdiv(num_channels, down.block_n), down.split_m, num_experts)](
-        hidden_AF,
-        down_EDF,
-        starts_E,
-        choices_A,
-        out_AD,
-        num_channels,
-        size,
-        IS_EVEN=size % down.block_k == 0 and num_channels % down.block_n == 0,
-        **_launch_options(down),
-    )
+    launch_up(x_TD, gate_up_EFD, starts_E, choices_A, hidden_AF, top_k, up)
+    launch_down(hidden_AF, down_EDF, starts_E, choices_A, out_AD, down)
     _sum_kernel[(num_tokens, triton.cdiv(num_channels, BLOCK_SUM))](
         out_AD,
         weights_TK,
@@ -502,6 +480,44 @@ def experts_glu_many(
         num_warps=4,
     )
     return out_TD
+
+
+def launch_up(
+    x_TD: Tensor, gate_up_EFD: Tensor, starts_E: Tensor, choices_A: Tensor, hidden_AF: Tensor, top_k: int, tile: Tile
+) -> None:
+    """Fill ``hidden_AF``, in the order of the list."""
+    (num_experts, _, num_channels), size = gate_up_EFD.shape, hidden_AF.shape[1]
+    _grouped_up_kernel[(triton.cdiv(size, tile.block_n), tile.split_m, num_experts)](
+        x_TD,
+        gate_up_EFD,
+        starts_E,
+        choices_A,
+        hidden_AF,
+        x_TD.stride(0),
+        num_channels,
+        size,
+        TOP_K=top_k,
+        IS_EVEN=num_channels % tile.block_k == 0 and size % tile.block_n == 0,
+        **_launch_options(tile),
+    )
+
+
+def launch_down(
+    hidden_AF: Tensor, down_EDF: Tensor, starts_E: Tensor, choices_A: Tensor, out_AD: Tensor, tile: Tile
+) -> None:
+    """Fill ``out_AD``, in the order of the tokens."""
+    num_experts, num_channels, size = down_EDF.shape
+    _grouped_down_kernel[(triton.cdiv(num_channels, tile.block_n), tile.split_m, num_experts)](
+        hidden_AF,
+        down_EDF,
+        starts_E,
+        choices_A,
+        out_AD,
+        num_channels,
+        size,
+        IS_EVEN=size % tile.block_k == 0 and num_channels % tile.block_n == 0,
+        **_launch_options(tile),
+    )
 
 
 def list_choices(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
