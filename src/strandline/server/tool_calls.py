@@ -1,0 +1,403 @@
+"""Finding calls of tools in a model's answer.
+
+Two ways of writing them are known. ``hermes``: JSON, ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
+``qwen3_coder``, of Qwen3-Coder and Qwen3.5: tags, ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…``.
+What the model writes is not trusted to be well-formed: text that is no call is content.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+from strandline.server.pieces import Kind, Piece, cut_at
+
+OPEN: Final = "<tool_call>"
+CLOSE: Final = "</tool_call>"
+FUNCTION: Final = "<function="
+END_FUNCTION: Final = "</function>"
+PARAMETER: Final = "<parameter="
+END_PARAMETER: Final = "</parameter>"
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""By function, the JSON schema of its parameters."""
+
+
+class Call(Protocol):
+    """One call, from behind its opening tag on."""
+
+    def feed(self, text: str, pieces: list[Piece]) -> str | None:
+        """Take in text; return what comes behind the call, or None while it goes on."""
+
+    def finish(self, pieces: list[Piece]) -> None:
+        """Say what can be said of a call that is cut off."""
+
+
+class ToolCallParser:
+    """Tells calls from content. White space around calls belongs to nobody."""
+
+    def __init__(self, openers: tuple[str, ...], make_call: Callable[[str], Call]) -> None:
+        """
+        Args:
+            openers: tags that begin a call.
+            make_call: from the tag that was found.
+        """
+        self._openers = openers
+        self._make_call = make_call
+        self._call: Call | None = None
+        self._has_called = False
+        self._text = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        pieces: list[Piece] = []
+        self._text += text
+        while self._text:
+            if self._call is None:
+                if not self._take_content(pieces):
+                    break
+            else:
+                rest = self._call.feed(self._text, pieces)
+                self._text = rest or ""
+                if rest is not None:
+                    self._call = None
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        if self._call is not None:
+            self._call.finish(pieces)
+        elif self._text and not (self._has_called and self._text.isspace()):
+            pieces.append(Piece(Kind.CONTENT, self._text))
+        self._text = ""
+        return pieces
+
+    def _take_content(self, pieces: list[Piece]) -> bool:
+        """Take content up to a call; return whether one begins."""
+        cut = cut_at(self._text, self._openers)
+        before = cut.before
+        if self._has_called:
+            before = before.lstrip()
+        kept = before.rstrip()
+        if kept:
+            pieces.append(Piece(Kind.CONTENT, kept))
+            self._has_called = False
+        if cut.tag is None:
+            self._text = before[len(kept) :] + cut.after
+            return False
+        self._has_called = True
+        self._call = self._make_call(cut.tag)
+        self._text = cut.after
+        return True
+
+
+class JsonCall:
+    """A call as a JSON object. Its arguments are passed on as they come, once the name is known."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._raw: list[str] = []
+        self._step: Callable[[str, list[Piece]], None] = self._before
+        self._name: str | None = None
+        self._key = ""
+        self._value: list[str] = []
+        self._depth = 0
+        self._is_string = self._is_escaped = False
+        self._is_passed_on = False
+        self._arguments: str | None = None
+        """Complete arguments that wait for the name."""
+        self._has_arguments = False
+
+    def feed(self, text: str, pieces: list[Piece]) -> str | None:
+        cut = cut_at(self._text + text, (CLOSE,))
+        self._text = cut.after
+        self._walk(cut.before, pieces)
+        if cut.tag is None:
+            return None
+        self._end(pieces, CLOSE)
+        return cut.after
+
+    def finish(self, pieces: list[Piece]) -> None:
+        self._walk(self._text, pieces)
+        self._end(pieces, "")
+
+    def _end(self, pieces: list[Piece], tag: str) -> None:
+        if self._name is None:
+            pieces.append(Piece(Kind.CONTENT, OPEN + "".join(self._raw) + tag))
+        elif not self._has_arguments:
+            pieces.append(Piece(Kind.ARGUMENTS, "{}"))
+
+    def _walk(self, text: str, pieces: list[Piece]) -> None:
+        self._raw.append(text)
+        for character in text:
+            self._step(character, pieces)
+
+    # Steps: where the walk is, one character at a time.
+
+    def _before(self, character: str, pieces: list[Piece]) -> None:
+        if not character.isspace():
+            self._step = self._at_key if character == "{" else self._lost
+
+    def _lost(self, character: str, pieces: list[Piece]) -> None:
+        """Behind the object, or in what is no JSON."""
+
+    def _at_key(self, character: str, pieces: list[Piece]) -> None:
+        if character == '"':
+            self._value, self._is_escaped = ['"'], False
+            self._step = self._in_key
+        elif not (character.isspace() or character == ","):
+            self._step = self._lost
+
+    def _in_key(self, character: str, pieces: list[Piece]) -> None:
+        self._value.append(character)
+        if self._is_escaped or character != '"':
+            self._is_escaped = character == "\\" and not self._is_escaped
+            return
+        self._key = str(_loads("".join(self._value)))
+        self._step = self._at_colon
+
+    def _at_colon(self, character: str, pieces: list[Piece]) -> None:
+        if character == ":":
+            self._step = self._at_value
+        elif not character.isspace():
+            self._step = self._lost
+
+    def _at_value(self, character: str, pieces: list[Piece]) -> None:
+        if character.isspace():
+            return
+        self._value, self._depth, self._is_string, self._is_escaped = [], 0, False, False
+        is_arguments = self._key in ("arguments", "parameters") and not self._has_arguments
+        self._is_passed_on = is_arguments and character == "{" and self._name is not None
+        self._has_arguments |= self._is_passed_on
+        self._step = self._in_value
+        self._in_value(character, pieces)
+
+    def _in_value(self, character: str, pieces: list[Piece]) -> None:
+        if not self._is_string and self._depth == 0 and self._value and (character in ",}" or character.isspace()):
+            self._take_value(pieces)  # a number or a word ends before this character
+            self._step(character, pieces)
+            return
+        self._value.append(character)
+        if self._is_passed_on:
+            pieces.append(Piece(Kind.ARGUMENTS, character))
+        if self._is_string:
+            if self._is_escaped or character != '"':
+                self._is_escaped = character == "\\" and not self._is_escaped
+                return
+            self._is_string = False
+        elif character == '"':
+            self._is_string = True
+            return
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+        else:
+            return
+        if self._depth == 0:
+            self._take_value(pieces)
+
+    def _take_value(self, pieces: list[Piece]) -> None:
+        self._step = self._at_key
+        text = "".join(self._value)
+        if self._key == "name" and self._name is None:
+            name = _loads(text)
+            if isinstance(name, str) and name:
+                self._name = name
+                pieces.append(Piece(Kind.CALL, name))
+                if self._arguments is not None:
+                    self._say(self._arguments, pieces)
+        elif self._key in ("arguments", "parameters") and not self._has_arguments:
+            if self._name is None:
+                self._arguments = text
+            else:
+                self._say(text, pieces)
+
+    def _say(self, text: str, pieces: list[Piece]) -> None:
+        """Give complete arguments, which some models write as a string of JSON."""
+        value = _loads(text) if text.startswith('"') else text
+        self._has_arguments = True
+        pieces.append(Piece(Kind.ARGUMENTS, "{}" if value in ("null", "", None) else str(value)))
+
+
+class TagCall:
+    """A call in tags. Strings are passed on as they come, other values once they are complete.
+
+    Args:
+        opener: the tag that was found; a model may leave out the outer one.
+        schemas: tell strings from numbers, for the tags do not.
+    """
+
+    def __init__(self, opener: str, schemas: Schemas) -> None:
+        self._schemas = schemas
+        self._text = FUNCTION if opener == FUNCTION else ""
+        self._raw = opener
+        self._step: Callable[[list[Piece]], bool] = self._at_function
+        self._name: str | None = None
+        self._key = ""
+        self._num_parameters = 0
+        self._value: list[str] = []
+        self._is_first = True
+        self._is_passed_on = False
+        self._rest: str | None = None
+
+    def feed(self, text: str, pieces: list[Piece]) -> str | None:
+        self._text += text
+        while self._rest is None and self._step(pieces):
+            pass
+        return self._rest
+
+    def finish(self, pieces: list[Piece]) -> None:
+        if self._name is None:
+            held = self._text if self._raw != FUNCTION else self._text[len(FUNCTION) :]
+            pieces.append(Piece(Kind.CONTENT, self._raw + held))
+        elif self._step == self._in_function:
+            pieces.append(Piece(Kind.ARGUMENTS, "}"))
+
+    # Steps: each returns whether the next can be taken with the text that is there.
+
+    def _at_function(self, pieces: list[Piece]) -> bool:
+        stripped = self._text.lstrip()
+        if FUNCTION.startswith(stripped) and stripped != FUNCTION:
+            return False
+        if not stripped.startswith(FUNCTION):
+            self._step = self._lost
+            return True
+        name, end, rest = stripped[len(FUNCTION) :].partition(">")
+        if not end:
+            return False
+        self._name = name.strip().strip("\"'")
+        self._text, self._step = rest, self._in_function
+        pieces += [Piece(Kind.CALL, self._name), Piece(Kind.ARGUMENTS, "{")]
+        return True
+
+    def _lost(self, pieces: list[Piece]) -> bool:
+        """In what is no call; it is content up to the closing tag."""
+        cut = cut_at(self._text, (CLOSE,))
+        if cut.tag is not None:
+            pieces.append(Piece(Kind.CONTENT, self._raw + cut.before + cut.tag))
+            self._rest = cut.after
+        return False
+
+    def _in_function(self, pieces: list[Piece]) -> bool:
+        cut = cut_at(self._text, (PARAMETER, END_FUNCTION, CLOSE))
+        self._text = cut.after
+        if cut.tag is None:
+            return False
+        if cut.tag == PARAMETER:
+            self._step = self._at_parameter
+            return True
+        pieces.append(Piece(Kind.ARGUMENTS, "}"))
+        if cut.tag == CLOSE:
+            self._rest = cut.after
+            return False
+        self._step = self._behind
+        return True
+
+    def _at_parameter(self, pieces: list[Piece]) -> bool:
+        name, end, rest = self._text.partition(">")
+        if not end:
+            return False
+        self._key = name.strip().strip("\"'")
+        self._text, self._value, self._is_first = rest, [], True
+        self._is_passed_on = _is_text(self._schema())
+        comma = ", " if self._num_parameters else ""
+        self._num_parameters += 1
+        quote = '"' if self._is_passed_on else ""
+        pieces.append(Piece(Kind.ARGUMENTS, f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {quote}"))
+        self._step = self._in_value
+        return True
+
+    def _in_value(self, pieces: list[Piece]) -> bool:
+        if self._is_first and self._text:
+            self._text, self._is_first = self._text.removeprefix("\n"), False
+        cut = cut_at(self._text, (END_PARAMETER, PARAMETER, END_FUNCTION))
+        if cut.tag is None:
+            # The line's end before a closing tag is not the value's.
+            kept = cut.before.removesuffix("\n")
+            self._take(kept, pieces)
+            self._text = cut.before[len(kept) :] + cut.after
+            return False
+        self._take(cut.before.removesuffix("\n"), pieces)
+        if self._is_passed_on:
+            pieces.append(Piece(Kind.ARGUMENTS, '"'))
+        else:
+            pieces.append(Piece(Kind.ARGUMENTS, _value_as_json("".join(self._value), self._schema())))
+        self._text = cut.after if cut.tag == END_PARAMETER else cut.tag + cut.after
+        self._step = self._in_function
+        return True
+
+    def _take(self, text: str, pieces: list[Piece]) -> None:
+        if not text:
+            return
+        if self._is_passed_on:
+            pieces.append(Piece(Kind.ARGUMENTS, json.dumps(text, ensure_ascii=False)[1:-1]))
+        else:
+            self._value.append(text)
+
+    def _behind(self, pieces: list[Piece]) -> bool:
+        stripped = self._text.lstrip()
+        if CLOSE.startswith(stripped) and stripped != CLOSE:
+            return False
+        self._rest = stripped.removeprefix(CLOSE)
+        return False
+
+    def _schema(self) -> Any:
+        properties = self._schemas.get(self._name or "", {}).get("properties")
+        return properties.get(self._key) if isinstance(properties, Mapping) else None
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether a value is a string for certain; so it is, too, where nothing is known."""
+    if not isinstance(schema, Mapping):
+        return True
+    return schema.get(
+        "type", "string" if not schema.keys() & {"anyOf", "oneOf", "allOf", "$ref", "enum"} else None
+    ) in (
+        "string",
+        ["string"],
+    )
+
+
+def _value_as_json(text: str, schema: Any) -> str:
+    """Return a value as JSON: as it is if that is JSON and not expected to be a string, else as a string."""
+    value = _loads(text.strip())
+    if value is None and text.strip() != "null":
+        lowered = text.strip().lower()
+        if lowered in ("true", "false"):  # as Python writes them
+            return lowered
+        return json.dumps(text, ensure_ascii=False)
+    types = schema.get("type") if isinstance(schema, Mapping) else None
+    allowed = types if isinstance(types, list) else [types]
+    is_only_text = (
+        "string" in allowed and not isinstance(value, list | dict) and not (value is None and "null" in allowed)
+    )
+    if is_only_text and not (isinstance(value, bool | int | float) and set(allowed) & {"boolean", "integer", "number"}):
+        return json.dumps(text, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _loads(text: str) -> Any:
+    """Return the value of JSON, None if it is none. Infinities are none."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def hermes_parser(schemas: Schemas) -> ToolCallParser:
+    """Return a parser of calls in JSON."""
+    return ToolCallParser((OPEN,), lambda _: JsonCall())
+
+
+def qwen3_coder_parser(schemas: Schemas) -> ToolCallParser:
+    """Return a parser of calls in tags."""
+    return ToolCallParser((OPEN, FUNCTION), lambda opener: TagCall(opener, schemas))
+
+
+TOOL_PARSERS: Final[Mapping[str, Callable[[Schemas], ToolCallParser]]] = {
+    "hermes": hermes_parser,
+    "qwen3_coder": qwen3_coder_parser,
+}

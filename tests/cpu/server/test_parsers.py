@@ -1,0 +1,167 @@
+"""Reasoning and calls of tools in a model's text: what is found, however the text is cut, and whatever it holds."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strandline.server.pieces import Kind, Piece, PieceParser, cut_at, joined
+from strandline.server.reasoning import ThinkParser
+from strandline.server.tool_calls import TOOL_PARSERS
+
+SCHEMAS: dict[str, Any] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "exact": {"type": "boolean"},
+            "where": {"type": "object"},
+            "maybe": {"type": ["string", "null"]},
+        },
+    }
+}
+PARSERS: dict[str, Callable[[], PieceParser]] = {
+    "think": lambda: ThinkParser(is_open=False),
+    "think, opened": lambda: ThinkParser(is_open=True),
+    "hermes": lambda: TOOL_PARSERS["hermes"](SCHEMAS),
+    "qwen3_coder": lambda: TOOL_PARSERS["qwen3_coder"](SCHEMAS),
+}
+SHARDS = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>"),
+    *("weather", ">", "city", "days", "\n", " ", '"', "\\", "{", "}", "a<b", "12"),
+    '{"name": "weather", "arguments": {"city": "Ulm"}}',
+    '{"arguments": "{}", "name": "weather"}',
+]
+
+
+def parse(name: str, *texts: str) -> list[Piece]:
+    parser = PARSERS[name]()
+    pieces = [piece for text in texts for piece in parser.feed(text)]
+    return joined([*pieces, *parser.finish()])
+
+
+def calls(pieces: list[Piece]) -> list[tuple[str, Any]]:
+    """Return the names and arguments of well-formed calls."""
+    found = []
+    for piece, after in zip(pieces, [*pieces[1:], Piece(Kind.CONTENT, "")], strict=True):
+        if piece.kind is Kind.CALL:
+            found.append((piece.text, json.loads(after.text) if after.kind is Kind.ARGUMENTS else None))
+    return found
+
+
+def contents(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces if piece.kind is Kind.CONTENT)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(sorted(PARSERS)), st.lists(st.sampled_from(SHARDS), max_size=14), st.data())
+def test_how_the_text_is_cut_changes_nothing(name: str, shards: list[str], data: st.DataObject) -> None:
+    text = "".join(shards)
+    places = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    parts = [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+    whole = parse(name, text)
+    assert parse(name, *parts) == whole
+    assert parse(name, *text) == whole
+
+
+@given(st.sampled_from(sorted(PARSERS)), st.text("ab <>/\n{}", max_size=60))
+def test_text_without_whole_tags_is_kept(name: str, text: str) -> None:
+    kept = "".join(piece.text for piece in parse(name, text))
+    assert kept == (text.lstrip() if name == "think, opened" and text.strip() else text)
+
+
+def test_reasoning_is_told_from_the_answer() -> None:
+    expected = [Piece(Kind.REASONING, "hm,\n\nso"), Piece(Kind.CONTENT, "Yes.\n")]
+    assert parse("think", "<think>\nhm,\n\nso\n</think>\n\nYes.\n") == expected
+    assert parse("think, opened", "hm,\n\nso\n</think>\n\nYes.\n") == expected
+    assert parse("think, opened", "<think>\nhm,\n\nso\n</think>\n\nYes.\n") == expected
+
+
+def test_reasoning_that_does_not_end_is_all_reasoning_and_none_is_all_answer() -> None:
+    assert parse("think, opened", "still at it") == [Piece(Kind.REASONING, "still at it")]
+    assert parse("think", "  no </think> here") == [Piece(Kind.CONTENT, "  no </think> here")]
+
+
+def test_calls_in_json_are_found_among_content() -> None:
+    text = (
+        'Let me see.\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "x": [1, "}"]}}\n</tool_call>\n'
+        '<tool_call>{"name": "clock"}</tool_call>'
+    )
+    pieces = parse("hermes", text)
+    assert contents(pieces) == "Let me see."
+    assert calls(pieces) == [("weather", {"city": "Ulm", "x": [1, "}"]}), ("clock", {})]
+
+
+def test_the_name_comes_first_and_arguments_as_they_are_written() -> None:
+    parser = PARSERS["hermes"]()
+    assert parser.feed('<tool_call>{"name": "weather", "argu') == [Piece(Kind.CALL, "weather")]
+    assert joined(parser.feed('ments": {"city": "U')) == [Piece(Kind.ARGUMENTS, '{"city": "U')]
+    assert joined(parser.feed('lm"}}')) == [Piece(Kind.ARGUMENTS, 'lm"}')]
+    parser = PARSERS["qwen3_coder"]()
+    parser.feed("<tool_call>\n<function=weather>\n<parameter=city>\nUl")
+    assert joined(parser.feed("m und Neu")) == [Piece(Kind.ARGUMENTS, "m und Neu")]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"arguments": {"city": "Ulm"}, "name": "weather"}',
+        '{"name": "weather", "arguments": "{\\"city\\": \\"Ulm\\"}"}',
+        '{"name": "weather", "parameters": {"city": "Ulm"}}',
+        ' {"id": 7, "ok": true, "name" : "weather" , "arguments" : {"city": "Ulm"} } ',
+    ],
+)
+def test_other_ways_of_writing_json_are_understood(written: str) -> None:
+    assert calls(parse("hermes", f"<tool_call>{written}</tool_call>")) == [("weather", {"city": "Ulm"})]
+
+
+@pytest.mark.parametrize("wrong", ["", "not json", '{"name": 3}', "[]", '{"name"', '{name: "weather"}', '{"a": {}}'])
+def test_what_is_no_call_is_content(wrong: str) -> None:
+    text = f"<tool_call>{wrong}</tool_call>"
+    assert parse("hermes", text) == [Piece(Kind.CONTENT, text)]
+    if not wrong.startswith("<function="):
+        assert parse("qwen3_coder", text) == [Piece(Kind.CONTENT, text)]
+
+
+def test_calls_in_tags_are_typed_by_their_schema() -> None:
+    text = (
+        'Sure.\n<tool_call>\n<function=weather>\n<parameter=city>\nNew\n"York"\n</parameter>\n<parameter=days>\n3\n'
+        '</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=where>\n{"x": [1]}\n</parameter>\n'
+        "<parameter=maybe>\nnull\n</parameter>\n<parameter=other>\n12\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=clock>\n</function>\n</tool_call>"
+    )
+    pieces = parse("qwen3_coder", text)
+    weather = {"city": 'New\n"York"', "days": 3, "exact": True, "where": {"x": [1]}, "maybe": None, "other": "12"}
+    assert calls(pieces) == [("weather", weather), ("clock", {})]
+    assert contents(pieces) == "Sure."
+
+
+def test_tags_that_a_model_forgot_are_put_up_with() -> None:
+    text = "<function=weather>\n<parameter=city>\nUlm\n<parameter=days>\n3\n</function>\nDone."
+    pieces = parse("qwen3_coder", text)
+    assert calls(pieces) == [("weather", {"city": "Ulm", "days": 3})]
+    assert contents(pieces) == "Done."
+
+
+def test_a_value_may_hold_the_tag_that_ends_a_call() -> None:
+    text = "<tool_call><function=f><parameter=a>\nx</tool_call>y\n</parameter></function></tool_call>"
+    assert calls(parse("qwen3_coder", text)) == [("f", {"a": "x</tool_call>y"})]
+
+
+def test_values_that_are_not_what_the_schema_says_stay_strings() -> None:
+    text = "<tool_call><function=weather><parameter=days>soon</parameter><parameter=where>{'a'</parameter></function>"
+    assert calls(parse("qwen3_coder", text)) == [("weather", {"days": "soon", "where": "{'a'"})]
+
+
+def test_a_call_that_is_cut_off_keeps_what_there_is() -> None:
+    assert parse("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b')[-1] == Piece(Kind.ARGUMENTS, '{"a": "b')
+    assert parse("qwen3_coder", "<tool_call><function=f><parameter=a>b")[-1] == Piece(Kind.ARGUMENTS, '{"a": "b')
+
+
+def test_a_text_is_cut_at_the_first_tag_and_what_may_be_one_is_held() -> None:
+    assert cut_at("ab<y>c<x>", ("<x>", "<y>")) == ("ab", "<y>", "c<x>")
+    assert cut_at("ab<", ("<x>",)) == ("ab", None, "<")
