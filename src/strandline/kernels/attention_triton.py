@@ -54,7 +54,7 @@ PREFILL_TILE = Tile(rows=128, keys=64, num_warps=8, num_stages=2)
 """Two warp groups, 128 accumulators per thread at a head dim of 256; queries and two tiles of keys and values fill
 shared memory."""
 
-FLOAT32_TILE = Tile(rows=16, keys=16, num_warps=4, num_stages=1)
+FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
 """Products in plain float32 do not use the tensor cores: this path is for tests, not for speed."""
 
 DECODE_PROGRAMS = 4 * NUM_SMS

@@ -17,13 +17,14 @@ from tests.interpreter import multiply_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
-take_loop_bounds_from_memory()
-multiply_bfloat16()
 
 from strandline.kernels import attention_triton
 
-TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
-"""``|out - ref| / |ref|``: sums of up to 1,000 float32 products; bfloat16 weights and results, of 8 bits."""
+take_loop_bounds_from_memory()
+multiply_bfloat16()
+
+TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
+"""``|out - ref| / |ref|``: scores of up to 30 in float32, as exponents; bfloat16 weights and results, of 8 bits."""
 
 MIXED = [*decodes(400, 1, 70), (0, 20), (60, 140), (0, 1), (64, 129)]
 

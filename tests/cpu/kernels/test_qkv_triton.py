@@ -1,0 +1,125 @@
+"""Queries, keys and values in Triton equal the torch version's; they are stored where they belong and nowhere else.
+
+``check`` runs on any device; tests/gpu runs it at a model's shapes too.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.kernels import qkv
+from strandline.kernels.arena import NAN_BYTE, ArenaTensors
+from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.rotary import default_frequencies, rotary_table
+from strandline.specs import AttentionSpec, ModelSpec
+from tests.poison import poisoned_memory
+
+pytest.importorskip("triton")
+
+from strandline.kernels import qkv_triton
+
+EPS = 1e-6
+
+
+@dataclass
+class Shape:
+    """Heads, channels that turn, and the blocks that the rows are stored in."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    blocks: list[int]
+
+
+def make_memory(shape: Shape, dtype: torch.dtype, device: str) -> KVMemory:
+    layer = AttentionSpec(shape.num_kv_heads, shape.head_dim, str(dtype).removeprefix("torch."))
+    arena = ArenaTensors(ModelSpec((layer, layer), 4, "float32"), max(shape.blocks) + 2, device)
+    arena.bytes.fill_(NAN_BYTE)
+    memory = arena.layers[1]
+    assert isinstance(memory, KVMemory)
+    return memory
+
+
+def make_batch(blocks: list[int], device: str) -> AttentionBatch:
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    return AttentionBatch(
+        query_starts=(),
+        context_lens=(),
+        query_starts_N1=empty,
+        context_lens_N=empty,
+        block_table_NM=empty,
+        write_blocks_T=torch.tensor(blocks, device=device),
+        # Rows of one block never fall together, wherever the block comes up again.
+        write_offsets_T=torch.tensor([(7 * row + 3) % 64 for row in range(len(blocks))], device=device),
+        is_all_written=0 not in blocks,
+    )
+
+
+def near(actual: Tensor, expected: Tensor) -> None:
+    """Compare; in bfloat16 another order of a sum flips a rounding, and the turn adds two such numbers.
+
+    Triton's interpreter cuts bfloat16 off instead of rounding it.
+    """
+    tolerance = 3e-6 if expected.dtype == torch.float32 else 2**-6
+    difference = (actual.double() - expected.double()).abs()
+    scale = expected.double().abs().nan_to_num().amax()
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert difference.nan_to_num().amax() <= tolerance * scale
+
+
+def check(shape: Shape, dtype: torch.dtype, device: str) -> None:
+    num_tokens, head_dim = len(shape.blocks), shape.head_dim
+    features = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
+    wide = torch.full((num_tokens, features + 24), torch.nan, dtype=dtype, device=device)
+    projected_TO = wide[:, 8 : 8 + features + 5]
+    projected_TO[:, :features] = torch.randn(num_tokens, features, device=device).to(dtype)
+    q_norm_D, k_norm_D = torch.randn(2, head_dim, device=device).to(dtype)
+    positions_T = torch.randint(0, 5000, (num_tokens,), device=device)
+    rotary = rotary_table(positions_T, default_frequencies(1e4, shape.rotary_dim).to(device), 1.0)
+    batch = make_batch(shape.blocks, device)
+    results = []
+    for operation in (qkv_triton.prepare_qkv, qkv.prepare_qkv.__wrapped__):
+        memory = make_memory(shape, dtype, device)
+        before = projected_TO.clone()
+        with poisoned_memory():
+            q_THD = operation(projected_TO, shape.num_heads, q_norm_D, k_norm_D, EPS, rotary, memory, batch)
+        assert torch.equal(projected_TO[:, :features], before[:, :features])
+        results.append((q_THD, memory.k_BPGD, memory.v_BPGD))
+    (q, k, v), (expected_q, expected_k, expected_v) = results
+    assert q.is_contiguous()
+    assert q.shape == expected_q.shape
+    near(q, expected_q)
+    near(k, expected_k)
+    assert torch.equal(v.view(torch.uint8), expected_v.view(torch.uint8))
+
+
+SHAPES = [
+    Shape(6, 2, 16, 8, [1, 3, 3, 4]),
+    Shape(3, 1, 12, 12, [2, 0, 0, 1]),
+    Shape(4, 4, 8, 2, [0, 0]),
+    Shape(5, 1, 32, 16, [2]),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_are_stored_where_they_belong_and_nowhere_else(shape: Shape, dtype: torch.dtype) -> None:
+    check(shape, dtype, "cpu")
+
+
+def test_many_tokens_take_the_other_launch() -> None:
+    num_tokens = qkv_triton.FEW_TOKENS + 1
+    check(Shape(3, 1, 8, 4, [1 + row // 60 for row in range(num_tokens)]), torch.float32, "cpu")
+
+
+def test_a_step_of_no_tokens_gives_nothing() -> None:
+    shape = Shape(3, 1, 8, 4, [1])
+    rotary = rotary_table(torch.zeros(0), default_frequencies(1e4, 4), 1.0)
+    weight_D = torch.randn(8)
+    memory = make_memory(shape, torch.float32, "cpu")
+    projected_TO = torch.randn(0, 40)
+    q_THD = qkv_triton.prepare_qkv(projected_TO, 3, weight_D, weight_D, EPS, rotary, memory, make_batch([], "cpu"))
+    assert q_THD.shape == (0, 3, 8)

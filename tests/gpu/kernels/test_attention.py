@@ -1,0 +1,44 @@
+"""Attention in Triton on a GPU: the steps of the CPU's tests, and some at the shapes of published models."""
+
+import pytest
+import torch
+
+from tests.cpu.kernels.test_attention import decodes, make_case
+from tests.cpu.kernels.test_attention_triton import CASES, check, check_padding, check_views
+
+DTYPES = [torch.float32, torch.bfloat16]
+MODEL_HEADS = [(4, 4, 256), (2, 8, 256), (8, 4, 128), (2, 6, 80)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(2, 3, 64), (1, 5, 16), (2, 2, 12)])
+@pytest.mark.parametrize(("ranges", "num_decodes", "window_tokens"), CASES)
+def test_steps_equal_the_oracle_and_see_no_nan(
+    ranges: list[tuple[int, int]],
+    num_decodes: int,
+    window_tokens: int | None,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> None:
+    case = make_case(ranges, num_decodes, heads=heads, dtype=dtype, window_tokens=window_tokens)
+    check(case, "cuda", window_tokens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", MODEL_HEADS)
+@pytest.mark.parametrize("window_tokens", [None, 300])
+def test_steps_at_the_shapes_of_models_equal_the_oracle(
+    heads: tuple[int, int, int], dtype: torch.dtype, window_tokens: int | None
+) -> None:
+    ranges = [*decodes(1152, 1, 200), (900, 1028), (0, 70), (5, 6)]
+    check(make_case(ranges, 3, heads=heads, dtype=dtype, window_tokens=window_tokens), "cuda", window_tokens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padded_rows_of_a_graph_give_zeros(dtype: torch.dtype) -> None:
+    check_padding(make_case(decodes(70, 1, 700), 3, heads=(2, 8, 256), dtype=dtype), "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_views_of_wider_rows_are_read_in_place(dtype: torch.dtype) -> None:
+    check_views(make_case([*decodes(70, 3), (0, 9)], 2, heads=(2, 8, 256), dtype=dtype), "cuda")
