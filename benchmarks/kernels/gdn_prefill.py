@@ -1,0 +1,203 @@
+"""Times Gated DeltaNet prefill at the shape of Qwen3.5's layers on a GPU; `--sweep` tries how its kernels are launched.
+
+PYTHONPATH=src python3 benchmarks/kernels/gdn_prefill.py [--sweep]
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+from triton.testing import do_bench
+
+from strandline.kernels import gdn
+from strandline.kernels import gdn_prefill_triton as kernels
+from strandline.kernels.chunk_table import ChunkTable, build_chunk_table
+from strandline.kernels.gdn_prefill_triton import Launch
+
+KEY_HEADS, HEADS, DIM = 16, 32, 128
+SLOT_ELEMENTS = 16 * 2**20
+COPY_BYTES_PER_S = 4.3e12
+BF16_FLOPS_PER_S = 700e12
+PEERS_MS = {(8192, 1): (0.591, 0.395), (8192, 8): (0.566, 0.127), (65536, 1): (4.65, 3.10), (65536, 8): (4.37, 0.862)}
+"""Tokens, sequences: the same on an H200, by FLA's Triton kernels as vLLM 0.25.1 carries them and by FlashInfer."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's work: random bfloat16 inputs of equal sequences, each with the same number of cuts."""
+
+    num_tokens: int
+    num_sequences: int
+    num_cuts: int
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    state_SHKV: Tensor
+    src_N: Tensor
+    dst_N: Tensor
+    chunks: ChunkTable
+
+    @property
+    def name(self) -> str:
+        return f"T={self.num_tokens} N={self.num_sequences} cuts={self.num_cuts}"
+
+    @property
+    def floor_ms(self) -> float:
+        """Every input read and every output written once; or the products that the chunkwise form needs."""
+        num_bytes = self.num_tokens * DIM * 2 * (2 * KEY_HEADS + 2 * HEADS)
+        num_bytes += (2 * self.num_sequences + self.num_cuts) * HEADS * DIM * DIM * 4
+        flops_of_head = 2 * 64 * (3 * DIM * DIM + 2 * 64 * DIM + 64 * 64)
+        num_flops = len(self.chunks.starts) * (HEADS * flops_of_head + KEY_HEADS * 2 * 2 * 64 * 64 * DIM)
+        return 1e3 * max(num_bytes / COPY_BYTES_PER_S, num_flops / BF16_FLOPS_PER_S)
+
+
+def make_case(num_tokens: int, num_sequences: int, num_cuts: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """Return random work whose cuts (of all sequences together) lie off the grid of 64 tokens."""
+    channels = (2 * KEY_HEADS + HEADS) * DIM
+    fused_TC = torch.randn(num_tokens, channels, device="cuda").to(dtype)
+    q_TX, k_TX, v_TX = fused_TC.split([KEY_HEADS * DIM, KEY_HEADS * DIM, HEADS * DIM], dim=1)
+    gates_TX = torch.randn(num_tokens, 2 * HEADS, device="cuda").to(dtype)
+    inputs = (
+        q_TX.unflatten(1, (KEY_HEADS, DIM)),
+        k_TX.unflatten(1, (KEY_HEADS, DIM)),
+        v_TX.unflatten(1, (HEADS, DIM)),
+        gates_TX[:, :HEADS],
+        gates_TX[:, HEADS:],
+        torch.empty(HEADS, device="cuda").uniform_(0.001, 16).log(),
+        torch.randn(HEADS, device="cuda"),
+    )
+    num_slots = 2 * num_sequences + num_cuts + 1
+    arena_SX = torch.randn(num_slots, SLOT_ELEMENTS, device="cuda")
+    state_SHKV = arena_SX[:, : HEADS * DIM * DIM].unflatten(1, (HEADS, DIM, DIM))
+    length = num_tokens // num_sequences
+    cuts: list[list[tuple[int, int]]] = [[] for _ in range(num_sequences)]
+    for i in range(num_cuts):
+        turn = i // num_sequences + 1
+        turns = -(-num_cuts // num_sequences)
+        cuts[i % num_sequences].append((turn * length // (turns + 1) + 5, 2 * num_sequences + 1 + i))
+    return Case(
+        num_tokens,
+        num_sequences,
+        num_cuts,
+        inputs,
+        state_SHKV,
+        torch.arange(1, num_sequences + 1, device="cuda"),
+        torch.arange(num_sequences + 1, 2 * num_sequences + 1, device="cuda"),
+        build_chunk_table([(0, length)] * num_sequences, cuts, "cuda"),
+    )
+
+
+def verify() -> None:
+    """Compare with the reference, in float32 on the CPU, at the real shape."""
+    for dtype, limit in ((torch.bfloat16, 1.5e-2), (torch.float32, 2e-5)):
+        case = make_case(1024, 2, 3, dtype)
+        expected_SHKV = case.state_SHKV.cpu()
+        chunks = build_chunk_table(*cuts_of(case.chunks))
+        q, k, v, a, b, A_log, dt_bias = (x.cpu().float() for x in case.inputs)
+        slots = case.src_N.cpu(), case.dst_N.cpu()
+        expected = gdn.gdn_prefill(q, k, v, a, b, A_log, dt_bias, expected_SHKV, *slots, chunks)
+        out = kernels.gdn_prefill(*case.inputs, case.state_SHKV, case.src_N, case.dst_N, case.chunks).cpu().float()
+        errors = [
+            float((x - y).norm() / y.norm()) for x, y in ((out, expected), (case.state_SHKV.cpu(), expected_SHKV))
+        ]
+        verdict = "ok" if max(errors) <= limit else "WRONG"
+        print(f"gdn_prefill {dtype}: error of outputs {errors[0]:.2e}, of states {errors[1]:.2e}: {verdict}")
+
+
+def cuts_of(chunks: ChunkTable) -> tuple[list[tuple[int, int]], list[list[tuple[int, int]]]]:
+    """Return the ranges and cuts that a table of whole prompts was built from."""
+    ranges, cuts = [], []
+    for first, end in zip(chunks.first_chunks, chunks.first_chunks[1:], strict=False):
+        base = chunks.starts[first]
+        stops = [chunks.starts[c] + chunks.lengths[c] - base for c in range(first, end)]
+        ranges.append((0, stops[-1]))
+        cuts.append(
+            [(stop, chunks.cut_slots[first + i]) for i, stop in enumerate(stops) if chunks.cut_slots[first + i]]
+        )
+    return ranges, cuts
+
+
+def time_ms(function: Callable[[], object], budget_ms: int = 100) -> float:
+    return float(do_bench(function, warmup=25, rep=budget_ms, return_mode="median"))
+
+
+def try_ms(function: Callable[[], object]) -> float | str:
+    """Return the time, or the first line of why there is none."""
+    try:
+        return time_ms(function, 40)
+    except Exception as error:  # noqa: BLE001 - a variant that fails must not end the sweep
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''}"
+
+
+def report(case: Case) -> float:
+    """Print the times of the whole and of each kernel; return the whole's."""
+    q, k, v, *_ = case.inputs
+    gates = case.inputs[3:]
+    slots = case.state_SHKV, case.src_N, case.dst_N, case.chunks
+    whole = time_ms(lambda: kernels.gdn_prefill(*case.inputs, *slots))
+    prepare = time_ms(lambda: kernels.prepare(q, k, *gates, case.chunks))
+    prepared = kernels.prepare(q, k, *gates, case.chunks)
+    advance = time_ms(lambda: kernels.advance(q, k, v, prepared, *slots))
+    peers = PEERS_MS.get((case.num_tokens, case.num_sequences))
+    print(
+        f"gdn_prefill {case.name}: {1e3 * whole:.1f} µs (prepare {1e3 * prepare:.1f}, advance {1e3 * advance:.1f}); "
+        f"floor {1e3 * case.floor_ms:.1f} µs, {100 * case.floor_ms / whole:.0f} % of it"
+        + (f"; peers {1e3 * peers[0]:.0f} and {1e3 * peers[1]:.0f} µs" if peers else ""),
+        flush=True,
+    )
+    return whole
+
+
+def sweep(case: Case) -> None:
+    """Print the time of every way to launch each kernel, the best last."""
+    q, k, v, *_ = case.inputs
+    gates = case.inputs[3:]
+    slots = case.state_SHKV, case.src_N, case.dst_N, case.chunks
+    variants: dict[str, Callable[[], object]] = {}
+    for (warps, stages), inverse in product([(4, 1), (8, 1), (4, 2), (8, 2)], ["tf32", "tf32x3"]):
+        variants[f"prepare warps={warps} stages={stages} inverse={inverse}"] = partial(
+            kernels.prepare, q, k, *gates, case.chunks, Launch(warps, stages), inverse
+        )
+    print_best(case, variants)
+    prepared = kernels.prepare(q, k, *gates, case.chunks)
+    variants = {}
+    for columns, warps, stages in product([16, 32, 64, 128], [4, 8], [1, 2, 3, 4]):
+        variants[f"advance columns={columns} warps={warps} stages={stages}"] = partial(
+            kernels.advance, q, k, v, prepared, *slots, Launch(warps, stages), columns
+        )
+    print_best(case, variants)
+
+
+def print_best(case: Case, variants: dict[str, Callable[[], object]]) -> None:
+    results = {name: try_ms(function) for name, function in variants.items()}
+    for name, result in results.items():
+        print(f"  {case.name} {name}: {result if isinstance(result, str) else f'{1e3 * result:.1f} µs'}", flush=True)
+    times = {name: result for name, result in results.items() if isinstance(result, float)}
+    if times:
+        best = min(times, key=times.__getitem__)
+        print(f"best for {case.name}: {best}: {1e3 * times[best]:.1f} µs", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Verify, then time; or sweep."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sweep", action="store_true", help="try how the kernels are launched")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    verify()
+    for num_tokens, num_sequences in ((8192, 1), (8192, 8), (65536, 1), (65536, 8), (2048, 16)):
+        if options.sweep:
+            if num_tokens < 65536:
+                sweep(make_case(num_tokens, num_sequences, 0))
+            continue
+        without, with_cuts = (report(make_case(num_tokens, num_sequences, cuts)) for cuts in (0, 8))
+        print(
+            f"gdn_prefill T={num_tokens} N={num_sequences}: with 8 cuts {with_cuts / without:.3f} of the time without"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Triton's Gated DeltaNet prefill against torch's: outputs, final states and the states at cuts, on any device.
+
+Shape suffixes as in ``kernels/gdn.py``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.kernels.chunk_table import build_chunk_table
+from strandline.kernels.gdn import gdn_prefill as gdn_prefill_by_torch
+
+if find_spec("triton") is not None:
+    from strandline.kernels.gdn_prefill_triton import gdn_prefill
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+FLOAT32_ERROR = 2e-5
+"""``|out - ref| / |ref|``: both sum float32, a GPU multiplies with 21 bits, and the inverse multiplies the errors."""
+
+BFLOAT16_ERROR = 1.5e-2
+"""Operands of every product are rounded to 8 bits (the interpreter cuts them off), sums are float32."""
+
+NUM_SLOTS = 24
+POISON = float("nan")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one layer."""
+
+    key_heads: int = 1
+    value_heads: int = 2
+    key_dim: int = 16
+    value_dim: int = 16
+
+
+REAL = Shape(16, 32, 128, 128)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One sequence of a step: its token range, where its state comes from and goes to, and its cuts."""
+
+    start: int
+    end: int
+    src: int
+    dst: int
+    cuts: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Parameters of one layer and the inputs of T tokens."""
+
+    q_TGK: Tensor
+    k_TGK: Tensor
+    v_THV: Tensor
+    a_TH: Tensor
+    b_TH: Tensor
+    A_log_H: Tensor
+    dt_bias_H: Tensor
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return what the kernel takes first."""
+        return self.q_TGK, self.k_TGK, self.v_THV, self.a_TH, self.b_TH, self.A_log_H, self.dt_bias_H
+
+
+def make_layer(num_tokens: int, shape: Shape, dtype: torch.dtype, device: str) -> Layer:
+    """Return random inputs as views of fused projections, with NaN around them; some heads decay fast, some hardly."""
+    key_size, value_size = shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim
+    fused_TC = torch.randn(num_tokens + 1, 2 * key_size + value_size + 16, device=device).to(dtype)
+    gates_TX = torch.randn(num_tokens + 1, 2 * shape.value_heads + 8, device=device).to(dtype)
+    fused_TC[num_tokens:] = gates_TX[num_tokens:] = POISON
+    q_TX, k_TX, v_TX, _ = fused_TC[:num_tokens].split([key_size, key_size, value_size, 16], dim=1)
+    a_TH, b_TH, _ = gates_TX[:num_tokens].split([shape.value_heads, shape.value_heads, 8], dim=1)
+    return Layer(
+        q_TX.unflatten(1, (shape.key_heads, shape.key_dim)),
+        k_TX.unflatten(1, (shape.key_heads, shape.key_dim)),
+        v_TX.unflatten(1, (shape.value_heads, shape.value_dim)),
+        a_TH,
+        b_TH,
+        torch.empty(shape.value_heads, device=device).uniform_(0.001, 4).log(),
+        torch.randn(shape.value_heads, device=device),
+    )
+
+
+def make_arena(filled_slots: Sequence[int], shape: Shape, device: str) -> Tensor:
+    """Return the strided view of one layer's states: NaN everywhere but in the filled slots."""
+    state_shape = (shape.value_heads, shape.key_dim, shape.value_dim)
+    size = shape.value_heads * shape.key_dim * shape.value_dim
+    arena_SX = torch.full((NUM_SLOTS, size + 7 * 64), POISON, device=device)
+    state_SHKV: Tensor = arena_SX[:, 64 : 64 + size].unflatten(1, state_shape)
+    for slot in filled_slots:
+        state_SHKV[slot] = torch.randn(state_shape, device=device)
+    return state_SHKV
+
+
+def check(layer: Layer, state_SHKV: Tensor, prompts: Sequence[Prompt], limit: float) -> float:
+    """Assert outputs, every slot that is written and that no other is; return the larger error."""
+    device = state_SHKV.device
+    ranges, cuts = [(p.start, p.end) for p in prompts], [p.cuts for p in prompts]
+    exact = Layer(*(x.float().cpu() for x in layer.arguments()))
+    expected_SHKV = state_SHKV.cpu().clone()
+    src_N, dst_N = torch.tensor([p.src for p in prompts]), torch.tensor([p.dst for p in prompts])
+    expected_THV = gdn_prefill_by_torch(
+        *exact.arguments(), expected_SHKV, src_N, dst_N, build_chunk_table(ranges, cuts)
+    )
+    # Freed memory that the kernels' scratch is likely to get.
+    poison = [torch.full((layer.v_THV.numel() * n,), POISON, device=device) for n in (1, 2, 3, 4)]
+    del poison
+    out_THV = gdn_prefill(
+        *layer.arguments(), state_SHKV, src_N.to(device), dst_N.to(device), build_chunk_table(ranges, cuts, device)
+    )
+    assert out_THV.dtype == layer.q_TGK.dtype
+    out_error = float((out_THV.cpu().float() - expected_THV).norm() / expected_THV.norm())
+    is_written = expected_SHKV.isfinite()
+    assert torch.equal(state_SHKV.cpu().isfinite(), is_written)
+    state_error = float(
+        (state_SHKV.cpu() - expected_SHKV)[is_written].norm() / expected_SHKV[is_written].norm().clamp_min(1e-30)
+    )
+    assert out_error <= limit
+    assert state_error <= limit
+    return max(out_error, state_error)
+
+
+def check_lengths(shape: Shape, device: str, dtype: torch.dtype, limit: float) -> None:
+    for num_tokens in (1, 63, 65, 130):
+        prompts = [Prompt(37, 37 + num_tokens, 2, 1, ((37 + (num_tokens + 1) // 2, 3),))]
+        check(make_layer(num_tokens, shape, dtype, device), make_arena([2], shape, device), prompts, limit)
+
+
+def check_mixed_batch(shape: Shape, device: str, dtype: torch.dtype, limit: float) -> None:
+    prompts = [
+        Prompt(37, 38, src=1, dst=1),
+        Prompt(0, 130, src=0, dst=2, cuts=((1, 3), (64, 4), (65, 5), (130, 6))),
+        Prompt(64, 67, src=7, dst=8, cuts=((66, 9),)),
+        Prompt(63, 90, src=7, dst=0),
+        Prompt(5, 69, src=7, dst=11, cuts=((64, 12), (68, 13))),
+        Prompt(0, 1, src=0, dst=14, cuts=((1, 15),)),
+    ]
+    layer = make_layer(sum(p.end - p.start for p in prompts), shape, dtype, device)
+    check(layer, make_arena([1, 7], shape, device), prompts, limit)
+
+
+def check_gates(gate: str, device: str) -> None:
+    shape = Shape(2, 4)
+    layer = make_layer(150, shape, torch.float32, device)
+    a_TH = torch.full_like(layer.a_TH, {"no decay": -200.0, "strong": 20.0}.get(gate, 3e4))
+    if gate == "one in ten":
+        a_TH = layer.a_TH - 6.0
+        a_TH[::10] = 3e4
+    if gate == "infinite":
+        a_TH = layer.a_TH.clone()
+        a_TH[::7] = torch.inf
+    layer = replace(layer, a_TH=a_TH, A_log_H=torch.tensor([2.7, 0.0, -3.0, 4.0], device=device))
+    check(layer, make_arena([1], shape, device), [Prompt(5, 155, 1, 2, ((70, 3),))], FLOAT32_ERROR)
+
+
+def check_repeated_keys(device: str, dtype: torch.dtype, limit: float) -> None:
+    shape = Shape()
+    layer = make_layer(130, shape, dtype, device)
+    k_TGK = (layer.k_TGK[:1].float() + 1e-3 * layer.k_TGK.float()).to(dtype)
+    layer = replace(layer, k_TGK=k_TGK, b_TH=torch.full_like(layer.b_TH, 20.0), a_TH=layer.a_TH - 30.0)
+    check(layer, make_arena([1], shape, device), [Prompt(0, 130, 1, 2)], limit)
+
+
+def check_nan_stays(device: str) -> None:
+    shape = Shape()
+    layer = make_layer(40, shape, torch.float32, device)
+    for tokens in layer.arguments()[:5]:
+        tokens[10:25] = POISON
+    slots = torch.tensor([0, 0, 0], device=device), torch.tensor([1, 2, 3], device=device)
+    chunks = build_chunk_table([(0, 10), (0, 15), (0, 15)], [(), (), ()], device)
+    out_THV = gdn_prefill(*layer.arguments(), make_arena([], shape, device), *slots, chunks)
+    assert out_THV[:10].isfinite().all()
+    assert out_THV[10:25].isnan().all()
+    assert out_THV[25:].isfinite().all()
+
+
+GATES = ["no decay", "strong", "total", "one in ten", "infinite"]
+
+
+def test_outputs_and_states_are_torchs_at_any_length() -> None:
+    check_lengths(Shape(), "cpu", torch.float32, FLOAT32_ERROR)
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(1, 3, 5, 7), Shape(2, 2, 24, 40)], ids=str)
+def test_a_mixed_batch_treats_each_sequence_alone(shape: Shape) -> None:
+    check_mixed_batch(shape, "cpu", torch.float32, FLOAT32_ERROR)
+
+
+def test_bfloat16_costs_roundings_of_operands_only() -> None:
+    check_mixed_batch(Shape(), "cpu", torch.bfloat16, BFLOAT16_ERROR)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_extreme_gates_neither_overflow_nor_lose_the_weak_ones(gate: str) -> None:
+    check_gates(gate, "cpu")
+
+
+def test_repeated_keys_written_at_full_strength_stay_accurate() -> None:
+    check_repeated_keys("cpu", torch.float32, 1e-4)
+
+
+def test_nan_in_the_tokens_of_one_sequence_stays_there() -> None:
+    check_nan_stays("cpu")
