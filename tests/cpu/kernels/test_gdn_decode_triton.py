@@ -22,7 +22,7 @@ from strandline.kernels.gdn_decode_triton import gdn_decode
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
 
 FLOAT32_RATIO = 1e-5
-"""Sums of 128 products of values near 1 in another order; and a decay of exp(-70) is off by 70 roundings of 2 ** -24."""
+"""Sums of 128 products of values near 1 in another order; a decay of exp(-70) is off by 70 roundings."""
 
 BFLOAT16_RATIO = {"cpu": 8e-3, "cuda": 4e-3}
 """One rounding of the outputs, by at most 2 ** -9 of each; Triton's interpreter cuts off instead: at most 2 ** -8."""
