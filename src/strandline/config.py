@@ -39,10 +39,15 @@ class EngineConfig:
     """Most tokens of one request, prompt and output; None takes the model configuration's, as memory allows."""
     max_num_seqs: int = 256
     """Most requests that run at once."""
-    max_num_batched_tokens: int = 2048
-    """Most tokens computed in one step. Longer prompts are computed over several steps."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens computed in one step. Longer prompts are computed over several steps. None: 2,048, on GPUs 8,192."""
     async_scheduling: bool | None = None
     """Plan each step while the device runs the one before; None: on GPUs."""
+    enforce_eager: bool = False
+    """Launch every operation of every step from Python, rather than replay recorded decode steps on GPUs."""
+    gpu_memory_utilization: float = 0.9
+    """The share of a GPU's memory for weights, scratch memory and the cache together, unless ``memory`` says how much
+    the cache gets."""
     memory: str | int | None = None
     """Budget of the cache and of running requests together: bytes, or a string such as ``4GiB``."""
     enable_prefix_caching: bool = True
@@ -62,6 +67,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        share: object = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
         if self.memory is not None:
             parse_bytes(self.memory)
 

@@ -3,18 +3,23 @@
 An error inside a step is ours and ends the core: a doubtful state is never served.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from strandline.cache import PrefixCache, placement
 from strandline.cache.invariants import check
+from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.engine.cache_watch import CacheWatch
 from strandline.engine.events import CoreStats, Limits, PromptLogprobs, StepEvents, Submission, TokenEvent
+from strandline.engine.graphs import graph_sizes
 from strandline.engine.plan import StepPlan, StepResult
 from strandline.engine.request import FinishReason, Request
 from strandline.engine.runner import LanguageModel, LaunchedStep, Runner
 from strandline.engine.scheduler import Scheduler
-from strandline.engine.sizing import choose_max_model_len, choose_memory_bytes
+from strandline.engine.sizing import choose_batched_tokens, choose_max_model_len, choose_memory_bytes
 from strandline.env import is_cache_debugged
 from strandline.ids import RequestId
 
@@ -30,9 +35,14 @@ class EngineCore:
         ConfigError: the memory does not hold one request of ``max_model_len`` tokens.
     """
 
-    def __init__(self, model: LanguageModel, config: EngineConfig, device: torch.device) -> None:
+    def __init__(
+        self, model: LanguageModel, config: EngineConfig, device: torch.device, *, progress: bool = False
+    ) -> None:
         spec = model.spec
-        num_slabs = choose_memory_bytes(config, device) // spec.slab_bytes
+        self.start_s: dict[str, float] = {}
+        """How long each phase of the start took."""
+        with self._timed("memory"):
+            num_slabs = choose_memory_bytes(config, model, device) // spec.slab_bytes
         self.limits = Limits(model.vocab_size, choose_max_model_len(config, spec, model.max_position, num_slabs))
         self.cache = PrefixCache(
             num_slabs,
@@ -41,14 +51,26 @@ class EngineCore:
             enabled=config.enable_prefix_caching,
         )
         self.scheduler = Scheduler(
-            self.cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+            self.cache,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=choose_batched_tokens(config, device),
         )
         self.watch = CacheWatch(self.cache, self.scheduler, spec, config.mamba_cache_mode)
         self._cache_mode, self._cache_block_tokens = config.mamba_cache_mode, config.mamba_block_size
         self._is_debugged = is_cache_debugged()
         self.runner = Runner(model, num_slabs, device, max_num_seqs=config.max_num_seqs, poison=self._is_debugged)
+        if device.type == "cuda" and not config.enforce_eager:
+            with self._timed("recording"):
+                sizes = graph_sizes(config.max_num_seqs)
+                self.runner.record_decodes(sizes, self.limits.max_model_len, progress=progress)
         self._is_overlapped = device.type != "cpu" if config.async_scheduling is None else config.async_scheduling
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start_s = SYSTEM_CLOCK()
+        yield
+        self.start_s[phase] = SYSTEM_CLOCK() - start_s
 
     def add(self, submission: Submission) -> None:
         """Queue a sequence.
@@ -113,8 +135,15 @@ class EngineCore:
             + ("on" if self.cache.enabled else "off"),
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; "
             f"a snapshot takes the room of {spec.blocks_per_slab} blocks",
+            *self._start_times(),
             f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
         ]
+
+    def _start_times(self) -> list[str]:
+        if not self.start_s:
+            return []
+        phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.start_s.items())
+        return [f"start: {phases}"]
 
     def _shortest_hit(self) -> str:
         if not self.cache.enabled or self._cache_mode == "none":

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 from transformers.configuration_utils import PretrainedConfig
 
+from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
@@ -69,6 +70,7 @@ def load_core(config: EngineConfig, *, progress: bool = False) -> EngineCore:
     """
     directory = find_model(config.model)
     device = resolve_device(config.device)
+    start_s = SYSTEM_CLOCK()
     model = load_model(
         directory,
         config=read_model_config(directory),
@@ -78,7 +80,9 @@ def load_core(config: EngineConfig, *, progress: bool = False) -> EngineCore:
         seed=config.seed,
         progress=progress,
     )
-    core = EngineCore(model, config, device)
+    weights_s = SYSTEM_CLOCK() - start_s
+    core = EngineCore(model, config, device, progress=progress)
+    core.start_s = {"weights": weights_s, **core.start_s}
     core.runner.grammars = Grammars(lambda: _read_tokenizer(config), core.limits.vocab_size)
     return core
 

@@ -7,7 +7,7 @@ state is stored in its slot, so that a slot that becomes a snapshot can give its
 host behind it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from strandline.cache import Action, CopyTokens, DropBlock, DropSlot, MoveBlock
 from strandline.engine.batch import DeviceBatch, build_host_batch, is_decode, to_device
+from strandline.engine.graphs import DecodeGraphs
 from strandline.engine.heap import keep_scratch_memory
 from strandline.engine.pending import PendingTokens
 from strandline.engine.plan import NewRequest, SequencePlan, StepPlan, StepResult
@@ -23,7 +24,7 @@ from strandline.engine.sampler import LogprobTensors, SamplingState, choose_toke
 from strandline.engine.structured import Grammars, Matcher
 from strandline.engine.upload import download, upload_together
 from strandline.errors import EngineError
-from strandline.ids import RequestId
+from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import LayerMemory, StepBatch
 from strandline.kernels.step import store_hidden
@@ -121,6 +122,7 @@ class Runner:
         self.arena = ArenaTensors(model.spec, num_slabs, device)
         self._pending = PendingTokens(max_num_seqs, device)
         self._poison = poison
+        self._graphs: DecodeGraphs | None = None
         self._states: dict[RequestId, SamplingState] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -149,11 +151,35 @@ class Runner:
             raise EngineError("a request with structured outputs came to a runner without a tokenizer")
         return self.grammars.matcher(wanted, new.stop_ids)
 
+    def record_decodes(self, sizes: Iterable[int], max_model_len: int, *, progress: bool = False) -> None:
+        """Record decode steps of these numbers of sequences, to replay them from now on."""
+        with torch.inference_mode():
+            self._graphs = DecodeGraphs(
+                self.model.forward,
+                self.model.logits,
+                self.arena,
+                self._pending,
+                sizes=sizes,
+                max_blocks=-(-max_model_len // BLOCK_TOKENS),
+                progress=progress,
+            )
+
     def _compute(self, plan: StepPlan) -> LaunchedStep:
-        order, num_decodes = _order(plan.sequences)
-        launched = LaunchedStep(len(plan.sequences), self.device)
-        hidden_NE = self._last_hidden(plan.sequences, order, num_decodes, launched)
-        self._sample(plan.sequences, hidden_NE, launched)
+        sequences = plan.sequences
+        order, num_decodes = _order(sequences)
+        launched = LaunchedStep(len(sequences), self.device)
+        if self._graphs is not None and _can_replay(sequences, num_decodes, self._graphs.max_rows):
+            host = build_host_batch(sequences, num_decodes)
+            logits_NV = self._graphs.run(host, *self._pending.places(sequences, self._states))
+            self._sample(sequences, logits_NV, launched, self._pending.sampled_M[: len(sequences)])
+        else:
+            hidden_NE = self._last_hidden(sequences, order, num_decodes, launched)
+            sampled = [index for index, sequence in enumerate(sequences) if sequence.is_sampled]
+            if sampled:
+                if len(sampled) < len(sequences):
+                    (rows_N,) = upload_together([sampled], self.device)
+                    hidden_NE = hidden_NE[rows_N]
+                self._sample(sequences, self.model.logits(hidden_NE), launched)
         launched.close()
         return launched
 
@@ -229,18 +255,20 @@ class Runner:
             (tokens_N,) = upload_together([prompt[sequence.start + 1 : end + 1]], self.device)
             launched.take_prompt_logprobs(index, LogprobTensors(logits_NV, tokens_N, [num_top] * len(tokens_N)))
 
-    def _sample(self, sequences: Sequence[SequencePlan], hidden_NE: Tensor, launched: LaunchedStep) -> None:
+    def _sample(
+        self,
+        sequences: Sequence[SequencePlan],
+        logits_NV: Tensor,
+        launched: LaunchedStep,
+        greedy_N: Tensor | None = None,
+    ) -> None:
+        """Choose a token for each sequence that is sampled; ``logits_NV`` has a row for each of them."""
         sampled = [
             (index, self._states[sequence.request_id])
             for index, sequence in enumerate(sequences)
             if sequence.is_sampled
         ]
-        if not sampled:
-            return
-        if len(sampled) < len(sequences):
-            (rows_N,) = upload_together([[index for index, _ in sampled]], self.device)
-            hidden_NE = hidden_NE[rows_N]
-        tokens_N, logprobs = choose_tokens(self.model.logits(hidden_NE), [state for _, state in sampled])
+        tokens_N, logprobs = choose_tokens(logits_NV, [state for _, state in sampled], greedy_N)
         self._pending.remember(tokens_N, [sequences[index].request_id for index, _ in sampled])
         launched.take_tokens(tokens_N, sampled, logprobs)
 
@@ -254,6 +282,11 @@ def _order(sequences: Sequence[SequencePlan]) -> tuple[list[int], int]:
         index for index, sequence in enumerate(sequences) if sequence.end > sequence.start and not is_decode(sequence)
     ]
     return decodes + prefills, len(decodes)
+
+
+def _can_replay(sequences: Sequence[SequencePlan], num_decodes: int, max_rows: int) -> bool:
+    """Whether a step is one of decodes that are all sampled, no more than were recorded."""
+    return num_decodes == len(sequences) <= max_rows and all(sequence.is_sampled for sequence in sequences)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from strandline.kernels.sampling import (
     apply_penalties,
     apply_temperature,
     gather_logprobs,
+    greedy,
     mask_top_k_top_p_min_p,
     sample,
     uniform_from_seed,
@@ -89,12 +90,15 @@ class LogprobTensors:
         ]
 
 
-def choose_tokens(logits_NV: Tensor, states: Sequence[SamplingState]) -> tuple[Tensor, dict[int, LogprobTensors]]:
+def choose_tokens(
+    logits_NV: Tensor, states: Sequence[SamplingState], greedy_N: Tensor | None = None
+) -> tuple[Tensor, dict[int, LogprobTensors]]:
     """Sample one token per row, without waiting for the device.
 
     Args:
         logits_NV: may be overwritten.
         states: one per row; they take note that a token was sampled.
+        greedy_N: the likeliest tokens, if they are known.
 
     Returns:
         The tokens, int64 on the device, and by row the log-probabilities that were asked for.
@@ -102,7 +106,7 @@ def choose_tokens(logits_NV: Tensor, states: Sequence[SamplingState]) -> tuple[T
     wants = [row for row, state in enumerate(states) if state.params.logprobs is not None]
     raw_logits = {row: logits_NV[row : row + 1].clone() for row in wants}
     if all(state.is_plain_greedy for state in states):
-        tokens_N = logits_NV.argmax(dim=-1)
+        tokens_N = greedy(logits_NV) if greedy_N is None else greedy_N
     else:
         tokens_N = _choose(logits_NV.float(), states)
     for row, state in enumerate(states):

@@ -1,30 +1,92 @@
 """How much memory there is, and what fits into it."""
 
 import os
+from array import array
 
 import torch
 
 from strandline.config import EngineConfig, parse_bytes
+from strandline.engine.batch import build_host_batch, to_device
+from strandline.engine.plan import SequencePlan
+from strandline.engine.runner import LanguageModel
 from strandline.errors import ConfigError
-from strandline.ids import BLOCK_TOKENS
+from strandline.ids import BLOCK_TOKENS, NULL_SLOT, RequestId, SlotId
+from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.sampling import greedy
 from strandline.specs import ModelSpec
 
 DEFAULT_BYTES = 4 * 2**30
+BATCHED_TOKENS_CPU, BATCHED_TOKENS_GPU = 2048, 8192
 SLOTS_PER_REQUEST = 2
 """A running request writes one slot and may read another."""
 
 
-def choose_memory_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Return the budget of blocks and slots: what the user said, or 4 GiB and at most half of what is free."""
+def choose_batched_tokens(config: EngineConfig, device: torch.device) -> int:
+    """Return the most tokens of a step."""
+    return config.max_num_batched_tokens or (BATCHED_TOKENS_CPU if device.type == "cpu" else BATCHED_TOKENS_GPU)
+
+
+def choose_memory_bytes(config: EngineConfig, model: LanguageModel, device: torch.device) -> int:
+    """Return the budget of blocks and slots.
+
+    What the user said; else, on a GPU its share of the memory less weights and scratch memory, which is measured, and
+    elsewhere 4 GiB, at most half of what is free.
+
+    Raises:
+        ConfigError: the GPU's share is used up already.
+    """
     if config.memory is not None:
         return parse_bytes(config.memory)
-    return min(DEFAULT_BYTES, _free_bytes(device) // 2)
+    if device.type != "cuda":
+        return min(DEFAULT_BYTES, int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE")) // 2)
+    num_tokens = min(choose_batched_tokens(config, device), config.max_model_len or model.max_position)
+    scratch_bytes = measure_scratch_bytes(model, num_tokens, config.max_num_seqs, device)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    share_bytes = int(config.gpu_memory_utilization * total_bytes)
+    budget = share_bytes - (total_bytes - free_bytes) - scratch_bytes
+    if budget <= 0:
+        raise ConfigError(
+            f"nothing is left for the cache: of {total_bytes:,} bytes gpu_memory_utilization allows {share_bytes:,}, "
+            f"{total_bytes - free_bytes:,} are in use and a step needs {scratch_bytes:,}; raise gpu_memory_utilization "
+            "or lower max_num_batched_tokens"
+        )
+    return budget
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+def measure_scratch_bytes(model: LanguageModel, num_tokens: int, num_rows: int, device: torch.device) -> int:
+    """Run a step of one prompt of ``num_tokens`` on a GPU; return the most memory that it took beside the cache."""
+    spec = model.spec
+    num_blocks = -(-num_tokens // BLOCK_TOKENS)
+    num_slabs = slabs_for(spec, num_tokens)
+    arena = ArenaTensors(spec, num_slabs, device)
+    slot = SlotId(num_slabs - 1)
+    first_block = spec.blocks_per_slab
+    sequence = SequencePlan(
+        request_id=RequestId("scratch"),
+        start=0,
+        end=num_tokens,
+        token_ids=[0] * num_tokens,
+        block_table=array("i", range(first_block, first_block + num_blocks)),
+        kv_start=0,
+        state_src=NULL_SLOT,
+        state_dst=slot,
+        window_src=NULL_SLOT,
+        window_offset=0,
+        cuts=(),
+        is_sampled=True,
+    )
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    with torch.inference_mode():
+        batch = to_device(build_host_batch([sequence], 0), device)
+        hidden_TE = model.forward(batch.step, arena.layers)
+        greedy(model.logits(hidden_TE[:1].expand(num_rows, -1).contiguous()))
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    del arena, batch, hidden_TE
+    torch.cuda.empty_cache()
+    return peak - before
 
 
 def slabs_for(spec: ModelSpec, num_tokens: int) -> int:

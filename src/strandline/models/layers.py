@@ -367,8 +367,8 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Return float32 logits ``[N, vocabulary]``."""
-        return linear(hidden_NE, self.head_ZE).float()
+        """Return logits ``[N, vocabulary]``, in the model's dtype."""
+        return linear(hidden_NE, self.head_ZE)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors but for those that mixers leave to the family."""

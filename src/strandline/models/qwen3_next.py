@@ -37,7 +37,7 @@ class Qwen3NextForCausalLM(nn.Module):
         return hidden_TE
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Return float32 logits ``[N, vocabulary]``."""
+        """Return logits ``[N, vocabulary]``, in the model's dtype."""
         return self.decoder.logits(hidden_NE)
 
     def pack(self) -> None:

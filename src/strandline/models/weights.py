@@ -30,6 +30,9 @@ SKIPPED_PREFIXES: Final = ("mtp.", "model.visual.")
 
 STORED_DTYPES: Final = ("F32", "BF16", "F16")
 
+MAX_HOST_ELEMENTS = 2**22
+"""Of a tensor of random weights that is drawn on the host though it lies on a GPU."""
+
 MAX_NAMES = 5
 """Tensors that an error names; it counts the others."""
 
@@ -92,7 +95,12 @@ def load_model(
 def fill_with_random_weights(model: CausalLM, seed: int) -> None:
     """Fill every parameter with values that keep activations and decays in a realistic range."""
     for name, tensor in model.named_parameters():
-        # One generator per tensor: the same weights on every device, and whatever the order.
+        # One generator per tensor: the same weights on every device, and whatever the order. Very large tensors
+        # are drawn where they lie: a CPU takes minutes for the weights of a GPU.
+        if tensor.is_cuda and tensor.numel() > MAX_HOST_ELEMENTS:
+            drawn_on = torch.Generator(tensor.device).manual_seed(hash_name(name, seed))
+            tensor.data.normal_(generator=drawn_on).mul_(_random_scale(name, tensor.shape))
+            continue
         generator = torch.Generator().manual_seed(hash_name(name, seed))
         tensor.data.copy_(_random_values(name, tuple(tensor.shape), generator))
 
@@ -118,7 +126,11 @@ def _random_values(name: str, shape: tuple[int, ...], generator: torch.Generator
         return 1 + 0.1 * noise
     if len(shape) == 1:
         return 0.1 * noise
-    return noise * (0.02 if kind.startswith("embed") else shape[-1] ** -0.5)
+    return noise * _random_scale(name, shape)
+
+
+def _random_scale(name: str, shape: Sequence[int]) -> float:
+    return 0.02 if name.rpartition(".")[2].startswith("embed") else float(shape[-1] ** -0.5)
 
 
 def _resolve_dtype(dtype: torch.dtype | str, config: Any) -> torch.dtype:
