@@ -1,0 +1,191 @@
+"""Prefill, decode and serving on a GPU, through the engine, on random weights.
+
+    python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-4b
+    python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only decode,serving
+
+Decode: prompts of 1,024 tokens, 256 tokens out; the time per step in which every sequence decodes. Prefill: prompts
+that share nothing, one token out. Serving: one shared prefix of 4,096 tokens, 128 more each, 512 out, 16 requests
+under way at any time, 128 in all. Everything is greedy, and runs once before it is measured.
+"""
+
+import argparse
+import platform
+import time
+from collections.abc import Callable
+from datetime import date
+from random import Random
+from statistics import mean
+
+import torch
+
+from strandline import LLM, SamplingParams
+
+PROFILED_STEPS = 20
+
+
+def main() -> None:
+    options = parse()
+    print(
+        f"{date.today()} · {torch.cuda.get_device_name()} · torch {torch.__version__} · "
+        f"Python {platform.python_version()} · {options.model}"
+    )
+    only = options.only.split(",")
+    parts: dict[str, Callable[[LLM, argparse.Namespace], None]] = {
+        "decode": measure_decode,
+        "prefill": measure_prefill,
+        "serving": measure_serving,
+    }
+    llm = load(options)
+    for name, measure in parts.items():
+        if name in only:
+            measure(llm, options)
+    if options.profile:
+        profile_decode(llm, options)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="benchmarks/configs/qwen3.5-4b")
+    parser.add_argument("--load-format", default="dummy")
+    parser.add_argument("--only", default="decode,prefill,serving")
+    parser.add_argument("--batch-sizes", default="1,16,64,256")
+    parser.add_argument("--output-tokens", type=int, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--no-async-scheduling", action="store_true")
+    parser.add_argument("--no-enable-prefix-caching", action="store_true")
+    parser.add_argument("--profile", metavar="FILE", help="write a table of a decode step's kernels here")
+    return parser.parse_args()
+
+
+def load(options: argparse.Namespace) -> LLM:
+    start_s = time.perf_counter()
+    llm = LLM(
+        options.model,
+        load_format=options.load_format,
+        skip_tokenizer_init=True,
+        max_model_len=options.max_model_len,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        enforce_eager=options.enforce_eager,
+        async_scheduling=not options.no_async_scheduling,
+        enable_prefix_caching=not options.no_enable_prefix_caching,
+    )
+    print(f"loaded in {time.perf_counter() - start_s:.1f} s")
+    for line in llm.engine.describe():
+        print(f"  {line}")
+    return llm
+
+
+def some_tokens(llm: LLM, rng: Random, count: int) -> list[int]:
+    return rng.choices(range(1000, llm.engine.vocab_size), k=count)
+
+
+def params_for(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+
+def measure_decode(llm: LLM, options: argparse.Namespace) -> None:
+    rng = Random(1)
+    for batch_size in map(int, options.batch_sizes.split(",")):
+        figures = []
+        for _ in range(2):
+            for index in range(batch_size):
+                llm.engine.add_request(str(index), some_tokens(llm, rng, 1024), params_for(options.output_tokens))
+            while llm.engine.scheduler.waiting or any(len(r.output_ids) < 4 for r in llm.engine.scheduler.running):
+                llm.engine.step()
+            torch.cuda.synchronize()
+            start_s, num_tokens = time.perf_counter(), 0
+            while llm.engine.has_unfinished:
+                num_tokens += len(llm.engine.step())
+            figures.append((time.perf_counter() - start_s) / num_tokens * batch_size * 1000)
+        print(f"decode at {batch_size}: {figures[-1]:.2f} ms per step (first run {figures[0]:.2f})", flush=True)
+
+
+def measure_prefill(llm: LLM, options: argparse.Namespace) -> None:
+    del options
+    rng = Random(2)
+    for num_prompts, length in ((1, 8192), (8, 8192)):
+        rates = []
+        for _ in range(3):
+            prompts = [some_tokens(llm, rng, length) for _ in range(num_prompts)]
+            torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            for index, prompt in enumerate(prompts):
+                llm.engine.add_request(str(index), prompt, params_for(1))
+            while llm.engine.has_unfinished:
+                llm.engine.step()
+            rates.append(num_prompts * length / (time.perf_counter() - start_s))
+        shown = ", ".join(f"{rate:,.0f}" for rate in rates)
+        print(f"prefill {num_prompts} x {length:,}: {max(rates[1:]):,.0f} tokens/s (runs: {shown})", flush=True)
+
+
+def measure_serving(llm: LLM, options: argparse.Namespace) -> None:
+    del options
+    for run, is_shown in ((3, False), (4, True)):
+        rng = Random(run)
+        prefix = some_tokens(llm, rng, 4096)
+        prompts = [prefix + some_tokens(llm, rng, 128) for _ in range(128 if is_shown else 16)]
+        added_s: dict[str, float] = {}
+        first_s: dict[str, float] = {}
+        last_s: dict[str, float] = {}
+        hit_tokens = 0
+        next_prompt = 0
+        start_s = time.perf_counter()
+        while len(last_s) < len(prompts):
+            while next_prompt < len(prompts) and len(added_s) - len(last_s) < 16:
+                name = str(next_prompt)
+                added_s[name] = time.perf_counter()
+                llm.engine.add_request(name, prompts[next_prompt], params_for(512))
+                next_prompt += 1
+            for output in llm.engine.step():
+                now_s = time.perf_counter()
+                if output.request_id not in first_s:
+                    first_s[output.request_id] = now_s
+                    hit_tokens += output.num_cached_tokens
+                if output.finished:
+                    last_s[output.request_id] = now_s
+        wall_s = time.perf_counter() - start_s
+        if is_shown:
+            ttft = sorted(first_s[name] - added_s[name] for name in added_s)
+            tpot = mean((last_s[name] - first_s[name]) / 511 for name in added_s)
+            print(
+                f"serving: {len(prompts) / wall_s:.2f} requests/s, TTFT mean {mean(ttft) * 1000:.0f} ms, median "
+                f"{ttft[len(ttft) // 2] * 1000:.0f} ms, p99 {ttft[-2] * 1000:.0f} ms, TPOT {tpot * 1000:.2f} ms, "
+                f"{hit_tokens / sum(map(len, prompts)):.1%} of prompt tokens hit",
+                flush=True,
+            )
+
+
+def profile_decode(llm: LLM, options: argparse.Namespace) -> None:
+    """Say where the time of decode steps and of a prefill goes, kernel by kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    rng = Random(5)
+    tables = []
+    for batch_size in map(int, options.batch_sizes.split(",")):
+        for index in range(batch_size):
+            llm.engine.add_request(str(index), some_tokens(llm, rng, 1024), params_for(64))
+        while llm.engine.scheduler.waiting or any(len(r.output_ids) < 4 for r in llm.engine.scheduler.running):
+            llm.engine.step()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+            for _ in range(PROFILED_STEPS):
+                llm.engine.step()
+            torch.cuda.synchronize()
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
+        tables.append(f"decode at {batch_size}, {PROFILED_STEPS} steps\n{table}")
+    llm.engine.add_request("long", some_tokens(llm, rng, 8192), params_for(1))
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        torch.cuda.synchronize()
+    table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
+    tables.append(f"prefill of 8,192\n{table}")
+    with open(options.profile, "w") as file:
+        file.write("\n\n".join(tables))
+
+
+if __name__ == "__main__":
+    main()
