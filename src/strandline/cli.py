@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from strandline import __version__
+from strandline.bench.serving.flags import add_report_flags, add_serve_flags
 from strandline.config import CACHE_MODES, DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
 from strandline.errors import StrandlineError
 
@@ -151,6 +152,15 @@ def _add_bench(commands: Any) -> None:
     add("--speed", type=float, default=1.0, help="how many times as fast as one H200 (default: %(default)s)")
     add("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=_run_replay, parser=parser)
+    text = (
+        "Put load on a server that speaks OpenAI's API, and measure; flags and results are those of vLLM's benchmark."
+    )
+    parser = kinds.add_parser("serve", help="how fast a server answers", description=text)
+    add_serve_flags(parser)
+    parser.set_defaults(run=_run_bench_serve, parser=parser)
+    parser = kinds.add_parser("report", help="compare runs of 'bench serve'", description="Draw a page of charts.")
+    add_report_flags(parser)
+    parser.set_defaults(run=_run_bench_report, parser=parser)
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -280,6 +290,18 @@ def _run_replay(options: argparse.Namespace) -> int:
         speed=options.speed,
     )
     return run_replay(wanted, as_json=options.json)
+
+
+def _run_bench_serve(options: argparse.Namespace) -> int:
+    from strandline.bench.serving.command import run_serving_benchmark
+
+    return run_serving_benchmark(options)
+
+
+def _run_bench_report(options: argparse.Namespace) -> int:
+    from strandline.bench.serving.report import compare_files
+
+    return compare_files(options.results, options.output, options.title, options.labels)
 
 
 def _run_eval(options: argparse.Namespace) -> int:

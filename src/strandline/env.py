@@ -5,6 +5,7 @@ from typing import Final
 
 DEBUG_CACHE: Final = "STRANDLINE_DEBUG_CACHE"
 API_KEY: Final = "STRANDLINE_API_KEY"
+CLIENT_KEY: Final = "OPENAI_API_KEY"
 TRITON: Final = "STRANDLINE_TRITON"
 
 
@@ -21,3 +22,8 @@ def is_triton_off() -> bool:
 def read_api_key() -> str | None:
     """Return the key that clients of the server must bring, besides those that its flags name."""
     return os.environ.get(API_KEY) or None
+
+
+def read_client_key() -> str | None:
+    """Return the key that our own clients bring to a server: the one that OpenAI's clients take, or the server's."""
+    return os.environ.get(CLIENT_KEY) or read_api_key()
