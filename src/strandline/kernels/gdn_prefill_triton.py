@@ -159,7 +159,7 @@ def _prepare_kernel(
     is_before = row[:, None] > row[None, :]
     is_not_after = row[:, None] >= row[None, :]
 
-    for i in tl.static_range(HEADS_PER_PROGRAM):
+    for i in tl.range(HEADS_PER_PROGRAM, num_stages=1):
         head = first_head + i
         a = tl.load(a_ptr + token * stride_at + head * stride_ah, mask=is_token, other=0.0).to(tl.float32)
         b = tl.load(b_ptr + token * stride_bt + head * stride_bh, mask=is_token, other=0.0).to(tl.float32)
@@ -180,10 +180,10 @@ def _prepare_kernel(
         from_start = tl.exp(high)
         to_end = tl.exp(tl.minimum((total - sum_L).to(tl.float32), 0.0))
 
+        weights_LL = tl.where(is_not_after, queries_LL * decays_LL, 0.0).to(k_LK.dtype)
         system_LL = tl.where(is_before, keys_LL * decays_LL * beta[:, None], 0.0)
         solve_LL = _inverse_unit_lower(system_LL, L, INVERSE) * beta[None, :]
-        weights_LL = tl.where(is_not_after, queries_LL * decays_LL, 0.0)
-        attend_LL = tl.dot(weights_LL.to(k_LK.dtype), solve_LL.to(k_LK.dtype), input_precision=PRECISION)
+        attend_LL = tl.dot(weights_LL, solve_LL.to(k_LK.dtype), input_precision=PRECISION)
         ending_LL = solve_LL * (to_end * k_factor)[:, None]
         write_LK = tl.dot(tl.trans(ending_LL.to(k_LK.dtype)), k_LK, input_precision=PRECISION)
 
