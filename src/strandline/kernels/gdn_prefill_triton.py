@@ -105,7 +105,7 @@ def _inverse_unit_lower(system_LL, L: tl.constexpr, PRECISION: tl.constexpr):
     return inverse_LL
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _prepare_kernel(
     q_ptr,
     k_ptr,
@@ -196,7 +196,7 @@ def _prepare_kernel(
         tl.store(decay_ptr + chunk * H + head, tl.exp(total.to(tl.float32)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _advance_kernel(
     q_ptr,
     k_ptr,
