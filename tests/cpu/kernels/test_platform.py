@@ -7,11 +7,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from strandline.kernels import activation, attention, conv1d, gdn, moe, norm, platform, qkv, step
+from strandline.kernels import activation, attention, conv1d, gdn, moe, norm, platform, qkv, sampling, step
 
 OPERATIONS = {
     name: function
-    for module in (activation, attention, conv1d, gdn, moe, norm, qkv, step)
+    for module in (activation, attention, conv1d, gdn, moe, norm, qkv, sampling, step)
     for name, function in vars(module).items()
     if hasattr(function, "__wrapped__") and function.__module__ == module.__name__
 }

@@ -1,0 +1,53 @@
+"""The Triton filters and draws on a GPU, at a large vocabulary."""
+
+import pytest
+import torch
+
+from strandline.kernels import sampling_triton
+from tests.cpu.kernels.test_sampling_triton import ROWS, check_draws, check_filters, check_greedy
+
+VOCAB = 248_320
+
+
+@pytest.mark.parametrize("vocab", [1, 1000, VOCAB])
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+def test_filters_keep_what_the_torch_version_keeps(vocab: int, scale: float) -> None:
+    check_filters(scale * torch.randn(len(ROWS), vocab, device="cuda"), ROWS)
+
+
+def test_rows_of_equal_logits_are_cut_by_count() -> None:
+    check_filters(torch.zeros(2, VOCAB, device="cuda"), [{"top_p": 0.3}, {}])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 63])
+def test_greedy_takes_the_first_of_the_largest(num_rows: int, dtype: torch.dtype) -> None:
+    check_greedy(torch.randn(num_rows, VOCAB, device="cuda").to(dtype))
+
+
+@pytest.mark.parametrize("vocab", [1, 5000, VOCAB])
+def test_draws_invert_the_cumulated_distribution(vocab: int) -> None:
+    logits_V = 2 * torch.randn(vocab, device="cuda")
+    logits_V[vocab // 3 : vocab // 2] = -torch.inf
+    check_draws(logits_V, 200)
+
+
+def test_sampling_runs_in_a_graph() -> None:
+    logits_NV = torch.randn(4, VOCAB, device="cuda")
+    uniform_N = torch.rand(4, dtype=torch.float64, device="cuda")
+    parameters = (
+        torch.full((4,), 20, device="cuda"),
+        torch.full((4,), 0.95, device="cuda"),
+        torch.zeros(4, device="cuda"),
+    )
+
+    def choose() -> torch.Tensor:
+        return sampling_triton.sample(sampling_triton.mask_top_k_top_p_min_p(logits_NV, *parameters), uniform_N)
+
+    expected_N = choose()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token_N = choose()
+    token_N.fill_(-1)
+    graph.replay()
+    assert torch.equal(token_N, expected_N)
