@@ -23,28 +23,24 @@ from strandline.cache.explain import Explainer
 from strandline.cache.lease import Cut, Lead, Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TokenBuffer
+from strandline.cache.publish import Publisher
+from strandline.cache.reuse import ReuseHistory, habit_after
+from strandline.cache.tokens import TokenBuffer
 from strandline.cache.tree import (
     Run,
     Snapshot,
     Walk,
-    add_child,
     branch_snapshots,
-    child_with_prefix,
     copied_run,
     deepest_snapshot,
     find_home,
-    put_snapshot,
-    remove_child,
     snapshot_at,
     snapshots_below,
     split,
-    tail_that_begins,
-    take_stubs_in,
     walk,
 )
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId
+from strandline.ids import BLOCK_TOKENS, BlockId, RequestId
 
 T = TypeVar("T")
 
@@ -78,10 +74,11 @@ class PrefixCache:
         self.placement = placement
         self.arena = Arena(num_slabs, blocks_per_slab, max_slots)
         self.leases: dict[RequestId, Lease] = {}
-        self.memory = CacheMemory(self.arena, order or WorthPerByte(blocks_per_slab), self.leases.values)
+        self.reuse = ReuseHistory()
+        self.memory = CacheMemory(self.arena, order or WorthPerByte(blocks_per_slab, self.reuse), self.leases.values)
         self.counters = CacheCounters()
+        self._publisher = Publisher(self.memory, self.reuse, self.counters, self.leases.values)
         self._roots: dict[str, Run] = {}
-        self._tick = 0
 
     # Finding
 
@@ -161,8 +158,11 @@ class PrefixCache:
             end, snapshot, account = Walk(upper, end.num_blocks, None, 0), None, account.without_room()
             if not self._hold(upper, end, snapshot, tokens, step_tokens):
                 return None
-        lease = Lease(request_id, tokens, root, upper, account)
+        lease = Lease(request_id, tokens, salt, root, upper, account)
         self.leases[request_id] = lease
+        if is_asked:
+            self.reuse.tick()
+            lease.habit = self.reuse.come_back(salt, tokens.data)
         self._fill_lease(lease, end, snapshot)
         self._wish(lease, end.kv_tokens, marks)
         self.counters.count(account)
@@ -224,7 +224,7 @@ class PrefixCache:
         if snapshot is not None:
             lease.source, lease.src = snapshot, snapshot.slot
             self._touch_snapshots(lease, snapshot)
-        lease.run.last_used = self._next_tick()
+        lease.run.last_used = self.memory.next_tick()
         if (partial := copied_run(end, snapshot)) is not None:
             self._copy_partial(lease, partial)
 
@@ -233,7 +233,9 @@ class PrefixCache:
         if not self.enabled:
             return
         num_spare = self.arena.num_free_slabs - int(RESERVE_SHARE * self.arena.num_slabs)
-        admission = Admission(lease.computed, len(lease.tokens), kv_tokens, marks, num_spare)
+        admission = Admission(
+            lease.computed, len(lease.tokens), kv_tokens, marks, num_spare, self.arena.blocks_per_slab * BLOCK_TOKENS
+        )
         lease.wanted = self.placement.on_admission(admission)
 
     def _touch_snapshots(self, lease: Lease, source: Snapshot) -> None:
@@ -241,10 +243,11 @@ class PrefixCache:
 
         Else a larger cache, which hits deeper, would forget the prefixes that many share, and hit less.
         """
-        tick, level = self._next_tick(), self.memory.level
-        source.last_used, source.level = tick, level
-        for snapshot in branch_snapshots(lease.run, lease.tokens.data):
-            snapshot.last_used, snapshot.level = tick, level
+        tick = self.memory.next_tick()
+        for snapshot in (source, *branch_snapshots(lease.run, lease.tokens.data)):
+            if snapshot.last_used != tick:
+                snapshot.habit = habit_after(self.reuse.now - snapshot.used_at)
+            snapshot.last_used, snapshot.used_at = tick, self.reuse.now
 
     def _copy_partial(self, lease: Lease, run: Run) -> None:
         """Give the lease its own copy of the block that it resumes in; ``run`` was held for that."""
@@ -298,9 +301,9 @@ class PrefixCache:
         if lease.src != lease.dst:
             self._settle(lease)
         if computed >= (lease.num_published + 1) * BLOCK_TOKENS and self.enabled:
-            self._publish_blocks(lease)
+            self._publisher.publish_blocks(lease)
         if lease.cuts:
-            self._publish_cuts(lease)
+            self._publisher.publish_cuts(lease)
 
     def _settle(self, lease: Lease) -> None:
         lease.src = lease.dst
@@ -321,7 +324,7 @@ class PrefixCache:
         slot = self.memory.take_slot() if self.memory.can_take(max(num_blocks, 0), 1) else None
         if slot is None:
             return False
-        snapshot = self._publish(lease, lease.dst, lease.computed, kind)
+        snapshot = self._publisher.publish(lease, lease.dst, lease.computed, kind)
         self.memory.pin_snapshot(snapshot)
         lease.source, lease.src, lease.dst = snapshot, snapshot.slot, slot
         return True
@@ -333,7 +336,11 @@ class PrefixCache:
             raise CacheInvariantError(f"{lease.request_id} has no lease to give back")
         del self.leases[lease.request_id]
         lease.is_active = False
-        lease.run.last_used = self._next_tick()
+        lease.run.last_used = self.memory.next_tick()
+        if kind is SnapshotKind.PREEMPTION:
+            lease.habit = habit_after(0)
+        elif self.enabled:
+            self.reuse.leave(lease.salt, lease.tokens.data, lease.computed, lease.habit)
         if lease.source is not None:
             memory.unpin_snapshot(lease.source)
         for cut in lease.cuts:
@@ -353,7 +360,7 @@ class PrefixCache:
     def _leave_last_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
         if not self._may_leave(lease, kind):
             return False
-        self._publish(lease, lease.dst, lease.computed, kind)
+        self._publisher.publish(lease, lease.dst, lease.computed, kind)
         return True
 
     def _may_leave(self, lease: Lease, kind: SnapshotKind) -> bool:
@@ -369,111 +376,6 @@ class PrefixCache:
         self.memory.actions = []
         return actions
 
-    # Publishing
-
-    def _publish_blocks(self, lease: Lease) -> None:
-        """Put the lease's full blocks into the index; where the index has them already, use those."""
-        end = lease.computed // BLOCK_TOKENS
-        while lease.num_published < end:
-            first = lease.num_published
-            key = lease.tokens.slice(first * BLOCK_TOKENS, end * BLOCK_TOKENS)
-            existing = lease.run.children.get(key[:BLOCK_KEY_BYTES])
-            if existing is not None:
-                self._adopt(lease, existing, key)
-            else:
-                self._append(lease, key, [BlockId(block) for block in lease.table[first:end]])
-
-    def _append(self, lease: Lease, key: bytes, blocks: list[BlockId]) -> None:
-        """Add blocks below the lease's run: in place when they alone continue it, else as a child."""
-        run, first_key = lease.run, key[:BLOCK_KEY_BYTES]
-        has_rivals = len(run.children) > (tail_that_begins(run, first_key) is not None)
-        if run.parent is None or run.num_users > 1 or has_rivals:
-            child = Run(run, run.end_block, key, blocks)
-            child.last_used = run.last_used
-            child.num_users = 1
-            add_child(run, child)
-            self._subsume_tail(run, first_key, blocks[0])
-            lease.run = child
-        else:
-            take_stubs_in(run, first_key)
-            self._subsume_tail(run, first_key, blocks[0])
-            run.tokens += key
-            run.blocks += blocks
-            run.evicted.clear()
-        self.memory.own(lease.run, blocks)
-        lease.num_published += len(blocks)
-
-    def _subsume_tail(self, parent: Run, key: bytes, block: BlockId) -> None:
-        """Remove the tail that ``key`` continues, if any. Its block stays when it is ``block`` or somebody's own."""
-        tail = tail_that_begins(parent, key)
-        if tail is None:
-            return
-        if not tail.is_live:
-            self.memory.remove_run(tail)
-            return
-        remove_child(tail, ghost_tokens=0)
-        for lease in self.leases.values():
-            if lease.tail is tail:
-                lease.tail = None
-        if tail.blocks[0] != block:
-            self.memory.disown(tail.blocks[0])
-
-    def _adopt(self, lease: Lease, existing: Run, key: bytes) -> None:
-        """Follow blocks that another request has published: drop our own copies of them."""
-        num_same = 1
-        most = min(len(key), len(existing.tokens)) // BLOCK_KEY_BYTES
-        while num_same < most and existing.tokens.startswith(
-            key[num_same * BLOCK_KEY_BYTES : (num_same + 1) * BLOCK_KEY_BYTES], num_same * BLOCK_KEY_BYTES
-        ):
-            num_same += 1
-        if num_same < len(existing.blocks):
-            existing = split(existing, existing.start_block + num_same)
-            self.memory.own(existing, existing.blocks)
-        self.memory.join_run(existing)
-        for index, block in enumerate(existing.blocks, lease.num_published):
-            self.memory.free_block(BlockId(lease.table[index]))
-            lease.table[index] = block
-        lease.run = existing
-        lease.num_published += num_same
-
-    def _publish_cuts(self, lease: Lease) -> None:
-        reached = [cut for cut in lease.cuts if cut.position <= lease.computed]
-        lease.cuts = [cut for cut in lease.cuts if cut.position > lease.computed]
-        for cut in reached:
-            home, stub_key = find_home(lease.run, lease.tokens.data, cut.position)
-            if snapshot_at(home, cut.position, stub_key) is None:
-                self._publish(lease, cut.slot, cut.position, cut.kind)
-            else:
-                self.memory.free_slot(cut.slot)
-
-    def _publish(self, lease: Lease, slot: SlotId, position: int, kind: SnapshotKind) -> Snapshot:
-        """Attach a snapshot at ``position`` of the lease's path; make sure that its keys and values can be found."""
-        home, stub_key = find_home(lease.run, lease.tokens.data, position)
-        if stub_key is not None and child_with_prefix(home, stub_key) is None:
-            self._show_tail(lease, stub_key)
-        snapshot = Snapshot(slot, position, kind)
-        put_snapshot(home, snapshot, stub_key)
-        snapshot.last_used, snapshot.level = self._next_tick(), self.memory.level
-        home.lost.pop(position if stub_key is None else stub_key, None)
-        self.memory.num_evictable_slots += 1
-        self.memory.offer(snapshot)
-        self.memory.offer_neighbours(snapshot)
-        self.counters.snapshots_taken[kind] += 1
-        return snapshot
-
-    def _show_tail(self, lease: Lease, key: bytes) -> None:
-        """Let the index see the first tokens of the block that the lease is filling."""
-        run = lease.run
-        block = BlockId(lease.table[lease.num_published])
-        tail = Run(run, run.end_block, key, [block])
-        tail.is_live = True
-        tail.num_users = 1
-        tail.last_used = self._tick
-        add_child(run, tail)
-        self._subsume_tail(run, key, block)
-        self.memory.own(tail, [block])
-        lease.tail = tail
-
     # Reading
 
     def snapshots(self) -> Iterator[tuple[str, bytes, Snapshot]]:
@@ -485,10 +387,6 @@ class PrefixCache:
     def roots(self) -> dict[str, Run]:
         """Return the root of every salt's tree. Read only."""
         return self._roots
-
-    def _next_tick(self) -> int:
-        self._tick += 1
-        return self._tick
 
 
 def _nothing_asked(tokens: TokenBuffer) -> Account:

@@ -8,8 +8,9 @@ whose worth has risen since it was pushed goes back in.
 
 import heapq
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
+from strandline.cache.reuse import ReuseHistory, next_edge
 from strandline.cache.tree import Run, Snapshot, first_bare_block, last_stub_into, num_continuations, snapshot_above
 from strandline.ids import BLOCK_TOKENS
 
@@ -28,6 +29,17 @@ class EvictionOrder(Protocol):
     def worth(self, entry: Entry) -> float: ...
 
 
+@runtime_checkable
+class AgeingOrder(EvictionOrder, Protocol):
+    """An order by which entries lose worth as time goes by."""
+
+    @property
+    def now(self) -> int: ...
+
+    def review_at(self, entry: Entry) -> int | None:
+        """Return when an entry that nobody uses may next be worth less; None: never."""
+
+
 class LeastRecentlyUsed:
     """Evict what was used longest ago. The baseline."""
 
@@ -36,44 +48,58 @@ class LeastRecentlyUsed:
 
 
 class WorthPerByte:
-    """Evict what saves the least computation per byte, for its chance of being used. The default.
+    """Evict what saves the least computation per byte and time, for its chance of being used. The default.
 
     A snapshot saves the tokens since the nearest snapshot above it: what is above is not lost with it, and a snapshot
     grows dearer when the one above goes. The last snapshot of a path also holds the keys and values since then, which
-    nobody could use without it: they count as its size, and go with it. Its chance is the best: the next turn resumes
-    there. Once a path goes on after a snapshot, only a rewind would use it; where several go on, what they share is
-    used again. Keys and values that no snapshot needs are worth nothing.
+    nobody could use without it: they count as its size, and go with it. Once a path goes on after a snapshot, only a
+    rewind would use it; where several go on, what they share is used again. Keys and values that no snapshot needs are
+    worth nothing.
 
-    Use ages: an entry counts from the worth of what was evicted when it was last used, so that what is worth twice as
-    much stays unused for twice as long. Source: GreedyDual-Size (Cao and Irani, 1997); the coverage is our own.
+    When something unused for so long comes back is learned (``ReuseHistory``).
 
     Args:
         blocks_per_slot: the size of a snapshot.
     """
 
-    def __init__(self, blocks_per_slot: int) -> None:
+    def __init__(self, blocks_per_slot: int, reuse: ReuseHistory) -> None:
         self._slot_tokens = blocks_per_slot * BLOCK_TOKENS
+        self._reuse = reuse
+
+    @property
+    def now(self) -> int:
+        """Admissions so far."""
+        return self._reuse.now
 
     def worth(self, entry: Entry) -> float:
-        if isinstance(entry, Snapshot):
-            return entry.level + self._gain(entry)
-        if first_bare_block(entry) < entry.end_block:
+        snapshot = entry if isinstance(entry, Snapshot) else _needed_snapshot(entry)
+        if snapshot is None:
             return NOTHING
-        if entry.positions:
-            return self.worth(entry.snapshots[entry.positions[-1]])
-        stub = last_stub_into(entry)
-        return NOTHING if stub is None else self.worth(stub)
-
-    def _gain(self, snapshot: Snapshot) -> float:
+        reuse, age = self._reuse, self._reuse.now - snapshot.used_at
         above = snapshot_above(snapshot)
         saved_tokens = snapshot.position - (above.position if above is not None else 0)
         match num_continuations(snapshot):
             case 0:
-                return saved_tokens / (self._slot_tokens + saved_tokens)
+                size = self._slot_tokens + saved_tokens
+                return reuse.density(snapshot.habit, age) * saved_tokens / size
             case 1:
-                return min(REWIND_CHANCE * saved_tokens / self._slot_tokens, 1.0)
+                chance = REWIND_CHANCE * reuse.density(snapshot.habit, age)
             case _:
-                return min(BRANCH_CHANCE * saved_tokens / self._slot_tokens, 1.0)
+                chance = BRANCH_CHANCE * reuse.density_of_shared(snapshot.habit, age)
+        return chance * saved_tokens / self._slot_tokens
+
+    def review_at(self, entry: Entry) -> int | None:
+        snapshot = entry if isinstance(entry, Snapshot) else _needed_snapshot(entry)
+        return None if snapshot is None else snapshot.used_at + next_edge(self._reuse.now - snapshot.used_at)
+
+
+def _needed_snapshot(run: Run) -> Snapshot | None:
+    """Return the last snapshot that needs the last block of a childless run, or None."""
+    if first_bare_block(run) < run.end_block:
+        return None
+    if run.positions:
+        return run.snapshots[run.positions[-1]]
+    return last_stub_into(run)
 
 
 class EvictionQueue:
@@ -81,11 +107,11 @@ class EvictionQueue:
 
     def __init__(self, order: EvictionOrder, can_evict: Callable[[Entry], bool]) -> None:
         self._order = order
+        self._ageing = order if isinstance(order, AgeingOrder) else None
         self._can_evict = can_evict
         self._heap: list[tuple[float, int, Entry]] = []
+        self._reviews: list[tuple[int, int, Entry]] = []
         self._pushes = 0
-        self.level = 0.0
-        """The most that anything evicted so far was worth."""
         self._last_push: dict[Entry, int] = {}
 
     def __len__(self) -> int:
@@ -99,9 +125,20 @@ class EvictionQueue:
         self._pushes += 1
         self._last_push[entry] = self._pushes
         heapq.heappush(self._heap, (self._order.worth(entry), self._pushes, entry))
+        review_at = self._ageing.review_at(entry) if self._ageing is not None else None
+        if review_at is not None:
+            heapq.heappush(self._reviews, (review_at, self._pushes, entry))
+
+    def _review(self) -> None:
+        """Push again whatever may be worth less by now."""
+        while self._ageing is not None and self._reviews and self._reviews[0][0] <= self._ageing.now:
+            _, number, entry = heapq.heappop(self._reviews)
+            if self._last_push.get(entry) == number and self._can_evict(entry):
+                self.push(entry)
 
     def pop(self) -> Entry | None:
         """Remove and return the entry with the least worth that may go now, or None."""
+        self._review()
         while self._heap:
             worth, number, entry = heapq.heappop(self._heap)
             if self._last_push.get(entry) != number:
@@ -111,13 +148,15 @@ class EvictionQueue:
                     self.push(entry)
                     continue
                 del self._last_push[entry]
-                self.level = max(self.level, worth)
                 return entry
             del self._last_push[entry]
         return None
 
     def prune(self, limit: int) -> None:
         """Drop stale entries when more than ``limit`` have gathered."""
+        if len(self._reviews) > limit:
+            self._reviews = [(at, n, e) for at, n, e in self._reviews if self._last_push.get(e) == n]
+            heapq.heapify(self._reviews)
         if len(self._heap) > limit:
             self._heap = [(w, n, e) for w, n, e in self._heap if self._last_push.get(e) == n and self._can_evict(e)]
             self._last_push = {entry: number for _, number, entry in self._heap}

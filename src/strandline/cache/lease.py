@@ -30,12 +30,14 @@ class Lease:
         "computed",
         "cuts",
         "dst",
+        "habit",
         "is_active",
         "kv_start",
         "num_published",
         "request_id",
         "root",
         "run",
+        "salt",
         "source",
         "src",
         "table",
@@ -44,13 +46,18 @@ class Lease:
         "wanted",
     )
 
-    def __init__(self, request_id: RequestId, tokens: TokenBuffer, root: Run, run: Run, account: Account) -> None:
+    def __init__(
+        self, request_id: RequestId, tokens: TokenBuffer, salt: str, root: Run, run: Run, account: Account
+    ) -> None:
         self.request_id = request_id
         self.tokens = tokens
+        self.salt = salt
         self.root = root
         self.run = run
         """The deepest published run of its path. Its end is block ``num_published``."""
         self.account = account
+        self.habit = 0
+        """How long its path stayed away before (``ReuseHistory``)."""
         self.table: array[int] = array("i")
         """Its blocks, in order: published (shared, immutable) ones first, then its own."""
         self.num_published = 0

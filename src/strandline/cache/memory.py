@@ -41,6 +41,13 @@ class CacheMemory:
         self._block_queue = self._queue if arena.max_slots is None else EvictionQueue(order, _can_evict)
         self._leases = leases
         self._run_of: dict[BlockId, Run] = {}
+        self.tick = 0
+        """How many uses there were: what was used last has the largest."""
+
+    def next_tick(self) -> int:
+        """Count a use and return its number."""
+        self.tick += 1
+        return self.tick
 
     # What fits
 
@@ -207,11 +214,6 @@ class CacheMemory:
 
     def _queue_of(self, entry: Entry) -> EvictionQueue:
         return self._queue if isinstance(entry, Snapshot) else self._block_queue
-
-    @property
-    def level(self) -> float:
-        """The worth of what was evicted last; what is used now counts from here (see ``WorthPerByte``)."""
-        return self._queue.level
 
     def _evict_one(self, queue: EvictionQueue, num_blocks: int) -> bool:
         """Evict the entry of least worth; of a run, up to ``num_blocks`` blocks that are worth the same."""

@@ -25,6 +25,9 @@ MIN_LADDER_TOKENS: Final = 512
 """Fewer new tokens than this are no more than a turn of a conversation: they get no ladder."""
 MIN_MARK_TOKENS: Final = 16
 """A mark so close behind where the request resumes, or its beginning, is left out: that snapshot serves as well."""
+MIN_REWIND_SLOTS: Final = 10
+"""A prompt of which as many new tokens are computed as fill so many slots gets a snapshot shortly before its end, also
+when memory is scarce: a rewind there would cost as much again."""
 RESERVE_SHARE: Final = 0.25
 """A ladder leaves this share of the memory free."""
 
@@ -43,6 +46,8 @@ class Admission:
     """Positions that its sender, or its chat template, says others will share."""
     num_spare_slots: int
     """Slots that can be had before memory is scarce: nothing has to go for them."""
+    slot_tokens: int = 0
+    """Tokens whose keys and values are as large as a slot; 0: not known."""
 
 
 class Placement(Protocol):
@@ -73,7 +78,10 @@ class Auto:
     def on_admission(self, admission: Admission) -> Wishes:
         """Return branch point, marks, and as much of the ladder as there is room for."""
         start, end = admission.start, admission.end
-        wishes = dict.fromkeys(_thinned(ladder(start, end), admission.num_spare_slots), SnapshotKind.LADDER)
+        rungs = _thinned(ladder(start, end), admission.num_spare_slots)
+        if not rungs and 0 < MIN_REWIND_SLOTS * admission.slot_tokens <= end - start:
+            rungs = ladder(start, end)[-1:]
+        wishes = dict.fromkeys(rungs, SnapshotKind.LADDER)
         wishes |= {mark: SnapshotKind.MARK for mark in admission.marks if start + MIN_MARK_TOKENS <= mark < end}
         if start < admission.kv_tokens < end:
             wishes[admission.kv_tokens] = SnapshotKind.BRANCH

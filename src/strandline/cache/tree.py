@@ -34,15 +34,16 @@ class Snapshot:
     """A published slot: the state of all recurrent layers after exactly ``position`` tokens. Immutable."""
 
     __slots__ = (
+        "habit",
         "home",
         "is_attached",
         "kind",
         "last_used",
-        "level",
         "num_readers",
         "position",
         "slot",
         "stub_key",
+        "used_at",
     )
 
     def __init__(self, slot: SlotId, position: int, kind: SnapshotKind) -> None:
@@ -54,8 +55,10 @@ class Snapshot:
         """The tokens inside its block when it is a stub of ``home``; None when it lies within ``home``."""
         self.num_readers = 0
         self.last_used = 0
-        self.level = 0.0
-        """What the memory's least worthy entry was worth when this was last used."""
+        self.habit = 0
+        """How long it, or the path that it ends, stayed unused before it was last used (``ReuseHistory``)."""
+        self.used_at = 0
+        """When it was last used, by the reuse history's clock."""
         self.is_attached = False
 
 

@@ -24,9 +24,9 @@ def fingerprint(cache: PrefixCache) -> list[Any]:
         run = waiting.pop()
         found.append((run.last_used, run.num_users, bytes(run.tokens), list(run.order), list(run.lost)))
         snapshots = [*run.snapshots.values(), *run.stubs.values()]
-        found.append([(s.position, s.last_used, s.level, s.num_readers, s.slot) for s in snapshots])
+        found.append([(s.position, s.last_used, s.used_at, s.num_readers, s.slot) for s in snapshots])
         waiting.extend(run.children.values())
-    return [repr(found), len(cache.memory.actions), cache._tick]
+    return [repr(found), len(cache.memory.actions), cache.memory.tick, cache.reuse.now]
 
 
 def kinds(tree: TreeView) -> set[tuple[int, SnapshotKind]]:

@@ -10,6 +10,7 @@ from strandline.cache import PrefixCache, Reason
 from strandline.cache.eviction import EvictionOrder, LeastRecentlyUsed, WorthPerByte
 from strandline.cache.invariants import check
 from strandline.cache.placement import Nothing
+from strandline.cache.reuse import ReuseHistory
 from tests.cpu.cache.driver import Driver, published, reasons
 from tests.cpu.cache.test_lookup import prompt
 
@@ -114,14 +115,14 @@ def hit_tokens(trace: list[list[int]], num_slabs: int, order: EvictionOrder | No
     return hits
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(10))
 def test_chats_hit_more_than_with_lru_and_hardly_less_at_any_budget(seed: int) -> None:
     trace = chats(seed, 40)
     budgets = (14, 18, 24, 32, 48)
     by_worth = [hit_tokens(trace, num_slabs) for num_slabs in budgets]
     by_age = [hit_tokens(trace, num_slabs, LeastRecentlyUsed()) for num_slabs in budgets]
-    assert sum(by_worth) >= 1.03 * sum(by_age)
-    assert all(worth >= 0.97 * age for worth, age in zip(by_worth, by_age, strict=True))
+    assert sum(by_worth) >= 1.01 * sum(by_age)
+    assert all(worth >= 0.98 * age for worth, age in zip(by_worth, by_age, strict=True))
 
 
 @settings(max_examples=15, deadline=None)
@@ -133,8 +134,9 @@ def test_with_memory_to_spare_more_of_it_never_means_fewer_hits(seed: int) -> No
 
 
 def test_an_order_is_a_strategy_that_knows_the_size_of_a_snapshot() -> None:
-    driver = Driver(40, BLOCKS_PER_SLAB, order=WorthPerByte(BLOCKS_PER_SLAB))
+    reuse = ReuseHistory()
+    small, large = WorthPerByte(5, reuse), WorthPerByte(15, reuse)
+    driver = Driver(40, BLOCKS_PER_SLAB, order=small)
     driver.serve(prompt(320))
     ((_, _, snapshot),) = driver.cache.snapshots()
-    assert WorthPerByte(5).worth(snapshot) == pytest.approx(320 / (320 + 320))
-    assert WorthPerByte(15).worth(snapshot) == pytest.approx(320 / (960 + 320))
+    assert small.worth(snapshot) / large.worth(snapshot) == pytest.approx((320 + 960) / (320 + 320))

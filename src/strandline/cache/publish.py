@@ -1,0 +1,145 @@
+"""Putting into the index what a lease has computed: its full blocks, the beginning of the next one, its snapshots.
+
+What the index has already is not put there twice: the lease follows the blocks that are there and drops its own.
+"""
+
+from collections.abc import Callable, Iterable
+
+from strandline.cache.account import CacheCounters, SnapshotKind
+from strandline.cache.lease import Lease
+from strandline.cache.memory import CacheMemory
+from strandline.cache.reuse import ReuseHistory
+from strandline.cache.tokens import BLOCK_KEY_BYTES
+from strandline.cache.tree import (
+    Run,
+    Snapshot,
+    add_child,
+    child_with_prefix,
+    find_home,
+    put_snapshot,
+    remove_child,
+    snapshot_at,
+    split,
+    tail_that_begins,
+    take_stubs_in,
+)
+from strandline.ids import BLOCK_TOKENS, BlockId, SlotId
+
+
+class Publisher:
+    """Writes leases' blocks and snapshots into the index."""
+
+    def __init__(
+        self,
+        memory: CacheMemory,
+        reuse: ReuseHistory,
+        counters: CacheCounters,
+        leases: Callable[[], Iterable[Lease]],
+    ) -> None:
+        self._memory = memory
+        self._reuse = reuse
+        self._counters = counters
+        self._leases = leases
+
+    def publish_blocks(self, lease: Lease) -> None:
+        """Put the lease's full blocks into the index; where the index has them already, use those."""
+        end = lease.computed // BLOCK_TOKENS
+        while lease.num_published < end:
+            first = lease.num_published
+            key = lease.tokens.slice(first * BLOCK_TOKENS, end * BLOCK_TOKENS)
+            existing = lease.run.children.get(key[:BLOCK_KEY_BYTES])
+            if existing is not None:
+                self._adopt(lease, existing, key)
+            else:
+                self._append(lease, key, [BlockId(block) for block in lease.table[first:end]])
+
+    def _append(self, lease: Lease, key: bytes, blocks: list[BlockId]) -> None:
+        """Add blocks below the lease's run: in place when they alone continue it, else as a child."""
+        run, first_key = lease.run, key[:BLOCK_KEY_BYTES]
+        has_rivals = len(run.children) > (tail_that_begins(run, first_key) is not None)
+        if run.parent is None or run.num_users > 1 or has_rivals:
+            child = Run(run, run.end_block, key, blocks)
+            child.last_used = run.last_used
+            child.num_users = 1
+            add_child(run, child)
+            self._subsume_tail(run, first_key, blocks[0])
+            lease.run = child
+        else:
+            take_stubs_in(run, first_key)
+            self._subsume_tail(run, first_key, blocks[0])
+            run.tokens += key
+            run.blocks += blocks
+            run.evicted.clear()
+        self._memory.own(lease.run, blocks)
+        lease.num_published += len(blocks)
+
+    def _subsume_tail(self, parent: Run, key: bytes, block: BlockId) -> None:
+        """Remove the tail that ``key`` continues, if any. Its block stays when it is ``block`` or somebody's own."""
+        tail = tail_that_begins(parent, key)
+        if tail is None:
+            return
+        if not tail.is_live:
+            self._memory.remove_run(tail)
+            return
+        remove_child(tail, ghost_tokens=0)
+        for lease in self._leases():
+            if lease.tail is tail:
+                lease.tail = None
+        if tail.blocks[0] != block:
+            self._memory.disown(tail.blocks[0])
+
+    def _adopt(self, lease: Lease, existing: Run, key: bytes) -> None:
+        """Follow blocks that another request has published: drop our own copies of them."""
+        num_same = 1
+        most = min(len(key), len(existing.tokens)) // BLOCK_KEY_BYTES
+        while num_same < most and existing.tokens.startswith(
+            key[num_same * BLOCK_KEY_BYTES : (num_same + 1) * BLOCK_KEY_BYTES], num_same * BLOCK_KEY_BYTES
+        ):
+            num_same += 1
+        if num_same < len(existing.blocks):
+            existing = split(existing, existing.start_block + num_same)
+            self._memory.own(existing, existing.blocks)
+        self._memory.join_run(existing)
+        for index, block in enumerate(existing.blocks, lease.num_published):
+            self._memory.free_block(BlockId(lease.table[index]))
+            lease.table[index] = block
+        lease.run = existing
+        lease.num_published += num_same
+
+    def publish_cuts(self, lease: Lease) -> None:
+        reached = [cut for cut in lease.cuts if cut.position <= lease.computed]
+        lease.cuts = [cut for cut in lease.cuts if cut.position > lease.computed]
+        for cut in reached:
+            home, stub_key = find_home(lease.run, lease.tokens.data, cut.position)
+            if snapshot_at(home, cut.position, stub_key) is None:
+                self.publish(lease, cut.slot, cut.position, cut.kind)
+            else:
+                self._memory.free_slot(cut.slot)
+
+    def publish(self, lease: Lease, slot: SlotId, position: int, kind: SnapshotKind) -> Snapshot:
+        """Attach a snapshot at ``position`` of the lease's path; make sure that its keys and values can be found."""
+        home, stub_key = find_home(lease.run, lease.tokens.data, position)
+        if stub_key is not None and child_with_prefix(home, stub_key) is None:
+            self._show_tail(lease, stub_key)
+        snapshot = Snapshot(slot, position, kind)
+        put_snapshot(home, snapshot, stub_key)
+        snapshot.last_used, snapshot.used_at, snapshot.habit = self._memory.next_tick(), self._reuse.now, lease.habit
+        home.lost.pop(position if stub_key is None else stub_key, None)
+        self._memory.num_evictable_slots += 1
+        self._memory.offer(snapshot)
+        self._memory.offer_neighbours(snapshot)
+        self._counters.snapshots_taken[kind] += 1
+        return snapshot
+
+    def _show_tail(self, lease: Lease, key: bytes) -> None:
+        """Let the index see the first tokens of the block that the lease is filling."""
+        run = lease.run
+        block = BlockId(lease.table[lease.num_published])
+        tail = Run(run, run.end_block, key, [block])
+        tail.is_live = True
+        tail.num_users = 1
+        tail.last_used = self._memory.tick
+        add_child(run, tail)
+        self._subsume_tail(run, key, block)
+        self._memory.own(tail, [block])
+        lease.tail = tail

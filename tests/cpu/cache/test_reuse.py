@@ -1,0 +1,142 @@
+"""When sequences come back: what counts as a return, what is learned from it, and how much is remembered."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strandline.cache import reuse
+from strandline.cache.reuse import (
+    EDGES,
+    NO_HABIT,
+    WIDTHS,
+    Outcomes,
+    ReuseHistory,
+    bin_of,
+    habit_after,
+    next_edge,
+)
+from strandline.cache.tokens import encode
+from tests.cpu.cache.test_lookup import prompt
+
+NUM_BINS = len(EDGES)
+
+
+def data(tokens: list[int]) -> bytearray:
+    return bytearray(encode(tokens))
+
+
+def leave(history: ReuseHistory, tokens: list[int], *, salt: str = "", habit: int = NO_HABIT) -> None:
+    history.leave(salt, data(tokens), len(tokens), habit)
+
+
+def away(history: ReuseHistory, num_admissions: int) -> None:
+    for _ in range(num_admissions):
+        history.tick()
+
+
+@pytest.mark.parametrize("num_tokens", [64, 65, 300, 1000, 5000])
+def test_a_path_that_comes_back_is_known_by_how_long_it_was_away(num_tokens: int) -> None:
+    history = ReuseHistory()
+    leave(history, prompt(num_tokens))
+    away(history, 20)
+    assert history.come_back("", data(prompt(num_tokens + 50))) == habit_after(20)
+    assert history.come_back("", data(prompt(num_tokens + 50))) == NO_HABIT
+
+
+def test_a_prompt_that_rewinds_a_little_returns_and_one_that_parts_early_does_not() -> None:
+    history = ReuseHistory()
+    leave(history, prompt(1000))
+    assert history.come_back("", data(prompt(700) + prompt(400, 50_000))) == NO_HABIT
+    assert history.come_back("", data(prompt(900) + prompt(10, 50_000))) != NO_HABIT
+
+
+def test_of_paths_that_begin_alike_the_one_that_is_continued_returns() -> None:
+    history = ReuseHistory()
+    paths = [prompt(600) + prompt(300, 50_000 * (index + 1)) for index in range(4)]
+    for index, path in enumerate(paths):
+        away(history, 2**index)
+        leave(history, path)
+    assert history.come_back("", data(paths[1])) == habit_after(4 + 8)
+    assert history.come_back("", data(paths[3])) == habit_after(0)
+
+
+def test_other_salts_are_strangers() -> None:
+    history = ReuseHistory()
+    leave(history, prompt(500), salt="a")
+    assert history.come_back("b", data(prompt(500))) == NO_HABIT
+    assert history.come_back("a", data(prompt(500))) != NO_HABIT
+
+
+def test_what_was_used_longest_ago_is_worth_least_before_anything_was_observed() -> None:
+    history = ReuseHistory()
+    densities = [history.density(NO_HABIT, age) for age in (0, 1, 3, 10, 100, 10_000, 500_000)]
+    assert densities == sorted(densities, reverse=True)
+    assert len(set(densities)) == len(densities)
+
+
+def test_a_path_is_worth_most_when_it_is_about_to_return() -> None:
+    history = ReuseHistory()
+    for index in range(600):
+        leave(history, prompt(100, 1000 * index))
+        away(history, 32)
+        assert history.come_back("", data(prompt(100, 1000 * index))) == habit_after(32)
+    before, due, overdue = (history.density(NO_HABIT, age) for age in (0, 31, 200))
+    assert overdue < before < due
+
+
+def test_habits_are_told_apart() -> None:
+    history = ReuseHistory()
+    for index in range(600):
+        quick, slow = prompt(100, 2000 * index), prompt(100, 2000 * index + 1000)
+        leave(history, slow, habit=habit_after(200))
+        leave(history, quick, habit=habit_after(2))
+        away(history, 2)
+        history.come_back("", data(quick))
+        away(history, 198)
+        history.come_back("", data(slow))
+    assert history.density(habit_after(2), 1) > 10 * history.density(habit_after(200), 1)
+    assert history.density(habit_after(2), 150) < history.density(habit_after(200), 150)
+
+
+def test_paths_that_never_return_count_once_they_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse, "MAX_PATHS", 50)
+    history, other = ReuseHistory(), ReuseHistory()
+    for index in range(600):
+        history.tick()
+        leave(history, prompt(100, 1000 * index))
+    assert len(history) == 50
+    assert history.density(NO_HABIT, 0) < 0.1 * other.density(NO_HABIT, 0)
+
+
+def test_only_so_many_paths_that_begin_alike_are_remembered() -> None:
+    history = ReuseHistory()
+    for index in range(100):
+        leave(history, prompt(64) + prompt(10, 1000 * (index + 1)))
+    assert len(history) == reuse.MAX_ALIKE
+
+
+@given(st.integers(0, 3_000_000))
+def test_ages_lie_in_their_bins(age: int) -> None:
+    index = bin_of(age)
+    assert EDGES[index] <= age
+    if index == NUM_BINS - 1:
+        return
+    assert age < EDGES[index + 1]
+    assert bin_of(next_edge(age)) == index + 1
+    assert bin_of(next_edge(age) - 1) == index
+
+
+counts = st.lists(st.integers(0, 5), min_size=NUM_BINS, max_size=NUM_BINS)
+
+
+@given(counts, counts)
+def test_a_density_is_the_best_over_all_times_to_give_up(returns: list[int], losses: list[int]) -> None:
+    outcomes = Outcomes()
+    outcomes.returns = [count + 0.01 for count in returns]
+    outcomes.losses = [float(count) for count in losses]
+    gone = [a + b for a, b in zip(outcomes.returns, outcomes.losses, strict=True)]
+    times = [(sum(gone[i + 1 :]) + gone[i] / 2) * WIDTHS[i] for i in range(NUM_BINS)]
+    for index, density in enumerate(outcomes.densities()):
+        ends = range(index + 1, NUM_BINS + 1)
+        best = max(sum(outcomes.returns[index:end]) / sum(times[index:end]) for end in ends)
+        assert density == pytest.approx(best)
