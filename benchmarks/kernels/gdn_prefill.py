@@ -156,9 +156,9 @@ def sweep(case: Case) -> None:
     gates = case.inputs[3:]
     slots = case.state_SHKV, case.src_N, case.dst_N, case.chunks
     variants: dict[str, Callable[[], object]] = {}
-    for (warps, stages), inverse in product([(4, 1), (8, 1), (4, 2), (8, 2)], ["tf32", "tf32x3"]):
-        variants[f"prepare warps={warps} stages={stages} inverse={inverse}"] = partial(
-            kernels.prepare, q, k, *gates, case.chunks, Launch(warps, stages), inverse
+    for warps, inverse, is_in_parts in product([4, 8], ["tf32", "tf32x3"], [False, True]):
+        variants[f"prepare warps={warps} inverse={inverse} in_parts={is_in_parts}"] = partial(
+            kernels.prepare, q, k, *gates, case.chunks, Launch(warps, 1), inverse, is_in_parts
         )
     print_best(case, variants)
     prepared = kernels.prepare(q, k, *gates, case.chunks)

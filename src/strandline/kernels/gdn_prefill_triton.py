@@ -58,6 +58,9 @@ MANY_PROGRAMS = 256
 INVERSE_PRECISION = "tf32"
 """Of the products that build the inverse, which is rounded to bfloat16 (8 bits; tf32 has 11) right after."""
 
+INVERSE_IN_PARTS = False
+"""Whether the last two steps to the inverse multiply blocks of 32 rows: fewer products, but more of them in a row."""
+
 FLOAT32_PRECISION = "tf32x3"
 """Of all products where the inputs are float32: three products of tf32 parts keep 21 bits. As plain float32 products
 on matrices of this size, kernels compile for minutes and spill thousands of registers."""
@@ -105,6 +108,62 @@ def _inverse_unit_lower(system_LL, L: tl.constexpr, PRECISION: tl.constexpr):
     return inverse_LL
 
 
+@triton.jit
+def _diagonal_blocks(x_BDD, B: tl.constexpr, D: tl.constexpr):
+    """Return the two diagonal blocks of half the size of each matrix."""
+    half = tl.arange(0, 2)
+    is_diagonal = half[None, :, None, None, None] == half[None, None, None, :, None]
+    x = tl.reshape(x_BDD, (B, 2, D // 2, 2, D // 2))
+    return tl.reshape(tl.sum(tl.where(is_diagonal, x, 0.0), 3), (2 * B, D // 2, D // 2))
+
+
+@triton.jit
+def _block_diagonal(x_BDD, B: tl.constexpr, D: tl.constexpr):
+    """Return the matrices whose diagonal blocks are each two of these, and zero elsewhere."""
+    half = tl.arange(0, 2)
+    is_diagonal = half[None, :, None, None, None] == half[None, None, None, :, None]
+    x = tl.reshape(x_BDD, (B // 2, 2, D, 1, D))
+    return tl.reshape(tl.where(is_diagonal, x, 0.0), (B // 2, 2 * D, 2 * D))
+
+
+@triton.jit
+def _join_blocks(inverse_BDD, system_BDD, D: tl.constexpr, level: tl.constexpr, PRECISION: tl.constexpr):
+    """From the inverse of the diagonal blocks of ``2 ** level`` rows, return that of the blocks twice as large.
+
+    With ``X`` the former and ``Q`` what the larger blocks have besides, it is ``X - X Q X``.
+    """
+    i = tl.arange(0, D)[None, :, None]
+    j = tl.arange(0, D)[None, None, :]
+    is_new = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
+    left_BDD = tl.dot(inverse_BDD, tl.where(is_new, system_BDD, 0.0), input_precision=PRECISION)
+    return inverse_BDD - tl.dot(left_BDD, inverse_BDD, input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse_in_parts(system_LL, PRECISION: tl.constexpr):
+    """Invert ``I + system``, strictly lower triangular and of 64 rows, from diagonal blocks of 2, 4, ..., 32 rows."""
+    system_2 = _diagonal_blocks(tl.reshape(system_LL, (1, 64, 64)), 1, 64)
+    system_4 = _diagonal_blocks(system_2, 2, 32)
+    i = tl.arange(0, 16)[None, :, None]
+    j = tl.arange(0, 16)[None, None, :]
+    inverse_4 = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, system_4, 0.0)
+    inverse_4 = _join_blocks(inverse_4, system_4, 16, 1, PRECISION)
+    inverse_4 = _join_blocks(inverse_4, system_4, 16, 2, PRECISION)
+    inverse_4 = _join_blocks(inverse_4, system_4, 16, 3, PRECISION)
+    inverse_2 = _join_blocks(_block_diagonal(inverse_4, 4, 16), system_2, 32, 4, PRECISION)
+
+    # The last two blocks by themselves: an eighth of the products of 64 rows.
+    half = tl.arange(0, 2)
+    is_corner = (half[:, None, None, None] == 1) & (half[None, None, :, None] == 0)
+    corner = tl.sum(tl.sum(tl.where(is_corner, tl.reshape(system_LL, (2, 32, 2, 32)), 0.0), 2), 0)
+    upper = tl.sum(tl.where(half[:, None, None] == 0, inverse_2, 0.0), 0)
+    lower = tl.sum(tl.where(half[:, None, None] == 1, inverse_2, 0.0), 0)
+    corner = tl.dot(tl.dot(lower, corner, input_precision=PRECISION), upper, input_precision=PRECISION)
+    is_diagonal = half[:, None, None, None] == half[None, None, :, None]
+    blocks = tl.where(is_diagonal, inverse_2[:, :, None, :], tl.where(is_corner, -corner[None, :, None, :], 0.0))
+    return tl.reshape(blocks, (64, 64))
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _prepare_kernel(
     q_ptr,
@@ -138,6 +197,7 @@ def _prepare_kernel(
     MIN_LOG: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE: tl.constexpr,
+    IN_PARTS: tl.constexpr,
 ):
     """Compute what one chunk needs of ``HEADS_PER_PROGRAM`` value heads that share a key head."""
     first_head = tl.program_id(0) * HEADS_PER_PROGRAM
@@ -182,7 +242,8 @@ def _prepare_kernel(
 
         weights_LL = tl.where(is_not_after, queries_LL * decays_LL, 0.0).to(k_LK.dtype)
         system_LL = tl.where(is_before, keys_LL * decays_LL * beta[:, None], 0.0)
-        solve_LL = _inverse_unit_lower(system_LL, L, INVERSE) * beta[None, :]
+        inverse_LL = _inverse_in_parts(system_LL, INVERSE) if IN_PARTS else _inverse_unit_lower(system_LL, L, INVERSE)
+        solve_LL = inverse_LL * beta[None, :]
         attend_LL = tl.dot(weights_LL, solve_LL.to(k_LK.dtype), input_precision=PRECISION)
         ending_LL = solve_LL * (to_end * k_factor)[:, None]
         write_LK = tl.dot(tl.trans(ending_LL.to(k_LK.dtype)), k_LK, input_precision=PRECISION)
@@ -334,6 +395,7 @@ def prepare(
     chunks: ChunkTable,
     launch: Launch = PREPARE,
     inverse_precision: str = INVERSE_PRECISION,
+    is_inverse_in_parts: bool = INVERSE_IN_PARTS,
 ) -> Prepared:
     """Compute the matrices of all chunks."""
     num_tokens, num_key_heads, key_dim = k_TGK.shape
@@ -376,6 +438,7 @@ def prepare(
         MIN_LOG=MIN_LOG_DECAY,
         PRECISION=precision,
         INVERSE=inverse_precision if q_TGK.dtype != torch.float32 else precision,
+        IN_PARTS=is_inverse_in_parts,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
