@@ -163,6 +163,7 @@ class EngineCore:
             missed_tokens={reason.value: count for reason, count in counters.missed_tokens.items()},
             hits_by_kind={kind.value: count for kind, count in counters.hits_by_kind.items()},
             snapshots_taken={kind.value: count for kind, count in counters.snapshots_taken.items()},
+            num_snapshots=self.cache.arena.num_slots - sum(1 + len(e.cuts) for e in self.cache.leases.values()),
             num_snapshots_evicted=memory.num_snapshots_evicted,
             num_blocks_evicted=memory.num_blocks_evicted,
             tenant_bytes=self._tenant_bytes(),

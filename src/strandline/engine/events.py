@@ -74,6 +74,8 @@ class CoreStats:
     hits_by_kind: dict[str, int]
     snapshots_taken: dict[str, int]
     """By kind."""
+    num_snapshots: int
+    """That the cache holds now."""
     num_snapshots_evicted: int
     num_blocks_evicted: int
     tenant_bytes: dict[str, int]

@@ -4,7 +4,7 @@ What concerns text and time is counted here, in the front end; what concerns ste
 core when somebody asks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -39,6 +39,11 @@ TTFT_BUCKETS_S: Final = (
 ITL_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 E2E_BUCKETS_S: Final = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
+TOKEN_BUCKETS: Final = tuple(float(factor * 10**power) for power in range(7) for factor in (1, 2, 5))
+
+RECOMPUTED: Final = frozenset({"no_snapshot", "snapshot_evicted", "evicted", "no_room", "computing"})
+"""Reasons of misses that say: these tokens were computed before, or are being computed right now."""
+
 
 class Metrics:
     """All metrics of one server."""
@@ -53,8 +58,13 @@ class Metrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.").labels(model_name)
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.").labels(model_name)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Per token after the first.", ITL_BUCKETS_S
+        )
         self._itl = self._histogram("inter_token_latency_seconds", "Token to token.", ITL_BUCKETS_S)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS_S)
+        self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKEN_BUCKETS)
+        self._output_lengths = self._histogram("request_generation_tokens", "Tokens of an output.", TOKEN_BUCKETS)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, (LABEL, *labels), registry=self._registry)
@@ -78,8 +88,14 @@ class Metrics:
     def _finish(self, collector: Collector, now_s: float) -> None:
         output = collector.output()
         self._e2e.observe(now_s - collector.times.arrival_s)
+        lengths = [len(completion.token_ids) for completion in output.outputs]
         self._prompt_tokens.inc(len(output.prompt_token_ids))
-        self._generation_tokens.inc(sum(len(completion.token_ids) for completion in output.outputs))
+        self._prompt_lengths.observe(len(output.prompt_token_ids))
+        self._generation_tokens.inc(sum(lengths))
+        for num_tokens in lengths:
+            self._output_lengths.observe(num_tokens)
+        if max(lengths) > 1 and collector.times.first_token_s is not None:
+            self._tpot.observe((now_s - collector.times.first_token_s) / (max(lengths) - 1))
         self._finished.labels(self._model_name, output.outputs[0].finish_reason).inc()
         del self._last_token_s[collector.request_id]
 
@@ -114,22 +130,28 @@ class _CoreMetrics:
         yield self._counter("prefix_cache_queries", "Tokens looked up in the cache.", {"": stats.queried_tokens})
         yield self._counter("prefix_cache_hits", "Tokens found in the cache.", {"": stats.hit_tokens})
         yield self._counter("prefix_cache_misses", "Tokens not found, by reason.", stats.missed_tokens, "reason")
+        recomputed = sum(count for reason, count in stats.missed_tokens.items() if reason in RECOMPUTED)
+        yield self._counter("recomputed_tokens", "Prompt tokens computed though they had been.", {"": recomputed})
         yield self._counter("prefix_cache_hit_requests", "Hits, by kind of snapshot.", stats.hits_by_kind, "kind")
         yield self._counter("snapshots_taken", "Snapshots taken, by kind.", stats.snapshots_taken, "kind")
+        yield self._gauge("snapshots_resident", "Snapshots that the cache holds.", {"": stats.num_snapshots})
         yield self._counter("snapshots_evicted", "Snapshots evicted.", {"": stats.num_snapshots_evicted})
         yield self._counter("blocks_evicted", "Blocks evicted.", {"": stats.num_blocks_evicted})
         yield self._gauge("cache_memory_bytes", "Memory, by tenant.", stats.tenant_bytes, "tenant")
+        in_use = stats.tenant_bytes["slots_in_use"] + stats.tenant_bytes["blocks_in_use"]
+        share = in_use / max(sum(stats.tenant_bytes.values()), 1)
+        yield self._gauge("kv_cache_usage_perc", "Share of memory that cannot be had; 1 is all.", {"": share})
 
-    def _counter(self, name: str, text: str, values: dict[str, int], label: str | None = None) -> Metric:
+    def _counter(self, name: str, text: str, values: Mapping[str, float], label: str | None = None) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=[LABEL, *([label] if label else [])])
         return self._fill(family, values, label)
 
-    def _gauge(self, name: str, text: str, values: dict[str, int], label: str | None = None) -> Metric:
+    def _gauge(self, name: str, text: str, values: Mapping[str, float], label: str | None = None) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, text, labels=[LABEL, *([label] if label else [])])
         return self._fill(family, values, label)
 
     def _fill(
-        self, family: CounterMetricFamily | GaugeMetricFamily, values: dict[str, int], label: str | None
+        self, family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float], label: str | None
     ) -> Metric:
         for key, value in values.items():
             family.add_metric([self._model_name, *([key] if label else [])], value)

@@ -1,0 +1,116 @@
+"""The metrics that a server shows: what they count, and that the dashboard asks for no other."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strandline import LLM, SamplingParams
+from strandline.cache.account import Reason
+from strandline.server.metrics import RECOMPUTED
+from tests.cpu.server.process import ServerProcess, running_server
+
+DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana-dashboard.json").read_text())
+HISTOGRAM_PARTS = ("_bucket", "_count", "_sum")
+
+
+@pytest.fixture(scope="module")
+def used(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of its own, that has answered a few requests."""
+    with running_server(bytes_dir, tmp_path_factory.mktemp("metrics") / "log") as server:
+        for prompt in ("a prompt of some length", "a prompt of some length", "another"):
+            assert server.post("/v1/completions", prompt=prompt, max_tokens=3, temperature=0).status_code == 200
+        yield server
+
+
+def samples(server: ServerProcess) -> dict[str, float]:
+    """Return all samples by name, summed over labels."""
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^strandline:(\w+)\{[^}]*\} (\S+)$", server.get("/metrics").text, re.MULTILINE):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def queries() -> list[str]:
+    variables = [variable["definition"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"]
+    return [target["expr"] for panel in panels() for target in panel["targets"]] + variables
+
+
+def test_every_metric_of_the_dashboard_is_there(used: ServerProcess) -> None:
+    there = samples(used)
+    asked = {name for query in queries() for name in re.findall(r"strandline:(\w+)", query)}
+    assert asked - set(there) == set()
+    base = {re.sub("|".join(f"{part}$" for part in HISTOGRAM_PARTS), "", name) for name in there}
+    shown = {re.sub(r"_bucket$", "", name) for name in asked}
+    assert {name for name in base if not name.endswith("_created")} == shown, "what is counted is also shown"
+
+
+def test_labels_of_the_dashboard_are_those_of_the_metrics(used: ServerProcess) -> None:
+    text = used.get("/metrics").text
+    for query in queries():
+        for label, name in re.findall(r"sum by \((\w+)\) \(\w*\(?strandline:(\w+)", query):
+            assert re.search(rf'^strandline:{name}\{{[^}}]*\b{label}="', text, re.MULTILINE), (name, label)
+    for panel in panels():
+        for target in panel["targets"]:
+            for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
+                assert f"by ({label})" in target["expr"]
+
+
+def test_the_dashboard_is_whole() -> None:
+    """As Grafana wants it: ids are unique, panels do not overlap and stay on the grid of 24, brackets close."""
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
+    cells: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        own = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not own & cells, panel["title"]
+        assert max(x for x, _ in own) < 24
+        cells |= own
+    for query in queries():
+        assert all(query.count(left) == query.count(right) for left, right in ("()", "[]", "{}")), query
+    for panel in panels():
+        assert panel["title"]
+        assert panel["description"]
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(references) == len(set(references))
+
+
+def test_hits_misses_and_memory_add_up(used: ServerProcess) -> None:
+    found = samples(used)
+    queried = found["prefix_cache_queries_total"]
+    assert queried == found["prefix_cache_hits_total"] + found["prefix_cache_misses_total"] == 2 * 23 + 7
+    assert found["prefix_cache_hits_total"] >= 23
+    assert found["cache_memory_bytes"] == pytest.approx(16 * 2**20, rel=0.1)
+    assert found["kv_cache_usage_perc"] < 1
+
+
+def test_lengths_and_times_are_counted_for_each_request(used: ServerProcess) -> None:
+    found = samples(used)
+    assert (found["request_prompt_tokens_sum"], found["request_generation_tokens_sum"]) == (2 * 23 + 7, 3 * 3)
+    for name in ("time_to_first_token_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds"):
+        assert found[f"{name}_count"] == 3
+        assert found[f"{name}_sum"] > 0
+    assert found["inter_token_latency_seconds_count"] == 6
+
+
+def test_recomputed_are_those_reasons_that_say_so() -> None:
+    new = {Reason.FIRST_SEEN, Reason.DIVERGED, Reason.OTHER_SALT, Reason.NOT_ASKED}
+    assert {reason.value for reason in Reason} == RECOMPUTED | {reason.value for reason in new}
+
+
+def test_snapshots_resident_are_those_that_were_taken_and_not_evicted(bytes_dir: Path) -> None:
+    llm = LLM(str(bytes_dir), memory="16MiB", device="cpu")
+    stats = llm.engine.core.stats
+    assert stats().num_snapshots == 0
+    llm.generate(["one prompt", "another prompt"], SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
+    after = stats()
+    assert 0 < after.num_snapshots <= sum(after.snapshots_taken.values()) - after.num_snapshots_evicted
+    assert after.tenant_bytes["slots_evictable"] == after.num_snapshots * llm.engine.core.runner.arena.spec.slab_bytes
