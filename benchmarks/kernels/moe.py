@@ -173,15 +173,17 @@ def check() -> None:
         print(f"check: {num_tokens} tokens, error ratio {error:.2e}: {'ok' if error < 1e-2 else 'ERROR'}", flush=True)
 
 
-def report(name: str, num_tokens: int, variant: str, make: Callable[[Inputs], Callable[[], object]]) -> float:
-    """Time one variant, print a line, and return microseconds."""
+def report(
+    name: str, num_tokens: int, variant: str, make: Callable[[Inputs], Callable[[], object]], *, share: float = 1.0
+) -> float:
+    """Time one variant with its share of the experts' weights, print a line, and return microseconds."""
     sets = [inputs(num_tokens, weights) for weights in LAYERS]
     try:
         measured = time_us([make(arguments) for arguments in sets])
     except Exception as error:  # noqa: BLE001 - a variant that does not compile must not end the sweep
         print(f"{name} tokens={num_tokens} {variant}: {type(error).__name__}: {str(error)[:100]!r}", flush=True)
         return float("inf")
-    floor = floor_us(num_tokens, sets[0][4])
+    floor = share * floor_us(num_tokens, sets[0][4])
     print(
         f"{name} tokens={num_tokens} {variant}: {measured:.1f} us, {100 * floor / measured:.0f} % of floor", flush=True
     )
@@ -212,13 +214,14 @@ def sweep(num_tokens: int) -> None:
         print(f"BEST few tokens={num_tokens}: {best}", flush=True)
     if num_tokens < 8:
         return
-    for name, make, small, large in (
-        ("up", variants_up, UP_SMALL, UP_LARGE),
-        ("down", variants_down, DOWN_SMALL, DOWN_LARGE),
+    for name, make, small, large, share in (
+        ("up", variants_up, UP_SMALL, UP_LARGE, 2 / 3),
+        ("down", variants_down, DOWN_SMALL, DOWN_LARGE, 1 / 3),
     ):
         tiles = small if num_tokens < 256 else large if num_tokens > 1024 else [*small, *large]
         best_tile = min(
-            (report(name, num_tokens, str(tuple(t)), lambda a, t=t, make=make: make(t, a)), t) for t in tiles
+            (report(name, num_tokens, str(tuple(t)), lambda a, t=t, make=make: make(t, a), share=share), t)
+            for t in tiles
         )
         print(f"BEST {name} tokens={num_tokens}: {best_tile}", flush=True)
 

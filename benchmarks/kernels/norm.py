@@ -68,8 +68,9 @@ def cases() -> list[Case]:
     for size in (512, 9216):
         swiglu = (activation_triton.swiglu, activation.swiglu.__wrapped__)
         found.append((f"swiglu {size}", lambda t, s=size: (view(t, 2 * s),), *swiglu, 3 * size * 2))
+    # Open gates: the values, gated in place again and again, must not fade to zeros.
     gate = (activation_triton.sigmoid_gate, activation.sigmoid_gate.__wrapped__)
-    found.append(("sigmoid_gate 4096", lambda t: (randn(t, 4096), view(t, 4096)), *gate, 3 * 4096 * 2))
+    found.append(("sigmoid_gate 4096", lambda t: (randn(t, 4096), view(t, 4096).add_(8)), *gate, 3 * 4096 * 2))
     return found
 
 
