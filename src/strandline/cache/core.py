@@ -93,6 +93,14 @@ class PrefixCache:
         end = walk(root, tokens.data)
         return explainer.account(tokens, salt, end, deepest_snapshot(end, tokens.data))
 
+    def hit_tokens(self, tokens: TokenBuffer, salt: str = "") -> int:
+        """Return how many tokens a request would hit, and nothing else. Changes nothing."""
+        root = self._roots.get(salt)
+        if root is None or not self.enabled:
+            return 0
+        snapshot = deepest_snapshot(walk(root, tokens.data), tokens.data)
+        return snapshot.position if snapshot else 0
+
     def follow(self, tokens: TokenBuffer, salt: str = "", *, beyond: int = 0) -> Lead | None:
         """Find a running request that is about to compute the beginning of this prompt, to wait for it.
 

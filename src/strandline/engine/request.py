@@ -27,6 +27,7 @@ class Request:
 
     __slots__ = (
         "account",
+        "cached_until",
         "finish_reason",
         "is_introduced",
         "lead",
@@ -35,10 +36,13 @@ class Request:
         "max_total",
         "new",
         "num_admissions_seen",
+        "num_cached",
+        "num_overtaken",
         "num_prompt_tokens",
         "num_tokens",
         "output_ids",
         "prompt_ids",
+        "queue_number",
         "request_id",
         "salt",
         "status",
@@ -75,6 +79,13 @@ class Request:
         """What its first admission found in the cache."""
         self.num_admissions_seen = -1
         """The scheduler's count of admissions when it last looked for somebody to follow."""
+        self.queue_number = 0
+        """Its place in the order of arrival."""
+        self.num_overtaken = 0
+        """How many that came later were admitted before it, because more of theirs is cached."""
+        self.num_cached = 0
+        self.cached_until = 0
+        """``num_cached`` of its tokens were cached when that was last looked up; it counts until so many admissions."""
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

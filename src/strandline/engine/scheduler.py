@@ -1,9 +1,9 @@
 """Which requests run in the next step, and how many tokens of each.
 
-Continuous batching with chunked prefill: running requests go first, in order of arrival, then waiting ones as
-budget and memory allow. When memory runs out the request that arrived last is preempted: its slot becomes a
-snapshot, so that nothing is recomputed when it comes back. The scheduler never splits or delays a step for
-the cache's sake.
+Continuous batching with chunked prefill: running requests go first, in order of arrival, then waiting ones as budget
+and memory allow: those first of which most is cached, but nobody is overtaken more than ``MAX_OVERTAKEN`` times. When
+memory runs out the request that arrived last is preempted: its slot becomes a snapshot, so that nothing is recomputed
+when it comes back. The scheduler never splits or delays a step for the cache's sake.
 
 A step may be planned while the one before it runs: what that one samples is *pending*, counted in a request's tokens
 but not known yet. ``plan``, ``advance`` and ``settle`` of a step come in this order; between a step's ``advance`` and
@@ -15,6 +15,7 @@ request that stays within its last block takes the short way through both.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from heapq import merge
 from itertools import islice
 
 from strandline.cache import Lease, PrefixCache, SnapshotKind
@@ -24,7 +25,12 @@ from strandline.errors import EngineError, RequestError
 from strandline.ids import BLOCK_TOKENS, RequestId
 
 LOOK_AHEAD_REQUESTS = 32
-"""Waiting requests that may ask for a snapshot on the way of a running one, though there is no room for them yet."""
+"""Waiting requests that may ask for a snapshot on the way of a running one, though there is no room for them yet; and
+so many are compared when one is to be admitted."""
+MAX_OVERTAKEN = 16
+"""So many may be admitted before a request that came earlier, because more of theirs is cached."""
+STALE_ADMISSIONS = 8
+"""What is cached of a waiting request is looked up again after so many admissions."""
 
 Span = tuple[Request, Lease, int, int]
 """A request, its lease, and the tokens ``[start, end)`` that it computes in the step."""
@@ -43,6 +49,7 @@ class Scheduler:
         """Since the start."""
         self._is_stepwise = cache.placement.is_stepwise
         self._num_admissions = 0
+        self._num_queued = 0
         self._requests: dict[RequestId, Request] = {}
         self._gone: list[RequestId] = []
         self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
@@ -160,25 +167,62 @@ class Scheduler:
         request.lease = None
         request.status = Status.WAITING
         self.num_preemptions += 1
+        request.queue_number = self.waiting[0].queue_number - 1 if self.waiting else request.queue_number
         self.waiting.appendleft(request)
 
     def _plan_waiting(self, spans: list[Span], budget: int) -> None:
-        """Admit waiting requests in order; those whose beginning is being computed are passed over for now."""
+        """Admit waiting requests; those whose beginning is being computed are passed over for now."""
         passed_over = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting.popleft()
+            place = self._next_place()
+            request = self.waiting[place]
             if self._should_wait(request):
+                del self.waiting[place]
                 passed_over.append(request)
                 continue
             lease = self._admit(request, budget)
             if lease is None:
-                self.waiting.appendleft(request)
                 break
+            for earlier in islice(self.waiting, place):
+                earlier.num_overtaken += 1
+            del self.waiting[place]
             start = lease.computed
             end = min(request.num_tokens, start + budget)
             spans.append((request, lease, start, end))
             budget -= end - start
-        self.waiting.extendleft(reversed(passed_over))
+        if passed_over:
+            self._wait_again(passed_over)
+
+    def _next_place(self) -> int:
+        """Return which waiting request is admitted next: the one of which most is cached, before that is evicted.
+
+        The first one when it was preempted, or was overtaken often enough: so nobody waits for more than so many others
+        that came later.
+        """
+        waiting = self.waiting
+        first = waiting[0]
+        if len(waiting) == 1 or first.output_ids or first.num_overtaken >= MAX_OVERTAKEN or not self.cache.enabled:
+            return 0
+        best, place = self._cached_tokens(first), 0
+        for index, request in enumerate(islice(waiting, 1, LOOK_AHEAD_REQUESTS), 1):
+            if (cached := self._cached_tokens(request)) > best:
+                best, place = cached, index
+        return place
+
+    def _cached_tokens(self, request: Request) -> int:
+        """Return how many of a waiting request's tokens are cached, or were a few admissions ago."""
+        if self._num_admissions >= request.cached_until:
+            request.num_cached = self.cache.hit_tokens(request.tokens, request.salt)
+            request.cached_until = self._num_admissions + STALE_ADMISSIONS
+        return request.num_cached
+
+    def _wait_again(self, passed_over: list[Request]) -> None:
+        """Put requests back among those that wait, in the order in which they came."""
+        passed_over.sort(key=_queue_number)
+        if not self.waiting or passed_over[-1].queue_number < self.waiting[0].queue_number:
+            self.waiting.extendleft(reversed(passed_over))
+        else:
+            self.waiting = deque(merge(passed_over, self.waiting, key=_queue_number))
 
     def _should_wait(self, request: Request) -> bool:
         """Whether somebody is about to compute what the request needs.
@@ -322,6 +366,10 @@ class Scheduler:
                     self.waiting.remove(request)
                 self._end(request, request.finish_reason, request.stop_reason)
         self.running = [request for request in self.running if request.status is Status.RUNNING]
+
+
+def _queue_number(request: Request) -> int:
+    return request.queue_number
 
 
 def _lease(request: Request) -> Lease:

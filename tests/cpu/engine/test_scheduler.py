@@ -9,7 +9,7 @@ from strandline.cache.invariants import check
 from strandline.engine.plan import NewRequest, StepPlan, StepResult
 from strandline.engine.request import FinishReason, Request
 from strandline.engine.sampling_params import SamplingParams
-from strandline.engine.scheduler import Scheduler
+from strandline.engine.scheduler import MAX_OVERTAKEN, Scheduler
 from strandline.errors import RequestError
 from strandline.ids import RequestId
 
@@ -193,3 +193,60 @@ def test_every_request_finishes_whatever_the_budget_and_memory(
         assert plan.num_tokens <= max_tokens
     assert [request.finish_reason for request in requests] == [FinishReason.LENGTH] * len(requests)
     assert [len(request.output_ids) for request in requests] == [outputs for _, _, outputs in shapes]
+
+
+def admitted(plans: list[StepPlan]) -> list[str]:
+    """Return the requests of the plans in the order in which they first ran."""
+    return list(dict.fromkeys(sequence.request_id for plan in plans for sequence in plan.sequences))
+
+
+def test_of_those_that_wait_the_one_goes_first_of_which_most_is_cached() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_request("a", [1] * 100, max_tokens=1))
+    step(scheduler)
+    for name, prompt in [("cold", [2] * 50), ("warm", [1] * 100 + [3]), ("parted", [1] * 80 + [4])]:
+        scheduler.add(make_request(name, prompt, max_tokens=1))
+    assert admitted([step(scheduler) for _ in range(3)]) == ["warm", "cold", "parted"]
+
+
+def test_of_those_of_which_nothing_is_cached_the_first_goes_first() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    for index in range(5):
+        scheduler.add(make_request(str(index), [10 + index] * 50, max_tokens=1))
+    assert admitted([step(scheduler) for _ in range(5)]) == list("01234")
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40))
+def test_nobody_is_overtaken_without_end(max_num_seqs: int, num_cold: int, num_waiting: int) -> None:
+    scheduler = make_scheduler(max_num_seqs=max_num_seqs)
+    scheduler.add(make_request("a", [1] * 100, max_tokens=1))
+    step(scheduler)
+    for index in range(num_cold):
+        scheduler.add(make_request(f"cold{index}", [20 + index] * 50, max_tokens=1))
+    plans = []
+    num_warm = 0
+    while any(RequestId(f"cold{index}") in scheduler for index in range(num_cold)):
+        while len(scheduler) < num_waiting + num_cold:
+            num_warm += 1
+            scheduler.add(make_request(f"warm{num_warm}", [1] * 100 + [3, num_warm], max_tokens=1))
+        plans.append(step(scheduler))
+    order = admitted(plans)
+    overtakers = [order.index(f"cold{index}") - index for index in range(num_cold)]
+    assert max(overtakers) <= MAX_OVERTAKEN
+    assert [name for name in order if name.startswith("cold")] == [f"cold{index}" for index in range(num_cold)]
+
+
+def test_a_preempted_request_is_not_overtaken() -> None:
+    scheduler = make_scheduler(num_slabs=5, blocks_per_slab=2, max_tokens=512)
+    for name in "ab":
+        scheduler.add(make_request(name, [ord(name)] * 126, max_tokens=40))
+    while not scheduler.num_preemptions:
+        step(scheduler)
+    [preempted] = scheduler.waiting
+    running = scheduler.running[0]
+    scheduler.add(make_request("c", [*running.prompt_ids, 7, 8], max_tokens=2))
+    plans = []
+    while len(scheduler):
+        plans.append(step(scheduler))
+    order = admitted(plans)
+    assert order.index(preempted.request_id) < order.index("c")
