@@ -90,6 +90,11 @@ def _add_serve(commands: Any) -> None:
     add("--served-model-name", nargs="+", default=(), metavar="NAME", help="names that requests may use")
     add("--api-key", nargs="+", default=(), metavar="KEY", help="ask for one of these keys")
     add("--chat-template", metavar="FILE", help="a Jinja file, or the template itself")
+    text = "how the model writes calls of tools; auto: by its chat template (default: %(default)s)"
+    add("--tool-call-parser", choices=("auto", "hermes", "qwen3_coder", "none"), default="auto", help=text)
+    text = "how it writes its reasoning; auto: by its chat template (default: %(default)s)"
+    add("--reasoning-parser", choices=("auto", "qwen3", "deepseek_r1", "none"), default="auto", help=text)
+    add("--enable-auto-tool-choice", action="store_true", help="taken as vLLM's; tools need no flag here")
     add("--max-queue", type=int, default=1024, metavar="N", help="most outputs that wait (default: %(default)s)")
     add("--max-body-bytes", type=int, default=32 * 2**20, metavar="N", help="of a request (default: %(default)s)")
     add("--request-timeout-s", type=float, metavar="S", help="most time for one request (default: no limit)")

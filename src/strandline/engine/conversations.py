@@ -4,6 +4,7 @@
 word behind every mark; where that rendering and the plain one part is the mark's place, whatever the template does.
 """
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -173,6 +174,9 @@ def _without_marks(message: Any) -> _Marked:
     plain = {name: value for name, value in message.items() if name != MARK}
     entry = _Marked(plain)
     content = message.get("content")
+    if message.get("tool_calls"):
+        plain["tool_calls"] = _calls(message["tool_calls"])
+        plain["content"] = content or ""
     if isinstance(content, list):
         texts: list[str] = []
         for part in content:
@@ -190,6 +194,25 @@ def _without_marks(message: Any) -> _Marked:
     if _is_marked(message) and len(_content(entry)) not in entry.places:
         entry.places.append(len(_content(entry)))
     return entry
+
+
+def _calls(calls: Any) -> list[dict[str, Any]]:
+    """Return earlier calls with their arguments as objects, as templates want them; what is no object stays."""
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                "a message's tool_calls must be a list of {'id': …, 'type': 'function', 'function': {'name': …, "
+                f"'arguments': …}}}}, got {json.dumps(call, default=str)[:200]}"
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                value = json.loads(arguments or "{}")
+                arguments = value if isinstance(value, dict) else arguments
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found
 
 
 def _content(entry: _Marked) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import llguidance.hf
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from numpy.typing import NDArray
@@ -67,6 +67,36 @@ class Matcher:
         return self._is_done or self._matcher.is_error() or self._matcher.is_accepting()
 
 
+class _Words:
+    """The tokens of a tokenizer as bytes, in the form that llguidance asks for.
+
+    Text that a grammar spells out is never a tag's own token, though it may read like one.
+    """
+
+    bos_token_id: int | None = None
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        plain = llguidance.hf.from_tokenizer(tokenizer, vocab_size, eos_token=0, slices=[])
+        self.eos_token_id = eos_ids[0]
+        self.tokens = [plain.decode_bytes([token]) for token in range(vocab_size)]
+        self.special_token_ids = [token for token in range(vocab_size) if plain.is_special_token(token)]
+        self._special_ids = frozenset(self.special_token_ids)
+        self._backend = tokenizer.backend_tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        token_ids: list[int] = []
+        for token in self._encode(text.decode()):
+            if token in self._special_ids:
+                tag = self.tokens[token].decode()
+                token_ids += self._encode(tag[:1]) + self._encode(tag[1:])
+            else:
+                token_ids.append(token)
+        return token_ids
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+
 class Grammars:
     """Compiles grammars for one vocabulary.
 
@@ -96,7 +126,8 @@ class Grammars:
                     raise RequestError("structured outputs need a tokenizer, and a fast one; the engine has none")
                 # A token that the model lacks stands for the end where it has none.
                 end = sorted(eos_ids) or [self._vocab_size]
-                self._vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, self._vocab_size + 1, eos_token=end)
+                words = _Words(self._tokenizer, self._vocab_size + 1, end)
+                self._vocabulary = LLTokenizer(TokenizerWrapper(words), eos_token=end)
             return self._vocabulary
 
     def check(self, params: StructuredOutputsParams) -> None:
@@ -143,11 +174,15 @@ class Grammars:
             )
         return text
 
+    def tag(self, text: str) -> str:
+        """Return how a grammar in Lark's form says a tag, which may be a token of its own."""
+        vocabulary = self.load()
+        token = self._tokenizer.get_added_vocab().get(text)
+        return text if token is not None and vocabulary.is_special_token(token) else json.dumps(text)
+
     def _preamble(self, end: str) -> str:
         """Return a grammar of any text up to ``end``, and then the body."""
-        vocabulary = self.load()
-        token = self._tokenizer.get_added_vocab().get(end)
-        if token is not None and vocabulary.is_special_token(token):
+        if self.tag(end) == end:
             return f"start: /(?s:.*)/ {end} SPACE @body\nSPACE: /[ \\n]{{0,4}}/"
         return f"start: free SPACE @body\nfree[suffix={json.dumps(end)}]: /(?s:.*)/\nSPACE: /[ \\n]{{0,4}}/"
 

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from strandline.engine.sampling_params import SamplingParams
+from strandline.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.errors import RequestError
+from strandline.server.structures import GUIDED, structure_of
 
 LOGGER: Final = logging.getLogger("strandline.server")
 
@@ -19,15 +20,8 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "suffix": ("",),
     "tools": ([],),
-    "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
     "functions": ([],),
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "use_beam_search": (False,),
     "audio": (),
     "prompt_embeds": (),
@@ -41,6 +35,9 @@ WITHOUT_EFFECT: Final = frozenset(
     | {"service_tier", "store", "tool_choice", "user"}
 )
 """Fields that clients send and that change nothing here."""
+
+STRUCTURED: Final = "structured_outputs"
+STRUCTURE_FIELDS: Final = ("response_format", STRUCTURED, *GUIDED, "guided_whitespace_pattern")
 
 _LOGGED: Final = set[str]()
 MAX_LOGGED: Final = 100
@@ -83,6 +80,17 @@ class SamplingBody(BaseModel):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     include_cache_account: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """Return what the output must look like. Raises as ``structure_of``."""
+        return structure_of({name: getattr(self, name) for name in STRUCTURE_FIELDS})
 
     def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """Return the sampling parameters: the model's defaults, what the body says, and ``more``.
@@ -93,11 +101,11 @@ class SamplingBody(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true")
         check_extra(self.model_extra)
-        names = SamplingParams.__dataclass_fields__.keys() & self.__class__.model_fields.keys()
+        names = SamplingParams.__dataclass_fields__.keys() & self.__class__.model_fields.keys() - {STRUCTURED}
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        return SamplingParams(**{**defaults, **given, **more})
+        return SamplingParams(**{STRUCTURED: self.structure(), **defaults, **given, **more})
 
     def wants_usage(self) -> bool:
         """Whether a stream is to end with the usage."""
@@ -124,6 +132,9 @@ class ChatBody(SamplingBody):
     top_logprobs: Count | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeBody(BaseModel):

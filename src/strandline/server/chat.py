@@ -8,18 +8,22 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from strandline.engine.outputs import CompletionOutput, RequestOutput
+from strandline.engine.sampling_params import SamplingParams
 from strandline.errors import RequestError
 from strandline.server.answers import Growth, Json, chat_logprobs, usage
 from strandline.server.bodies import ChatBody
 from strandline.server.client import Prompt
+from strandline.server.pieces import joined
+from strandline.server.replies import Reply, deltas, finish_reason, message
 from strandline.server.service import Service
 from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, plain_events, while_connected
+from strandline.server.tools import Toolbox, toolbox
 
 
 class Chat:
     """One request and its answer."""
 
-    def __init__(self, service: Service, body: ChatBody, prompt: Prompt) -> None:
+    def __init__(self, service: Service, body: ChatBody, prompt: Prompt, params: SamplingParams, box: Toolbox) -> None:
         self._body = body
         self._num_top = body.top_logprobs or 0
         self._head = {
@@ -28,57 +32,63 @@ class Chat:
             "created": int(time.time()),
             "model": service.model_names[0],
         }
-        if self._num_top and not body.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true")
-        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        params = body.sampling_params(
-            service.defaults, max_tokens=max_tokens, logprobs=self._num_top if body.logprobs else None
-        )
-        self._num_outputs = params.n
+        self._replies = [service.reply_format.reply(prompt.text or "", box.schemas) for _ in range(params.n)]
         self.job = service.client.submit(str(self._head["id"]), [prompt], params, body.cache_salt or "")
 
     async def answer(self) -> Json:
         """Return the whole answer."""
         with self.job:
             [output] = await self.job.outputs()
-        choices = [
-            {
-                "index": completion.index,
-                "message": {"role": "assistant", "content": completion.text, "refusal": None},
-                "logprobs": chat_logprobs(completion.logprobs or [], self._num_top) if self._body.logprobs else None,
-                "finish_reason": completion.finish_reason,
-                "stop_reason": completion.stop_reason,
-            }
-            for completion in output.outputs
-        ]
+        choices = []
+        for completion, reply in zip(output.outputs, self._replies, strict=True):
+            reply.feed(completion.text)
+            reply.finish()
+            logprobs = chat_logprobs(completion.logprobs or [], self._num_top) if self._body.logprobs else None
+            choices.append(
+                {
+                    "index": completion.index,
+                    "message": message(reply),
+                    "logprobs": logprobs,
+                    "finish_reason": finish_reason(reply, completion.finish_reason),
+                    "stop_reason": completion.stop_reason,
+                }
+            )
         return {**self._head, "choices": choices, "usage": self._usage(output)}
 
     async def chunks(self) -> AsyncIterator[Json]:
         """Yield the answer as it grows."""
-        growths = [Growth() for _ in range(self._num_outputs)]
-        for index in range(self._num_outputs):
+        growths = [Growth() for _ in self._replies]
+        for index in range(len(self._replies)):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             yield {**self._head, "choices": [choice]}
         async for _, output in self.job.updates():
-            for completion, growth in zip(output.outputs, growths, strict=True):
-                chunk = self._chunk(completion, growth)
-                if chunk is not None:
-                    yield {**self._head, "choices": [chunk]}
+            for completion, growth, reply in zip(output.outputs, growths, self._replies, strict=True):
+                for choice in self._choices(completion, growth, reply):
+                    yield {**self._head, "choices": [choice]}
         if self._body.wants_usage():
             yield {**self._head, "choices": [], "usage": self._usage(self.job.collectors[0].output())}
 
-    def _chunk(self, completion: CompletionOutput, growth: Growth) -> Json | None:
+    def _choices(self, completion: CompletionOutput, growth: Growth, reply: Reply) -> list[Json]:
+        """Return what is new of one output, a delta each; the last says why it ended, if it did."""
         text, entries, has_news = growth.take(completion)
         if not has_news:
-            return None
-        return {
-            "index": completion.index,
-            "delta": {"content": text} if text or entries else {},
-            "logprobs": chat_logprobs(entries, self._num_top) if entries else None,
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-        }
+            return []
+        is_end = completion.finish_reason is not None
+        pieces = reply.feed(text)
+        found = deltas(reply, joined([*pieces, *reply.finish()] if is_end else pieces))
+        if not found:
+            if not (is_end or entries):
+                return []
+            found = [{"content": ""} if entries else {}]
+        choices: list[Json] = [
+            {"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
+            for delta in found
+        ]
+        choices[0]["logprobs"] = chat_logprobs(entries, self._num_top) if entries else None
+        choices[-1]["finish_reason"] = finish_reason(reply, completion.finish_reason)
+        choices[-1]["stop_reason"] = completion.stop_reason
+        return choices
 
     def _usage(self, output: RequestOutput) -> Json:
         return usage([output], is_batch=False, with_account=self._body.include_cache_account)
@@ -87,12 +97,20 @@ class Chat:
 async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     """Answer a request."""
     service.require_model(body.model)
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true")
+    box = toolbox(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = body.sampling_params(service.defaults, max_tokens=max_tokens, logprobs=logprobs)
     prompt = await service.render(
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
+        tools=box.tools,
         template_options=body.chat_template_kwargs,
     )
-    started = Chat(service, body, prompt)
+    params = await service.bind(params, box, prompt.text or "")
+    started = Chat(service, body, prompt, params, box)
     if body.stream:
         return EventStream(started.job, plain_events(started.chunks()))
     answer = await while_connected(request, started.answer())

@@ -121,6 +121,7 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     """Answer a request."""
     service.require_model(body.model)
     prompts, is_batch = await _prompts(service, body)
+    await service.check(body.structure())
     completion = Completion(service, body, prompts, is_batch=is_batch)
     if body.stream:
         return EventStream(completion.job, plain_events(completion.chunks()))

@@ -27,6 +27,7 @@ from strandline.server.app import build_app
 from strandline.server.client import EngineClient
 from strandline.server.messages import ENCODER, FROM_CORE, Ready, Refused, Start
 from strandline.server.metrics import Metrics
+from strandline.server.replies import choose_format
 from strandline.server.service import Service
 
 LOGGER: Final = logging.getLogger("strandline.server")
@@ -46,6 +47,12 @@ class ServerConfig:
     api_key: Sequence[str] = ()
     chat_template: str | None = None
     """A file, or the template itself."""
+    tool_call_parser: str = "auto"
+    """How the model writes calls of tools; ``auto`` goes by the chat template."""
+    reasoning_parser: str = "auto"
+    """How it writes its reasoning; ``auto`` goes by the chat template."""
+    enable_auto_tool_choice: bool = False
+    """Changes nothing: tools are chosen whenever a request has some."""
     max_queue: int = 1024
     """Most outputs that wait beside those that run."""
     max_body_bytes: int = 32 * 2**20
@@ -78,7 +85,9 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
     async with start_core(engine, server) as client:
         names = server.served_model_name or (engine.model,)
         defaults = default_sampling_params(find_model(engine.model))
-        service = Service(client, names, defaults, template)
+        shown = template or str(getattr(client.frontend.tokenizer, "chat_template", None) or "")
+        reply_format = choose_format(server.tool_call_parser, server.reasoning_parser, shown)
+        service = Service(client, names, defaults, template, reply_format)
         key = read_api_key()
         keys = [*server.api_key, *([key] if key else [])]
         app = build_app(service, api_keys=keys, max_body_bytes=server.max_body_bytes)

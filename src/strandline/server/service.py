@@ -7,14 +7,18 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from strandline.engine.conversations import ChatRenderer
 from strandline.engine.prompts import encode_text
+from strandline.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.errors import RequestError
 from strandline.server.client import EngineClient, Prompt
 from strandline.server.faults import UnknownModelError
+from strandline.server.reasoning import CLOSE
+from strandline.server.replies import ReplyFormat
+from strandline.server.tools import Toolbox
 
 T = TypeVar("T")
 
@@ -30,6 +34,8 @@ class Service:
     """Sampling parameters that the model recommends."""
     chat_template: str | None = None
     """Instead of the tokenizer's own."""
+    reply_format: ReplyFormat = field(default_factory=ReplyFormat)
+    """How the model writes calls of tools and reasoning."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
     _renderers: list[ChatRenderer] = field(default_factory=list)
@@ -60,6 +66,32 @@ class Service:
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run what may take a while."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def bind(self, params: SamplingParams, toolbox: Toolbox, prompt: str) -> SamplingParams:
+        """Bind an answer to the calls that it must make, but let the model reason first; compile what it is bound to.
+
+        Raises:
+            RequestError: the structure that is asked for is wrong.
+        """
+        grammars = self.client.frontend.grammars
+        structure = params.structured_outputs
+        if toolbox.choice in ("required", "named"):
+            if structure is not None:
+                raise RequestError(f"tool_choice {toolbox.choice!r} and another structure cannot be combined")
+            parser = self.reply_format.tool_calls
+            grammar = await self.in_thread(lambda: toolbox.grammar(parser, grammars.tag))
+            structure = StructuredOutputsParams(grammar=grammar)
+        if structure is None:
+            return params
+        if self.reply_format.opens_reasoning(prompt):
+            structure = replace(structure, after=CLOSE)
+        await self.check(structure)
+        return replace(params, structured_outputs=structure)
+
+    async def check(self, structure: StructuredOutputsParams | None) -> None:
+        """Compile a grammar before it is needed, where that holds up no stream. Raises as ``Grammars.check``."""
+        if structure is not None:
+            await self.in_thread(lambda: self.client.frontend.grammars.check(structure))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
         """Return a text as a prompt."""

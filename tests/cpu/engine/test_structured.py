@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams, StructuredOutputsParams
-from strandline.engine.structured import Matcher, mask_logits
+from strandline.engine.structured import Grammars, Matcher, mask_logits
 from strandline.errors import RequestError
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.engine.tokenizers import CALLS_IN_JSON, CHAT_VOCAB_SIZE, chat_template, chat_tokenizer
+from tests.cpu.engine.tokenizers import CALLS_IN_JSON, CHAT_VOCAB_SIZE, byte_tokenizer, chat_template, chat_tokenizer
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -124,6 +124,13 @@ def test_a_grammar_that_is_fulfilled_ends_the_output_though_more_tokens_were_wis
     assert len(output.token_ids) > 6
 
 
+def test_text_that_reads_like_a_tag_is_spelled_out(llm: LLM) -> None:
+    text = 'so <tool_call> and <|im_end|> and "</think>"'
+    [output] = outputs(llm, StructuredOutputsParams(choice=[text]))
+    assert output.text == text
+    assert len(output.token_ids) == len(text) + 1
+
+
 def test_bans_that_leave_nothing_give_way_to_the_grammar(llm: LLM) -> None:
     [output] = outputs(llm, StructuredOutputsParams(choice=["bab"]), bad_words=["a", "b"])
     assert output.text == "bab"
@@ -154,6 +161,18 @@ def test_without_a_token_that_ends_it_a_structured_output_is_refused(llm: LLM) -
     eos = llm.get_tokenizer().eos_token_id
     [output] = outputs(llm, StructuredOutputsParams(regex="a"), ignore_eos=True, stop_token_ids=[eos])
     assert output.text == "a"
+
+
+def test_a_vocabulary_without_an_end_has_grammars_all_the_same() -> None:
+    grammars = Grammars(lambda: (byte_tokenizer(), frozenset()), 256)
+    matcher = grammars.matcher(StructuredOutputsParams(choice=["a"]), {7})
+    words = np.zeros((1, 9), dtype=np.int32)
+    matcher.fill(words, 0)
+    assert np.unpackbits(words.view(np.uint8)).sum() == 1
+    [first] = byte_tokenizer().encode("a")
+    matcher.append(first)
+    matcher.fill(words, 0)
+    assert words.view(np.uint32)[0].tolist() == [1 << 7, *[0] * 8]
 
 
 def test_without_a_tokenizer_structured_outputs_are_refused(chat_dir: Path) -> None:

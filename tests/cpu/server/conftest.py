@@ -8,7 +8,15 @@ import pytest
 
 from strandline import LLM
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.engine.tokenizers import TEMPLATE, byte_tokenizer
+from tests.cpu.engine.tokenizers import (
+    CALLS_IN_JSON,
+    CALLS_IN_XML,
+    CHAT_VOCAB_SIZE,
+    TEMPLATE,
+    byte_tokenizer,
+    chat_template,
+    chat_tokenizer,
+)
 from tests.cpu.server.process import ServerProcess, running_server
 
 VOCAB_SIZE = 256
@@ -42,3 +50,26 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     """OpenAI's own client of the shared server."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
+
+
+def save_chat_model(directory: Path, template: str) -> Path:
+    """Write a tiny random model of bytes and the special tokens of conversations."""
+    save_tiny_model(directory, vocab_size=CHAT_VOCAB_SIZE)
+    chat_tokenizer(template).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def json_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of a model that writes calls in JSON and opens its reasoning itself."""
+    model = save_chat_model(tmp_path_factory.mktemp("json"), chat_template(CALLS_IN_JSON, thinks=False))
+    with running_server(model, tmp_path_factory.mktemp("server") / "log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tag_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of a model that writes calls in tags and whose prompts open its reasoning."""
+    model = save_chat_model(tmp_path_factory.mktemp("tags"), chat_template(CALLS_IN_XML, thinks=True))
+    with running_server(model, tmp_path_factory.mktemp("server") / "log") as server:
+        yield server

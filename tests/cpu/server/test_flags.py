@@ -10,16 +10,19 @@ from strandline.config import EngineConfig
 from strandline.server.launch import ServerConfig
 
 FLAGS = [
-    "--api-key", "--chat-template", "--device", "--dtype", "--enable-prefix-caching", "--host",
+    "--api-key", "--chat-template", "--device", "--dtype", "--enable-auto-tool-choice",
+    "--enable-prefix-caching", "--host",
     "--load-format", "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-enable-prefix-caching",
-    "--port", "--request-timeout-s", "--seed", "--served-model-name", "--tokenizer",
+    "--port", "--reasoning-parser", "--request-timeout-s", "--seed", "--served-model-name", "--tokenizer",
+    "--tool-call-parser",
 ]  # fmt: skip
 
 OF_VLLM = {
     "--host": "0.0.0.0", "--port": "8001", "--served-model-name": "a", "--api-key": "k", "--chat-template": "{}",
     "--tokenizer": "t", "--dtype": "bfloat16", "--load-format": "dummy", "--max-model-len": "100",
-    "--max-num-seqs": "4", "--max-num-batched-tokens": "512", "--seed": "1",
+    "--max-num-seqs": "4", "--max-num-batched-tokens": "512", "--seed": "1", "--tool-call-parser": "hermes",
+    "--reasoning-parser": "qwen3",
 }  # fmt: skip
 """Flags that mean what they mean in vLLM, with a value each."""
 

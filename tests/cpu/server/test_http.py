@@ -85,7 +85,7 @@ def test_a_body_nested_too_deep_is_a_400(server: ServerProcess) -> None:
     assert answer.json()["error"]["message"]
 
 
-NOT_SERVED = {"tools": [{"type": "function"}], "response_format": {"type": "json_object"}, "suffix": "x", "best_of": 2}
+NOT_SERVED = {"tools": [{"type": "function"}], "use_beam_search": True, "suffix": "x", "best_of": 2}
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)

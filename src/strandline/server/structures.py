@@ -1,0 +1,59 @@
+"""What an answer must look like, in the fields of OpenAI's and vLLM's APIs."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from strandline.engine.sampling_params import StructuredOutputsParams
+from strandline.errors import RequestError
+
+GUIDED: Final[Mapping[str, str]] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's older fields, and what they are called now."""
+
+
+def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """Return what a body's fields ask for: ``response_format``, ``structured_outputs`` or one of ``guided_…``.
+
+    Raises:
+        RequestError: one of them is wrong, or there are several.
+    """
+    found: dict[str, StructuredOutputsParams | None] = {}
+    if fields.get("structured_outputs") is not None:
+        found["structured_outputs"] = StructuredOutputsParams.from_mapping(fields["structured_outputs"])
+    if fields.get("response_format") is not None:
+        found["response_format"] = of_response_format(fields["response_format"])
+    for field, name in GUIDED.items():
+        if fields.get(field) is not None:
+            pattern = fields.get("guided_whitespace_pattern")
+            found[field] = StructuredOutputsParams.from_mapping({name: fields[field], "whitespace_pattern": pattern})
+    given = {name: structure for name, structure in found.items() if structure is not None}
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)} cannot be combined; give one")
+    return next(iter(given.values()), None)
+
+
+def of_response_format(value: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """Return what a ``response_format`` asks for; None for plain text. The schema may lie beside the type, too.
+
+    Raises:
+        RequestError: it is of an unknown type, or has no schema.
+    """
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return StructuredOutputsParams(json_object=True)
+        case "json_schema":
+            holder = value.get("json_schema", value)
+            schema = holder.get("schema") if isinstance(holder, Mapping) else None
+            if not isinstance(schema, Mapping):
+                raise RequestError("response_format of type json_schema needs a json_schema with a schema")
+            return StructuredOutputsParams(json=dict(schema))
+        case other:
+            raise RequestError(
+                f"response_format must be of type text, json_object or json_schema, got {str(other)[:100]!r}"
+            )

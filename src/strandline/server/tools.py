@@ -1,0 +1,138 @@
+"""The tools of a request: which there are, which may be called, and the grammar of an answer that must call one."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from strandline.errors import RequestError
+from strandline.server.tool_calls import CLOSE, OPEN
+
+MAX_TOOLS: Final = 1024
+ANYTHING: Final = "/(?s:.*)/"
+
+AS_TEMPLATES_WRITE: Final = {
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+}
+"""JSON as a template will render the call in the next turn, so that the turn hits all of this one."""
+
+Tag = Callable[[str], str]
+"""From a tag's text to how a grammar in Lark's form says it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """A request's tools, in OpenAI's form."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: str = "auto"
+    """``none``, ``auto``, ``required``, or ``named``."""
+    name: str | None = None
+    """The function that must be called."""
+    is_parallel: bool = True
+
+    @property
+    def schemas(self) -> dict[str, Any] | None:
+        """By function, the schema of its parameters; None when no call is looked for."""
+        if not self.tools or self.choice == "none":
+            return None
+        return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
+
+    def grammar(self, parser: str, tag: Tag) -> str | None:
+        """Return the grammar of an answer that must call a tool, as the model writes calls; None if it need not.
+
+        Raises:
+            RequestError: no way of writing calls is known for the model.
+        """
+        if self.choice not in ("required", "named"):
+            return None
+        if parser == "none":
+            raise RequestError(f"tool_choice {self.choice!r} needs a way to write calls; give --tool-call-parser")
+        schemas = {name: schema for name, schema in (self.schemas or {}).items() if self.name in (None, name)}
+        rules = [_json_rule, _tag_rule][parser == "qwen3_coder"]
+        named = [(f"call{index}", rules(name, schema)) for index, (name, schema) in enumerate(schemas.items())]
+        more = ' ("\\n" call)*' if self.is_parallel and self.choice == "required" else ""
+        lines = [
+            f"start: call{more}",
+            f'call: {tag(OPEN)} "\\n" ({" | ".join(rule for rule, _ in named)}) "\\n" {tag(CLOSE)}',
+        ]
+        lines += [f"{rule}: {body}" for rule, body in named]
+        lines.append(f'text[suffix="\\n</parameter>\\n"]: {ANYTHING}')
+        return "\n".join(lines)
+
+
+def toolbox(tools: Sequence[Any] | None, choice: Any, *, is_parallel: bool = True) -> Toolbox:
+    """Check a request's tools.
+
+    Raises:
+        RequestError: they are malformed.
+    """
+    tools = tools or ()
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"at most {MAX_TOOLS} tools may be given, got {len(tools)}")
+    names = [_checked_name(tool) for tool in tools]
+    kind, name = _choice(choice)
+    if kind in ("required", "named") and not tools:
+        raise RequestError(f"tool_choice {kind!r} needs tools")
+    if name is not None and name not in names:
+        raise RequestError(f"tool_choice names {name!r:.100}, which is not among the tools {', '.join(names)[:300]}")
+    return Toolbox(tools, kind, name, is_parallel)
+
+
+def _checked_name(tool: Any) -> str:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name or function is None or tool.get("type", "function") != "function":
+        raise RequestError(
+            "a tool must be {'type': 'function', 'function': {'name': …, 'parameters': …}}, "
+            f"got {json.dumps(tool, default=str)[:200]}"
+        )
+    if not isinstance(function.get("parameters") or {}, Mapping):
+        raise RequestError(f"the parameters of tool {name!r:.100} must be a JSON schema")
+    return name
+
+
+def _choice(choice: Any) -> tuple[str, str | None]:
+    if choice is None:
+        return "auto", None
+    if choice in ("none", "auto", "required"):
+        return str(choice), None
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = choice.get("function", choice)
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            return "named", function["name"]
+    raise RequestError(
+        "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}, "
+        f"got {json.dumps(choice, default=str)[:200]}"
+    )
+
+
+# Rules in Lark's form
+
+
+def _json_rule(name: str, schema: Mapping[str, Any]) -> str:
+    opening = json.dumps('{"name": ' + json.dumps(name) + ', "arguments": ')
+    return f'{opening} %json {json.dumps({"type": "object", **schema, **AS_TEMPLATES_WRITE})} "}}"'
+
+
+def _tag_rule(name: str, schema: Mapping[str, Any]) -> str:
+    properties = schema.get("properties")
+    known: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+    required = schema.get("required") or ()
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    parts = [json.dumps(f"<function={name}>\n")]
+    for key, value in known.items():
+        rule = f"{json.dumps(f'<parameter={key}>' + chr(10))} {_value_rule(value, definitions)}"
+        parts.append(rule if key in required else f"({rule})?")
+    if not isinstance(properties, Mapping):  # nothing is said of the parameters: any may be given
+        parts.append('("<parameter=" /[^>\\n]+/ ">\\n" text)*')
+    return " ".join([*parts, '"</function>"'])
+
+
+def _value_rule(schema: Any, definitions: Mapping[str, Any]) -> str:
+    if not isinstance(schema, Mapping) or (schema.get("type") == "string" and "enum" not in schema):
+        return "text"
+    values = schema.get("enum")
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        return "(" + " | ".join(json.dumps(value) for value in values) + ') "\\n</parameter>\\n"'
+    return f'%json {json.dumps({**definitions, **schema})} "\\n</parameter>\\n"'

@@ -1,0 +1,211 @@
+"""Tools, reasoning and structured answers by OpenAI's own package, from random models that are bound to say things."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.cpu.engine.tokenizers import CHAT_SPECIALS
+from tests.cpu.server.process import ServerProcess
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Says what the weather will be.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Ulm", "Bonn"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "clock", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
+}
+QUESTION: list[Any] = [{"role": "user", "content": "What will the weather be in Ulm?"}]
+END_THINKING = {str(256 + CHAT_SPECIALS.index("</think>")): 3}
+"""A bias that makes a random model stop reasoning some time."""
+CALL = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}\n</tool_call>'
+TAG_CALL = "\n<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.fixture
+def client(json_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{json_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def tag_client(tag_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tag_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def saying(text: str, **more: Any) -> dict[str, Any]:
+    """Return wishes that bind the answer to a text."""
+    wishes = {"model": "tiny", "messages": QUESTION, "max_tokens": 400, "seed": 1, "tools": [WEATHER]}
+    return {**wishes, "extra_body": {"structured_outputs": {"choice": [text]}}, **more}
+
+
+def streamed(client: openai.OpenAI, **wishes: Any) -> tuple[dict[str, Any], list[Any]]:
+    """Return the message that the deltas add up to, and the chunks."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
+    chunks = list(client.chat.completions.create(stream=True, **wishes))
+    for chunk in chunks:
+        [choice] = chunk.choices
+        message["content"] += choice.delta.content or ""
+        message["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
+        for call in choice.delta.tool_calls or []:
+            if call.id is not None:
+                assert call.index == len(message["tool_calls"])
+                message["tool_calls"].append([call.function.name, ""])
+            message["tool_calls"][call.index][1] += call.function.arguments or ""
+        message["finish_reason"] = message["finish_reason"] or choice.finish_reason
+    return message, chunks
+
+
+def calls_of(message: Any) -> list[list[str]]:
+    return [[call.function.name, call.function.arguments] for call in message.tool_calls or []]
+
+
+def test_a_call_in_json_is_a_tool_call_whole_and_streamed(client: openai.OpenAI) -> None:
+    choice = client.chat.completions.create(**saying(CALL)).choices[0]
+    assert choice.message.content == "Let me see."
+    assert calls_of(choice.message) == [["weather", '{"city": "Ulm", "days": 2}']]
+    assert choice.finish_reason == "tool_calls"
+    message, chunks = streamed(client, **saying(CALL))
+    assert (message["content"], message["finish_reason"]) == ("Let me see.", "tool_calls")
+    assert message["tool_calls"] == calls_of(choice.message)
+    pieces = [call.function.arguments for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert pieces[0] == ""
+    assert len(pieces) > 5
+
+
+def test_without_tools_or_with_none_allowed_the_text_is_content(client: openai.OpenAI) -> None:
+    for more in ({"tools": openai.omit}, {"tool_choice": "none"}):
+        choice = client.chat.completions.create(**saying(CALL, **more)).choices[0]
+        assert choice.message.content == CALL
+        assert choice.message.tool_calls is None
+        assert choice.finish_reason == "stop"
+
+
+def test_reasoning_is_told_from_the_answer_whole_and_streamed(client: openai.OpenAI) -> None:
+    wishes = saying("<think>\nhm,\nwell\n</think>\n\nSun.")
+    message: Any = client.chat.completions.create(**wishes).choices[0].message
+    assert (message.reasoning_content, message.content) == ("hm,\nwell", "Sun.")
+    found, _ = streamed(client, **wishes)
+    assert (found["reasoning_content"], found["content"]) == ("hm,\nwell", "Sun.")
+
+
+def test_reasoning_that_the_prompt_opens_comes_before_what_the_answer_is_bound_to(tag_client: openai.OpenAI) -> None:
+    lengths = []
+    for seed in range(4):
+        wishes = saying("Rain" + TAG_CALL, logit_bias=END_THINKING, seed=seed)
+        choice: Any = tag_client.chat.completions.create(**wishes).choices[0]
+        assert choice.message.content == "Rain"
+        assert calls_of(choice.message) == [["weather", '{"city": "Ulm"}']]
+        found, _ = streamed(tag_client, **wishes)
+        assert found["tool_calls"] == calls_of(choice.message)
+        assert found["reasoning_content"] == getattr(choice.message, "reasoning_content", "")
+        lengths.append(len(found["reasoning_content"]))
+    assert max(lengths) > 1
+
+
+@pytest.mark.parametrize("server_name", ["json_server", "tag_server"])
+def test_a_required_call_is_made_and_obeys_its_schema(server_name: str, request: pytest.FixtureRequest) -> None:
+    server: ServerProcess = request.getfixturevalue(server_name)
+    wishes: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": [CLOCK, WEATHER], "max_tokens": 600}
+    named = {"type": "function", "function": {"name": "weather"}}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        for seed in range(3):
+            for choice in ("required", named):
+                answer = client.chat.completions.create(
+                    **wishes, tool_choice=choice, seed=seed, logit_bias=END_THINKING, parallel_tool_calls=False
+                )
+                [(name, written)] = calls_of(answer.choices[0].message)
+                assert answer.choices[0].finish_reason == "tool_calls"
+                arguments = json.loads(written)
+                assert name == "weather" or choice == "required"
+                assert set(arguments) == ({"city", "days"} if name == "weather" else set())
+                assert name == "clock" or 1 <= arguments["days"] <= 9
+
+
+def test_calls_and_their_results_are_rendered_for_the_next_turn(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(**saying(CALL))
+    history = [*QUESTION, answer.choices[0].message.model_dump(exclude_none=True)]
+    history.append({"role": "tool", "tool_call_id": history[1]["tool_calls"][0]["id"], "content": "Sun."})
+    again = client.chat.completions.create(**saying("It will shine.", messages=history))
+    assert again.choices[0].message.content == "It will shine."
+    assert answer.usage is not None
+    assert again.usage is not None
+    assert again.usage.prompt_tokens_details is not None
+    cached = again.usage.prompt_tokens_details.cached_tokens or 0
+    assert cached >= answer.usage.prompt_tokens
+
+
+def test_a_json_schema_is_obeyed(client: openai.OpenAI) -> None:
+    schema = WEATHER["function"]["parameters"]
+    formats = [{"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}]
+    bodies = [{"guided_json": schema}, {"structured_outputs": {"json": schema}}]
+    wishes = saying("", tools=openai.omit)
+    for more in [
+        *({"response_format": each, "extra_body": {}} for each in formats),
+        *({"extra_body": b} for b in bodies),
+    ]:
+        text = client.chat.completions.create(**{**wishes, **more}).choices[0].message.content
+        assert set(json.loads(text or "")) == {"city", "days"}
+
+
+def test_completions_are_bound_too(client: openai.OpenAI) -> None:
+    for body in ({"guided_regex": "[ab]{3}"}, {"structured_outputs": {"regex": "[ab]{3}"}}):
+        answer = client.completions.create(model="tiny", prompt="x", max_tokens=20, extra_body=body)
+        assert re.fullmatch("[ab]{3}", answer.choices[0].text)
+
+
+def test_what_is_wrong_is_refused_and_says_why(client: openai.OpenAI, json_server: ServerProcess) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"tools": [{"type": "function"}]}, "a tool must be"),
+        ({"tools": openai.omit, "tool_choice": "required"}, "needs tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "not among the tools weather"),
+        ({"tool_choice": "sometimes"}, "tool_choice must be"),
+        ({"tool_choice": "required"}, "cannot be combined"),
+        ({"extra_body": {"guided_json": {"type": "strin"}}}, "Invalid type: strin"),
+        ({"extra_body": {"guided_json": {}, "guided_regex": "a"}}, "cannot be combined"),
+        ({"extra_body": {"structured_outputs": {"jsn": {}}}}, "did you mean 'json'"),
+        ({"response_format": {"type": "xml"}, "extra_body": {}}, "of type text, json_object or json_schema"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "tool_calls must be a list"),
+    ]
+    for more, message in wrong:
+        with pytest.raises(openai.BadRequestError, match=re.escape(message)):
+            client.chat.completions.create(**saying("x", **more))
+    assert json_server.get("/health").status_code == 200
+
+
+def test_a_template_that_knows_no_tools_refuses_them(server: ServerProcess) -> None:
+    answer = server.post("/v1/chat/completions", messages=QUESTION, tools=[WEATHER], max_tokens=3)
+    assert answer.status_code == 400
+    assert "knows no tools" in answer.json()["error"]["message"]
+
+
+def test_a_marked_part_is_hit_by_another_end(client: openai.OpenAI) -> None:
+    part = {"type": "text", "text": "A long text about ships. " * 9, "cache_control": {"type": "ephemeral"}}
+
+    def ask(text: str) -> int:
+        messages: Any = [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
+        body = {"cache_salt": "marks"}
+        usage = client.chat.completions.create(model="tiny", messages=messages, max_tokens=2, extra_body=body).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    assert ask("Who?") == 0
+    assert ask("Is it long?") == len("*user\n" + part["text"])
