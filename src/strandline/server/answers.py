@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from strandline.engine.cache_report import account_data
 from strandline.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 LOWEST_LOGPROB: Final = -9999.0
@@ -51,17 +52,7 @@ def cache_account(output: RequestOutput) -> Json | None:
     """Return what the lookup found, and why it found no more. ``queried`` is ``hit`` plus the misses' tokens."""
     if output.cache_account is None:
         return None
-    account = output.cache_account.for_callers()
-    return {
-        "queried": account.queried,
-        "hit": account.hit,
-        "kv_tokens": account.kv_tokens,
-        "snapshot_kind": account.snapshot_kind,
-        "misses": [
-            {"reason": miss.reason, "start": miss.start, "end": miss.end, "tokens": miss.num_tokens}
-            for miss in account.misses
-        ],
-    }
+    return account_data(output.cache_account.for_callers())
 
 
 def completion_logprobs(entries: Iterable[tuple[str, Entry | None]], offset: int) -> Json:

@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from strandline.errors import EngineError, RequestError
 from strandline.server.anthropic import MessagesBody, create_message
 from strandline.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from strandline.server.cache_page import add_cache_page
 from strandline.server.chat import chat
 from strandline.server.completions import complete
 from strandline.server.faults import add_error_handlers, error_response
@@ -19,13 +20,20 @@ from strandline.server.service import Service
 from strandline.server.streams import json_response
 
 
-def build_app(service: Service, *, api_keys: Sequence[str] = (), max_body_bytes: int = 32 * 2**20) -> FastAPI:
-    """Return the application that serves a model."""
+def build_app(
+    service: Service, *, api_keys: Sequence[str] = (), max_body_bytes: int = 32 * 2**20, cache_page: str = "counts"
+) -> FastAPI:
+    """Return the application that serves a model.
+
+    Args:
+        cache_page: what ``/cache`` shows: ``text``, ``counts``, or ``off``: there is none.
+    """
     app = FastAPI(title="Strandline", version=version("strandline"), docs_url=None, redoc_url=None)
     _add_generation(app, service)
     _add_models(app, service)
     _add_tokenizer(app, service)
     _add_operation(app, service)
+    add_cache_page(app, service, cache_page)
     add_error_handlers(app)
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
     return app

@@ -1,14 +1,15 @@
 """The front end's side of the core: jobs in, outputs as they grow, one place that knows whether the core lives."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import zmq.asyncio
 
 from strandline.clock import SYSTEM_CLOCK
+from strandline.engine.cache_watch import CacheAnswer, CacheQuestion, CacheState
 from strandline.engine.collector import Collector
 from strandline.engine.events import CoreStats, StepEvents
 from strandline.engine.frontend import Frontend
@@ -16,7 +17,21 @@ from strandline.engine.outputs import RequestOutput
 from strandline.engine.sampling_params import SamplingParams
 from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId
-from strandline.server.messages import ENCODER, FROM_CORE, AskStats, Died, Finish, Stats, Stepped, Submit, ToCore
+from strandline.server.messages import (
+    ENCODER,
+    FROM_CORE,
+    AskCache,
+    AskStats,
+    AskWhy,
+    CacheShown,
+    Died,
+    Explained,
+    Finish,
+    Stats,
+    Stepped,
+    Submit,
+    ToCore,
+)
 from strandline.server.metrics import Metrics
 
 STATS_TIMEOUT_S: Final = 5.0
@@ -136,6 +151,8 @@ class EngineClient:
         self._timeout_s = timeout_s
         self._jobs: dict[str, Job] = {}
         self._stats_wanted: list[asyncio.Future[CoreStats]] = []
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._num_questions = 0
 
     # Jobs
 
@@ -200,7 +217,7 @@ class EngineClient:
         self.death = reason
         for job in set(self._jobs.values()):
             job.wake()
-        for future in self._stats_wanted:
+        for future in (*self._stats_wanted, *self._questions.values()):
             if not future.done():
                 future.set_exception(EngineDeadError(reason))
 
@@ -222,6 +239,30 @@ class EngineClient:
         except TimeoutError as error:
             raise RequestTimeoutError(f"the engine has not answered for {STATS_TIMEOUT_S:g} s") from error
 
+    async def show_cache(self, salt: str) -> CacheState:
+        """Return what the cache holds, to who names this salt. Raises as ``ask_stats``."""
+        state: CacheState = await self._ask(lambda number: AskCache(number, salt))
+        return state
+
+    async def explain(self, question: CacheQuestion) -> CacheAnswer:
+        """Return why a request missed, or what a prompt would hit. Raises as ``ask_stats``."""
+        answer: CacheAnswer = await self._ask(lambda number: AskWhy(number, question))
+        return answer
+
+    async def _ask(self, message: Callable[[int], ToCore]) -> Any:
+        self.require_life()
+        self._num_questions += 1
+        number = self._num_questions
+        future = self._questions[number] = asyncio.get_running_loop().create_future()
+        self._send(message(number))
+        try:
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                return await future
+        except TimeoutError as error:
+            raise RequestTimeoutError(f"the engine has not answered for {STATS_TIMEOUT_S:g} s") from error
+        finally:
+            del self._questions[number]
+
     async def receive(self) -> None:
         """Take in what the core says, for ever."""
         while True:
@@ -234,6 +275,10 @@ class EngineClient:
                         if not future.done():
                             future.set_result(stats)
                     self._stats_wanted.clear()
+                case CacheShown(number, found) | Explained(number, found):
+                    asked = self._questions.get(number)
+                    if asked is not None and not asked.done():
+                        asked.set_result(found)
                 case Died(reason):
                     self.fail(reason)
 

@@ -15,8 +15,12 @@ from strandline.errors import ConfigError
 from strandline.server.messages import (
     ENCODER,
     TO_CORE,
+    AskCache,
     AskStats,
+    AskWhy,
+    CacheShown,
     Died,
+    Explained,
     Finish,
     FromCore,
     Ready,
@@ -77,6 +81,10 @@ class CoreLoop:
                     self._core.finish(request_id)
             case AskStats():
                 self._send(Stats(self._core.stats()))
+            case AskCache(number, salt):
+                self._send(CacheShown(number, self._core.watch.state(salt, self._core.stats())))
+            case AskWhy(number, question):
+                self._send(Explained(number, self._core.watch.answer(question)))
 
     def _send(self, message: FromCore) -> None:
         self._socket.send(ENCODER.encode(message))

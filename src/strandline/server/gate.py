@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strandline.server.faults import error_response
 
-OPEN_PATHS: Final = frozenset({"/health", "/version", "/metrics"})
-"""What needs no key: what orchestrators and Prometheus ask for."""
+OPEN_PATHS: Final = frozenset({"/health", "/version", "/metrics", "/cache"})
+"""What needs no key: what orchestrators and Prometheus ask for, and a page that asks for the key itself."""
 
 
 class Gate:

@@ -5,6 +5,7 @@ from typing import Final
 import msgspec
 
 from strandline.config import EngineConfig
+from strandline.engine.cache_watch import CacheAnswer, CacheQuestion, CacheState
 from strandline.engine.events import CoreStats, Limits, StepEvents, Submission
 from strandline.ids import RequestId
 
@@ -29,6 +30,20 @@ class Finish(msgspec.Struct, tag=True):
 
 class AskStats(msgspec.Struct, tag=True):
     """Answer with ``Stats``."""
+
+
+class AskCache(msgspec.Struct, tag=True):
+    """Answer with ``CacheShown`` of the same number."""
+
+    number: int
+    salt: str
+
+
+class AskWhy(msgspec.Struct, tag=True):
+    """Answer with ``Explained`` of the same number."""
+
+    number: int
+    question: CacheQuestion
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -57,14 +72,28 @@ class Stats(msgspec.Struct, tag=True):
     stats: CoreStats
 
 
+class CacheShown(msgspec.Struct, tag=True):
+    """The answer to ``AskCache``."""
+
+    number: int
+    state: CacheState
+
+
+class Explained(msgspec.Struct, tag=True):
+    """The answer to ``AskWhy``."""
+
+    number: int
+    answer: CacheAnswer
+
+
 class Died(msgspec.Struct, tag=True):
     """An error of ours; the process ends."""
 
     message: str
 
 
-ToCore = Start | Submit | Finish | AskStats
-FromCore = Ready | Refused | Stepped | Stats | Died
+ToCore = Start | Submit | Finish | AskStats | AskCache | AskWhy
+FromCore = Ready | Refused | Stepped | Stats | CacheShown | Explained | Died
 
 ENCODER: Final = msgspec.msgpack.Encoder()
 TO_CORE: Final = msgspec.msgpack.Decoder(ToCore)

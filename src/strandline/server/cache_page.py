@@ -1,0 +1,193 @@
+"""``/cache``: a page that shows what the cache holds and why requests missed, and the JSON behind it.
+
+The page itself is public: it is the same for everybody and holds nothing. Its data need a key where there is one. What
+lies under a salt is shown only to who names the salt. Texts of prompts are shown only where the server was told so.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+from urllib.parse import unquote
+
+import msgspec
+from fastapi import FastAPI, Header, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict
+
+from strandline.engine.cache_report import Json, TextOf, account_data, answer_data
+from strandline.engine.cache_watch import CacheQuestion, CacheState
+from strandline.errors import RequestError
+from strandline.server.service import Service
+from strandline.server.streams import json_response
+
+PAGE: Final = Path(__file__).parent / "static" / "cache.html"
+LOCAL_NAMES: Final = frozenset({"127.0.0.1", "::1", "localhost"})
+MAX_TEXTS: Final = 8192
+
+
+class ExplainBody(BaseModel):
+    """Of ``/cache/explain``: a request's id, or a prompt as text, token ids or conversation."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    request_id: str | None = None
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CachePage:
+    """What the page asks for. Where no text is to be shown, a caller's own prompt is the exception."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._texts: dict[tuple[int, ...], str] = {}
+
+    async def state(self, salt: str, text_of: TextOf) -> Json:
+        """Return the tree, the last lookups, and memory over time."""
+        state = await self._service.client.show_cache(salt)
+        return await self._service.in_thread(lambda: self._state_data(state, text_of))
+
+    def _state_data(self, state: CacheState, text_of: TextOf) -> Json:
+        data: Json = msgspec.to_builtins(state)
+        for run in data["tree"]["runs"]:
+            run["text"] = text_of(run.pop("head"))
+        missed = data["stats"]["missed_tokens"]
+        missed["first_seen"] += missed.pop("other_salt")  # as each account tells it
+        data["lookups"] = [
+            {
+                "request_id": row.request_id,
+                "salt_label": row.salt_label,
+                "age_s": row.age_s,
+                "account": account_data(row.account),
+            }
+            for row in state.lookups
+        ]
+        data["model"] = self._service.model_names[0]
+        data["shows_text"] = text_of(()) is not None
+        return data
+
+    async def explain(self, body: ExplainBody, text_of: TextOf) -> Json:
+        """Answer a question.
+
+        Raises:
+            RequestError: it names no request that is still known, and no prompt that could be served.
+        """
+        self._service.require_model(body.model)
+        tokens = await self._tokens(body)
+        answer = await self._service.client.explain(CacheQuestion(body.cache_salt or "", body.request_id, tokens))
+        if answer.problem is not None:
+            raise RequestError(answer.problem)
+        data = await self._service.in_thread(lambda: answer_data(answer, self.text_of))
+        parting = data["parting"]
+        if parting is not None and text_of(()) is None:
+            parting["cached"] = []
+            if tokens is None:
+                parting["before"] = parting["prompt"] = None
+        return data
+
+    async def _tokens(self, body: ExplainBody) -> list[int] | None:
+        given = [body.request_id, body.prompt, body.messages]
+        if sum(value is not None for value in given) != 1:
+            raise RequestError("give one of request_id, prompt and messages")
+        if body.request_id is not None:
+            return None
+        if body.messages is not None:
+            prompt = await self._service.render(
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                tools=body.tools or (),
+                template_options=body.chat_template_kwargs,
+            )
+            tokens = prompt.token_ids
+        elif isinstance(body.prompt, str):
+            tokens = (await self._service.encode(body.prompt, add_special_tokens=body.add_special_tokens)).token_ids
+        else:
+            tokens = body.prompt or []
+        self._check(tokens)
+        return tokens
+
+    def _check(self, tokens: Sequence[int]) -> None:
+        limits = self._service.client.frontend.limits
+        if not 0 < len(tokens) <= limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; it must have at least 1 and at most max_model_len "
+                f"{limits.max_model_len}"
+            )
+        wrong = [token for token in tokens if not 0 <= token < limits.vocab_size]
+        if wrong:
+            raise RequestError(f"prompt token {wrong[0]} is not in the vocabulary [0, {limits.vocab_size})")
+
+    def text_of(self, tokens: Sequence[int]) -> str | None:
+        """Return the text of tokens, remembered: pages ask for the same ones again and again."""
+        tokenizer = self._service.client.frontend.tokenizer
+        if tokenizer is None:
+            return " ".join(map(str, tokens))
+        key = tuple(tokens)
+        text = self._texts.get(key)
+        if text is None:
+            if len(self._texts) >= MAX_TEXTS:
+                self._texts.clear()
+            text = self._texts[key] = str(tokenizer.decode(list(key)))
+        return text
+
+
+def add_cache_page(app: FastAPI, service: Service, mode: str) -> None:
+    """Add the page and its data, unless the mode is ``off``.
+
+    Args:
+        mode: ``text``, ``local`` (text to who asks by this machine's own names), ``counts`` or ``off``.
+    """
+    if mode == "off":
+        return
+    page = CachePage(service)
+    html = PAGE.read_bytes()
+    headers = {"Content-Security-Policy": _policy(html), "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+
+    def text_of(request: Request) -> TextOf:
+        # A page of somebody else's whose name has been made to lead here would ask by that name.
+        is_local = mode == "local" and request.url.hostname in LOCAL_NAMES
+        return page.text_of if mode == "text" or is_local else _no_text
+
+    @app.get("/cache")
+    async def show_page() -> Response:
+        return Response(html, media_type="text/html; charset=utf-8", headers=headers)
+
+    @app.get("/cache/state")
+    async def show_state(request: Request, x_cache_salt: Annotated[str, Header()] = "") -> Response:
+        return _fresh(await page.state(unquote(x_cache_salt), text_of(request)))
+
+    @app.post("/cache/explain")
+    async def explain(request: Request, body: ExplainBody) -> Response:
+        return _fresh(await page.explain(body, text_of(request)))
+
+
+def _no_text(_: Sequence[int]) -> None:
+    return None
+
+
+def _fresh(data: Json) -> Response:
+    response = json_response(data)
+    response.headers["Cache-Control"] = "no-store"
+    return response
+
+
+def _policy(html: bytes) -> str:
+    """Return a policy that runs the page's own script and style, and lets it talk to this server alone."""
+
+    def hashes(tag: bytes) -> str:
+        found = re.findall(rb"<%s>(.*?)</%s>" % (tag, tag), html, re.DOTALL)
+        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in found)
+
+    return (
+        f"default-src 'none'; script-src {hashes(b'script')}; style-src {hashes(b'style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
