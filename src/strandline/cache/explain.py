@@ -1,12 +1,17 @@
 """Why tokens were not hit: the reasons behind an account. Reads the index and the running leases; changes nothing."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Final
 
 from strandline.cache.account import Account, Miss, Reason
 from strandline.cache.lease import Lease
 from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
 from strandline.cache.tree import Run, Snapshot, Walk, evicted_tokens, lost_snapshot, walk
 from strandline.ids import BLOCK_TOKENS
+
+MAX_OTHER_SALTS: Final = 32
+"""A prompt that nothing cached begins like is looked for under so many other salts, those first seen last."""
 
 
 class Explainer:
@@ -17,7 +22,7 @@ class Explainer:
         leases: the requests that run.
     """
 
-    def __init__(self, roots: Mapping[str, Run], leases: Iterable[Lease]) -> None:
+    def __init__(self, roots: dict[str, Run], leases: Iterable[Lease]) -> None:
         self._roots = roots
         self._leases = leases
 
@@ -65,5 +70,6 @@ class Explainer:
         return best
 
     def _cached_for_others(self, tokens: TokenBuffer, salt: str) -> int:
-        others = (walk(root, tokens.data).kv_tokens for name, root in self._roots.items() if name != salt)
-        return max(others, default=0)
+        """Return how many of the tokens are cached under one of the newest other salts."""
+        newest = islice((root for name, root in reversed(self._roots.items()) if name != salt), MAX_OTHER_SALTS)
+        return max((walk(root, tokens.data).kv_tokens for root in newest), default=0)

@@ -2,6 +2,7 @@
 
 from strandline.cache import Account, Miss, Reason, SnapshotKind
 from strandline.cache.eviction import Entry
+from strandline.cache.explain import MAX_OTHER_SALTS
 from strandline.cache.tree import Snapshot
 from strandline.ids import RequestId
 from tests.cpu.cache.driver import Driver, reasons
@@ -190,3 +191,13 @@ def test_callers_are_told_nothing_of_other_salts_not_even_by_where_a_range_ends(
         assert misses(told)[-1] == Miss(Reason.DIVERGED, 30, num_tokens)
     own = driver.lookup([*prompt(150), 1], "alice")
     assert own.for_callers() is own
+
+
+def test_what_is_cached_under_other_salts_is_looked_for_under_so_many_only() -> None:
+    driver = Driver(200)
+    driver.serve(prompt(70), salt="oldest")
+    for index in range(MAX_OTHER_SALTS):
+        assert misses(driver.lookup(prompt(70), "new")) == (Miss(Reason.OTHER_SALT, 0, 70),)
+        driver.serve(prompt(70, 5000 + 1000 * index), salt=str(index))
+    assert misses(driver.lookup(prompt(70), "new")) == (Miss(Reason.FIRST_SEEN, 0, 70),)
+    assert misses(driver.lookup(prompt(70), "oldest")) == ()
