@@ -131,7 +131,7 @@ def _choose(logits_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
     matchers = {row: state.matcher for row, state in enumerate(states) if state.matcher is not None}
     if matchers:
         mask_logits(logits_NV, list(matchers), list(matchers.values()))
-    greedy_N = logits_NV.argmax(dim=-1)
+    greedy_N = greedy(logits_NV)
     if all(state.params.is_greedy for state in states):
         return greedy_N
     params = [state.params for state in states]
