@@ -1,6 +1,6 @@
-"""``/v1/messages``: Anthropic's API, as far as it concerns text."""
+"""``/v1/messages``: Anthropic's API, as far as it concerns text, reasoning and the client's tools."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any
 from uuid import uuid4
 
@@ -11,8 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from strandline.engine.outputs import CompletionOutput, RequestOutput
 from strandline.engine.sampling_params import SamplingParams
 from strandline.server.answers import Growth, Json
+from strandline.server.anthropic_blocks import Blocks, chat_messages, chat_tools
 from strandline.server.bodies import check_extra
 from strandline.server.client import Prompt
+from strandline.server.pieces import joined
 from strandline.server.service import Service
 from strandline.server.streams import (
     CLIENT_CLOSED_REQUEST,
@@ -21,18 +23,38 @@ from strandline.server.streams import (
     named_events,
     while_connected,
 )
+from strandline.server.structures import structure_of
+from strandline.server.tools import Toolbox
 
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
-class MessagesBody(BaseModel):
-    """Of ``/v1/messages``."""
+class CountBody(BaseModel):
+    """Of ``/v1/messages/count_tokens``."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+    def toolbox(self) -> Toolbox:
+        """Return the tools. Raises as ``chat_tools``."""
+        return chat_tools(self.tools, self.tool_choice)
+
+    def template_options(self) -> dict[str, Any]:
+        """Return what the chat template is told: whether to think, if the body says so."""
+        kinds = {"enabled": True, "disabled": False}
+        kind = (self.thinking or {}).get("type")
+        return {"enable_thinking": kinds[kind]} if kind in kinds else {}
+
+
+class MessagesBody(CountBody):
+    """Of ``/v1/messages``."""
+
     max_tokens: int
     temperature: float | None = None
     top_p: float | None = None
@@ -40,26 +62,41 @@ class MessagesBody(BaseModel):
     stop_sequences: list[str] | None = None
     stream: bool = False
     cache_salt: str | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
-    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """Return the sampling parameters: the model's defaults, and what the body says."""
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the sampling parameters: the model's defaults, and what the body says.
+
+        Raises:
+            RequestError: a value is out of range, or the body asks for what is not served.
+        """
         check_extra(self.model_extra)
         wishes = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         given = {name: value for name, value in wishes.items() if value is not None}
-        return SamplingParams(**{**defaults, **given}, max_tokens=self.max_tokens, stop=self.stop_sequences)
+        wanted = self.output_format or (self.output_config or {}).get("format")
+        structure = structure_of({"structured_outputs": self.structured_outputs, "response_format": wanted})
+        return SamplingParams(
+            **{**defaults, **given},
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            structured_outputs=structure,
+        )
 
 
 class Message:
     """One request and its answer."""
 
-    def __init__(self, service: Service, body: MessagesBody, prompt: Prompt) -> None:
+    def __init__(self, service: Service, body: MessagesBody, prompt: Prompt, params: SamplingParams) -> None:
         self._head = {
             "id": f"msg_{uuid4().hex}",
             "type": "message",
             "role": "assistant",
             "model": service.model_names[0],
         }
-        params = body.sampling_params(dict(service.defaults))
+        self._reply = service.reply_format.reply(prompt.text or "", body.toolbox().schemas)
+        self._blocks = Blocks()
         self.job = service.client.submit(self._head["id"], [prompt], params, body.cache_salt or "")
 
     async def answer(self) -> Json:
@@ -67,8 +104,9 @@ class Message:
         with self.job:
             [output] = await self.job.outputs()
         [completion] = output.outputs
-        content = [{"type": "text", "text": completion.text}]
-        return {**self._head, "content": content, **_end(completion), "usage": _usage(output)}
+        self._blocks.take(joined([*self._reply.feed(completion.text), *self._reply.finish()]))
+        self._blocks.finish()
+        return {**self._head, "content": self._blocks.blocks, **self._end(completion), "usage": _usage(output)}
 
     async def events(self) -> AsyncIterator[Json]:
         """Yield the answer as it grows."""
@@ -79,22 +117,22 @@ class Message:
                 is_started = True
                 empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
                 yield {"type": "message_start", "message": {**self._head, **empty, "usage": _usage(output)}}
-                yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
             text, _, _ = growth.take(completion)
-            if text:
-                delta = {"type": "text_delta", "text": text}
-                yield {"type": "content_block_delta", "index": 0, "delta": delta}
+            for event in self._blocks.take(self._reply.feed(text)):
+                yield event
             if output.finished:
-                yield {"type": "content_block_stop", "index": 0}
-                yield {"type": "message_delta", "delta": _end(completion), "usage": _usage(output)}
+                for event in self._blocks.take(self._reply.finish()) + self._blocks.finish():
+                    yield event
+                yield {"type": "message_delta", "delta": self._end(completion), "usage": _usage(output)}
                 yield {"type": "message_stop"}
 
-
-def _end(completion: CompletionOutput) -> Json:
-    """Say why it ended, in Anthropic's words."""
-    if isinstance(completion.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
-    return {"stop_reason": STOP_REASONS.get(completion.finish_reason or ""), "stop_sequence": None}
+    def _end(self, completion: CompletionOutput) -> Json:
+        """Say why it ended, in Anthropic's words."""
+        if isinstance(completion.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
+        reason = STOP_REASONS.get(completion.finish_reason or "")
+        is_call = completion.finish_reason == "stop" and self._blocks.has_calls
+        return {"stop_reason": "tool_use" if is_call else reason, "stop_sequence": None}
 
 
 def _usage(output: RequestOutput) -> Json:
@@ -111,10 +149,26 @@ def _usage(output: RequestOutput) -> Json:
 async def create_message(service: Service, body: MessagesBody, request: Request) -> Response:
     """Answer a request."""
     service.require_model(body.model)
-    system = [{"role": "system", "content": body.system}] if body.system else []
-    prompt = await service.render([*system, *body.messages])
-    message = Message(service, body, prompt)
+    params = body.sampling_params(service.defaults)
+    prompt = await _render(service, body)
+    params = await service.bind(params, body.toolbox(), prompt.text or "")
+    message = Message(service, body, prompt, params)
     if body.stream:
         return EventStream(message.job, named_events(message.events()))
     answer = await while_connected(request, message.answer())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)
+
+
+async def count_tokens(service: Service, body: CountBody) -> Response:
+    """Say how many tokens a request's prompt would have."""
+    service.require_model(body.model)
+    prompt = await _render(service, body)
+    return json_response({"input_tokens": len(prompt.token_ids)})
+
+
+async def _render(service: Service, body: CountBody) -> Prompt:
+    return await service.render(
+        chat_messages(body.system, body.messages),
+        tools=body.toolbox().tools,
+        template_options=body.template_options(),
+    )

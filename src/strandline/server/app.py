@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from strandline.errors import EngineError, RequestError
-from strandline.server.anthropic import MessagesBody, create_message
+from strandline.server.anthropic import CountBody, MessagesBody, count_tokens, create_message
 from strandline.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from strandline.server.cache_page import add_cache_page
 from strandline.server.chat import chat
@@ -51,6 +51,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages")
     async def messages(body: MessagesBody, request: Request) -> Response:
         return await create_message(service, body, request)
+
+    @app.post("/v1/messages/count_tokens")
+    async def message_tokens(body: CountBody) -> Response:
+        return await count_tokens(service, body)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -1,6 +1,7 @@
 """Anthropic's API: the answers are the offline engine's."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -8,6 +9,8 @@ import httpx
 import pytest
 
 from strandline import LLM, SamplingParams
+from strandline.server.anthropic_blocks import Blocks
+from strandline.server.pieces import Kind, Piece
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 QUESTION: dict[str, Any] = {
@@ -73,5 +76,113 @@ def test_anthropics_own_package_reads_answers_and_streams(server: ServerProcess,
             assert stream.get_final_message().usage.output_tokens == 20
         with pytest.raises(anthropic.BadRequestError, match="max_tokens must be"):
             client.messages.create(**{**question, "max_tokens": 0})
-        with pytest.raises(anthropic.BadRequestError, match="tools is not served"):
+        with pytest.raises(anthropic.BadRequestError, match="knows no tools"):
             client.messages.create(**question, tools=[{"name": "f", "input_schema": {"type": "object"}}])
+
+
+# Tools and reasoning, from random models that are bound to say things.
+
+WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "description": "Says what the weather will be.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Ulm", "Bonn"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+CALL = (
+    '<think>\nhm\n</think>\n\nLet me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+)
+
+
+@pytest.fixture
+def client(json_server: ServerProcess) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=json_server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def saying(text: str, **more: Any) -> dict[str, Any]:
+    """Return a question to which the answer is bound to be a text."""
+    body = {"structured_outputs": {"choice": [text]}}
+    wishes: dict[str, Any] = {"model": "tiny", "max_tokens": 400, "tools": [WEATHER], "extra_body": body}
+    return {**wishes, "messages": [{"role": "user", "content": "Will it rain?"}], **more}
+
+
+def dumped(blocks: Any) -> list[Any]:
+    return [
+        {key: value for key, value in block.model_dump().items() if value is not None and key != "id"}
+        for block in blocks
+    ]
+
+
+def test_reasoning_text_and_calls_are_blocks_whole_and_streamed(client: anthropic.Anthropic) -> None:
+    answer = client.messages.create(**saying(CALL))
+    thinking, text, call = dumped(answer.content)
+    assert (thinking["type"], thinking["thinking"]) == ("thinking", "hm")
+    assert text == {"type": "text", "text": "Let me see."}
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Ulm"})
+    assert answer.stop_reason == "tool_use"
+    with client.messages.stream(**saying(CALL)) as stream:
+        final = stream.get_final_message()
+    assert dumped(final.content) == dumped(answer.content)
+    assert final.stop_reason == "tool_use"
+
+
+def test_calls_and_results_come_back_as_a_conversation_that_hits(client: anthropic.Anthropic) -> None:
+    answer = client.messages.create(**saying(CALL))
+    call = answer.content[-1]
+    assert call.type == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "Rain."}]}
+    history = [
+        {"role": "user", "content": "Will it rain?"},
+        {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in answer.content]},
+        {"role": "user", "content": [{**result, "cache_control": {"type": "ephemeral"}}]},
+    ]
+    again = client.messages.create(**saying("It will.", messages=history))
+    assert dumped(again.content) == [{"type": "text", "text": "It will."}]
+    assert (again.usage.cache_read_input_tokens or 0) >= answer.usage.input_tokens
+    count = client.messages.count_tokens(model="tiny", messages=history, tools=[WEATHER])  # type: ignore[arg-type]
+    total = again.usage.input_tokens + (again.usage.cache_read_input_tokens or 0)
+    assert count.input_tokens == total
+
+
+def test_an_output_format_is_obeyed(client: anthropic.Anthropic) -> None:
+    body = {"output_format": {"type": "json_schema", "schema": WEATHER["input_schema"]}}
+    [block] = client.messages.create(**saying("", extra_body=body, tools=[])).content
+    assert block.type == "text"
+    assert json.loads(block.text)["city"] in ("Ulm", "Bonn")
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+def test_a_call_that_must_be_made_is_made(client: anthropic.Anthropic, choice: dict[str, Any]) -> None:
+    wishes = saying("", tool_choice={**choice, "disable_parallel_tool_use": True}, extra_body={})
+    [call] = client.messages.create(**wishes).content
+    assert call.type == "tool_use"
+    assert call.input in ({"city": "Ulm"}, {"city": "Bonn"})
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "a content block must be"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "run by the client"),
+    ({"tool_choice": {"type": "sometimes"}}, "of type auto, any, tool or none"),
+    ({"tool_choice": {"type": "tool", "name": "other"}}, "not among the tools"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": 3}]}]},
+        "tool_result",
+    ),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), WRONG)
+def test_what_is_malformed_is_refused(client: anthropic.Anthropic, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=message):
+        client.messages.create(**saying("x", **more))
+
+
+def test_arguments_that_are_no_json_are_handed_over_as_they_are() -> None:
+    blocks = Blocks()
+    blocks.take([Piece(Kind.CALL, "f"), Piece(Kind.ARGUMENTS, "{oh")])
+    blocks.finish()
+    assert blocks.blocks[0]["input"] == {"invalid_json": "{oh"}
