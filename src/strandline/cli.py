@@ -147,7 +147,7 @@ def _add_bench(commands: Any) -> None:
     parser = kinds.add_parser("replay", help="what a cache would hit", description=text)
     add = parser.add_argument
     add("traces", nargs="+", metavar="TRACE", help="a file, the name of a workload, or 'synthetic' for all of those")
-    add("--geometry", default="Qwen3.5-35B-A3B", help="whose blocks and slots (default: %(default)s)")
+    add("--geometry", default="Qwen3.5-35B-A3B", help="a name, or a model's config.json (default: %(default)s)")
     add("--memory", default="40GiB", metavar="SIZES", help="budgets, separated by commas (default: %(default)s)")
     add("--policy", default="auto", metavar="NAMES", help="separated by commas (default: %(default)s)")
     add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")
@@ -155,6 +155,7 @@ def _add_bench(commands: Any) -> None:
     add("--max-sessions", type=int, metavar="N", help="replay the first N sessions of a trace")
     add("--session-gap", type=float, default=10.0, help="seconds between sessions' starts (default: %(default)s)")
     add("--speed", type=float, default=1.0, help="how many times as fast as one H200 (default: %(default)s)")
+    add("--plot", metavar="FILE", help="draw hits and recomputed tokens over the memory to FILE.svg or FILE.html")
     add("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=_run_replay, parser=parser)
     text = (
@@ -293,6 +294,7 @@ def _run_replay(options: argparse.Namespace) -> int:
         max_sessions=options.max_sessions,
         session_gap_s=options.session_gap,
         speed=options.speed,
+        plot=options.plot,
     )
     return run_replay(wanted, as_json=options.json)
 

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Final
 
+from strandline.ids import BLOCK_TOKENS
+from strandline.specs import ModelSpec
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -46,3 +49,22 @@ H200: Final[Mapping[str, CostModel]] = {
     "Qwen3.5-4B": CostModel(0.0036, 1 / 71_000, 4.5e-10, 4.4e-5, 7.7e-9),
 }
 """One H200, from measured steps of each model (the 9B's are scaled from the 4B's by its weights)."""
+
+COPY_BYTES_PER_S: Final = 4.27e12
+PREFILL_FLOP_PER_S: Final = 4.5e14
+ATTENTION_FLOP_PER_S: Final = 2.92e14
+OF_THE_FLOOR: Final = 2.0
+"""Measured steps take about so many times what moving their bytes alone would."""
+
+
+def estimated(spec: ModelSpec, num_active_weights: int, num_query_heads: int) -> CostModel:
+    """Return what a model in bfloat16 costs on one H200, from its sizes and the rates of those that were measured."""
+    attention = [layer for _, layer in spec.attention_layers()]
+    kv_token_bytes = spec.block_bytes / BLOCK_TOKENS
+    return CostModel(
+        step_s=OF_THE_FLOOR * 2 * num_active_weights / COPY_BYTES_PER_S,
+        prefill_token_s=2 * num_active_weights / PREFILL_FLOP_PER_S,
+        attention_pair_s=sum(4 * num_query_heads * layer.head_dim for layer in attention) / ATTENTION_FLOP_PER_S,
+        decode_sequence_s=OF_THE_FLOOR * 2 * spec.raw_slot_bytes / COPY_BYTES_PER_S,
+        decode_kv_token_s=kv_token_bytes / COPY_BYTES_PER_S,
+    )

@@ -10,9 +10,8 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request as HTTPRequest
 from urllib.request import urlopen
 
-from strandline.bench.cost import H200
 from strandline.bench.explain_text import MEANINGS, lines
-from strandline.bench.geometry import geometry
+from strandline.bench.geometry import cost_model, geometry
 from strandline.bench.policies import make_cache, policy
 from strandline.bench.replay import Machine, Replay
 from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
@@ -172,7 +171,7 @@ def _replay(question: TraceQuestion) -> ExplainedReplay:
     lanes = (
         synthetic_lanes(question.trace) if is_named else read_trace(question.trace, max_sessions=question.max_sessions)
     )
-    machine = Machine(spec, H200[question.geometry], memory_bytes)
+    machine = Machine(spec, cost_model(question.geometry), memory_bytes)
     cache = make_cache(policy(question.policy), num_slabs, spec.blocks_per_slab)
     replay = ExplainedReplay(machine, cache, question.policy, question.request)
     replay.run(lanes)

@@ -4,10 +4,15 @@ Source: the models' published configurations.
 """
 
 from collections.abc import Mapping
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
+from strandline.bench.cost import H200, CostModel, estimated
 from strandline.errors import ConfigError
 from strandline.specs import AttentionSpec, LayerSpec, ModelSpec, RecurrentSpec
+
+if TYPE_CHECKING:
+    from strandline.engine.geometry import ModelSize
 
 GDN_KEY_HEADS: Final = 16
 GDN_VALUE_HEADS: Final = 32
@@ -34,11 +39,31 @@ GEOMETRIES: Final[Mapping[str, ModelSpec]] = {
 
 
 def geometry(name: str) -> ModelSpec:
-    """Return a model's spec by name.
+    """Return a model's spec by name, or as its ``config.json`` (or a directory with one) has it.
 
     Raises:
-        ConfigError: no such model is known here.
+        ConfigError: no such model is known here, and there is no such file.
     """
-    if name not in GEOMETRIES:
-        raise ConfigError(f"no geometry named {name!r}; known are {', '.join(GEOMETRIES)}")
-    return GEOMETRIES[name]
+    if name in GEOMETRIES:
+        return GEOMETRIES[name]
+    return _model_size(name).spec
+
+
+def cost_model(name: str) -> CostModel:
+    """Return what a model's steps take on one H200: measured, or estimated from its ``config.json``.
+
+    Raises:
+        ConfigError: as ``geometry``.
+    """
+    if name in H200:
+        return H200[name]
+    size = _model_size(name)
+    return estimated(size.spec, size.num_active_weights, size.num_query_heads)
+
+
+def _model_size(path: str) -> "ModelSize":
+    if not Path(path).exists():
+        raise ConfigError(f"no geometry or file named {path!r}; known are {', '.join(GEOMETRIES)}")
+    from strandline.engine.geometry import read_model_size
+
+    return read_model_size(path)

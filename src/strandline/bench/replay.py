@@ -144,7 +144,7 @@ class Replay:
         self._arrivals: list[tuple[float, int, int, Call]] = []
         self._lanes: list[tuple[float, Iterator[Call]]] = []
         self._num_calls = 0
-        slabs_for_blocks = cache.arena.num_slabs - 4
+        slabs_for_blocks = cache.arena.max_block_slabs - 4
         self._most_tokens = slabs_for_blocks * cache.arena.blocks_per_slab * BLOCK_TOKENS
 
     def run(self, lanes: Sequence[Lane], progress: Callable[[int], object] = lambda _: None) -> Result:

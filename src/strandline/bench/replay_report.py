@@ -10,8 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from strandline.bench.cost import H200
-from strandline.bench.geometry import geometry
+from strandline.bench.geometry import cost_model, geometry
+from strandline.bench.plot import check_plot_path, write_plot
 from strandline.bench.policies import make_cache, policy
 from strandline.bench.replay import Machine, Replay, Result
 from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
@@ -35,6 +35,8 @@ class ReplayOptions:
     session_gap_s: float
     speed: float
     """How many times as fast as one H200."""
+    plot: str | None = None
+    """Where to draw what came out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
     """Replay all combinations and print what they show; return 0."""
     for name in options.policies:
         policy(name)
+    if options.plot is not None:
+        check_plot_path(options.plot)
     budgets = [parse_bytes(size) for size in options.memory]
     rows = []
     for name in _names(options.traces):
@@ -58,6 +62,8 @@ def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
                 rows.append(Row(Path(name).name, _replay(lanes, memory_bytes, policy_name, options)))
                 if not as_json:
                     print("\n".join(table(rows) if len(rows) == 1 else table(rows)[-1:]), flush=True)
+    if options.plot is not None:
+        write_plot(options.plot, [(row.trace, row.result) for row in rows])
     if as_json:
         print(
             json.dumps(
@@ -87,7 +93,7 @@ def _replay(lanes: list[Lane], memory_bytes: int, policy_name: str, options: Rep
         )
     machine = Machine(
         spec,
-        H200[options.geometry].sped_up(options.speed),
+        cost_model(options.geometry).sped_up(options.speed),
         memory_bytes,
         options.max_num_seqs,
         options.max_num_batched_tokens,

@@ -1,12 +1,13 @@
 """Replays: what is read from each format, what the figures mean, and that they come out the same again."""
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from strandline.bench.cost import H200
-from strandline.bench.geometry import geometry
+from strandline.bench.geometry import GEOMETRIES, cost_model, geometry
 from strandline.bench.ideal import SeenPrefixes
 from strandline.bench.policies import make_cache, policy
 from strandline.bench.replay import Machine, Replay, Result
@@ -154,3 +155,34 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
 def test_every_workload_hits_something(name: str) -> None:
     result = replay(synthetic_lanes(name), gib=100)
     assert 0 < result.hit_tokens <= result.ideal_tokens
+
+
+CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Qwen3.5-4B"])
+def test_a_geometry_is_the_same_by_name_and_by_configuration(name: str) -> None:
+    assert geometry(str(CONFIGS / name.lower() / "config.json")) == GEOMETRIES[name]
+    assert geometry(str(CONFIGS / name.lower())) == GEOMETRIES[name]
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Qwen3.5-4B"])
+def test_estimated_costs_come_within_a_factor_of_four_of_measured_ones(name: str) -> None:
+    estimated = cost_model(str(CONFIGS / name.lower()))
+    for guess, measured in zip(astuple(estimated), astuple(H200[name]), strict=True):
+        assert measured / 4 < guess < measured * 4
+
+
+def test_divided_memory_refuses_what_its_share_for_blocks_cannot_hold(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"prompt": [index] * 30_000, "output": 1} for index in range(3)]
+    lanes = read_trace(write(tmp_path / "i.jsonl", rows))
+    shared, divided = (replay(lanes, gib=1, name=name) for name in ("auto", "8192-ends-lru"))
+    assert (shared.num_requests, shared.num_refused) == (3, 0)
+    assert (divided.num_requests, divided.num_refused) == (0, 3)
+
+
+@pytest.mark.parametrize("num_tokens", [9_000, 12_000, 15_800])
+def test_divided_memory_serves_together_or_in_turn_what_fits_its_share(tmp_path: Path, num_tokens: int) -> None:
+    rows: list[dict[str, object]] = [{"prompt": [index] * num_tokens, "output": 100} for index in range(4)]
+    result = replay(read_trace(write(tmp_path / "i.jsonl", rows)), gib=1, name="8192-ends-lru")
+    assert (result.num_requests, result.num_refused, len(result.ttft_s)) == (4, 0, 4)

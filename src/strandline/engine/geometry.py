@@ -1,0 +1,45 @@
+"""What a model's layers keep, and how large it is, from its configuration alone: no weights are read or made."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from strandline.errors import ConfigError
+from strandline.models.registry import builder_for
+from strandline.specs import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A model's spec, and how many weights one token touches."""
+
+    spec: ModelSpec
+    num_active_weights: int
+    """Of the experts only the share that is chosen; embeddings left out."""
+    num_query_heads: int
+
+
+def read_model_size(path: str | Path) -> ModelSize:
+    """Return the size of the model that a ``config.json``, or a directory with one, describes.
+
+    Raises:
+        ConfigError: there is none, or its architecture is not supported.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: no model configuration can be read: {error}") from error
+    model = builder_for(config)(config, torch.bfloat16, "meta")
+    text = getattr(config, "text_config", config)
+    num_experts = getattr(text, "num_experts", None) or 1
+    chosen = (getattr(text, "num_experts_per_tok", None) or 1) / num_experts
+    num_active = 0.0
+    for name, weight in model.named_parameters():
+        is_expert = num_experts > 1 and weight.ndim == 3 and weight.shape[0] == num_experts
+        num_active += 0 if "embed" in name else weight.numel() * (chosen if is_expert else 1)
+    spec = model.spec
+    if not isinstance(spec, ModelSpec):
+        raise ConfigError(f"{path}: the model declares no spec")
+    return ModelSize(spec, int(num_active), int(text.num_attention_heads))
