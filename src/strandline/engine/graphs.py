@@ -136,7 +136,8 @@ class DecodeGraphs:
         """
         num_rows = host.num_sequences
         recorded = self._recorded[next(size for size in self.sizes if size >= num_rows)]
-        fields_FR = np.zeros((len(FIELDS), recorded.num_rows), dtype=np.int64)
+        pinned_FR = torch.zeros(len(FIELDS), recorded.num_rows, dtype=torch.int64, pin_memory=True)
+        fields_FR = pinned_FR.numpy()
         columns = (
             *(host.token_ids_T, host.positions_T, host.write_blocks_T, host.write_offsets_T, host.context_lens_N),
             *(host.src_N, host.dst_N, host.window_src_N, host.window_offset_N),
@@ -145,7 +146,7 @@ class DecodeGraphs:
         for row, column in zip(fields_FR, columns, strict=True):
             row[:num_rows] = column
         device = self._arena.bytes.device
-        recorded.fields_FR.copy_(torch.from_numpy(fields_FR).pin_memory(), non_blocking=True)
+        recorded.fields_FR.copy_(pinned_FR, non_blocking=True)
         tables_NM = upload(host.block_table_NM, device)
         self._block_table_NM[:num_rows, : tables_NM.shape[1]].copy_(tables_NM)
         recorded.graph.replay()

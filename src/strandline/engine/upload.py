@@ -17,7 +17,10 @@ ALIGN_ITEMS = 16
 def upload(values: np.ndarray, device: torch.device) -> Tensor:
     """Return an array's values on the device; on a CPU the tensor shares the array's memory."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return tensor
+    # Allocated pinned and filled, not pinned afterwards: that would ask the driver about the address first.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
 
 
 def upload_together(columns: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> list[Tensor]:
