@@ -1,4 +1,4 @@
-"""The command line: ``strandline serve | generate | chat | demo | eval | bench``.
+"""The command line: ``strandline serve | generate | chat | demo | eval | bench | explain``.
 
 Exit codes: 0 done, 1 the run failed or found a difference, 2 wrong usage or configuration, 130 Ctrl-C.
 """
@@ -77,6 +77,7 @@ def build_parser() -> Parser:
     _add_demo(commands)
     _add_eval(commands)
     _add_bench(commands)
+    _add_explain(commands)
     return parser
 
 
@@ -98,6 +99,8 @@ def _add_serve(commands: Any) -> None:
     add("--max-queue", type=int, default=1024, metavar="N", help="most outputs that wait (default: %(default)s)")
     add("--max-body-bytes", type=int, default=32 * 2**20, metavar="N", help="of a request (default: %(default)s)")
     add("--request-timeout-s", type=float, metavar="S", help="most time for one request (default: no limit)")
+    text = "what /cache shows; auto: what prompts say, if the server listens on this machine alone, else counts"
+    add("--cache-page", choices=("auto", "text", "counts", "off"), default="auto", help=text)
     _add_engine_flags(parser)
     parser.set_defaults(run=_run_serve, parser=parser)
 
@@ -167,6 +170,29 @@ def _add_bench(commands: Any) -> None:
     parser = kinds.add_parser("report", help="compare runs of 'bench serve'", description="Draw a page of charts.")
     add_report_flags(parser)
     parser.set_defaults(run=_run_bench_report, parser=parser)
+
+
+def _add_explain(commands: Any) -> None:
+    text = "Say why a request missed what it missed, or what a prompt would hit, and what would help. Changes nothing."
+    parser = commands.add_parser("explain", help="why did it miss?", description=text)
+    parser.add_argument("request_id", nargs="?", metavar="REQUEST_ID", help="one of the server's last requests")
+    ask = parser.add_argument_group("on a running server")
+    ask.add_argument("--prompt", metavar="TEXT", help="what would this text hit?")
+    ask.add_argument("--prompt-file", metavar="FILE", help="as --prompt, from a file; - is standard input")
+    ask.add_argument("--tokens", metavar="IDS", help="as --prompt, as token ids, separated by commas")
+    ask.add_argument("--messages", metavar="FILE", help="as --prompt, a conversation in JSON; - is standard input")
+    ask.add_argument("--salt", metavar="TEXT", help="the cache_salt of the request")
+    ask.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
+    ask.add_argument("--api-key", metavar="KEY", help="default: the environment variable STRANDLINE_API_KEY")
+    replay = parser.add_argument_group("in a replayed trace")
+    replay.add_argument("--trace", metavar="TRACE", help="a file or the name of a workload, as in 'bench replay'")
+    replay.add_argument("--request", type=int, metavar="N", help="the N-th to start; none: list those that missed most")
+    replay.add_argument("--geometry", default="Qwen3.5-35B-A3B", help="whose blocks and slots (default: %(default)s)")
+    replay.add_argument("--memory", default="40GiB", metavar="SIZE", help="the budget (default: %(default)s)")
+    replay.add_argument("--policy", default="auto", metavar="NAME", help="default: %(default)s")
+    replay.add_argument("--max-sessions", type=int, metavar="N", help="replay the first N sessions of a trace")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run_explain, parser=parser)
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -309,6 +335,12 @@ def _run_bench_report(options: argparse.Namespace) -> int:
     from strandline.bench.serving.report import compare_files
 
     return compare_files(options.results, options.output, options.title, options.labels)
+
+
+def _run_explain(options: argparse.Namespace) -> int:
+    from strandline.bench.explain_command import run_explain
+
+    return run_explain(options)
 
 
 def _run_eval(options: argparse.Namespace) -> int:

@@ -35,8 +35,9 @@ def lines(data: Data, subject: str) -> Iterator[str]:
     if data["parting"] is not None:
         yield from _parting(data["parting"])
     if data["advice"]:
-        yield "what would help:"
-        yield from (f"  - {advice['text']} ({advice['tokens']:,} tokens)" for advice in data["advice"])
+        yield "what would help:" if data["request_id"] is None else "what would have helped:"
+        for advice in data["advice"]:
+            yield f"  - {advice['text']} ({advice['tokens']:,} token{'s' if advice['tokens'] != 1 else ''})"
     if data["now"] is not None:
         yield f"asked again now, it would hit {data['now']['hit']:,} of {data['now']['queried']:,}"
 
@@ -65,12 +66,17 @@ def _path(data: Data) -> Iterator[str]:
 
 
 def _parting(parting: Data) -> Iterator[str]:
-    yield f"the prompt leaves what is cached at token {parting['position']:,}:"
+    position = parting["position"]
+    yield (
+        f"the prompt leaves what is cached at token {position:,}:"
+        if position
+        else "it begins unlike all that is cached:"
+    )
     if parting["prompt"] is None:
         yield "  (the server shows no text of prompts)"
         return
-    before = _shown(parting["before"])
-    yield f"  shared  …{before[-MAX_CHARACTERS:]}"
+    if position:
+        yield f"  shared  …{_shown(parting['before'])[-MAX_CHARACTERS:]}"
     yield f"  prompt  {_shown(parting['prompt'])[:MAX_CHARACTERS]}"
     for cached in parting["cached"]:
         yield f"  cached  {_shown(cached)[:MAX_CHARACTERS]}"

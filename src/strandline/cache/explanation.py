@@ -138,7 +138,7 @@ def _explain(cache: PrefixCache, tokens: TokenBuffer, salt: str, account: Accoun
         kv_now=walk(root, data).kv_tokens,
         snapshots=shown,
         num_snapshots_left_out=len(path) - len(shown),
-        next_snapshot=_next_snapshot(end, rivals, data, position),
+        next_snapshot=_next_snapshot(end, rivals, data, position) if position else None,
         parting=_parting(rivals, data, position),
         advice=tuple(_advice(account, shown, moved, cache, block_bytes)),
     )
@@ -288,7 +288,7 @@ def _on_miss(
     match miss.reason:
         case Reason.NO_SNAPSHOT:
             if any(snapshot.position == miss.end for snapshot in snapshots):
-                text = f"nothing: there is a snapshot at {miss.end:,} now, and the next such prompt resumes from it"
+                text = f"no more is needed: there is a snapshot at {miss.end:,} now, for the next such prompt"
             else:
                 text = f"a mark at {miss.end:,}: the first prompt to pass it then leaves a snapshot there"
                 if cache.placement.takes_branches():
@@ -306,10 +306,10 @@ def _on_miss(
             text = f"more memory: the snapshot at {miss.end:,} found no room beside the request's own state"
             return Advice(Help.MEMORY, miss.end, size, text)
         case Reason.COMPUTING:
-            text = f"nothing, or patience: request {miss.request_id} was computing these tokens"
+            text = f"to come later: request {miss.request_id} was computing these tokens"
             return Advice(Help.PATIENCE, miss.end, size, text)
         case Reason.NOT_ASKED:
-            text = "to read the cache: it is off, or the request asked for its prompt's log-probabilities"
+            text = "to read the cache: it is off, or the request wanted its prompt's log-probabilities"
             return Advice(Help.ASK, 0, size, text)
         case _:
             return None

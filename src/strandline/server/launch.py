@@ -24,6 +24,7 @@ from strandline.engine.loading import default_sampling_params, find_model, load_
 from strandline.env import read_api_key
 from strandline.errors import ConfigError, EngineError
 from strandline.server.app import build_app
+from strandline.server.cache_page import LOCAL_NAMES
 from strandline.server.client import EngineClient
 from strandline.server.messages import ENCODER, FROM_CORE, Ready, Refused, Start
 from strandline.server.metrics import Metrics
@@ -33,6 +34,7 @@ from strandline.server.service import Service
 LOGGER: Final = logging.getLogger("strandline.server")
 STOP_TIMEOUT_S: Final = 5.0
 INTERRUPTED: Final = 130
+CACHE_PAGES: Final = ("auto", "text", "counts", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,8 @@ class ServerConfig:
     """Most outputs that wait beside those that run."""
     max_body_bytes: int = 32 * 2**20
     request_timeout_s: float | None = None
+    cache_page: str = "auto"
+    """What ``/cache`` shows. ``auto``: what prompts say if the server listens on this machine alone, else counts."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -65,6 +69,14 @@ class ServerConfig:
             raise ConfigError("max_queue must be at least 0 and max_body_bytes at least 1")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ConfigError(f"request_timeout_s must be above 0, got {self.request_timeout_s:g}")
+        if self.cache_page not in CACHE_PAGES:
+            raise ConfigError(f"cache_page must be one of {', '.join(CACHE_PAGES)}; got {self.cache_page!r}")
+
+    def page_mode(self) -> str:
+        """Return what the cache page shows; ``auto`` shows texts only to this machine."""
+        if self.cache_page != "auto":
+            return self.cache_page
+        return "local" if self.host in LOCAL_NAMES else "counts"
 
 
 def serve(engine: EngineConfig, server: ServerConfig) -> int:
@@ -90,9 +102,14 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         service = Service(client, names, defaults, template, reply_format)
         key = read_api_key()
         keys = [*server.api_key, *([key] if key else [])]
-        app = build_app(service, api_keys=keys, max_body_bytes=server.max_body_bytes)
+        mode = server.page_mode()
+        app = build_app(service, api_keys=keys, max_body_bytes=server.max_body_bytes, cache_page=mode)
         host, port = listener.getsockname()[:2]
-        LOGGER.info("serving %s on http://%s:%d", names[0], f"[{host}]" if ":" in host else host, port)
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        if mode != "off":
+            told = "no text of prompts" if mode == "counts" else "what prompts say"
+            LOGGER.info("cache page, which shows %s: %s/cache", told, address)
+        LOGGER.info("serving %s on %s", names[0], address)
         return await _run_http(app, listener)
 
 

@@ -1,0 +1,192 @@
+"""``/cache`` without a browser: the data behind the page, what it keeps to itself, and questions about the cache."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from strandline.server.cache_page import PAGE
+from strandline.server.launch import ServerConfig
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def reserved(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that shows no text, to holders of a key alone."""
+    flags = ["--api-key", "secret", "--cache-page", "counts"]
+    with running_server(bytes_dir, tmp_path_factory.mktemp("reserved") / "log", *flags) as server:
+        yield server
+
+
+def complete(server: ServerProcess, prompt: str, headers: dict[str, str] | None = None, **fields: Any) -> Any:
+    body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "include_cache_account": True, **fields}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def state(server: ServerProcess, **headers: str) -> Any:
+    answer = httpx.get(f"{server.url}/cache/state", headers=headers, timeout=TIMEOUT_S)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["Cache-Control"] == "no-store"
+    return answer.json()
+
+
+def explain(server: ServerProcess, headers: dict[str, str] | None = None, **fields: Any) -> Any:
+    answer = httpx.post(f"{server.url}/cache/explain", json=fields, headers=headers, timeout=TIMEOUT_S)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refusal(server: ServerProcess, **fields: Any) -> str:
+    answer = server.post("/cache/explain", **fields)
+    assert answer.status_code == 400
+    return str(answer.json()["error"]["message"])
+
+
+def test_the_state_has_the_lookups_as_the_requests_were_told_them(server: ServerProcess) -> None:
+    told = [complete(server, "the state " * 12 + end) for end in ("", "and more", "and less")]
+    shown = {row["request_id"]: row["account"] for row in state(server)["lookups"]}
+    for answer in told:
+        assert shown[f"{answer['id']}-0"] == answer["usage"]["cache"]
+
+
+def test_the_state_has_the_tree_with_text_and_the_memory_adds_up(server: ServerProcess) -> None:
+    complete(server, "seen on the page " * 10)
+    shown = state(server)
+    assert any(run["text"] and "seen on the page" in run["text"] for run in shown["tree"]["runs"])
+    assert shown["shows_text"] is True
+    held = shown["memory"][-1][1:]
+    assert sum(held) + shown["stats"]["tenant_bytes"]["free"] == shown["total_bytes"]
+    assert "other_salt" not in shown["stats"]["missed_tokens"]
+
+
+def test_a_past_request_is_explained_by_its_answers_id(server: ServerProcess) -> None:
+    complete(server, "why did it " * 12 + "miss?")
+    answer = complete(server, "why did it " * 12 + "hit?")
+    told = explain(server, request_id=answer["id"])
+    assert told["account"] == answer["usage"]["cache"]
+    assert told["parting"]["position"] == 132
+    assert told["parting"]["prompt"]["text"] == "hit?"
+    assert told["parting"]["cached"][0]["text"].startswith("miss?")
+    assert [advice["help"] for advice in told["advice"]] == ["mark"]
+    assert told["now"]["hit"] == 136
+
+
+def test_explaining_a_prompt_changes_nothing_and_says_what_the_request_then_hits(server: ServerProcess) -> None:
+    complete(server, "what if " * 20)
+    before = state(server)
+    prompts: list[dict[str, Any]] = [{"prompt": "what if " * 20 + "not"}, {"prompt": [119, 104, 97, 116]}]
+    told = [explain(server, **prompt) for prompt in prompts]
+    after = state(server)
+    assert (before["tree"], before["stats"], before["lookups"][0]["request_id"]) == (
+        *(after["tree"], after["stats"]),
+        after["lookups"][0]["request_id"],
+    )
+    for prompt, data in zip(prompts, told, strict=True):
+        assert complete(server, **prompt)["usage"]["cache"] == data["account"]
+
+
+def test_a_conversation_is_explained_as_the_chat_api_would_see_it(server: ServerProcess) -> None:
+    messages = [{"role": "user", "content": "explain me " * 9}]
+    asked = {"messages": messages, "max_tokens": 2, "include_cache_account": True}
+    server.post("/v1/chat/completions", **asked)
+    told = explain(server, messages=messages)
+    assert told["account"]["hit"] == told["account"]["queried"] > 90
+    assert server.post("/v1/chat/completions", **asked).json()["usage"]["cache"] == told["account"]
+
+
+def test_what_lies_under_a_salt_is_shown_only_to_who_names_it(server: ServerProcess) -> None:
+    answer = complete(server, "a tenant's words " * 10, cache_salt="tenant %")
+    name = f"{answer['id']}-0"
+    shown = state(server)
+    assert "a tenant's words" not in str(shown)
+    assert "tenant %" not in str(shown)
+    [label] = [row["salt_label"] for row in shown["lookups"] if row["request_id"] == name]
+    assert label
+    assert "under a salt" in refusal(server, request_id=name)
+    assert "under a salt" in refusal(server, request_id=name, cache_salt="other")
+    assert explain(server, request_id=name, cache_salt="tenant %")["now"]["hit"] == 170
+    inside = state(server, **{"X-Cache-Salt": "tenant %25"})
+    assert any(run["text"] and "a tenant's words" in run["text"] for run in inside["tree"]["runs"])
+    guess = explain(server, prompt="a tenant's words " * 10 + "x")
+    assert [(miss["reason"], miss["tokens"]) for miss in guess["account"]["misses"]] == [("first_seen", 171)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "give one of request_id, prompt and messages"),
+        ({"prompt": "x", "request_id": "y"}, "give one of"),
+        ({"request_id": "nobody's"}, '"nobody\'s" is not among the last'),
+        ({"prompt": ""}, "the prompt has 0 tokens"),
+        ({"prompt": [256]}, "token 256 is not in the vocabulary"),
+        ({"prompt": [-1]}, "token -1 is not in the vocabulary"),
+        ({"prompt": [1] * 5000}, "the prompt has 5000 tokens"),
+        ({"messages": []}, "empty"),
+        ({"prompt": 5}, "prompt"),
+    ],
+)
+def test_questions_that_make_no_sense_are_refused(server: ServerProcess, fields: dict[str, Any], message: str) -> None:
+    assert message in refusal(server, **fields)
+
+
+def test_the_page_is_open_and_its_data_need_the_key(reserved: ServerProcess) -> None:
+    assert reserved.get("/cache").status_code == 200
+    assert reserved.get("/cache/state").status_code == 401
+    assert reserved.post("/cache/explain", prompt="x").status_code == 401
+    assert httpx.get(f"{reserved.url}/cache/state", headers=KEY).status_code == 200
+
+
+def test_counts_alone_hold_no_text_of_others(reserved: ServerProcess) -> None:
+    complete(reserved, "a secret " * 10 + "first", KEY)
+    answer = complete(reserved, "a secret " * 10 + "other", KEY)
+    shown = state(reserved, **KEY)
+    assert shown["shows_text"] is False
+    assert {run["text"] for run in shown["tree"]["runs"]} == {None}
+    told = explain(reserved, KEY, request_id=answer["id"])
+    assert told["parting"] == {"position": 90, "before": None, "prompt": None, "cached": []}
+    assert told["account"] == answer["usage"]["cache"]
+    own = explain(reserved, KEY, prompt="a secret " * 10 + "guess")["parting"]
+    assert (own["prompt"]["text"], own["cached"]) == ("guess", [])
+
+
+def test_texts_are_for_who_asks_by_this_machines_own_name(server: ServerProcess) -> None:
+    complete(server, "for this machine " * 10)
+    assert state(server)["shows_text"]
+    stranger = state(server, Host="somebody.example")
+    assert not stranger["shows_text"]
+    assert "for this machine" not in str(stranger)
+
+
+def test_texts_are_shown_by_default_only_where_nobody_else_can_ask() -> None:
+    hosts = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "10.0.0.1")
+    assert [ServerConfig(host=host).page_mode() for host in hosts] == ["local"] * 3 + ["counts"] * 2
+    for given in ("text", "counts", "off"):
+        assert {ServerConfig(host=host, cache_page=given).page_mode() for host in hosts} == {given}
+
+
+def test_the_page_can_be_left_out(bytes_dir: Path, tmp_path: Path) -> None:
+    with running_server(bytes_dir, tmp_path / "log", "--cache-page", "off") as server:
+        assert [server.get(path).status_code for path in ("/cache", "/cache/state")] == [404, 404]
+        assert server.post("/cache/explain", prompt="x").status_code == 404
+        assert "cache page" not in server.log()
+
+
+def test_the_page_is_one_file_that_asks_nobody_else_and_writes_no_html(server: ServerProcess) -> None:
+    answer = server.get("/cache")
+    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+    policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    text = PAGE.read_text()
+    assert answer.text == text
+    assert set(re.findall(r"https?://[^\s\"')]+", text)) == {"http://www.w3.org/2000/svg"}
+    for writes in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "DOMParser"):
+        assert writes not in text
+    assert server.url + "/cache" in server.log()

@@ -1,0 +1,184 @@
+"""``/cache`` in a real browser: what people see, click and type. Skipped where there is none."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cpu.server.browser import CHROMIUM, NO_CHROMIUM, Browser, running_browser
+from tests.cpu.server.process import ServerProcess, running_server
+from tests.cpu.server.test_cache_page import KEY, complete, state
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+
+IS_LIVE = "document.querySelector('#status')?.className === 'live'"
+ROWS = "[...document.querySelectorAll('#requests tbody tr')]"
+RUNS = "[...document.querySelectorAll('#tree [role=treeitem]')]"
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("browser")
+
+
+@pytest.fixture
+def browser(profile: Path) -> Iterator[Browser]:
+    with running_browser(profile) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser, server: ServerProcess) -> Browser:
+    """The page of the shared server, live."""
+    browser.open(f"{server.url}/cache")
+    browser.wait_until(IS_LIVE)
+    return browser
+
+
+def row_of(answer: Any) -> str:
+    """Return an expression for the row of an answer's request."""
+    return f"{ROWS}.find(row => row.dataset.key === '{answer['id']}-0')"
+
+
+def test_the_page_shows_new_requests_as_they_come(page: Browser, server: ServerProcess) -> None:
+    answer = complete(server, "as they come " * 10)
+    page.wait_until(row_of(answer))
+    assert page.errors == []
+    cells = page.run(f"[...{row_of(answer)}.cells].map(cell => cell.textContent)")
+    assert cells[2:4] == ["130", "0 %"]
+    page.wait_until(f"{RUNS}.some(run => run.textContent.includes('as they come'))")
+
+
+def test_a_click_explains_a_request(page: Browser, server: ServerProcess) -> None:
+    complete(server, "clicked upon " * 10 + "first")
+    answer = complete(server, "clicked upon " * 10 + "second")
+    page.wait_until(row_of(answer))
+    page.run(f"{row_of(answer)}.click()")
+    page.wait_until("document.querySelector('.verdict')")
+    text = page.text()
+    assert "0 of 136 tokens were hit; 136 were computed." in text
+    assert "no snapshot" in text
+    assert "Where it leaves what is cached: token 130" in text
+    assert "it would hit 136 of 136" in text
+    assert page.errors == []
+
+
+def test_the_keyboard_is_enough(page: Browser, server: ServerProcess) -> None:
+    for end in ("a", "b"):
+        complete(server, "by keyboard " * 20 + end * 70)
+    page.wait_until(f"{RUNS}.some(run => run.textContent.includes('by keyboard'))")
+    page.run("document.querySelector('#pause').click()")
+    page.run(f"{ROWS}[0].focus()")
+    page.press("ArrowDown")
+    page.press("Enter")
+    page.wait_until("document.querySelector('.verdict')")
+    assert page.run(f"{ROWS}[1].getAttribute('aria-selected')") == "true"
+    branch = f"{RUNS}.find(run => run.textContent.includes('by keyboard') && run.getAttribute('aria-expanded'))"
+    page.run(f"{branch}.focus()")
+    page.press("Enter")
+    assert page.run("document.querySelector('#detail-title').textContent") == "Prefix"
+    size = page.run(f"{RUNS}.length")
+    page.press("ArrowLeft")
+    assert page.run(f"{RUNS}.length") < size
+    assert page.run("document.activeElement.getAttribute('aria-expanded')") == "false"
+    page.press("ArrowRight")
+    assert page.run(f"{RUNS}.length") == size
+    assert page.run("[...document.querySelectorAll('#tree [tabindex=\"0\"]')].length") == 1
+
+
+def test_what_prompts_say_is_never_taken_for_html(page: Browser, server: ServerProcess) -> None:
+    attack = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>" * 3
+    complete(server, attack)
+    answer = complete(server, attack + "<b>bold</b>")
+    page.wait_until(row_of(answer))
+    page.run(f"{row_of(answer)}.click()")
+    page.wait_until("document.querySelector('.verdict')")
+    assert "<img src=x" in page.text()
+    assert page.run("document.querySelectorAll('img, main script').length") == 0
+    assert page.run("window.hacked") is None
+    assert page.errors == []
+
+
+def test_a_prompt_can_be_asked_about_without_being_run(page: Browser, server: ServerProcess) -> None:
+    complete(server, "asked about " * 10)
+    before = state(server)["stats"]
+    page.run("document.querySelector('#ask').open = true")
+    page.run("document.querySelector('#prompt').value = 'asked about '.repeat(10) + 'it'")
+    page.run("document.querySelector('#ask-form').requestSubmit()")
+    page.wait_until("document.querySelector('.verdict')")
+    assert "120 of 122 tokens would be hit; 2 would be computed." in page.text()
+    assert state(server)["stats"] == before
+
+
+def test_a_salt_opens_its_tree(page: Browser, server: ServerProcess) -> None:
+    complete(server, "under a salt " * 10, cache_salt="tenänt")
+    page.run("document.querySelector('#salt').value = 'tenänt'")
+    page.run("document.querySelector('#salt-form').requestSubmit()")
+    page.wait_until(f"{RUNS}.some(run => run.textContent.includes('under a salt'))")
+    assert page.errors == []
+
+
+def test_nothing_is_asked_while_nobody_looks(page: Browser) -> None:
+    page.run("Object.defineProperty(document, 'hidden', { get: () => window.away, configurable: true })")
+    page.run("window.away = true; document.dispatchEvent(new Event('visibilitychange'))")
+    page.idle(0.2)
+    num_asked = len(page.requests)
+    page.idle(2.5)
+    assert len(page.requests) == num_asked
+    page.run("window.away = false; document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait_until(IS_LIVE)
+    assert len(page.requests) > num_asked
+    page.run("document.querySelector('#pause').click()")
+    page.idle(0.2)
+    num_asked = len(page.requests)
+    page.idle(2.5)
+    assert len(page.requests) == num_asked
+
+
+def test_it_asks_for_the_key_and_says_when_it_is_wrong(browser: Browser, bytes_dir: Path, tmp_path: Path) -> None:
+    with running_server(bytes_dir, tmp_path / "log", "--api-key", "secret") as server:
+        complete(server, "behind a key " * 10, KEY)
+        browser.open(f"{server.url}/cache")
+        browser.wait_until("document.querySelector('dialog')?.open")
+        assert "behind a key" not in browser.text()
+        for key in ("wrong", "secret"):
+            browser.run(f"document.querySelector('#key').value = '{key}'")
+            browser.run("document.querySelector('#gate form').requestSubmit()")
+            if key == "wrong":
+                browser.wait_until("document.querySelector('#gate-note').textContent === 'That key is not valid.'")
+        browser.wait_until(IS_LIVE)
+        browser.wait_until(f"{RUNS}.some(run => run.textContent.includes('behind a key'))")
+        assert "secret" not in browser.run("location.href")
+
+
+def test_it_says_when_the_server_has_gone(browser: Browser, bytes_dir: Path, tmp_path: Path) -> None:
+    with running_server(bytes_dir, tmp_path / "log") as server:
+        browser.open(f"{server.url}/cache")
+        browser.wait_until(IS_LIVE)
+    browser.wait_until("document.querySelector('#status').className === 'failed'")
+    assert "no answer" in browser.text()
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_a_thousand_runs_stay_readable(page: Browser, width: int) -> None:
+    page.size(width, 900)
+    page.run("document.querySelector('#pause').click()")
+    page.run(
+        """(() => {
+        const run = (place) => ({ parent: place ? (place < 40 ? 0 : place % 39 + 1) : null, start: place < 40 ? 0 : 512,
+            end: place ? (place < 40 ? 512 : 1024) : 0, num_blocks: place ? 8 : 0, digest: `run ${place}`, parts_at: 0,
+            text: place ? `prompt number ${place} ` + 'word '.repeat(9) : '', age: place, num_users: 0, snapshots: [],
+            num_snapshots_left_out: 0, num_children: place ? (place < 40 ? 25 : 0) : 39, num_children_left_out: 0 });
+        state.tree = { ...state.tree, runs: Array.from({ length: 1000 }, (_, place) => run(place)), leases: [] };
+        show();
+    })()"""
+    )
+    assert page.run(f"{RUNS}.length") == 39
+    page.run(
+        "const filter = document.querySelector('#filter'); filter.value = 'number 77';"
+        "filter.dispatchEvent(new Event('input'))"
+    )
+    assert page.run(f"{RUNS}.map(run => run.textContent).filter(text => text.includes('number 77')).length") == 11
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    assert page.errors == []
