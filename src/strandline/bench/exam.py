@@ -4,7 +4,7 @@ A cache that returned a wrong state would show here as wrong answers. The modes:
 in which every prompt first comes cut off at a random token, so that the whole one resumes from there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -40,7 +40,7 @@ def run_evaluation(engine_options: Mapping[str, Any], *, per_kind: int, seed: in
     results: dict[str, Result] = {}
     for mode in MODES:
         llm = LLM(**{**engine_options, "enable_prefix_caching": mode != "off"})
-        suite = suite or make_suite(seed, per_kind, count=_counter(llm))
+        suite = suite or make_suite(seed, per_kind, count=token_counter(llm))
         results[mode] = take(llm, suite, mode)
     print("\n".join(table(suite, results)))
     scores = [[result.correct(suite, kind) for kind in KINDS] for result in results.values()]
@@ -81,6 +81,7 @@ def table(suite: Sequence[Task], results: Mapping[str, Result]) -> list[str]:
     return lines
 
 
-def _counter(llm: LLM) -> Any:
+def token_counter(llm: LLM) -> Callable[[str], int]:
+    """Return what counts a text's tokens as the model's tokenizer cuts them."""
     tokenizer = llm.get_tokenizer()
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))

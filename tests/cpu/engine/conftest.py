@@ -19,13 +19,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture
-def make_llm(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
-    """Build an LLM on the tiny model without a tokenizer; every step checks the cache and poisons freed memory."""
+def llm_maker(model_dir: Path, monkeypatch: pytest.MonkeyPatch, **defaults: Any) -> MakeLLM:
+    """Build LLMs without a tokenizer; every step checks the cache and poisons freed memory."""
     monkeypatch.setenv(DEBUG_CACHE, "1")
 
     def make(**options: Any) -> LLM:
-        settings: dict[str, Any] = {"memory": "8MiB", "skip_tokenizer_init": True, "device": "cpu"}
+        settings: dict[str, Any] = {"memory": "8MiB", "skip_tokenizer_init": True, **defaults}
         return LLM(str(model_dir), **{**settings, **options})
 
     return make
+
+
+@pytest.fixture
+def make_llm(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
+    """Build an LLM on the tiny model."""
+    return llm_maker(model_dir, monkeypatch, device="cpu")

@@ -38,10 +38,12 @@ def test_resuming_at_every_position_gives_the_same_tokens(make_llm: MakeLLM) -> 
     prompt = tokens(150)
     [expected] = answers(make_llm(enable_prefix_caching=False), [prompt])
     one = SamplingParams(temperature=0, max_tokens=1)
+    llm = make_llm(memory="64MiB")
     for position in range(1, len(prompt)):
-        llm = make_llm()
-        llm.generate([prompt[:position]], one, use_tqdm=False)
-        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        # A salt of its own, so that nothing else can be resumed.
+        salt = {"cache_salt": str(position)}
+        llm.generate({"prompt_token_ids": prompt[:position], **salt}, one, use_tqdm=False)
+        [output] = llm.generate({"prompt_token_ids": prompt, **salt}, GREEDY, use_tqdm=False)
         assert output.num_cached_tokens == position
         assert output.outputs[0].token_ids == expected
 

@@ -1,0 +1,87 @@
+"""The answer never changes on a GPU either: the CPU's tests, on Triton kernels, recorded steps and overlapped ones.
+
+Greedy tokens are compared exactly in float32: the tiny model's logits lie further apart than float32 rounds.
+"""
+
+import pytest
+
+from strandline import SamplingParams
+from strandline.env import TRITON
+from strandline.kernels.platform import runs_triton
+from tests.cpu.engine.conftest import MakeLLM
+from tests.cpu.engine.test_exactness import (
+    GREEDY,
+    answers,
+    test_a_running_request_can_be_followed_and_neither_sees_the_other,
+    test_a_shared_prefix_hits_to_the_token_from_its_third_sighting,
+    test_an_identical_prompt_is_a_whole_hit_and_runs_no_forward,
+    test_forks_equal_requests_with_their_seeds_and_share_the_prompt,
+    test_greedy_tokens_are_those_of_transformers,
+    test_preempted_requests_give_the_same_tokens_and_recompute_one,
+    test_resuming_at_every_position_gives_the_same_tokens,
+    test_steps_of_any_size_give_the_same_tokens,
+    test_turns_of_a_chat_hit_all_but_their_new_tokens,
+    tokens,
+)
+from tests.cpu.engine.test_overlap import (
+    serve,
+    test_an_aborted_request_leaves_no_trace_in_the_step_under_way,
+    test_an_answer_that_stops_leaves_a_snapshot_before_its_stop_token,
+    test_overlapped_steps_give_the_same_answers,
+    test_overlapped_steps_preempt_in_little_memory_and_give_the_same_answers,
+)
+from tests.cpu.engine.test_state_oracle import test_a_published_slot_holds_the_state_of_its_tokens
+
+__all__ = [
+    "test_a_published_slot_holds_the_state_of_its_tokens",
+    "test_a_running_request_can_be_followed_and_neither_sees_the_other",
+    "test_a_shared_prefix_hits_to_the_token_from_its_third_sighting",
+    "test_an_aborted_request_leaves_no_trace_in_the_step_under_way",
+    "test_an_answer_that_stops_leaves_a_snapshot_before_its_stop_token",
+    "test_an_identical_prompt_is_a_whole_hit_and_runs_no_forward",
+    "test_forks_equal_requests_with_their_seeds_and_share_the_prompt",
+    "test_greedy_tokens_are_those_of_transformers",
+    "test_overlapped_steps_give_the_same_answers",
+    "test_overlapped_steps_preempt_in_little_memory_and_give_the_same_answers",
+    "test_preempted_requests_give_the_same_tokens_and_recompute_one",
+    "test_resuming_at_every_position_gives_the_same_tokens",
+    "test_steps_of_any_size_give_the_same_tokens",
+    "test_turns_of_a_chat_hit_all_but_their_new_tokens",
+]
+
+PROMPTS = [tokens(count, seed=count) for count in (1, 5, 63, 64, 65, 129, 300)]
+LONG = SamplingParams(temperature=0, max_tokens=40)
+
+
+def test_greedy_tokens_are_those_of_the_cpu(make_llm: MakeLLM) -> None:
+    expected = answers(make_llm(device="cpu"), PROMPTS, LONG)
+    llm = make_llm()
+    assert answers(llm, PROMPTS, LONG) == expected
+    assert answers(llm, PROMPTS, LONG) == expected
+
+
+def test_greedy_tokens_are_those_of_the_torch_kernels(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = answers(make_llm(), PROMPTS, LONG)
+    monkeypatch.setenv(TRITON, "0")
+    runs_triton.cache_clear()
+    try:
+        assert answers(make_llm(), PROMPTS, LONG) == expected
+    finally:
+        monkeypatch.undo()
+        runs_triton.cache_clear()
+
+
+def test_recorded_steps_give_the_tokens_of_launched_ones(make_llm: MakeLLM) -> None:
+    prompts = [*PROMPTS, *PROMPTS[::-1]]
+    assert answers(make_llm(), prompts, LONG) == answers(make_llm(enforce_eager=True), prompts, LONG)
+
+
+@pytest.mark.parametrize("seed", [11, 12])
+def test_requests_that_come_and_go_get_the_cpus_answers(make_llm: MakeLLM, seed: int) -> None:
+    expected = serve(make_llm, seed, async_scheduling=False, device="cpu")
+    assert serve(make_llm, seed, async_scheduling=True) == expected
+
+
+def test_without_the_cache_the_tokens_are_the_same(make_llm: MakeLLM) -> None:
+    cold = make_llm(enable_prefix_caching=False)
+    assert answers(cold, PROMPTS, GREEDY) == answers(make_llm(), PROMPTS, GREEDY)
