@@ -27,7 +27,6 @@ class Request:
 
     __slots__ = (
         "account",
-        "cached_until",
         "finish_reason",
         "is_introduced",
         "lead",
@@ -36,13 +35,12 @@ class Request:
         "max_total",
         "new",
         "num_admissions_seen",
-        "num_cached",
-        "num_overtaken",
         "num_prompt_tokens",
         "num_tokens",
         "output_ids",
         "prompt_ids",
         "queue_number",
+        "rank",
         "request_id",
         "salt",
         "status",
@@ -81,11 +79,8 @@ class Request:
         """The scheduler's count of admissions when it last looked for somebody to follow."""
         self.queue_number = 0
         """Its place in the order of arrival."""
-        self.num_overtaken = 0
-        """How many that came later were admitted before it, because more of theirs is cached."""
-        self.num_cached = 0
-        self.cached_until = 0
-        """``num_cached`` of its tokens were cached when that was last looked up; it counts until so many admissions."""
+        self.rank = 0
+        """Number of its entry in the scheduler's order by what is cached; 0: none."""
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

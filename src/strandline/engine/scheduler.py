@@ -1,9 +1,9 @@
 """Which requests run in the next step, and how many tokens of each.
 
 Continuous batching with chunked prefill: running requests go first, in order of arrival, then waiting ones as budget
-and memory allow: those first of which most is cached, but nobody is overtaken more than ``MAX_OVERTAKEN`` times. When
-memory runs out the request that arrived last is preempted: its slot becomes a snapshot, so that nothing is recomputed
-when it comes back. The scheduler never splits or delays a step for the cache's sake.
+and memory allow: those first of which most is cached, but the first in line is overtaken ``MAX_OVERTAKEN`` times at
+most. When memory runs out the request that arrived last is preempted: its slot becomes a snapshot, so that nothing is
+recomputed when it comes back. The scheduler never splits or delays a step for the cache's sake.
 
 A step may be planned while the one before it runs: what that one samples is *pending*, counted in a request's tokens
 but not known yet. ``plan``, ``advance`` and ``settle`` of a step come in this order; between a step's ``advance`` and
@@ -15,7 +15,7 @@ request that stays within its last block takes the short way through both.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from heapq import merge
+from heapq import heapify, heappop, heappush, merge
 from itertools import islice
 
 from strandline.cache import Lease, PrefixCache, SnapshotKind
@@ -25,12 +25,11 @@ from strandline.errors import EngineError, RequestError
 from strandline.ids import BLOCK_TOKENS, RequestId
 
 LOOK_AHEAD_REQUESTS = 32
-"""Waiting requests that may ask for a snapshot on the way of a running one, though there is no room for them yet; and
-so many are compared when one is to be admitted."""
+"""Waiting requests that may ask for a snapshot on the way of a running one, though there is no room for them yet."""
 MAX_OVERTAKEN = 16
-"""So many may be admitted before a request that came earlier, because more of theirs is cached."""
-STALE_ADMISSIONS = 8
-"""What is cached of a waiting request is looked up again after so many admissions."""
+"""So many may be admitted before the request that has waited longest, because more of theirs is cached."""
+MAX_RECHECKS = 8
+"""So many waiting requests are looked up again before one of them is admitted: is theirs cached still?"""
 
 Span = tuple[Request, Lease, int, int]
 """A request, its lease, and the tokens ``[start, end)`` that it computes in the step."""
@@ -50,6 +49,13 @@ class Scheduler:
         self._is_stepwise = cache.placement.is_stepwise
         self._num_admissions = 0
         self._num_queued = 0
+        self._num_overtakes = 0
+        """Admissions since the request that has waited longest could have been admitted."""
+        self._num_ranked = 0
+        self._ranked: list[tuple[int, int, int, Request]] = []
+        """A heap of waiting requests, those of which most is cached first. An entry counts while ``rank`` names it."""
+        self._unranked: list[Request] = []
+        """Waiting requests that have not been compared with others yet."""
         self._requests: dict[RequestId, Request] = {}
         self._gone: list[RequestId] = []
         self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
@@ -74,7 +80,11 @@ class Scheduler:
             raise RequestError(f"request id {request.request_id!r} is in use by an unfinished request")
         self._requests[request.request_id] = request
         self._num_on_host += request.new.needs_host_tokens
+        self._num_queued += 1
+        request.queue_number = self._num_queued
         self.waiting.append(request)
+        if self.cache.enabled:
+            self._unranked.append(request)
 
     def finish(self, request_id: RequestId, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a request between steps, for a reason that its tokens do not show. Unknown ids are ignored."""
@@ -89,6 +99,7 @@ class Scheduler:
             self.cache.release(request.lease, SnapshotKind.GENERATION_END)
             request.lease = None
         request.status = Status.FINISHED
+        request.rank = 0
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._requests[request.request_id]
         self._num_on_host -= request.new.needs_host_tokens
@@ -174,18 +185,16 @@ class Scheduler:
         """Admit waiting requests; those whose beginning is being computed are passed over for now."""
         passed_over = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            place = self._next_place()
-            request = self.waiting[place]
+            request = self._next_waiting()
             if self._should_wait(request):
-                del self.waiting[place]
+                self._leave_queue(request)
                 passed_over.append(request)
                 continue
             lease = self._admit(request, budget)
             if lease is None:
                 break
-            for earlier in islice(self.waiting, place):
-                earlier.num_overtaken += 1
-            del self.waiting[place]
+            self._num_overtakes = 0 if request is self.waiting[0] else self._num_overtakes + 1
+            self._leave_queue(request)
             start = lease.computed
             end = min(request.num_tokens, start + budget)
             spans.append((request, lease, start, end))
@@ -193,32 +202,60 @@ class Scheduler:
         if passed_over:
             self._wait_again(passed_over)
 
-    def _next_place(self) -> int:
-        """Return which waiting request is admitted next: the one of which most is cached, before that is evicted.
+    def _next_waiting(self) -> Request:
+        """Return the request to admit next: the one of which most is cached, before that is evicted.
 
-        The first one when it was preempted, or was overtaken often enough: so nobody waits for more than so many others
-        that came later.
+        The first one when it was preempted, follows somebody, or was overtaken often enough: so a request waits for no
+        more than ``MAX_OVERTAKEN`` that came later, for itself and for each that came before it.
         """
-        waiting = self.waiting
-        first = waiting[0]
-        if len(waiting) == 1 or first.output_ids or first.num_overtaken >= MAX_OVERTAKEN or not self.cache.enabled:
-            return 0
-        best, place = self._cached_tokens(first), 0
-        for index, request in enumerate(islice(waiting, 1, LOOK_AHEAD_REQUESTS), 1):
-            if (cached := self._cached_tokens(request)) > best:
-                best, place = cached, index
-        return place
+        first = self.waiting[0]
+        if len(self.waiting) == 1:
+            self._unranked = [first]
+            self._ranked.clear()
+            return first
+        if self._num_overtakes >= MAX_OVERTAKEN or first.account is not None or _is_following(first):
+            return first
+        return self._most_cached() or first
 
-    def _cached_tokens(self, request: Request) -> int:
-        """Return how many of a waiting request's tokens are cached, or were a few admissions ago."""
-        if self._num_admissions >= request.cached_until:
-            request.num_cached = self.cache.hit_tokens(request.tokens, request.salt)
-            request.cached_until = self._num_admissions + STALE_ADMISSIONS
-        return request.num_cached
+    def _most_cached(self) -> Request | None:
+        """Return the waiting request of which most is cached, as far as is known; None when nothing is."""
+        new, self._unranked = self._unranked, []
+        for request in new:
+            if request.status is Status.WAITING:
+                if _is_following(request):
+                    self._unranked.append(request)
+                else:
+                    self._rank(request)
+        ranked = self._ranked
+        if len(ranked) > 4 * len(self.waiting) + MAX_RECHECKS:
+            ranked[:] = [entry for entry in ranked if entry[3].rank == entry[2]]
+            heapify(ranked)
+        for _ in range(MAX_RECHECKS):
+            while ranked and ranked[0][3].rank != ranked[0][2]:
+                heappop(ranked)
+            if not ranked or not ranked[0][0]:
+                return None
+            request = ranked[0][3]
+            if self.cache.hit_tokens(request.tokens, request.salt) >= -ranked[0][0]:
+                return request
+            self._rank(request)
+        return None
+
+    def _rank(self, request: Request) -> None:
+        """Enter a waiting request by what is cached of it now; an earlier entry of it counts no longer."""
+        self._num_ranked += 1
+        request.rank = self._num_ranked
+        cached = self.cache.hit_tokens(request.tokens, request.salt)
+        heappush(self._ranked, (-cached, request.queue_number, request.rank, request))
+
+    def _leave_queue(self, request: Request) -> None:
+        self.waiting.remove(request)
+        request.rank = 0
 
     def _wait_again(self, passed_over: list[Request]) -> None:
         """Put requests back among those that wait, in the order in which they came."""
         passed_over.sort(key=_queue_number)
+        self._unranked += passed_over
         if not self.waiting or passed_over[-1].queue_number < self.waiting[0].queue_number:
             self.waiting.extendleft(reversed(passed_over))
         else:
@@ -231,7 +268,7 @@ class Scheduler:
         """
         request.num_admissions_seen = self._num_admissions
         lead = request.lead
-        if lead is not None and lead.is_pending:
+        if _is_following(request):
             return True
         if request.output_ids or request.params.prompt_logprobs is not None:
             return False
@@ -370,6 +407,11 @@ class Scheduler:
 
 def _queue_number(request: Request) -> int:
     return request.queue_number
+
+
+def _is_following(request: Request) -> bool:
+    """Whether somebody is still on the way to computing the beginning of the request."""
+    return request.lead is not None and request.lead.is_pending
 
 
 def _lease(request: Request) -> Lease:
