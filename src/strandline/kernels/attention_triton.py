@@ -12,6 +12,8 @@ With more than one split each program leaves its normalised result and the logar
 kernel combines them. How many splits there are depends on shapes and host integers only, so that a graph can hold the
 launch; how the context is shared among them is decided on the device, from its real length.
 
+Deterministic, a decode's splits have a fixed length instead, and a prefill has one: bits depend on no other sequence.
+
 Invariants: what a sequence does not own never reaches its result, NaN included: a key that no row of the tile may see
 is not read, and zero takes the place of its value. An empty context gives zeros.
 
@@ -33,6 +35,7 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.platform import is_deterministic
 
 
 class Tile(NamedTuple):
@@ -62,6 +65,12 @@ DECODE_PROGRAMS = 4 * NUM_SMS
 
 MAX_SPLIT_BLOCKS = 128
 """Blocks that one program of a decode reads at most, so that one long context does not outlast the others."""
+
+INVARIANT_SPLIT_BLOCKS = 16
+"""Blocks of a split in deterministic mode, whatever else is decoded and however long the context is."""
+
+INVARIANT_COMBINE = 32
+"""Splits that are added up together then; what lies beyond the context adds exact zeros."""
 
 MAX_DECODE_SPLITS = 128
 MAX_PREFILL_SPLITS = 16
@@ -192,7 +201,7 @@ def _store(
         tl.store(out_ptr_M[:, None] + channel_D[None, :], result_MD, mask=is_stored_MD)
 
 
-@triton.jit(do_not_specialize=["window_tokens", "stride_table", "num_splits"])
+@triton.jit(do_not_specialize=["window_tokens", "stride_table", "num_splits", "split_tiles"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -211,6 +220,7 @@ def _decode_kernel(
     stride_head,
     stride_table,
     num_splits,
+    split_tiles,
     PAGE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -231,7 +241,10 @@ def _decode_kernel(
         first_key = tl.maximum(context_len - window_tokens, 0)
     first_tile = first_key // BLOCK_K
     end_tile = tl.cdiv(context_len, BLOCK_K)
+    # Either so many splits share the context, or a split has so many tiles of keys, however long the context is.
     tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
+    if split_tiles > 0:
+        tiles_per_split = split_tiles
     first_tile = first_tile + split * tiles_per_split
     last_tile = tl.minimum(first_tile + tiles_per_split, end_tile)
 
@@ -430,6 +443,43 @@ def _combine_kernel(
     tl.store(out_ptr_D, out_D.to(out_ptr.dtype.element_ty), mask=channel_D < HEAD_DIM)
 
 
+@triton.jit(do_not_specialize=["num_splits"])
+def _combine_in_order_kernel(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """As ``_combine_kernel``, for any number of splits: a row's sum is the same when more empty ones follow."""
+    row = tl.program_id(0).to(tl.int64)
+    split_S = tl.arange(0, BLOCK_S)
+    channel_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    lse_ptr += row * num_splits
+    partial_ptr += row * num_splits * HEAD_DIM
+    max_S = tl.full([BLOCK_S], float("-inf"), dtype=tl.float32)
+    for first in range(0, num_splits, BLOCK_S):
+        lse_S = tl.load(lse_ptr + first + split_S, mask=first + split_S < num_splits, other=float("-inf"))
+        max_S = tl.maximum(max_S, lse_S)
+    max_lse = tl.max(max_S, axis=0)
+    max_lse = tl.where(max_lse == float("-inf"), 0.0, max_lse)
+    total = 0.0
+    out_D = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for first in range(0, num_splits, BLOCK_S):
+        lse_S = tl.load(lse_ptr + first + split_S, mask=first + split_S < num_splits, other=float("-inf"))
+        weight_S = tl.exp2(lse_S - max_lse)
+        is_read_SD = (lse_S > float("-inf"))[:, None] & (channel_D < HEAD_DIM)[None, :]
+        partial_ptr_SD = partial_ptr + ((first + split_S) * HEAD_DIM)[:, None] + channel_D[None, :]
+        partial_SD = tl.load(partial_ptr_SD, mask=is_read_SD, other=0.0)
+        total += tl.sum(weight_S, axis=0)
+        out_D += tl.sum(partial_SD * weight_S[:, None], axis=0)
+    out_D = out_D / tl.where(total > 0.0, total, 1.0)
+    out_ptr_D = out_ptr + row * HEAD_DIM + channel_D
+    tl.store(out_ptr_D, out_D.to(out_ptr.dtype.element_ty), mask=channel_D < HEAD_DIM)
+
+
 def paged_attention(
     q_THD: Tensor,
     memory: KVMemory,
@@ -475,8 +525,12 @@ def _attend_decodes(
     num_blocks = batch.block_table_NM.shape[1]
     if window_tokens is not None:
         num_blocks = min(num_blocks, window_tokens // BLOCK_TOKENS + 2)
-    num_splits = _num_decode_splits(num_decodes * num_kv_heads, num_blocks)
-    partial, lse = _scratch(out_THD, num_decodes, num_splits)
+    is_invariant = is_deterministic()
+    if is_invariant:
+        num_splits = -(-num_blocks // INVARIANT_SPLIT_BLOCKS)
+    else:
+        num_splits = _num_decode_splits(num_decodes * num_kv_heads, num_blocks)
+    partial, lse = _scratch(out_THD, num_decodes, num_splits, is_needed=is_invariant or num_splits > 1)
     _decode_kernel[(num_decodes, num_kv_heads, num_splits)](
         q_THD,
         memory.k_BPGD,
@@ -493,6 +547,7 @@ def _attend_decodes(
         *memory.k_BPGD.stride()[:3],
         batch.block_table_NM.stride(0),
         num_splits,
+        INVARIANT_SPLIT_BLOCKS * (BLOCK_TOKENS // tile.keys) if is_invariant else 0,
         PAGE=BLOCK_TOKENS,
         NUM_HEADS=num_heads,
         GROUP=group,
@@ -500,13 +555,15 @@ def _attend_decodes(
         BLOCK_M=max(tile.rows, triton.next_power_of_2(group)),
         BLOCK_K=tile.keys,
         BLOCK_D=_padded(head_dim),
-        IS_SPLIT=num_splits > 1,
+        IS_SPLIT=is_invariant or num_splits > 1,
         IS_WINDOWED=window_tokens is not None,
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if num_splits > 1:
+    if is_invariant:
+        _combine_in_order(partial, lse, out_THD, num_decodes, num_splits)
+    elif num_splits > 1:
         _combine(partial, lse, out_THD, 0, num_decodes, num_splits)
 
 
@@ -528,9 +585,10 @@ def _attend_prefills(
     max_keys = max(batch.context_lens[num_decodes:])
     if window_tokens is not None:
         max_keys = min(max_keys, window_tokens + tile.rows // group)
-    num_splits = _num_prefill_splits(num_tiles * num_kv_heads, -(-max_keys // tile.keys))
+    is_invariant = is_deterministic()
+    num_splits = 1 if is_invariant else _num_prefill_splits(num_tiles * num_kv_heads, -(-max_keys // tile.keys))
     num_prefills = len(batch.query_starts) - 1 - num_decodes
-    partial, lse = _scratch(out_THD, num_tokens - num_decodes, num_splits)
+    partial, lse = _scratch(out_THD, num_tokens - num_decodes, num_splits, is_needed=num_splits > 1)
     _prefill_kernel[(num_tiles * num_kv_heads, num_splits)](
         q_THD,
         memory.k_BPGD,
@@ -560,7 +618,7 @@ def _attend_prefills(
         BLOCK_K=tile.keys,
         BLOCK_D=_padded(head_dim),
         # Few sizes, so that a server compiles few kernels.
-        BLOCK_N=16 if num_prefills <= 16 else max(256, triton.next_power_of_2(num_prefills)),
+        BLOCK_N=16 if num_prefills <= 16 and not is_invariant else max(256, triton.next_power_of_2(num_prefills)),
         IS_SPLIT=num_splits > 1,
         IS_WINDOWED=window_tokens is not None,
         PRECISION="ieee",
@@ -592,9 +650,25 @@ def _combine(
     )
 
 
-def _scratch(out_THD: Tensor, num_rows: int, num_splits: int) -> tuple[Tensor, Tensor]:
-    """Return ``partial_RSD`` and ``lse_RS`` for rows of a token and a head; any tensors when there is one split."""
-    if num_splits == 1:
+def _combine_in_order(partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, num_rows: int, num_splits: int) -> None:
+    """Write the first ``num_rows`` rows of the result."""
+    _, num_heads, head_dim = out_THD.shape
+    block_d = min(_padded(head_dim), COMBINE_ELEMENTS // INVARIANT_COMBINE)
+    _combine_in_order_kernel[(num_rows * num_heads, triton.cdiv(head_dim, block_d))](
+        partial_RSD,
+        lse_RS,
+        out_THD,
+        num_splits,
+        HEAD_DIM=head_dim,
+        BLOCK_S=INVARIANT_COMBINE,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+
+
+def _scratch(out_THD: Tensor, num_rows: int, num_splits: int, *, is_needed: bool) -> tuple[Tensor, Tensor]:
+    """Return ``partial_RSD`` and ``lse_RS`` for rows of a token and a head; any tensors where none are needed."""
+    if not is_needed:
         return out_THD, out_THD
     _, num_heads, head_dim = out_THD.shape
     rows = num_rows * num_heads * num_splits

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
+from strandline.kernels.platform import is_deterministic
 
 
 class Launch(NamedTuple):
@@ -402,7 +403,9 @@ def prepare(
     num_heads = a_TH.shape[1]
     num_chunks = len(chunks.starts)
     heads_per_key = num_heads // num_key_heads
-    heads_per_program = heads_per_key if num_chunks * num_key_heads >= SPLIT_BELOW_PROGRAMS else 1
+    # Deterministic, one kernel computes a chunk, whatever else there is.
+    is_many = is_deterministic() or num_chunks * num_key_heads >= SPLIT_BELOW_PROGRAMS
+    heads_per_program = heads_per_key if is_many else 1
     precision = _precision(q_TGK)
     device = q_TGK.device
     prepared = Prepared(
@@ -460,7 +463,9 @@ def advance(
     """Carry the states through the chunks; return ``out_THV``. ``columns``: of values in a program."""
     num_tokens, num_heads, value_dim = v_THV.shape
     _, num_key_heads, key_dim = k_TGK.shape
-    if columns is None:
+    if columns is None and is_deterministic():
+        columns = ADVANCE_COLUMNS
+    elif columns is None:
         programs = num_heads * chunks.num_sequences * triton.cdiv(value_dim, ADVANCE_COLUMNS_MANY)
         columns = ADVANCE_COLUMNS if programs < MANY_PROGRAMS else ADVANCE_COLUMNS_MANY
     block_v = min(columns, max(16, triton.next_power_of_2(value_dim)))

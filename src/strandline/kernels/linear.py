@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strandline.kernels.platform import has_invariant_twin
+
 
 def can_pack(weight_OI: Tensor) -> bool:
     """Return whether packing exists for a weight of this dtype on this device."""
@@ -24,6 +26,7 @@ def pack(weight_OI: Tensor) -> Tensor:
     return packed
 
 
+@has_invariant_twin("matmul_triton")
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x weight^T + bias``; the weight may be packed."""
     if weight_OI.is_mkldnn:

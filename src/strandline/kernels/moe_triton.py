@@ -5,6 +5,8 @@ token. More: one launch lists every expert's choices (a choice is one token's k-
 and tile of features walks through that expert's choices, so that an expert's weights are read about once; then the
 choices of a token are added up. Grids depend on shapes alone: programs without work leave at once.
 
+Deterministic, only tiles of 64 choices and more are taken, which add in one order (``matmul_triton.py`` says why).
+
 Invariants: a token's result depends on that token alone, though its last bits may differ between the two ways; no
 more than ``T K`` choices are listed, and experts that nobody chose are not read.
 
@@ -19,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from strandline.kernels.platform import is_deterministic
 
 MAX_TOKENS_GEMV = 4
 """Beyond, choices of the same expert become so many that reading its weights once per choice costs more than a list."""
@@ -384,7 +388,7 @@ def experts_glu(
     """
     arguments = (x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1)
     num_tokens, top_k = experts_TK.shape
-    if num_tokens <= MAX_TOKENS_GEMV:
+    if num_tokens <= MAX_TOKENS_GEMV and not is_deterministic():
         return experts_glu_few(*arguments, GEMV)
     choices_per_expert = num_tokens * top_k // len(gate_up_EFD)
     if x_TD.dtype == torch.float32:
@@ -392,7 +396,8 @@ def experts_glu(
     elif choices_per_expert >= CHOICES_PER_EXPERT_PREFILL:
         tiles = TILES_PREFILL
     else:
-        tiles = TILES_MIDDLE if choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE else TILES_DECODE
+        is_middle = choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE or is_deterministic()
+        tiles = TILES_MIDDLE if is_middle else TILES_DECODE
     return experts_glu_many(*arguments, *tiles)
 
 

@@ -3,6 +3,9 @@
 Every operation is a torch function; one that has a faster twin names its module. On a CUDA device with Triton the
 twin runs, everywhere else the torch function: that is how a new accelerator starts. The choice is made once per
 process and device type.
+
+*Deterministic*, a kernel adds in an order that does not depend on what else is in the step: who launches kernels says
+which it wants. Twins choose their tiles accordingly; torch functions on a CPU are what they are.
 """
 
 from collections.abc import Callable
@@ -22,6 +25,9 @@ R = TypeVar("R")
 TWINS: Final[list[tuple[str, str]]] = []
 """Module and name of every Triton function that stands in for a torch function of the same name and signature."""
 
+INVARIANT_TWINS: Final[list[tuple[str, str]]] = []
+"""The same of those that stand in for it in deterministic mode."""
+
 
 @cache
 def runs_triton(device_type: str) -> bool:
@@ -29,6 +35,22 @@ def runs_triton(device_type: str) -> bool:
     if device_type != "cuda" or is_triton_off():
         return False
     return find_spec("triton") is not None and torch.cuda.is_available() and torch.version.hip is None
+
+
+class _Mode:
+    """What the kernels that are launched next should be."""
+
+    is_deterministic = False
+
+
+def set_deterministic(is_deterministic: bool) -> None:
+    """Say whether the kernels launched from now on must be invariant to the batch. Whoever launches says it anew."""
+    _Mode.is_deterministic = is_deterministic
+
+
+def is_deterministic() -> bool:
+    """Return whether a row's result may depend on that row alone, to the last bit."""
+    return _Mode.is_deterministic
 
 
 def has_triton_twin(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -51,6 +73,26 @@ def has_triton_twin(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if not twin:
                 twin.append(getattr(import_module(f"strandline.kernels.{module}"), reference.__name__))
             return twin[0](*args, **kwargs)
+
+        return choose
+
+    return decorate
+
+
+def has_invariant_twin(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Name the module whose function of the same name runs in deterministic mode, where Triton does."""
+
+    def decorate(usual: Callable[P, R]) -> Callable[P, R]:
+        INVARIANT_TWINS.append((f"strandline.kernels.{module}", usual.__name__))
+
+        @wraps(usual)
+        def choose(*args: P.args, **kwargs: P.kwargs) -> R:
+            first = args[0]
+            assert isinstance(first, Tensor)
+            if not _Mode.is_deterministic or not first.is_cuda or not runs_triton("cuda"):
+                return usual(*args, **kwargs)
+            twin: Callable[P, R] = getattr(import_module(f"strandline.kernels.{module}"), usual.__name__)
+            return twin(*args, **kwargs)
 
         return choose
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.platform import is_deterministic
 
 FEW_TOKENS = 64
 """Up to this many tokens, programs take few heads each: they finish sooner, and there are SMs to spare."""
@@ -126,7 +127,9 @@ def prepare_qkv(
     if num_tokens == 0:
         return q_THD
     cos_T12F, sin_T12F = rotary
-    block_w, num_warps = FEW_TOKENS_LAUNCH if num_tokens <= FEW_TOKENS else MANY_TOKENS_LAUNCH
+    # Other launches add a head's squares in another order: deterministic, there is one.
+    is_few = num_tokens <= FEW_TOKENS and not is_deterministic()
+    block_w, num_warps = FEW_TOKENS_LAUNCH if is_few else MANY_TOKENS_LAUNCH
     grid = (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block_w))
     _prepare_kernel[grid](
         projected_TO,

@@ -7,25 +7,27 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from strandline.kernels import activation, attention, conv1d, gdn, moe, norm, platform, qkv, sampling, step
+from strandline.kernels import activation, attention, conv1d, gdn, linear, moe, norm, platform, qkv, sampling, step
 
 OPERATIONS = {
     name: function
-    for module in (activation, attention, conv1d, gdn, moe, norm, qkv, sampling, step)
+    for module in (activation, attention, conv1d, gdn, linear, moe, norm, qkv, sampling, step)
     for name, function in vars(module).items()
     if hasattr(function, "__wrapped__") and function.__module__ == module.__name__
 }
 
+TWINS = {*platform.TWINS, *platform.INVARIANT_TWINS}
+
 
 def test_every_operation_with_a_twin_is_listed() -> None:
-    assert {name for _, name in platform.TWINS} >= set(OPERATIONS)
+    assert {name for _, name in TWINS} >= set(OPERATIONS)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="the twins' files import Triton, which is not installed")
-@pytest.mark.parametrize(("module", "name"), sorted(set(platform.TWINS)))
+@pytest.mark.parametrize(("module", "name"), sorted(TWINS))
 def test_a_twin_has_the_signature_of_its_reference(module: str, name: str) -> None:
     twin = getattr(import_module(module), name)
-    reference = OPERATIONS[name].__wrapped__
+    reference = inspect.unwrap(OPERATIONS[name])
     parameters = [list(inspect.signature(function).parameters.values()) for function in (twin, reference)]
     names = [[(p.name, p.kind, p.default) for p in signature] for signature in parameters]
     assert names[0] == names[1]
@@ -47,3 +49,16 @@ def test_a_tensor_on_a_cpu_never_loads_the_twin() -> None:
 
     assert double(torch.ones(1)).item() == 2
     platform.TWINS.pop()
+
+
+def test_the_invariant_twin_is_left_alone_on_a_cpu() -> None:
+    @platform.has_invariant_twin("no_such_module")
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    platform.set_deterministic(True)
+    try:
+        assert double(torch.ones(1)).item() == 2
+    finally:
+        platform.set_deterministic(False)
+        platform.INVARIANT_TWINS.pop()

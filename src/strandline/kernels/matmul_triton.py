@@ -1,0 +1,137 @@
+"""Matrix products whose every row's bits depend on that row alone: ``linear`` in deterministic mode.
+
+A library picks another kernel, and with it another order of the sum, for another number of rows. Here each output is
+one chain of additions over the inputs in order, 16 at a time, in the tensor core's float32 accumulator (float32 inputs:
+one at a time). Tiles differ in how many rows and columns they have, never in that order, so that the tile may still be
+chosen by the number of rows: ``tests/gpu/engine/test_deterministic.py`` holds that all tiles give the same bits. None
+has fewer than 64 rows: below, the compiler takes another instruction, of which nobody says how it adds.
+
+Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a product sums over.
+"""
+# mypy: ignore-errors
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Tile(NamedTuple):
+    """How a product is cut up."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+FEW_ROWS = 64
+MIDDLE_ROWS = 512
+"""Up to so many rows the weight's stream is all, or nearly: many narrow tiles, so that every multiprocessor reads."""
+
+TILE_NARROW = Tile(64, 32, 64, 4, 6)
+TILE_FEW = Tile(64, 64, 64, 4, 5)
+TILE_MIDDLE = Tile(128, 64, 64, 4, 4)
+TILE_MANY = Tile(128, 256, 64, 8, 3)
+TILE_FLOAT32 = Tile(64, 64, 16, 4, 2)
+"""Products of plain float32 leave the tensor cores aside: for tests and small models."""
+
+NARROW_OUTPUTS = 64 * 132
+"""Below so many outputs, tiles of 64 columns would leave multiprocessors idle."""
+
+GROUP_ROWS = 8
+"""Row tiles that share the weight's tiles while they are in the second-level cache."""
+
+
+@triton.jit(do_not_specialize=["M"])
+def _linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    stride_x,
+    stride_weight,
+    HAS_BIAS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    first_m = program // (GROUP_M * num_n) * GROUP_M
+    group_m = tl.minimum(num_m - first_m, GROUP_M)
+    tile_m = first_m + program % (GROUP_M * num_n) % group_m
+    tile_n = program % (GROUP_M * num_n) // group_m
+    row_M = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    col_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offset_K = tl.arange(0, BLOCK_K)
+    is_row_M = row_M < M
+    is_col_N = col_N < N
+    x_MK_ptr = x_ptr + row_M[:, None].to(tl.int64) * stride_x + offset_K[None, :]
+    weight_KN_ptr = weight_ptr + offset_K[:, None] + col_N[None, :].to(tl.int64) * stride_weight
+    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if IS_EVEN:
+            x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None], other=0.0)
+            weight_KN = tl.load(weight_KN_ptr + start)
+        else:
+            is_K = start + offset_K < K
+            x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None] & is_K[None, :], other=0.0)
+            weight_KN = tl.load(weight_KN_ptr + start, mask=is_K[:, None] & is_col_N[None, :], other=0.0)
+        acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
+    if HAS_BIAS:
+        acc_MN += tl.load(bias_ptr + col_N, mask=is_col_N, other=0.0).to(tl.float32)[None, :]
+    out_MN_ptr = out_ptr + row_M[:, None].to(tl.int64) * N + col_N[None, :]
+    tl.store(out_MN_ptr, acc_MN.to(out_ptr.dtype.element_ty), mask=is_row_M[:, None] & is_col_N[None, :])
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return ``x weight^T + bias``. Rows of x and of the weight may lie apart, their elements lie together."""
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+    return launch(rows, weight_OI, bias_O, choose_tile(len(rows), len(weight_OI), x.dtype)).view(*x.shape[:-1], -1)
+
+
+def choose_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
+    if dtype == torch.float32:
+        return TILE_FLOAT32
+    if num_rows <= FEW_ROWS:
+        return TILE_NARROW if num_outputs < NARROW_OUTPUTS else TILE_FEW
+    return TILE_MIDDLE if num_rows <= MIDDLE_ROWS else TILE_MANY
+
+
+def launch(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tile: Tile) -> Tensor:
+    """Multiply with this tile."""
+    (num_rows, num_inputs), num_outputs = x_MK.shape, len(weight_NK)
+    out_MN = torch.empty((num_rows, num_outputs), dtype=x_MK.dtype, device=x_MK.device)
+    if num_rows == 0:
+        return out_MN
+    grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(num_outputs, tile.block_n),)
+    _linear_kernel[grid](
+        x_MK,
+        weight_NK,
+        weight_NK if bias_N is None else bias_N,
+        out_MN,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        x_MK.stride(0),
+        weight_NK.stride(0),
+        HAS_BIAS=bias_N is not None,
+        IS_EVEN=num_inputs % tile.block_k == 0 and num_outputs % tile.block_n == 0,
+        GROUP_M=GROUP_ROWS,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out_MN
