@@ -23,6 +23,7 @@ class OutputStream:
         self._finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
         self._min_tokens = params.min_tokens
+        self._is_mute = params.max_tokens == 0
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
         self._logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
@@ -30,10 +31,13 @@ class OutputStream:
 
     def append(self, event: TokenEvent) -> bool:
         """Take in a token; return whether it completes a stop string. That wins over any other reason to end."""
-        token_ids = self.token_ids
-        token_ids.append(event.token_id)
         if event.account is not None:
             self.collector.note_account(self, event.account)
+        if self._is_mute:  # the core samples one token all the same, which nobody asked for
+            self._end(FinishReason.LENGTH, None)
+            return False
+        token_ids = self.token_ids
+        token_ids.append(event.token_id)
         if event.logprobs is not None and self._logprobs is not None:
             self._cumulative += event.logprobs.logprob
             self._logprobs.append(decode_logprobs(event.logprobs, self._tokenizer))

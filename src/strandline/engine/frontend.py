@@ -120,7 +120,7 @@ class Frontend:
     ) -> list[Submission]:
         max_total = self.limits.max_model_len
         if params.max_tokens is not None:
-            max_total = min(max_total, len(prompt_ids) + params.max_tokens)
+            max_total = min(max_total, len(prompt_ids) + max(params.max_tokens, 1))
         seed = self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
         stop_ids = self._stop_ids(params)
         bad_words_ids = self._encode_bad_words(params)
@@ -129,7 +129,7 @@ class Frontend:
             name = request_id if params.n == 1 else f"{request_id}#{index}"
             new = NewRequest(RequestId(name), prompt_ids, params, _wrap_seed(seed + index), stop_ids, bad_words_ids)
             submissions.append(Submission(new, max_total, salt, marks))
-            if params.prompt_logprobs is not None:
+            if params.prompt_logprobs is not None and params.max_tokens != 0:
                 params = replace(params, prompt_logprobs=None)  # of the first output; the others share its prompt
         return submissions
 

@@ -97,7 +97,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     max_tokens: int | None = 16
-    """None: up to ``max_model_len``."""
+    """None: up to ``max_model_len``. 0, with ``prompt_logprobs``: nothing."""
     logprobs: int | None = None
     """How many likeliest tokens to report beside the chosen one; 0 reports the chosen one alone."""
     prompt_logprobs: int | None = None
@@ -153,7 +153,7 @@ class SamplingParams:
         _require_integer("top_k", self.top_k, -1, None)
         _require_integer("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None:
-            _require_integer("max_tokens", self.max_tokens, 1, None)
+            _require_integer("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, None)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):

@@ -24,7 +24,6 @@ class Completion:
         self._body = body
         self._service = service
         self._is_batch = is_batch
-        self._is_echo_alone = body.echo and body.max_tokens == 0
         self._name = f"cmpl-{uuid4().hex}"
         self._head = {
             "id": self._name,
@@ -34,8 +33,8 @@ class Completion:
         }
         params = body.sampling_params(
             service.defaults,
-            max_tokens=1 if self._is_echo_alone else body.max_tokens,
-            prompt_logprobs=body.logprobs if body.echo else None,
+            max_tokens=body.max_tokens,
+            prompt_logprobs=_num_prompt_logprobs(body),
         )
         self._num_outputs = params.n
         self.job = service.client.submit(self._name, prompts, params, body.cache_salt or "")
@@ -87,8 +86,6 @@ class Completion:
             echo: begin with the prompt.
             offset: characters of the output before this piece.
         """
-        if self._is_echo_alone:
-            text, entries = "", []
         prompt = output.prompt or "" if self._body.echo else ""
         logprobs = None
         if self._body.logprobs is not None:
@@ -111,6 +108,13 @@ class Completion:
     def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
         with_account = self._body.include_cache_account
         return usage(outputs, is_batch=self._is_batch, with_account=with_account)
+
+
+def _num_prompt_logprobs(body: CompletionBody) -> int | None:
+    """Return how many log-probabilities the prompt's tokens need. A prompt that is only echoed is run for them."""
+    if not body.echo:
+        return None
+    return 0 if body.max_tokens == 0 and body.logprobs is None else body.logprobs
 
 
 def _text(entry: Entry) -> str:

@@ -28,6 +28,7 @@ from strandline.server.cache_page import LOCAL_NAMES
 from strandline.server.client import EngineClient
 from strandline.server.messages import ENCODER, FROM_CORE, Ready, Refused, Start
 from strandline.server.metrics import Metrics
+from strandline.server.patience import Patience
 from strandline.server.replies import choose_format
 from strandline.server.service import Service
 
@@ -59,6 +60,8 @@ class ServerConfig:
     """Most outputs that wait beside those that run."""
     max_body_bytes: int = 32 * 2**20
     request_timeout_s: float | None = None
+    client_timeout_s: float = 60.0
+    """Most time for a client to take a piece of its answer; 0: no limit."""
     cache_page: str = "auto"
     """What ``/cache`` shows. ``auto``: what prompts say if the server listens on this machine alone, else counts."""
 
@@ -69,6 +72,8 @@ class ServerConfig:
             raise ConfigError("max_queue must be at least 0 and max_body_bytes at least 1")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ConfigError(f"request_timeout_s must be above 0, got {self.request_timeout_s:g}")
+        if not self.client_timeout_s >= 0:
+            raise ConfigError(f"client_timeout_s must be at least 0, got {self.client_timeout_s:g}")
         if self.cache_page not in CACHE_PAGES:
             raise ConfigError(f"cache_page must be one of {', '.join(CACHE_PAGES)}; got {self.cache_page!r}")
 
@@ -104,13 +109,14 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         keys = [*server.api_key, *([key] if key else [])]
         mode = server.page_mode()
         app = build_app(service, api_keys=keys, max_body_bytes=server.max_body_bytes, cache_page=mode)
+        listener.listen()  # before anybody is told where
         host, port = listener.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if mode != "off":
             told = "no text of prompts" if mode == "counts" else "what prompts say"
             LOGGER.info("cache page, which shows %s: %s/cache", told, address)
         LOGGER.info("serving %s on %s", names[0], address)
-        return await _run_http(app, listener)
+        return await _run_http(Patience(app, server.client_timeout_s or None), listener)
 
 
 async def _run_http(app: object, listener: socket.socket) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.engine.outputs import RequestOutput
+from tests.cpu.server.process import ServerProcess
 
 PROMPT = "Once upon a time"
 MULTI_BYTE = {str(byte): 100 for byte in range(0x80, 0x100)}
@@ -102,8 +103,11 @@ def test_log_probabilities_are_the_offline_ones(client: openai.OpenAI, twin: LLM
 
 
 def test_echo_gives_the_prompt_back_and_its_log_probabilities(client: openai.OpenAI, twin: LLM) -> None:
-    alone = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, echo=True, logprobs=1).choices[0]
-    assert alone.text == PROMPT
+    silent = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
+    assert silent.usage is not None
+    assert (silent.usage.prompt_tokens, silent.usage.completion_tokens) == (len(PROMPT), 0)
+    [alone] = silent.choices
+    assert (alone.text, alone.finish_reason) == (PROMPT, "length")
     expected = offline(twin, PROMPT, max_tokens=1, prompt_logprobs=1).prompt_logprobs
     assert expected is not None
     assert alone.logprobs is not None
@@ -115,6 +119,16 @@ def test_echo_gives_the_prompt_back_and_its_log_probabilities(client: openai.Ope
     assert whole == PROMPT + texts(offline(twin, PROMPT, max_tokens=6, temperature=0))[0]
     streamed = client.completions.create(model="tiny", stream=True, **wishes)
     assert "".join(chunk.choices[0].text for chunk in streamed) == whole
+
+
+def test_a_prompt_that_is_only_echoed_generates_nothing(client: openai.OpenAI, server: ServerProcess) -> None:
+    before = server.metric("generation_tokens_total")
+    wishes: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 0, "echo": True}
+    assert client.completions.create(**wishes).choices[0].text == PROMPT
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(stream=True, **wishes)) == PROMPT
+    assert server.metric("generation_tokens_total") == before
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be a whole number at least 1"):
+        client.completions.create(**{**wishes, "echo": False})
 
 
 def test_chat_renders_the_template_and_streams_what_it_answers(client: openai.OpenAI, twin: LLM) -> None:

@@ -1,0 +1,74 @@
+"""Clients that stop reading."""
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from strandline.server.patience import Patience
+from tests.cpu.server.process import running_server
+
+HTTP: Scope = {"type": "http"}
+
+
+class Connection:
+    """A connection of which nothing is taken after the first piece."""
+
+    def __init__(self) -> None:
+        self.taken: list[Message] = []
+        self.is_aborted = False
+        self.transport = self
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    async def send(self, message: Message) -> None:
+        if self.taken and not self.is_aborted:
+            await asyncio.get_running_loop().create_future()
+        self.taken.append(message)
+
+
+async def two_pieces(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"n": 1})
+    await send({"n": 2})
+
+
+async def nothing() -> Message:
+    return {}
+
+
+def test_a_connection_of_which_nothing_is_taken_is_cut() -> None:
+    connection = Connection()
+    asyncio.run(Patience(two_pieces, 0.01)(HTTP, nothing, connection.send))
+    assert connection.is_aborted
+
+
+def test_without_a_transport_the_request_fails() -> None:
+    connection = Connection()
+
+    async def send(message: Message) -> None:
+        await connection.send(message)
+
+    with pytest.raises(ConnectionAbortedError):
+        asyncio.run(Patience(two_pieces, 0.01)(HTTP, nothing, send))
+
+
+def test_a_client_that_stops_reading_ends_its_request(bytes_dir: Path, tmp_path: Path) -> None:
+    with running_server(bytes_dir, tmp_path / "log", "--client-timeout-s", "0.5") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = b'{"prompt": "x", "max_tokens": 3000, "n": 4, "logprobs": 20, "stream": true}'
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            server.wait_until(lambda: "read nothing for 0.5 s" in server.log())
+            server.wait_until(lambda: server.metric("num_requests_running") == 0)
+
+            def finished(reason: str) -> Any:
+                return f'finished_reason="{reason}"' in server.get("/metrics").text
+
+            assert not finished("length")
