@@ -67,11 +67,20 @@ def completion_logprobs(entries: Iterable[tuple[str, Entry | None]], offset: int
         found = list(entry.values()) if entry else []
         body["tokens"].append(text)
         body["token_logprobs"].append(_finite(found[0].logprob) if found else None)
-        top = {item.decoded_token or "": _finite(item.logprob) for item in reversed(found)}
-        body["top_logprobs"].append(top or None)
+        body["top_logprobs"].append(_by_text(found) or None)
         body["text_offset"].append(offset)
         offset += len(text)
     return body
+
+
+def _by_text(found: Iterable[Logprob]) -> dict[str, float]:
+    """Return the tokens' log-probabilities by text. Of tokens with the same text (parts of characters) the likeliest
+    counts: clients compare the chosen token's with the largest, to see whether it was the likeliest.
+    """
+    top: dict[str, float] = {}
+    for item in sorted(found, key=lambda item: item.rank):
+        top.setdefault(item.decoded_token or "", _finite(item.logprob))
+    return top
 
 
 def chat_logprobs(entries: Iterable[Entry], num_top: int) -> Json:

@@ -1,0 +1,173 @@
+"""Clients that we did not write: the examples of docs/clients.md run, and what other programs send is answered.
+
+The bodies and headers are those that the programs sent, recorded on their way, with other prompts.
+"""
+
+import contextlib
+import io
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strandline import LLM, SamplingParams
+from strandline.engine.loading import DEMO_DIRECTORY
+from strandline.engine.outputs import Logprob
+from strandline.server.answers import completion_logprobs
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+
+PAGE = (Path(__file__).parents[3] / "docs" / "clients.md").read_text()
+
+
+def examples(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("demo") / "log"
+    with running_server(DEMO_DIRECTORY, log, "--memory", "128MiB", "--served-model-name", "tiny", "demo") as server:
+        yield server
+
+
+def test_the_python_examples_print_what_the_model_says(demo: ServerProcess) -> None:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for example in examples("py"):
+            exec(compile(example.replace("http://127.0.0.1:8000", demo.url), "docs/clients.md", "exec"), {})
+    assert said.getvalue().count("42") == 2
+    assert "15" in said.getvalue()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_the_shell_examples_run(demo: ServerProcess) -> None:
+    whole, streamed = [
+        subprocess.run(
+            ["bash", "-ec", example.replace("http://127.0.0.1:8000", demo.url)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for example in examples("sh")
+    ]
+    assert json.loads(whole)["choices"][0]["text"]
+    events = [line.removeprefix("data: ") for line in streamed.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    pieces = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+    assert "42" in "".join(piece["delta"].get("content") or "" for piece in pieces)
+    assert json.loads(events[-2])["usage"]["prompt_tokens"] > 0
+
+
+# lm-evaluation-harness 0.4.13
+
+HARNESS = {"Authorization": "Bearer ", "User-Agent": "python-requests/2.34.2", "Content-Type": "application/json"}
+
+
+def harness_asks(server: ServerProcess, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    """Return status and answer. Not through httpx, which refuses to send the empty key that the harness sends."""
+    data = None if body is None else json.dumps(body).encode()
+    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=TIMEOUT_S)
+    with contextlib.closing(connection):
+        connection.request("GET" if data is None else "POST", path, data, HARNESS)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+def test_the_harness_reads_log_likelihoods_that_are_the_offline_ones(server: ServerProcess, twin: LLM) -> None:
+    """As its ``parse_logprobs``: what lies between the context and the one generated token, greedy if all are best."""
+    contexts, ends = [b"What is it?", b"Who"], [b" A", b" is there"]
+    prompts = [list(context + end) for context, end in zip(contexts, ends, strict=True)]
+    # The second prompt goes on as the model would: only that one is greedy.
+    params = SamplingParams(temperature=0, max_tokens=5)
+    prompts[1] = [*contexts[1], *twin.generate([list(contexts[1])], params, use_tqdm=False)[0].outputs[0].token_ids]
+    body = {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
+    status, answer = harness_asks(server, "/v1/completions", {**body, "echo": True})
+    assert status == 200
+    found = []
+    for choice, context in zip(sorted(answer["choices"], key=lambda choice: choice["index"]), contexts, strict=True):
+        values = choice["logprobs"]["token_logprobs"][len(context) : -1]
+        tops = choice["logprobs"]["top_logprobs"][len(context) : -1]
+        is_greedy = all(value == max(top.values()) for value, top in zip(values, tops, strict=True))
+        found.append((sum(values), is_greedy))
+    expected = []
+    for prompt, context in zip(prompts, contexts, strict=True):
+        [output] = twin.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
+        entries = [next(iter(entry.values())) for entry in (output.prompt_logprobs or [])[len(context) :] if entry]
+        expected.append((sum(entry.logprob for entry in entries), all(entry.rank == 1 for entry in entries)))
+    assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected] == [False, True]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+
+
+def test_of_tokens_that_look_alike_the_likeliest_is_on_top() -> None:
+    """Else the harness would take a part of a character for the greedy choice because another part hides behind it."""
+    entry = {1: Logprob(-3.0, rank=2, decoded_token="\ufffd"), 2: Logprob(-0.5, rank=1, decoded_token="\ufffd")}
+    body = completion_logprobs([("\ufffd", entry)], 0)
+    assert (body["token_logprobs"], body["top_logprobs"]) == ([-3.0], [{"\ufffd": -0.5}])
+
+
+def test_the_harness_generates_in_batches_up_to_a_stop(server: ServerProcess, twin: LLM) -> None:
+    prompts = [list(b"one"), list(b"another")]
+    texts = [
+        output.outputs[0].text
+        for output in twin.generate(prompts, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
+    ]
+    stop = [texts[0][5:8], "<|im_end|>"]
+    body = {"prompt": prompts, "model": "tiny", "max_tokens": 32, "temperature": 0, "stop": stop, "seed": 1234}
+    status, answer = harness_asks(server, "/v1/completions", body)
+    assert status == 200
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["text"] for choice in answer["choices"]] == [text.split(stop[0])[0] for text in texts]
+
+
+def test_the_harness_chats(demo: ServerProcess) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "model": "demo"}
+    body["max_tokens"] = 32
+    body |= {"temperature": 0, "stop": ["\n"], "seed": 1234}
+    status, answer = harness_asks(demo, "/v1/chat/completions", body)
+    assert status == 200
+    assert "42" in answer["choices"][0]["message"]["content"]
+
+
+def test_the_harness_learns_at_once_that_there_is_no_tokenizer_to_fetch(server: ServerProcess) -> None:
+    assert harness_asks(server, "/tokenizer_info")[0] == 404
+
+
+# guidellm 0.8.1
+
+GUIDELLM: dict[str, Any] = {
+    "model": "tiny",
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    "ignore_eos": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/v1/chat/completions",
+            {
+                "max_completion_tokens": 4,
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "1 0 m0"}]}],
+            },
+        ),
+        ("/v1/completions", {"max_tokens": 4, "prompt": "1 0 m0"}),
+    ],
+    ids=["chat", "completion"],
+)
+def test_guidellm_counts_as_many_tokens_as_it_asked_for(server: ServerProcess, path: str, body: dict[str, Any]) -> None:
+    assert server.get("/health").status_code == 200
+    assert [model["id"] for model in server.get("/v1/models").json()["data"]] == ["tiny"]
+    response = server.post(path, **GUIDELLM, **body)
+    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    usages = [usage for event in events[:-1] if (usage := json.loads(event).get("usage"))]
+    assert usages[-1]["completion_tokens"] == 4
+    assert usages[-1]["prompt_tokens"] >= len("1 0 m0")
