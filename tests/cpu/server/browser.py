@@ -36,7 +36,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Browser:
-    """One page of one browser.
+    """A browser, and the page that is looked at.
 
     Attributes:
         errors: what the page's script has thrown or logged as an error, and what its policy has refused.
@@ -61,12 +61,22 @@ class Browser:
         self._unread = b""
         self._number = 0
         self._session: str | None = None
+        self._context: str | None = None
         self.errors: list[str] = []
         self.requests: list[str] = []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+
+    def new_page(self) -> None:
+        """Leave the page, if there is one, for a fresh one that remembers nothing."""
+        self._session = None
+        if self._context is not None:
+            self.call("Target.disposeBrowserContext", browserContextId=self._context)
+        self._context = self.call("Target.createBrowserContext")["browserContextId"]
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=self._context)["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.errors.clear()
+        self.requests.clear()
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Give a command and return its result."""
@@ -157,9 +167,10 @@ class Browser:
 
 @contextmanager
 def running_browser(profile: Path) -> Iterator[Browser]:
-    """Yield a browser; end it afterwards."""
+    """Yield a browser with a fresh page; end it afterwards."""
     browser = Browser(profile)
     try:
+        browser.new_page()
         yield browser
     finally:
         browser.close()

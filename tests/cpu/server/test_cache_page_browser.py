@@ -18,14 +18,16 @@ RUNS = "[...document.querySelectorAll('#tree [role=treeitem]')]"
 
 
 @pytest.fixture(scope="module")
-def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("browser")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with running_browser(tmp_path_factory.mktemp("browser")) as process:
+        yield process
 
 
 @pytest.fixture
-def browser(profile: Path) -> Iterator[Browser]:
-    with running_browser(profile) as browser:
-        yield browser
+def browser(process: Browser) -> Browser:
+    """The browser, with a fresh page."""
+    process.new_page()
+    return process
 
 
 @pytest.fixture
