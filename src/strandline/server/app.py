@@ -16,6 +16,7 @@ from strandline.server.chat import chat
 from strandline.server.completions import complete
 from strandline.server.faults import add_error_handlers, error_response
 from strandline.server.gate import Gate
+from strandline.server.responses import ResponsesBody, create_response
 from strandline.server.service import Service
 from strandline.server.streams import json_response
 
@@ -47,6 +48,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await chat(service, body, request)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        return await create_response(service, body, request)
 
     @app.post("/v1/messages")
     async def messages(body: MessagesBody, request: Request) -> Response:

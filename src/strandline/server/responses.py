@@ -1,0 +1,193 @@
+"""``/v1/responses``: OpenAI's newer API, without what would have to be stored."""
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from itertools import count
+from typing import Any, Final
+from uuid import uuid4
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict
+
+from strandline.engine.outputs import CompletionOutput, RequestOutput
+from strandline.engine.sampling_params import SamplingParams
+from strandline.errors import RequestError
+from strandline.server.answers import Growth, Json, cache_account
+from strandline.server.bodies import check_extra
+from strandline.server.client import Prompt
+from strandline.server.pieces import joined
+from strandline.server.reasoning import CLOSE
+from strandline.server.response_items import Items, chat_messages, chat_tools
+from strandline.server.service import Service
+from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, named_events, while_connected
+from strandline.server.structures import structure_of
+from strandline.server.tools import Toolbox
+
+STORED: Final = ("previous_response_id", "conversation", "background", "prompt")
+"""Fields that ask for something to be kept here."""
+
+
+class ResponsesBody(BaseModel):
+    """Of ``/v1/responses``."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = False
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    truncation: str | None = None
+    include: list[str] | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    background: bool | None = None
+    prompt: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    include_cache_account: bool = False
+
+    def toolbox(self) -> Toolbox:
+        """Return the tools. Raises as ``chat_tools``."""
+        return chat_tools(self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls is not False)
+
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the sampling parameters: the model's defaults, and what the body says.
+
+        Raises:
+            RequestError: a value is out of range, or the body asks for what is not served.
+        """
+        check_extra(self.model_extra)
+        for name in STORED:
+            if getattr(self, name):
+                raise RequestError(
+                    f"{name} is not served: nothing is stored here; send the whole conversation as input"
+                )
+        given = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
+        wanted = {"structured_outputs": self.structured_outputs, "response_format": (self.text or {}).get("format")}
+        return SamplingParams(
+            **{**defaults, **given}, max_tokens=self.max_output_tokens, structured_outputs=structure_of(wanted)
+        )
+
+
+class ModelResponse:
+    """One request and its answer."""
+
+    def __init__(self, service: Service, body: ResponsesBody, prompt: Prompt, params: SamplingParams) -> None:
+        self._service = service
+        self._body = body
+        self._head: Json = {
+            "id": f"resp_{uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": service.model_names[0],
+            "error": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": params.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": params.top_p,
+            "truncation": "disabled",
+        }
+        self._reply = service.reply_format.reply(prompt.text or "", body.toolbox().schemas)
+        self._items = Items()
+        self.job = service.client.submit(self._head["id"], [prompt], params, body.cache_salt or "")
+
+    async def answer(self) -> Json:
+        """Return the whole answer."""
+        with self.job:
+            [output] = await self.job.outputs()
+        [completion] = output.outputs
+        self._items.take(joined([*self._reply.feed(completion.text), *self._reply.finish()]))
+        self._items.finish(_status(completion))
+        return self._finished(output)
+
+    async def events(self) -> AsyncIterator[Json]:
+        """Yield the answer as it grows."""
+        numbers = count()
+        async for event in self._events():
+            yield {**event, "sequence_number": next(numbers)}
+
+    async def _events(self) -> AsyncIterator[Json]:
+        begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        yield {"type": "response.created", "response": begun}
+        yield {"type": "response.in_progress", "response": begun}
+        growth = Growth()
+        async for _, output in self.job.updates():
+            [completion] = output.outputs
+            text, _, _ = growth.take(completion)
+            for event in self._items.take(self._reply.feed(text)):
+                yield event
+            if output.finished:
+                for event in self._items.take(self._reply.finish()) + self._items.finish(_status(completion)):
+                    yield event
+                yield {"type": f"response.{_status(completion)}", "response": self._finished(output)}
+
+    def _finished(self, output: RequestOutput) -> Json:
+        [completion] = output.outputs
+        status = _status(completion)
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        usage = self._usage(output, completion)
+        return {
+            **self._head,
+            "status": status,
+            "incomplete_details": details,
+            "output": self._items.items,
+            "usage": usage,
+        }
+
+    def _usage(self, output: RequestOutput, completion: CompletionOutput) -> Json:
+        num_prompt, num_output = len(output.prompt_token_ids), len(completion.token_ids)
+        usage: Json = {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning(completion)},
+            "total_tokens": num_prompt + num_output,
+        }
+        if self._body.include_cache_account:
+            usage["cache"] = cache_account(output)
+        return usage
+
+    def _num_reasoning(self, completion: CompletionOutput) -> int:
+        """Return how many tokens the reasoning has, its closing tag included."""
+        if not self._reply.reasoning:
+            return 0
+        tag = self._service.tokenizer.get_added_vocab().get(CLOSE)
+        token_ids = completion.token_ids
+        return token_ids.index(tag) + 1 if tag in token_ids else len(token_ids)
+
+
+def _status(completion: CompletionOutput) -> str:
+    return "incomplete" if completion.finish_reason == "length" else "completed"
+
+
+async def create_response(service: Service, body: ResponsesBody, request: Request) -> Response:
+    """Answer a request."""
+    service.require_model(body.model)
+    params = body.sampling_params(service.defaults)
+    box = body.toolbox()
+    prompt = await service.render(chat_messages(body.instructions, body.input), tools=box.tools)
+    params = await service.bind(params, box, prompt.text or "")
+    response = ModelResponse(service, body, prompt, params)
+    if body.stream:
+        return EventStream(response.job, named_events(response.events()))
+    answer = await while_connected(request, response.answer())
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)

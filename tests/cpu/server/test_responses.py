@@ -1,0 +1,124 @@
+"""The Responses API by OpenAI's own package: items whole and streamed, tools, structure, and what is not stored."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from strandline import LLM, SamplingParams
+from tests.cpu.server.process import ServerProcess
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Ulm", "Bonn"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+CALL = '<think>\nhm\n</think>\n\nSee.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+
+
+@pytest.fixture
+def chatty(json_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{json_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def saying(said: str, **more: Any) -> dict[str, Any]:
+    """Return a question to which the answer is bound to be a text."""
+    wishes: dict[str, Any] = {"model": "tiny", "input": "Will it rain?", "tools": [WEATHER], "max_output_tokens": 300}
+    return {**wishes, "extra_body": {"structured_outputs": {"choice": [said]}}, **more}
+
+
+def test_a_response_is_the_offline_answer_and_counts_cached_tokens(client: openai.OpenAI, twin: LLM) -> None:
+    prompt = "s:be brief|u:who is it?|a:"
+    expected = twin.generate(prompt, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)[0].outputs[0].text
+    wishes: dict[str, Any] = {"model": "tiny", "instructions": "be brief", "input": "who is it?", "temperature": 0}
+    for _ in range(2):
+        answer = client.responses.create(**wishes, max_output_tokens=9)
+    assert answer.output_text == expected
+    assert (answer.status, answer.incomplete_details and answer.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    assert answer.usage is not None
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(prompt), 9)
+    assert answer.usage.input_tokens_details.cached_tokens == len(prompt)
+
+
+def test_a_streamed_response_is_the_whole_one(chatty: openai.OpenAI) -> None:
+    whole = chatty.responses.create(**saying(CALL))
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    assert whole.output_text == "See."
+    assert whole.status == "completed"
+    events = list(chatty.responses.create(stream=True, **saying(CALL)))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:3]] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+    ]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+    thought = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+    assert (thought, text, json.loads(arguments)) == ("hm", "See.", {"city": "Ulm"})
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response.output_text == "See."
+    assert last.response.usage is not None
+    assert whole.usage is not None
+    assert last.response.usage.total_tokens == whole.usage.total_tokens
+
+
+def test_openais_own_reader_of_streams_puts_the_response_together(chatty: openai.OpenAI) -> None:
+    with chatty.responses.stream(**saying(CALL)) as stream:
+        final = stream.get_final_response()
+    [call] = [item for item in final.output if item.type == "function_call"]
+    assert json.loads(call.arguments) == {"city": "Ulm"}
+
+
+def test_items_of_an_answer_come_back_as_the_conversation(chatty: openai.OpenAI) -> None:
+    first = chatty.responses.create(**saying(CALL))
+    call = first.output[-1]
+    assert call.type == "function_call"
+    history: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Will it rain?"}]}]
+    history += [item.model_dump(exclude_none=True) for item in first.output]
+    history.append({"type": "function_call_output", "call_id": call.call_id, "output": "Rain."})
+    again = chatty.responses.create(**saying("Yes.", input=history))
+    assert again.output_text == "Yes."
+    assert first.usage is not None
+    assert again.usage is not None
+    assert again.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
+
+
+def test_text_formats_and_required_calls_are_obeyed(chatty: openai.OpenAI) -> None:
+    text: Any = {"format": {"type": "json_schema", "name": "w", "schema": WEATHER["parameters"]}}
+    answer = chatty.responses.create(**saying("", extra_body={}, text=text, tools=[]))
+    assert json.loads(answer.output_text)["city"] in ("Ulm", "Bonn")
+    for choice in ("required", {"type": "function", "name": "weather"}):
+        wishes = saying("", extra_body={}, tool_choice=choice, parallel_tool_calls=False)
+        [call] = chatty.responses.create(**wishes).output
+        assert call.type == "function_call"
+        assert json.loads(call.arguments)["city"] in ("Ulm", "Bonn")
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"previous_response_id": "resp_1"}, "nothing is stored here"),
+    ({"input": [{"type": "image"}]}, "an input item must be"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "a content part must be text",
+    ),
+    ({"tools": [{"type": "web_search"}]}, "must be of type function"),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), WRONG)
+def test_what_is_not_served_is_refused(chatty: openai.OpenAI, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        chatty.responses.create(**saying("x", **more))
