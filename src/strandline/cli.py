@@ -213,6 +213,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--mamba-cache-mode", choices=CACHE_MODES, default="auto", help=text)
     text = "between snapshots of align and all (default: %(default)s)"
     add("--mamba-block-size", type=int, default=1024, metavar="TOKENS", help=text)
+    add("--deterministic", action="store_true", help="the same bits, cached or not and in any batch; slower")
     add("--seed", type=int, default=0, help="of unseeded sampling and dummy weights (default: %(default)s)")
 
 

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from strandline.errors import ConfigError
+from strandline.ids import BLOCK_TOKENS
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS: Final = ("auto", "safetensors", "dummy")
@@ -55,6 +56,9 @@ class EngineConfig:
     """Where snapshots are taken: ``auto``, or for comparison ``align``, ``all``, ``none``."""
     mamba_block_size: int = 1024
     """Tokens between the boundaries that ``align`` and ``all`` take snapshots at; a multiple of 64."""
+    deterministic: bool = False
+    """Compute every token to the same bits, cached or not and whatever is computed beside it: cuts and steps of prompts
+    on the 64-token grid, batch-invariant kernels on GPUs. Slower."""
     seed: int = 0
     """Of unseeded requests' sampling, and of dummy weights."""
 
@@ -67,6 +71,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.deterministic and (self.max_num_batched_tokens or BLOCK_TOKENS) < BLOCK_TOKENS:
+            raise ConfigError(
+                f"deterministic, a step computes whole blocks of a prompt: max_num_batched_tokens must be at least "
+                f"{BLOCK_TOKENS}, got {self.max_num_batched_tokens}"
+            )
         share: object = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")

@@ -4,7 +4,7 @@ from strandline.cache.account import Account, CacheCounters, Miss, Reason, Snaps
 from strandline.cache.actions import Action, CopyTokens, DropBlock, DropSlot, MoveBlock
 from strandline.cache.core import PrefixCache
 from strandline.cache.lease import Cut, Lead, Lease
-from strandline.cache.placement import Placement, placement
+from strandline.cache.placement import OnGrid, Placement, placement
 from strandline.cache.tokens import TokenBuffer
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Lease",
     "Miss",
     "MoveBlock",
+    "OnGrid",
     "Placement",
     "PrefixCache",
     "Reason",

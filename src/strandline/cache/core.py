@@ -34,6 +34,7 @@ from strandline.cache.tree import (
     copied_run,
     deepest_snapshot,
     find_home,
+    num_continuations,
     snapshot_at,
     snapshots_below,
     split,
@@ -101,7 +102,7 @@ class PrefixCache:
         snapshot = deepest_snapshot(walk(root, tokens.data), tokens.data)
         return snapshot.position if snapshot else 0
 
-    def follow(self, tokens: TokenBuffer, salt: str = "", *, beyond: int = 0) -> Lead | None:
+    def follow(self, tokens: TokenBuffer, salt: str = "", *, beyond: int = 0, grid_tokens: int = 1) -> Lead | None:
         """Find a running request that is about to compute the beginning of this prompt, to wait for it.
 
         It is made to leave a snapshot where the two part. Waiting must be worth it: at least a block's tokens more
@@ -109,6 +110,7 @@ class PrefixCache:
 
         Args:
             beyond: ignore who shares no more than this.
+            grid_tokens: part from it at a multiple of this.
         """
         root = self._roots.get(salt)
         if not self.enabled or root is None or not self.leases or not self.placement.takes_branches():
@@ -120,6 +122,7 @@ class PrefixCache:
         if found is None:
             return None
         lease, position = found
+        position -= position % grid_tokens
         if lease.computed >= position or (position - known < BLOCK_TOKENS and position < len(tokens)):
             return None
         lease.wanted[position] = SnapshotKind.BRANCH
@@ -136,6 +139,7 @@ class PrefixCache:
         step_tokens: int = 1,
         read: bool = True,
         marks: tuple[int, ...] = (),
+        shared_end: int | None = None,
     ) -> Lease | None:
         """Lease a slot for a request and the blocks of what is cached; start it at the deepest snapshot.
 
@@ -144,6 +148,7 @@ class PrefixCache:
             step_tokens: room to ask for beyond what is cached: the tokens of the request's first step.
             read: when False the request computes everything (it may still leave snapshots behind).
             marks: positions where others are likely to share the prompt's beginning.
+            shared_end: others find its keys and values up to here only; None: all of them.
 
         A request that is alone and cannot have its snapshot beside its own state starts over (``NO_ROOM``): nobody
         will ever make room for it.
@@ -167,6 +172,8 @@ class PrefixCache:
             if not self._hold(upper, end, snapshot, tokens, step_tokens):
                 return None
         lease = Lease(request_id, tokens, salt, root, upper, account)
+        if shared_end is not None:
+            lease.shared_end = shared_end
         self.leases[request_id] = lease
         if is_asked:
             self.reuse.tick()
@@ -252,6 +259,7 @@ class PrefixCache:
         Else a larger cache, which hits deeper, would forget the prefixes that many share, and hit less.
         """
         tick = self.memory.next_tick()
+        self.reuse.count_hit(num_continuations(source))
         for snapshot in (source, *branch_snapshots(lease.run, lease.tokens.data)):
             if snapshot.last_used != tick:
                 snapshot.habit = habit_after(self.reuse.now - snapshot.used_at)

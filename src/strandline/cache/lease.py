@@ -1,5 +1,6 @@
 """A lease: what one running request holds of the cache."""
 
+import sys
 from array import array
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ class Lease:
         "root",
         "run",
         "salt",
+        "shared_end",
         "source",
         "src",
         "table",
@@ -65,6 +67,8 @@ class Lease:
         """Tokens of which the state has been computed and committed."""
         self.kv_start = 0
         """Keys and values of tokens before this position are in shared blocks: they are read, never written."""
+        self.shared_end = sys.maxsize
+        """Blocks beyond this position are not published."""
         self.wanted: dict[int, SnapshotKind] = {}
         """Positions worth a cut, and why: what the placement wished for, and where others wait to part from it."""
         self.source: Snapshot | None = None

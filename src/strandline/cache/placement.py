@@ -28,6 +28,8 @@ MIN_MARK_TOKENS: Final = 16
 MIN_REWIND_SLOTS: Final = 10
 """A prompt of which as many new tokens are computed as fill so many slots gets a snapshot shortly before its end, also
 when memory is scarce: a rewind there would cost as much again."""
+REST_SLOTS: Final = 20
+"""And one in as many tokens as fill so many slots, to resume from when its end has been evicted."""
 RESERVE_SHARE: Final = 0.25
 """A ladder leaves this share of the memory free."""
 
@@ -53,8 +55,9 @@ class Admission:
 class Placement(Protocol):
     """Chooses positions. Has no state of its own."""
 
-    is_stepwise: ClassVar[bool]
-    """Whether ``in_step`` ever returns a position."""
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether ``in_step`` ever returns a position."""
 
     def on_admission(self, admission: Admission) -> Wishes:
         """Return positions in ``(start, end)``."""
@@ -80,7 +83,7 @@ class Auto:
         start, end = admission.start, admission.end
         rungs = _thinned(ladder(start, end), admission.num_spare_slots)
         if not rungs and 0 < MIN_REWIND_SLOTS * admission.slot_tokens <= end - start:
-            rungs = ladder(start, end)[-1:]
+            rungs = [*rests(start, end, REST_SLOTS * admission.slot_tokens), (end // BLOCK_TOKENS - 1) * BLOCK_TOKENS]
         wishes = dict.fromkeys(rungs, SnapshotKind.LADDER)
         wishes |= {mark: SnapshotKind.MARK for mark in admission.marks if start + MIN_MARK_TOKENS <= mark < end}
         if start < admission.kv_tokens < end:
@@ -164,6 +167,38 @@ class Nothing:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class OnGrid:
+    """What another placement wishes for, rounded down to whole blocks of a prompt.
+
+    For deterministic engines: every snapshot is then the state of a prefill that began and ended on the grid. So the
+    prompt's end becomes the last multiple of a block in it, and nothing is kept of what was generated.
+    """
+
+    inner: Placement
+
+    @property
+    def is_stepwise(self) -> bool:
+        return self.inner.is_stepwise
+
+    def on_admission(self, admission: Admission) -> Wishes:
+        wished = self.inner.on_admission(admission)
+        wishes = {position // BLOCK_TOKENS * BLOCK_TOKENS: wished[position] for position in sorted(wished)}
+        last = admission.end // BLOCK_TOKENS * BLOCK_TOKENS
+        if self.keeps(SnapshotKind.PROMPT_END) and last < admission.end:
+            wishes[last] = SnapshotKind.PROMPT_END
+        return {position: kind for position, kind in wishes.items() if position > admission.start}
+
+    def in_step(self, start: int, end: int) -> int | None:
+        return self.inner.in_step(start, end)
+
+    def keeps(self, kind: SnapshotKind) -> bool:
+        return kind is SnapshotKind.PROMPT_END and self.inner.keeps(kind)
+
+    def takes_branches(self) -> bool:
+        return self.inner.takes_branches()
+
+
 def ladder(start: int, end: int) -> list[int]:
     """Return the rungs of a prompt that is computed from ``start`` to ``end``, on the 64-token grid.
 
@@ -184,6 +219,11 @@ def ladder(start: int, end: int) -> list[int]:
             rungs.add((end - distance) // BLOCK_TOKENS * BLOCK_TOKENS)
         distance *= 2
     return sorted(rung for rung in rungs if start < rung < end)
+
+
+def rests(start: int, end: int, stride: int) -> list[int]:
+    """Return positions ``stride`` apart, counted from the end, and as far from the start; on the 64-token grid."""
+    return [position // BLOCK_TOKENS * BLOCK_TOKENS for position in range(end - stride, start + stride - 1, -stride)]
 
 
 def _thinned(rungs: list[int], num_spare: int) -> list[int]:

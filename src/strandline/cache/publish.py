@@ -43,7 +43,7 @@ class Publisher:
 
     def publish_blocks(self, lease: Lease) -> None:
         """Put the lease's full blocks into the index; where the index has them already, use those."""
-        end = lease.computed // BLOCK_TOKENS
+        end = min(lease.computed, lease.shared_end) // BLOCK_TOKENS
         while lease.num_published < end:
             first = lease.num_published
             key = lease.tokens.slice(first * BLOCK_TOKENS, end * BLOCK_TOKENS)

@@ -20,8 +20,8 @@ from strandline.kernels.chunk_table import Chunks, plan_chunks
 
 
 def is_decode(sequence: SequencePlan) -> bool:
-    """Whether a sequence is computed by the decode kernels: one token, no cut."""
-    return sequence.end - sequence.start == 1 and not sequence.cuts
+    """Whether a sequence is computed by the decode kernels: one token, no cut, not to be prefilled."""
+    return sequence.end - sequence.start == 1 and not sequence.cuts and not sequence.is_prefill
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from strandline.cache import PrefixCache, placement
+from strandline.cache import OnGrid, PrefixCache, placement
 from strandline.cache.invariants import check
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
@@ -19,9 +19,15 @@ from strandline.engine.plan import StepPlan, StepResult
 from strandline.engine.request import FinishReason, Request
 from strandline.engine.runner import LanguageModel, LaunchedStep, Runner
 from strandline.engine.scheduler import Scheduler
-from strandline.engine.sizing import choose_batched_tokens, choose_max_model_len, choose_memory_bytes
+from strandline.engine.sizing import (
+    choose_batched_tokens,
+    choose_max_model_len,
+    choose_memory_bytes,
+    require_determinism,
+)
 from strandline.env import is_cache_debugged
-from strandline.ids import RequestId
+from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.kernels.platform import runs_triton, set_deterministic
 
 
 class EngineCore:
@@ -39,27 +45,41 @@ class EngineCore:
         self, model: LanguageModel, config: EngineConfig, device: torch.device, *, progress: bool = False
     ) -> None:
         spec = model.spec
+        if config.deterministic:
+            require_determinism(spec, device)
+        set_deterministic(config.deterministic)
         self.start_s: dict[str, float] = {}
         """How long each phase of the start took."""
         with self._timed("memory"):
             num_slabs = choose_memory_bytes(config, model, device) // spec.slab_bytes
         self.limits = Limits(model.vocab_size, choose_max_model_len(config, spec, model.max_position, num_slabs))
+        chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
         self.cache = PrefixCache(
             num_slabs,
             spec.blocks_per_slab,
-            placement=placement(config.mamba_cache_mode, config.mamba_block_size),
+            placement=OnGrid(chosen) if config.deterministic else chosen,
             enabled=config.enable_prefix_caching,
         )
         self.scheduler = Scheduler(
             self.cache,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=choose_batched_tokens(config, device),
+            deterministic=config.deterministic,
         )
         self.watch = CacheWatch(self.cache, self.scheduler, spec, config.mamba_cache_mode)
         self._cache_mode, self._cache_block_tokens = config.mamba_cache_mode, config.mamba_block_size
+        self._shortest_auto = f"{BLOCK_TOKENS} tokens" if config.deterministic else "1 token"
         self._is_debugged = is_cache_debugged()
-        self.runner = Runner(model, num_slabs, device, max_num_seqs=config.max_num_seqs, poison=self._is_debugged)
-        if device.type == "cuda" and not config.enforce_eager:
+        self.runner = Runner(
+            model,
+            num_slabs,
+            device,
+            max_num_seqs=config.max_num_seqs,
+            poison=self._is_debugged,
+            deterministic=config.deterministic,
+        )
+        # Torch's operations ask the host for what a recorded step cannot know.
+        if runs_triton(device.type) and not config.enforce_eager:
             with self._timed("recording"):
                 sizes = graph_sizes(config.max_num_seqs)
                 self.runner.record_decodes(sizes, self.limits.max_model_len, progress=progress)
@@ -148,7 +168,7 @@ class EngineCore:
     def _shortest_hit(self) -> str:
         if not self.cache.enabled or self._cache_mode == "none":
             return "nothing can hit"
-        shortest = "1 token" if self._cache_mode == "auto" else f"{self._cache_block_tokens} tokens"
+        shortest = self._shortest_auto if self._cache_mode == "auto" else f"{self._cache_block_tokens} tokens"
         return f"snapshots placed by '{self._cache_mode}'; shortest prefix that can hit: {shortest}"
 
     def stats(self) -> CoreStats:

@@ -49,6 +49,8 @@ class SequencePlan(NamedTuple):
     """Whether the step ends at the sequence's last token, so that a next one is sampled."""
     pending: PendingToken = PendingToken.NONE
     """Whether ``token_ids`` says nothing, since the token is on the device alone."""
+    is_prefill: bool = False
+    """Whether the prefill kernels compute it even if it is a single token: deterministic, all of a prompt's are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import LayerMemory, StepBatch
+from strandline.kernels.platform import set_deterministic
 from strandline.kernels.step import store_hidden
 from strandline.specs import ModelSpec
 
@@ -102,6 +103,7 @@ class Runner:
 
     Args:
         poison: fill what the cache drops with NaN, so that reading it is found out.
+        deterministic: launch batch-invariant kernels.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Runner:
         *,
         max_num_seqs: int,
         poison: bool = False,
+        deterministic: bool = False,
     ) -> None:
         self.model = model
         self.device = device
@@ -122,6 +125,7 @@ class Runner:
         self.arena = ArenaTensors(model.spec, num_slabs, device)
         self._pending = PendingTokens(max_num_seqs, device)
         self._poison = poison
+        self._is_deterministic = deterministic
         self._graphs: DecodeGraphs | None = None
         self._states: dict[RequestId, SamplingState] = {}
 
@@ -132,6 +136,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Tell the device to carry out a plan. Its actions and writes come after those of the steps before."""
+        set_deterministic(self._is_deterministic)
         for request_id in plan.gone:
             del self._states[request_id]
         for new in plan.new:
@@ -153,6 +158,7 @@ class Runner:
 
     def record_decodes(self, sizes: Iterable[int], max_model_len: int, *, progress: bool = False) -> None:
         """Record decode steps of these numbers of sequences, to replay them from now on."""
+        set_deterministic(self._is_deterministic)
         with torch.inference_mode():
             self._graphs = DecodeGraphs(
                 self.model.forward,

@@ -5,6 +5,9 @@ and memory allow: those first of which most is cached, but the first in line is 
 most. When memory runs out the request that arrived last is preempted: its slot becomes a snapshot, so that nothing is
 recomputed when it comes back. The scheduler never splits or delays a step for the cache's sake.
 
+Deterministic, a token's bits must not depend on how steps are cut: prompts are computed on the 64-token grid, what was
+generated token by token, also when a preempted request starts over (``exact_end``).
+
 A step may be planned while the one before it runs: what that one samples is *pending*, counted in a request's tokens
 but not known yet. ``plan``, ``advance`` and ``settle`` of a step come in this order; between a step's ``advance`` and
 its ``settle`` the next one may be planned.
@@ -38,7 +41,9 @@ Span = tuple[Request, Lease, int, int]
 class Scheduler:
     """Owns the requests; decides steps; tells the cache what happened."""
 
-    def __init__(self, cache: PrefixCache, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, cache: PrefixCache, *, max_num_seqs: int, max_num_batched_tokens: int, deterministic: bool = False
+    ) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -47,6 +52,9 @@ class Scheduler:
         self.num_preemptions = 0
         """Since the start."""
         self._is_stepwise = cache.placement.is_stepwise
+        self._is_exact = deterministic
+        self._grid_tokens = BLOCK_TOKENS if deterministic else 1
+        """Steps of prompts end, and snapshots lie, on multiples of this."""
         self._num_admissions = 0
         self._num_queued = 0
         self._num_overtakes = 0
@@ -156,6 +164,10 @@ class Scheduler:
             lease = _lease(request)
             start = lease.computed
             end = request.num_tokens if request.num_tokens - start <= budget else start + budget
+            if self._is_exact and (end := exact_end(request, start, end)) == start:
+                # Less than a block's tokens are left of the budget.
+                index += 1
+                continue
             if end > len(lease.table) * BLOCK_TOKENS and not self._make_room(lease, end):
                 continue
             spans.append((request, lease, start, end))
@@ -184,7 +196,7 @@ class Scheduler:
     def _plan_waiting(self, spans: list[Span], budget: int) -> None:
         """Admit waiting requests; those whose beginning is being computed are passed over for now."""
         passed_over = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget >= self._grid_tokens and len(self.running) < self.max_num_seqs:
             request = self._next_waiting()
             if self._should_wait(request):
                 self._leave_queue(request)
@@ -197,6 +209,8 @@ class Scheduler:
             self._leave_queue(request)
             start = lease.computed
             end = min(request.num_tokens, start + budget)
+            if self._is_exact:
+                end = exact_end(request, start, end)
             spans.append((request, lease, start, end))
             budget -= end - start
         if passed_over:
@@ -272,7 +286,8 @@ class Scheduler:
             return True
         if request.output_ids or request.params.prompt_logprobs is not None:
             return False
-        request.lead = self.cache.follow(request.tokens, request.salt, beyond=lead.position if lead else 0)
+        beyond = lead.position if lead else 0
+        request.lead = self.cache.follow(request.tokens, request.salt, beyond=beyond, grid_tokens=self._grid_tokens)
         return request.lead is not None
 
     def _look_ahead(self) -> None:
@@ -288,7 +303,8 @@ class Scheduler:
             salt=request.salt,
             step_tokens=budget,
             marks=request.marks,
-            read=request.params.prompt_logprobs is None or bool(request.output_ids),
+            read=self._may_read(request),
+            shared_end=request.num_prompt_tokens if self._is_exact else None,
         )
         if lease is None:
             return None
@@ -302,6 +318,13 @@ class Scheduler:
         self.running.append(request)
         self._num_admissions += 1
         return lease
+
+    def _may_read(self, request: Request) -> bool:
+        """Whether a request may resume from what is cached."""
+        if request.output_ids:
+            # Others may have computed what it generated, as their prompt: other bits.
+            return not self._is_exact
+        return request.params.prompt_logprobs is None
 
     def _sequence(self, request: Request, lease: Lease, start: int, end: int) -> SequencePlan:
         num_tokens = request.num_tokens
@@ -317,7 +340,8 @@ class Scheduler:
         else:
             token_ids = _tokens_between(request, start, end)
         cuts: tuple[tuple[int, int], ...] = ()
-        if lease.wanted or self._is_stepwise:
+        is_prompt = start < request.num_prompt_tokens
+        if (lease.wanted or self._is_stepwise) and (is_prompt or not self._is_exact):
             cuts = tuple((cut.position, cut.slot) for cut in self.cache.plan_cuts(lease, end))
         src = lease.src
         return SequencePlan(
@@ -334,6 +358,7 @@ class Scheduler:
             cuts,  # type: ignore[arg-type]
             end == num_tokens,
             pending,
+            is_prompt and self._is_exact,
         )
 
     # Taking in results
@@ -358,7 +383,8 @@ class Scheduler:
                 cache_commit(lease, end)
             if sequence.is_sampled:
                 request.num_tokens += 1
-                if end == request.num_prompt_tokens and is_computing and request.num_tokens < request.max_total:
+                is_prompt_end = end == request.num_prompt_tokens and end % self._grid_tokens == 0
+                if is_prompt_end and is_computing and request.num_tokens < request.max_total:
                     self.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
 
     def settle(self, plan: StepPlan, result: StepResult) -> list[Request]:
@@ -403,6 +429,18 @@ class Scheduler:
                     self.waiting.remove(request)
                 self._end(request, request.finish_reason, request.stop_reason)
         self.running = [request for request in self.running if request.status is Status.RUNNING]
+
+
+def exact_end(request: Request, start: int, end: int) -> int:
+    """Return where, at ``end`` at most, a step ends that computes a token's bits as any other step would.
+
+    Prompts end a step on the grid or with their last token; what was generated is computed one by one. ``start`` when
+    nothing can be computed so.
+    """
+    num_prompt = request.num_prompt_tokens
+    if start >= num_prompt:
+        return min(start + 1, end)
+    return num_prompt if end >= num_prompt else max(start, end // BLOCK_TOKENS * BLOCK_TOKENS)
 
 
 def _queue_number(request: Request) -> int:

@@ -12,8 +12,9 @@ from strandline.engine.runner import LanguageModel
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT, RequestId, SlotId
 from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.platform import runs_triton
 from strandline.kernels.sampling import greedy
-from strandline.specs import ModelSpec
+from strandline.specs import ModelSpec, RecurrentSpec
 
 DEFAULT_BYTES = 4 * 2**30
 BATCHED_TOKENS_CPU, BATCHED_TOKENS_GPU = 2048, 8192
@@ -24,6 +25,22 @@ SLOTS_PER_REQUEST = 2
 def choose_batched_tokens(config: EngineConfig, device: torch.device) -> int:
     """Return the most tokens of a step."""
     return config.max_num_batched_tokens or (BATCHED_TOKENS_CPU if device.type == "cpu" else BATCHED_TOKENS_GPU)
+
+
+def require_determinism(spec: ModelSpec, device: torch.device) -> None:
+    """Check that a model can run deterministically.
+
+    Raises:
+        ConfigError: a state is rounded where it is stored, or the GPU has no batch-invariant kernels.
+    """
+    for layer in spec.layers:
+        if isinstance(layer, RecurrentSpec) and layer.state_dtype != "float32":
+            raise ConfigError(
+                f"deterministic needs states in float32, the model's are {layer.state_dtype}: one that is stored and "
+                "read again differs from one that stays in registers"
+            )
+    if device.type == "cuda" and not runs_triton("cuda"):
+        raise ConfigError("deterministic needs Triton kernels on a GPU: Triton is missing, or STRANDLINE_TRITON is 0")
 
 
 def choose_memory_bytes(config: EngineConfig, model: LanguageModel, device: torch.device) -> int:

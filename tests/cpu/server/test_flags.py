@@ -10,8 +10,8 @@ from strandline.config import EngineConfig
 from strandline.server.launch import ServerConfig
 
 FLAGS = [
-    "--api-key", "--cache-page", "--chat-template", "--client-timeout-s", "--device",
-    "--dtype", "--enable-auto-tool-choice",
+    "--api-key", "--cache-page", "--chat-template", "--client-timeout-s",
+    "--deterministic", "--device", "--dtype", "--enable-auto-tool-choice",
     "--enable-prefix-caching", "--host",
     "--load-format", "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-enable-prefix-caching",
