@@ -31,6 +31,9 @@ from strandline.kernels.platform import set_deterministic
 from strandline.kernels.step import store_hidden
 from strandline.specs import ModelSpec
 
+LOGPROB_ROWS = 256
+"""Prompt tokens whose logits are in memory at a time: a step's scratch memory must not depend on what is asked for."""
+
 SERIAL_STEP_TOKENS = 4
 """Steps of so few tokens run on one CPU thread. Their operations are too small to gain from more, and on a busy
 machine each would wait for the others to be scheduled: 690 ms a step were seen where one thread takes 4."""
@@ -59,7 +62,7 @@ class LaunchedStep:
         self._tokens_N: Tensor | None = None
         self._sampled: list[tuple[int, SamplingState]] = []
         self._logprobs: dict[int, LogprobTensors] = {}
-        self._prompt_logprobs: dict[int, LogprobTensors] = {}
+        self._prompt_logprobs: dict[int, list[LogprobTensors]] = {}
         self._done: torch.cuda.Event | None = None
 
     def take_tokens(
@@ -76,7 +79,8 @@ class LaunchedStep:
         self._logprobs = {sampled[row][0]: tensors for row, tensors in logprobs.items()}
 
     def take_prompt_logprobs(self, index: int, tensors: LogprobTensors) -> None:
-        self._prompt_logprobs[index] = tensors
+        """Fetch the log-probabilities of the next tokens of a sequence's prompt."""
+        self._prompt_logprobs.setdefault(index, []).append(tensors)
 
     def close(self) -> None:
         """Mark the end of the step on the device."""
@@ -94,7 +98,10 @@ class LaunchedStep:
                 result.token_ids[index] = token
                 state.append(token)
         result.logprobs = {index: tensors.read()[0] for index, tensors in self._logprobs.items()}
-        result.prompt_logprobs = {index: tensors.read() for index, tensors in self._prompt_logprobs.items()}
+        result.prompt_logprobs = {
+            index: [entry for tensors in parts for entry in tensors.read()]
+            for index, parts in self._prompt_logprobs.items()
+        }
         return result
 
 
@@ -257,9 +264,11 @@ class Runner:
             end = min(sequence.end, len(prompt) - 1)
             if num_top is None or end <= sequence.start:
                 continue
-            logits_NV = self.model.logits(hidden_TE[row : row + end - sequence.start])
             (tokens_N,) = upload_together([prompt[sequence.start + 1 : end + 1]], self.device)
-            launched.take_prompt_logprobs(index, LogprobTensors(logits_NV, tokens_N, [num_top] * len(tokens_N)))
+            rows_NE = hidden_TE[row : row + len(tokens_N)]
+            for hidden_NE, token_N in zip(rows_NE.split(LOGPROB_ROWS), tokens_N.split(LOGPROB_ROWS), strict=True):
+                tensors = LogprobTensors(self.model.logits(hidden_NE), token_N, [num_top] * len(token_N))
+                launched.take_prompt_logprobs(index, tensors)
 
     def _sample(
         self,

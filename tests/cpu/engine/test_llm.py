@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from strandline import LLM, SamplingParams
+from strandline.engine import runner
 from strandline.errors import ConfigError, RequestError
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.tiny import VOCAB_SIZE
@@ -105,14 +106,19 @@ def test_logprobs_are_those_of_transformers(llm: LLM, spoken_dir: Path) -> None:
         assert entry[token].rank == int((expected[place] > expected[place, token]).sum()) + 1
 
 
-def test_prompt_logprobs_are_the_same_in_steps_of_any_size(spoken_dir: Path, make_llm: MakeLLM) -> None:
+def test_prompt_logprobs_are_the_same_in_steps_of_any_size_and_of_few_rows_at_a_time(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt, params = list(range(50)), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     runs = [
         make_llm(max_num_batched_tokens=size).generate([prompt], params, use_tqdm=False)[0].prompt_logprobs
         for size in (2048, 7)
     ]
+    monkeypatch.setattr(runner, "LOGPROB_ROWS", 20)
+    runs.append(make_llm().generate([prompt], params, use_tqdm=False)[0].prompt_logprobs)
     values = [[next(iter(entry.values())).logprob for entry in run[1:]] for run in runs if run]
     assert values[0] == pytest.approx(values[1], abs=1e-4)
+    assert values[0] == pytest.approx(values[2], abs=1e-4)
     assert len(values[0]) == 49
 
 
