@@ -11,9 +11,10 @@ import zmq.asyncio
 from strandline.clock import SYSTEM_CLOCK
 from strandline.engine.cache_watch import CacheAnswer, CacheQuestion, CacheState
 from strandline.engine.collector import Collector
-from strandline.engine.events import CoreStats, StepEvents
+from strandline.engine.events import CoreStats, Limits, StepEvents
 from strandline.engine.frontend import Frontend
 from strandline.engine.outputs import RequestOutput
+from strandline.engine.prompts import check_text
 from strandline.engine.sampling_params import SamplingParams
 from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId
@@ -68,6 +69,7 @@ class Job:
         self._places = {collector.request_id: place for place, collector in enumerate(collectors)}
         self._changed = asyncio.Event()
         self._dirty: dict[str, None] = {}
+        self._failure: str | None = None
         self._timeout_s = timeout_s
         self._deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
 
@@ -84,8 +86,9 @@ class Job:
         self._dirty[request_id] = None
         self._changed.set()
 
-    def wake(self) -> None:
-        """Let the waiting side look again, though nothing came."""
+    def fail(self, reason: str) -> None:
+        """End the waiting: what runs it has ended."""
+        self._failure = reason
         self._changed.set()
 
     async def updates(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -120,7 +123,8 @@ class Job:
                 f"the request took longer than {self._timeout_s:g} s; ask for fewer tokens or raise --request-timeout-s"
             ) from error
         self._changed.clear()
-        self._client.require_life()
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._failure}")
 
 
 class EngineClient:
@@ -131,6 +135,7 @@ class EngineClient:
         frontend: makes sequences of requests and text of tokens.
         max_unfinished: most sequences that run or wait; more are refused.
         timeout_s: most time that a job may take.
+        advice: what is to be done, or will be, when the core has ended.
     """
 
     def __init__(
@@ -141,11 +146,13 @@ class EngineClient:
         *,
         max_unfinished: int,
         timeout_s: float | None = None,
+        advice: str = "restart the server",
     ) -> None:
         self.frontend = frontend
         self.metrics = metrics
         self.death: str | None = None
         """Why the core has ended; None while it lives."""
+        self._advice = advice
         self._socket = socket
         self._max_unfinished = max_unfinished
         self._timeout_s = timeout_s
@@ -165,6 +172,8 @@ class EngineClient:
             EngineDeadError: the core has ended.
         """
         self.require_life()
+        for text in (salt, *params.stop_strings, *(params.bad_words or ())):
+            check_text(text)
         for prompt in prompts:
             self.frontend.check(prompt.token_ids, params)
         self._require_room(len(prompts) * params.n)
@@ -174,9 +183,14 @@ class EngineClient:
             submissions += self.frontend.open(
                 request_id, prompt.token_ids, params, prompt=prompt.text, salt=salt, marks=prompt.marks
             )
+        try:
+            self._send(Submit(submissions))
+        except RequestError:
+            for request_id in names:
+                self.frontend.close(request_id)
+            raise
         job = Job(self, [self.frontend.collectors[request_id] for request_id in names], self._timeout_s)
         self._jobs.update(dict.fromkeys(names, job))
-        self._send(Submit(submissions))
         return job
 
     def _require_room(self, num_sequences: int) -> None:
@@ -208,18 +222,25 @@ class EngineClient:
     def require_life(self) -> None:
         """Raise an EngineDeadError if the core has ended."""
         if self.death is not None:
-            raise EngineDeadError(f"the engine has stopped: {self.death}; restart the server")
+            raise EngineDeadError(f"the engine has stopped: {self.death}")
 
     def fail(self, reason: str) -> None:
         """Note that the core has ended; fail all jobs. The first reason counts."""
         if self.death is not None:
             return
-        self.death = reason
+        self.death = f"{reason}; {self._advice}"
         for job in set(self._jobs.values()):
-            job.wake()
+            job.fail(self.death)
         for future in (*self._stats_wanted, *self._questions.values()):
             if not future.done():
                 future.set_exception(EngineDeadError(reason))
+        self._stats_wanted.clear()
+
+    def revive(self, socket: zmq.asyncio.Socket, limits: Limits) -> None:
+        """Go on with a new core; what ran on the old one has failed."""
+        self._socket = socket
+        self.frontend.limits = limits
+        self.death = None
 
     async def ask_stats(self) -> CoreStats:
         """Return where the core stands.
@@ -292,4 +313,8 @@ class EngineClient:
             self._jobs[collector.request_id].note(collector.request_id)
 
     def _send(self, message: ToCore) -> None:
-        self._socket.send(ENCODER.encode(message))
+        try:
+            data = ENCODER.encode(message)
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the request has a text that is not valid Unicode: {error.reason}") from error
+        self._socket.send(data)

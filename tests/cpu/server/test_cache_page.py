@@ -1,5 +1,6 @@
 """``/cache`` without a browser: the data behind the page, what it keeps to itself, and questions about the cache."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,6 +135,15 @@ def test_what_lies_under_a_salt_is_shown_only_to_who_names_it(server: ServerProc
 )
 def test_questions_that_make_no_sense_are_refused(server: ServerProcess, fields: dict[str, Any], message: str) -> None:
     assert message in refusal(server, **fields)
+
+
+@pytest.mark.parametrize("name", ["prompt", "request_id", "cache_salt"])
+def test_a_question_that_is_not_valid_unicode_is_refused(server: ServerProcess, name: str) -> None:
+    body = json.dumps({"prompt": "x", name: "\ud800"} if name != "request_id" else {name: "\ud800"})
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/cache/explain", content=body, headers=headers, timeout=TIMEOUT_S)
+    assert answer.status_code == 400
+    assert "not valid Unicode" in answer.json()["error"]["message"]
 
 
 def test_the_page_is_open_and_its_data_need_the_key(reserved: ServerProcess) -> None:
