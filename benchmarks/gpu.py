@@ -55,6 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--no-async-scheduling", action="store_true")
     parser.add_argument("--no-enable-prefix-caching", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--profile", metavar="FILE", help="write a table of a decode step's kernels here")
     return parser.parse_args()
 
@@ -70,6 +71,7 @@ def load(options: argparse.Namespace) -> LLM:
         enforce_eager=options.enforce_eager,
         async_scheduling=not options.no_async_scheduling,
         enable_prefix_caching=not options.no_enable_prefix_caching,
+        deterministic=options.deterministic,
     )
     print(f"loaded in {time.perf_counter() - start_s:.1f} s")
     for line in llm.engine.describe():

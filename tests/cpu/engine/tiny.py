@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 VOCAB_SIZE = 97
 
@@ -29,8 +29,10 @@ def save_tiny_model(directory: Path, **changes: Any) -> Path:
         "initializer_range": 0.4,
         "eos_token_id": None,
     }
+    values |= changes
+    kind = Qwen3_5MoeTextConfig if "num_experts" in values else Qwen3_5TextConfig
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**{**values, **changes}), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(kind(**values), dtype=torch.float32)
     model.save_pretrained(directory)
     return directory
 
