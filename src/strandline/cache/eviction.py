@@ -17,8 +17,6 @@ from strandline.ids import BLOCK_TOKENS
 Entry = Run | Snapshot
 
 NOTHING: Final = float("-inf")
-REWIND_CHANCE: Final = 0.05
-"""Of a snapshot that its path goes on from, to be used once more; the chance of a path's last one counts as 1."""
 BRANCH_CHANCE: Final = 0.5
 """Of a snapshot that several paths go on from."""
 
@@ -83,10 +81,10 @@ class WorthPerByte:
                 size = self._slot_tokens + saved_tokens
                 return reuse.density(snapshot.habit, age) * saved_tokens / size
             case 1:
-                chance = REWIND_CHANCE * reuse.density(snapshot.habit, age)
+                density = reuse.density_of_inner(snapshot.habit, age)
             case _:
-                chance = BRANCH_CHANCE * reuse.density_of_shared(snapshot.habit, age)
-        return chance * saved_tokens / self._slot_tokens
+                density = BRANCH_CHANCE * reuse.density_of_shared(snapshot.habit, age)
+        return density * saved_tokens / self._slot_tokens
 
     def review_at(self, entry: Entry) -> int | None:
         snapshot = entry if isinstance(entry, Snapshot) else _needed_snapshot(entry)

@@ -227,8 +227,14 @@ class CacheMemory:
         return True
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot from the index; its slot is freed now, or by its last reader."""
+        """Remove a snapshot from the index; its slot is freed now, or by its last reader.
+
+        Who would have resumed there resumes at the one above from now on, and as soon.
+        """
         home, key = snapshot.home, snapshot.stub_key
+        above = snapshot_above(snapshot)
+        if above is not None and above.used_at < snapshot.used_at:
+            above.used_at, above.habit = snapshot.used_at, snapshot.habit
         take_snapshot_away(snapshot)
         self.num_snapshots_evicted += 1
         bare = home if key is None else child_with_prefix(home, key)

@@ -42,6 +42,11 @@ NUM_BORROWED: Final = 20.0
 """So many observations of all habits together count beside a habit's own."""
 HALF_LIFE: Final = 2048
 """After so many observations those before count half."""
+PRIOR_HITS: Final = 20.0
+PRIOR_INNER_HITS: Final = 1.0
+"""Before anything was hit, one hit in so many lands where a path goes on."""
+HIT_MEMORY: Final = 0.999
+"""With every hit those before count so much less."""
 MAX_STALE: Final = 256
 """Densities are computed anew after so many observations, at first after a quarter of those so far."""
 
@@ -92,6 +97,9 @@ class Outcomes:
         return densities
 
 
+PRIOR_DENSITIES: Final = Outcomes(PRIOR_RETURNS, PRIOR_LOSSES).densities()
+
+
 class Path(NamedTuple):
     """A sequence that was served."""
 
@@ -117,6 +125,7 @@ class ReuseHistory:
         self._of_habit: dict[int, Outcomes] = {}
         self._densities: dict[int, list[float]] = {}
         self._num_observed = 0
+        self._num_hits, self._num_inner_hits = PRIOR_HITS, PRIOR_INNER_HITS
         self._refresh_at = 1
 
     def __len__(self) -> int:
@@ -187,6 +196,20 @@ class ReuseHistory:
         if not alike:
             del self._alike[path.key]
         return path
+
+    def count_hit(self, num_continuations: int) -> None:
+        """Take note of a hit on a snapshot after which so many cached paths go on."""
+        self._num_hits = HIT_MEMORY * self._num_hits + 1
+        self._num_inner_hits = HIT_MEMORY * self._num_inner_hits + (num_continuations == 1)
+
+    def density_of_inner(self, habit: int, age: int) -> float:
+        """Return how often a snapshot is used that one path goes on from: by rewinds, and who parts from it there.
+
+        As often as its path returns, or as anything does of which nothing is known; times the odds that a hit lands
+        there and not at a path's end, as seen so far.
+        """
+        odds = self._num_inner_hits / (self._num_hits - self._num_inner_hits)
+        return odds * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
 
     def density_of_shared(self, habit: int, age: int) -> float:
         """Return how often what several paths share is used: once in as long as last time, or as it is unused now."""

@@ -12,8 +12,10 @@ from tests.cpu.cache.driver import Driver, published
 from tests.cpu.cache.test_lookup import prompt
 
 
-def admission(end: int, start: int = 0, *, kv: int = 0, marks: tuple[int, ...] = (), spare: int = 1000) -> Admission:
-    return Admission(start, end, kv, marks, spare)
+def admission(
+    end: int, start: int = 0, *, kv: int = 0, marks: tuple[int, ...] = (), spare: int = 1000, slot: int = 3200
+) -> Admission:
+    return Admission(start, end, kv, marks, spare, slot)
 
 
 def positions(driver: Driver) -> list[int]:
@@ -44,9 +46,20 @@ def test_a_prompt_that_repeats_all_but_the_last_64_tokens_finds_a_rung_near(end:
 
 @given(st.integers(512, 100_000), st.integers(-3, 60))
 def test_a_ladder_takes_no_more_than_there_is_to_spare(end: int, spare: int) -> None:
-    wishes = Auto().on_admission(admission(end, spare=spare))
+    wishes = Auto().on_admission(admission(end, spare=spare, slot=0))
     assert len(wishes) <= max(spare, 0)
     assert set(wishes) <= set(ladder(0, end))
+
+
+@given(st.integers(0, 200_000), st.integers(1, 500_000))
+def test_when_memory_is_scarce_only_what_is_long_gets_rungs_and_these_are_few(start: int, new: int) -> None:
+    wishes = sorted(Auto().on_admission(admission(start + new, start, spare=0)))
+    assert len(wishes) <= 2 * new / (10 * 3200)
+    assert bool(wishes) == (new >= 10 * 3200)
+    if wishes:
+        assert 64 <= start + new - wishes[-1] < 128, "one shortly before its end, for rewinds"
+        gaps = [after - before for before, after in zip([start, *wishes], [*wishes, start + new], strict=False)]
+        assert max(gaps) < 2 * 20 * 3200 + 128
 
 
 def test_branches_and_marks_are_wished_for_however_little_there_is_to_spare() -> None:

@@ -140,3 +140,12 @@ def test_a_density_is_the_best_over_all_times_to_give_up(returns: list[int], los
         ends = range(index + 1, NUM_BINS + 1)
         best = max(sum(outcomes.returns[index:end]) / sum(times[index:end]) for end in ends)
         assert density == pytest.approx(best)
+
+
+def test_the_more_hits_land_where_a_path_goes_on_the_more_such_snapshots_are_worth() -> None:
+    few, many = ReuseHistory(), ReuseHistory()
+    for _ in range(100):
+        few.count_hit(0)
+        many.count_hit(1)
+    assert few.density_of_inner(NO_HABIT, 5) < ReuseHistory().density_of_inner(NO_HABIT, 5) < many.density_of_inner(NO_HABIT, 5)
+    assert many.density_of_inner(NO_HABIT, 50) < many.density_of_inner(NO_HABIT, 5)
