@@ -96,6 +96,7 @@ def _add_serve(commands: Any) -> None:
     text = "how it writes its reasoning; auto: by its chat template (default: %(default)s)"
     add("--reasoning-parser", choices=("auto", "qwen3", "deepseek_r1", "none"), default="auto", help=text)
     add("--enable-auto-tool-choice", action="store_true", help="taken as vLLM's; tools need no flag here")
+    add("--restart", action="store_true", help="start the engine again when its process has ended")
     add("--max-queue", type=int, default=1024, metavar="N", help="most outputs that wait (default: %(default)s)")
     add("--max-body-bytes", type=int, default=32 * 2**20, metavar="N", help="of a request (default: %(default)s)")
     text = "most time for a client to take a piece of its answer; 0: no limit (default: %(default)s)"

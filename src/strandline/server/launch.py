@@ -2,38 +2,31 @@
 
 import asyncio
 import logging
-import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 import uvicorn
-import zmq.asyncio
 
 from strandline.config import EngineConfig
 from strandline.engine.loading import default_sampling_params, find_model, load_frontend
 from strandline.env import read_api_key
-from strandline.errors import ConfigError, EngineError
+from strandline.errors import ConfigError
 from strandline.server.app import build_app
 from strandline.server.cache_page import LOCAL_NAMES
 from strandline.server.client import EngineClient
-from strandline.server.messages import ENCODER, FROM_CORE, Ready, Refused, Start
+from strandline.server.core_life import core_life, live_on
 from strandline.server.metrics import Metrics
 from strandline.server.patience import Patience
 from strandline.server.replies import choose_format
 from strandline.server.service import Service
 
 LOGGER: Final = logging.getLogger("strandline.server")
-STOP_TIMEOUT_S: Final = 5.0
 INTERRUPTED: Final = 130
 CACHE_PAGES: Final = ("auto", "text", "counts", "off")
 
@@ -62,6 +55,8 @@ class ServerConfig:
     request_timeout_s: float | None = None
     client_timeout_s: float = 60.0
     """Most time for a client to take a piece of its answer; 0: no limit."""
+    restart: bool = False
+    """Start the engine again when its process has ended."""
     cache_page: str = "auto"
     """What ``/cache`` shows. ``auto``: what prompts say if the server listens on this machine alone, else counts."""
 
@@ -164,91 +159,27 @@ async def start_core(engine: EngineConfig, server: ServerConfig) -> AsyncIterato
         ConfigError: the configuration does not allow a start.
         EngineError: the process ended before it was ready.
     """
-    folder = tempfile.mkdtemp(prefix="strandline-")  # readable by this user alone
-    address = f"ipc://{folder}/core"
-    with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as core:
-        core.set_hwm(0)
-        core.linger = 0
-        core.bind(address)
-        command = [sys.executable, "-m", "strandline.server.core_process", address]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    async with AsyncExitStack() as stack:
+        life, limits = await stack.enter_async_context(core_life(engine))
+        names = server.served_model_name or (engine.model,)
+        client = EngineClient(
+            life.socket,
+            load_frontend(engine, limits),
+            Metrics(names[0]),
+            max_unfinished=engine.max_num_seqs + server.max_queue,
+            timeout_s=server.request_timeout_s,
+            advice="it is being started again" if server.restart else "restart the server",
+        )
+
+        async def keep() -> None:
+            client.fail(await life.last(client))
+            if server.restart:
+                await stack.aclose()
+                await live_on(engine, client)
+
+        keeping = asyncio.ensure_future(keep())
         try:
-            async with _connected(core, process, engine, server) as client:
-                shutil.rmtree(folder)
-                yield client
+            yield client
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            _end(process)
-
-
-@asynccontextmanager
-async def _connected(
-    core: zmq.asyncio.Socket, process: subprocess.Popen[bytes], engine: EngineConfig, server: ServerConfig
-) -> AsyncIterator[EngineClient]:
-    ended = asyncio.get_running_loop().create_future()
-    watch = os.pidfd_open(process.pid)
-    asyncio.get_running_loop().add_reader(watch, partial(_settle, ended))
-    try:
-        core.send(ENCODER.encode(Start(engine)))  # not awaited: a process that dies early never takes it
-        client = await _greet(core, ended, engine, server)
-        receiving = asyncio.ensure_future(client.receive())
-        ended.add_done_callback(lambda _: client.fail(f"its process ended with code {process.poll()}"))
-        receiving.add_done_callback(partial(_fail_with, client))
-        yield client
-        ended.cancel()
-        receiving.cancel()
-    finally:
-        asyncio.get_running_loop().remove_reader(watch)
-        os.close(watch)
-
-
-async def _greet(
-    core: zmq.asyncio.Socket, ended: asyncio.Future[None], engine: EngineConfig, server: ServerConfig
-) -> EngineClient:
-    """Wait until the core is ready; return a client of it."""
-    first = asyncio.ensure_future(core.recv())
-    await asyncio.wait((first, ended), return_when=asyncio.FIRST_COMPLETED)
-    if not first.done():
-        first.cancel()
-        raise EngineError("the engine's process ended while it started; its error is above")
-    match FROM_CORE.decode(first.result()):
-        case Ready(limits, lines):
-            frontend = load_frontend(engine, limits)
-        case Refused(message):
-            raise ConfigError(message)
-        case other:
-            raise EngineError(f"the engine began with {other!r}")
-    for line in lines:
-        LOGGER.info("%s", line)
-    names = server.served_model_name or (engine.model,)
-    return EngineClient(
-        core,
-        frontend,
-        Metrics(names[0]),
-        max_unfinished=engine.max_num_seqs + server.max_queue,
-        timeout_s=server.request_timeout_s,
-    )
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _fail_with(client: EngineClient, receiving: asyncio.Future[None]) -> None:
-    """An error in the front end's own part of the work must not leave requests waiting."""
-    if not receiving.cancelled():
-        error = receiving.exception()
-        LOGGER.error("cannot take in what the engine says", exc_info=error)
-        client.fail(f"{type(error).__name__}: {error}")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let the core end by itself: its standard input closes. Kill it when it does not."""
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)

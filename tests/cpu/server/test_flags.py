@@ -15,7 +15,7 @@ FLAGS = [
     "--enable-prefix-caching", "--host",
     "--load-format", "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-enable-prefix-caching",
-    "--port", "--reasoning-parser", "--request-timeout-s", "--seed", "--served-model-name", "--tokenizer",
+    "--port", "--reasoning-parser", "--request-timeout-s", "--restart", "--seed", "--served-model-name", "--tokenizer",
     "--tool-call-parser",
 ]  # fmt: skip
 

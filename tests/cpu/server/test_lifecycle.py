@@ -86,6 +86,29 @@ def test_a_dead_engine_fails_what_waits_and_turns_health_red(doomed: ServerProce
     assert doomed.exit_code() == 0
 
 
+def test_an_engine_that_is_to_be_restarted_comes_back_empty(bytes_dir: Path, tmp_path: Path) -> None:
+    with running_server(bytes_dir, tmp_path / "log", "--restart") as server:
+        ask = {"prompt": "hello there, who are you?", "max_tokens": 8, "temperature": 0}
+        before = server.post("/v1/completions", **ask).json()
+        first = server.core_pid()
+        with server.stream(**ENDLESS) as events:
+            next(events)
+            os.kill(first, signal.SIGKILL)
+            *_, error, done = events
+        assert "it is being started again" in json.loads(error)["error"]["message"]
+        assert done == "[DONE]"
+        assert server.get("/health").status_code == 503
+        assert server.post("/v1/completions", **ask).status_code == 503
+        server.wait_until(lambda: server.get("/health").status_code == 200)
+        assert server.core_pid() != first
+        after = server.post("/v1/completions", **ask).json()
+        assert after["choices"] == before["choices"]
+        assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert server.metric("num_requests_running") == 0
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+
+
 def test_the_engine_does_not_outlive_its_front_end(doomed: ServerProcess) -> None:
     core = doomed.core_pid()
     watch = os.pidfd_open(core)
