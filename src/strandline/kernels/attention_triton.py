@@ -12,6 +12,9 @@ With more than one split each program leaves its normalised result and the logar
 kernel combines them. How many splits there are depends on shapes and host integers only, so that a graph can hold the
 launch; how the context is shared among them is decided on the device, from its real length.
 
+Variants, per layer shape and window: decodes with one split and with more; prefills with one split and with more, each
+of up to 16 sequences and of more; combinations of up to 8, 32 and 128 splits.
+
 Deterministic, a decode's splits have a fixed length instead, and a prefill has one: bits depend on no other sequence.
 
 Invariants: what a sequence does not own never reaches its result, NaN included: a key that no row of the tile may see
@@ -201,7 +204,10 @@ def _store(
         tl.store(out_ptr_M[:, None] + channel_D[None, :], result_MD, mask=is_stored_MD)
 
 
-@triton.jit(do_not_specialize=["window_tokens", "stride_table", "num_splits", "split_tiles"])
+@triton.jit(
+    do_not_specialize=["window_tokens", "stride_table", "num_splits", "split_tiles"],
+    do_not_specialize_on_alignment=["table_ptr", "context_len_ptr"],
+)
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -301,7 +307,8 @@ def _decode_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["window_tokens", "stride_table", "num_splits", "num_decodes", "num_prefills", "num_tiles"]
+    do_not_specialize=["window_tokens", "stride_table", "num_splits", "num_decodes", "num_prefills", "num_tiles"],
+    do_not_specialize_on_alignment=["table_ptr", "query_start_ptr", "context_len_ptr"],
 )
 def _prefill_kernel(
     q_ptr,
@@ -465,7 +472,7 @@ def _combine_in_order_kernel(
         max_S = tl.maximum(max_S, lse_S)
     max_lse = tl.max(max_S, axis=0)
     max_lse = tl.where(max_lse == float("-inf"), 0.0, max_lse)
-    total = 0.0
+    total_S = tl.zeros([BLOCK_S], dtype=tl.float32)
     out_D = tl.zeros([BLOCK_D], dtype=tl.float32)
     for first in range(0, num_splits, BLOCK_S):
         lse_S = tl.load(lse_ptr + first + split_S, mask=first + split_S < num_splits, other=float("-inf"))
@@ -473,8 +480,9 @@ def _combine_in_order_kernel(
         is_read_SD = (lse_S > float("-inf"))[:, None] & (channel_D < HEAD_DIM)[None, :]
         partial_ptr_SD = partial_ptr + ((first + split_S) * HEAD_DIM)[:, None] + channel_D[None, :]
         partial_SD = tl.load(partial_ptr_SD, mask=is_read_SD, other=0.0)
-        total += tl.sum(weight_S, axis=0)
+        total_S += weight_S
         out_D += tl.sum(partial_SD * weight_S[:, None], axis=0)
+    total = tl.sum(total_S, axis=0)
     out_D = out_D / tl.where(total > 0.0, total, 1.0)
     out_ptr_D = out_ptr + row * HEAD_DIM + channel_D
     tl.store(out_ptr_D, out_D.to(out_ptr.dtype.element_ty), mask=channel_D < HEAD_DIM)

@@ -1,6 +1,7 @@
 """Norms over the last dimension on a GPU: one launch each, statistics in float32, rounded where ``norm.py`` rounds.
 
-Rows may lie far apart (views of a fused projection); the last dimension must be dense, else it is copied.
+Rows may lie far apart (views of a fused projection); the last dimension must be dense, else it is copied. A kernel is
+compiled per function, size and strides: any number of rows runs it.
 
 Shape suffixes: as in ``norm.py``. Kernels address a row by two indices, ``row // H`` and ``row % H``.
 """
@@ -19,7 +20,7 @@ WARPS_LONG = 8
 """A program with one long row (hidden sizes from 2,048 on) has twice the threads: one row is all that a decode has."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x_ptr,
     other_ptr,

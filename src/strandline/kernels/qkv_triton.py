@@ -4,6 +4,8 @@ A program takes one token and a few of its heads, numbered as they lie in the pr
 partner of a channel that turns is read a second time (it is in the first-level cache by then) and normalised with the
 same factor, so that nothing is exchanged between threads.
 
+Two variants are compiled per model: up to ``FEW_TOKENS`` tokens, and beyond.
+
 Invariants: of the blocks only the rows named for writing are written; the null block never is.
 
 Shape suffixes: as in ``qkv.py``; W heads of one program.
@@ -28,7 +30,7 @@ MANY_TOKENS_LAUNCH = (8, 4)
 """4 KiB of a bf16 row of 256-channel heads per program: 16 channels per thread, enough loads in flight."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["block_ptr", "offset_ptr"])
 def _prepare_kernel(
     projected_ptr,
     q_norm_ptr,

@@ -6,6 +6,8 @@ equal, so that a filter keeps the tokens from one key upwards, and ties go to th
 from the bound upwards that as many tiles reach as wanted. Among them the key is found by bisection; a row whose
 filters need more of its tokens bisects over the whole row, which takes some tens of times longer.
 
+A kernel is compiled per dtype and vocabulary: any number of rows runs it, wherever the slices of small tables start.
+
 Shape suffixes: as in ``sampling.py``; S chunks of a row, M tiles' maxima, C candidates.
 """
 # mypy: ignore-errors
@@ -92,7 +94,7 @@ def _first_above(weight, index, target, num: tl.constexpr):
     return place, tl.sum(tl.where(index == place, sum_before, 0.0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["uniform_ptr"])
 def _draw_kernel(
     logits_ptr,
     max_ptr,
@@ -133,7 +135,7 @@ def _tile_max_kernel(logits_ptr, tile_max_ptr, stride_n, V, M, CHUNK: tl.constex
     tl.store(tile_max_ptr + row * M + tile_M, tl.max(logit_MV, axis=1), mask=tile_M < M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["min_p_ptr", "least_ptr", "bound_ptr", "total_ptr"])
 def _bound_kernel(
     tile_max_ptr,
     min_p_ptr,
@@ -171,7 +173,7 @@ def _bound_kernel(
     tl.store(total_ptr + row, tl.zeros([], dtype=tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["least_ptr", "bound_ptr", "total_ptr"])
 def _gather_kernel(
     logits_ptr,
     top_ptr,
@@ -220,7 +222,7 @@ def _count_and_mass(
     return tl.sum(count_C, axis=0), tl.sum(mass_C, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["total_ptr", "least_ptr", "bound_ptr", "top_k_ptr", "top_p_ptr"])
 def _threshold_kernel(
     logits_ptr,
     candidates_ptr,
@@ -295,7 +297,7 @@ def _threshold_kernel(
     tl.store(least_ptr + row, lowest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["least_ptr"])
 def _apply_kernel(logits_ptr, least_ptr, out_ptr, stride_n, V, INDEX_BITS: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token_V = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)

@@ -10,7 +10,11 @@ BLOCK_SEQUENCES = 128
 BLOCK_FEATURES = 1024
 
 
-@triton.jit
+# Numbers of sequences, and where slices of small tables start, must not ask for a kernel to be compiled anew.
+@triton.jit(
+    do_not_specialize=["num_sequences"],
+    do_not_specialize_on_alignment=["dst", "last_rows", "pending", "source_rows", "sampled", "stop_sets"],
+)
 def _resolve_kernel(
     token_ids,
     dst,
@@ -69,7 +73,7 @@ def resolve_pending(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "slots"])
 def _store_hidden_kernel(hidden, rows, out, slots, size, hidden_stride, out_stride, BLOCK: tl.constexpr):
     n = tl.program_id(0)
     slot = tl.load(slots + n).to(tl.int64)
