@@ -58,11 +58,14 @@ class Chat:
     async def chunks(self) -> AsyncIterator[Json]:
         """Yield the answer as it grows."""
         growths = [Growth() for _ in self._replies]
-        for index in range(len(self._replies)):
-            delta = {"role": "assistant", "content": ""}
-            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield {**self._head, "choices": [choice]}
+        is_begun = False
         async for _, output in self.job.updates():
+            # Not before the first token: load generators take the first event for it.
+            for index in () if is_begun else range(len(self._replies)):
+                delta = {"role": "assistant", "content": ""}
+                choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+                yield {**self._head, "choices": [choice]}
+            is_begun = True
             for completion, growth, reply in zip(output.outputs, growths, self._replies, strict=True):
                 for choice in self._choices(completion, growth, reply):
                     yield {**self._head, "choices": [choice]}

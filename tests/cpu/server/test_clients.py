@@ -14,6 +14,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from strandline import LLM, SamplingParams
@@ -171,3 +172,13 @@ def test_guidellm_counts_as_many_tokens_as_it_asked_for(server: ServerProcess, p
     usages = [usage for event in events[:-1] if (usage := json.loads(event).get("usage"))]
     assert usages[-1]["completion_tokens"] == 4
     assert usages[-1]["prompt_tokens"] >= len("1 0 m0")
+
+
+def test_the_event_that_names_a_chats_role_comes_no_earlier_than_the_first_token(server: ServerProcess) -> None:
+    """vLLM's load generator takes it for the first token. A prompt of many steps would show the difference."""
+    body = {**GUIDELLM, "max_completion_tokens": 1, "messages": [{"role": "user", "content": "x" * 4000}]}
+    before = server.metric("time_to_first_token_seconds_count")
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT_S) as response:
+        first = next(line for line in response.iter_lines() if line)
+        assert '"role":"assistant"' in first
+        assert server.metric("time_to_first_token_seconds_count") == before + 1
