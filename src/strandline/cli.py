@@ -207,8 +207,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights")
     add("--max-model-len", type=int, metavar="TOKENS", help="longest request, prompt and output together")
     add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")
-    add("--max-num-batched-tokens", type=int, default=2048, help="most tokens per step (default: %(default)s)")
+    add("--max-num-batched-tokens", type=int, help="most tokens per step (default: 2048, on GPUs 8192)")
     add("--memory", metavar="SIZE", help="for the cache and running requests together, such as 4GiB")
+    add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="where --memory says nothing")
+    add("--enforce-eager", action="store_true", help="record no steps as CUDA graphs")
+    add("--async-scheduling", action=argparse.BooleanOptionalAction, help="plan ahead (default: on GPUs)")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     text = "where snapshots are taken; all but auto are there to compare with (default: %(default)s)"
     add("--mamba-cache-mode", choices=CACHE_MODES, default="auto", help=text)

@@ -10,11 +10,13 @@ from strandline.config import EngineConfig
 from strandline.server.launch import ServerConfig
 
 FLAGS = [
-    "--api-key", "--cache-page", "--chat-template", "--client-timeout-s",
+    "--api-key", "--async-scheduling", "--cache-page", "--chat-template", "--client-timeout-s",
     "--deterministic", "--device", "--dtype", "--enable-auto-tool-choice",
-    "--enable-prefix-caching", "--host",
+    "--enable-prefix-caching", "--enforce-eager",
+    "--gpu-memory-utilization", "--host",
     "--load-format", "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
-    "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-enable-prefix-caching",
+    "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-async-scheduling",
+    "--no-enable-prefix-caching",
     "--port", "--reasoning-parser", "--request-timeout-s", "--restart", "--seed", "--served-model-name", "--tokenizer",
     "--tool-call-parser",
 ]  # fmt: skip
