@@ -92,7 +92,7 @@ def sweep(batch_size: int, state_dtype: torch.dtype) -> None:
     all_calls = calls(batch_size, state_dtype)
     found = []
     for variant in VARIANTS:
-        gdn_decode_triton.BLOCK_V, gdn_decode_triton.NUM_WARPS = variant
+        gdn_decode_triton.FEW = gdn_decode_triton.MANY = gdn_decode_triton.Launch(*variant)
         try:
             found.append((time_us(all_calls), variant))
         except Exception as error:  # noqa: BLE001 - a variant that does not compile is a result, too
@@ -112,7 +112,8 @@ def main() -> None:
             if options.sweep and batch_size in (1, 16, 64, 256):
                 sweep(batch_size, state_dtype)
             elif not options.sweep:
-                variant = (gdn_decode_triton.BLOCK_V, gdn_decode_triton.NUM_WARPS)
+                is_few = batch_size <= gdn_decode_triton.FEW_SEQUENCES
+                variant = gdn_decode_triton.FEW if is_few else gdn_decode_triton.MANY
                 report(batch_size, state_dtype, variant, time_us(calls(batch_size, state_dtype)))
 
 

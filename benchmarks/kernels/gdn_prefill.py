@@ -16,7 +16,7 @@ from triton.testing import do_bench
 from strandline.kernels import gdn
 from strandline.kernels import gdn_prefill_triton as kernels
 from strandline.kernels.chunk_table import ChunkTable, build_chunk_table
-from strandline.kernels.gdn_prefill_triton import Launch
+from strandline.kernels.gdn_prefill_triton import Advance
 
 KEY_HEADS, HEADS, DIM = 16, 32, 128
 SLOT_ELEMENTS = 16 * 2**20
@@ -156,18 +156,24 @@ def sweep(case: Case) -> None:
     gates = case.inputs[3:]
     slots = case.state_SHKV, case.src_N, case.dst_N, case.chunks
     variants: dict[str, Callable[[], object]] = {}
-    for warps, inverse, is_in_parts in product([4, 8], ["tf32", "tf32x3"], [False, True]):
-        variants[f"prepare warps={warps} inverse={inverse} in_parts={is_in_parts}"] = partial(
-            kernels.prepare, q, k, *gates, case.chunks, Launch(warps, 1), inverse, is_in_parts
-        )
+    for registers in (None, 168, 128):
+        variants[f"prepare registers={registers}"] = partial(prepare_with, registers, case)
     print_best(case, variants)
     prepared = kernels.prepare(q, k, *gates, case.chunks)
     variants = {}
-    for columns, warps, stages in product([16, 32, 64, 128], [4, 8], [1, 2, 3, 4]):
-        variants[f"advance columns={columns} warps={warps} stages={stages}"] = partial(
-            kernels.advance, q, k, v, prepared, *slots, Launch(warps, stages), columns
-        )
+    for columns, stages in product([64, 128], [2, 3]):
+        launch = Advance(columns, columns // 16, stages)
+        variants[str(launch)] = partial(kernels.advance, q, k, v, prepared, *slots, launch)
     print_best(case, variants)
+
+
+def prepare_with(registers: int | None, case: Case) -> None:
+    q, k, _, a, b, A_log, dt_bias = case.inputs
+    chosen, kernels.PREPARE_REGISTERS = kernels.PREPARE_REGISTERS, registers
+    try:
+        kernels.prepare(q, k, a, b, A_log, dt_bias, case.chunks)
+    finally:
+        kernels.PREPARE_REGISTERS = chosen
 
 
 def print_best(case: Case, variants: dict[str, Callable[[], object]]) -> None:

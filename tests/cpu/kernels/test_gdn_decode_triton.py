@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strandline.kernels import gdn
+from strandline.kernels.platform import set_deterministic
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
@@ -114,12 +115,16 @@ def check_batch_changes_no_bit(num_sequences: int, shape: Shape, dtype: torch.dt
     slots = torch.arange(1, num_sequences + 1, device=device)
     batch_SHKV = make_arena(num_sequences + 1, slots.tolist(), shape, device)
     alone_SHKV = batch_SHKV.clone()
-    out_NHV = gdn_decode(*inputs, batch_SHKV, slots, slots)
-    for i in {0, num_sequences // 2, num_sequences - 1}:
-        one = slice(i, i + 1)
-        row = [x[one] for x in inputs[:5]]
-        assert torch.equal(gdn_decode(*row, *inputs[5:], alone_SHKV, slots[one], slots[one])[0], out_NHV[i])
-        assert torch.equal(alone_SHKV[i + 1], batch_SHKV[i + 1])
+    set_deterministic(True)
+    try:
+        out_NHV = gdn_decode(*inputs, batch_SHKV, slots, slots)
+        for i in {0, num_sequences // 2, num_sequences - 1}:
+            one = slice(i, i + 1)
+            row = [x[one] for x in inputs[:5]]
+            assert torch.equal(gdn_decode(*row, *inputs[5:], alone_SHKV, slots[one], slots[one])[0], out_NHV[i])
+            assert torch.equal(alone_SHKV[i + 1], batch_SHKV[i + 1])
+    finally:
+        set_deterministic(False)
 
 
 def check_gates(dtype: torch.dtype, device: str) -> None:
@@ -169,7 +174,7 @@ def test_a_state_in_bfloat16_is_rounded_once_per_step() -> None:
     check_decode([1, 2, 0], [1, 3, 4], Shape(), torch.bfloat16, "cpu", state_dtype=torch.bfloat16)
 
 
-def test_a_sequence_s_bits_do_not_depend_on_the_batch() -> None:
+def test_deterministic_a_sequence_s_bits_do_not_depend_on_the_batch() -> None:
     check_batch_changes_no_bit(5, Shape(), torch.float32, "cpu")
 
 
