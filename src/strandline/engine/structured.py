@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strandline.engine.sampling_params import StructuredOutputsParams
+from strandline.engine.upload import upload
 from strandline.errors import RequestError
 
 MAX_GRAMMAR_CHARACTERS: Final = 512 * 1024
@@ -199,9 +200,9 @@ def mask_logits(logits_NV: Tensor, rows: Sequence[int], matchers: Sequence[Match
         matcher.fill(words_RW, index)
     device = logits_NV.device
     bits = torch.arange(32, dtype=torch.int32, device=device)
-    mask_RW = torch.from_numpy(words_RW).to(device)
+    mask_RW = upload(words_RW, device)
     is_allowed_RV = ((mask_RW[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
-    rows_R = torch.tensor(rows, dtype=torch.int64, device=device)
+    rows_R = upload(np.array(rows, dtype=np.int64), device)
     masked_RV = logits_NV[rows_R].masked_fill(~is_allowed_RV, NOT_ALLOWED)
     is_empty_R1 = (masked_RV == NOT_ALLOWED).all(dim=-1, keepdim=True)
     logits_NV[rows_R] = masked_RV.masked_fill(is_empty_R1 & is_allowed_RV, 0.0)
