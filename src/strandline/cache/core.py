@@ -140,6 +140,7 @@ class PrefixCache:
         read: bool = True,
         marks: tuple[int, ...] = (),
         shared_end: int | None = None,
+        habit: int | None = None,
     ) -> Lease | None:
         """Lease a slot for a request and the blocks of what is cached; start it at the deepest snapshot.
 
@@ -149,6 +150,7 @@ class PrefixCache:
             read: when False the request computes everything (it may still leave snapshots behind).
             marks: positions where others are likely to share the prompt's beginning.
             shared_end: others find its keys and values up to here only; None: all of them.
+            habit: what its lease said before it was preempted; None: it has had no lease.
 
         A request that is alone and cannot have its snapshot beside its own state starts over (``NO_ROOM``): nobody
         will ever make room for it.
@@ -175,7 +177,9 @@ class PrefixCache:
         if shared_end is not None:
             lease.shared_end = shared_end
         self.leases[request_id] = lease
-        if is_asked:
+        if habit is not None:
+            lease.habit = habit
+        elif is_asked:
             self.reuse.tick()
             lease.habit = self.reuse.come_back(salt, tokens.data)
         self._fill_lease(lease, end, snapshot)

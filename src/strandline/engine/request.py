@@ -28,6 +28,7 @@ class Request:
     __slots__ = (
         "account",
         "finish_reason",
+        "habit",
         "is_introduced",
         "lead",
         "lease",
@@ -77,6 +78,8 @@ class Request:
         """What its first admission found in the cache."""
         self.num_admissions_seen = -1
         """The scheduler's count of admissions when it last looked for somebody to follow."""
+        self.habit: int | None = None
+        """How long its path had stayed away when it was first admitted; kept while it is preempted."""
         self.queue_number = 0
         """Its place in the order of arrival."""
         self.rank = 0

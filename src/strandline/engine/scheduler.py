@@ -305,9 +305,11 @@ class Scheduler:
             marks=request.marks,
             read=self._may_read(request),
             shared_end=request.num_prompt_tokens if self._is_exact else None,
+            habit=request.habit,
         )
         if lease is None:
             return None
+        request.habit = lease.habit
         if not self.cache.extend(lease, min(request.num_tokens, lease.computed + budget)):
             self.cache.release(lease, SnapshotKind.PREEMPTION)
             return None

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from strandline.cache import PrefixCache
 from strandline.cache.invariants import check
+from strandline.cache.reuse import habit_after
 from strandline.engine.plan import NewRequest, StepPlan, StepResult
 from strandline.engine.request import FinishReason, Request
 from strandline.engine.sampling_params import SamplingParams
@@ -250,3 +251,17 @@ def test_a_preempted_request_is_not_overtaken() -> None:
         plans.append(step(scheduler))
     order = admitted(plans)
     assert order.index(preempted.request_id) < order.index("c")
+
+
+def test_a_preempted_request_keeps_the_habit_of_its_path() -> None:
+    scheduler = make_scheduler(num_slabs=7, blocks_per_slab=2, max_tokens=256)
+    for index, token in enumerate([2, *range(20, 31)]):
+        scheduler.add(make_request(f"before{index}", [token] * 70, max_tokens=1))
+        run_to_the_end(scheduler)
+    first, second = make_request("a", [1] * 120, max_tokens=200), make_request("b", [2] * 120, max_tokens=200)
+    scheduler.add(first)
+    scheduler.add(second)
+    run_to_the_end(scheduler)
+    assert scheduler.num_preemptions
+    [last] = [s for _, tokens, s in scheduler.cache.snapshots() if len(tokens) == 4 * 319 and tokens[3] == 2]
+    assert last.habit == habit_after(12)
