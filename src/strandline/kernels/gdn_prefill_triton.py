@@ -39,6 +39,7 @@ from torch import Tensor
 
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
+from strandline.kernels.platform import is_deterministic
 
 PREPARE_WARPS = 4
 """One warpgroup per 64 x 64 matrix."""
@@ -473,7 +474,9 @@ def advance(
 
 def _advance_launch(num_sequences: int, num_heads: int, value_dim: int) -> Advance:
     programs = num_sequences * num_heads * triton.cdiv(value_dim, FEW_PROGRAMS.columns)
-    return FEW_PROGRAMS if programs <= NUM_MULTIPROCESSORS else MANY_PROGRAMS
+    # Deterministic, one kernel carries a state, whatever other sequences there are.
+    is_few = is_deterministic() or programs <= NUM_MULTIPROCESSORS
+    return FEW_PROGRAMS if is_few else MANY_PROGRAMS
 
 
 def _aligned(x_THD: Tensor) -> Tensor:
