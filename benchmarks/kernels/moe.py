@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels import moe, moe_triton
-from strandline.kernels.moe_triton import Gemv, Tile
+from strandline.kernels.moe_few_triton import Few, mixture_few
+from strandline.kernels.moe_list_triton import list_choices
+from strandline.kernels.moe_triton import Tile
 
 HIDDEN, EXPERTS, TOP_K, SIZE = 2048, 256, 8, 512
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 8192)
@@ -23,13 +25,19 @@ BYTES_PER_S, FLOPS = 4.3e12, 700e12
 NUM_LAYERS = 4
 """Sets of weights, 1.6 GB each; a batch of one finds its 50 MB in the cache unless choices differ, too."""
 
-GEMVS = [
-    Gemv(up_n, up_k, up_warps, down_n, down_k, down_warps)
-    for (up_n, up_k, up_warps), (down_n, down_k, down_warps) in zip(
-        [(1, 2048, 4), (2, 2048, 4), (2, 2048, 8), (4, 2048, 8), (4, 1024, 4), (4, 512, 4), (8, 512, 4), (8, 512, 8)],
-        [(1, 512, 4), (2, 512, 4), (2, 512, 8), (4, 512, 8), (4, 512, 4), (4, 256, 4), (8, 128, 4), (8, 256, 8)],
-        strict=True,
-    )
+FEWS = [
+    Few(*up, *down)
+    for up, down in [
+        ((1, 2048, 1), (4, 4)),
+        ((2, 512, 1), (4, 4)),
+        ((2, 1024, 1), (4, 4)),
+        ((2, 512, 2), (4, 4)),
+        ((4, 512, 2), (4, 4)),
+        ((2, 1024, 4), (4, 4)),
+        ((2, 2048, 4), (4, 4)),
+        ((2, 512, 2), (2, 2)),
+        ((2, 512, 2), (8, 8)),
+    ]
 ]
 UP_SMALL = [
     Tile(16, n, k, warps, stages)
@@ -193,7 +201,7 @@ def report(
 def variants_up(tile: Tile, arguments: Inputs) -> Callable[[], object]:
     """Return a call of the first grouped product alone."""
     x_TD, gate_up, _, _, experts_TK, _, _ = arguments
-    starts, choices = moe_triton.list_choices(experts_TK, EXPERTS)
+    starts, choices = list_choices(experts_TK, EXPERTS)
     hidden = torch.empty(experts_TK.numel(), SIZE, device="cuda", dtype=torch.bfloat16)
     return lambda: moe_triton.launch_up(x_TD, gate_up, starts, choices, hidden, TOP_K, tile)
 
@@ -201,7 +209,7 @@ def variants_up(tile: Tile, arguments: Inputs) -> Callable[[], object]:
 def variants_down(tile: Tile, arguments: Inputs) -> Callable[[], object]:
     """Return a call of the second grouped product alone."""
     _, _, down, _, experts_TK, _, _ = arguments
-    starts, choices = moe_triton.list_choices(experts_TK, EXPERTS)
+    starts, choices = list_choices(experts_TK, EXPERTS)
     hidden = torch.randn(experts_TK.numel(), SIZE, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(experts_TK.numel(), HIDDEN, device="cuda", dtype=torch.bfloat16)
     return lambda: moe_triton.launch_down(hidden, down, starts, choices, out, tile)
@@ -210,7 +218,7 @@ def variants_down(tile: Tile, arguments: Inputs) -> Callable[[], object]:
 def sweep(num_tokens: int) -> None:
     """Time the launch variants that make sense at this size, and print the best of each kernel."""
     if num_tokens <= 16:
-        best = min((report("few", num_tokens, str(g), lambda a, g=g: few(a, g)), g) for g in GEMVS)
+        best = min((report("few", num_tokens, str(tuple(f)), lambda a, f=f: few(a, f)), f) for f in FEWS)
         print(f"BEST few tokens={num_tokens}: {best}", flush=True)
     if num_tokens < 8:
         return
@@ -226,8 +234,11 @@ def sweep(num_tokens: int) -> None:
         print(f"BEST {name} tokens={num_tokens}: {best_tile}", flush=True)
 
 
-def few(arguments: Inputs, gemv: Gemv) -> Callable[[], object]:
-    return lambda: moe_triton.experts_glu_few(*arguments, gemv)
+def few(arguments: Inputs, few: Few) -> Callable[[], object]:
+    """Return a call of the way of few tokens: the router's and the shared expert's part are in it, too."""
+    x_TD, gate_up, down, *_ = arguments
+    projected = torch.randn(len(x_TD), 2 * SIZE + EXPERTS + 8, device="cuda", dtype=torch.bfloat16)
+    return lambda: mixture_few(x_TD, projected, gate_up, down, SHARED_DOWN, TOP_K, few, is_normalised=True)
 
 
 def main() -> None:
@@ -242,7 +253,7 @@ def main() -> None:
         print(f"route tokens={num_tokens}: {route:.1f} us", flush=True)
         report("experts", num_tokens, "chosen", lambda a: lambda: moe_triton.experts_glu(*a))
         if num_tokens <= 16:
-            report("experts", num_tokens, "few", lambda a: few(a, moe_triton.GEMV))
+            report("experts", num_tokens, "few", lambda a, n=num_tokens: few(a, moe_triton.FEW[n > 1]))
         for name in ("DECODE", "MIDDLE", "PREFILL"):
             tiles = getattr(moe_triton, f"TILES_{name}")
             report("experts", num_tokens, name, lambda a, t=tiles: lambda: moe_triton.experts_glu_many(*a, *t))
@@ -255,4 +266,5 @@ if __name__ == "__main__":
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device")
     LAYERS = layers()
+    SHARED_DOWN = torch.randn(HIDDEN, SIZE, device="cuda", dtype=torch.bfloat16).mul_(SIZE**-0.5)
     main()

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+
 BLOCK = 1024
 """Columns of a program: 16 bytes per thread and operand, and a decode's one row is spread over several programs."""
 
@@ -18,10 +20,12 @@ WARPS = 4
 
 
 @triton.jit
-def _swiglu_kernel(gate_up_ptr, out_ptr, stride_t, F, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate_up_ptr, out_ptr, stride_t, F, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask_F = col_F < F
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
     dtype = out_ptr.dtype.element_ty
     gate_F = tl.load(gate_up_ptr + row * stride_t + col_F, mask=mask_F, other=0.0).to(tl.float32)
     up_F = tl.load(gate_up_ptr + row * stride_t + F + col_F, mask=mask_F, other=0.0).to(tl.float32)
@@ -30,10 +34,12 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, stride_t, F, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid_gate_kernel(x_ptr, gate_ptr, stride_x, stride_gate, size, BLOCK: tl.constexpr):
+def _sigmoid_gate_kernel(x_ptr, gate_ptr, stride_x, stride_gate, size, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col_O = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask_O = col_O < size
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
     x_O_ptr = x_ptr + row * stride_x + col_O
     gate_O = tl.load(gate_ptr + row * stride_gate + col_O, mask=mask_O, other=0.0).to(tl.float32)
     x_O = tl.load(x_O_ptr, mask=mask_O, other=0.0).to(tl.float32)
@@ -49,7 +55,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     stride = gate_up.stride(0) if gate_up.dim() == 2 else 2 * size
     grid = (gate_up.numel() // (2 * size), triton.cdiv(size, BLOCK))
-    _swiglu_kernel[grid](gate_up, out, stride, size, BLOCK=BLOCK, num_warps=WARPS)
+    options = overlap_options(gate_up)
+    _swiglu_kernel[grid](gate_up, out, stride, size, BLOCK=BLOCK, num_warps=WARPS, **options)
     return out
 
 
@@ -61,5 +68,6 @@ def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
     gate_TO = gate_TO if gate_TO.stride(-1) == 1 else gate_TO.contiguous()
     num_rows, size = x_TO.shape
     grid = (num_rows, triton.cdiv(size, BLOCK))
-    _sigmoid_gate_kernel[grid](x_TO, gate_TO, x_TO.stride(0), gate_TO.stride(0), size, BLOCK=BLOCK, num_warps=WARPS)
+    strides, options = (x_TO.stride(0), gate_TO.stride(0)), overlap_options(x_TO)
+    _sigmoid_gate_kernel[grid](x_TO, gate_TO, *strides, size, BLOCK=BLOCK, num_warps=WARPS, **options)
     return x_TO

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.platform import has_invariant_twin
+from strandline.kernels.activation import swiglu
+from strandline.kernels.platform import has_invariant_twin, has_triton_twin
 
 
 def can_pack(weight_OI: Tensor) -> bool:
@@ -27,9 +28,16 @@ def pack(weight_OI: Tensor) -> Tensor:
 
 
 @has_invariant_twin("matmul_triton")
+@has_triton_twin("linear_triton")
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x weight^T + bias``; the weight may be packed."""
     if weight_OI.is_mkldnn:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
         return out
     return F.linear(x, weight_OI, bias_O)
+
+
+@has_triton_twin("linear_triton")
+def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
+    """Return ``silu(gate x) * up x``, the gate's rows before the up projection's; the weight may be packed."""
+    return swiglu(linear(x, gate_up_OI))

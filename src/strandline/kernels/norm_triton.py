@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+
 ROW_ELEMENTS = 1024
 """A program takes as many short rows (heads of 128) as make up this many elements: 16 bytes per thread."""
 
@@ -39,6 +41,7 @@ def _norm_kernel(
     ADDS: tl.constexpr,
     GATES: tl.constexpr,
     ROUNDS_PRODUCT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row_R = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     col_D = tl.arange(0, BLOCK_D)
@@ -48,13 +51,15 @@ def _norm_kernel(
     x_RD_ptr = x_ptr + (token_R * stride_xt + head_R * stride_xh)[:, None] + col_D[None, :]
     other_RD_ptr = other_ptr + (token_R * stride_ot + head_R * stride_oh)[:, None] + col_D[None, :]
     out_dtype = out_ptr.dtype.element_ty
+    weight_D = tl.load(weight_ptr + col_D, mask=col_D < D, other=0.0).to(tl.float32)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
     x_RD = tl.load(x_RD_ptr, mask=mask_RD, other=0.0).to(tl.float32)
     if ADDS:
         total_RD = x_RD + tl.load(other_RD_ptr, mask=mask_RD, other=0.0).to(tl.float32)
         rounded_RD = total_RD.to(x_ptr.dtype.element_ty)
         tl.store(x_RD_ptr, rounded_RD, mask=mask_RD)
         x_RD = rounded_RD.to(tl.float32)
-    weight_D = tl.load(weight_ptr + col_D, mask=col_D < D, other=0.0).to(tl.float32)
     rstd_R = tl.rsqrt(tl.sum(x_RD * x_RD, axis=1) / D + eps)
     normed_RD = x_RD * rstd_R[:, None]
     if GATES:
@@ -122,5 +127,6 @@ def _launch(x: Tensor, other: Tensor, weight_D: Tensor, eps: float, adds: bool =
         GATES=gates,
         ROUNDS_PRODUCT=weight_D.dtype == x.dtype,
         num_warps=WARPS_LONG if block >= 2048 else WARPS_SHORT,
+        **overlap_options(x),
     )
     return out

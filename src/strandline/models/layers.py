@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from strandline.errors import ConfigError
-from strandline.kernels.activation import sigmoid_gate, swiglu
+from strandline.kernels.activation import sigmoid_gate
 from strandline.kernels.attention import paged_attention
 from strandline.kernels.batch import KVMemory, LayerMemory, RecurrentMemory, StepBatch
 from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_update
 from strandline.kernels.gdn import gdn_decode, gdn_prefill
-from strandline.kernels.linear import can_pack, linear, pack
-from strandline.kernels.moe import experts_glu, route_top_k
+from strandline.kernels.linear import can_pack, gated_linear, linear, pack
+from strandline.kernels.moe import mixture
 from strandline.kernels.norm import add_rms_norm_zero_centered, rms_norm_gated, rms_norm_zero_centered
 from strandline.kernels.qkv import prepare_qkv
 from strandline.kernels.rotary import default_frequencies, rotary_table
@@ -218,7 +218,7 @@ class GatedMlp(nn.Module):
         self.down_EF = parameter(hidden_size, intermediate_size, dtype=dtype, device=device)
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        return linear(swiglu(linear(hidden_TE, self.gate_up_FE)), self.down_EF)
+        return linear(gated_linear(hidden_TE, self.gate_up_FE), self.down_EF)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors."""
@@ -248,10 +248,9 @@ class SparseMoe(nn.Module):
         self.down_XEF = parameter(config.num_experts, hidden_size, size, dtype=dtype, device=device)
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        shared, logits_TX, gate_T1, _ = linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
-        weights, experts = route_top_k(logits_TX, self.top_k, is_normalised=self.is_normalised)
-        shared_TE = linear(swiglu(shared), self.shared_down_EF)
-        return experts_glu(hidden_TE, self.gate_up_XFE, self.down_XEF, weights, experts, shared_TE, gate_T1)
+        projected_TO = linear(hidden_TE, self.in_proj_OE)
+        experts = (self.gate_up_XFE, self.down_XEF, self.shared_down_EF)
+        return mixture(hidden_TE, projected_TO, *experts, self.top_k, is_normalised=self.is_normalised)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""

@@ -5,7 +5,7 @@ import torch
 
 from strandline.kernels import moe_triton
 from strandline.kernels.moe_triton import Tile
-from tests.cpu.kernels.test_moe_triton import check_experts, check_list, check_router, inputs
+from tests.cpu.kernels.test_moe_triton import check_experts, check_list, check_mixture, check_router, inputs
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -19,7 +19,7 @@ def test_experts_equal_a_loop_in_float64(
     num_tokens: int, num_experts: int, top_k: int, hidden_size: int, size: int, dtype: torch.dtype
 ) -> None:
     arguments = inputs(num_tokens, num_experts, top_k, hidden_size, size, dtype, "cuda")
-    check_experts(arguments, moe_triton.GEMV, moe_triton.TILES_FLOAT32)
+    check_experts(arguments, moe_triton.TILES_FLOAT32)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 65, 1000])
@@ -30,7 +30,23 @@ def test_experts_equal_a_loop_in_float64(
 )
 def test_experts_equal_a_loop_in_float64_at_the_model_s_shape(num_tokens: int, tiles: tuple[Tile, Tile]) -> None:
     arguments = inputs(num_tokens, 256, 8, 2048, 512, torch.bfloat16, "cuda")
-    check_experts(arguments, moe_triton.GEMV, tiles)
+    check_experts(arguments, tiles)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "shape"),
+    [(1, (8, 3, 12, 7, 5)), (3, (16, 2, 48, 32, 16)), (7, (20, 6, 130, 63, 70)), (70, (20, 6, 130, 63, 70))],
+)
+def test_the_mixture_equals_a_loop_in_float64(
+    num_tokens: int, shape: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    check_mixture(num_tokens, shape, moe_triton.FEW[0], dtype, "cuda")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 16, 300])
+def test_the_mixture_equals_a_loop_in_float64_at_the_model_s_shape(num_tokens: int) -> None:
+    check_mixture(num_tokens, (256, 8, 2048, 512, 512), moe_triton.FEW[0], torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 1000])

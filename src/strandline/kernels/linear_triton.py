@@ -1,0 +1,347 @@
+"""Products of few rows with a weight: a stream of the weight through registers, or through tensor cores.
+
+One row, and up to ``MAX_ROWS_GEMV`` with a small weight: every program multiplies a few of the weight's rows, whole,
+in float32. Up to ``MAX_ROWS_SKINNY`` with many outputs: tiles of 16 rows, on tensor cores. Else torch's product. The
+way depends on shapes alone, and a row's result on no other row.
+
+Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a product sums over.
+"""
+# mypy: ignore-errors
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels import linear as product
+from strandline.kernels.activation_triton import swiglu
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.platform import is_deterministic
+
+MAX_ROWS_GEMV = 4
+MAX_ROWS_SKINNY = 16
+
+MAX_OUTPUTS = 65536
+"""Beyond (the head), torch's product reaches the memory's bandwidth."""
+
+
+class Gemv(NamedTuple):
+    """How a product with one to four rows is cut up."""
+
+    block_n: int
+    block_k: int
+    warps: int
+
+
+class Skinny(NamedTuple):
+    """How a product with up to 16 rows is cut up."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    spans: int = 1
+    """Spans of the inputs, each a product of its own; their sum is a launch more."""
+
+
+GEMV_SMALL = Gemv(1, 1024, 2)
+GEMV_NARROW = Gemv(2, 512, 2)
+GEMV_WIDE = Gemv(4, 512, 2)
+"""Programs of 2 to 4 KiB at a time, a thousand of them and more: most of a small weight is under way at once."""
+
+SMALL_ELEMENTS = 12 << 20
+"""Up to this size a weight is streamed faster by ever more programs, and for one to four rows; a larger one takes
+torch's product from three rows on: the arithmetic outweighs the stream there."""
+
+WIDE_INPUTS = 2560
+"""From here on a program has four outputs."""
+
+SKINNY = Skinny(64, 128, 4, 4)
+SKINNY_GATED = Skinny(16, 256, 2, 4)
+"""Some 200 to 600 programs, each with 48 to 64 KiB under way."""
+
+MIN_OUTPUTS_SKINNY = 8192
+"""Below, there are too few tiles to fill the GPU: torch splits the inputs there."""
+
+BLOCK_SPANS = 256
+"""Outputs of a program that adds up spans."""
+
+
+@triton.jit
+def silu_times(gate, up, dtype: tl.constexpr):
+    """Round as the reference: both products, the gate's silu, and the result."""
+    gate = gate.to(dtype).to(tl.float32)
+    silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    return (silu * up.to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _load_weight(weight_ptr, row_N, col_K, start, K, N, IS_EVEN: tl.constexpr):
+    """Load ``[1, N, K]``, bytes that are read once and need not stay in the cache."""
+    ptr_1NK = weight_ptr + (row_N * K)[None, :, None] + (start + col_K)[None, None, :]
+    if IS_EVEN:
+        return tl.load(ptr_1NK, eviction_policy="evict_first")
+    mask_1NK = (row_N < N)[None, :, None] & (start + col_K < K)[None, None, :]
+    return tl.load(ptr_1NK, mask=mask_1NK, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    stride_x,
+    K,
+    N,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    row_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_K = tl.arange(0, BLOCK_K)
+    row_M = tl.arange(0, BLOCK_M)
+    up_ptr = weight_ptr + tl.cast(N, tl.int64) * K
+    weight_1NK = _load_weight(weight_ptr, row_N, col_K, 0, K, N, IS_EVEN)
+    if IS_GATED:
+        up_1NK = _load_weight(up_ptr, row_N, col_K, 0, K, N, IS_EVEN)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    x_M1K_ptr = x_ptr + row_M.to(tl.int64)[:, None, None] * stride_x + col_K[None, None, :]
+    is_row_M11 = (row_M < M)[:, None, None]
+    acc_MNK = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
+    acc_up_MNK = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for chunk in tl.static_range(NUM_K):
+        start = chunk * BLOCK_K
+        if chunk > 0:
+            weight_1NK = _load_weight(weight_ptr, row_N, col_K, start, K, N, IS_EVEN)
+            if IS_GATED:
+                up_1NK = _load_weight(up_ptr, row_N, col_K, start, K, N, IS_EVEN)
+        if IS_EVEN:
+            x_M1K = tl.load(x_M1K_ptr + start, mask=is_row_M11, other=0.0).to(tl.float32)
+        else:
+            is_x_M1K = is_row_M11 & (start + col_K < K)[None, None, :]
+            x_M1K = tl.load(x_M1K_ptr + start, mask=is_x_M1K, other=0.0).to(tl.float32)
+        acc_MNK += weight_1NK.to(tl.float32) * x_M1K
+        if IS_GATED:
+            acc_up_MNK += up_1NK.to(tl.float32) * x_M1K
+    out_MN = tl.sum(acc_MNK, axis=2)
+    dtype = out_ptr.dtype.element_ty
+    if HAS_BIAS:
+        out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
+    if IS_GATED:
+        out_MN = silu_times(out_MN, tl.sum(acc_up_MNK, axis=2), dtype)
+    out_MN_ptr = out_ptr + row_M.to(tl.int64)[:, None] * N + row_N[None, :]
+    tl.store(out_MN_ptr, out_MN.to(dtype), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
+
+
+@triton.jit
+def _skinny_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    stride_x,
+    K,
+    N,
+    span_k,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Write a tile of the product; split, that of one span of the inputs, in float32."""
+    col_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offset_K = tl.arange(0, BLOCK_K)
+    row_M = tl.arange(0, BLOCK_M)
+    is_row_M = row_M < M
+    is_col_N = col_N < N
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    x_MK_ptr = x_ptr + row_M.to(tl.int64)[:, None] * stride_x + offset_K[None, :]
+    weight_KN_ptr = weight_ptr + (col_N * K)[None, :] + offset_K[:, None]
+    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    acc_up_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    first = tl.program_id(1) * span_k
+    for start in range(first, tl.minimum(first + span_k, K), BLOCK_K):
+        if IS_EVEN:
+            x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None], other=0.0)
+            weight_KN = tl.load(weight_KN_ptr + start, eviction_policy="evict_first")
+        else:
+            is_K = start + offset_K < K
+            mask_KN = is_K[:, None] & is_col_N[None, :]
+            x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None] & is_K[None, :], other=0.0)
+            weight_KN = tl.load(weight_KN_ptr + start, mask=mask_KN, other=0.0, eviction_policy="evict_first")
+        acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
+        if IS_GATED:
+            up_KN_ptr = weight_KN_ptr + tl.cast(N, tl.int64) * K + start
+            if IS_EVEN:
+                up_KN = tl.load(up_KN_ptr, eviction_policy="evict_first")
+            else:
+                is_K = start + offset_K < K
+                mask_KN = is_K[:, None] & is_col_N[None, :]
+                up_KN = tl.load(up_KN_ptr, mask=mask_KN, other=0.0, eviction_policy="evict_first")
+            acc_up_MN = tl.dot(x_MK, up_KN, acc_up_MN, input_precision="ieee")
+    if HAS_BIAS:
+        acc_MN += tl.load(bias_ptr + col_N, mask=is_col_N, other=0.0).to(tl.float32)[None, :]
+    if IS_GATED:
+        acc_MN = silu_times(acc_MN, acc_up_MN, out_ptr.dtype.element_ty)
+    out_row_M = row_M.to(tl.int64)
+    if IS_SPLIT:
+        out_row_M += tl.program_id(1) * M
+    out_MN_ptr = out_ptr + out_row_M[:, None] * N + col_N[None, :]
+    tl.store(out_MN_ptr, acc_MN.to(out_ptr.dtype.element_ty), mask=is_row_M[:, None] & is_col_N[None, :])
+
+
+@triton.jit
+def _add_spans_kernel(
+    part_ptr,
+    bias_ptr,
+    out_ptr,
+    size,
+    N,
+    HAS_BIAS: tl.constexpr,
+    SPANS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Add the spans' products, in their order."""
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_offset = offset < size
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for span in tl.static_range(SPANS):
+        total += tl.load(part_ptr + span * size + offset, mask=is_offset, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + offset % N, mask=is_offset, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offset, total.to(out_ptr.dtype.element_ty), mask=is_offset)
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return ``x weight^T + bias``."""
+    plan = plan_product(x, weight_OI, is_gated=False)
+    if plan is None:
+        return F.linear(x, weight_OI, bias_O)
+    return _launch(x, weight_OI, bias_O, plan, is_gated=False)
+
+
+def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
+    """Return ``silu(gate x) * up x``, the gate's rows before the up projection's."""
+    plan = None if is_deterministic() else plan_product(x, gate_up_OI, is_gated=True)
+    if plan is None:
+        return swiglu(product.linear(x, gate_up_OI))
+    return _launch(x, gate_up_OI, None, plan, is_gated=True)
+
+
+def plan_product(x: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Gemv | Skinny | None:
+    """Return how to cut up a product with few rows, or None where torch's is as fast. Shapes alone decide."""
+    if x.dim() != 2 or not 0 < len(x) <= MAX_ROWS_SKINNY or x.stride(1) != 1 or not weight_OI.is_contiguous():
+        return None
+    num_rows, (num_outputs, num_inputs) = len(x), weight_OI.shape
+    if num_outputs > MAX_OUTPUTS or (x.dtype == torch.float32 and num_rows > MAX_ROWS_GEMV):
+        return None
+    if num_outputs * num_inputs <= SMALL_ELEMENTS:
+        if num_rows > MAX_ROWS_GEMV:
+            return None
+        return GEMV_SMALL if num_rows == 1 else GEMV_NARROW
+    if num_rows == 1:
+        return GEMV_WIDE if num_inputs >= WIDE_INPUTS else GEMV_NARROW
+    if num_outputs < MIN_OUTPUTS_SKINNY:
+        return None
+    return SKINNY_GATED if is_gated else SKINNY
+
+
+def _launch(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, plan: Gemv | Skinny, *, is_gated: bool) -> Tensor:
+    launch = launch_gemv if isinstance(plan, Gemv) else launch_skinny
+    return launch(x, weight_OI, bias_O, plan, is_gated=is_gated)
+
+
+def launch_gemv(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gemv: Gemv, *, is_gated: bool) -> Tensor:
+    """Return the product of up to four rows; gated, of ``silu(gate x) * up x``."""
+    num_rows, num_inputs = x_MI.shape
+    num_outputs = len(weight_OI) // 2 if is_gated else len(weight_OI)
+    out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
+    _gemv_kernel[(triton.cdiv(num_outputs, gemv.block_n),)](
+        x_MI,
+        weight_OI,
+        bias_O,
+        out_MO,
+        num_rows,
+        x_MI.stride(0),
+        num_inputs,
+        num_outputs,
+        HAS_BIAS=bias_O is not None,
+        IS_GATED=is_gated,
+        IS_EVEN=num_inputs % gemv.block_k == 0 and num_outputs % gemv.block_n == 0,
+        NUM_K=triton.cdiv(num_inputs, gemv.block_k),
+        BLOCK_M=triton.next_power_of_2(num_rows),
+        BLOCK_N=gemv.block_n,
+        BLOCK_K=gemv.block_k,
+        num_warps=gemv.warps,
+        **overlap_options(x_MI),
+    )
+    return out_MO
+
+
+def launch_skinny(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: Skinny, *, is_gated: bool) -> Tensor:
+    """Return the product of up to 16 rows; gated, of ``silu(gate x) * up x``, which cannot be split."""
+    num_rows, num_inputs = x_MI.shape
+    num_outputs = len(weight_OI) // 2 if is_gated else len(weight_OI)
+    out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
+    options = overlap_options(x_MI)
+    span = triton.cdiv(num_inputs, tile.spans * tile.block_k) * tile.block_k
+    spans = triton.cdiv(num_inputs, span)
+    part_SMO = out_MO
+    if spans > 1:
+        part_SMO = torch.empty((spans, num_rows, num_outputs), dtype=torch.float32, device=x_MI.device)
+    _skinny_kernel[(triton.cdiv(num_outputs, tile.block_n), spans)](
+        x_MI,
+        weight_OI,
+        bias_O,
+        part_SMO,
+        num_rows,
+        x_MI.stride(0),
+        num_inputs,
+        num_outputs,
+        span,
+        HAS_BIAS=bias_O is not None and spans == 1,
+        IS_GATED=is_gated,
+        IS_EVEN=num_inputs % tile.block_k == 0 and num_outputs % tile.block_n == 0,
+        IS_SPLIT=spans > 1,
+        BLOCK_M=16,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **options,
+    )
+    if spans > 1:
+        size = num_rows * num_outputs
+        _add_spans_kernel[(triton.cdiv(size, BLOCK_SPANS),)](
+            part_SMO,
+            bias_O,
+            out_MO,
+            size,
+            num_outputs,
+            HAS_BIAS=bias_O is not None,
+            SPANS=spans,
+            BLOCK=BLOCK_SPANS,
+            num_warps=2,
+            **options,
+        )
+    return out_MO

@@ -1,0 +1,260 @@
+"""The experts of a few tokens on a GPU, in two launches: every product is one of a matrix with a vector.
+
+Both kernels take each token's experts from the router's logits by themselves, which costs less than a launch between
+would; the second also computes the shared expert's part. It reads the experts' weights before the first has ended:
+only the hidden features depend on that.
+
+Invariants: as in ``moe_triton.py``.
+
+Shape suffixes: as in ``moe.py``; in kernels M rows of x, N features, K the dimension that a product sums over, C a
+token's choices (``top_k``, padded to a power of two).
+"""
+# mypy: ignore-errors
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.linear_triton import silu_times
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+
+
+class Few(NamedTuple):
+    """How the two products are cut up."""
+
+    block_up_n: int
+    block_up_k: int
+    warps_up: int
+    block_down_n: int
+    warps_down: int
+
+
+@triton.jit
+def take_top(
+    logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, IS_NORMALISED: tl.constexpr
+):
+    """Return the experts of one token, the likeliest first and of equal ones the lower index, and their weights.
+
+    The logits bypass the multiprocessor's own cache: a kernel that has not yet waited may read them.
+    """
+    expert_E = tl.arange(0, BLOCK_E)
+    logit_E = tl.load(logits_ptr + expert_E, mask=expert_E < E, other=float("-inf"), cache_modifier=".cg")
+    dtype: tl.constexpr = logits_ptr.dtype.element_ty
+    logit_E = logit_E.to(tl.float32)
+    # Larger logits have larger keys, and of equal ones the lower index has. Keys are distinct, also among NaN.
+    bits_E = tl.where(logit_E == 0.0, 0.0, logit_E).to(tl.int32, bitcast=True)
+    bits_E = bits_E ^ ((bits_E >> 31) & 0x7FFFFFFF)
+    if dtype == tl.bfloat16:
+        # Half of the bits say all: a warp finds the largest of 32-bit integers in one instruction.
+        key_E = (bits_E & -65536) | (BLOCK_E - 1 - expert_E)
+        lowest = -0x7FFFFFFF - 1
+    else:
+        key_E = (bits_E.to(tl.int64) << 32) + (BLOCK_E - 1 - expert_E).to(tl.int64)
+        lowest = -0x7FFFFFFFFFFFFFFF
+    key_E = tl.where(expert_E < E, key_E, lowest)
+    max_logit = tl.max(logit_E, axis=0)
+    total = tl.sum(tl.exp(logit_E - max_logit), axis=0)
+    choice_C = tl.arange(0, BLOCK_C)
+    chosen_C = tl.zeros([BLOCK_C], dtype=tl.int32)
+    logit_C = tl.full([BLOCK_C], float("-inf"), dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):
+        key = tl.max(key_E, axis=0)
+        key_E = tl.where(key_E == key, lowest, key_E)
+        if dtype == tl.bfloat16:
+            high = key & -65536
+            # A negative number's lower half was turned over, too.
+            value = tl.where(high < 0, (high | 0xFFFF) ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
+            expert = BLOCK_E - 1 - (key & 0xFFFF)
+        else:
+            high = (key >> 32).to(tl.int32)
+            value = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            expert = (BLOCK_E - 1 - (key & 0xFFFFFFFF)).to(tl.int32)
+        chosen_C = tl.where(choice_C == choice, expert, chosen_C)
+        logit_C = tl.where(choice_C == choice, value, logit_C)
+    weight_C = tl.exp(logit_C - max_logit) / total
+    if IS_NORMALISED:
+        weight_C = weight_C / tl.sum(weight_C, axis=0)
+    return chosen_C, weight_C
+
+
+@triton.jit
+def _few_up_kernel(
+    x_ptr,
+    projected_ptr,
+    weight_ptr,
+    hidden_ptr,
+    stride_x,
+    stride_p,
+    D,
+    F,
+    S,
+    E,
+    TOP_K: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    choice = tl.program_id(1)
+    token = (choice // TOP_K).to(tl.int64)
+    row_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_K = tl.arange(0, BLOCK_K)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    chosen_C, _ = take_top(projected_ptr + token * stride_p + 2 * S, E, TOP_K, BLOCK_E, BLOCK_C, False)
+    is_mine_C = tl.arange(0, BLOCK_C) == choice % TOP_K
+    expert = tl.sum(tl.where(is_mine_C, chosen_C, 0), axis=0).to(tl.int64)
+    gate_NK_ptr = weight_ptr + expert * (2 * F * D) + row_N[:, None] * D + col_K[None, :]
+    x_1K_ptr = x_ptr + token * stride_x + col_K[None, :]
+    gate_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    up_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for chunk in tl.static_range(NUM_K):
+        start = chunk * BLOCK_K
+        if IS_EVEN:
+            gate_weight_NK = tl.load(gate_NK_ptr + start, eviction_policy="evict_first")
+            up_weight_NK = tl.load(gate_NK_ptr + F * D + start, eviction_policy="evict_first")
+            x_1K = tl.load(x_1K_ptr + start).to(tl.float32)
+        else:
+            is_1K = (start + col_K < D)[None, :]
+            mask_NK = (row_N < F)[:, None] & is_1K
+            gate_weight_NK = tl.load(gate_NK_ptr + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
+            up_weight_NK = tl.load(gate_NK_ptr + F * D + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
+            x_1K = tl.load(x_1K_ptr + start, mask=is_1K, other=0.0).to(tl.float32)
+        gate_NK += gate_weight_NK.to(tl.float32) * x_1K
+        up_NK += up_weight_NK.to(tl.float32) * x_1K
+    hidden_N = silu_times(tl.sum(gate_NK, axis=1), tl.sum(up_NK, axis=1), hidden_ptr.dtype.element_ty)
+    tl.store(hidden_ptr + choice.to(tl.int64) * F + row_N, hidden_N, mask=row_N < F)
+
+
+@triton.jit
+def _few_down_kernel(
+    hidden_ptr,
+    projected_ptr,
+    weight_ptr,
+    shared_weight_ptr,
+    out_ptr,
+    stride_p,
+    D,
+    F,
+    S,
+    E,
+    TOP_K: tl.constexpr,
+    IS_NORMALISED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    token = tl.program_id(1).to(tl.int64)
+    row_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row_N = row_N < D
+    choice_C = tl.arange(0, BLOCK_C)
+    is_choice_C = choice_C < TOP_K
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    # What was projected is there already, since the kernel before has waited for it; not so the hidden features.
+    token_ptr = projected_ptr + token * stride_p
+    col_S = tl.arange(0, BLOCK_S)
+    is_S = col_S < S
+    shared_mask_NS = is_row_N[:, None] & is_S[None, :]
+    shared_NS_ptr = shared_weight_ptr + row_N[:, None] * S + col_S[None, :]
+    shared_NS = tl.load(shared_NS_ptr, mask=shared_mask_NS, other=0.0, eviction_policy="evict_first")
+    chosen_C, weight_C = take_top(token_ptr + 2 * S, E, TOP_K, BLOCK_E, BLOCK_C, IS_NORMALISED)
+    col_K = tl.arange(0, BLOCK_K)
+    offset_CN = chosen_C[:, None].to(tl.int64) * (D * F) + (row_N * F)[None, :]
+    mask_C1K = is_choice_C[:, None, None] & (col_K < F)[None, None, :]
+    weight_CNK_ptr = weight_ptr + offset_CN[:, :, None] + col_K[None, None, :]
+    if IS_EVEN:
+        weight_CNK = tl.load(weight_CNK_ptr, eviction_policy="evict_first")
+    else:
+        mask_CNK = mask_C1K & is_row_N[None, :, None]
+        weight_CNK = tl.load(weight_CNK_ptr, mask=mask_CNK, other=0.0, eviction_policy="evict_first")
+    gate_S = tl.load(token_ptr + col_S, mask=is_S, other=0.0, cache_modifier=".cg").to(tl.float32)
+    up_S = tl.load(token_ptr + S + col_S, mask=is_S, other=0.0, cache_modifier=".cg").to(tl.float32)
+    factor = tl.load(token_ptr + 2 * S + E, cache_modifier=".cg").to(tl.float32)
+    factor = tl.sigmoid(factor).to(dtype).to(tl.float32)
+    shared_hidden_S = silu_times(gate_S, up_S, dtype).to(tl.float32)
+    shared_N = tl.sum(shared_NS.to(tl.float32) * shared_hidden_S[None, :], axis=1).to(dtype).to(tl.float32) * factor
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    hidden_C1K_ptr = hidden_ptr + ((token * TOP_K + choice_C) * F)[:, None, None] + col_K[None, None, :]
+    hidden_C1K = tl.load(hidden_C1K_ptr, mask=mask_C1K, other=0.0).to(tl.float32)
+    out_CN = tl.sum(weight_CNK.to(tl.float32) * hidden_C1K, axis=2).to(dtype).to(tl.float32)
+    out_CN = tl.where(is_choice_C[:, None], out_CN * weight_C[:, None], 0.0)
+    out_N = tl.sum(out_CN, axis=0).to(dtype).to(tl.float32) + shared_N
+    tl.store(out_ptr + token * D + row_N, out_N.to(dtype), mask=is_row_N)
+
+
+def mixture_few(
+    x_TD: Tensor,
+    projected_TO: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    shared_down_DS: Tensor,
+    top_k: int,
+    few: Few,
+    *,
+    is_normalised: bool,
+) -> Tensor:
+    """Compute ``mixture`` choice by choice."""
+    num_tokens = len(x_TD)
+    num_experts, num_channels, size = down_EDF.shape
+    shared_size = shared_down_DS.shape[1]
+    hidden_AF = torch.empty((num_tokens * top_k, size), dtype=x_TD.dtype, device=x_TD.device)
+    out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
+    block_k = min(few.block_up_k, triton.next_power_of_2(num_channels))
+    block_f = triton.next_power_of_2(size)
+    options = overlap_options(x_TD)
+    route = {
+        "TOP_K": top_k,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "BLOCK_C": triton.next_power_of_2(top_k),
+    }
+    _few_up_kernel[(triton.cdiv(size, few.block_up_n), num_tokens * top_k)](
+        x_TD,
+        projected_TO,
+        gate_up_EFD,
+        hidden_AF,
+        x_TD.stride(0),
+        projected_TO.stride(0),
+        num_channels,
+        size,
+        shared_size,
+        num_experts,
+        **route,
+        IS_EVEN=num_channels % block_k == 0 and size % few.block_up_n == 0,
+        NUM_K=triton.cdiv(num_channels, block_k),
+        BLOCK_N=few.block_up_n,
+        BLOCK_K=block_k,
+        num_warps=few.warps_up,
+        **options,
+    )
+    _few_down_kernel[(triton.cdiv(num_channels, few.block_down_n), num_tokens)](
+        hidden_AF,
+        projected_TO,
+        down_EDF,
+        shared_down_DS,
+        out_TD,
+        projected_TO.stride(0),
+        num_channels,
+        size,
+        shared_size,
+        num_experts,
+        **route,
+        IS_NORMALISED=is_normalised,
+        IS_EVEN=size == block_f and num_channels % few.block_down_n == 0 and top_k == route["BLOCK_C"],
+        BLOCK_N=few.block_down_n,
+        BLOCK_K=block_f,
+        BLOCK_S=triton.next_power_of_2(shared_size),
+        num_warps=few.warps_down,
+        **options,
+    )
+    return out_TD

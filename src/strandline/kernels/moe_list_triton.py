@@ -1,0 +1,141 @@
+"""Lists of every expert's choices, on a GPU: stable, as a sort would give them, without sorting.
+
+Few choices: one program per expert looks at all of them. More: blocks of choices are counted by expert; then every
+block finds from all blocks' counts where its choices belong.
+
+Shape suffixes: as in ``moe.py``; in kernels B blocks of choices, J choices of the same block.
+"""
+# mypy: ignore-errors
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+
+MAX_CHOICES_DIRECT = 4096
+"""Up to here one launch, whose programs look at all choices twice, is faster than two."""
+
+BLOCK_DIRECT = 2048
+"""Choices that the program of an expert looks at together."""
+
+BLOCK_CHOICES = 512
+"""Choices of a block: each is compared with all of its block."""
+
+BLOCK_COUNTS = 32
+"""Blocks whose counts are added up together."""
+
+BLOCK_PEERS = 32
+"""Choices that a block's are compared with together."""
+
+
+@triton.jit
+def _list_kernel(experts_ptr, starts_ptr, choices_ptr, num_choices, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    """List one expert's choices, in their order, behind those of the experts before it."""
+    expert = tl.program_id(0)
+    offset_A = tl.arange(0, BLOCK)
+    num_before = tl.zeros([BLOCK], dtype=tl.int32)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    for first in range(0, num_choices, BLOCK):
+        expert_A = tl.load(experts_ptr + first + offset_A, mask=first + offset_A < num_choices, other=0x7FFFFFFF)
+        num_before += (expert_A < expert).to(tl.int32)
+    start = tl.sum(num_before, axis=0)
+    tl.store(starts_ptr + expert, start)
+    if expert == 0:
+        tl.store(starts_ptr + tl.num_programs(0), num_choices)
+    for first in range(0, num_choices, BLOCK):
+        expert_A = tl.load(experts_ptr + first + offset_A, mask=first + offset_A < num_choices, other=0x7FFFFFFF)
+        is_mine_A = (expert_A == expert).to(tl.int32)
+        place_A = start + tl.cumsum(is_mine_A, axis=0) - 1
+        tl.store(choices_ptr + place_A, first + offset_A, mask=is_mine_A > 0)
+        start += tl.sum(is_mine_A, axis=0)
+
+
+@triton.jit
+def _count_kernel(experts_ptr, counts_ptr, num_choices, E, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
+    """Count a block's choices of each expert."""
+    block = tl.program_id(0)
+    choice_A = block * BLOCK + tl.arange(0, BLOCK)
+    is_choice_A = choice_A < num_choices
+    expert_A = tl.load(experts_ptr + choice_A, mask=is_choice_A, other=0).to(tl.int32)
+    count_E = tl.histogram(expert_A, BLOCK_E, mask=is_choice_A)
+    expert_E = tl.arange(0, BLOCK_E)
+    tl.store(counts_ptr + block * E + expert_E, count_E, mask=expert_E < E)
+
+
+@triton.jit
+def _place_kernel(
+    experts_ptr,
+    counts_ptr,
+    starts_ptr,
+    choices_ptr,
+    num_choices,
+    num_blocks,
+    E,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    """Put a block's choices where they belong."""
+    block = tl.program_id(0)
+    expert_E = tl.arange(0, BLOCK_E)
+    total_E = tl.zeros([BLOCK_E], dtype=tl.int32)
+    before_E = tl.zeros([BLOCK_E], dtype=tl.int32)
+    for first in range(0, num_blocks, BLOCK_B):
+        block_B = first + tl.arange(0, BLOCK_B)
+        mask_BE = (block_B < num_blocks)[:, None] & (expert_E < E)[None, :]
+        count_BE = tl.load(counts_ptr + block_B[:, None] * E + expert_E[None, :], mask=mask_BE, other=0)
+        total_E += tl.sum(count_BE, axis=0)
+        before_E += tl.sum(tl.where((block_B < block)[:, None], count_BE, 0), axis=0)
+    start_E = tl.cumsum(total_E, axis=0) - total_E
+    if block == 0:
+        tl.store(starts_ptr + expert_E, start_E, mask=expert_E < E)
+        tl.store(starts_ptr + E, num_choices)
+    offset_A = tl.arange(0, BLOCK)
+    choice_A = block * BLOCK + offset_A
+    is_choice_A = choice_A < num_choices
+    expert_A = tl.load(experts_ptr + choice_A, mask=is_choice_A, other=0).to(tl.int32)
+    place_A = tl.gather(start_E + before_E, expert_A, 0)
+    for first in range(0, BLOCK, BLOCK_J):
+        offset_J = first + tl.arange(0, BLOCK_J)
+        choice_J = block * BLOCK + offset_J
+        expert_J = tl.load(experts_ptr + choice_J, mask=choice_J < num_choices, other=-1).to(tl.int32)
+        is_before_AJ = (expert_A[:, None] == expert_J[None, :]) & (offset_J[None, :] < offset_A[:, None])
+        place_A += tl.sum(is_before_AJ.to(tl.int32), axis=1)
+    tl.store(choices_ptr + place_A, choice_A, mask=is_choice_A)
+
+
+def list_choices(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return ``(starts_E, choices_A)``: expert ``e``'s choices are ``choices_A[starts_E[e] : starts_E[e + 1]]``."""
+    num_choices = experts_TK.numel()
+    starts_E = torch.empty(num_experts + 1, dtype=torch.int32, device=experts_TK.device)
+    choices_A = torch.empty(num_choices, dtype=torch.int32, device=experts_TK.device)
+    if num_choices <= MAX_CHOICES_DIRECT:
+        block = min(BLOCK_DIRECT, triton.next_power_of_2(num_choices))
+        options = overlap_options(experts_TK)
+        _list_kernel[(num_experts,)](experts_TK, starts_E, choices_A, num_choices, BLOCK=block, num_warps=4, **options)
+        return starts_E, choices_A
+    num_blocks = triton.cdiv(num_choices, BLOCK_CHOICES)
+    counts_BE = torch.empty((num_blocks, num_experts), dtype=torch.int32, device=experts_TK.device)
+    block_e = triton.next_power_of_2(num_experts)
+    _count_kernel[(num_blocks,)](
+        experts_TK, counts_BE, num_choices, num_experts, BLOCK_E=block_e, BLOCK=BLOCK_CHOICES, num_warps=4
+    )
+    _place_kernel[(num_blocks,)](
+        experts_TK,
+        counts_BE,
+        starts_E,
+        choices_A,
+        num_choices,
+        num_blocks,
+        num_experts,
+        BLOCK_E=block_e,
+        BLOCK=BLOCK_CHOICES,
+        BLOCK_B=BLOCK_COUNTS,
+        BLOCK_J=BLOCK_PEERS,
+        num_warps=8,
+    )
+    return starts_E, choices_A

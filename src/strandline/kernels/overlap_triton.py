@@ -1,0 +1,47 @@
+"""Launches that begin before the launch before them has ended (programmatic dependent launch, from Hopper on).
+
+A kernel launched with ``overlap_options`` may start as soon as every program of the one before it has either ended or
+called ``release_next``. It reads weights at once, but calls ``wait_for_previous`` before it reads what earlier kernels
+wrote, and before it writes anything; after that call all earlier kernels have ended, since each of them waited, too.
+
+Invariant: a kernel that calls ``release_next`` has called ``wait_for_previous`` before it, so that a kernel which
+starts early finds everything done but for the work of the one kernel before it.
+"""
+# mypy: ignore-errors
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+FIRST_CAPABILITY = (9, 0)
+"""Compute capability of the first devices that can."""
+
+
+@triton.jit
+def wait_for_previous(OVERLAPS: tl.constexpr):
+    """Wait until all earlier kernels have ended and what they wrote can be read."""
+    if OVERLAPS:
+        gdc_wait()
+
+
+@triton.jit
+def release_next(OVERLAPS: tl.constexpr):
+    """Let the next kernel start, once every program of this one has come here or ended."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+
+
+def overlap_options(x: Tensor) -> dict[str, bool]:
+    """Return the launch arguments, ``OVERLAPS`` among them, for the device of ``x``."""
+    if x.is_cuda and _can_overlap(x.get_device()):
+        return {"OVERLAPS": True, "launch_pdl": True}
+    return {"OVERLAPS": False}
+
+
+@cache
+def _can_overlap(device: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY

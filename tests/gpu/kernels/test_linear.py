@@ -1,0 +1,54 @@
+"""Triton's products of few rows on a GPU, at odd shapes and at those of Qwen3.5."""
+
+import pytest
+import torch
+
+from strandline.kernels import linear_triton
+from strandline.kernels.linear_triton import GEMV_NARROW, GEMV_SMALL, GEMV_WIDE, SKINNY, Gemv
+from tests.cpu.kernels.test_linear_triton import check_linear
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(2560, 12352), (4096, 2560), (2560, 9216), (9216, 2560), (2048, 12352), (4096, 2048), (2048, 1288)]
+"""Inputs and outputs of the projections of Qwen3.5-4B and 35B-A3B."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "num_outputs"), [(1, 40, 1), (1, 64, 16), (3, 130, 33), (4, 1000, 70), (16, 96, 5)]
+)
+def test_products_of_few_rows_equal_float64(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype
+) -> None:
+    check_linear(num_rows, num_inputs, num_outputs, dtype, "cuda", GEMV_NARROW, linear_triton.Skinny(16, 32, 2, 2))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 16])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
+@pytest.mark.parametrize("gemv", [GEMV_SMALL, GEMV_NARROW, GEMV_WIDE], ids=["small", "narrow", "wide"])
+def test_products_of_few_rows_equal_float64_at_the_models_shapes(
+    num_rows: int, num_inputs: int, num_outputs: int, gemv: Gemv
+) -> None:
+    check_linear(num_rows, num_inputs, num_outputs, torch.bfloat16, "cuda", gemv, SKINNY)
+
+
+def test_products_in_a_graph_see_what_the_launch_before_wrote() -> None:
+    weights = torch.randn(20, 1024, 1024, device="cuda").div_(32).bfloat16()
+    x = torch.randn(1, 1024, device="cuda").bfloat16()
+
+    def chain() -> torch.Tensor:
+        out = x
+        for weight in weights:
+            out = linear_triton.linear(out, weight)
+        return out
+
+    expected = x
+    for weight in weights:
+        expected = torch.nn.functional.linear(expected, weight)
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+    for _ in range(50):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert float((out - expected).norm() / expected.norm()) < 0.05
