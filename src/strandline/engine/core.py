@@ -25,9 +25,11 @@ from strandline.engine.sizing import (
     choose_memory_bytes,
     require_determinism,
 )
+from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
 from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.kernels.platform import runs_triton, set_deterministic
+from strandline.specs import ModelSpec
 
 
 class EngineCore:
@@ -53,19 +55,8 @@ class EngineCore:
         with self._timed("memory"):
             num_slabs = choose_memory_bytes(config, model, device) // spec.slab_bytes
         self.limits = Limits(model.vocab_size, choose_max_model_len(config, spec, model.max_position, num_slabs))
-        chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
-        self.cache = PrefixCache(
-            num_slabs,
-            spec.blocks_per_slab,
-            placement=OnGrid(chosen) if config.deterministic else chosen,
-            enabled=config.enable_prefix_caching,
-        )
-        self.scheduler = Scheduler(
-            self.cache,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=choose_batched_tokens(config, device),
-            deterministic=config.deterministic,
-        )
+        self.scheduler = new_scheduler(config, spec, num_slabs, device)
+        self.cache = self.scheduler.cache
         self.watch = CacheWatch(self.cache, self.scheduler, spec, config.mamba_cache_mode)
         self._cache_mode, self._cache_block_tokens = config.mamba_cache_mode, config.mamba_block_size
         self._shortest_auto = f"{BLOCK_TOKENS} tokens" if config.deterministic else "1 token"
@@ -78,11 +69,16 @@ class EngineCore:
             poison=self._is_debugged,
             deterministic=config.deterministic,
         )
-        # Torch's operations ask the host for what a recorded step cannot know.
-        if runs_triton(device.type) and not config.enforce_eager:
-            with self._timed("recording"):
-                sizes = graph_sizes(config.max_num_seqs)
-                self.runner.record_decodes(sizes, self.limits.max_model_len, progress=progress)
+        # Torch's operations are not compiled, and ask the host for what a recorded step cannot know.
+        if runs_triton(device.type):
+            with self._timed("kernels"):
+                made_up = new_scheduler(config, spec, num_slabs, device)
+                WarmUp(self.runner, made_up, self.limits.max_model_len).run()
+                torch.cuda.empty_cache()
+            if not config.enforce_eager:
+                with self._timed("recording"):
+                    sizes = graph_sizes(config.max_num_seqs)
+                    self.runner.record_decodes(sizes, self.limits.max_model_len, progress=progress)
         self._is_overlapped = device.type != "cpu" if config.async_scheduling is None else config.async_scheduling
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
 
@@ -199,6 +195,23 @@ class EngineCore:
             "blocks_evictable": idle_blocks * spec.block_bytes,
         }
         return {**held, "free": arena.num_slabs * spec.slab_bytes - sum(held.values())}
+
+
+def new_scheduler(config: EngineConfig, spec: ModelSpec, num_slabs: int, device: torch.device) -> Scheduler:
+    """Return a scheduler over an empty cache."""
+    chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
+    cache = PrefixCache(
+        num_slabs,
+        spec.blocks_per_slab,
+        placement=OnGrid(chosen) if config.deterministic else chosen,
+        enabled=config.enable_prefix_caching,
+    )
+    return Scheduler(
+        cache,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=choose_batched_tokens(config, device),
+        deterministic=config.deterministic,
+    )
 
 
 def _add_events(events: StepEvents, plan: StepPlan, result: StepResult, advanced: list[Request]) -> None:

@@ -163,6 +163,10 @@ class Runner:
             raise EngineError("a request with structured outputs came to a runner without a tokenizer")
         return self.grammars.matcher(wanted, new.stop_ids)
 
+    def forget_requests(self) -> None:
+        """Drop what is remembered of requests; there must be none under way."""
+        self._states.clear()
+
     def record_decodes(self, sizes: Iterable[int], max_model_len: int, *, progress: bool = False) -> None:
         """Record decode steps of these numbers of sequences, to replay them from now on."""
         set_deterministic(self._is_deterministic)

@@ -1,0 +1,153 @@
+"""Running every kind of step once before the first request, so that no kernel is compiled while somebody waits.
+
+A scheduler and a cache that are thrown away afterwards put made-up requests through the runner, on the engine's own
+memory, which is empty then. What kernels are compiled for is how many rows there are of each kind, how long contexts
+are, and how tokens are chosen; so that is what the requests differ in.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import count
+from typing import Any, Final
+
+from strandline.engine.plan import NewRequest, StepPlan
+from strandline.engine.request import Request
+from strandline.engine.runner import LaunchedStep, Runner
+from strandline.engine.sampling_params import SamplingParams
+from strandline.engine.scheduler import Scheduler
+from strandline.ids import RequestId
+
+PROMPT_TOKENS: Final = (1, 2, 5, 16, 65, 600, 2100)
+"""Some beyond every number of rows at which an operation takes another kernel, and some multiples of 16."""
+
+NUM_DECODES: Final = (0, 1, 5, 20, 70)
+"""Sequences that decode in the same steps."""
+
+LONG_TOKENS: Final = 2100
+"""A context whose keys are shared among as many programs as there may be."""
+
+SHORT_TOKENS: Final = 10
+
+CROWD: Final = 17
+"""More prompts than most steps compute at once."""
+
+TWO_BLOCKS_TOKENS: Final = 100
+"""A context that two programs share."""
+
+DECODED_TOKENS: Final = 64
+"""Of a request that decodes beside others: more than they take."""
+
+MAX_STEPS: Final = 4
+"""Of one prompt, which is made shorter where steps are small."""
+
+SAMPLERS: Final[tuple[dict[str, Any], ...]] = (
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 0.0, "logprobs": 5},
+    {"temperature": 1.0, "logprobs": 0, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "logit_bias": {0: 1.0}, "min_tokens": 2},
+    {"temperature": 0.0, "prompt_logprobs": 2},
+)
+
+
+class WarmUp:
+    """Requests that nobody asked for.
+
+    Args:
+        scheduler: of its own, over a cache of its own as large as the engine's.
+        max_model_len: no request is longer.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, max_model_len: int) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._max_model_len = max_model_len
+        self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
+        self._names = count()
+
+    def run(self) -> None:
+        """Run all kinds of steps, and leave nothing behind in the runner."""
+        for num_decodes in NUM_DECODES:
+            if num_decodes < self._scheduler.max_num_seqs:
+                self._prefill_beside(num_decodes)
+        self._crowd()
+        self._resume()
+        self._sample()
+        self._add(self._scheduler.max_num_batched_tokens + 1, 1)
+        self._run_until(lambda: not len(self._scheduler))
+        self._runner.forget_requests()
+
+    def _prefill_beside(self, num_decodes: int) -> None:
+        """Compute prompts of all lengths, one by one, while so many sequences decode."""
+        lengths = [LONG_TOKENS, *[SHORT_TOKENS] * num_decodes][:num_decodes]
+        decoding = [self._add(length, DECODED_TOKENS) for length in lengths]
+        self._run_until(lambda: all(request.output_ids for request in decoding))
+        for num_tokens in PROMPT_TOKENS:
+            prompt = self._add(num_tokens, 1)
+            self._run_until(partial(_is_finished, prompt))
+        self._run_until(lambda: not len(self._scheduler))
+
+    def _crowd(self) -> None:
+        """Compute many prompts in one step: short ones, a long one among them, as many tokens as there may be."""
+        most = self._scheduler.max_num_seqs
+        full_tokens = max(1, self._scheduler.max_num_batched_tokens // most)
+        for lengths in ([SHORT_TOKENS] * CROWD, [LONG_TOKENS] + [SHORT_TOKENS] * CROWD, [full_tokens] * most):
+            for num_tokens in lengths:
+                self._add(num_tokens, 1)
+            self._run_until(lambda: not len(self._scheduler))
+
+    def _resume(self) -> None:
+        """Continue a cached prompt: by a few tokens, and by none."""
+        for num_tokens in (LONG_TOKENS, LONG_TOKENS + 20, LONG_TOKENS + 20):
+            self._add(num_tokens, 2, salt="resumed")
+            self._run_until(lambda: not len(self._scheduler))
+
+    def _sample(self) -> None:
+        """Choose tokens in every way, alone and next to each other."""
+        for options in SAMPLERS:
+            self._add(TWO_BLOCKS_TOKENS, 3, options)
+            self._run_until(lambda: not len(self._scheduler))
+        for options in SAMPLERS:
+            self._add(TWO_BLOCKS_TOKENS, 3, options)
+        self._run_until(lambda: not len(self._scheduler))
+
+    def _add(
+        self, num_tokens: int, max_tokens: int, options: Mapping[str, Any] | None = None, salt: str | None = None
+    ) -> Request:
+        """Queue a prompt of so many tokens, as far as the model allows, that shares nothing unless it has a salt."""
+        name = f"warm-up-{next(self._names)}"
+        num_tokens = max(
+            1, min(num_tokens, self._max_model_len - 2, MAX_STEPS * self._scheduler.max_num_batched_tokens)
+        )
+        values = {"temperature": 0.0, **(options or {}), "max_tokens": max_tokens, "ignore_eos": True}
+        new = NewRequest(RequestId(name), [0] * num_tokens, SamplingParams(**values), 0, frozenset(), ())
+        max_total = min(num_tokens + max_tokens, self._max_model_len)
+        request = Request(new, max_total=max_total, salt=name if salt is None else salt)
+        self._scheduler.add(request)
+        return request
+
+    def _run_until(self, is_done: Callable[[], bool]) -> None:
+        """Run steps, each planned while the one before it runs where that is possible."""
+        while len(self._scheduler) and not is_done():
+            if not self._scheduler.can_run_ahead:
+                self._settle()
+            plan = self._scheduler.plan()
+            if plan is None:
+                self._settle()
+                continue
+            launched = self._runner.launch(plan)
+            self._settle()
+            self._scheduler.advance(plan)
+            self._in_flight = (plan, launched)
+        if not len(self._scheduler):
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._in_flight is not None:
+            plan, launched = self._in_flight
+            self._in_flight = None
+            self._scheduler.settle(plan, launched.result())
+
+
+def _is_finished(request: Request) -> bool:
+    return request.is_finished

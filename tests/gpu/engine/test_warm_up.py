@@ -1,0 +1,77 @@
+"""Once an engine has started, no kernel is compiled any more, whatever is asked of it."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import triton
+
+from strandline import LLM, SamplingParams
+
+MAX_TOKENS = 3000
+LENGTHS = [1, 2, 3, 4, 7, 8, 16, 17, 31, 48, 64, 65, 127, 128, 130, 300, 512, 1000, 1025, 2048]
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Collect the kernels that are compiled, or loaded from the disk's cache, in the meantime."""
+    found: list[str] = []
+
+    def note(*, repr: str, **_: Any) -> None:
+        found.append(repr)
+
+    runtime = triton.knobs.runtime
+    before, runtime.jit_post_compile_hook = runtime.jit_post_compile_hook, note
+    try:
+        yield found
+    finally:
+        runtime.jit_post_compile_hook = before
+
+
+def some_params(rng: random.Random, index: int) -> SamplingParams:
+    temperature = rng.choice([0.0, 0.0, 1.0])
+    return SamplingParams(
+        temperature=temperature,
+        top_k=rng.choice([0, 20]),
+        top_p=rng.choice([1.0, 0.9]),
+        min_p=rng.choice([0.0, 0.1]),
+        repetition_penalty=rng.choice([1.0, 1.2]),
+        logprobs=rng.choice([None, None, 3]),
+        prompt_logprobs=rng.choice([None] * 9 + [1]),
+        seed=index,
+        n=rng.choice([1, 3]) if temperature else 1,
+        max_tokens=rng.choice([1, 2, 20, 90]),
+        ignore_eos=True,
+    )
+
+
+def live(llm: LLM, seed: int) -> None:
+    """Run prompts of all lengths that share, come, go and fork, on the way from one request to many and back."""
+    rng = random.Random(seed)
+    seen = [[0]]
+    for index in range(120):
+        head = rng.choice(seen)[: rng.choice([0, 0, 64, 100, 2000])]
+        prompt = (head + rng.choices(range(4000), k=rng.choice(LENGTHS)))[:MAX_TOKENS]
+        seen.append(prompt)
+        llm.engine.add_request(str(index), prompt, some_params(rng, index))
+        for _ in range(rng.choice([0, 0, 1, 3, 20])):
+            llm.engine.step()
+        if rng.random() < 0.1:
+            llm.engine.abort(str(rng.randint(0, index)))
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_nothing_is_compiled_after_the_start(dtype: str, options: dict[str, Any]) -> None:
+    with compilations() as at_start:
+        llm = LLM("demo", device="cuda", dtype=dtype, memory="2GiB", max_model_len=4096, max_num_seqs=48, **options)
+    assert llm.engine.core.start_s["kernels"] > 0
+    assert at_start
+    with compilations() as found:
+        for seed in range(2):
+            live(llm, seed)
+    assert not found, "\n".join(sorted(set(found)))
