@@ -103,8 +103,9 @@ def _place_kernel(
         offset_J = first + tl.arange(0, BLOCK_J)
         choice_J = block * BLOCK + offset_J
         expert_J = tl.load(experts_ptr + choice_J, mask=choice_J < num_choices, other=-1).to(tl.int32)
-        is_before_AJ = (expert_A[:, None] == expert_J[None, :]) & (offset_J[None, :] < offset_A[:, None])
-        place_A += tl.sum(is_before_AJ.to(tl.int32), axis=1)
+        # In this order a thread holds all peers of a choice: it adds them up alone.
+        is_before_JA = (expert_J[:, None] == expert_A[None, :]) & (offset_J[:, None] < offset_A[None, :])
+        place_A += tl.sum(is_before_JA.to(tl.int32), axis=0)
     tl.store(choices_ptr + place_A, choice_A, mask=is_choice_A)
 
 
