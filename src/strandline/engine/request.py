@@ -41,7 +41,6 @@ class Request:
         "output_ids",
         "prompt_ids",
         "queue_number",
-        "rank",
         "request_id",
         "salt",
         "status",
@@ -81,9 +80,7 @@ class Request:
         self.habit: int | None = None
         """How long its path had stayed away when it was first admitted; kept while it is preempted."""
         self.queue_number = 0
-        """Its place in the order of arrival."""
-        self.rank = 0
-        """Number of its entry in the scheduler's order by what is cached; 0: none."""
+        """Its place in the order of those that wait."""
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -93,6 +90,11 @@ class Request:
     @property
     def params(self) -> SamplingParams:
         return self.new.params
+
+    @property
+    def is_following(self) -> bool:
+        """Whether somebody is still on the way to computing the beginning of its prompt."""
+        return self.lead is not None and self.lead.is_pending
 
     @property
     def is_finished(self) -> bool:

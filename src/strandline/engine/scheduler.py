@@ -1,9 +1,9 @@
 """Which requests run in the next step, and how many tokens of each.
 
 Continuous batching with chunked prefill: running requests go first, in order of arrival, then waiting ones as budget
-and memory allow: those first of which most is cached, but the first in line is overtaken ``MAX_OVERTAKEN`` times at
-most. When memory runs out the request that arrived last is preempted: its slot becomes a snapshot, so that nothing is
-recomputed when it comes back. The scheduler never splits or delays a step for the cache's sake.
+and memory allow, in the order of the ``WaitingQueue``. When memory runs out the request that arrived last is preempted:
+its slot becomes a snapshot, so that nothing is recomputed when it comes back. The scheduler never splits or delays a
+step for the cache's sake.
 
 Deterministic, a token's bits must not depend on how steps are cut: prompts are computed on the 64-token grid, what was
 generated token by token, also when a preempted request starts over (``exact_end``).
@@ -18,21 +18,16 @@ request that stays within its last block takes the short way through both.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush, merge
-from itertools import islice
 
 from strandline.cache import Lease, PrefixCache, SnapshotKind
 from strandline.engine.plan import PendingToken, SequencePlan, StepPlan, StepResult
 from strandline.engine.request import FinishReason, Request, Status
+from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
 from strandline.ids import BLOCK_TOKENS, RequestId
 
 LOOK_AHEAD_REQUESTS = 32
 """Waiting requests that may ask for a snapshot on the way of a running one, though there is no room for them yet."""
-MAX_OVERTAKEN = 16
-"""So many may be admitted before the request that has waited longest, because more of theirs is cached."""
-MAX_RECHECKS = 8
-"""So many waiting requests are looked up again before one of them is admitted: is theirs cached still?"""
 
 Span = tuple[Request, Lease, int, int]
 """A request, its lease, and the tokens ``[start, end)`` that it computes in the step."""
@@ -47,7 +42,7 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue(self._hit_tokens if cache.enabled else None)
         self.running: list[Request] = []
         self.num_preemptions = 0
         """Since the start."""
@@ -56,14 +51,6 @@ class Scheduler:
         self._grid_tokens = BLOCK_TOKENS if deterministic else 1
         """Steps of prompts end, and snapshots lie, on multiples of this."""
         self._num_admissions = 0
-        self._num_queued = 0
-        self._num_overtakes = 0
-        """Admissions since the request that has waited longest could have been admitted."""
-        self._num_ranked = 0
-        self._ranked: list[tuple[int, int, int, Request]] = []
-        """A heap of waiting requests, those of which most is cached first. An entry counts while ``rank`` names it."""
-        self._unranked: list[Request] = []
-        """Waiting requests that have not been compared with others yet."""
         self._requests: dict[RequestId, Request] = {}
         self._gone: list[RequestId] = []
         self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
@@ -88,11 +75,7 @@ class Scheduler:
             raise RequestError(f"request id {request.request_id!r} is in use by an unfinished request")
         self._requests[request.request_id] = request
         self._num_on_host += request.new.needs_host_tokens
-        self._num_queued += 1
-        request.queue_number = self._num_queued
-        self.waiting.append(request)
-        if self.cache.enabled:
-            self._unranked.append(request)
+        self.waiting.add(request)
 
     def finish(self, request_id: RequestId, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a request between steps, for a reason that its tokens do not show. Unknown ids are ignored."""
@@ -107,7 +90,6 @@ class Scheduler:
             self.cache.release(request.lease, SnapshotKind.GENERATION_END)
             request.lease = None
         request.status = Status.FINISHED
-        request.rank = 0
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._requests[request.request_id]
         self._num_on_host -= request.new.needs_host_tokens
@@ -190,90 +172,30 @@ class Scheduler:
         request.lease = None
         request.status = Status.WAITING
         self.num_preemptions += 1
-        request.queue_number = self.waiting[0].queue_number - 1 if self.waiting else request.queue_number
-        self.waiting.appendleft(request)
+        self.waiting.add_first(request)
 
     def _plan_waiting(self, spans: list[Span], budget: int) -> None:
-        """Admit waiting requests; those whose beginning is being computed are passed over for now."""
-        passed_over = []
-        while self.waiting and budget >= self._grid_tokens and len(self.running) < self.max_num_seqs:
-            request = self._next_waiting()
+        """Admit waiting requests; those whose beginning is being computed stand aside for now."""
+        waiting = self.waiting
+        waiting.call_back()
+        while waiting.has_line and budget >= self._grid_tokens and len(self.running) < self.max_num_seqs:
+            request = waiting.next()
             if self._should_wait(request):
-                self._leave_queue(request)
-                passed_over.append(request)
+                waiting.set_aside(request)
                 continue
             lease = self._admit(request, budget)
             if lease is None:
                 break
-            self._num_overtakes = 0 if request is self.waiting[0] else self._num_overtakes + 1
-            self._leave_queue(request)
+            waiting.admit(request)
             start = lease.computed
             end = min(request.num_tokens, start + budget)
             if self._is_exact:
                 end = exact_end(request, start, end)
             spans.append((request, lease, start, end))
             budget -= end - start
-        if passed_over:
-            self._wait_again(passed_over)
 
-    def _next_waiting(self) -> Request:
-        """Return the request to admit next: the one of which most is cached, before that is evicted.
-
-        The first one when it was preempted, follows somebody, or was overtaken often enough: so a request waits for no
-        more than ``MAX_OVERTAKEN`` that came later, for itself and for each that came before it.
-        """
-        first = self.waiting[0]
-        if len(self.waiting) == 1:
-            self._unranked = [first]
-            self._ranked.clear()
-            return first
-        if self._num_overtakes >= MAX_OVERTAKEN or first.account is not None or _is_following(first):
-            return first
-        return self._most_cached() or first
-
-    def _most_cached(self) -> Request | None:
-        """Return the waiting request of which most is cached, as far as is known; None when nothing is."""
-        new, self._unranked = self._unranked, []
-        for request in new:
-            if request.status is Status.WAITING:
-                if _is_following(request):
-                    self._unranked.append(request)
-                else:
-                    self._rank(request)
-        ranked = self._ranked
-        if len(ranked) > 4 * len(self.waiting) + MAX_RECHECKS:
-            ranked[:] = [entry for entry in ranked if entry[3].rank == entry[2]]
-            heapify(ranked)
-        for _ in range(MAX_RECHECKS):
-            while ranked and ranked[0][3].rank != ranked[0][2]:
-                heappop(ranked)
-            if not ranked or not ranked[0][0]:
-                return None
-            request = ranked[0][3]
-            if self.cache.hit_tokens(request.tokens, request.salt) >= -ranked[0][0]:
-                return request
-            self._rank(request)
-        return None
-
-    def _rank(self, request: Request) -> None:
-        """Enter a waiting request by what is cached of it now; an earlier entry of it counts no longer."""
-        self._num_ranked += 1
-        request.rank = self._num_ranked
-        cached = self.cache.hit_tokens(request.tokens, request.salt)
-        heappush(self._ranked, (-cached, request.queue_number, request.rank, request))
-
-    def _leave_queue(self, request: Request) -> None:
-        self.waiting.remove(request)
-        request.rank = 0
-
-    def _wait_again(self, passed_over: list[Request]) -> None:
-        """Put requests back among those that wait, in the order in which they came."""
-        passed_over.sort(key=_queue_number)
-        self._unranked += passed_over
-        if not self.waiting or passed_over[-1].queue_number < self.waiting[0].queue_number:
-            self.waiting.extendleft(reversed(passed_over))
-        else:
-            self.waiting = deque(merge(passed_over, self.waiting, key=_queue_number))
+    def _hit_tokens(self, request: Request) -> int:
+        return self.cache.hit_tokens(request.tokens, request.salt)
 
     def _should_wait(self, request: Request) -> bool:
         """Whether somebody is about to compute what the request needs.
@@ -282,8 +204,6 @@ class Scheduler:
         """
         request.num_admissions_seen = self._num_admissions
         lead = request.lead
-        if _is_following(request):
-            return True
         if request.output_ids or request.params.prompt_logprobs is not None:
             return False
         beyond = lead.position if lead else 0
@@ -292,9 +212,10 @@ class Scheduler:
 
     def _look_ahead(self) -> None:
         """Let the next waiting requests say where they part from running ones, before those have passed."""
-        for request in islice(self.waiting, LOOK_AHEAD_REQUESTS):
-            if request.num_admissions_seen != self._num_admissions:
-                self._should_wait(request)
+        self.waiting.call_back()
+        for request in self.waiting.first(LOOK_AHEAD_REQUESTS):
+            if request.num_admissions_seen != self._num_admissions and self._should_wait(request):
+                self.waiting.set_aside(request)
 
     def _admit(self, request: Request, budget: int) -> Lease | None:
         lease = self.cache.admit(
@@ -443,15 +364,6 @@ def exact_end(request: Request, start: int, end: int) -> int:
     if start >= num_prompt:
         return min(start + 1, end)
     return num_prompt if end >= num_prompt else max(start, end // BLOCK_TOKENS * BLOCK_TOKENS)
-
-
-def _queue_number(request: Request) -> int:
-    return request.queue_number
-
-
-def _is_following(request: Request) -> bool:
-    """Whether somebody is still on the way to computing the beginning of the request."""
-    return request.lead is not None and request.lead.is_pending
 
 
 def _lease(request: Request) -> Lease:

@@ -10,7 +10,8 @@ from strandline.cache.reuse import habit_after
 from strandline.engine.plan import NewRequest, StepPlan, StepResult
 from strandline.engine.request import FinishReason, Request
 from strandline.engine.sampling_params import SamplingParams
-from strandline.engine.scheduler import MAX_OVERTAKEN, Scheduler
+from strandline.engine.scheduler import Scheduler
+from strandline.engine.waiting import MAX_OVERTAKEN
 from strandline.errors import RequestError
 from strandline.ids import RequestId
 

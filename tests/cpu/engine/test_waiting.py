@@ -1,0 +1,164 @@
+"""The queue of those that wait, against a list that is searched anew for every answer."""
+
+from unittest.mock import patch
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from strandline.cache import Account, Lead, Lease, TokenBuffer
+from strandline.cache.tree import Run
+from strandline.engine import waiting
+from strandline.engine.plan import NewRequest
+from strandline.engine.request import Request
+from strandline.engine.sampling_params import SamplingParams
+from strandline.engine.waiting import WaitingQueue
+from strandline.ids import RequestId
+
+MAX_OVERTAKEN = 2
+MAX_RECHECKS = 2
+FOUND = Account(1, 0, 0, None, ())
+
+
+def make_request(number: int) -> Request:
+    return Request(NewRequest(RequestId(str(number)), [1], SamplingParams(), 0, frozenset(), ()), max_total=2)
+
+
+def make_lead() -> Lead:
+    root = Run(None, 0, b"", [])
+    return Lead(Lease(RequestId("lead"), TokenBuffer([1]), "", root, root, FOUND), 1)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Adds, preempts, aborts, admits, lets follow and call back, and evicts what was cached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = patch.multiple(waiting, MAX_OVERTAKEN=MAX_OVERTAKEN, MAX_RECHECKS=MAX_RECHECKS)
+        self.patches.start()
+        self.cached: dict[Request, int] = {}
+        self.queue = WaitingQueue(lambda request: self.cached[request])
+        self.waiting: list[Request] = []
+        self.admitted: list[Request] = []
+        self.num_made = 0
+        self.num_overtakes = 0
+        self.num_evicted = 0
+        """Since the last choice."""
+
+    def teardown(self) -> None:
+        self.patches.stop()
+
+    @property
+    def line(self) -> list[Request]:
+        return [request for request in self.waiting if not self.is_aside(request)]
+
+    def is_aside(self, request: Request) -> bool:
+        return request.lead is not None
+
+    @initialize(cached=st.lists(st.integers(0, 3), max_size=6))
+    def start(self, cached: list[int]) -> None:
+        for tokens in cached:
+            self.add(tokens)
+
+    @rule(cached=st.integers(0, 3))
+    def add(self, cached: int) -> None:
+        self.num_made += 1
+        request = make_request(self.num_made)
+        self.cached[request] = cached
+        self.queue.add(request)
+        self.waiting.append(request)
+
+    @precondition(lambda self: self.admitted)
+    @rule(index=st.integers(0, 20))
+    def preempt(self, index: int) -> None:
+        request = self.admitted.pop(index % len(self.admitted))
+        self.queue.add_first(request)
+        self.waiting.insert(0, request)
+
+    @precondition(lambda self: self.waiting)
+    @rule(index=st.integers(0, 20))
+    def abort(self, index: int) -> None:
+        request = self.waiting.pop(index % len(self.waiting))
+        self.queue.remove(request)
+
+    @precondition(lambda self: self.line)
+    @rule(follows=st.booleans())
+    def choose(self, follows: bool) -> None:
+        request = self.queue.next()
+        line = self.line
+        best = min(line, key=lambda one: (-self.cached[one], line.index(one)))
+        is_bound = self.num_overtakes >= MAX_OVERTAKEN or line[0].account is not None
+        if is_bound or (self.num_evicted >= MAX_RECHECKS and request is line[0]):
+            assert request is line[0]
+        else:
+            assert request is best
+        self.num_evicted = 0 if request is best else self.num_evicted
+        if follows:
+            request.lead = make_lead()
+            self.queue.set_aside(request)
+            return
+        self.queue.admit(request)
+        self.num_overtakes = 0 if request is line[0] else self.num_overtakes + 1
+        assert self.num_overtakes <= MAX_OVERTAKEN
+        self.waiting.remove(request)
+        self.admitted.append(request)
+        request.account = FOUND
+
+    @precondition(lambda self: len(self.waiting) > len(self.line))
+    @rule(index=st.integers(0, 20))
+    def arrive(self, index: int) -> None:
+        """Let somebody's lead get there, or go."""
+        aside = [request for request in self.waiting if self.is_aside(request)]
+        request = aside[index % len(aside)]
+        assert request.lead is not None
+        request.lead.lease.is_active = False
+        self.queue.call_back()
+        request.lead = None
+
+    @precondition(lambda self: any(self.cached[request] for request in self.waiting))
+    @rule(index=st.integers(0, 20))
+    def evict(self, index: int) -> None:
+        some = [request for request in self.waiting if self.cached[request]]
+        self.cached[some[index % len(some)]] -= 1
+        self.num_evicted += 1
+
+    @invariant()
+    def everybody_waits_once_and_in_order(self) -> None:
+        assert list(self.queue) == self.waiting
+        assert len(self.queue) == len(self.waiting)
+        assert self.queue.first(len(self.waiting)) == self.line
+        assert self.queue.has_line == bool(self.line)
+
+
+TestQueue = QueueMachine.TestCase
+
+
+def test_without_a_cache_the_first_goes_first() -> None:
+    queue = WaitingQueue(None)
+    requests = [make_request(number) for number in range(4)]
+    for request in requests:
+        queue.add(request)
+    chosen = []
+    while len(queue):
+        chosen.append(queue.next())
+        queue.admit(chosen[-1])
+    assert chosen == requests
+
+
+def test_those_that_follow_again_and_again_leave_no_copies_behind() -> None:
+    asked = []
+
+    def hit_tokens(request: Request) -> int:
+        asked.append(request)
+        return 0
+
+    queue = WaitingQueue(hit_tokens)
+    requests = [make_request(number) for number in range(20)]
+    for request in requests:
+        queue.add(request)
+    for request in requests[:15]:
+        request.lead = make_lead()
+        queue.set_aside(request)
+    for _ in range(100):
+        queue.call_back()
+        queue.next()
+    assert asked == requests[15:]
