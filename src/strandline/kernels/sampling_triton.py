@@ -49,8 +49,7 @@ def _logit(key, INDEX_BITS: tl.constexpr):
 
 @triton.jit
 def _mass(logit, top):
-    # Exact in float32: a power of two.
-    return (tl.exp(logit - top) * MASS_SCALE).to(tl.int64)
+    return (tl.exp(logit - top).to(tl.float64) * MASS_SCALE).to(tl.int64)
 
 
 @triton.jit
@@ -197,95 +196,30 @@ def _gather_kernel(
     mass_V = _mass(logit_V, tl.load(top_ptr + row))
     is_left_V = (token_V < V) & (key_V >= tl.load(least_ptr + row))
     tl.atomic_add(total_ptr + row, tl.sum(tl.where(is_left_V, mass_V, 0), axis=0), sem="relaxed")
-    is_candidate_V = is_left_V & (key_V >= tl.load(bound_ptr + row))
-    # Candidates are few, so each asks for a place: sums over a chunk would cost every token.
-    count_V = count_ptr + row + tl.zeros([CHUNK], dtype=tl.int32)
-    place_V = tl.atomic_add(count_V, 1, mask=is_candidate_V, sem="relaxed")
-    is_stored_V = is_candidate_V & (place_V < MAX_CANDIDATES)
+    is_candidate_V = (is_left_V & (key_V >= tl.load(bound_ptr + row))).to(tl.int32)
+    start = tl.atomic_add(count_ptr + row, tl.sum(is_candidate_V, axis=0), sem="relaxed")
+    place_V = start + tl.cumsum(is_candidate_V, axis=0) - 1
+    is_stored_V = (is_candidate_V > 0) & (place_V < MAX_CANDIDATES)
     tl.store(candidates_ptr + row * MAX_CANDIDATES + place_V, key_V, mask=is_stored_V)
 
 
 @triton.jit
-def _count_and_mass(logits_ptr, V, least, above, top, INDEX_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return how many keys of a row, not below ``least``, lie above a key, and their mass."""
+def _count_and_mass(
+    logits_ptr, candidates_ptr, num, is_whole, least, above, top, INDEX_BITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return how many keys, not below ``least``, lie above a key, and their mass."""
     count_C = tl.zeros([BLOCK], dtype=tl.int32)
     mass_C = tl.zeros([BLOCK], dtype=tl.int64)
-    for start in range(0, V, BLOCK):
+    for start in range(0, num, BLOCK):
         index_C = start + tl.arange(0, BLOCK)
-        logit_C = tl.load(logits_ptr + index_C, mask=index_C < V, other=float("-inf"))
-        key_C = _key(logit_C, index_C, INDEX_BITS)
-        is_above_C = (index_C < V) & (key_C > above) & (key_C >= least)
+        is_in_C = index_C < num
+        logit_C = tl.load(logits_ptr + index_C, mask=is_in_C & is_whole, other=float("-inf"))
+        key_C = tl.load(candidates_ptr + index_C, mask=is_in_C & (not is_whole), other=0)
+        key_C = tl.where(is_whole, _key(logit_C, index_C, INDEX_BITS), key_C)
+        is_above_C = is_in_C & (key_C > above) & (key_C >= least)
         count_C += is_above_C.to(tl.int32)
-        mass_C += tl.where(is_above_C, _mass(logit_C, top), 0)
+        mass_C += tl.where(is_above_C, _mass(_logit(key_C, INDEX_BITS), top), 0)
     return tl.sum(count_C, axis=0), tl.sum(mass_C, axis=0)
-
-
-@triton.jit
-def _lowest_of_row(logits_ptr, V, least, top, top_k, top_p, total, INDEX_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the lowest key that top-k and top-p leave, by passes over the whole row."""
-    lowest = least
-    last = (1 << INDEX_BITS) - 1
-    highest = _key(top, tl.zeros([], dtype=tl.int32), INDEX_BITS)
-    if top_k > 0:
-        # The lowest key above which there are fewer than k.
-        low = least
-        high = highest
-        while low < high:
-            middle = low + ((high - low) >> 1)
-            num_above, _ = _count_and_mass(logits_ptr, V, least, middle, top, INDEX_BITS, BLOCK)
-            is_few = num_above < top_k
-            low = tl.where(is_few, low, middle + 1)
-            high = tl.where(is_few, middle, high)
-        lowest = tl.maximum(low, lowest)
-        _, total = _count_and_mass(logits_ptr, V, lowest, lowest - 1, top, INDEX_BITS, BLOCK)
-    if top_p < 1.0:
-        # The lowest key above which there is less than the share; the likeliest token always stays.
-        wanted = top_p * total.to(tl.float64)
-        low = lowest
-        high = tl.maximum(highest - last, lowest)
-        if wanted > 0.0:
-            high = tl.maximum(highest, lowest)
-        while low < high:
-            middle = low + ((high - low) >> 1)
-            _, mass = _count_and_mass(logits_ptr, V, lowest, middle, top, INDEX_BITS, BLOCK)
-            is_less = mass.to(tl.float64) < wanted
-            low = tl.where(is_less, low, middle + 1)
-            high = tl.where(is_less, middle, high)
-        lowest = low
-    return lowest
-
-
-@triton.jit
-def _lowest_of_candidates(key_C, mass_C, least, top, top_k, top_p, total, INDEX_BITS: tl.constexpr):
-    """As ``_lowest_of_row``, of keys and masses in registers: a step of the bisection is a sum over threads."""
-    lowest = least
-    last = (1 << INDEX_BITS) - 1
-    highest = _key(top, tl.zeros([], dtype=tl.int32), INDEX_BITS)
-    if top_k > 0:
-        low = least
-        high = highest
-        while low < high:
-            middle = low + ((high - low) >> 1)
-            is_few = tl.sum((key_C > middle).to(tl.int32), axis=0) < top_k
-            low = tl.where(is_few, low, middle + 1)
-            high = tl.where(is_few, middle, high)
-        lowest = tl.maximum(low, lowest)
-        mass_C = tl.where(key_C >= lowest, mass_C, 0)
-        total = tl.sum(mass_C, axis=0)
-    if top_p < 1.0:
-        wanted = top_p * total.to(tl.float64)
-        low = lowest
-        high = tl.maximum(highest - last, lowest)
-        if wanted > 0.0:
-            high = tl.maximum(highest, lowest)
-        while low < high:
-            middle = low + ((high - low) >> 1)
-            mass = tl.sum(tl.where(key_C > middle, mass_C, 0), axis=0)
-            is_less = mass.to(tl.float64) < wanted
-            low = tl.where(is_less, low, middle + 1)
-            high = tl.where(is_less, middle, high)
-        lowest = low
-    return lowest
 
 
 @triton.jit(do_not_specialize_on_alignment=["total_ptr", "least_ptr", "bound_ptr", "top_k_ptr", "top_p_ptr"])
@@ -307,6 +241,7 @@ def _threshold_kernel(
     """Raise a row's lowest key to what top-k and top-p leave."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_n
+    candidates_ptr += row * MAX_CANDIDATES
     least = tl.load(least_ptr + row)
     lowest = least
     top = tl.load(top_ptr + row)
@@ -314,19 +249,51 @@ def _threshold_kernel(
     top_p = tl.load(top_p_ptr + row).to(tl.float64)
     count = tl.load(count_ptr + row)
     total = tl.load(total_ptr + row)
+    last = (1 << INDEX_BITS) - 1
+    highest = _key(top, tl.zeros([], dtype=tl.int32), INDEX_BITS)
+    is_whole = count > MAX_CANDIDATES
+    num = tl.where(is_whole, V, count)
     if (top_k > 0) | (top_p < 1.0):
-        place_C = tl.arange(0, MAX_CANDIDATES)
-        is_in_C = (place_C < count) & (count <= MAX_CANDIDATES)
-        key_C = tl.load(candidates_ptr + row * MAX_CANDIDATES + place_C, mask=is_in_C, other=-0x7FFFFFFFFFFFFFFF)
-        mass_C = tl.where(is_in_C, _mass(_logit(key_C, INDEX_BITS), top), 0)
-        has_share = tl.sum(mass_C, axis=0).to(tl.float64) >= top_p * total.to(tl.float64)
-        is_enough = tl.where(top_k > 0, count >= top_k, has_share)
-        # A bound no higher than min-p's lowest key lets nothing out.
-        is_enough = (count <= MAX_CANDIDATES) & (is_enough | (tl.load(bound_ptr + row) <= least))
-        if is_enough:
-            lowest = _lowest_of_candidates(key_C, mass_C, least, top, top_k, top_p, total, INDEX_BITS)
-        else:
-            lowest = _lowest_of_row(logits_ptr, V, least, top, top_k, top_p, total, INDEX_BITS, MAX_CANDIDATES)
+        if not is_whole:
+            _, mass = _count_and_mass(
+                logits_ptr, candidates_ptr, num, is_whole, least, least - 1, top, INDEX_BITS, MAX_CANDIDATES
+            )
+            is_enough = tl.where(top_k > 0, count >= top_k, mass.to(tl.float64) >= top_p * total.to(tl.float64))
+            # A bound no higher than min-p's lowest key lets nothing out.
+            is_whole = not (is_enough | (tl.load(bound_ptr + row) <= least))
+            num = tl.where(is_whole, V, count)
+        if top_k > 0:
+            # The lowest key above which there are fewer than k.
+            low = least
+            high = highest
+            while low < high:
+                middle = low + ((high - low) >> 1)
+                num_above, _ = _count_and_mass(
+                    logits_ptr, candidates_ptr, num, is_whole, least, middle, top, INDEX_BITS, MAX_CANDIDATES
+                )
+                is_few = num_above < top_k
+                low = tl.where(is_few, low, middle + 1)
+                high = tl.where(is_few, middle, high)
+            lowest = tl.maximum(low, lowest)
+            _, total = _count_and_mass(
+                logits_ptr, candidates_ptr, num, is_whole, lowest, lowest - 1, top, INDEX_BITS, MAX_CANDIDATES
+            )
+        if top_p < 1.0:
+            # The lowest key above which there is less than the share; the likeliest token always stays.
+            wanted = top_p * total.to(tl.float64)
+            low = lowest
+            high = tl.maximum(highest - last, lowest)
+            if wanted > 0.0:
+                high = tl.maximum(highest, lowest)
+            while low < high:
+                middle = low + ((high - low) >> 1)
+                _, mass = _count_and_mass(
+                    logits_ptr, candidates_ptr, num, is_whole, lowest, middle, top, INDEX_BITS, MAX_CANDIDATES
+                )
+                is_less = mass.to(tl.float64) < wanted
+                low = tl.where(is_less, low, middle + 1)
+                high = tl.where(is_less, middle, high)
+            lowest = low
     tl.store(least_ptr + row, lowest)
 
 
