@@ -35,9 +35,10 @@ class Launch(NamedTuple):
 
 FEW = Launch(block_v=16, num_warps=1)
 """For batches that do not fill the GPU: 256 programs per sequence of 32 heads. One warp ends the sums over K in
-shuffles, with no barrier. On an H200, 3.1 µs for one sequence and 6.0 for four, where ``MANY`` takes 4.6 and 7.4."""
+shuffles, with no barrier. On an H200, 3.1, 6.0 and 10.4 µs for one, four and eight sequences, where ``MANY`` takes 4.6,
+7.4 and 11.1."""
 
-FEW_SEQUENCES = 4
+FEW_SEQUENCES = 8
 
 MANY = Launch(block_v=64, num_warps=4)
 """Rows of a tile are 256 bytes, and four programs of 32 KiB, the registers' limit, fit on a multiprocessor: 21.1, 70.6

@@ -112,19 +112,14 @@ def _join_blocks(inverse_LL, system_LL, level: tl.constexpr, L: tl.constexpr, PR
 
 
 @triton.jit
-def _inverse_unit_lower(minus_system_LL, length, L: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Invert ``I - minus_system``, strictly lower triangular and zero from row ``length`` on, from its halves."""
+def _inverse_unit_lower(minus_system_LL, L: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Invert ``I - minus_system``, strictly lower triangular, from its halves."""
     row = tl.arange(0, L)[:, None]
     column = tl.arange(0, L)[None, :]
     inverse_LL = tl.where(row == column, 1.0, tl.where((row ^ column) == 1, minus_system_LL, 0.0))
     system_LL = minus_system_LL.to(OPERAND)
-    for level in tl.static_range(1, 4):
+    for level in tl.static_range(1, 6):
         inverse_LL = _join_blocks(inverse_LL, system_LL, level, L, PRECISION)
-    # A cut leaves one chunk of at most 32 rows: it costs less.
-    if length > 16:
-        inverse_LL = _join_blocks(inverse_LL, system_LL, 4, L, PRECISION)
-    if length > 32:
-        inverse_LL = _join_blocks(inverse_LL, system_LL, 5, L, PRECISION)
     return inverse_LL
 
 
@@ -193,8 +188,6 @@ def _prepare_kernel(
     total = tl.sum(log_decay.to(tl.float64), 0)
     high = sum_L.to(tl.float32)
     low = (sum_L - high.to(tl.float64)).to(tl.float32)
-    from_start = tl.exp2(high)
-    to_end = tl.exp2((total - sum_L).to(tl.float32))
 
     k_factor = tl.rsqrt(tl.sum(k_LK.to(tl.float32) * k_LK.to(tl.float32), 1) + EPS)
     q_factor = tl.rsqrt(tl.sum(q_LK.to(tl.float32) * q_LK.to(tl.float32), 1) + EPS) * (K**-0.5)
@@ -204,8 +197,9 @@ def _prepare_kernel(
     difference_LL = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     decays_LL = _exp2(tl.where(is_not_after, difference_LL, float("-inf"))) * k_factor[None, :]
     minus_system_LL = tl.where(is_before, keys_LL * decays_LL * (-k_factor * beta)[:, None], 0.0)
-    inverse_LL = _inverse_unit_lower(minus_system_LL, length, L, INVERSE, PRECISION)
+    inverse_LL = _inverse_unit_lower(minus_system_LL, L, INVERSE, PRECISION)
     solve_LL = inverse_LL * beta[None, :]
+    to_end = tl.exp2((total - sum_L).to(tl.float32))
     ending_LL = solve_LL * (to_end * k_factor)[:, None]
     write_LK = tl.dot(tl.trans(ending_LL.to(k_LK.dtype)), k_LK, input_precision=PRECISION)
     place = (chunk * H + head).to(tl.int64)
@@ -217,6 +211,7 @@ def _prepare_kernel(
     weights_LL = queries_LL * decays_LL * q_factor[:, None]
     attend_LL = tl.dot(weights_LL.to(k_LK.dtype), solve_LL.to(k_LK.dtype), input_precision=PRECISION)
     tl.store(attend_ptr + place * (L * L) + (row[:, None] * L + row[None, :]), attend_LL.to(k_LK.dtype))
+    from_start = tl.exp2(high)
     scale_ptrs = scales_ptr + place * (2 * L) + row
     tl.store(scale_ptrs, from_start * k_factor)
     tl.store(scale_ptrs + L, from_start * q_factor)

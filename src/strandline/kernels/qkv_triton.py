@@ -26,8 +26,9 @@ FEW_TOKENS = 64
 FEW_TOKENS_LAUNCH = (2, 2)
 """Heads per program and warps."""
 
-MANY_TOKENS_LAUNCH = (8, 4)
-"""4 KiB of a bf16 row of 256-channel heads per program: 16 channels per thread, enough loads in flight."""
+MANY_TOKENS_LAUNCH = (4, 1)
+"""A head of 256 channels fills a warp with 16-byte loads, and its sum needs no barrier: 8,192 tokens of the 4B model
+take 81 µs on an H200, where 8 heads and 4 warps take 94."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["block_ptr", "offset_ptr"])
