@@ -231,10 +231,8 @@ class PrefixCache:
             self.memory.unpin_snapshot(snapshot)
 
     def _fill_lease(self, lease: Lease, end: Walk, snapshot: Snapshot | None) -> None:
-        blocks = list[BlockId]()
         for run in reversed(list(lease.run.ancestry())):
-            blocks += run.blocks
-        lease.table.fromlist(cast("list[int]", blocks))
+            lease.table.fromlist(cast("list[int]", run.blocks))
         lease.num_published = len(lease.table)
         lease.computed = snapshot.position if snapshot else 0
         shared = lease.num_published * BLOCK_TOKENS

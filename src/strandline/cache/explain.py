@@ -59,11 +59,16 @@ class Explainer:
         """Find the running request that shares the most tokens, more than ``start``; return it and how many."""
         if start >= len(tokens):
             return None
-        head = tokens.data[: (start + 1) * TOKEN_BYTES]
-        best: tuple[Lease, int] | None = None
         root = self._roots.get(salt)
-        for lease in self._leases:
-            if lease.root is root and lease.tokens.data.startswith(head):
+        place, size = start * TOKEN_BYTES, (start + 1) * TOKEN_BYTES
+        token = tokens.data[place:size]
+        alike = [lease for lease in self._leases if lease.root is root and lease.tokens.data[place:size] == token]
+        if not alike:
+            return None
+        head = tokens.data[:size]
+        best: tuple[Lease, int] | None = None
+        for lease in alike:
+            if lease.tokens.data.startswith(head):
                 common = common_tokens(lease.tokens.data, tokens.data)
                 if best is None or common > best[1]:
                     best = lease, common
