@@ -151,15 +151,9 @@ class EngineCore:
             + ("on" if self.cache.enabled else "off"),
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; "
             f"a snapshot takes the room of {spec.blocks_per_slab} blocks",
-            *self._start_times(),
+            f"start: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.start_s.items())}",
             f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
         ]
-
-    def _start_times(self) -> list[str]:
-        if not self.start_s:
-            return []
-        phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.start_s.items())
-        return [f"start: {phases}"]
 
     def _shortest_hit(self) -> str:
         if not self.cache.enabled or self._cache_mode == "none":

@@ -74,6 +74,15 @@ def test_overlapped_steps_preempt_in_little_memory_and_give_the_same_answers(mak
     assert serve(make_llm, seed, async_scheduling=True, **little) == expected
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_answers_that_stop_give_back_the_slots_that_the_step_under_way_was_to_fill(
+    make_llm: MakeLLM, seed: int
+) -> None:
+    everywhere = {"mamba_cache_mode": "all", "mamba_block_size": 64}
+    expected = serve(make_llm, seed, async_scheduling=False)
+    assert serve(make_llm, seed, async_scheduling=True, **everywhere) == expected
+
+
 def test_an_answer_that_stops_leaves_a_snapshot_before_its_stop_token(make_llm: MakeLLM) -> None:
     prompt = [3] * 70
     plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
