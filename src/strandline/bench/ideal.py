@@ -1,5 +1,7 @@
 """The most that a cache could hit: the longest common prefix with anything seen before. Forgets nothing."""
 
+from array import array
+
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import Run, add_child, split, walk
 from strandline.ids import NULL_BLOCK
@@ -24,7 +26,7 @@ class SeenPrefixes:
 
     def add(self, data: bytearray, salt: str = "") -> None:
         """Remember a sequence."""
-        root = self._roots.setdefault(salt, Run(None, 0, b"", []))
+        root = self._roots.setdefault(salt, Run(None, 0, b"", array("i")))
         padded = data + PADDING[: -len(data) % BLOCK_KEY_BYTES]
         end = walk(root, padded)
         if end.num_blocks * BLOCK_KEY_BYTES == len(padded):
@@ -37,9 +39,9 @@ class SeenPrefixes:
             run.children.clear()
             run.order.clear()
             run.tokens += rest
-            run.blocks += [NULL_BLOCK] * (len(rest) // BLOCK_KEY_BYTES)
+            run.blocks += _null_blocks(rest)
             return
-        add_child(run, Run(run, run.end_block, rest, [NULL_BLOCK] * (len(rest) // BLOCK_KEY_BYTES)))
+        add_child(run, Run(run, run.end_block, rest, _null_blocks(rest)))
 
     @staticmethod
     def _only_padded(run: Run, rest: bytes) -> bool:
@@ -52,3 +54,7 @@ class SeenPrefixes:
             known -= TOKEN_BYTES
         is_end = known < len(key) and len(run.order) == 1 and not run.children[key].children
         return is_end and rest.startswith(key[:known])
+
+
+def _null_blocks(key: bytes) -> "array[int]":
+    return array("i", [NULL_BLOCK]) * (len(key) // BLOCK_KEY_BYTES)

@@ -4,6 +4,7 @@ Actions are carried out in the order they were issued, before the step they were
 whoever owns the memory moves the bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strandline.ids import BlockId, SlotId
@@ -27,10 +28,10 @@ class MoveBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class DropBlock:
-    """A block's content is no longer needed. A debugging runner fills it with NaN."""
+class DropBlocks:
+    """The content of these blocks is no longer needed. A debugging runner fills them with NaN."""
 
-    block: BlockId
+    blocks: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +41,4 @@ class DropSlot:
     slot: SlotId
 
 
-Action = CopyTokens | MoveBlock | DropBlock | DropSlot
+Action = CopyTokens | MoveBlock | DropBlocks | DropSlot

@@ -7,6 +7,9 @@ ones, so it never becomes a slot, and its other blocks are ordinary.
 When free blocks are scattered over slabs but a slot is wanted, ``compact`` says which blocks to move.
 """
 
+from array import array
+from collections.abc import Iterable
+
 from strandline.errors import CacheInvariantError, ConfigError
 from strandline.ids import NULL_BLOCK, BlockId, SlotId
 
@@ -26,10 +29,12 @@ class Arena:
         """So many slabs may only be slots, and the others only blocks; None: any may be either."""
         self._free_slabs = list(range(num_slabs - 1, 0, -1))
         self._slots = set[int]()
-        self._free_in: dict[int, list[BlockId]] = {}
-        """Free blocks of every slab that holds blocks and is not full."""
+        self._free_in: dict[int, array[int]] = {}
+        """Free blocks of every slab that holds blocks and is not full; the last one goes first."""
+        self._is_taken = bytearray(num_slabs * blocks_per_slab)
+        """By block."""
         self._block_slabs = {0}
-        first = [BlockId(b) for b in range(blocks_per_slab - 1, 0, -1)]
+        first = array("i", range(blocks_per_slab - 1, 0, -1))
         if first:
             self._free_in[0] = first
         self.num_free_blocks = len(first)
@@ -68,35 +73,47 @@ class Arena:
         self._slots.remove(slot)
         self._free_slabs.append(slot)
 
-    def take_block(self) -> BlockId | None:
-        """Return a block, from a slab that holds blocks already if there is room, or None when all is taken."""
-        if not self._free_in:
-            if not self._free_slabs or len(self._block_slabs) == self.max_block_slabs:
-                return None
-            self._open_slab(self._free_slabs.pop())
-        slab, free = next(iter(self._free_in.items()))
-        block = free.pop()
-        self.num_free_blocks -= 1
-        if not free:
-            del self._free_in[slab]
-        return block
+    def take_blocks(self, num_blocks: int) -> "array[int]":
+        """Return so many blocks, from slabs that hold blocks already while there is room; fewer when all is taken."""
+        taken = array("i")
+        while len(taken) < num_blocks and (self._free_in or self._open_slab()):
+            slab, free = next(iter(self._free_in.items()))
+            num_kept = max(len(free) - num_blocks + len(taken), 0)
+            taken += free[num_kept:][::-1]
+            del free[num_kept:]
+            if not free:
+                del self._free_in[slab]
+        self.num_free_blocks -= len(taken)
+        for block in taken:
+            self._is_taken[block] = True
+        return taken
 
-    def _open_slab(self, slab: int) -> None:
+    def _open_slab(self) -> bool:
+        """Let a free slab hold blocks. False when there is none."""
+        if not self._free_slabs or len(self._block_slabs) == self.max_block_slabs:
+            return False
+        slab = self._free_slabs.pop()
         first = slab * self.blocks_per_slab
         self._block_slabs.add(slab)
-        self._free_in[slab] = [BlockId(b) for b in range(first + self.blocks_per_slab - 1, first - 1, -1)]
+        self._free_in[slab] = array("i", range(first + self.blocks_per_slab - 1, first - 1, -1))
         self.num_free_blocks += self.blocks_per_slab
+        return True
 
-    def free_block(self, block: BlockId) -> None:
-        slab = block // self.blocks_per_slab
-        free = self._free_in.get(slab, [])
-        if slab not in self._block_slabs or block == NULL_BLOCK or block in free:
-            raise CacheInvariantError(f"block {block} freed but not in use")
-        self._free_in[slab] = free
-        free.append(block)
-        self.num_free_blocks += 1
-        if len(free) == self.blocks_per_slab and slab:
-            self._close_slab(slab)
+    def free_blocks(self, blocks: Iterable[int]) -> None:
+        """Take blocks back, in this order."""
+        is_taken, free_in, size = self._is_taken, self._free_in, self.blocks_per_slab
+        for block in blocks:
+            if not 0 <= block < len(is_taken) or not is_taken[block]:
+                raise CacheInvariantError(f"block {block} freed but not in use")
+            is_taken[block] = False
+            self.num_free_blocks += 1
+            slab = block // size
+            free = free_in.get(slab)
+            if free is None:
+                free = free_in[slab] = array("i")
+            free.append(block)
+            if len(free) == size and slab:
+                self._close_slab(slab)
 
     def _close_slab(self, slab: int) -> None:
         del self._free_in[slab]
@@ -122,16 +139,15 @@ class Arena:
         free = set(self._free_in.pop(slab))
         self.num_free_blocks -= len(free)
         first = slab * self.blocks_per_slab
-        used = [BlockId(b) for b in range(first, first + self.blocks_per_slab) if b not in free]
-        moves = []
+        used = [b for b in range(first, first + self.blocks_per_slab) if b not in free]
+        targets = self.take_blocks(len(used))
+        if len(targets) < len(used):
+            raise CacheInvariantError(f"slab {slab} cannot be emptied: no room for its {len(used)} blocks")
         for block in used:
-            target = self.take_block()
-            if target is None:
-                raise CacheInvariantError(f"slab {slab} cannot be emptied: no room for its {len(used)} blocks")
-            moves.append((block, target))
+            self._is_taken[block] = False
         self._block_slabs.remove(slab)
         self._free_slabs.append(slab)
-        return moves
+        return [(BlockId(src), BlockId(dst)) for src, dst in zip(used, targets, strict=True)]
 
     def _emptiest_slab(self) -> int | None:
         candidates = [slab for slab in self._free_in if slab]

@@ -12,8 +12,9 @@ match, also those beyond ``p`` (it recomputes the state there, not the keys and 
 a block it gets a copy of that block's first ``p % 64`` tokens.
 """
 
+from array import array
 from collections.abc import Iterator
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from strandline.cache.account import Account, CacheCounters, Miss, Reason, SnapshotKind
 from strandline.cache.actions import Action, CopyTokens
@@ -47,6 +48,7 @@ T = TypeVar("T")
 
 AUTO = Auto()
 MAX_EMPTY_ROOTS = 256
+TAKEN = "memory that was counted as available could not be taken"
 
 
 class PrefixCache:
@@ -204,7 +206,7 @@ class PrefixCache:
             if len(self._roots) >= MAX_EMPTY_ROOTS:
                 in_use = {id(lease.root) for lease in self.leases.values()}
                 self._roots = {n: r for n, r in self._roots.items() if r.children or id(r) in in_use}
-            root = self._roots[salt] = Run(None, 0, b"", [])
+            root = self._roots[salt] = Run(None, 0, b"", array("i"))
         return root
 
     def _split_at(self, end: Walk) -> Run:
@@ -232,7 +234,7 @@ class PrefixCache:
 
     def _fill_lease(self, lease: Lease, end: Walk, snapshot: Snapshot | None) -> None:
         for run in reversed(list(lease.run.ancestry())):
-            lease.table.fromlist(cast("list[int]", run.blocks))
+            lease.table += run.blocks
         lease.num_published = len(lease.table)
         lease.computed = snapshot.position if snapshot else 0
         shared = lease.num_published * BLOCK_TOKENS
@@ -269,10 +271,10 @@ class PrefixCache:
 
     def _copy_partial(self, lease: Lease, run: Run) -> None:
         """Give the lease its own copy of the block that it resumes in; ``run`` was held for that."""
-        block = _granted(self.memory.take_block())
-        source = run.blocks[lease.num_published - run.start_block]
-        lease.table.append(block)
-        self.memory.actions.append(CopyTokens(source, block, lease.computed % BLOCK_TOKENS))
+        self._take_blocks(lease, 1)
+        source = BlockId(run.blocks[lease.num_published - run.start_block])
+        copy = CopyTokens(source, BlockId(lease.table[-1]), lease.computed % BLOCK_TOKENS)
+        self.memory.actions.append(copy)
         self.memory.quit_run(run)
 
     # Growing
@@ -284,10 +286,14 @@ class PrefixCache:
             return True
         if not self.memory.can_take(missing, 0):
             return False
-        while missing:
-            lease.table.append(_granted(self.memory.take_block(missing)))
-            missing -= 1
+        self._take_blocks(lease, missing)
         return True
+
+    def _take_blocks(self, lease: Lease, num_blocks: int) -> None:
+        taken = self.memory.take_blocks(num_blocks)
+        if len(taken) < num_blocks:
+            raise CacheInvariantError(TAKEN)
+        lease.table += taken
 
     def plan_cuts(self, lease: Lease, end: int) -> list[Cut]:
         """Return the snapshots that the step to ``end`` is to emit in passing; their slots are reserved.
@@ -367,9 +373,7 @@ class PrefixCache:
             memory.free_slot(lease.dst)
         tail = lease.tail
         kept = tail.blocks[0] if tail is not None else None
-        for block in lease.table[lease.num_published :]:
-            if block != kept:
-                memory.free_block(BlockId(block))
+        memory.free_blocks([block for block in lease.table[lease.num_published :] if block != kept])
         if tail is not None:
             tail.is_live = False
             memory.quit_run(tail)
@@ -415,5 +419,5 @@ def _nothing_asked(tokens: TokenBuffer) -> Account:
 def _granted(value: T | None) -> T:
     """Unwrap what ``can_take`` promised."""
     if value is None:
-        raise CacheInvariantError("memory that was counted as available could not be taken")
+        raise CacheInvariantError(TAKEN)
     return value

@@ -8,7 +8,7 @@ from strandline.cache.lease import Lease
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, BlockId
+from strandline.ids import BLOCK_TOKENS
 
 
 def check(cache: PrefixCache) -> None:
@@ -86,8 +86,8 @@ def _check_owners(cache: PrefixCache, runs: list[Run]) -> None:
     slot_owners = Counter(snapshot.slot for snapshot in _all_snapshots(cache, runs))
     published = set(slot_owners)
     for lease in cache.leases.values():
-        block_owners.update(BlockId(block) for block in lease.table[lease.num_published :])
-        owners = {cache.memory.owner(BlockId(block)) for block in lease.table[lease.num_published :]}
+        block_owners.update(lease.table[lease.num_published :])
+        owners = {cache.memory.owner(block) for block in lease.table[lease.num_published :]}
         _require(owners <= {None, lease.tail}, f"{lease.request_id}: a block of its own is held to be the index's")
         slot_owners[lease.dst] += 1
         slot_owners.update(cut.slot for cut in lease.cuts)

@@ -3,10 +3,11 @@
 This is the only place that frees memory of the index. Everything it does to the device is issued as actions.
 """
 
+from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from strandline.cache.actions import Action, DropBlock, DropSlot, MoveBlock
+from strandline.cache.actions import Action, DropBlocks, DropSlot, MoveBlock
 from strandline.cache.arena import Arena
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue
 from strandline.cache.lease import Lease
@@ -40,7 +41,8 @@ class CacheMemory:
         self._queue = EvictionQueue(order, _can_evict)
         self._block_queue = self._queue if arena.max_slots is None else EvictionQueue(order, _can_evict)
         self._leases = leases
-        self._run_of: dict[BlockId, Run] = {}
+        self._run_of: list[Run | None] = [None] * (arena.num_slabs * arena.blocks_per_slab)
+        """By block: the run of the index that it belongs to."""
         self.tick = 0
         """How many uses there were: what was used last has the largest."""
 
@@ -74,16 +76,12 @@ class CacheMemory:
 
     # Taking
 
-    def take_block(self, num_wanted: int = 1) -> BlockId | None:
-        """Return a block, evicting if need be, or None when everything else is in use.
-
-        Args:
-            num_wanted: how many will be asked for in turn, this one included.
-        """
-        while True:
-            block = self.arena.take_block()
-            if block is not None or not self._evict_one(self._block_queue, num_wanted):
-                return block
+    def take_blocks(self, num_blocks: int) -> "array[int]":
+        """Return so many blocks, evicting if need be; fewer when everything else is in use."""
+        taken = self.arena.take_blocks(num_blocks)
+        while len(taken) < num_blocks and self._evict_one(self._block_queue, num_blocks - len(taken)):
+            taken += self.arena.take_blocks(num_blocks - len(taken))
+        return taken
 
     def take_slot(self) -> SlotId | None:
         """Return a slot, evicting and moving blocks together if need be, or None."""
@@ -96,9 +94,10 @@ class CacheMemory:
             elif not self._evict_one(self._queue, self.arena.blocks_per_slab - self.arena.num_free_blocks):
                 return None
 
-    def free_block(self, block: BlockId) -> None:
-        self.arena.free_block(block)
-        self.actions.append(DropBlock(block))
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            self.arena.free_blocks(blocks)
+            self.actions.append(DropBlocks(blocks))
 
     def free_slot(self, slot: SlotId) -> None:
         self.arena.free_slot(slot)
@@ -106,36 +105,46 @@ class CacheMemory:
 
     # The index's blocks
 
-    def own(self, run: Run, blocks: Iterable[BlockId]) -> None:
+    def own(self, run: Run, blocks: Iterable[int]) -> None:
         """Record that these blocks are ``run``'s, so that they can be found when they move."""
+        run_of = self._run_of
         for block in blocks:
-            self._run_of[block] = run
+            run_of[block] = run
 
-    def disown(self, block: BlockId) -> None:
-        del self._run_of[block]
+    def disown(self, blocks: Iterable[int]) -> None:
+        run_of = self._run_of
+        for block in blocks:
+            run_of[block] = None
 
     def _compact(self) -> None:
-        moves = dict(self.arena.compact())
+        own = dict[int, int]()
         shared = list[tuple[int, BlockId, BlockId]]()
-        for src, dst in moves.items():
+        place = -1
+        for src, dst in self.arena.compact():
             self.actions.append(MoveBlock(src, dst))
-            run = self._run_of.pop(src, None)
+            run = self._run_of[src]
+            if run is None or run.is_live:
+                own[src] = dst
             if run is not None:
-                place = run.blocks.index(src)
+                # Blocks that were taken together are neighbours.
+                place += 1
+                if place >= len(run.blocks) or run.blocks[place] != src:
+                    place = run.blocks.index(src)
                 run.blocks[place] = dst
-                self._run_of[dst] = run
+                self._run_of[src], self._run_of[dst] = None, run
                 shared.append((run.start_block + place, src, dst))
         for lease in self._leases():
             table = lease.table
             for index, src, dst in shared:
                 if index < lease.num_published and table[index] == src:
                     table[index] = dst
-            for index in range(lease.num_published, len(table)):
-                table[index] = moves.get(BlockId(table[index]), table[index])
+            if own:
+                for index in range(lease.num_published, len(table)):
+                    table[index] = own.get(table[index], table[index])
 
-    def owner(self, block: BlockId) -> Run | None:
+    def owner(self, block: int) -> Run | None:
         """Return the run that a block of the index belongs to."""
-        return self._run_of.get(block)
+        return self._run_of[block]
 
     # Users and readers
 
@@ -272,14 +281,13 @@ class CacheMemory:
         ghost_tokens = num_blocks * BLOCK_TOKENS + max(run.evicted.values(), default=0)
         run.evicted.clear()
         run.evicted[hash(key)] = ghost_tokens
-        for block in reversed(gone):
-            self._let_go(block)
+        self._let_go(gone[::-1])
 
     def remove_run(self, run: Run) -> None:
         """Take a childless run of one block out of the index; stubs that only it could serve go with it."""
         parent, key = run.parent, run.first_key
         remove_child(run, ghost_tokens=BLOCK_TOKENS)
-        self._let_go(run.blocks[0])
+        self._let_go(run.blocks[:])
         if parent is None:
             return
         for stub_key in [k for k in parent.stubs if key.startswith(k)]:
@@ -289,10 +297,10 @@ class CacheMemory:
         if parent.positions:
             self.offer(parent.snapshots[parent.positions[-1]])
 
-    def _let_go(self, block: BlockId) -> None:
-        self.disown(block)
-        self.num_evictable_blocks -= 1
-        self.free_block(block)
+    def _let_go(self, blocks: "array[int]") -> None:
+        self.disown(blocks)
+        self.num_evictable_blocks -= len(blocks)
+        self.free_blocks(blocks)
 
 
 def _can_evict(entry: Entry) -> bool:

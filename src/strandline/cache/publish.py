@@ -3,6 +3,7 @@
 What the index has already is not put there twice: the lease follows the blocks that are there and drops its own.
 """
 
+from array import array
 from collections.abc import Callable, Iterable
 
 from strandline.cache.account import CacheCounters, SnapshotKind
@@ -23,7 +24,7 @@ from strandline.cache.tree import (
     tail_that_begins,
     take_stubs_in,
 )
-from strandline.ids import BLOCK_TOKENS, BlockId, SlotId
+from strandline.ids import BLOCK_TOKENS, SlotId
 
 
 class Publisher:
@@ -51,9 +52,9 @@ class Publisher:
             if existing is not None:
                 self._adopt(lease, existing, key)
             else:
-                self._append(lease, key, [BlockId(block) for block in lease.table[first:end]])
+                self._append(lease, key, lease.table[first:end])
 
-    def _append(self, lease: Lease, key: bytes, blocks: list[BlockId]) -> None:
+    def _append(self, lease: Lease, key: bytes, blocks: "array[int]") -> None:
         """Add blocks below the lease's run: in place when they alone continue it, else as a child."""
         run, first_key = lease.run, key[:BLOCK_KEY_BYTES]
         has_rivals = len(run.children) > (tail_that_begins(run, first_key) is not None)
@@ -73,7 +74,7 @@ class Publisher:
         self._memory.own(lease.run, blocks)
         lease.num_published += len(blocks)
 
-    def _subsume_tail(self, parent: Run, key: bytes, block: BlockId) -> None:
+    def _subsume_tail(self, parent: Run, key: bytes, block: int) -> None:
         """Remove the tail that ``key`` continues, if any. Its block stays when it is ``block`` or somebody's own."""
         tail = tail_that_begins(parent, key)
         if tail is None:
@@ -86,7 +87,7 @@ class Publisher:
             if lease.tail is tail:
                 lease.tail = None
         if tail.blocks[0] != block:
-            self._memory.disown(tail.blocks[0])
+            self._memory.disown(tail.blocks)
 
     def _adopt(self, lease: Lease, existing: Run, key: bytes) -> None:
         """Follow blocks that another request has published: drop our own copies of them."""
@@ -100,11 +101,10 @@ class Publisher:
             existing = split(existing, existing.start_block + num_same)
             self._memory.own(existing, existing.blocks)
         self._memory.join_run(existing)
-        for index, block in enumerate(existing.blocks, lease.num_published):
-            self._memory.free_block(BlockId(lease.table[index]))
-            lease.table[index] = block
+        first, lease.num_published = lease.num_published, lease.num_published + num_same
+        self._memory.free_blocks(lease.table[first : lease.num_published])
+        lease.table[first : lease.num_published] = existing.blocks
         lease.run = existing
-        lease.num_published += num_same
 
     def publish_cuts(self, lease: Lease) -> None:
         reached = [cut for cut in lease.cuts if cut.position <= lease.computed]
@@ -134,12 +134,12 @@ class Publisher:
     def _show_tail(self, lease: Lease, key: bytes) -> None:
         """Let the index see the first tokens of the block that the lease is filling."""
         run = lease.run
-        block = BlockId(lease.table[lease.num_published])
-        tail = Run(run, run.end_block, key, [block])
+        blocks = lease.table[lease.num_published : lease.num_published + 1]
+        tail = Run(run, run.end_block, key, blocks)
         tail.is_live = True
         tail.num_users = 1
         tail.last_used = self._memory.tick
         add_child(run, tail)
-        self._subsume_tail(run, key, block)
-        self._memory.own(tail, [block])
+        self._subsume_tail(run, key, blocks[0])
+        self._memory.own(tail, blocks)
         lease.tail = tail

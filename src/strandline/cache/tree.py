@@ -13,6 +13,7 @@ Cost: a walk compares one run at a time (one ``memcmp``), so a long cached promp
 tokens. Source: radix trees as in SGLang's RadixAttention; the runs-of-blocks form and stubs are our own.
 """
 
+from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import TypeVar
 from strandline.cache.account import SnapshotKind
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, BlockId, SlotId
+from strandline.ids import BLOCK_TOKENS, SlotId
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -82,7 +83,7 @@ class Run:
         "tokens",
     )
 
-    def __init__(self, parent: "Run | None", start_block: int, tokens: bytes, blocks: list[BlockId]) -> None:
+    def __init__(self, parent: "Run | None", start_block: int, tokens: bytes, blocks: "array[int]") -> None:
         self.parent = parent
         self.start_block = start_block
         self.tokens = bytearray(tokens)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from strandline.cache import Action, CopyTokens, DropBlock, DropSlot, MoveBlock
+from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, MoveBlock
 from strandline.engine.batch import DeviceBatch, build_host_batch, is_decode, to_device
 from strandline.engine.graphs import DecodeGraphs
 from strandline.engine.heap import keep_scratch_memory
@@ -24,7 +24,7 @@ from strandline.engine.sampler import LogprobTensors, SamplingState, choose_toke
 from strandline.engine.structured import Grammars, Matcher
 from strandline.engine.upload import download, upload_together
 from strandline.errors import EngineError
-from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.ids import BLOCK_TOKENS, BlockId, RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import LayerMemory, StepBatch
 from strandline.kernels.platform import set_deterministic
@@ -208,8 +208,8 @@ class Runner:
                 self.arena.move_block(src, dst)
                 if self._poison:
                     self.arena.poison([src], [])
-            case DropBlock(block) if self._poison:
-                self.arena.poison([block], [])
+            case DropBlocks(blocks) if self._poison:
+                self.arena.poison(map(BlockId, blocks), [])
             case DropSlot(slot) if self._poison:
                 self.arena.poison([], [slot])
 

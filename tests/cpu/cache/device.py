@@ -7,7 +7,7 @@ free holds poison, so that a step that reads what it should not is found at once
 
 from collections.abc import Iterator, Sequence
 
-from strandline.cache import Action, CopyTokens, DropBlock, DropSlot, Lease, MoveBlock, PrefixCache
+from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, Lease, MoveBlock, PrefixCache
 from strandline.cache.tokens import decode
 from strandline.cache.tree import Run
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
@@ -44,8 +44,9 @@ class Device:
                 case MoveBlock(src, dst):
                     self._write_cells(dst, 0, self._cells[src])
                     self._cells[src] = [POISON] * BLOCK_TOKENS
-                case DropBlock(block):
-                    self._cells[block] = [POISON] * BLOCK_TOKENS
+                case DropBlocks(blocks):
+                    for block in blocks:
+                        self._cells[BlockId(block)] = [POISON] * BLOCK_TOKENS
                 case DropSlot(slot):
                     self._states[slot] = None
                     self.num_writes[slot] += 1
@@ -115,7 +116,7 @@ def runs(cache: PrefixCache) -> list[Run]:
 def claimed_cells(cache: PrefixCache) -> dict[BlockId, int]:
     """Return how many tokens of each published block others may read."""
     return {
-        block: min(BLOCK_TOKENS, len(run.tokens) // 4 - index * BLOCK_TOKENS)
+        BlockId(block): min(BLOCK_TOKENS, len(run.tokens) // 4 - index * BLOCK_TOKENS)
         for run in runs(cache)
         for index, block in enumerate(run.blocks)
     }

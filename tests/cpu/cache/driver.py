@@ -108,12 +108,11 @@ class Driver:
         slots = list(iter(memory.take_slot, None))
         assert len(slots) == arena.num_slabs - 1
         assert list(self.cache.snapshots()) == []
-        blocks = list(iter(memory.take_block, None))
+        blocks = memory.take_blocks(arena.num_slabs * arena.blocks_per_slab)
         assert len(blocks) == arena.blocks_per_slab - 1
         for slot in slots:
             memory.free_slot(slot)
-        for block in blocks:
-            memory.free_block(block)
+        memory.free_blocks(blocks)
         check(self.cache)
         assert (arena.num_slots, arena.num_blocks, arena.num_free_slabs) == (0, 0, arena.num_slabs - 1)
         assert (memory.num_evictable_blocks, memory.num_evictable_slots) == (0, 0)

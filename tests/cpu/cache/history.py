@@ -154,12 +154,11 @@ class History:
         for wants_slot in _wishes(num_blocks, num_slots, order):
             if wants_slot and (slot := memory.take_slot()):
                 slots.append(slot)
-            elif not wants_slot and (block := memory.take_block()):
-                blocks.append(block)
+            elif not wants_slot:
+                blocks += map(BlockId, memory.take_blocks(1))
             blocks = self._follow_moves(blocks)
         assert granted == (len(blocks) == num_blocks and len(slots) == num_slots)
-        for block in blocks:
-            memory.free_block(block)
+        memory.free_blocks(blocks)
         for slot in slots:
             memory.free_slot(slot)
         self.driver.flush()

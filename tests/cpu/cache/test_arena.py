@@ -10,7 +10,8 @@ from strandline.ids import BlockId, SlotId
 
 SHAPES = st.tuples(st.integers(2, 7), st.integers(1, 6))
 EVENTS = st.lists(
-    st.sampled_from(["block", "block", "block", "slot", "free block", "free slot", "compact"]), max_size=80
+    st.sampled_from(["block", "blocks", "blocks", "slot", "free block", "free blocks", "free slot", "compact"]),
+    max_size=80,
 )
 
 
@@ -27,27 +28,32 @@ class Tenants:
     def handle(self, event: str, index: int) -> None:
         match event:
             case "block":
-                self.take_block()
+                self.take_blocks(1)
+            case "blocks":
+                self.take_blocks(1 + index % 9)
             case "slot":
                 self.take_slot()
             case "free block" if self.contents:
                 block = list(self.contents)[index % len(self.contents)]
                 del self.contents[block]
-                self.arena.free_block(block)
+                self.arena.free_blocks([block])
+            case "free blocks":
+                gone = list(self.contents)[index % 5 :: 2]
+                self.contents = {block: number for block, number in self.contents.items() if block not in gone}
+                self.arena.free_blocks(gone)
             case "free slot" if self.slots:
                 self.arena.free_slot(self.slots.pop(index % len(self.slots)))
             case "compact" if self.arena.can_compact():
                 self.compact()
 
-    def take_block(self) -> None:
-        block = self.arena.take_block()
-        room = self.arena.num_free_blocks + self.arena.num_free_slabs
-        if block is None:
-            assert room == 0
-            return
-        assert block not in self.contents
-        self.num_taken += 1
-        self.contents[block] = self.num_taken
+    def take_blocks(self, num_blocks: int) -> None:
+        room = self.arena.num_free_blocks + self.arena.num_free_slabs * self.arena.blocks_per_slab
+        blocks = self.arena.take_blocks(num_blocks)
+        assert len(blocks) == min(num_blocks, room)
+        for block in map(BlockId, blocks):
+            assert block not in self.contents
+            self.num_taken += 1
+            self.contents[block] = self.num_taken
 
     def take_slot(self) -> None:
         had_slab = self.arena.num_free_slabs > 0
@@ -101,15 +107,15 @@ def test_compaction_yields_every_slab_that_the_free_blocks_make_up(
 def test_slab_0_never_becomes_a_slot() -> None:
     arena = Arena(3, 4)
     assert sorted(slot for slot in iter(arena.take_slot, None)) == [1, 2]
-    assert sorted(block for block in iter(arena.take_block, None)) == [1, 2, 3]
+    assert sorted(arena.take_blocks(12)) == [1, 2, 3]
 
 
 def test_blocks_fill_slabs_that_hold_blocks_before_they_open_another() -> None:
     arena = Arena(3, 4)
-    blocks = [arena.take_block() for _ in range(3)]
+    blocks = arena.take_blocks(3)
     assert arena.num_free_slabs == 2
-    assert blocks == [1, 2, 3]
-    arena.take_block()
+    assert list(blocks) == [1, 2, 3]
+    arena.take_blocks(1)
     assert arena.num_free_slabs == 1
 
 
@@ -117,8 +123,8 @@ def test_blocks_fill_slabs_that_hold_blocks_before_they_open_another() -> None:
 def test_freeing_a_block_that_is_not_in_use_is_an_error_and_changes_nothing(block: int) -> None:
     arena = Arena(3, 4)
     with pytest.raises(CacheInvariantError, match=f"block {block} freed"):
-        arena.free_block(BlockId(block))
-    assert [arena.take_block() for _ in range(11)] == [1, 2, 3, *range(4, 12)]
+        arena.free_blocks([block])
+    assert list(arena.take_blocks(11)) == [1, 2, 3, *range(4, 12)]
 
 
 @pytest.mark.parametrize("slot", [0, 1, 99])

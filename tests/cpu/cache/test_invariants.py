@@ -8,7 +8,6 @@ from strandline.cache import Lease, SnapshotKind
 from strandline.cache.invariants import check
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError
-from strandline.ids import BlockId
 from tests.cpu.cache.device import runs
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.test_lookup import prompt
@@ -40,7 +39,7 @@ def test_the_scene_itself_is_sound() -> None:
 
 
 def take_block(scene: Scene) -> None:
-    scene.cache.arena.take_block()
+    scene.cache.arena.take_blocks(1)
 
 
 def take_slot(scene: Scene) -> None:
@@ -48,7 +47,7 @@ def take_slot(scene: Scene) -> None:
 
 
 def free_a_published_block(scene: Scene) -> None:
-    scene.cache.arena.free_block(scene.idle.blocks[-1])
+    scene.cache.arena.free_blocks(scene.idle.blocks[-1:])
 
 
 def free_a_published_slot(scene: Scene) -> None:
@@ -56,7 +55,7 @@ def free_a_published_slot(scene: Scene) -> None:
 
 
 def share_a_block(scene: Scene) -> None:
-    scene.cache.arena.free_block(scene.idle.blocks[-1])
+    scene.cache.arena.free_blocks(scene.idle.blocks[-1:])
     scene.idle.blocks[-1] = scene.run.blocks[0]
 
 
@@ -170,11 +169,11 @@ def call_an_idle_run_live(scene: Scene) -> None:
 
 
 def lose_a_blocks_owner(scene: Scene) -> None:
-    scene.memory.disown(scene.run.blocks[0])
+    scene.memory.disown(scene.run.blocks[:1])
 
 
 def swap_two_owners(scene: Scene) -> None:
-    scene.memory.own(scene.idle, [BlockId(scene.run.blocks[0])])
+    scene.memory.own(scene.idle, scene.run.blocks[:1])
 
 
 def empty_the_eviction_queue(scene: Scene) -> None:

@@ -85,7 +85,7 @@ def test_divided_memory_keeps_its_shares() -> None:
     assert cache.memory.can_take(13 * BLOCKS_PER_SLAB - 1, 8)
     assert not cache.memory.can_take(13 * BLOCKS_PER_SLAB, 0)
     assert not cache.memory.can_take(0, 9)
-    blocks = list(iter(cache.memory.take_block, None))
+    blocks = cache.memory.take_blocks(21 * BLOCKS_PER_SLAB)
     slots = list(iter(cache.memory.take_slot, None))
     assert (len(blocks), len(slots)) == (13 * BLOCKS_PER_SLAB - 1, 8)
 
