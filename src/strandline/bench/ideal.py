@@ -3,58 +3,46 @@
 from array import array
 
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
-from strandline.cache.tree import Run, add_child, split, walk
+from strandline.cache.tree import Run, add_child, remove_child, split, tail_that_begins, walk
 from strandline.ids import NULL_BLOCK
-
-PADDING = b"\xff" * BLOCK_KEY_BYTES
-"""Fills a last block. No prompt holds this token, so that what is matched of the block is exact."""
 
 
 class SeenPrefixes:
-    """All sequences seen so far, by salt."""
+    """All sequences seen so far."""
 
     def __init__(self) -> None:
-        self._roots: dict[str, Run] = {}
+        self._root = _run(None, 0, b"")
 
-    def longest(self, data: bytearray, salt: str = "") -> int:
-        """Return how many leading tokens some earlier sequence shares."""
-        root = self._roots.get(salt)
-        if root is None:
-            return 0
-        padded = data + PADDING[: -len(data) % BLOCK_KEY_BYTES]
-        return min(walk(root, padded).kv_tokens, len(data) // TOKEN_BYTES)
+    def add(self, data: bytearray) -> int:
+        """Remember a sequence; return how many of its leading tokens some earlier one shares."""
+        end = walk(self._root, data)
+        run, rest = end.run, bytes(data[end.num_blocks * BLOCK_KEY_BYTES :])
+        if len(rest) > end.partial_tokens * TOKEN_BYTES:
+            if run.start_block < end.num_blocks < run.end_block:
+                run = split(run, end.num_blocks)
+            self._append(run, rest)
+        return end.kv_tokens
 
-    def add(self, data: bytearray, salt: str = "") -> None:
-        """Remember a sequence."""
-        root = self._roots.setdefault(salt, Run(None, 0, b"", array("i")))
-        padded = data + PADDING[: -len(data) % BLOCK_KEY_BYTES]
-        end = walk(root, padded)
-        if end.num_blocks * BLOCK_KEY_BYTES == len(padded):
-            return
-        run = end.run
-        if end.num_blocks < run.end_block:
-            run = split(run, end.num_blocks)
-        rest = bytes(padded[end.num_blocks * BLOCK_KEY_BYTES :])
-        if run.parent is not None and self._only_padded(run, rest):
-            run.children.clear()
-            run.order.clear()
-            run.tokens += rest
-            run.blocks += _null_blocks(rest)
-            return
-        add_child(run, Run(run, run.end_block, rest, _null_blocks(rest)))
+    def _append(self, run: Run, rest: bytes) -> None:
+        """Let a run be continued by tokens that none of its children begins with."""
+        tail = tail_that_begins(run, rest[:BLOCK_KEY_BYTES])
+        if tail is not None:
+            remove_child(tail, ghost_tokens=0)
+        inside = len(rest) % BLOCK_KEY_BYTES
+        whole, partial = rest[: len(rest) - inside], rest[len(rest) - inside :]
+        if whole and run.parent is not None and not run.children:
+            run.tokens += whole
+            run.blocks += _null_blocks(whole)
+        elif whole:
+            add_child(run, child := _run(run, run.end_block, whole))
+            run = child
+        if partial:
+            add_child(run, _run(run, run.end_block, partial))
 
-    @staticmethod
-    def _only_padded(run: Run, rest: bytes) -> bool:
-        """Whether all that follows the run is an end of a sequence that ``rest`` continues."""
-        if not run.children:
-            return True
-        key = run.order[0]
-        known = len(key)
-        while known and key[known - TOKEN_BYTES : known] == PADDING[:TOKEN_BYTES]:
-            known -= TOKEN_BYTES
-        is_end = known < len(key) and len(run.order) == 1 and not run.children[key].children
-        return is_end and rest.startswith(key[:known])
+
+def _run(parent: Run | None, start_block: int, key: bytes) -> Run:
+    return Run(parent, start_block, key, _null_blocks(key))
 
 
 def _null_blocks(key: bytes) -> "array[int]":
-    return array("i", [NULL_BLOCK]) * (len(key) // BLOCK_KEY_BYTES)
+    return array("i", [NULL_BLOCK]) * -(-len(key) // BLOCK_KEY_BYTES)

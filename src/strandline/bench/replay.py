@@ -187,8 +187,7 @@ class Replay:
             request.tokens.data = call.prompt
             self.result.num_requests += 1
             self.result.prompt_tokens += num_prompt
-            self.result.ideal_tokens += self._seen.longest(call.prompt)
-            self._seen.add(call.prompt)
+            self.result.ideal_tokens += self._seen.add(call.prompt)
             self._running[request.request_id] = _Running(request, call, lane, arrival_s)
             self._scheduler.add(request)
 

@@ -89,11 +89,13 @@ def _rows(path: Path, max_rows: int | None) -> list[Row]:
 
 
 def random_tokens(name: str, num_tokens: int) -> bytes:
-    """Return encoded tokens drawn by name; a longer draw begins like a shorter one of the same name.
+    """Return encoded tokens drawn by name; a longer draw begins like a shorter one of the same name."""
+    return _as_tokens(shake_128(name.encode()).digest(num_tokens * TOKEN_BYTES))
 
-    The first bit of each is zero, so that none is taken for the padding of an index.
-    """
-    data = bytearray(shake_128(name.encode()).digest(num_tokens * TOKEN_BYTES))
+
+def _as_tokens(drawn: bytes) -> bytes:
+    """Clear the first bit of each token: ids are below 2**31."""
+    data = bytearray(drawn)
     data[::TOKEN_BYTES] = data[::TOKEN_BYTES].translate(FIRST_BIT_CLEARED)
     return bytes(data)
 
@@ -152,8 +154,8 @@ def _next_blocks(before: bytearray, request: Row, scope: str, head: bytes) -> by
     kept = request.get("lcp", 0) * size
     blocks = before[:kept]
     for start, count in request["new"]:
-        for block in range(start, start + count):
-            blocks += random_tokens(f"{scope} {block}", SESSION_BLOCK_TOKENS)
+        names = (f"{scope} {block}".encode() for block in range(start, start + count))
+        blocks += _as_tokens(b"".join([shake_128(name).digest(size) for name in names]))
     if kept < len(head) <= len(blocks):
         blocks[: len(head)] = head
     return blocks

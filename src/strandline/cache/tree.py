@@ -182,16 +182,18 @@ def _end_between_runs(run: Run, key: bytes) -> Walk:
 def _end_inside_run(run: Run, data: bytearray, offset: int) -> Walk:
     """The run's first block matches and some later one does not: find which by bisection."""
     low, high = 1, len(run.blocks)
-    while high - low > 1:
-        middle = (low + high) // 2
-        piece = run.tokens[low * BLOCK_KEY_BYTES : middle * BLOCK_KEY_BYTES]
-        if data.startswith(piece, offset + low * BLOCK_KEY_BYTES):
-            low = middle
-        else:
-            high = middle
-    mine = bytes(run.tokens[low * BLOCK_KEY_BYTES : (low + 1) * BLOCK_KEY_BYTES])
-    theirs = bytes(data[offset + low * BLOCK_KEY_BYTES : offset + (low + 1) * BLOCK_KEY_BYTES])
-    tokens = common_tokens(mine, theirs)
+    with memoryview(run.tokens) as mine:
+        while high - low > 1:
+            middle = (low + high) // 2
+            piece = mine[low * BLOCK_KEY_BYTES : middle * BLOCK_KEY_BYTES]
+            if data.startswith(piece, offset + low * BLOCK_KEY_BYTES):
+                low = middle
+            else:
+                high = middle
+            piece.release()
+    known = bytes(run.tokens[low * BLOCK_KEY_BYTES : (low + 1) * BLOCK_KEY_BYTES])
+    asked = bytes(data[offset + low * BLOCK_KEY_BYTES : offset + (low + 1) * BLOCK_KEY_BYTES])
+    tokens = common_tokens(known, asked)
     return Walk(run, run.start_block + low, run if tokens else None, tokens)
 
 
@@ -349,14 +351,15 @@ def split(run: Run, at_block: int) -> Run:
     count = at_block - run.start_block
     if not 0 < count < len(run.blocks) or run.parent is None:
         raise CacheInvariantError(f"cannot split blocks [{run.start_block}, {run.end_block}) at {at_block}")
-    upper = Run(run.parent, run.start_block, bytes(run.tokens[: count * BLOCK_KEY_BYTES]), run.blocks[:count])
+    upper = Run(run.parent, run.start_block, b"", run.blocks)
+    upper.tokens, run.tokens = run.tokens, run.tokens[count * BLOCK_KEY_BYTES :]
+    run.blocks = run.blocks[count:]
+    del upper.tokens[count * BLOCK_KEY_BYTES :], upper.blocks[count:]
     upper.num_users = run.num_users
     upper.last_used = run.last_used
     run.parent.children[upper.first_key] = upper
     run.parent = upper
     run.start_block = at_block
-    del run.tokens[: count * BLOCK_KEY_BYTES]
-    del run.blocks[:count]
     upper.children[run.first_key] = run
     upper.order.append(run.first_key)
     _share_out_snapshots(upper, run)

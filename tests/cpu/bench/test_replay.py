@@ -2,9 +2,12 @@
 
 import json
 from dataclasses import astuple
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from strandline.bench.cost import H200
 from strandline.bench.geometry import GEOMETRIES, cost_model, geometry
@@ -105,15 +108,27 @@ def test_an_unknown_format_or_name_is_an_error(tmp_path: Path) -> None:
 def test_the_ideal_is_exact_inside_a_block() -> None:
     seen = SeenPrefixes()
     data = bytearray(random_tokens("a", 300))
-    for num_tokens in (100, 64, 130, 300, 200):
-        seen.add(data[: num_tokens * 4])
+    assert [seen.add(data[: n * 4]) for n in (100, 64, 130, 300, 200)] == [0, 64, 100, 130, 200]
     other = bytearray(random_tokens("b", 50))
-    assert seen.longest(data[: 77 * 4] + other) == 77
-    assert seen.longest(data + other) == 300
-    seen.add(data[: 77 * 4] + other)
-    assert seen.longest(data[: 77 * 4] + other) == 127
-    assert seen.longest(data) == 300
-    assert seen.longest(data, "salt") == 0
+    assert seen.add(data[: 77 * 4] + other) == 77
+    assert seen.add(data[: 77 * 4] + other) == 127
+    assert seen.add(data + other) == 300
+    assert seen.add(data) == 300
+
+
+@given(st.lists(st.lists(st.sampled_from([0, 1, 1, 1]), max_size=40)))
+def test_the_ideal_is_the_longest_prefix_that_any_sequence_before_shares(histories: list[list[int]]) -> None:
+    seen = SeenPrefixes()
+    added: list[list[int]] = []
+    for history in histories:
+        tokens = [token for token in history for _ in range(7)]
+        shared = max((num_shared(tokens, other) for other in added), default=0)
+        assert seen.add(bytearray(encode(tokens))) == shared
+        added.append(tokens)
+
+
+def num_shared(left: list[int], right: list[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def test_figures_add_up_and_come_out_the_same_again(tmp_path: Path) -> None:

@@ -164,9 +164,7 @@ class Load:
         return True
 
     async def _send(self, ask: Ask) -> Answer:
-        ideal = None if ask.tokens is None else self._seen.longest(bytearray(ask.tokens))
-        if ask.tokens is not None:
-            self._seen.add(bytearray(ask.tokens))
+        ideal = None if ask.tokens is None else self._seen.add(bytearray(ask.tokens))
         self._num_under_way += 1
         answer = await self._server.send(ask)
         self._num_under_way -= 1
