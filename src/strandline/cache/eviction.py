@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final, Protocol, runtime_checkable
 
 from strandline.cache.reuse import ReuseHistory, next_edge
-from strandline.cache.tree import Run, Snapshot, first_bare_block, last_stub_into, num_continuations, snapshot_above
+from strandline.cache.tree import Run, Snapshot, last_stub_into, num_continuations, snapshot_above
 from strandline.ids import BLOCK_TOKENS
 
 Entry = Run | Snapshot
@@ -34,8 +34,8 @@ class AgeingOrder(EvictionOrder, Protocol):
     @property
     def now(self) -> int: ...
 
-    def review_at(self, entry: Entry) -> int | None:
-        """Return when an entry that nobody uses may next be worth less; None: never."""
+    def appraise(self, entry: Entry) -> tuple[float, int | None]:
+        """Return an entry's worth, and when that may next be less if nobody uses it; None: never."""
 
 
 class LeastRecentlyUsed:
@@ -70,10 +70,18 @@ class WorthPerByte:
         return self._reuse.now
 
     def worth(self, entry: Entry) -> float:
+        worth, _ = self.appraise(entry)
+        return worth
+
+    def appraise(self, entry: Entry) -> tuple[float, int | None]:
         snapshot = entry if isinstance(entry, Snapshot) else _needed_snapshot(entry)
         if snapshot is None:
-            return NOTHING
-        reuse, age = self._reuse, self._reuse.now - snapshot.used_at
+            return NOTHING, None
+        age = self._reuse.now - snapshot.used_at
+        return self._worth(snapshot, age), snapshot.used_at + next_edge(age)
+
+    def _worth(self, snapshot: Snapshot, age: int) -> float:
+        reuse = self._reuse
         above = snapshot_above(snapshot)
         saved_tokens = snapshot.position - (above.position if above is not None else 0)
         match num_continuations(snapshot):
@@ -86,18 +94,13 @@ class WorthPerByte:
                 density = BRANCH_CHANCE * reuse.density_of_shared(snapshot.habit, age)
         return density * saved_tokens / self._slot_tokens
 
-    def review_at(self, entry: Entry) -> int | None:
-        snapshot = entry if isinstance(entry, Snapshot) else _needed_snapshot(entry)
-        return None if snapshot is None else snapshot.used_at + next_edge(self._reuse.now - snapshot.used_at)
-
 
 def _needed_snapshot(run: Run) -> Snapshot | None:
     """Return the last snapshot that needs the last block of a childless run, or None."""
-    if first_bare_block(run) < run.end_block:
-        return None
     if run.positions:
-        return run.snapshots[run.positions[-1]]
-    return last_stub_into(run)
+        last = run.positions[-1]
+        return run.snapshots[last] if last > (run.end_block - 1) * BLOCK_TOKENS else None
+    return last_stub_into(run) if len(run.blocks) == 1 else None
 
 
 class EvictionQueue:
@@ -122,8 +125,11 @@ class EvictionQueue:
         """Offer an entry. Call again whenever its worth falls or it becomes evictable."""
         self._pushes += 1
         self._last_push[entry] = self._pushes
-        heapq.heappush(self._heap, (self._order.worth(entry), self._pushes, entry))
-        review_at = self._ageing.review_at(entry) if self._ageing is not None else None
+        if self._ageing is None:
+            heapq.heappush(self._heap, (self._order.worth(entry), self._pushes, entry))
+            return
+        worth, review_at = self._ageing.appraise(entry)
+        heapq.heappush(self._heap, (worth, self._pushes, entry))
         if review_at is not None:
             heapq.heappush(self._reviews, (review_at, self._pushes, entry))
 

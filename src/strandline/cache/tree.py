@@ -222,7 +222,7 @@ def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
         if run.positions:
             return run.snapshots[run.positions[-1]]
     while run.parent is not None:
-        stub = _stub_before(run.parent, run.first_key)
+        stub = _stub_before(run.parent, run.first_key) if run.parent.stubs else None
         run = run.parent
         if stub is not None:
             return stub
@@ -233,6 +233,8 @@ def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
 
 def _stub_before(run: Run, key: bytes) -> Snapshot | None:
     """Return the longest stub of a run that is a proper prefix of ``key``."""
+    if not run.stubs:
+        return None
     if len(run.stubs) < BLOCK_TOKENS // 4:
         before = [stub for k, stub in run.stubs.items() if len(k) < len(key) and key.startswith(k)]
         return max(before, key=lambda stub: stub.position, default=None)
