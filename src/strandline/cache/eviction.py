@@ -3,7 +3,7 @@
 The order is a strategy of one method. Entries are snapshots without readers, and childless runs that no lease
 uses (evicted one block at a time, from their end). The queue is a heap with lazy deletion: of an entry that was
 pushed more than once the last push counts; one that may not go any more is dropped, until it is offered again; one
-whose worth has risen since it was pushed goes back in.
+whose worth has risen since it was pushed goes back in. Stale entries are dropped when they outnumber the others.
 """
 
 import heapq
@@ -114,6 +114,7 @@ class EvictionQueue:
         self._reviews: list[tuple[int, int, Entry]] = []
         self._pushes = 0
         self._last_push: dict[Entry, int] = {}
+        self._prune_at = 1024
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -123,6 +124,8 @@ class EvictionQueue:
 
     def push(self, entry: Entry) -> None:
         """Offer an entry. Call again whenever its worth falls or it becomes evictable."""
+        if max(len(self._heap), len(self._reviews)) >= self._prune_at:
+            self._prune()
         self._pushes += 1
         self._last_push[entry] = self._pushes
         if self._ageing is None:
@@ -156,12 +159,11 @@ class EvictionQueue:
             del self._last_push[entry]
         return None
 
-    def prune(self, limit: int) -> None:
-        """Drop stale entries when more than ``limit`` have gathered."""
-        if len(self._reviews) > limit:
-            self._reviews = [(at, n, e) for at, n, e in self._reviews if self._last_push.get(e) == n]
-            heapq.heapify(self._reviews)
-        if len(self._heap) > limit:
-            self._heap = [(w, n, e) for w, n, e in self._heap if self._last_push.get(e) == n and self._can_evict(e)]
-            self._last_push = {entry: number for _, number, entry in self._heap}
-            heapq.heapify(self._heap)
+    def _prune(self) -> None:
+        """Drop stale entries."""
+        self._heap = [(w, n, e) for w, n, e in self._heap if self._last_push.get(e) == n and self._can_evict(e)]
+        self._last_push = {entry: number for _, number, entry in self._heap}
+        self._reviews = [(at, n, e) for at, n, e in self._reviews if self._last_push.get(e) == n]
+        heapq.heapify(self._heap)
+        heapq.heapify(self._reviews)
+        self._prune_at = 4 * len(self._heap) + 1024

@@ -200,10 +200,7 @@ class CacheMemory:
     def offer(self, entry: Entry) -> None:
         """Put an entry in the eviction queue if it may be evicted now."""
         if _can_evict(entry):
-            queue = self._queue_of(entry)
-            queue.push(entry)
-            live = self.arena.num_slots + self.arena.num_blocks
-            queue.prune(4 * live + 1024)
+            self._queue_of(entry).push(entry)
 
     def offer_neighbours(self, snapshot: Snapshot) -> None:
         """Offer again what a new snapshot has made worth less: the one above it, and the next below it in its run."""

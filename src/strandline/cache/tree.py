@@ -233,11 +233,8 @@ def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
 
 def _stub_before(run: Run, key: bytes) -> Snapshot | None:
     """Return the longest stub of a run that is a proper prefix of ``key``."""
-    if not run.stubs:
-        return None
     if len(run.stubs) < BLOCK_TOKENS // 4:
-        before = [stub for k, stub in run.stubs.items() if len(k) < len(key) and key.startswith(k)]
-        return max(before, key=lambda stub: stub.position, default=None)
+        return _deepest([stub for k, stub in run.stubs.items() if len(k) < len(key) and key.startswith(k)])
     for size in range(len(key) - TOKEN_BYTES, 0, -TOKEN_BYTES):
         if (stub := run.stubs.get(key[:size])) is not None:
             return stub
@@ -250,7 +247,7 @@ def num_continuations(snapshot: Snapshot) -> int:
     if key is None:
         return 1 if run.positions[-1] > snapshot.position else min(len(run.order), 2)
     place = bisect_left(run.order, key)
-    return sum(child.startswith(key) and len(child) > len(key) for child in run.order[place : place + 2])
+    return sum([child.startswith(key) and len(child) > len(key) for child in run.order[place : place + 2]])
 
 
 def first_bare_block(run: Run) -> int:
@@ -279,8 +276,8 @@ def branch_snapshots(run: Run, data: bytearray) -> "Iterator[Snapshot]":
     for node in run.ancestry():
         if len(node.order) > 1:
             stubs = [s for s in _matching_stubs(node, data) if _num_children_with_prefix(node, s.stub_key or b"") > 1]
-            if stubs:
-                yield max(stubs, key=lambda stub: stub.position)
+            if (stub := _deepest(stubs)) is not None:
+                yield stub
             elif node.positions:
                 yield node.snapshots[node.positions[-1]]
 
@@ -293,19 +290,25 @@ def _num_children_with_prefix(run: Run, prefix: bytes) -> int:
 
 def _longest_stub(run: Run, data: bytearray) -> Snapshot | None:
     """Return the stub of ``run`` whose key is the longest prefix of the data that follows the run."""
-    return max(_matching_stubs(run, data), key=lambda stub: stub.position, default=None)
+    return _deepest(_matching_stubs(run, data)) if run.stubs else None
 
 
 def _matching_stubs(run: Run, data: bytearray) -> list[Snapshot]:
     """Return the stubs of ``run`` whose keys are prefixes of the data that follows the run."""
-    if not run.stubs:
-        return []
     offset = run.end_block * BLOCK_KEY_BYTES
     if len(run.stubs) < BLOCK_TOKENS:
         return [stub for key, stub in run.stubs.items() if data.startswith(key, offset)]
     after = bytes(data[offset : offset + BLOCK_KEY_BYTES - TOKEN_BYTES])
     keys = {after[:size] for size in range(TOKEN_BYTES, len(after) + 1, TOKEN_BYTES)}
     return [run.stubs[key] for key in keys if key in run.stubs]
+
+
+def _deepest(snapshots: list[Snapshot]) -> Snapshot | None:
+    deepest: Snapshot | None = None
+    for snapshot in snapshots:
+        if deepest is None or snapshot.position > deepest.position:
+            deepest = snapshot
+    return deepest
 
 
 def lost_snapshot(end: Walk, hit: int, data: bytearray) -> bool:
