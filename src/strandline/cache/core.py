@@ -21,6 +21,7 @@ from strandline.cache.actions import Action, CopyTokens
 from strandline.cache.arena import Arena
 from strandline.cache.eviction import EvictionOrder, WorthPerByte
 from strandline.cache.explain import Explainer
+from strandline.cache.finder import Finder
 from strandline.cache.lease import Cut, Lead, Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement
@@ -33,13 +34,11 @@ from strandline.cache.tree import (
     Walk,
     branch_snapshots,
     copied_run,
-    deepest_snapshot,
     find_home,
     num_continuations,
     snapshot_at,
     snapshots_below,
     split,
-    walk,
 )
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId
@@ -79,6 +78,7 @@ class PrefixCache:
         self.leases: dict[RequestId, Lease] = {}
         self.reuse = ReuseHistory()
         self.memory = CacheMemory(self.arena, order or WorthPerByte(blocks_per_slab, self.reuse), self.leases.values)
+        self.finder = Finder(self.memory)
         self.counters = CacheCounters()
         self._publisher = Publisher(self.memory, self.reuse, self.counters, self.leases.values)
         self._roots: dict[str, Run] = {}
@@ -93,15 +93,15 @@ class PrefixCache:
         explainer = Explainer(self._roots, self.leases.values())
         if root is None:
             return explainer.account(tokens, salt, None, None)
-        end = walk(root, tokens.data)
-        return explainer.account(tokens, salt, end, deepest_snapshot(end, tokens.data))
+        end, snapshot = self.finder.find(root, tokens.data)
+        return explainer.account(tokens, salt, end, snapshot)
 
     def hit_tokens(self, tokens: TokenBuffer, salt: str = "") -> int:
         """Return how many tokens a request would hit, and nothing else. Changes nothing."""
         root = self._roots.get(salt)
         if root is None or not self.enabled:
             return 0
-        snapshot = deepest_snapshot(walk(root, tokens.data), tokens.data)
+        _, snapshot = self.finder.find(root, tokens.data)
         return snapshot.position if snapshot else 0
 
     def follow(self, tokens: TokenBuffer, salt: str = "", *, beyond: int = 0, grid_tokens: int = 1) -> Lead | None:
@@ -117,7 +117,7 @@ class PrefixCache:
         root = self._roots.get(salt)
         if not self.enabled or root is None or not self.leases or not self.placement.takes_branches():
             return None
-        snapshot = deepest_snapshot(walk(root, tokens.data), tokens.data)
+        _, snapshot = self.finder.find(root, tokens.data)
         known = max(snapshot.position if snapshot else 0, beyond)
         prefilling = [lease for lease in self.leases.values() if lease.computed + 1 < len(lease.tokens)]
         found = Explainer(self._roots, prefilling).running_with(tokens, salt, known)
@@ -163,11 +163,10 @@ class PrefixCache:
         if request_id in self.leases:
             raise CacheInvariantError(f"request {request_id} has a lease already")
         root = self._root(salt)
-        end = walk(root, tokens.data) if read and self.enabled else Walk(root, 0, None, 0)
-        snapshot = deepest_snapshot(end, tokens.data) if end.kv_tokens else None
+        is_asked = read and self.enabled
+        end, snapshot = self.finder.find(root, tokens.data) if is_asked else (Walk(root, 0, None, 0), None)
         upper = self._split_at(end)
         explainer = Explainer(self._roots, self.leases.values())
-        is_asked = read and self.enabled
         account = explainer.account(tokens, salt, end, snapshot) if is_asked else _nothing_asked(tokens)
         if not self._hold(upper, end, snapshot, tokens, step_tokens):
             if snapshot is None or self.leases:
@@ -348,8 +347,7 @@ class PrefixCache:
         slot = self.memory.take_slot() if self.memory.can_take(max(num_blocks, 0), 1) else None
         if slot is None:
             return False
-        snapshot = self._publisher.publish(lease, lease.dst, lease.computed, kind)
-        self.memory.pin_snapshot(snapshot)
+        snapshot = self._publisher.publish(lease, lease.dst, lease.computed, kind, num_readers=1)
         lease.source, lease.src, lease.dst = snapshot, snapshot.slot, slot
         return True
 

@@ -4,9 +4,10 @@ from collections import Counter
 
 from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import Entry
+from strandline.cache.finder import Finder
 from strandline.cache.lease import Lease
 from strandline.cache.tokens import BLOCK_KEY_BYTES
-from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home
+from strandline.cache.tree import Run, Snapshot, child_with_prefix, deepest_snapshot, find_home, walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS
 
@@ -25,6 +26,7 @@ def check(cache: PrefixCache) -> None:
     _check_evictable(cache, runs)
     for lease in cache.leases.values():
         _check_lease(lease)
+    _check_finder(cache.finder)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -138,3 +140,11 @@ def _check_lease(lease: Lease) -> None:
         if lease.source.is_attached:
             home, key = find_home(lease.run, lease.tokens.data, lease.computed)
             _require((home, key) == (lease.source.home, lease.source.stub_key), f"{name}: snapshot of another path")
+
+
+def _check_finder(finder: Finder) -> None:
+    if finder.last is not None:
+        root, data = finder.last
+        end = walk(root, data)
+        is_right = finder.find(root, data) == (end, deepest_snapshot(end, data))
+        _require(is_right, "the index has changed, and the last answer about it is still given")

@@ -43,6 +43,8 @@ class CacheMemory:
         self._leases = leases
         self._run_of: list[Run | None] = [None] * (arena.num_slabs * arena.blocks_per_slab)
         """By block: the run of the index that it belongs to."""
+        self.revision = 0
+        """Counts changes of the index: of its runs' tokens and children, and of its snapshots."""
         self.tick = 0
         """How many uses there were: what was used last has the largest."""
 
@@ -106,7 +108,8 @@ class CacheMemory:
     # The index's blocks
 
     def own(self, run: Run, blocks: Iterable[int]) -> None:
-        """Record that these blocks are ``run``'s, so that they can be found when they move."""
+        """Record that these blocks are ``run``'s from now on, so that they can be found when they move."""
+        self.revision += 1
         run_of = self._run_of
         for block in blocks:
             run_of[block] = run
@@ -202,8 +205,15 @@ class CacheMemory:
         if _can_evict(entry):
             self._queue_of(entry).push(entry)
 
-    def offer_neighbours(self, snapshot: Snapshot) -> None:
-        """Offer again what a new snapshot has made worth less: the one above it, and the next below it in its run."""
+    def enter_snapshot(self, snapshot: Snapshot) -> None:
+        """Take note of a new snapshot of the index.
+
+        Offers again what it has made worth less: the snapshot above it, and the next below it in its run.
+        """
+        self.revision += 1
+        if snapshot.num_readers == 0:
+            self.num_evictable_slots += 1
+            self.offer(snapshot)
         above = snapshot_above(snapshot)
         if above is not None:
             self.offer(above)
@@ -242,6 +252,7 @@ class CacheMemory:
         if above is not None and above.used_at < snapshot.used_at:
             above.used_at, above.habit = snapshot.used_at, snapshot.habit
         take_snapshot_away(snapshot)
+        self.revision += 1
         self.num_snapshots_evicted += 1
         bare = home if key is None else child_with_prefix(home, key)
         if bare is not None:
@@ -295,6 +306,7 @@ class CacheMemory:
             self.offer(parent.snapshots[parent.positions[-1]])
 
     def _let_go(self, blocks: "array[int]") -> None:
+        self.revision += 1
         self.disown(blocks)
         self.num_evictable_blocks -= len(blocks)
         self.free_blocks(blocks)

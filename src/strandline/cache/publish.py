@@ -116,18 +116,23 @@ class Publisher:
             else:
                 self._memory.free_slot(cut.slot)
 
-    def publish(self, lease: Lease, slot: SlotId, position: int, kind: SnapshotKind) -> Snapshot:
-        """Attach a snapshot at ``position`` of the lease's path; make sure that its keys and values can be found."""
+    def publish(
+        self, lease: Lease, slot: SlotId, position: int, kind: SnapshotKind, *, num_readers: int = 0
+    ) -> Snapshot:
+        """Attach a snapshot at ``position`` of the lease's path; make sure that its keys and values can be found.
+
+        Args:
+            num_readers: so many hold it from the beginning.
+        """
         home, stub_key = find_home(lease.run, lease.tokens.data, position)
         if stub_key is not None and child_with_prefix(home, stub_key) is None:
             self._show_tail(lease, stub_key)
         snapshot = Snapshot(slot, position, kind)
+        snapshot.num_readers = num_readers
         put_snapshot(home, snapshot, stub_key)
         snapshot.last_used, snapshot.used_at, snapshot.habit = self._memory.next_tick(), self._reuse.now, lease.habit
         home.lost.pop(position if stub_key is None else stub_key, None)
-        self._memory.num_evictable_slots += 1
-        self._memory.offer(snapshot)
-        self._memory.offer_neighbours(snapshot)
+        self._memory.enter_snapshot(snapshot)
         self._counters.snapshots_taken[kind] += 1
         return snapshot
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from strandline.cache import Lease, SnapshotKind
+from strandline.cache import Lease, SnapshotKind, TokenBuffer
 from strandline.cache.invariants import check
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError
@@ -176,6 +176,13 @@ def swap_two_owners(scene: Scene) -> None:
     scene.memory.own(scene.idle, scene.run.blocks[:1])
 
 
+def change_the_index_unnoticed(scene: Scene) -> None:
+    _, snapshot = scene.cache.finder.find(scene.root, TokenBuffer(prompt(300)).data)
+    assert snapshot is not None
+    scene.memory.drop_snapshot(snapshot)
+    scene.memory.revision -= 1
+
+
 def empty_the_eviction_queue(scene: Scene) -> None:
     while scene.memory._queue.pop() is not None:
         pass
@@ -214,6 +221,7 @@ FAULTS: list[Callable[[Scene], None]] = [
     call_an_idle_run_live,
     lose_a_blocks_owner,
     swap_two_owners,
+    change_the_index_unnoticed,
     empty_the_eviction_queue,
 ]
 
