@@ -113,21 +113,20 @@ class EvictionQueue:
         self._heap: list[tuple[float, int, Entry]] = []
         self._reviews: list[tuple[int, int, Entry]] = []
         self._pushes = 0
-        self._last_push: dict[Entry, int] = {}
         self._prune_at = 1024
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def __contains__(self, entry: Entry) -> bool:
-        return entry in self._last_push
+        return entry.last_push > 0
 
     def push(self, entry: Entry) -> None:
         """Offer an entry. Call again whenever its worth falls or it becomes evictable."""
         if max(len(self._heap), len(self._reviews)) >= self._prune_at:
             self._prune()
         self._pushes += 1
-        self._last_push[entry] = self._pushes
+        entry.last_push = self._pushes
         if self._ageing is None:
             heapq.heappush(self._heap, (self._order.worth(entry), self._pushes, entry))
             return
@@ -140,7 +139,7 @@ class EvictionQueue:
         """Push again whatever may be worth less by now."""
         while self._ageing is not None and self._reviews and self._reviews[0][0] <= self._ageing.now:
             _, number, entry = heapq.heappop(self._reviews)
-            if self._last_push.get(entry) == number and self._can_evict(entry):
+            if entry.last_push == number and self._can_evict(entry):
                 self.push(entry)
 
     def pop(self) -> Entry | None:
@@ -148,22 +147,24 @@ class EvictionQueue:
         self._review()
         while self._heap:
             worth, number, entry = heapq.heappop(self._heap)
-            if self._last_push.get(entry) != number:
+            if entry.last_push != number:
                 continue
             if self._can_evict(entry):
                 if self._order.worth(entry) > worth:
                     self.push(entry)
                     continue
-                del self._last_push[entry]
+                entry.last_push = 0
                 return entry
-            del self._last_push[entry]
+            entry.last_push = 0
         return None
 
     def _prune(self) -> None:
         """Drop stale entries."""
-        self._heap = [(w, n, e) for w, n, e in self._heap if self._last_push.get(e) == n and self._can_evict(e)]
-        self._last_push = {entry: number for _, number, entry in self._heap}
-        self._reviews = [(at, n, e) for at, n, e in self._reviews if self._last_push.get(e) == n]
+        for _, number, entry in self._heap:
+            if entry.last_push == number and not self._can_evict(entry):
+                entry.last_push = 0
+        self._heap = [(worth, n, entry) for worth, n, entry in self._heap if entry.last_push == n]
+        self._reviews = [(at, n, entry) for at, n, entry in self._reviews if entry.last_push == n]
         heapq.heapify(self._heap)
         heapq.heapify(self._reviews)
         self._prune_at = 4 * len(self._heap) + 1024

@@ -39,6 +39,7 @@ class Snapshot:
         "home",
         "is_attached",
         "kind",
+        "last_push",
         "last_used",
         "num_readers",
         "position",
@@ -55,6 +56,8 @@ class Snapshot:
         self.stub_key: bytes | None = None
         """The tokens inside its block when it is a stub of ``home``; None when it lies within ``home``."""
         self.num_readers = 0
+        self.last_push = 0
+        """Its number in the eviction queue; 0: it is not there."""
         self.last_used = 0
         self.habit = 0
         """How long it, or the path that it ends, stayed unused before it was last used (``ReuseHistory``)."""
@@ -71,6 +74,7 @@ class Run:
         "children",
         "evicted",
         "is_live",
+        "last_push",
         "last_used",
         "lost",
         "num_users",
@@ -101,6 +105,8 @@ class Run:
         """When it was last used other than through its children: theirs counts once they are gone."""
         self.is_live = False
         """A tail whose block a running request is still filling."""
+        self.last_push = 0
+        """Its number in the eviction queue; 0: it is not there."""
         self.evicted: dict[int, int] = {}
         """Hash of an evicted child's first block -> tokens that were cached there."""
         self.lost: dict[int | bytes, None] = {}
