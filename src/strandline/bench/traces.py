@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from hashlib import shake_128
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -190,7 +191,12 @@ def _text_lanes(rows: Iterable[Row], gap_s: float) -> Iterator[Lane]:
 
 
 def _encode_text(text: str) -> bytes:
-    return encode(crc32(piece.encode()) & 0x7FFFFFFF for piece in PIECE.findall(text))
+    return encode(map(_token, PIECE.findall(text)))
+
+
+@cache
+def _token(piece: str) -> int:
+    return crc32(piece.encode()) & 0x7FFFFFFF
 
 
 def _token_lanes(rows: Iterable[Row], gap_s: float) -> Iterator[Lane]:

@@ -102,8 +102,9 @@ class Arena:
     def free_blocks(self, blocks: Iterable[int]) -> None:
         """Take blocks back, in this order."""
         is_taken, free_in, size = self._is_taken, self._free_in, self.blocks_per_slab
+        end = len(is_taken)
         for block in blocks:
-            if not 0 <= block < len(is_taken) or not is_taken[block]:
+            if not 0 <= block < end or not is_taken[block]:
                 raise CacheInvariantError(f"block {block} freed but not in use")
             is_taken[block] = False
             self.num_free_blocks += 1

@@ -141,7 +141,7 @@ class CacheMemory:
             for index, src, dst in shared:
                 if index < lease.num_published and table[index] == src:
                     table[index] = dst
-            if own:
+            if not own.keys().isdisjoint(table[lease.num_published :]):
                 for index in range(lease.num_published, len(table)):
                     table[index] = own.get(table[index], table[index])
 
