@@ -148,16 +148,17 @@ def main() -> None:
     args = parser.parse_args()
     choose = random.Random(args.seed)
     num_chats = args.blocks * 64 // CHAT_TOKENS
-    for title, num_slabs in [
-        ("memory to spare", 2 * args.blocks // BLOCKS_PER_SLAB + 8 * num_chats),
-        ("memory full", args.blocks // BLOCKS_PER_SLAB + num_chats),
-    ]:
+    num_full = args.blocks // BLOCKS_PER_SLAB + num_chats
+    # A turn is measured at the end of a conversation of 20 times as many, of which each leaves a snapshot.
+    num_spare = num_full + 8 * num_chats + 100 * args.turns * len(args.prompt_tokens)
+    for title, num_slabs in [("memory to spare", num_spare), ("memory full", num_full)]:
         cache = PrefixCache(num_slabs, BLOCKS_PER_SLAB)
         fill(cache, args.blocks, choose)
         gc.freeze()
         print(f"{title}: {cache.arena.num_blocks} blocks and {cache.arena.num_slots} snapshots; microseconds")
         for prompt_tokens in args.prompt_tokens:
             report(cache, prompt_tokens, args.turn_tokens, args.turns, choose)
+        print(f"  {cache.memory.num_snapshots_evicted} snapshots and {cache.memory.num_blocks_evicted} blocks evicted")
 
 
 def report(cache: PrefixCache, prompt_tokens: int, turn_tokens: int, num_turns: int, choose: random.Random) -> None:
