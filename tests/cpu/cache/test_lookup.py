@@ -2,7 +2,7 @@
 
 import pytest
 
-from strandline.cache import Reason, SnapshotKind
+from strandline.cache import Reason, SnapshotKind, TokenBuffer
 from strandline.ids import NULL_SLOT
 from tests.cpu.cache.driver import Driver, only_miss, reasons
 from tests.cpu.cache.history import fingerprint
@@ -153,3 +153,18 @@ def test_counters_add_up() -> None:
     assert counters.hit_tokens == sum(account.hit for account in accounts)
     assert counters.queried_tokens == counters.hit_tokens + sum(counters.missed_tokens.values())
     assert sum(counters.hits_by_kind.values()) == sum(account.hit > 0 for account in accounts)
+
+
+def test_the_index_is_walked_once_for_the_same_tokens_until_they_or_it_change() -> None:
+    driver = Driver()
+    driver.serve(prompt(300))
+    finder, root, tokens = driver.cache.finder, driver.cache.roots()[""], TokenBuffer(prompt(299))
+    end, snapshot = found = finder.find(root, tokens.data)
+    assert (end.kv_tokens, snapshot) == (299, None)
+    assert finder.find(root, tokens.data) is found
+    tokens.append(1299)
+    _, snapshot = found = finder.find(root, tokens.data)
+    assert snapshot is not None
+    assert finder.find(root, tokens.data) is found
+    driver.cache.memory.drop_snapshot(snapshot)
+    assert finder.find(root, tokens.data)[1] is None

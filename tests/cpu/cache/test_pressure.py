@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from strandline.cache import Lease, MoveBlock, PrefixCache, SnapshotKind, TokenBuffer
-from strandline.cache.eviction import Entry
+from strandline.cache.eviction import Entry, EvictionQueue, LeastRecentlyUsed
 from strandline.cache.invariants import check
 from strandline.cache.tokens import encode
-from strandline.cache.tree import Snapshot
+from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError, ConfigError
 from strandline.ids import RequestId
 from tests.cpu.cache.driver import Driver, published
@@ -202,6 +202,15 @@ def test_order_may_change_its_mind_about_what_is_already_queued() -> None:
     driver.serve(prompt(20, 9000))
     assert driver.lookup(prompt(20, 1000)).hit == 20
     driver.drain()
+
+
+def test_offers_that_count_no_longer_do_not_gather() -> None:
+    queue = EvictionQueue(LeastRecentlyUsed(), lambda _: True)
+    entries = [Run(None, 0, b"", array("i")) for _ in range(100)]
+    for offer in range(20_000):
+        queue.push(entries[offer % 100])
+    assert len(queue) <= 4 * 100 + 1024
+    assert [queue.pop() for _ in range(101)] == [*entries, None]
 
 
 def chat_trace(num_chats: int, num_turns: int) -> list[list[int]]:
