@@ -41,8 +41,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.admitted: list[Request] = []
         self.num_made = 0
         self.num_overtakes = 0
-        self.num_evicted = 0
-        """Since the last choice."""
+        self.evicted: set[Request] = set()
+        """Less of them is cached than when they came; the queue may not know it yet."""
 
     def teardown(self) -> None:
         self.patches.stop()
@@ -87,11 +87,11 @@ class QueueMachine(RuleBasedStateMachine):
         line = self.line
         best = min(line, key=lambda one: (-self.cached[one], line.index(one)))
         is_bound = self.num_overtakes >= MAX_OVERTAKEN or line[0].account is not None
-        if is_bound or (self.num_evicted >= MAX_RECHECKS and request is line[0]):
+        if is_bound or (len(self.evicted) >= MAX_RECHECKS and request is line[0]):
             assert request is line[0]
         else:
             assert request is best
-        self.num_evicted = 0 if request is best else self.num_evicted
+        self.evicted.discard(request)
         if follows:
             request.lead = make_lead()
             self.queue.set_aside(request)
@@ -118,8 +118,9 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 20))
     def evict(self, index: int) -> None:
         some = [request for request in self.waiting if self.cached[request]]
-        self.cached[some[index % len(some)]] -= 1
-        self.num_evicted += 1
+        request = some[index % len(some)]
+        self.cached[request] -= 1
+        self.evicted.add(request)
 
     @invariant()
     def everybody_waits_once_and_in_order(self) -> None:
