@@ -1,7 +1,7 @@
 """Identifiers that every room shares.
 
 Ids are integers with a type of their own, so that a block id cannot be passed where a slot id is meant.
-Index 0 is the *null* block or slot: it stands for fresh zeros, is never read from memory and never written.
+Index 0 is the *null* block, slot or log: it stands for fresh zeros, is never read from memory and never written.
 """
 
 from typing import Final, NewType
@@ -12,6 +12,9 @@ BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)
 """A place for the recurrent state of all layers of one sequence."""
 
+LogId = NewType("LogId", int)
+"""A place for the log of one running sequence: tokens that its recurrent layers have not folded into their state."""
+
 RequestId = NewType("RequestId", str)
 
 BLOCK_TOKENS: Final = 64
@@ -19,3 +22,4 @@ BLOCK_TOKENS: Final = 64
 
 NULL_BLOCK: Final = BlockId(0)
 NULL_SLOT: Final = SlotId(0)
+NULL_LOG: Final = LogId(0)

@@ -38,6 +38,18 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LogSpec:
+    """What a recurrent layer can keep of a token before it is folded into the state, in float32.
+
+    A key for each of its ``num_keys`` key heads, a value for each head of the state, and the decay up to there.
+    """
+
+    num_tokens: int
+    """Most tokens before a fold."""
+    num_keys: int
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentSpec:
     """A recurrent layer: a state of any shape, and the last inputs of its short convolution."""
 
@@ -46,6 +58,8 @@ class RecurrentSpec:
     window_shape: tuple[int, int]
     """``[conv_width - 1, channels]``: token-major, oldest first."""
     window_dtype: str
+    log: LogSpec | None = None
+    """None: every token is folded into the state at once."""
 
     @property
     def state_bytes(self) -> int:
@@ -97,6 +111,12 @@ class ModelSpec:
     def slab_bytes(self) -> int:
         """Stride from slot to slot: the slot's size, rounded up to a multiple of the block's."""
         return self.blocks_per_slab * self.block_bytes
+
+    @cached_property
+    def log_tokens(self) -> int:
+        """Most tokens that all recurrent layers can keep before a fold; 0: one of them keeps no log."""
+        logs = [layer.log for _, layer in self.recurrent_layers()]
+        return min((log.num_tokens if log else 0 for log in logs), default=0)
 
     def recurrent_layers(self) -> Iterator[tuple[int, RecurrentSpec]]:
         """Layer index and spec of each recurrent layer, in order."""

@@ -1,7 +1,7 @@
 """The prefix cache: pure decisions over ids and tokens. No tensors, no I/O, no wall clock."""
 
 from strandline.cache.account import Account, CacheCounters, Miss, Reason, SnapshotKind
-from strandline.cache.actions import Action, CopyTokens, DropBlocks, DropSlot, MoveBlock
+from strandline.cache.actions import Action, CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock
 from strandline.cache.core import PrefixCache
 from strandline.cache.lease import Cut, Lead, Lease
 from strandline.cache.placement import OnGrid, Placement, placement
@@ -15,6 +15,7 @@ __all__ = [
     "Cut",
     "DropBlocks",
     "DropSlot",
+    "FoldLog",
     "Lead",
     "Lease",
     "Miss",

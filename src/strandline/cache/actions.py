@@ -7,7 +7,7 @@ whoever owns the memory moves the bytes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strandline.ids import BlockId, SlotId
+from strandline.ids import BlockId, LogId, SlotId
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,4 +41,13 @@ class DropSlot:
     slot: SlotId
 
 
-Action = CopyTokens | MoveBlock | DropBlocks | DropSlot
+@dataclass(frozen=True, slots=True)
+class FoldLog:
+    """Fold the first tokens of a log into the state in a slot, which becomes what the slot's position claims."""
+
+    slot: SlotId
+    log: LogId
+    num_tokens: int
+
+
+Action = CopyTokens | MoveBlock | DropBlocks | DropSlot | FoldLog

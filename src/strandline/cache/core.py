@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from strandline.cache.account import Account, CacheCounters, Miss, Reason, SnapshotKind
-from strandline.cache.actions import Action, CopyTokens
+from strandline.cache.actions import Action, CopyTokens, FoldLog
 from strandline.cache.arena import Arena
 from strandline.cache.eviction import EvictionOrder, WorthPerByte
 from strandline.cache.explain import Explainer
@@ -235,7 +235,7 @@ class PrefixCache:
         for run in reversed(list(lease.run.ancestry())):
             lease.table += run.blocks
         lease.num_published = len(lease.table)
-        lease.computed = snapshot.position if snapshot else 0
+        lease.computed = lease.folded = snapshot.position if snapshot else 0
         shared = lease.num_published * BLOCK_TOKENS
         lease.kv_start = max(shared, lease.computed)
         lease.dst = _granted(self.memory.take_slot())
@@ -313,20 +313,31 @@ class PrefixCache:
 
     # Keeping
 
-    def commit(self, lease: Lease, computed: int) -> None:
-        """Take note that the state after ``computed`` tokens is in ``lease.dst``, and their KV in its blocks."""
+    def commit(self, lease: Lease, computed: int, folded: int | None = None) -> None:
+        """Take note that the state after ``computed`` tokens is in ``lease.dst``, and their KV in its blocks.
+
+        Args:
+            folded: the state is that after so many tokens, the others are in ``lease.log``; None: after all.
+        """
         room = min(len(lease.tokens), len(lease.table) * BLOCK_TOKENS)
         if not lease.computed < computed <= room:
             raise CacheInvariantError(
                 f"{lease.request_id} computed {computed} tokens: it had {lease.computed}, and room for {room}"
             )
         lease.computed = computed
+        lease.folded = computed if folded is None else folded
         if lease.src != lease.dst:
             self._settle(lease)
         if computed >= (lease.num_published + 1) * BLOCK_TOKENS and self.enabled:
             self._publisher.publish_blocks(lease)
         if lease.cuts:
             self._publisher.publish_cuts(lease)
+
+    def fold(self, lease: Lease) -> None:
+        """Have the lease's log, if there is anything in it, folded into the state in ``lease.dst``."""
+        if lease.log_tokens:
+            self.memory.actions.append(FoldLog(lease.dst, lease.log, lease.log_tokens))
+            lease.folded = lease.computed
 
     def _settle(self, lease: Lease) -> None:
         lease.src = lease.dst
@@ -347,6 +358,7 @@ class PrefixCache:
         slot = self.memory.take_slot() if self.memory.can_take(max(num_blocks, 0), 1) else None
         if slot is None:
             return False
+        self.fold(lease)
         snapshot = self._publisher.publish(lease, lease.dst, lease.computed, kind, num_readers=1)
         lease.source, lease.src, lease.dst = snapshot, snapshot.slot, slot
         return True
@@ -380,6 +392,7 @@ class PrefixCache:
     def _leave_last_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
         if not self._may_leave(lease, kind):
             return False
+        self.fold(lease)
         self._publisher.publish(lease, lease.dst, lease.computed, kind)
         return True
 

@@ -134,6 +134,8 @@ def _check_lease(lease: Lease) -> None:
     _require(path == list(lease.table[: lease.num_published]), f"{name}: its table leaves its path")
     data = b"".join(bytes(run.tokens) for run in reversed(list(lease.run.ancestry())))
     _require(lease.tokens.data.startswith(data), f"{name}: its path holds other tokens")
+    _require(0 <= lease.folded <= lease.computed, f"{name}: folded {lease.folded} of {lease.computed} tokens")
+    _require(lease.folded == lease.computed or lease.has_own_state, f"{name}: a log beside a state that is not its own")
     if lease.source is not None:
         _require(lease.src == lease.source.slot, f"{name}: src is not its snapshot's slot")
         _require(lease.source.position == lease.computed, f"{name}: resumes from a snapshot of another position")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from strandline.cache.account import Account, SnapshotKind
 from strandline.cache.tokens import TokenBuffer
 from strandline.cache.tree import Run, Snapshot
-from strandline.ids import NULL_SLOT, RequestId, SlotId
+from strandline.ids import NULL_LOG, NULL_SLOT, LogId, RequestId, SlotId
 
 
 @dataclass(slots=True)
@@ -31,9 +31,11 @@ class Lease:
         "computed",
         "cuts",
         "dst",
+        "folded",
         "habit",
         "is_active",
         "kv_start",
+        "log",
         "num_published",
         "request_id",
         "root",
@@ -79,10 +81,18 @@ class Lease:
         self.tail: Run | None = None
         """The tail in the index that shows the block being filled, after a snapshot inside that block."""
         self.is_active = True
+        self.log: LogId = NULL_LOG
+        """Where it keeps tokens that are not folded into its state; the null log: nowhere."""
+        self.folded = 0
+        """Tokens that are folded into the state; those up to ``computed`` are in the log."""
+
+    @property
+    def log_tokens(self) -> int:
+        return self.computed - self.folded
 
     @property
     def has_own_state(self) -> bool:
-        """Whether ``dst`` holds the state at ``computed`` (no step has run since admission if not)."""
+        """Whether ``dst`` holds the state at ``computed``, as far as the log does not (no step has run if not)."""
         return self.src == self.dst
 
 

@@ -15,13 +15,8 @@ from torch import Tensor
 from strandline.engine.plan import SequencePlan
 from strandline.engine.upload import upload, upload_together
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
-from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
+from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, StepBatch
 from strandline.kernels.chunk_table import Chunks, plan_chunks
-
-
-def is_decode(sequence: SequencePlan) -> bool:
-    """Whether a sequence is computed by the decode kernels: one token, no cut, not to be prefilled."""
-    return sequence.end - sequence.start == 1 and not sequence.cuts and not sequence.is_prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +38,8 @@ class HostBatch:
     block_table_NM: np.ndarray
     """int32."""
     chunks: Chunks
+    log_D: np.ndarray
+    log_tokens_D: np.ndarray
 
     @property
     def num_sequences(self) -> int:
@@ -70,10 +67,15 @@ def build_host_batch(sequences: Sequence[SequencePlan], num_decodes: int) -> Hos
         num_decodes: how many of them are decodes.
     """
     columns = zip(
-        *((s.start, s.end, s.kv_start, s.state_src, s.state_dst, s.window_src, s.window_offset) for s in sequences),
+        *(
+            (s.start, s.end, s.kv_start, s.state_src, s.state_dst, s.window_src, s.window_offset, s.log, s.log_tokens)
+            for s in sequences
+        ),
         strict=True,
     )
-    starts, ends, kv_starts, src, dst, window_src, window_offset = np.array(list(columns), dtype=np.int64)
+    starts, ends, kv_starts, src, dst, window_src, window_offset, logs, log_tokens = np.array(
+        list(columns), dtype=np.int64
+    )
     lengths = ends - starts
     query_starts = np.zeros(len(sequences) + 1, dtype=np.int64)
     np.cumsum(lengths, out=query_starts[1:])
@@ -102,11 +104,17 @@ def build_host_batch(sequences: Sequence[SequencePlan], num_decodes: int) -> Hos
         pending_N=np.array([sequence.pending for sequence in sequences], dtype=np.int64),
         block_table_NM=tables,
         chunks=plan_chunks([(s.start, s.end) for s in prefills], [s.cuts for s in prefills]),
+        log_D=logs[:num_decodes],
+        log_tokens_D=log_tokens[:num_decodes],
     )
 
 
-def to_device(host: HostBatch, device: torch.device) -> DeviceBatch:
-    """Make the step's tensors."""
+def to_device(host: HostBatch, device: torch.device, *, most_logged: int = 0) -> DeviceBatch:
+    """Make the step's tensors.
+
+    Args:
+        most_logged: tokens in a full log; 0: none are kept.
+    """
     arrays = (
         *(host.token_ids_T, host.positions_T, host.write_blocks_T, host.write_offsets_T),
         *(host.query_starts_N1, host.context_lens_N),
@@ -127,8 +135,24 @@ def to_device(host: HostBatch, device: torch.device) -> DeviceBatch:
         write_offsets_T=offsets,
         is_all_written=bool(host.write_blocks_T.all()),
     )
-    recurrent = RecurrentBatch(src, dst, window_src, window_offset, host.chunks.with_tensors(chunks))
+    log = _logs(host, most_logged, device) if most_logged and host.num_decodes else None
+    recurrent = RecurrentBatch(src, dst, window_src, window_offset, host.chunks.with_tensors(chunks), log)
     return DeviceBatch(StepBatch(tokens, positions, host.num_decodes, attention, recurrent), last, pending)
+
+
+def _logs(host: HostBatch, most_logged: int, device: torch.device) -> LogBatch:
+    places_D = host.log_tokens_D % most_logged
+    first = int(host.log_D[0])
+    counts_up = bool((host.log_D == np.arange(first, first + len(host.log_D))).all())
+    log_D, place_D = upload_together([host.log_D, places_D], device)
+    return LogBatch(
+        log_D,
+        place_D,
+        upload(np.arange(most_logged) >= places_D[:, None], device),
+        slice(first, first + len(host.log_D)) if counts_up else log_D,
+        tuple(host.log_tokens_D.tolist()),
+        tuple(places_D.tolist()),
+    )
 
 
 def _block_tables(sequences: Sequence[SequencePlan], ends: np.ndarray) -> np.ndarray:

@@ -55,7 +55,9 @@ class EngineCore:
         with self._timed("memory"):
             num_slabs = choose_memory_bytes(config, model, device) // spec.slab_bytes
         self.limits = Limits(model.vocab_size, choose_max_model_len(config, spec, model.max_position, num_slabs))
-        self.scheduler = new_scheduler(config, spec, num_slabs, device)
+        # Deterministic, a token's bits must not depend on when the log was folded; the Triton kernels keep none yet.
+        keeps_logs = spec.log_tokens > 0 and not config.deterministic and not runs_triton(device.type)
+        self.scheduler = new_scheduler(config, spec, num_slabs, device, keeps_logs=keeps_logs)
         self.cache = self.scheduler.cache
         self.watch = CacheWatch(self.cache, self.scheduler, spec, config.mamba_cache_mode)
         self._cache_mode, self._cache_block_tokens = config.mamba_cache_mode, config.mamba_block_size
@@ -68,6 +70,7 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             poison=self._is_debugged,
             deterministic=config.deterministic,
+            keeps_logs=keeps_logs,
         )
         # Torch's operations are not compiled, and ask the host for what a recorded step cannot know.
         if runs_triton(device.type):
@@ -101,6 +104,7 @@ class EngineCore:
     def finish(self, request_id: RequestId) -> None:
         """End a sequence between steps and free what it holds. Unknown ids are ignored."""
         self.scheduler.finish(request_id, FinishReason.ABORT)
+        self._tidy_up()
 
     @property
     def has_unfinished(self) -> bool:
@@ -137,8 +141,14 @@ class EngineCore:
         self._in_flight = None
         result = launched.result()
         _add_events(events, plan, result, self.scheduler.settle(plan, result))
+        self._tidy_up()
         if self._is_debugged:
             check(self.cache)
+
+    def _tidy_up(self) -> None:
+        """Make what the last requests left behind what it claims to be, though nobody may come for it."""
+        if not len(self.scheduler):
+            self.runner.carry_out(self.cache.take_actions())
 
     # Reading
 
@@ -191,7 +201,9 @@ class EngineCore:
         return {**held, "free": arena.num_slabs * spec.slab_bytes - sum(held.values())}
 
 
-def new_scheduler(config: EngineConfig, spec: ModelSpec, num_slabs: int, device: torch.device) -> Scheduler:
+def new_scheduler(
+    config: EngineConfig, spec: ModelSpec, num_slabs: int, device: torch.device, *, keeps_logs: bool = False
+) -> Scheduler:
     """Return a scheduler over an empty cache."""
     chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
     cache = PrefixCache(
@@ -205,6 +217,7 @@ def new_scheduler(config: EngineConfig, spec: ModelSpec, num_slabs: int, device:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=choose_batched_tokens(config, device),
         deterministic=config.deterministic,
+        log_tokens=spec.log_tokens if keeps_logs else 0,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from strandline.cache import Action
 from strandline.engine.sampling_params import SamplingParams
-from strandline.ids import RequestId, SlotId
+from strandline.ids import NULL_LOG, LogId, RequestId, SlotId
 
 MAX_STOP_IDS: Final = 8
 """Stop tokens of a request that a device compares with what it sampled; of a request with more the host must."""
@@ -51,6 +51,15 @@ class SequencePlan(NamedTuple):
     """Whether ``token_ids`` says nothing, since the token is on the device alone."""
     is_prefill: bool = False
     """Whether the prefill kernels compute it even if it is a single token: deterministic, all of a prompt's are."""
+    log: LogId = NULL_LOG
+    """The log that the token is appended to; the null log: it is folded into the state at once."""
+    log_tokens: int = 0
+    """Tokens in the log, the last ones before ``start``."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the decode kernels compute it: one token, no cut, not to be prefilled."""
+        return self.end - self.start == 1 and not self.cuts and not self.is_prefill
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, MoveBlock
-from strandline.engine.batch import DeviceBatch, build_host_batch, is_decode, to_device
+from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock
+from strandline.engine.batch import DeviceBatch, build_host_batch, to_device
 from strandline.engine.graphs import DecodeGraphs
 from strandline.engine.heap import keep_scratch_memory
 from strandline.engine.pending import PendingTokens
@@ -24,9 +24,10 @@ from strandline.engine.sampler import LogprobTensors, SamplingState, choose_toke
 from strandline.engine.structured import Grammars, Matcher
 from strandline.engine.upload import download, upload_together
 from strandline.errors import EngineError
-from strandline.ids import BLOCK_TOKENS, BlockId, RequestId
+from strandline.ids import BLOCK_TOKENS, BlockId, LogId, RequestId, SlotId
 from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.batch import LayerMemory, StepBatch
+from strandline.kernels.batch import LayerMemory, RecurrentMemory, StepBatch
+from strandline.kernels.gdn_log import gdn_fold
 from strandline.kernels.platform import set_deterministic
 from strandline.kernels.step import store_hidden
 from strandline.specs import ModelSpec
@@ -111,6 +112,7 @@ class Runner:
     Args:
         poison: fill what the cache drops with NaN, so that reading it is found out.
         deterministic: launch batch-invariant kernels.
+        keeps_logs: let decoding sequences keep logs; the scheduler must know.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Runner:
         max_num_seqs: int,
         poison: bool = False,
         deterministic: bool = False,
+        keeps_logs: bool = False,
     ) -> None:
         self.model = model
         self.device = device
@@ -129,7 +132,8 @@ class Runner:
         """What compiles the grammars of requests; there is none without a tokenizer."""
         if device.type == "cpu":
             keep_scratch_memory()
-        self.arena = ArenaTensors(model.spec, num_slabs, device)
+        self.arena = ArenaTensors(model.spec, num_slabs, device, num_logs=1 + max_num_seqs if keeps_logs else 0)
+        self._most_logged = model.spec.log_tokens if keeps_logs else 0
         self._pending = PendingTokens(max_num_seqs, device)
         self._poison = poison
         self._is_deterministic = deterministic
@@ -148,8 +152,7 @@ class Runner:
             del self._states[request_id]
         for new in plan.new:
             self._states[new.request_id] = SamplingState(new, self.model.vocab_size, self.device, self._matcher(new))
-        for action in plan.actions:
-            self._apply(action)
+        self.carry_out(plan.actions)
         if self.device.type == "cpu" and plan.num_tokens <= SERIAL_STEP_TOKENS:
             with _one_thread():
                 return self._compute(plan)
@@ -200,8 +203,16 @@ class Runner:
         launched.close()
         return launched
 
+    @torch.inference_mode()
+    def carry_out(self, actions: Iterable[Action]) -> None:
+        """Do what the cache asked for, in order."""
+        for action in actions:
+            self._apply(action)
+
     def _apply(self, action: Action) -> None:
         match action:
+            case FoldLog(slot, log, num_tokens):
+                self._fold(slot, log, num_tokens)
             case CopyTokens(src, dst, num_tokens):
                 self.arena.copy_block(src, dst, num_tokens)
             case MoveBlock(src, dst):
@@ -213,6 +224,12 @@ class Runner:
             case DropSlot(slot) if self._poison:
                 self.arena.poison([], [slot])
 
+    def _fold(self, slot: SlotId, log: LogId, num_tokens: int) -> None:
+        for memory in self.arena.layers:
+            if isinstance(memory, RecurrentMemory):
+                assert memory.log is not None
+                gdn_fold(memory.state_SHKV, slot, memory.log, log, num_tokens)
+
     def _last_hidden(
         self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: LaunchedStep
     ) -> Tensor:
@@ -221,7 +238,7 @@ class Runner:
             return self._stored_hidden(sequences)
         ordered = [sequences[index] for index in order]
         host = build_host_batch(ordered, num_decodes)
-        batch = to_device(host, self.device)
+        batch = to_device(host, self.device, most_logged=self._most_logged)
         if host.has_pending:
             self._pending.resolve(batch, ordered, self._states)
         hidden_TE = self.model.forward(batch.step, self.arena.layers)
@@ -294,11 +311,11 @@ class Runner:
 
 def _order(sequences: Sequence[SequencePlan]) -> tuple[list[int], int]:
     """Return the indices of the sequences that compute something, decodes first, and how many are decodes."""
-    decodes = [index for index, sequence in enumerate(sequences) if is_decode(sequence)]
+    decodes = [index for index, sequence in enumerate(sequences) if sequence.is_decode]
     if len(decodes) == len(sequences):
         return decodes, len(decodes)
     prefills = [
-        index for index, sequence in enumerate(sequences) if sequence.end > sequence.start and not is_decode(sequence)
+        index for index, sequence in enumerate(sequences) if sequence.end > sequence.start and not sequence.is_decode
     ]
     return decodes + prefills, len(decodes)
 

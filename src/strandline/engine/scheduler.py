@@ -18,13 +18,14 @@ request that stays within its last block takes the short way through both.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 
 from strandline.cache import Lease, PrefixCache, SnapshotKind
 from strandline.engine.plan import PendingToken, SequencePlan, StepPlan, StepResult
 from strandline.engine.request import FinishReason, Request, Status
 from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
-from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.ids import BLOCK_TOKENS, NULL_LOG, LogId, RequestId
 
 LOOK_AHEAD_REQUESTS = 32
 """Waiting requests that may ask for a snapshot on the way of a running one, though there is no room for them yet."""
@@ -37,7 +38,13 @@ class Scheduler:
     """Owns the requests; decides steps; tells the cache what happened."""
 
     def __init__(
-        self, cache: PrefixCache, *, max_num_seqs: int, max_num_batched_tokens: int, deterministic: bool = False
+        self,
+        cache: PrefixCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        deterministic: bool = False,
+        log_tokens: int = 0,
     ) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
@@ -56,6 +63,10 @@ class Scheduler:
         self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
         """Steps that are not settled yet, and the requests of their sequences."""
         self._num_on_host = 0
+        self._most_logged = log_tokens
+        """Tokens in a full log; 0: none are kept."""
+        self._free_logs = [LogId(number) for number in range(1, max_num_seqs + 1)] if log_tokens else []
+        """A heap: the smallest are used first, so that those in use lie together."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -87,8 +98,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         if request.lease is not None:
-            self.cache.release(request.lease, SnapshotKind.GENERATION_END)
-            request.lease = None
+            self._release(request, request.lease, SnapshotKind.GENERATION_END)
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._requests[request.request_id]
@@ -167,9 +177,14 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, request: Request) -> None:
-        self.cache.release(_lease(request), SnapshotKind.PREEMPTION)
+    def _release(self, request: Request, lease: Lease, kind: SnapshotKind) -> None:
+        self.cache.release(lease, kind)
         request.lease = None
+        if lease.log != NULL_LOG:
+            heappush(self._free_logs, lease.log)
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request, _lease(request), SnapshotKind.PREEMPTION)
         request.status = Status.WAITING
         self.num_preemptions += 1
         self.waiting.add_first(request)
@@ -234,6 +249,8 @@ class Scheduler:
         if not self.cache.extend(lease, min(request.num_tokens, lease.computed + budget)):
             self.cache.release(lease, SnapshotKind.PREEMPTION)
             return None
+        if self._most_logged:
+            lease.log = heappop(self._free_logs)
         request.lease = lease
         request.status = Status.RUNNING
         if request.account is None:
@@ -266,6 +283,13 @@ class Scheduler:
         is_prompt = start < request.num_prompt_tokens
         if (lease.wanted or self._is_stepwise) and (is_prompt or not self._is_exact):
             cuts = tuple((cut.position, cut.slot) for cut in self.cache.plan_cuts(lease, end))
+        is_prefill = is_prompt and self._is_exact
+        log = NULL_LOG
+        if end - start == 1 and not cuts and not is_prefill:
+            log = lease.log
+        elif lease.folded < start:
+            # The prefill kernels know of no log.
+            self.cache.fold(lease)
         src = lease.src
         return SequencePlan(
             request.request_id,
@@ -281,7 +305,9 @@ class Scheduler:
             cuts,  # type: ignore[arg-type]
             end == num_tokens,
             pending,
-            is_prompt and self._is_exact,
+            is_prefill,
+            log,
+            start - lease.folded,
         )
 
     # Taking in results
@@ -303,7 +329,9 @@ class Scheduler:
             end = sequence.end
             is_computing = end > sequence.start
             if is_computing:
-                cache_commit(lease, end)
+                # A full log was folded before the token was appended.
+                in_log = end - sequence.start + sequence.log_tokens % self._most_logged if sequence.log else 0
+                cache_commit(lease, end, end - in_log)
             if sequence.is_sampled:
                 request.num_tokens += 1
                 is_prompt_end = end == request.num_prompt_tokens and end % self._grid_tokens == 0

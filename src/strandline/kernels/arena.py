@@ -20,7 +20,7 @@ from torch import Tensor
 
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
-from strandline.kernels.batch import KVMemory, LayerMemory, RecurrentMemory
+from strandline.kernels.batch import KVMemory, LayerMemory, LogMemory, RecurrentMemory
 from strandline.specs import AttentionSpec, ModelSpec, RecurrentSpec
 
 NAN_BYTE = 0xFF
@@ -28,10 +28,16 @@ NAN_BYTE = 0xFF
 
 
 class ArenaTensors:
-    """One allocation of ``num_slabs * spec.slab_bytes`` bytes, zeroed, and the views that layers work on."""
+    """One allocation of ``num_slabs * spec.slab_bytes`` bytes, zeroed, and the views that layers work on.
 
-    def __init__(self, spec: ModelSpec, num_slabs: int, device: torch.device | str = "cpu") -> None:
+    Beside it lie ``num_logs`` logs, the null log included, which no snapshot takes along; 0: none are kept.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, num_slabs: int, device: torch.device | str = "cpu", *, num_logs: int = 0
+    ) -> None:
         self.spec = spec
+        self._num_logs = num_logs
         self.num_slabs = num_slabs
         self.num_blocks = num_slabs * spec.blocks_per_slab
         self.bytes = _zeros(num_slabs * spec.slab_bytes, torch.device(device))
@@ -95,7 +101,19 @@ class ArenaTensors:
         return RecurrentMemory(
             self._view(layer.state_dtype, state_shape, stride, offset),
             self._view(layer.window_dtype, window_shape, stride, offset + layer.state_bytes),
+            self._log(layer) if self._num_logs else None,
         )
+
+    def _log(self, layer: RecurrentSpec) -> LogMemory:
+        log, (num_heads, key_dim, value_dim) = layer.log, layer.state_shape
+        assert log is not None
+        shapes = (log.num_keys, log.num_tokens, key_dim), (num_heads, log.num_tokens, value_dim)
+        key, value = (self._log_tensor(shape, torch.float32) for shape in shapes)
+        return LogMemory(key, value, self._log_tensor((num_heads, log.num_tokens), torch.float64))
+
+    def _log_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = self._num_logs * prod(shape) * dtype.itemsize
+        return _zeros(num_bytes, self.bytes.device).view(dtype).view(self._num_logs, *shape)
 
     def _kv_run(self, offset: int, run: list[AttentionSpec]) -> Tensor:
         layer = run[0]

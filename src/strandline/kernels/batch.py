@@ -1,7 +1,8 @@
 """The tensors of one step that every layer shares, and the views of memory that a layer works on.
 
 Shape suffixes: T tokens of the step, N sequences, D decoding sequences, C chunks, M blocks per table,
-B blocks, P tokens in a block (64), G key/value heads, S slots, R rows of a convolution window, H heads.
+B blocks, P tokens in a block (64), G key/value or key heads, S slots, R rows of a convolution window, H heads, J logs,
+L places of a log.
 
 The sequences of a step are ordered: first the D *decodes* (one token each, no cut), whose tokens are rows
 ``[0, D)``; then the *prefills* (one token or more), whose tokens are rows ``[D, T)``. Tensors live on the
@@ -24,11 +25,29 @@ class KVMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class LogMemory:
+    """One recurrent layer's share of the logs of running sequences; log 0 takes what nobody needs."""
+
+    key_JGLK: Tensor
+    """Float32, as the next two but for ``sum_JHL``, which is float64: small decays must outlive large ones."""
+    value_JHLV: Tensor
+    sum_JHL: Tensor
+    """Sums of log decays since the committed state."""
+
+    def empty(self, log_N: Tensor) -> None:
+        """Zero some logs, so that nothing read past a log's end is infinite or not a number."""
+        for tensor in (self.key_JGLK, self.value_JHLV, self.sum_JHL):
+            tensor.index_fill_(0, log_N, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentMemory:
     """One recurrent layer's share of all slots: strided views into the arena. Slot 0 reads as zeros."""
 
     state_SHKV: Tensor
     window_SRC: Tensor
+    log: LogMemory | None = None
+    """None: every token is folded into the state at once."""
 
 
 LayerMemory = KVMemory | RecurrentMemory
@@ -54,6 +73,24 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class LogBatch:
+    """The decodes' logs (contract 4). One that is full, or empty, is folded before the step's token is appended."""
+
+    log_N: Tensor
+    """int64."""
+    place_N: Tensor
+    """int64 place that the step's token takes; 0 where the log is folded first."""
+    is_free_NL: Tensor
+    """Which places of the logs hold nothing, once folded."""
+    rows: slice | Tensor
+    """``log_N`` again; a slice where it counts up, so that nothing is copied."""
+    lens: tuple[int, ...]
+    """Tokens in each log before it is folded."""
+    places: tuple[int, ...]
+    """``place_N`` on the host."""
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentBatch:
     """Where the sequences' states come from and go to (contract 3): read ``src``, write ``dst``."""
 
@@ -66,6 +103,8 @@ class RecurrentBatch:
     """int64 first row of the window inside its source slot (0 unless the slot holds a log)."""
     chunks: ChunkTable
     """Of the prefills only; rows count from the first prefill token."""
+    log: LogBatch | None = None
+    """Of the decodes only; None: no sequence keeps a log."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def gdn_prefill(
     """
     out_THV = torch.empty(v_THV.shape, dtype=q_TGK.dtype, device=v_THV.device)
     states = _open_states(state_SHKV, src_N.tolist(), dst_N.tolist(), chunks.cut_slots)
-    log_decay_TH, beta_TH = _gates(a_TH, b_TH, A_log_H, dt_bias_H)
+    log_decay_TH, beta_TH = gates(a_TH, b_TH, A_log_H, dt_bias_H)
     state_of_chunk = [
         state
         for state, first, end in zip(states, chunks.first_chunks, chunks.first_chunks[1:], strict=False)
@@ -123,9 +123,9 @@ def gdn_decode(
     """
     num_heads = v_NHV.shape[1]
     states = _open_states(state_SHKV, src_N.tolist(), dst_N.tolist(), ())
-    log_decay_NH, beta_NH = _gates(a_NH, b_NH, A_log_H, dt_bias_H)
+    log_decay_NH, beta_NH = gates(a_NH, b_NH, A_log_H, dt_bias_H)
     decay_NH1 = log_decay_NH.exp().unsqueeze(-1)
-    raw_NGXK, factor_NGX1 = _key_query(q_NGK, k_NGK)
+    raw_NGXK, factor_NGX1 = key_query(q_NGK, k_NGK)
     key_query_NHXK = (raw_NGXK * factor_NGX1).repeat_interleave(num_heads // k_NGK.shape[1], dim=1)
     read_NHXV = v_NHV.new_zeros(*v_NHV.shape[:2], 2, v_NHV.shape[2], dtype=torch.float32)
     key_NHK1 = key_query_NHXK[:, :, 0].unsqueeze(-1)
@@ -159,7 +159,7 @@ def gdn_recurrent_reference(
     heads_per_key = v_THV.shape[1] // k_TGK.shape[1]
     q_THK = l2_norm(q_TGK, L2_NORM_EPS).repeat_interleave(heads_per_key, 1) * q_TGK.shape[-1] ** -0.5
     k_THK = l2_norm(k_TGK, L2_NORM_EPS).repeat_interleave(heads_per_key, 1)
-    log_decay_TH, beta_TH = _gates(a_TH, b_TH, A_log_H, dt_bias_H)
+    log_decay_TH, beta_TH = gates(a_TH, b_TH, A_log_H, dt_bias_H)
     outs = []
     for q, k, v, g, beta in zip(q_THK, k_THK, v_THV.float(), log_decay_TH, beta_TH, strict=True):
         state_HKV = state_HKV * g.exp()[:, None, None]
@@ -217,7 +217,7 @@ def _spans(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             first = end
 
 
-def _gates(a_TH: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
+def gates(a_TH: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log decay (at most 0) and the write strength, in float32.
 
     Computed in float64: torch rounds a float32 ``exp`` differently at a tensor's end, where it does not fill a
@@ -227,7 +227,7 @@ def _gates(a_TH: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tu
     return log_decay_TH.clamp_min(MIN_LOG_DECAY).float(), b_TH.double().sigmoid().float()
 
 
-def _key_query(q_TGK: Tensor, k_TGK: Tensor) -> tuple[Tensor, Tensor]:
+def key_query(q_TGK: Tensor, k_TGK: Tensor) -> tuple[Tensor, Tensor]:
     """Return key and query of each token, ``[T, G, 2, K]``, and the factors that normalise (and scale) them."""
     raw_TGXK = k_TGK.new_empty(*k_TGK.shape[:2], 2, k_TGK.shape[2], dtype=torch.float32)
     raw_TGXK[:, :, 0] = k_TGK
@@ -253,7 +253,7 @@ def _prepare_span(
     num_chunks, length = rows_CL.shape
     num_key_heads, key_dim = k_TGK.shape[1:]
 
-    raw, factor = _key_query(q_TGK.index_select(0, rows_X), k_TGK.index_select(0, rows_X))
+    raw, factor = key_query(q_TGK.index_select(0, rows_X), k_TGK.index_select(0, rows_X))
     key_query_CGLXK = raw.new_empty(num_chunks, num_key_heads, length, 2, key_dim)
     raw_CLGXK, factor_CLGX1 = (x.view(num_chunks, length, *x.shape[1:]) for x in (raw, factor))
     torch.mul(raw_CLGXK.transpose(1, 2), factor_CLGX1.transpose(1, 2), out=key_query_CGLXK)

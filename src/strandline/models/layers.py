@@ -24,13 +24,14 @@ from strandline.kernels.attention import paged_attention
 from strandline.kernels.batch import KVMemory, LayerMemory, RecurrentMemory, StepBatch
 from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_update
 from strandline.kernels.gdn import gdn_decode, gdn_prefill
+from strandline.kernels.gdn_log import LOG_TOKENS, gdn_decode_logged
 from strandline.kernels.linear import can_pack, gated_linear, linear, pack
 from strandline.kernels.moe import mixture
 from strandline.kernels.norm import add_rms_norm_zero_centered, rms_norm_gated, rms_norm_zero_centered
 from strandline.kernels.qkv import prepare_qkv
 from strandline.kernels.rotary import default_frequencies, rotary_table
 from strandline.models.targets import NamedTargets, interleaved, whole
-from strandline.specs import AttentionSpec, LayerSpec, ModelSpec, RecurrentSpec
+from strandline.specs import AttentionSpec, LayerSpec, LogSpec, ModelSpec, RecurrentSpec
 
 RotaryTable = tuple[Tensor, Tensor]
 
@@ -145,7 +146,8 @@ class GatedDeltaNet(nn.Module):
     def spec(self) -> RecurrentSpec:
         channels, taps = self.conv_CW.shape
         state_shape = (self.num_heads, self.key_dim, self.value_dim)
-        return RecurrentSpec(state_shape, self.state_dtype, (taps - 1, channels), dtype_name(self.conv_CW.dtype))
+        window_dtype, log = dtype_name(self.conv_CW.dtype), LogSpec(LOG_TOKENS, self.num_key_heads)
+        return RecurrentSpec(state_shape, self.state_dtype, (taps - 1, channels), window_dtype, log)
 
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: LayerMemory) -> Tensor:
         del rotary
@@ -171,8 +173,10 @@ class GatedDeltaNet(nn.Module):
         window = (memory.window_SRC, slots.window_src_N[decodes], slots.window_offset_N[decodes], dst_N)
         y_NC = causal_conv1d_update(x_NC, self.conv_CW, None, *window, "silu")
         q_NGK, k_NGK, v_NHV = self._heads(y_NC)
-        gates = (a_NH, b_NH, self.A_log_H, self.dt_bias_H)
-        return gdn_decode(q_NGK, k_NGK, v_NHV, *gates, memory.state_SHKV, src_N, dst_N)
+        inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, self.A_log_H, self.dt_bias_H, memory.state_SHKV, src_N, dst_N)
+        if memory.log is not None and slots.log is not None:
+            return gdn_decode_logged(*inputs, memory.log, slots.log)
+        return gdn_decode(*inputs)
 
     def _prefill(self, x_TC: Tensor, a_TH: Tensor, b_TH: Tensor, batch: StepBatch, memory: RecurrentMemory) -> Tensor:
         prefills, slots = slice(batch.num_decodes, None), batch.recurrent

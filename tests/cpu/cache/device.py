@@ -1,16 +1,17 @@
 """A simulated device: what the cache's decisions would do to memory, with tokens in place of numbers.
 
 A block holds 64 cells, each the token whose keys and values it stands for. A slot holds the tokens whose state it
-claims to be. Both are views of the same slabs, as on a real device: writing one overwrites the other. Whatever is
-free holds poison, so that a step that reads what it should not is found at once.
+claims to be, a log those that are not folded into one yet. Blocks and slots are views of the same slabs, as on a real
+device: writing one overwrites the other. Whatever is free holds poison, so that a step that reads what it should not is
+found at once.
 """
 
 from collections.abc import Iterator, Sequence
 
-from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, Lease, MoveBlock, PrefixCache
+from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, FoldLog, Lease, MoveBlock, PrefixCache
 from strandline.cache.tokens import decode
 from strandline.cache.tree import Run
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, LogId, SlotId
 
 POISON = -1
 
@@ -24,6 +25,7 @@ class Device:
         self._blocks_per_slab = blocks_per_slab
         self._cells = [[POISON] * BLOCK_TOKENS for _ in range(num_slabs * blocks_per_slab)]
         self._states: list[Tokens | None] = [None] * num_slabs
+        self._logs: dict[LogId, Tokens] = {}
         self.num_writes = [0] * num_slabs
         """How often each slot was written or dropped: a published slot's count stands still."""
 
@@ -50,12 +52,21 @@ class Device:
                 case DropSlot(slot):
                     self._states[slot] = None
                     self.num_writes[slot] += 1
+                case FoldLog(slot, log, num_tokens):
+                    # Whoever held the slot may have lost it since: then nobody reads what the fold leaves there.
+                    if (state := self.state(slot)) is not None:
+                        self._states[slot] = state + self._logs[log][:num_tokens]
+                        self.num_writes[slot] += 1
 
-    def run_step(self, lease: Lease, end: int, cache: PrefixCache) -> None:
-        """Compute the lease's tokens up to ``end``, as a model would, and check all that it reads and writes."""
+    def run_step(self, lease: Lease, end: int, cache: PrefixCache, *, folded: int) -> None:
+        """Compute the lease's tokens up to ``end``, as a model would, and check all that it reads and writes.
+
+        Args:
+            folded: the state that is left is that after so many tokens; the others are in the lease's log.
+        """
         tokens = tuple(decode(lease.tokens.data))
         assert lease.computed < end <= len(tokens)
-        assert self.state(lease.src) == tokens[: lease.computed], "the step starts from another state"
+        self._check_state(lease, tokens)
         writable = max(lease.kv_start, lease.computed)
         for block, start, expected in _by_block(lease, tokens[:writable]):
             assert self._cells[block][: len(expected)] == list(expected), f"keys of tokens from {start} on are wrong"
@@ -66,10 +77,18 @@ class Device:
             self._write_cells(block, cell, tokens[position : position + 1])
         published = {snapshot.slot for _, _, snapshot in cache.snapshots()}
         in_use = {other.src for other in cache.leases.values() if other.src != other.dst}
-        targets = {lease.dst: end} | {c.slot: c.position for c in lease.cuts if lease.computed < c.position <= end}
+        targets = {c.slot: c.position for c in lease.cuts if lease.computed < c.position <= end}
+        if folded != lease.folded or lease.src != lease.dst:
+            targets[lease.dst] = folded
         for slot, position in targets.items():
             assert slot not in published | in_use, f"the step overwrites the published slot {slot}"
             self._write_state(slot, tokens[:position])
+        self._logs[lease.log] = tokens[folded:end]
+
+    def _check_state(self, lease: Lease, tokens: Tokens) -> None:
+        assert self.state(lease.src) == tokens[: lease.folded], f"{lease.request_id} has another state"
+        if lease.log_tokens:
+            assert self._logs[lease.log] == tokens[lease.folded : lease.computed], f"{lease.request_id}: another log"
 
     def _write_cells(self, block: BlockId, start: int, tokens: Sequence[int]) -> None:
         assert block != NULL_BLOCK, "the null block is written"
@@ -89,7 +108,7 @@ class Device:
         for _, key, snapshot in cache.snapshots():
             assert self.state(snapshot.slot) == tuple(decode(key)), f"slot {snapshot.slot} is not what it claims"
         for lease in cache.leases.values():
-            assert self.state(lease.src) == tuple(decode(lease.tokens.slice(0, lease.computed)))
+            self._check_state(lease, tuple(decode(lease.tokens.data)))
             ready = tuple(decode(lease.tokens.slice(0, max(lease.kv_start, lease.computed))))
             for block, _, expected in _by_block(lease, ready):
                 assert self._cells[block][: len(expected)] == list(expected), f"block {block} of {lease.request_id}"

@@ -1,14 +1,18 @@
 """Plays the engine for the cache's tests: the cache, a simulated device, and the order in which they are asked."""
 
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 
 from strandline.cache import Account, Lease, Miss, Placement, PrefixCache, Reason, SnapshotKind, TokenBuffer
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import EvictionOrder
 from strandline.cache.invariants import check
 from strandline.cache.tokens import decode
-from strandline.ids import RequestId
+from strandline.ids import LogId, RequestId
 from tests.cpu.cache.device import Device, Tokens
+
+LOG_TOKENS = 3
+"""Tokens in a full log."""
 
 
 class Driver:
@@ -26,6 +30,7 @@ class Driver:
         self.cache = PrefixCache(num_slabs, blocks_per_slab, order=order, placement=placement, enabled=enabled)
         self.device = Device(num_slabs, blocks_per_slab)
         self._num_requests = 0
+        self._free_logs = [LogId(number) for number in range(1, num_slabs)]
 
     def lookup(self, tokens: Iterable[int], salt: str = "") -> Account:
         return self.cache.lookup(TokenBuffer(tokens), salt)
@@ -36,6 +41,8 @@ class Driver:
         self._num_requests += 1
         name = RequestId(request_id or f"request-{self._num_requests}")
         lease = self.cache.admit(name, TokenBuffer(tokens), salt=salt, step_tokens=step_tokens, read=read)
+        if lease is not None:
+            lease.log = heappop(self._free_logs)
         check(self.cache)
         return lease
 
@@ -50,21 +57,23 @@ class Driver:
 
     def step_together(self, wanted: Sequence[tuple[Lease, int]]) -> list[Lease]:
         """Plan all, then run all, then commit all, as one batch. Return those that got memory."""
-        planned = [(lease, end) for lease, end in wanted if self._plan(lease, end)]
+        planned = [(lease, end, self._plan(lease, end)) for lease, end in wanted if self.cache.extend(lease, end)]
         self.flush()
-        for lease, end in planned:
-            self.device.run_step(lease, end, self.cache)
-        for lease, end in planned:
-            self.cache.commit(lease, end)
+        for lease, end, folded in planned:
+            self.device.run_step(lease, end, self.cache, folded=folded)
+        for lease, end, folded in planned:
+            self.cache.commit(lease, end, folded)
             check(self.cache)
-        return [lease for lease, _ in planned]
+        return [lease for lease, *_ in planned]
 
-    def _plan(self, lease: Lease, end: int) -> bool:
-        if not self.cache.extend(lease, end):
-            return False
-        self.cache.plan_cuts(lease, end)
+    def _plan(self, lease: Lease, end: int) -> int:
+        """Plan a step as the engine does; return how many tokens will be folded into the state that it leaves."""
+        cuts = self.cache.plan_cuts(lease, end)
         check(self.cache)
-        return True
+        if end - lease.computed == 1 and not cuts:
+            return end - 1 - lease.log_tokens % LOG_TOKENS
+        self.cache.fold(lease)
+        return end
 
     def flush(self) -> None:
         """Carry out what the cache has asked for, and compare the device with what the cache believes."""
@@ -87,6 +96,7 @@ class Driver:
 
     def release(self, lease: Lease, kind: SnapshotKind = SnapshotKind.GENERATION_END) -> None:
         self.cache.release(lease, kind)
+        heappush(self._free_logs, lease.log)
         check(self.cache)
         self.flush()
 
