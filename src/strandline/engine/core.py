@@ -25,6 +25,7 @@ from strandline.engine.sizing import (
     choose_memory_bytes,
     require_determinism,
 )
+from strandline.engine.structured import Matcher
 from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
 from strandline.ids import BLOCK_TOKENS, RequestId
@@ -91,8 +92,11 @@ class EngineCore:
         yield
         self.start_s[phase] = SYSTEM_CLOCK() - start_s
 
-    def add(self, submission: Submission) -> None:
+    def add(self, submission: Submission, matcher: Matcher | None = None) -> None:
         """Queue a sequence.
+
+        Args:
+            matcher: of its grammar, if it has one; without it, the step that begins with the sequence compiles it.
 
         Raises:
             RequestError: a sequence of that id is unfinished.
@@ -100,11 +104,14 @@ class EngineCore:
         self.scheduler.add(
             Request(submission.new, max_total=submission.max_total, salt=submission.salt, marks=submission.marks)
         )
+        if matcher is not None:
+            self.runner.matchers[submission.new.request_id] = matcher
 
     def finish(self, request_id: RequestId) -> None:
         """End a sequence between steps and free what it holds. Unknown ids are ignored."""
         self.scheduler.finish(request_id, FinishReason.ABORT)
         self._tidy_up()
+        self.runner.matchers.pop(request_id, None)
 
     @property
     def has_unfinished(self) -> bool:

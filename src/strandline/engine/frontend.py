@@ -28,6 +28,7 @@ class Frontend:
         limits: of the core that will run the requests.
         tokenizer: a transformers tokenizer, or None to work with token ids alone.
         eos_ids: tokens that end a request unless it says ``ignore_eos``.
+        grammars: of the same tokenizer; by default they are made here.
         seed: of the requests that bring none.
     """
 
@@ -37,13 +38,14 @@ class Frontend:
         *,
         tokenizer: Any | None = None,
         eos_ids: frozenset[int] = frozenset(),
+        grammars: Grammars | None = None,
         seed: int = 0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
-        self.grammars = Grammars(lambda: (tokenizer, eos_ids), limits.vocab_size)
+        self.grammars = grammars or Grammars(lambda: (tokenizer, eos_ids), limits.vocab_size)
         self.collectors: dict[str, Collector] = {}
         self._streams: dict[RequestId, OutputStream] = {}
         self._seeds = Random(seed)
@@ -89,14 +91,14 @@ class Frontend:
         vocab_size, max_model_len = self.limits.vocab_size, self.limits.max_model_len
         if not prompt_ids:
             raise RequestError("the prompt is empty; at least one token is needed")
-        for token in prompt_ids:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise RequestError(f"prompt token {token!r} is not in the vocabulary [0, {vocab_size})")
         if len(prompt_ids) >= max_model_len:
             raise RequestError(
                 f"the prompt has {len(prompt_ids)} tokens; with at least one token of output it must stay within "
                 f"max_model_len {max_model_len}"
             )
+        for token in prompt_ids:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise RequestError(f"prompt token {token!r} is not in the vocabulary [0, {vocab_size})")
         named = [*(params.stop_token_ids or ()), *(params.logit_bias or ())]
         for token in named:
             if token >= vocab_size:

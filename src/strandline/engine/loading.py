@@ -1,6 +1,7 @@
 """From a model's name to a ready engine: directory, weights, tokenizer, generation defaults."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,9 +53,9 @@ def _fetch(name: str) -> Path:
 
 
 def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
-    """Load a model and build an engine around it; as ``load_core`` and ``load_frontend``."""
+    """Load a model and build an engine around it; as ``load_core`` and ``load_vocabulary``."""
     core = load_core(config, progress=progress)
-    frontend = load_frontend(config, core.limits)
+    frontend = load_frontend(config, core.limits, load_vocabulary(config))
     core.runner.grammars = frontend.grammars
     return Engine(core, frontend)
 
@@ -83,25 +84,41 @@ def load_core(config: EngineConfig, *, progress: bool = False) -> EngineCore:
     weights_s = SYSTEM_CLOCK() - start_s
     core = EngineCore(model, config, device, progress=progress)
     core.start_s = {"weights": weights_s, **core.start_s}
-    core.runner.grammars = Grammars(lambda: _read_tokenizer(config), core.limits.vocab_size)
     return core
 
 
-def load_frontend(config: EngineConfig, limits: Limits) -> Frontend:
-    """Build the text part for a core with these limits; no weights are read.
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What is known of a model's tokens without its weights."""
+
+    tokenizer: Any | None
+    eos_ids: frozenset[int]
+    grammars: Grammars
+
+
+def load_vocabulary(config: EngineConfig) -> Vocabulary:
+    """Load the tokenizer, if there is to be one, and what goes with it.
 
     Raises:
-        ConfigError: model configuration or tokenizer do not allow it.
+        ConfigError: there is no such model, or its configuration or tokenizer do not allow it.
     """
-    tokenizer, eos_ids = _read_tokenizer(config)
-    return Frontend(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed)
-
-
-def _read_tokenizer(config: EngineConfig) -> tuple[Any | None, frozenset[int]]:
-    """Return the tokenizer, if there is to be one, and the end-of-sequence tokens."""
     directory = find_model(config.model)
+    model_config = read_model_config(directory)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or str(directory))
-    return tokenizer, find_eos_ids(directory, read_model_config(directory), tokenizer)
+    eos_ids = find_eos_ids(directory, model_config, tokenizer)
+    grammars = Grammars(lambda: (tokenizer, eos_ids), model_config.get_text_config().vocab_size)
+    return Vocabulary(tokenizer, eos_ids, grammars)
+
+
+def load_frontend(config: EngineConfig, limits: Limits, vocabulary: Vocabulary) -> Frontend:
+    """Build the text part for a core with these limits."""
+    return Frontend(
+        limits,
+        tokenizer=vocabulary.tokenizer,
+        eos_ids=vocabulary.eos_ids,
+        grammars=vocabulary.grammars,
+        seed=config.seed,
+    )
 
 
 def resolve_device(name: str) -> torch.device:

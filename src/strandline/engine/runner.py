@@ -130,6 +130,8 @@ class Runner:
         self.device = device
         self.grammars: Grammars | None = None
         """What compiles the grammars of requests; there is none without a tokenizer."""
+        self.matchers: dict[RequestId, Matcher] = {}
+        """Of requests to come; those without one are compiled when they come."""
         if device.type == "cpu":
             keep_scratch_memory()
         self.arena = ArenaTensors(model.spec, num_slabs, device, num_logs=1 + max_num_seqs if keeps_logs else 0)
@@ -162,6 +164,9 @@ class Runner:
         wanted = new.params.structured_outputs
         if wanted is None:
             return None
+        prepared = self.matchers.pop(new.request_id, None)
+        if prepared is not None:
+            return prepared
         if self.grammars is None:
             raise EngineError("a request with structured outputs came to a runner without a tokenizer")
         return self.grammars.matcher(wanted, new.stop_ids)

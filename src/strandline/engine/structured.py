@@ -2,21 +2,23 @@
 
 The text part compiles a grammar before a request is admitted, so that a wrong one harms nobody. The core keeps one
 matcher per output beside its sampling state; before a token is chosen, the matcher says which ones may come, and
-all others are banned in that row. Compiling and matching are llguidance's.
+all others are banned in that row. Compiling and matching are llguidance's. Compiling lets other threads run, so that
+a server does it beside its steps and streams.
 
 Shape suffixes: N rows, V vocabulary, R rows with a grammar, W words of 32 bits.
 """
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any, Final
 
 import llguidance.hf
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from numpy.typing import NDArray
@@ -30,6 +32,17 @@ MAX_GRAMMAR_CHARACTERS: Final = 512 * 1024
 MAX_KEPT: Final = 64
 """Compiled grammars that are kept for the next request with the same one."""
 NOT_ALLOWED: Final = float("-inf")
+
+LIMITS: Final = LLParserLimits(max_items_in_row=50_000, precompute_large_lexemes=False, verbose_errors=False)
+"""What llguidance would prepare of a large expression takes it seconds, and saves milliseconds later. A row may have
+all the items that a step may have: objects with thousands of optional properties need them."""
+UNSATISFIABLE: Final = "NoExtensionBias"
+"""How llguidance says that nothing can be said."""
+
+TERMINAL: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
+"""A string, comment or regular expression in Lark's form."""
+SET_OPERATION: Final = re.compile(r"&|~(?!\s*\d)")
+"""Intersection and complement of terminals; a ``~`` before a number says how often something comes."""
 
 Source = Callable[[], tuple[Any, frozenset[int]]]
 """Loads the tokenizer, and the tokens that end an answer."""
@@ -99,10 +112,10 @@ class _Words:
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary.
+    """Compiles grammars for one vocabulary. Any thread may call it.
 
     Args:
-        source: called at the first grammar.
+        source: called once, when the vocabulary is prepared.
         vocab_size: of the model; what lies beyond the tokenizer's is never allowed.
     """
 
@@ -114,8 +127,18 @@ class Grammars:
         self._tokenizer: Any = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
+    def begin(self) -> None:
+        """Prepare the vocabulary in a thread of its own. A grammar that comes earlier waits for it."""
+        Thread(target=self._load_if_possible, name="vocabulary", daemon=True).start()
+
+    def _load_if_possible(self) -> None:
+        try:
+            self.load()
+        except RequestError:
+            return  # said to every request that needs it
+
     def load(self) -> LLTokenizer:
-        """Prepare the vocabulary: a second for the largest. Without this, the first grammar waits for it.
+        """Prepare the vocabulary: seconds for the largest. Without this, the first grammar waits for it.
 
         Raises:
             RequestError: there is no tokenizer, or it is not a fast one.
@@ -149,15 +172,21 @@ class Grammars:
 
     def _prototype(self, params: StructuredOutputsParams) -> LLMatcher:
         grammar = self._source_text(params)
-        found = self._compiled.get(grammar)
-        if found is None:
-            vocabulary = self.load()
-            is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
-            if is_wrong:
-                raise RequestError(f"the {params.kind} of structured_outputs cannot be used: {_first_lines(messages)}")
-            found = LLMatcher(vocabulary, grammar, log_level=0)
-            if found.is_error():
-                raise RequestError(f"the {params.kind} of structured_outputs cannot be used: {found.get_error()[:500]}")
+        vocabulary = self.load()
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+                return found
+        found = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+        begun = found.deep_copy()
+        if not begun.is_error():
+            begun.compute_bitmask()  # some grammars are found too large no earlier
+        if begun.is_error():
+            reason = _first_lines(begun.get_error())
+            reason = "nothing can fulfil it" if reason.startswith(UNSATISFIABLE) else reason
+            raise RequestError(f"the {params.kind} of structured_outputs cannot be used: {reason}")
+        with self._lock:
             self._compiled[grammar] = found
             if len(self._compiled) > MAX_KEPT:
                 self._compiled.popitem(last=False)
@@ -216,7 +245,8 @@ def _body(params: StructuredOutputsParams) -> dict[str, Any]:
         regex: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(params.regex))["grammars"][0]
         return {"lark_grammar": regex["lark_grammar"]}
     if params.choice is not None:
-        return {"lark_grammar": "start: " + " | ".join(json.dumps(choice) for choice in params.choice)}
+        # One terminal: as many rules, they would soon be more than a parser follows at once.
+        return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in params.choice)}
     return {"lark_grammar": _lark(params.grammar or "")}
 
 
@@ -237,6 +267,11 @@ def _schema(params: StructuredOutputsParams) -> Any:
 def _lark(grammar: str) -> str:
     """Return a grammar in Lark's form; GBNF is translated."""
     if "::=" not in grammar:
+        if SET_OPERATION.search(TERMINAL.sub("", grammar)):
+            raise RequestError(
+                "the grammar of structured_outputs must not use & or ~ on terminals: a short one may take hours "
+                "to compile"
+            )
         return grammar
     try:
         lark: str = any_to_lark(grammar)
@@ -252,5 +287,5 @@ def _set_bit(words: NDArray[np.int32], token: int, value: bool) -> None:
     unsigned[token // 32] = unsigned[token // 32] | bit if value else unsigned[token // 32] & ~bit
 
 
-def _first_lines(messages: Sequence[str]) -> str:
-    return " ".join(" ".join(messages).split())[:500]
+def _first_lines(message: str) -> str:
+    return " ".join(message.split())[:500]

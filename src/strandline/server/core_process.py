@@ -6,12 +6,16 @@ Signals are the front end's business, so that Ctrl-C in a terminal does not end 
 
 import signal
 import sys
+from dataclasses import replace
 
 import zmq
 
 from strandline.engine.core import EngineCore
-from strandline.engine.loading import load_core
+from strandline.engine.events import CoreStats
+from strandline.engine.loading import load_core, load_vocabulary
+from strandline.engine.structured import Grammars
 from strandline.errors import ConfigError
+from strandline.server.compiling import Compiling
 from strandline.server.messages import (
     ENCODER,
     TO_CORE,
@@ -37,34 +41,44 @@ LINGER_MS = 2000
 
 
 class CoreLoop:
-    """Steps while there is work; takes in messages before every step, so that an abort waits for one at most."""
+    """Steps while there is work; takes in messages before every step, so that an abort waits for one at most.
 
-    def __init__(self, core: EngineCore, socket: Socket, lifeline: int) -> None:
+    Sequences with a grammar wait aside until it is compiled, so that no step waits for that.
+    """
+
+    def __init__(self, core: EngineCore, grammars: Grammars, socket: Socket, lifeline: int) -> None:
         """
         Args:
             lifeline: a file descriptor; when it closes, the loop ends.
         """
         self._core = core
+        self._compiling = Compiling(grammars)
         self._socket = socket
         self._lifeline = lifeline
         self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(lifeline, zmq.POLLIN)
+        for source in (socket, lifeline, self._compiling.fileno()):
+            self._poller.register(source, zmq.POLLIN)
         self._is_stopped = False
 
     def run(self) -> None:
         """Serve until the lifeline closes."""
-        self._take_messages()
-        while not self._is_stopped:
-            if self._core.has_unfinished:
-                self._send(Stepped(self._core.step()))
+        try:
             self._take_messages()
+            while not self._is_stopped:
+                if self._core.has_unfinished:
+                    self._send(Stepped(self._core.step()))
+                self._take_messages()
+        finally:
+            self._compiling.close()
 
     def _take_messages(self) -> None:
         """Obey what has come; wait for something when there is no work."""
         ready = dict(self._poller.poll(0 if self._core.has_unfinished else None))
         if self._lifeline in ready:
             self._is_stopped = True
+        if self._compiling.fileno() in ready:
+            for submission, matcher in self._compiling.take():
+                self._core.add(submission, matcher)
         while self._socket in ready and not self._is_stopped:
             try:
                 self._obey(TO_CORE.decode(self._socket.recv(zmq.NOBLOCK)))
@@ -75,16 +89,24 @@ class CoreLoop:
         match message:
             case Submit(submissions):
                 for submission in submissions:
-                    self._core.add(submission)
+                    if submission.new.params.structured_outputs is None:
+                        self._core.add(submission)
+                    else:
+                        self._compiling.put(submission)
             case Finish(request_ids):
                 for request_id in request_ids:
+                    self._compiling.discard(request_id)
                     self._core.finish(request_id)
             case AskStats():
-                self._send(Stats(self._core.stats()))
+                self._send(Stats(self._stats()))
             case AskCache(number, salt):
-                self._send(CacheShown(number, self._core.watch.state(salt, self._core.stats())))
+                self._send(CacheShown(number, self._core.watch.state(salt, self._stats())))
             case AskWhy(number, question):
                 self._send(Explained(number, self._core.watch.answer(question)))
+
+    def _stats(self) -> CoreStats:
+        stats = self._core.stats()
+        return replace(stats, num_waiting=stats.num_waiting + len(self._compiling))
 
     def _send(self, message: FromCore) -> None:
         self._socket.send(ENCODER.encode(message))
@@ -96,13 +118,15 @@ def serve_core(socket: Socket, lifeline: int) -> int:
     if not isinstance(start, Start):
         return 2
     try:
+        grammars = load_vocabulary(start.config).grammars
+        grammars.begin()  # while the weights are read
         core = load_core(start.config)
     except ConfigError as error:
         socket.send(ENCODER.encode(Refused(str(error))))
         return 2
     socket.send(ENCODER.encode(Ready(core.limits, core.describe())))
     try:
-        CoreLoop(core, socket, lifeline).run()
+        CoreLoop(core, grammars, socket, lifeline).run()
     except Exception as error:
         # The process's edge: whatever it was, it is ours, and a doubtful state is never served.
         socket.send(ENCODER.encode(Died(f"{type(error).__name__}: {error}")))

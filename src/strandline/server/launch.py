@@ -14,7 +14,7 @@ from typing import Final
 import uvicorn
 
 from strandline.config import EngineConfig
-from strandline.engine.loading import default_sampling_params, find_model, load_frontend
+from strandline.engine.loading import default_sampling_params, find_model, load_frontend, load_vocabulary
 from strandline.env import read_api_key
 from strandline.errors import ConfigError
 from strandline.server.app import build_app
@@ -159,12 +159,14 @@ async def start_core(engine: EngineConfig, server: ServerConfig) -> AsyncIterato
         ConfigError: the configuration does not allow a start.
         EngineError: the process ended before it was ready.
     """
+    vocabulary = load_vocabulary(engine)
+    vocabulary.grammars.begin()
     async with AsyncExitStack() as stack:
         life, limits = await stack.enter_async_context(core_life(engine))
         names = server.served_model_name or (engine.model,)
         client = EngineClient(
             life.socket,
-            load_frontend(engine, limits),
+            load_frontend(engine, limits, vocabulary),
             Metrics(names[0]),
             max_unfinished=engine.max_num_seqs + server.max_queue,
             timeout_s=server.request_timeout_s,

@@ -1,6 +1,7 @@
 """What all endpoints need: the engine's client, the model's names and defaults, and text to tokens and back.
 
-Tokenizing and templates run in a thread of their own, one at a time, so that they do not hold up the streams.
+Tokenizing and templates run in a thread of their own, one at a time, so that they do not hold up the streams; grammars
+are compiled in others, so that they hold up neither.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from strandline.engine.prompts import encode_text
 from strandline.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.errors import RequestError
 from strandline.server.client import EngineClient, Prompt
+from strandline.server.compiling import NUM_THREADS
 from strandline.server.faults import UnknownModelError
 from strandline.server.reasoning import CLOSE
 from strandline.server.replies import ReplyFormat
@@ -38,6 +40,7 @@ class Service:
     """How the model writes calls of tools and reasoning."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
+    _compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "grammars"))
     _renderers: list[ChatRenderer] = field(default_factory=list)
 
     @property
@@ -79,7 +82,7 @@ class Service:
             if structure is not None:
                 raise RequestError(f"tool_choice {toolbox.choice!r} and another structure cannot be combined")
             parser = self.reply_format.tool_calls
-            grammar = await self.in_thread(lambda: toolbox.grammar(parser, grammars.tag))
+            grammar = await self._compile(lambda: toolbox.grammar(parser, grammars.tag))
             structure = StructuredOutputsParams(grammar=grammar)
         if structure is None:
             return params
@@ -91,7 +94,10 @@ class Service:
     async def check(self, structure: StructuredOutputsParams | None) -> None:
         """Compile a grammar before it is needed, where that holds up no stream. Raises as ``Grammars.check``."""
         if structure is not None:
-            await self.in_thread(lambda: self.client.frontend.grammars.check(structure))
+            await self._compile(lambda: self.client.frontend.grammars.check(structure))
+
+    async def _compile(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, work)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
         """Return a text as a prompt."""

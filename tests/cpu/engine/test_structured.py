@@ -147,12 +147,42 @@ def test_bans_that_leave_nothing_give_way_to_the_grammar(llm: LLM) -> None:
         ({"regex": "a", "choice": ["b"]}, "exactly one of json, regex"),
         ({"choice": []}, "non-empty"),
         ({"regex": "a" * 600_000}, "characters, at most"),
+        ({"json": {"$ref": "#"}}, "nothing can fulfil it"),
+        ({"grammar": "start: A\nA: /(.*a.{30})/ & ~/(.*b.{30})/"}, "must not use & or ~"),
+        ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "nothing can fulfil it"),
     ],
 )
 def test_a_wrong_grammar_is_refused_and_says_why(llm: LLM, wish: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         outputs(llm, StructuredOutputsParams(**wish))
     assert not llm.engine.has_unfinished
+
+
+def test_repetitions_in_a_grammar_and_signs_in_its_strings_are_no_operations_on_sets(llm: LLM) -> None:
+    [output] = outputs(llm, StructuredOutputsParams(grammar='start: "a&b~"~3 /[&~]{2}/  // & and ~'))
+    assert re.fullmatch("(a&b~){3}[&~]{2}", output.text)
+
+
+def test_of_very_many_choices_one_is_made(llm: LLM) -> None:
+    choices = [f"v{index}" for index in range(20_000)]
+    [output] = outputs(llm, StructuredOutputsParams(choice=choices))
+    assert output.text in choices
+
+
+def test_a_choice_may_begin_with_another(llm: LLM) -> None:
+    structure = StructuredOutputsParams(choice=["a", "ab", "abc"])
+    end = llm.get_tokenizer().eos_token_id
+    for bias, text in ((100.0, "a"), (-100.0, "abc")):
+        [output] = outputs(llm, structure, logit_bias={end: bias}, temperature=0)
+        assert output.text == text
+
+
+def test_an_object_may_have_thousands_of_optional_properties(llm: LLM) -> None:
+    properties = {f"p{index}": {"const": 1} for index in range(4000)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    structure = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    [output] = outputs(llm, structure, max_tokens=4000, logit_bias={llm.get_tokenizer().encode("}")[0]: 2.0})
+    assert set(json.loads(output.text)) <= set(properties)
 
 
 def test_without_a_token_that_ends_it_a_structured_output_is_refused(llm: LLM) -> None:
