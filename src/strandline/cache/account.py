@@ -103,6 +103,8 @@ class CacheCounters:
     queried_tokens: int = 0
     hit_tokens: int = 0
     missed_tokens: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    told_tokens: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    """As ``missed_tokens``, by the reasons that callers are told."""
     hits_by_kind: dict[SnapshotKind, int] = field(default_factory=lambda: dict.fromkeys(SnapshotKind, 0))
     snapshots_taken: dict[SnapshotKind, int] = field(default_factory=lambda: dict.fromkeys(SnapshotKind, 0))
 
@@ -114,3 +116,5 @@ class CacheCounters:
             self.hits_by_kind[account.snapshot_kind] += 1
         for miss in account.misses:
             self.missed_tokens[miss.reason] += miss.num_tokens
+        for miss in account.for_callers().misses:
+            self.told_tokens[miss.reason] += miss.num_tokens

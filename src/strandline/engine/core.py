@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from strandline.cache import OnGrid, PrefixCache, placement
+from strandline.cache import OnGrid, PrefixCache, Reason, placement
 from strandline.cache.invariants import check
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
@@ -187,7 +187,9 @@ class EngineCore:
             num_preemptions=self.scheduler.num_preemptions,
             queried_tokens=counters.queried_tokens,
             hit_tokens=counters.hit_tokens,
-            missed_tokens={reason.value: count for reason, count in counters.missed_tokens.items()},
+            missed_tokens={
+                reason.value: count for reason, count in counters.told_tokens.items() if reason is not Reason.OTHER_SALT
+            },
             hits_by_kind={kind.value: count for kind, count in counters.hits_by_kind.items()},
             snapshots_taken={kind.value: count for kind, count in counters.snapshots_taken.items()},
             num_snapshots=self.cache.arena.num_slots - sum(1 + len(e.cuts) for e in self.cache.leases.values()),

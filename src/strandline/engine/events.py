@@ -70,7 +70,7 @@ class CoreStats:
     queried_tokens: int
     hit_tokens: int
     missed_tokens: dict[str, int]
-    """By reason."""
+    """By reason, as the requests were told: the counters tell no more of other salts than accounts do."""
     hits_by_kind: dict[str, int]
     snapshots_taken: dict[str, int]
     """By kind."""

@@ -60,8 +60,6 @@ class CachePage:
         data: Json = msgspec.to_builtins(state)
         for run in data["tree"]["runs"]:
             run["text"] = text_of(run.pop("head"))
-        missed = data["stats"]["missed_tokens"]
-        missed["first_seen"] += missed.pop("other_salt")  # as each account tells it
         data["lookups"] = [
             {
                 "request_id": row.request_id,

@@ -201,3 +201,15 @@ def test_what_is_cached_under_other_salts_is_looked_for_under_so_many_only() -> 
         driver.serve(prompt(70, 5000 + 1000 * index), salt=str(index))
     assert misses(driver.lookup(prompt(70), "new")) == (Miss(Reason.FIRST_SEEN, 0, 70),)
     assert misses(driver.lookup(prompt(70), "oldest")) == ()
+
+
+def test_counters_of_what_callers_are_told_add_up_and_tell_no_more_than_accounts() -> None:
+    driver = Driver()
+    for salt, tokens in (("alice", prompt(150)), ("bob", [*prompt(100), *prompt(60, 5000)]), ("bob", prompt(120))):
+        driver.serve(tokens, salt=salt)
+    counters = driver.cache.counters
+    assert counters.missed_tokens[Reason.OTHER_SALT] > 0
+    assert counters.told_tokens[Reason.OTHER_SALT] == 0
+    assert counters.told_tokens[Reason.FIRST_SEEN] == 150 + 160
+    for counted in (counters.missed_tokens, counters.told_tokens):
+        assert counters.hit_tokens + sum(counted.values()) == counters.queried_tokens

@@ -102,6 +102,23 @@ def test_a_conversation_is_explained_as_the_chat_api_would_see_it(server: Server
     assert server.post("/v1/chat/completions", **asked).json()["usage"]["cache"] == told["account"]
 
 
+def test_a_prompt_of_another_salt_is_to_everybody_else_as_if_nobody_had_sent_it(server: ServerProcess) -> None:
+    theirs, nobodys = "the words of one tenant " * 8, "what nobody sent before " * 8
+    complete(server, theirs, cache_salt="its owner")
+
+    def told(prompt: str, salt: str) -> tuple[Any, ...]:
+        before = state(server)["stats"]
+        explained = explain(server, prompt=prompt, cache_salt=salt)
+        cache = complete(server, prompt, cache_salt=salt)["usage"]["cache"]
+        after = state(server)["stats"]
+        counted = {key: after["missed_tokens"][key] - before["missed_tokens"][key] for key in after["missed_tokens"]}
+        assert cache["queried"] == cache["hit"] + sum(miss["tokens"] for miss in cache["misses"])
+        return explained, cache, counted, after["queried_tokens"] - before["queried_tokens"]
+
+    assert told(theirs, "a stranger") == told(nobodys, "another stranger")
+    assert 'reason="other_salt"' not in server.get("/metrics").text
+
+
 def test_what_lies_under_a_salt_is_shown_only_to_who_names_it(server: ServerProcess) -> None:
     answer = complete(server, "a tenant's words " * 10, cache_salt="tenant %")
     name = f"{answer['id']}-0"
