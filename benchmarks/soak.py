@@ -2,11 +2,12 @@
 
     python benchmarks/soak.py --minutes 5 --memory 16MiB
 
-Clients complete, stream, chat over several turns, ask for two outputs, go away in the middle of a stream, and send
-requests that have to be refused. The memory is so small that requests are preempted and snapshots evicted. Every
-``--check-every-s`` seconds the load pauses, and once the server is idle it must hold no block, no slot and no file
-more than before the first request, and little more memory than at the first pause. At the end all completed
-greedy answers are compared with those of an engine of its own without a cache.
+Clients complete, stream, chat over several turns, ask for two outputs, for JSON, for calls of tools, through OpenAI's
+newer API and Anthropic's, go away in the middle of a stream, and send requests that have to be refused. The memory is
+so small that requests are preempted and snapshots evicted. Every ``--check-every-s`` seconds the load pauses, and once
+the server is idle it must hold no block, no slot and no file more than before the first request, and little more
+memory than at the first pause. At the end all completed greedy answers are compared with those of an engine of its
+own without a cache.
 
 Exits with 1 if anything was not as it must be.
 """
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import httpx
 
@@ -43,7 +45,35 @@ BAD_BODIES: tuple[tuple[str, object, int], ...] = (
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": 7}]}, 400),
     ("/v1/nothing", {}, 404),
     ("/v1/completions", "no JSON at all", 400),
+    ("/v1/completions", {"prompt": "x", "guided_regex": "(["}, 400),
+    ("/v1/completions", {"prompt": "x", "guided_grammar": "start: A\nA: /(.*a.{30})/ & ~/(.*b.{30})/"}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 400),
+    ("/v1/responses", {"input": [{"type": "nothing"}]}, 400),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}, 400),
+    ("/cache/explain", {}, 400),
 )
+TEMPLATE = (
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for t in tools %}{{- t | tojson + '\\n' }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}{%- endif %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
+    '{%- for c in m.tool_calls or [] %}{{- \'<tool_call>\\n{"name": "\' + c.function.name + \'", "arguments": \' }}'
+    "{{- c.function.arguments | tojson + '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""The demo model's, and tools."""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {name: {"type": "integer", "minimum": -99, "maximum": 99} for name in ("left", "right")},
+            "required": ["left", "right"],
+            "additionalProperties": False,
+        },
+    },
+}
+QUESTIONS = tuple(f"What is {left} + {right}?" for left in (2, 7, 12, 30) for right in (3, 8, 30, 41))
 NAMES = ("Ada", "Max", "Lea", "Tom", "Mia", "Ben")
 
 
@@ -73,6 +103,8 @@ class Soak:
     counts: Counter[str] = field(default_factory=Counter)
     answers: dict[tuple[int, int], set[str]] = field(default_factory=dict)
     """Texts by (prompt's index, most tokens): there has to be one of each."""
+    replies: dict[tuple[str, int], set[str]] = field(default_factory=dict)
+    """Likewise by (question, most tokens), whichever API was asked."""
     faults: list[str] = field(default_factory=list)
     may_run: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -110,7 +142,7 @@ class Soak:
                 if "error" in piece:
                     self.fault(f"a stream ended with {piece['error']}")
                     return text
-                text += piece["choices"][0]["text"]
+                text += str(piece["choices"][0]["text"])
                 num_events += 1
                 if num_events == max_events:
                     return text
@@ -163,16 +195,86 @@ class Soak:
         if response.json()["usage"]["completion_tokens"] != 48:
             self.fault(f"4 outputs of 12 tokens have {response.json()['usage']}")
 
+    async def structure(self, rng: Random) -> None:
+        """Ask for JSON and for an expression, seldom the same twice."""
+        schema = TOOL["function"]["parameters"]  # type: ignore[index]
+        message = {"role": "user", "content": rng.choice(QUESTIONS)}
+        wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+        body = {"messages": [message], "max_tokens": 100, "temperature": 1.0, "response_format": wanted}
+        [choice] = (await self._post("/v1/chat/completions", body))["choices"]
+        if choice["finish_reason"] == "stop" and set(json.loads(choice["message"]["content"])) != {"left", "right"}:
+            self.fault(f"{choice['message']['content']!r} is not what the schema says")
+        pattern = f"[a-f]{{{rng.randint(1, 120)}}}-[0-9]{{2}}"
+        body = {"prompt": rng.choice(self.prompts), "max_tokens": 200, "temperature": 1.0, "guided_regex": pattern}
+        text = await self._stream(body)
+        if re.fullmatch(pattern, text) is None:
+            self.fault(f"{text!r} does not match {pattern}")
+
+    async def call(self, rng: Random) -> None:
+        """Have a tool called, and send its result."""
+        messages: list[dict[str, object]] = [{"role": "user", "content": rng.choice(QUESTIONS)}]
+        body = {"messages": messages, "tools": [TOOL], "max_tokens": 200, "temperature": 1.0}
+        answer = await self._post("/v1/chat/completions", {**body, "tool_choice": "required"})
+        [choice] = answer["choices"]
+        calls = choice["message"].get("tool_calls") or []
+        if choice["finish_reason"] == "length":
+            return
+        if not calls or any(set(json.loads(call["function"]["arguments"])) != {"left", "right"} for call in calls):
+            self.fault(f"{choice} has no calls as they must be")
+            return
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "42"} for call in calls]
+        await self._post("/v1/chat/completions", {**body, "messages": [*messages, choice["message"], *results]})
+
+    async def respond(self, rng: Random) -> None:
+        """Ask through OpenAI's newer API."""
+        question, max_tokens = rng.choice(QUESTIONS), rng.choice((1, 4, 24))
+        body = {"input": question, "max_output_tokens": max_tokens, "temperature": 0}
+        if rng.random() < 0.5:
+            answer = await self._post("/v1/responses", body)
+        else:
+            answer = (await self._events("/v1/responses", body))[-1]["response"]
+        text = "".join(part["text"] for item in answer["output"] for part in item["content"])
+        self.replies.setdefault((question, max_tokens), set()).add(text)
+
+    async def message(self, rng: Random) -> None:
+        """Ask through Anthropic's API, with a mark."""
+        question, max_tokens = rng.choice(QUESTIONS), rng.choice((1, 4, 24))
+        part = {"type": "text", "text": question, "cache_control": {"type": "ephemeral"}}
+        body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": max_tokens, "temperature": 0}
+        if rng.random() < 0.5:
+            answer = await self._post("/v1/messages", body)
+            text = "".join(block["text"] for block in answer["content"])
+        else:
+            events = await self._events("/v1/messages", body)
+            text = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+            if events[-1]["type"] != "message_stop":
+                self.fault(f"a stream of messages ended with {events[-1]}")
+        self.replies.setdefault((question, max_tokens), set()).add(text)
+
+    async def _post(self, path: str, body: dict[str, object]) -> Any:
+        response = await self.http.post(path, json=body)
+        response.raise_for_status()
+        return response.json()
+
+    async def _events(self, path: str, body: dict[str, object]) -> list[Any]:
+        response = await self.http.post(path, json={**body, "stream": True})
+        response.raise_for_status()
+        return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
+
     async def look(self, rng: Random) -> None:
         """Read what operators read."""
-        for path in ("/metrics", "/health", "/v1/models"):
+        for path in ("/metrics", "/health", "/v1/models", "/cache/state"):
             (await self.http.get(path)).raise_for_status()
+        account = (await self._post("/cache/explain", {"prompt": rng.choice(self.prompts)}))["account"]
+        if account["queried"] != account["hit"] + sum(miss["tokens"] for miss in account["misses"]):
+            self.fault(f"an account does not add up: {account}")
 
     async def client(self, seed: int, deadline_s: float, pause_s: float) -> None:
         """Do one thing after another."""
         rng = Random(seed)
         acts: list[Callable[[Random], Awaitable[None]]] = [self.complete] * 5
         acts += [self.abort, self.abort, self.give_up, self.refuse, self.chat, self.sample, self.look]
+        acts += [self.structure, self.call, self.respond, self.message]
         while time.monotonic() < deadline_s and len(self.faults) < MAX_FAULTS:
             await self.may_run.wait()
             act = rng.choice(acts)
@@ -293,7 +395,12 @@ def check_answers(soak: Soak, model: str) -> int:
         [output] = llm.generate([soak.prompts[index]], params, use_tqdm=False)
         if texts != {output.outputs[0].text}:
             soak.fault(f"prompt {index}, {max_tokens} tokens: {texts} are not {output.outputs[0].text!r}")
-    return len(soak.answers)
+    for (question, max_tokens), texts in sorted(soak.replies.items()):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        [output] = llm.chat([{"role": "user", "content": question}], params, use_tqdm=False, chat_template=TEMPLATE)
+        if texts != {output.outputs[0].text}:
+            soak.fault(f"{question!r}, {max_tokens} tokens: {texts} are not {output.outputs[0].text!r}")
+    return len(soak.answers) + len(soak.replies)
 
 
 def make_prompts(rng: Random, count: int) -> list[list[int]]:
@@ -312,6 +419,7 @@ def make_prompts(rng: Random, count: int) -> list[list[int]]:
 def start(options: argparse.Namespace, log: Path) -> Server:
     """Start the server and wait until it listens."""
     command = [sys.executable, "-m", "strandline", "serve", options.model, "--port", "0", "--device", "cpu"]
+    command += ["--chat-template", TEMPLATE, "--tool-call-parser", "hermes"]
     command += ["--dtype", "float32", "--memory", options.memory, "--max-model-len", "2048", "--max-num-seqs", "16"]
     environment = {**os.environ, "STRANDLINE_DEBUG_CACHE": "1" if options.debug_cache else "0"}
     process = subprocess.Popen(command, stderr=log.open("w"), text=True, env=environment)
