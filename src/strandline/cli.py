@@ -98,7 +98,7 @@ def _add_serve(commands: Any) -> None:
     add("--enable-auto-tool-choice", action="store_true", help="taken as vLLM's; tools need no flag here")
     add("--restart", action="store_true", help="start the engine again when its process has ended")
     add("--max-queue", type=int, default=1024, metavar="N", help="most outputs that wait (default: %(default)s)")
-    add("--max-body-bytes", type=int, default=32 * 2**20, metavar="N", help="of a request (default: %(default)s)")
+    add("--max-body-bytes", type=int, default=8 * 2**20, metavar="N", help="of a request (default: %(default)s)")
     text = "most time for a client to take a piece of its answer; 0: no limit (default: %(default)s)"
     add("--client-timeout-s", type=float, default=60.0, metavar="S", help=text)
     add("--request-timeout-s", type=float, metavar="S", help="most time for one request (default: no limit)")

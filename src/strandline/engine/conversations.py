@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from strandline.engine.marks import Characters, Messages, Turns, common_length, find_turns, next_start
-from strandline.engine.prompts import check_text, render_chat
+from strandline.engine.prompts import check_length, check_text, render_chat
 from strandline.errors import RequestError
 
 MARK: Final = "cache_control"
@@ -82,8 +82,12 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
+        max_characters: int | None = None,
     ) -> RenderedChat:
         """Return a conversation as a prompt.
+
+        Args:
+            max_characters: longer texts are refused before they are tokenized.
 
         Raises:
             RequestError: messages or tools are malformed, or the template cannot render them.
@@ -98,6 +102,7 @@ class ChatRenderer:
             return self._render(messages, add_generation_prompt, tools, template_options)
 
         text = text_of(plain, bare_tools)
+        check_length(text, max_characters)
         check_text(text)
         encoding = self._tokenizer(text, add_special_tokens=False)
         token_ids = list(encoding["input_ids"])

@@ -46,10 +46,16 @@ class Frontend:
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.grammars = grammars or Grammars(lambda: (tokenizer, eos_ids), limits.vocab_size)
+        self._longest_token = max(map(len, tokenizer.get_vocab())) if tokenizer is not None else 0
         self.collectors: dict[str, Collector] = {}
         self._streams: dict[RequestId, OutputStream] = {}
         self._seeds = Random(seed)
         self._clock = clock
+
+    @property
+    def max_characters(self) -> int:
+        """Most characters that a prompt can have: those of so many longest tokens, twice for what is normalized."""
+        return 2 * self.limits.max_model_len * self._longest_token
 
     def __len__(self) -> int:
         """Return how many sequences are unfinished."""

@@ -18,6 +18,14 @@ def encode_text(tokenizer: Any, text: object, *, add_special_tokens: bool = True
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
+def check_length(text: str, max_characters: int | None) -> None:
+    """Raise a RequestError if a text is longer than all tokens that a request may have: it need not be tokenized."""
+    if max_characters is not None and len(text) > max_characters:
+        raise RequestError(
+            f"the text has {len(text)} characters; the longest prompts of this model have at most {max_characters}"
+        )
+
+
 def check_text(text: str) -> None:
     """Raise a RequestError unless a text is valid Unicode."""
     try:

@@ -1,7 +1,7 @@
 """How to choose the next token: one request's wishes, named and meant as in vLLM."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Final
@@ -13,6 +13,11 @@ GREEDY_BELOW: Final = 1e-5
 
 MAX_LOGPROBS: Final = 20
 MAX_N: Final = 1024
+MAX_COUNT: Final = 2**63 - 1
+"""Counts larger than this say no more, and fit no message between processes."""
+MAX_STRINGS: Final = 256
+MAX_STRING_CHARACTERS: Final = 64 * 1024
+"""Of stop strings and bad words together: every token is compared with each."""
 STRUCTURES: Final = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -150,10 +155,10 @@ class SamplingParams:
 
     def _check_integers(self) -> None:
         _require_integer("n", self.n, 1, MAX_N)
-        _require_integer("top_k", self.top_k, -1, None)
-        _require_integer("min_tokens", self.min_tokens, 0, None)
+        _require_integer("top_k", self.top_k, -1, MAX_COUNT)
+        _require_integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None:
-            _require_integer("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, None)
+            _require_integer("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, MAX_COUNT)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
@@ -167,7 +172,8 @@ class SamplingParams:
     def _check_stops(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
         if not all(s and isinstance(s, str) for s in stop):
-            raise RequestError(f"stop must hold non-empty strings, got {self.stop!r}")
+            raise RequestError(f"stop must hold non-empty strings, got {self.stop!r:.100}")
+        _require_few("stop", stop)
         if stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True")
         object.__setattr__(self, "stop_strings", tuple(stop))
@@ -178,7 +184,8 @@ class SamplingParams:
                 f"structured_outputs must be StructuredOutputsParams, got {self.structured_outputs!r:.100}"
             )
         if not all(word and isinstance(word, str) for word in self.bad_words or ()):
-            raise RequestError(f"bad_words must hold non-empty strings, got {self.bad_words!r}")
+            raise RequestError(f"bad_words must hold non-empty strings, got {self.bad_words!r:.100}")
+        _require_few("bad_words", self.bad_words or ())
         for token, bias in (self.logit_bias or {}).items():
             _require_integer("logit_bias token", token, 0, None)
             _require_number(f"logit_bias of token {token}", bias, -100.0, 100.0)
@@ -192,6 +199,15 @@ def _check_names(what: str, values: Mapping[str, Any], known: list[str]) -> None
             raise RequestError(f"unknown {what} {name!r}{hint}")
 
 
+def _require_few(name: str, strings: Sequence[str]) -> None:
+    num_characters = sum(map(len, strings))
+    if len(strings) > MAX_STRINGS or num_characters > MAX_STRING_CHARACTERS:
+        raise RequestError(
+            f"{name} has {len(strings)} strings of {num_characters} characters together; at most {MAX_STRINGS} and "
+            f"{MAX_STRING_CHARACTERS} may be"
+        )
+
+
 def _require_number(name: str, value: object, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or math.isinf(value):  # type: ignore[operator,arg-type]
@@ -201,5 +217,5 @@ def _require_number(name: str, value: object, low: float, high: float) -> None:
 
 def _require_integer(name: str, value: object, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        limits = f"at least {low}" if high is None else f"between {low} and {high}"
+        limits = f"at least {low}" if high in (None, MAX_COUNT) else f"between {low} and {high}"
         raise RequestError(f"{name} must be a whole number {limits}, got {value!r}")

@@ -24,6 +24,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from numpy.typing import NDArray
 from torch import Tensor
 
+from strandline.engine.prompts import check_text
 from strandline.engine.sampling_params import StructuredOutputsParams
 from strandline.engine.upload import upload
 from strandline.errors import RequestError
@@ -194,6 +195,8 @@ class Grammars:
 
     def _source_text(self, params: StructuredOutputsParams) -> str:
         """Return the grammar in llguidance's form."""
+        for part in (params.regex, params.grammar, params.after):
+            check_text(part or "")
         grammars = [_body(params)]
         if params.after is not None:
             grammars = [{"lark_grammar": self._preamble(params.after)}, {"name": "body", **grammars[0]}]

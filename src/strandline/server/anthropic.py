@@ -12,7 +12,7 @@ from strandline.engine.outputs import CompletionOutput, RequestOutput
 from strandline.engine.sampling_params import SamplingParams
 from strandline.server.answers import Growth, Json
 from strandline.server.anthropic_blocks import Blocks, chat_messages, chat_tools
-from strandline.server.bodies import check_extra
+from strandline.server.bodies import Objects, Strings, check_extra
 from strandline.server.client import Prompt
 from strandline.server.pieces import joined
 from strandline.server.service import Service
@@ -35,9 +35,9 @@ class CountBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[Objects, Field(min_length=1)]
+    system: str | Objects | None = None
+    tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
 
@@ -48,7 +48,7 @@ class CountBody(BaseModel):
     def template_options(self) -> dict[str, Any]:
         """Return what the chat template is told: whether to think, if the body says so."""
         kinds = {"enabled": True, "disabled": False}
-        kind = (self.thinking or {}).get("type")
+        kind = str((self.thinking or {}).get("type"))
         return {"enable_thinking": kinds[kind]} if kind in kinds else {}
 
 
@@ -59,7 +59,7 @@ class MessagesBody(CountBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Strings | None = None
     stream: bool = False
     cache_salt: str | None = None
     output_config: dict[str, Any] | None = None
@@ -154,7 +154,7 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     params = await service.bind(params, body.toolbox(), prompt.text or "")
     message = Message(service, body, prompt, params)
     if body.stream:
-        return EventStream(message.job, named_events(message.events()))
+        return EventStream(message.job, named_events(request.url.path, message.events()))
     answer = await while_connected(request, message.answer())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)
 

@@ -22,7 +22,7 @@ from strandline.server.streams import json_response
 
 
 def build_app(
-    service: Service, *, api_keys: Sequence[str] = (), max_body_bytes: int = 32 * 2**20, cache_page: str = "counts"
+    service: Service, *, api_keys: Sequence[str] = (), max_body_bytes: int = 8 * 2**20, cache_page: str = "counts"
 ) -> FastAPI:
     """Return the application that serves a model.
 
@@ -106,10 +106,10 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 
 def _add_operation(app: FastAPI, service: Service) -> None:
     @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         death = service.client.death
         if death is not None:
-            return error_response(503, f"the engine has stopped: {death}", code="engine_dead")
+            return error_response(request.url.path, 503, f"the engine has stopped: {death}", code="engine_dead")
         return json_response({"status": "ok"})
 
     @app.get("/version")

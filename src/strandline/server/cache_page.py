@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from strandline.engine.cache_report import Json, TextOf, account_data, answer_data
 from strandline.engine.cache_watch import CacheQuestion, CacheState
 from strandline.errors import RequestError
+from strandline.server.bodies import Objects, Tokens
 from strandline.server.service import Service
 from strandline.server.streams import json_response
 
@@ -35,12 +36,12 @@ class ExplainBody(BaseModel):
 
     model: str | None = None
     request_id: str | None = None
-    prompt: str | list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
+    prompt: str | Tokens | None = None
+    messages: Objects | None = None
     cache_salt: str | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

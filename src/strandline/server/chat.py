@@ -115,6 +115,6 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     params = await service.bind(params, box, prompt.text or "")
     started = Chat(service, body, prompt, params, box)
     if body.stream:
-        return EventStream(started.job, plain_events(started.chunks()))
+        return EventStream(started.job, plain_events(request.url.path, started.chunks()))
     answer = await while_connected(request, started.answer())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)

@@ -172,11 +172,11 @@ class EngineClient:
             EngineDeadError: the core has ended.
         """
         self.require_life()
+        self.require_room(len(prompts) * params.n)
         for text in (salt, *params.stop_strings, *(params.bad_words or ())):
             check_text(text)
         for prompt in prompts:
             self.frontend.check(prompt.token_ids, params)
-        self._require_room(len(prompts) * params.n)
         submissions = []
         names = [f"{name}-{place}" for place in range(len(prompts))]
         for request_id, prompt in zip(names, prompts, strict=True):
@@ -193,7 +193,8 @@ class EngineClient:
         self._jobs.update(dict.fromkeys(names, job))
         return job
 
-    def _require_room(self, num_sequences: int) -> None:
+    def require_room(self, num_sequences: int) -> None:
+        """Raise a RequestError if so many are never taken, a QueueFullError if they are not taken now."""
         limit = self._max_unfinished
         if num_sequences > limit:
             raise RequestError(

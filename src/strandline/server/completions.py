@@ -128,7 +128,7 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     await service.check(body.structure())
     completion = Completion(service, body, prompts, is_batch=is_batch)
     if body.stream:
-        return EventStream(completion.job, plain_events(completion.chunks()))
+        return EventStream(completion.job, plain_events(request.url.path, completion.chunks()))
     answer = await while_connected(request, completion.answer())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)
 
@@ -139,6 +139,7 @@ async def _prompts(service: Service, body: CompletionBody) -> tuple[list[Prompt]
     if not given:
         raise RequestError("the prompt is empty; at least one token is needed")
     is_batch = isinstance(given, list) and not isinstance(given[0], int)
+    service.client.require_room(len(given) if is_batch else 1)  # before so many are tokenized
     prompts = []
     for prompt in given if is_batch else [given]:
         if isinstance(prompt, str):

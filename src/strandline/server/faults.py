@@ -1,4 +1,7 @@
-"""Errors as OpenAI's clients expect them: a status, and ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors as clients expect them: a status, and ``{"error": {"message", "type", "param", "code"}}``.
+
+On Anthropic's paths the types are Anthropic's, and ``"type": "error"`` stands beside the error.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -15,20 +18,34 @@ from strandline.server.client import EngineDeadError, QueueFullError, RequestTim
 MAX_MESSAGE: Final = 1000
 RETRY_AFTER_S: Final = 1
 TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 429: "rate_limit_error"}
+ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+ANTHROPIC_PATH: Final = "/v1/messages"
 
 
 class UnknownModelError(RequestError):
     """The request names a model that is not served."""
 
 
-def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
-    """Return an error in OpenAI's shape."""
-    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+def error_body(path: str, status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
+    """Return an error in the shape that a path's clients expect."""
+    is_anthropic = path.startswith(ANTHROPIC_PATH)
+    kind = (ANTHROPIC_TYPES if is_anthropic else TYPES).get(status, "invalid_request_error")
+    if status >= 500 and kind == "invalid_request_error":
+        kind = "api_error" if is_anthropic else "server_error"
     text = message[:MAX_MESSAGE].encode(errors="backslashreplace").decode()
-    return msgspec.json.encode({"error": {"message": text, "type": kind, "param": param, "code": code}})
+    error = {"message": text, "type": kind, "param": param, "code": code}
+    return msgspec.json.encode({**({"type": "error"} if is_anthropic else {}), "error": error})
 
 
 def error_response(
+    path: str,
     status: int,
     message: str,
     *,
@@ -37,7 +54,7 @@ def error_response(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """Return an error as a response."""
-    body = error_body(status, message, param=param, code=code)
+    body = error_body(path, status, message, param=param, code=code)
     return Response(body, status, dict(headers or {}), media_type="application/json")
 
 
@@ -67,27 +84,28 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unexpected)
 
 
-async def _ours(_: Request, error: Exception) -> Response:
+async def _ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError | EngineError)
     status, code = status_of(error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else {}
-    return error_response(status, str(error), code=code, headers=headers)
+    return error_response(request.url.path, status, str(error), code=code, headers=headers)
 
 
-async def _malformed(_: Request, error: Exception) -> Response:
+async def _malformed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first: Mapping[str, Any] = error.errors()[0]
     place = [str(part) for part in first["loc"] if part != "body"]
     field = ".".join(place)[:100].encode(errors="backslashreplace").decode()
     is_json = first["type"] != "json_invalid"
     message = f"{field}: {first['msg']}" if is_json and field else f"the body is not valid: {first['msg']}"
-    return error_response(400, message, param=field if is_json and field else None)
+    return error_response(request.url.path, 400, message, param=field if is_json and field else None)
 
 
-async def _http(_: Request, error: Exception) -> Response:
+async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(error.status_code, error.detail, headers=error.headers)
+    return error_response(request.url.path, error.status_code, error.detail, headers=error.headers)
 
 
-async def _unexpected(_: Request, error: Exception) -> Response:
-    return error_response(500, f"internal error: {type(error).__name__}; the server's log says more")
+async def _unexpected(request: Request, error: Exception) -> Response:
+    path = request.url.path
+    return error_response(path, 500, f"internal error: {type(error).__name__}; the server's log says more")

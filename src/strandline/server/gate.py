@@ -33,6 +33,7 @@ class Gate:
         headers = dict(scope["headers"])
         if self._keys and scope["path"] not in OPEN_PATHS and not self._is_known(headers):
             refusal = error_response(
+                scope["path"],
                 401,
                 "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
@@ -42,7 +43,7 @@ class Gate:
             return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self._max_body_bytes:
-            await error_response(413, self._too_large())(scope, receive, send)
+            await error_response(scope["path"], 413, self._too_large())(scope, receive, send)
             return
         await self._app(scope, self._counted(receive), send)
 

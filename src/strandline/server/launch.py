@@ -51,7 +51,7 @@ class ServerConfig:
     """Changes nothing: tools are chosen whenever a request has some."""
     max_queue: int = 1024
     """Most outputs that wait beside those that run."""
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 8 * 2**20
     request_timeout_s: float | None = None
     client_timeout_s: float = 60.0
     """Most time for a client to take a piece of its answer; 0: no limit."""

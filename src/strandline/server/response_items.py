@@ -50,7 +50,9 @@ def _messages_of(item: Any) -> list[dict[str, Any]]:
         case {"type": "function_call_output", "call_id": str(call_id), "output": str() | list() as output}:
             return [{"role": "tool", "tool_call_id": call_id, "content": _text(output, is_joined=True)}]
         case {"type": "reasoning"}:
-            texts = [part.get("text", "") for part in item.get("content") or () if isinstance(part, Mapping)]
+            content = item.get("content")
+            parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+            texts = [text for part in parts if isinstance(text := part.get("text"), str)]
             return [{"role": "assistant", "content": "", "reasoning_content": "\n".join(texts)}] if texts else []
         case _:
             raise RequestError(

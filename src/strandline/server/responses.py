@@ -14,7 +14,7 @@ from strandline.engine.outputs import CompletionOutput, RequestOutput
 from strandline.engine.sampling_params import SamplingParams
 from strandline.errors import RequestError
 from strandline.server.answers import Growth, Json, cache_account
-from strandline.server.bodies import check_extra
+from strandline.server.bodies import Objects, Strings, check_extra
 from strandline.server.client import Prompt
 from strandline.server.pieces import joined
 from strandline.server.reasoning import CLOSE
@@ -34,13 +34,13 @@ class ResponsesBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = False
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
@@ -48,7 +48,7 @@ class ResponsesBody(BaseModel):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     truncation: str | None = None
-    include: list[str] | None = None
+    include: Strings | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
@@ -188,6 +188,6 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     params = await service.bind(params, box, prompt.text or "")
     response = ModelResponse(service, body, prompt, params)
     if body.stream:
-        return EventStream(response.job, named_events(response.events()))
+        return EventStream(response.job, named_events(request.url.path, response.events()))
     answer = await while_connected(request, response.answer())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)

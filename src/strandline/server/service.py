@@ -1,7 +1,7 @@
 """What all endpoints need: the engine's client, the model's names and defaults, and text to tokens and back.
 
-Tokenizing and templates run in a thread of their own, one at a time, so that they do not hold up the streams; grammars
-are compiled in others, so that they hold up neither.
+Tokenizing and templates run in a thread of their own, one at a time, so that they do not hold up the streams. Long
+texts have another, and grammars are compiled in others again, so that they hold up neither.
 """
 
 import asyncio
@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from strandline.engine.conversations import ChatRenderer
-from strandline.engine.prompts import encode_text
+from strandline.engine.prompts import check_length, encode_text
 from strandline.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.errors import RequestError
 from strandline.server.client import EngineClient, Prompt
@@ -23,6 +23,8 @@ from strandline.server.replies import ReplyFormat
 from strandline.server.tools import Toolbox
 
 T = TypeVar("T")
+
+LONG_CHARACTERS: Final = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Service:
     """How the model writes calls of tools and reasoning."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
+    _long_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "long texts"))
     _compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "grammars"))
     _renderers: list[ChatRenderer] = field(default_factory=list)
 
@@ -66,9 +69,14 @@ class Service:
         if name is not None and name not in self.model_names:
             raise UnknownModelError(f"the model {name[:200]!r} does not exist; there is {', '.join(self.model_names)}")
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run what may take a while."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def in_thread(self, work: Callable[[], T], num_characters: int = 0) -> T:
+        """Run what may take a while.
+
+        Args:
+            num_characters: of the text; a long one does not hold up others.
+        """
+        thread = self._thread if num_characters <= LONG_CHARACTERS else self._long_thread
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     async def bind(self, params: SamplingParams, toolbox: Toolbox, prompt: str) -> SamplingParams:
         """Bind an answer to the calls that it must make, but let the model reason first; compile what it is bound to.
@@ -102,16 +110,21 @@ class Service:
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
         """Return a text as a prompt."""
         tokenizer = self.tokenizer
-        ids = await self.in_thread(lambda: encode_text(tokenizer, text, add_special_tokens=add_special_tokens))
+        check_length(text, self.client.frontend.max_characters)
+
+        def work() -> list[int]:
+            return encode_text(tokenizer, text, add_special_tokens=add_special_tokens)
+
+        ids = await self.in_thread(work, len(text))
         return Prompt(ids, text)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens."""
         vocab_size, tokenizer = self.client.frontend.limits.vocab_size, self.tokenizer
-        wrong = [token for token in token_ids if not 0 <= token < vocab_size]
-        if wrong:
-            raise RequestError(f"token {wrong[0]} is not in the vocabulary [0, {vocab_size})")
-        text: str = await self.in_thread(lambda: tokenizer.decode(token_ids))
+        wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise RequestError(f"token {wrong} is not in the vocabulary [0, {vocab_size})")
+        text: str = await self.in_thread(lambda: tokenizer.decode(token_ids), len(token_ids))
         return text
 
     async def render(
@@ -131,7 +144,21 @@ class Service:
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
                 template_options=template_options,
+                max_characters=self.client.frontend.max_characters,
             )
             return Prompt(chat.token_ids, chat.text, chat.marks)
 
-        return await self.in_thread(work)
+        return await self.in_thread(work, _num_characters(messages))
+
+
+def _num_characters(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return how long a conversation is, more or less: what is malformed does not count."""
+    contents = [message.get("content") for message in messages]
+    parts = [
+        part.get("text")
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+        if isinstance(part, Mapping)
+    ]
+    return sum(len(text) for text in (*contents, *parts) if isinstance(text, str))

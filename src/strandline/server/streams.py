@@ -40,7 +40,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def plain_events(bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+async def plain_events(path: str, bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
     """Yield bodies as OpenAI's events, ``[DONE]`` at the end."""
     try:
         async for body in bodies:
@@ -48,18 +48,18 @@ async def plain_events(bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
     except (RequestError, EngineError) as error:
         # The status has been sent: the error is an event, which OpenAI's clients raise.
         status, code = status_of(error)
-        yield b"data: " + error_body(status, str(error), code=code) + b"\n\n"
+        yield b"data: " + error_body(path, status, str(error), code=code) + b"\n\n"
     yield DONE
 
 
-async def named_events(bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    """Yield bodies as Anthropic's events, each named by its type."""
+async def named_events(path: str, bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    """Yield bodies as events that are named by their types, as Anthropic has them."""
     try:
         async for body in bodies:
             yield b"event: " + body["type"].encode() + b"\ndata: " + _JSON.encode(body) + b"\n\n"
     except (RequestError, EngineError) as error:
         status, code = status_of(error)
-        yield b"event: error\ndata: " + error_body(status, str(error), code=code) + b"\n\n"
+        yield b"event: error\ndata: " + error_body(path, status, str(error), code=code) + b"\n\n"
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

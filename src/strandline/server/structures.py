@@ -36,13 +36,13 @@ def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
     return next(iter(given.values()), None)
 
 
-def of_response_format(value: Mapping[str, Any]) -> StructuredOutputsParams | None:
+def of_response_format(value: Any) -> StructuredOutputsParams | None:
     """Return what a ``response_format`` asks for; None for plain text. The schema may lie beside the type, too.
 
     Raises:
         RequestError: it is of an unknown type, or has no schema.
     """
-    match value.get("type"):
+    match value.get("type") if isinstance(value, Mapping) else value:
         case "text":
             return None
         case "json_object":

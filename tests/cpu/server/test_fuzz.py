@@ -7,7 +7,10 @@ import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strandline.server.bodies import ChatBody, CompletionBody
+from strandline.server.anthropic import MessagesBody
+from strandline.server.bodies import ChatBody, CompletionBody, TokenizeBody
+from strandline.server.cache_page import ExplainBody
+from strandline.server.responses import ResponsesBody
 from tests.cpu.server.process import ServerProcess
 
 SCALARS = (
@@ -25,23 +28,25 @@ VALUES = st.recursive(
     ),
     max_leaves=6,
 )
-FIELDS = sorted(
-    (CompletionBody.model_fields.keys() | ChatBody.model_fields.keys() | {"system", "tools", "x"}) - {"model"}
-)
+MODELS = (CompletionBody, ChatBody, MessagesBody, ResponsesBody, TokenizeBody, ExplainBody)
+FIELDS = sorted({name for model in MODELS for name in model.model_fields} - {"model"} | {"tokens", "x"})
+PATHS = ["v1/completions", "v1/chat/completions", "v1/messages", "v1/messages/count_tokens", "v1/responses"]
+PATHS += ["tokenize", "detokenize", "cache/explain"]
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
-BOUNDED = {"max_tokens": 2, "max_completion_tokens": 2}
+BOUNDED = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2}
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(["completions", "chat/completions", "messages"]), BODIES, st.booleans())
+@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(PATHS), BODIES, st.booleans())
 def test_no_body_makes_a_5xx(server: ServerProcess, path: str, fields: dict[str, Any], is_plausible: bool) -> None:
-    sound = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]} if is_plausible else {}
-    body = {**BOUNDED, **sound, **fields}
-    if body["max_tokens"] is None or body["max_completion_tokens"] is None:
+    sound: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    sound |= {"input": "x"} if path == "v1/responses" else {"prompt": "x"} if path != "v1/messages" else {}
+    body = {**BOUNDED, **(sound if is_plausible else {}), **fields}
+    if any(body[name] is None for name in BOUNDED):
         body |= BOUNDED
     content = json.dumps(body).encode(errors="surrogatepass")
     headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers, timeout=60)
+    answer = httpx.post(f"{server.url}/{path}", content=content, headers=headers, timeout=60)
     assert answer.status_code < 500, answer.text
     assert answer.status_code == 200 or answer.json()["error"]["message"]
     assert server.process.poll() is None

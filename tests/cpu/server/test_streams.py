@@ -33,6 +33,6 @@ def test_a_client_that_goes_before_the_first_event_ends_the_job() -> None:
     async def send(_: Message) -> None:
         await asyncio.get_running_loop().create_future()
 
-    stream = EventStream(job, plain_events(bodies()))  # type: ignore[arg-type]
+    stream = EventStream(job, plain_events("/v1/completions", bodies()))  # type: ignore[arg-type]
     asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send))
     assert job.is_left

@@ -1,0 +1,159 @@
+"""Bodies that somebody may send, by mistake or on purpose: each is refused in the shape that its clients expect."""
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from strandline.engine.events import Limits
+from strandline.engine.frontend import Frontend
+from strandline.errors import RequestError
+from strandline.server.service import LONG_CHARACTERS, Service
+from tests.cpu.engine.tokenizers import byte_tokenizer
+from tests.cpu.server.conftest import VOCAB_SIZE
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess
+
+COMPLETION = ("/v1/completions", {"prompt": "x", "max_tokens": 1})
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
+MESSAGE = ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
+RESPONSE = ("/v1/responses", {"input": "x", "max_output_tokens": 1})
+MANY = 100_000
+
+
+def items(*content: Any) -> list[Any]:
+    return [{"type": "reasoning", "content": list(content)}, {"type": "nothing"}]
+
+
+@pytest.mark.parametrize(
+    ("request_of", "field", "value", "message"),
+    [
+        (COMPLETION, "max_tokens", 2**70, "max_tokens must be a whole number"),
+        (COMPLETION, "top_k", 2**70, "top_k must be a whole number"),
+        (COMPLETION, "min_tokens", 2**70, "min_tokens must be a whole number"),
+        (COMPLETION, "n", 10**9, "n must be a whole number between 1 and 1024"),
+        (COMPLETION, "logprobs", 10**9, "logprobs must be a whole number between 0 and 20"),
+        (COMPLETION, "temperature", float("nan"), "temperature must be a number"),
+        (COMPLETION, "temperature", 10**400, "temperature"),
+        (COMPLETION, "stop", ["a"] * MANY, "stop has 100000 strings"),
+        (COMPLETION, "stop", "a" * MANY, "at most 256 and 65536"),
+        (COMPLETION, "bad_words", ["a"] * MANY, "bad_words has 100000 strings"),
+        (COMPLETION, "bad_words", [1] * MANY, "bad_words"),
+        (COMPLETION, "logit_bias", {"1": "x"}, "logit_bias of token 1 must be a number"),
+        (COMPLETION, "prompt", ["a"] * MANY, "100000 outputs"),
+        (COMPLETION, "prompt", [[1]] * MANY, "100000 outputs"),
+        (COMPLETION, "prompt", [1] * MANY, "100000 tokens"),
+        (COMPLETION, "prompt", "a " * 1_000_000, "2000000 characters"),
+        (COMPLETION, "prompt", ["a", 1] * MANY, "must be a text, a list of token ids"),
+        (COMPLETION, "prompt", [[1, "a"]] * MANY, "must be a text, a list of token ids"),
+        (COMPLETION, "prompt", [True], "must be a text, a list of token ids"),
+        (COMPLETION, "prompt", [[[1]]], "must be a text, a list of token ids"),
+        (COMPLETION, "stop_token_ids", [1, 2.0], "must be a list of token ids"),
+        (COMPLETION, "guided_regex", "\ud800", "not valid Unicode"),
+        (COMPLETION, "guided_grammar", "start: /\ud800/", "not valid Unicode"),
+        (COMPLETION, "guided_choice", ["\ud800"], "structured_outputs"),
+        (COMPLETION, "guided_regex", "(((a{1,1000}){1,1000}){1,1000}b", "structured_outputs"),
+        (CHAT, "messages", [1] * MANY, "messages"),
+        (CHAT, "messages", [{"role": "user", "content": "a " * 1_000_000}], "characters"),
+        (CHAT, "tools", [1] * MANY, "tools"),
+        (CHAT, "response_format", {"type": []}, "response_format must be"),
+        (MESSAGE, "thinking", {"type": []}, ""),
+        (MESSAGE, "thinking", 5, "thinking"),
+        (MESSAGE, "output_config", {"format": 5}, "response_format must be"),
+        (MESSAGE, "stop_sequences", [""], "non-empty"),
+        (RESPONSE, "max_output_tokens", 2**70, "max_tokens must be"),
+        (RESPONSE, "input", items(5), "an input item must be"),
+        (RESPONSE, "input", items({"text": 5}), "an input item must be"),
+        (RESPONSE, "text", {"format": 5}, "response_format must be"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_it_is_refused_and_the_server_goes_on(
+    server: ServerProcess, request_of: tuple[str, dict[str, Any]], field: str, value: Any, message: str
+) -> None:
+    path, body = request_of
+    body = {**body, field: value}
+    answer = httpx.post(server.url + path, content=dumped(body), headers=JSON, timeout=TIMEOUT_S)
+    if message:
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+        assert message in error["message"]
+        assert (answer.json().get("type") == "error") == (path == "/v1/messages")
+    else:
+        assert answer.status_code == 200
+    assert server.get("/health").status_code == 200
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def dumped(body: Any) -> bytes:
+    """Return JSON with whatever Python puts there: NaN, lone surrogates, integers of any size."""
+    return json.dumps(body).encode()
+
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/tokenize", "/detokenize", "/cache/explain"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"x", b"null", b"[]", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": ' + b"[" * 100_000, b"\x1f\x8b",
+     b'{"seed": ' + b"9" * 5000 + b"}"],
+    ids=lambda content: repr(content[:20]),
+)  # fmt: skip
+def test_what_is_no_body_is_a_400_in_the_shape_of_its_path(server: ServerProcess, path: str, content: bytes) -> None:
+    answer = httpx.post(server.url + path, content=content, headers=JSON, timeout=TIMEOUT_S)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert (answer.json().get("type") == "error") == path.startswith("/v1/messages")
+
+
+def test_anthropics_errors_have_anthropics_types(server: ServerProcess) -> None:
+    path, body = MESSAGE
+    answer = server.post(path, **{**body, "model": "nobody"})
+    assert answer.status_code == 404
+    assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "not_found_error")
+
+
+def test_a_long_text_does_not_hold_up_short_ones() -> None:
+    class Tokenizer:
+        is_asked, may_go = threading.Event(), threading.Event()
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a" * 1000: 0}
+
+        def encode(self, text: str, **_: Any) -> list[int]:
+            if len(text) > LONG_CHARACTERS:
+                self.is_asked.set()
+                assert self.may_go.wait(TIMEOUT_S)
+            return [len(text)]
+
+    class Client:
+        frontend = Frontend(Limits(VOCAB_SIZE, 1000), tokenizer=Tokenizer())
+
+    service = Service(Client(), ["tiny"])  # type: ignore[arg-type]
+
+    async def ask() -> list[int]:
+        long = asyncio.ensure_future(service.encode("a" * (LONG_CHARACTERS + 1)))
+        assert await asyncio.to_thread(Tokenizer.is_asked.wait, TIMEOUT_S)
+        short = await service.encode("abc")
+        assert not long.done()
+        Tokenizer.may_go.set()
+        return [*short.token_ids, *(await long).token_ids]
+
+    assert asyncio.run(ask()) == [3, LONG_CHARACTERS + 1]
+
+
+def test_a_text_longer_than_all_tokens_of_a_prompt_is_not_tokenized() -> None:
+    class Client:
+        frontend = Frontend(Limits(VOCAB_SIZE, 100), tokenizer=byte_tokenizer())
+
+    service = Service(Client(), ["tiny"])  # type: ignore[arg-type]
+    assert len(asyncio.run(service.encode("a" * 200)).token_ids) == 200
+    with pytest.raises(RequestError, match="201 characters; the longest prompts of this model have at most 200"):
+        asyncio.run(service.encode("a" * 201))
