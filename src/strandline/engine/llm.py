@@ -9,6 +9,8 @@ from typing import Any
 from tqdm import tqdm
 
 from strandline.config import EngineConfig
+from strandline.engine.cache_report import answer_data
+from strandline.engine.cache_watch import CacheQuestion
 from strandline.engine.conversations import ChatRenderer
 from strandline.engine.loading import default_sampling_params, find_model, load_engine
 from strandline.engine.outputs import RequestOutput
@@ -149,6 +151,24 @@ class LLM:
         renderer = self._renderers.setdefault(chat_template, ChatRenderer(self.get_tokenizer(), chat_template))
         chat = renderer.render(messages, add_generation_prompt=add_generation_prompt, tools=tools or ())
         return {"prompt": chat.text, "prompt_token_ids": chat.token_ids, "marks": chat.marks}
+
+    def explain(self, prompt: Prompt) -> dict[str, Any]:
+        """Say what a prompt would hit now, and why not more; nothing runs and nothing changes.
+
+        Returns:
+            What the server's ``/cache/explain`` answers: ``account``, ``snapshots``, ``parting``, ``advice``, ….
+
+        Raises:
+            RequestError: the prompt could not be served.
+        """
+        parsed = self._parse(prompt)
+        self.engine.frontend.check(parsed.token_ids, SamplingParams())
+        tokenizer = self.engine.frontend.tokenizer
+
+        def text_of(tokens: Sequence[int]) -> str:
+            return " ".join(map(str, tokens)) if tokenizer is None else str(tokenizer.decode(list(tokens)))
+
+        return answer_data(self.engine.core.watch.answer(CacheQuestion(parsed.salt, tokens=parsed.token_ids)), text_of)
 
     # Parts
 

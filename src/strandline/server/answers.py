@@ -18,6 +18,7 @@ class Growth:
 
     def __init__(self) -> None:
         self.num_characters = 0
+        self._num_tokens = 0
         self._num_logprobs = 0
         self._is_finished = False
 
@@ -30,6 +31,12 @@ class Growth:
         self._num_logprobs += len(logprobs)
         self._is_finished = output.finish_reason is not None
         return text, logprobs, has_news
+
+    def take_token_ids(self, output: CompletionOutput) -> list[int]:
+        """Return the tokens since the last call. A token may come before its text, which may need more of them."""
+        token_ids = output.token_ids[self._num_tokens :]
+        self._num_tokens += len(token_ids)
+        return token_ids
 
 
 def usage(outputs: Sequence[RequestOutput], *, is_batch: bool, with_account: bool) -> Json:
@@ -46,6 +53,17 @@ def usage(outputs: Sequence[RequestOutput], *, is_batch: bool, with_account: boo
         accounts = [cache_account(output) for output in outputs]
         body["cache"] = accounts if is_batch else accounts[0]
     return body
+
+
+def usage_so_far(output: RequestOutput, completion: CompletionOutput) -> Json:
+    """Count the tokens of a prompt and of one of its outputs, as far as it has come."""
+    num_prompt, num_completion = len(output.prompt_token_ids), len(completion.token_ids)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+    }
 
 
 def cache_account(output: RequestOutput) -> Json | None:

@@ -150,7 +150,7 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     """Answer a request."""
     service.require_model(body.model)
     params = body.sampling_params(service.defaults)
-    prompt = await _render(service, body)
+    prompt = await render(service, body)
     params = await service.bind(params, body.toolbox(), prompt.text or "")
     message = Message(service, body, prompt, params)
     if body.stream:
@@ -162,11 +162,12 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
 async def count_tokens(service: Service, body: CountBody) -> Response:
     """Say how many tokens a request's prompt would have."""
     service.require_model(body.model)
-    prompt = await _render(service, body)
+    prompt = await render(service, body)
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 
-async def _render(service: Service, body: CountBody) -> Prompt:
+async def render(service: Service, body: CountBody) -> Prompt:
+    """Return a request's prompt."""
     return await service.render(
         chat_messages(body.system, body.messages),
         tools=body.toolbox().tools,

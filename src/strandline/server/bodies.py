@@ -88,6 +88,8 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """With ``include_usage``: every chunk says how many tokens its prompt and its output have by now."""
 
 
 class SamplingBody(BaseModel):
@@ -115,6 +117,7 @@ class SamplingBody(BaseModel):
     skip_special_tokens: bool = True
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
     cache_salt: str | None = None
     include_cache_account: bool = False
     response_format: dict[str, Any] | None = None
@@ -147,6 +150,11 @@ class SamplingBody(BaseModel):
     def wants_usage(self) -> bool:
         """Whether a stream is to end with the usage."""
         return self.include_cache_account or (self.stream_options is not None and self.stream_options.include_usage)
+
+    def wants_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream is to carry the usage so far."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
 
 class CompletionBody(SamplingBody):

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from strandline.engine.cache_report import Json, TextOf, account_data, answer_data
 from strandline.engine.cache_watch import CacheQuestion, CacheState
 from strandline.errors import RequestError
+from strandline.server.anthropic import CountBody, render
 from strandline.server.bodies import Objects, Tokens
 from strandline.server.service import Service
 from strandline.server.streams import json_response
@@ -30,7 +31,10 @@ MAX_TEXTS: Final = 8192
 
 
 class ExplainBody(BaseModel):
-    """Of ``/cache/explain``: a request's id, or a prompt as text, token ids or conversation."""
+    """Of ``/cache/explain``: a request's id, or a prompt as text, token ids or conversation.
+
+    A conversation with ``system``, ``thinking`` or tools of its form is one of Anthropic's API, others of OpenAI's.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -43,6 +47,16 @@ class ExplainBody(BaseModel):
     add_generation_prompt: bool = True
     tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    system: str | Objects | None = None
+    thinking: dict[str, Any] | None = None
+
+    def as_anthropics(self) -> CountBody | None:
+        """Return the conversation as a body of Anthropic's API, if it is one."""
+        is_theirs = self.system is not None or self.thinking is not None
+        is_theirs = is_theirs or any("function" not in tool for tool in self.tools or ())
+        if self.messages is None or not is_theirs:
+            return None
+        return CountBody(messages=self.messages, system=self.system, tools=self.tools, thinking=self.thinking)
 
 
 class CachePage:
@@ -99,7 +113,10 @@ class CachePage:
             raise RequestError("give one of request_id, prompt and messages")
         if body.request_id is not None:
             return None
-        if body.messages is not None:
+        theirs = body.as_anthropics()
+        if theirs is not None:
+            tokens = (await render(self._service, theirs)).token_ids
+        elif body.messages is not None:
             prompt = await self._service.render(
                 body.messages,
                 add_generation_prompt=body.add_generation_prompt,

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from strandline.engine.outputs import CompletionOutput, RequestOutput
 from strandline.engine.sampling_params import SamplingParams
 from strandline.errors import RequestError
-from strandline.server.answers import Growth, Json, chat_logprobs, usage
+from strandline.server.answers import Growth, Json, chat_logprobs, usage, usage_so_far
 from strandline.server.bodies import ChatBody
 from strandline.server.client import Prompt
 from strandline.server.pieces import joined
@@ -51,9 +51,10 @@ class Chat:
                     "logprobs": logprobs,
                     "finish_reason": finish_reason(reply, completion.finish_reason),
                     "stop_reason": completion.stop_reason,
+                    **({"token_ids": completion.token_ids} if self._body.return_token_ids else {}),
                 }
             )
-        return {**self._head, "choices": choices, "usage": self._usage(output)}
+        return {**self._head, "choices": choices, "usage": self._usage(output), **self._prompt_ids(output)}
 
     async def chunks(self) -> AsyncIterator[Json]:
         """Yield the answer as it grows."""
@@ -64,11 +65,16 @@ class Chat:
             for index in () if is_begun else range(len(self._replies)):
                 delta = {"role": "assistant", "content": ""}
                 choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                yield {**self._head, "choices": [choice]}
+                yield {
+                    **self._head,
+                    "choices": [choice],
+                    **self._prompt_ids(output),
+                    **self._usage_so_far(output, index),
+                }
             is_begun = True
             for completion, growth, reply in zip(output.outputs, growths, self._replies, strict=True):
                 for choice in self._choices(completion, growth, reply):
-                    yield {**self._head, "choices": [choice]}
+                    yield {**self._head, "choices": [choice], **self._usage_so_far(output, completion.index)}
         if self._body.wants_usage():
             yield {**self._head, "choices": [], "usage": self._usage(self.job.collectors[0].output())}
 
@@ -80,8 +86,9 @@ class Chat:
         is_end = completion.finish_reason is not None
         pieces = reply.feed(text)
         found = deltas(reply, joined([*pieces, *reply.finish()] if is_end else pieces))
+        wants_ids = bool(self._body.return_token_ids)
         if not found:
-            if not (is_end or entries):
+            if not (is_end or entries or wants_ids):
                 return []
             found = [{"content": ""} if entries else {}]
         choices: list[Json] = [
@@ -91,7 +98,15 @@ class Chat:
         choices[0]["logprobs"] = chat_logprobs(entries, self._num_top) if entries else None
         choices[-1]["finish_reason"] = finish_reason(reply, completion.finish_reason)
         choices[-1]["stop_reason"] = completion.stop_reason
+        if wants_ids:
+            choices[0]["token_ids"] = growth.take_token_ids(completion)
         return choices
+
+    def _prompt_ids(self, output: RequestOutput) -> Json:
+        return {"prompt_token_ids": list(output.prompt_token_ids)} if self._body.return_token_ids else {}
+
+    def _usage_so_far(self, output: RequestOutput, index: int) -> Json:
+        return {"usage": usage_so_far(output, output.outputs[index])} if self._body.wants_continuous_usage() else {}
 
     def _usage(self, output: RequestOutput) -> Json:
         return usage([output], is_batch=False, with_account=self._body.include_cache_account)

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from strandline.engine.outputs import CompletionOutput, RequestOutput
 from strandline.errors import RequestError
-from strandline.server.answers import Entry, Growth, Json, completion_logprobs, usage
+from strandline.server.answers import Entry, Growth, Json, completion_logprobs, usage, usage_so_far
 from strandline.server.bodies import CompletionBody
 from strandline.server.client import Prompt
 from strandline.server.service import Service
@@ -54,6 +54,7 @@ class Completion:
         """Yield the answer as it grows."""
         growths = [[Growth() for _ in range(self._num_outputs)] for _ in self.job.collectors]
         is_new = [[self._body.echo] * self._num_outputs for _ in growths]
+        is_first = [[True] * self._num_outputs for _ in growths]
         async for place, output in self.job.updates():
             for completion, growth in zip(output.outputs, growths[place], strict=True):
                 offset = growth.num_characters
@@ -61,14 +62,23 @@ class Completion:
                 if not has_news:
                     continue
                 echo, is_new[place][completion.index] = is_new[place][completion.index], False
-                yield {**self._head, "choices": [self._part(place, output, completion, text, entries, echo, offset)]}
+                part = self._part(place, output, completion, text, entries, echo, offset)
+                if self._body.return_token_ids:
+                    first, is_first[place][completion.index] = is_first[place][completion.index], False
+                    part["prompt_token_ids"] = list(output.prompt_token_ids) if first else None
+                    part["token_ids"] = growth.take_token_ids(completion)
+                yield {**self._head, "choices": [part], **self._usage_so_far(output, completion)}
         if self._body.wants_usage():
             outputs = [collector.output() for collector in self.job.collectors]
             yield {**self._head, "choices": [], "usage": self._usage(outputs)}
 
     def _choice(self, place: int, output: RequestOutput, completion: CompletionOutput) -> Json:
         text, entries = completion.text, completion.logprobs or []
-        return self._part(place, output, completion, text, entries, self._body.echo, 0)
+        choice = self._part(place, output, completion, text, entries, self._body.echo, 0)
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = list(output.prompt_token_ids)
+            choice["token_ids"] = completion.token_ids
+        return choice
 
     def _part(
         self,
@@ -104,6 +114,9 @@ class Completion:
         entries = output.prompt_logprobs or []
         first = self._service.tokenizer.decode([output.prompt_token_ids[0]]) if entries else ""
         return [(first if entry is None else _text(entry), entry) for entry in entries]
+
+    def _usage_so_far(self, output: RequestOutput, completion: CompletionOutput) -> Json:
+        return {"usage": usage_so_far(output, completion)} if self._body.wants_continuous_usage() else {}
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
         with_account = self._body.include_cache_account

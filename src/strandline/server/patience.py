@@ -1,9 +1,10 @@
-"""Ending connections whose client has stopped reading: what waits to be sent to it holds a request and its memory."""
+"""Ending requests whose client has stopped reading or sending: they hold connections, requests and memory."""
 
 import asyncio
 import logging
 from typing import Any, Final
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOGGER: Final = logging.getLogger("strandline.server")
@@ -12,7 +13,8 @@ LOGGER: Final = logging.getLogger("strandline.server")
 class Patience:
     """Waits a limited time for each piece of an answer to be taken; then it cuts the connection.
 
-    The server's own transport is cut, which ends the request as if the client had gone.
+    The server's own transport is cut, which ends the request as if the client had gone. For each piece of a body it
+    waits as long; then the request is refused (408).
 
     Args:
         timeout_s: None: wait for ever.
@@ -35,7 +37,28 @@ class Patience:
                 LOGGER.warning("a client has read nothing for %g s: its request ends", self._timeout_s)
                 _cut(send)
 
-        await self._app(scope, receive, send_in_time)
+        await self._app(scope, self._in_time(receive), send_in_time)
+
+    def _in_time(self, receive: Receive) -> Receive:
+        is_complete = False
+
+        async def receive_in_time() -> Message:
+            nonlocal is_complete
+            if is_complete:
+                return await receive()  # tells when the client goes
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    message = await receive()
+            except TimeoutError as error:
+                raise HTTPException(
+                    408,
+                    f"the rest of the body has not come for {self._timeout_s:g} s; see --client-timeout-s",
+                    {"Connection": "close"},
+                ) from error
+            is_complete = not message.get("more_body", False)
+            return message
+
+        return receive_in_time
 
 
 def _cut(send: Any) -> None:

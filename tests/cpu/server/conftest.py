@@ -17,7 +17,7 @@ from tests.cpu.engine.tokenizers import (
     chat_template,
     chat_tokenizer,
 )
-from tests.cpu.server.process import ServerProcess, running_server
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
 VOCAB_SIZE = 256
 
@@ -48,7 +48,7 @@ def twin(bytes_dir: Path) -> LLM:
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     """OpenAI's own client of the shared server."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
         yield client
 
 

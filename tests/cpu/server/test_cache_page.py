@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from strandline import LLM, SamplingParams
+from strandline.errors import RequestError
 from strandline.server.cache_page import PAGE
 from strandline.server.launch import ServerConfig
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
@@ -100,6 +102,20 @@ def test_a_conversation_is_explained_as_the_chat_api_would_see_it(server: Server
     told = explain(server, messages=messages)
     assert told["account"]["hit"] == told["account"]["queried"] > 90
     assert server.post("/v1/chat/completions", **asked).json()["usage"]["cache"] == told["account"]
+
+
+def test_anthropics_system_and_tools_are_explained_as_its_api_would_see_them(json_server: ServerProcess) -> None:
+    tools = [{"name": "clock", "description": "The time.", "input_schema": {"type": "object", "properties": {}}}]
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "what time is it? " * 5}]}]
+    }
+    body |= {"system": [{"type": "text", "text": "You are a clock."}], "tools": tools}
+    answer = json_server.post("/v1/messages", **body, max_tokens=2)
+    assert answer.status_code == 200, answer.text
+    counts = answer.json()["usage"]
+    account = explain(json_server, **body)["account"]
+    assert account["hit"] == account["queried"] == counts["input_tokens"] + counts["cache_read_input_tokens"]
+    assert explain(json_server, **{**body, "system": "You are no clock."})["account"]["hit"] < account["hit"]
 
 
 def test_a_prompt_of_another_salt_is_to_everybody_else_as_if_nobody_had_sent_it(server: ServerProcess) -> None:
@@ -217,3 +233,18 @@ def test_the_page_is_one_file_that_asks_nobody_else_and_writes_no_html(server: S
     for writes in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "DOMParser"):
         assert writes not in text
     assert server.url + "/cache" in server.log()
+
+
+def test_offline_a_prompt_is_explained_as_by_a_server(server: ServerProcess, bytes_dir: Path) -> None:
+    llm = LLM(str(bytes_dir), memory="16MiB", device="cpu")
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        llm.explain([])
+    prompts = [f"explained in either place, {end}" for end in ("or not", "and here")]
+    llm.generate(
+        {"prompt": prompts[0], "cache_salt": "either"}, SamplingParams(max_tokens=2, temperature=0), use_tqdm=False
+    )
+    complete(server, prompts[0], cache_salt="either")
+    for prompt in prompts:
+        told = llm.explain({"prompt": prompt, "cache_salt": "either"})
+        assert told == explain(server, prompt=prompt, cache_salt="either")
+        assert told["account"]["hit"] > 0

@@ -11,7 +11,7 @@ from strandline.server.anthropic import MessagesBody
 from strandline.server.bodies import ChatBody, CompletionBody, TokenizeBody
 from strandline.server.cache_page import ExplainBody
 from strandline.server.responses import ResponsesBody
-from tests.cpu.server.process import ServerProcess
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 SCALARS = (
     st.none()
@@ -46,7 +46,7 @@ def test_no_body_makes_a_5xx(server: ServerProcess, path: str, fields: dict[str,
         body |= BOUNDED
     content = json.dumps(body).encode(errors="surrogatepass")
     headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{server.url}/{path}", content=content, headers=headers, timeout=60)
+    answer = httpx.post(f"{server.url}/{path}", content=content, headers=headers, timeout=TIMEOUT_S)
     assert answer.status_code < 500, answer.text
     assert answer.status_code == 200 or answer.json()["error"]["message"]
     assert server.process.poll() is None

@@ -186,3 +186,59 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
         client.completions.create(model="tiny", prompt="x", temperature=-1)
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "strandline"
+
+
+IDS: Any = {"return_token_ids": True}
+USAGE: Any = {"include_usage": True, "continuous_usage_stats": True}
+
+
+def test_token_ids_come_with_completions_that_ask_for_them_whole_and_streamed(client: openai.OpenAI, twin: LLM) -> None:
+    wishes: dict[str, Any] = {"max_tokens": 12, "n": 2, "seed": 7, "temperature": 1.0, "logit_bias": MULTI_BYTE}
+    bias = {int(token): value for token, value in MULTI_BYTE.items()}
+    expected = [completion.token_ids for completion in offline(twin, PROMPT, **{**wishes, "logit_bias": bias}).outputs]
+    whole: Any = client.completions.create(model="tiny", prompt=PROMPT, extra_body=IDS, **wishes)
+    assert [choice.token_ids for choice in whole.choices] == expected
+    prompt_ids = twin.get_tokenizer().encode(PROMPT)
+    assert [choice.prompt_token_ids for choice in whole.choices] == [prompt_ids] * 2
+    found: list[list[int]] = [[], []]
+    prompts: list[list[Any]] = [[], []]
+    for chunk in client.completions.create(model="tiny", prompt=PROMPT, extra_body=IDS, stream=True, **wishes):
+        [choice] = chunk.choices
+        found[choice.index] += choice.token_ids  # type: ignore[attr-defined]
+        prompts[choice.index].append(choice.prompt_token_ids)  # type: ignore[attr-defined]
+    assert found == expected
+    assert all(first == prompt_ids and not any(others) for first, *others in prompts)
+    plain = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1)
+    assert not hasattr(plain.choices[0], "token_ids")
+
+
+def test_token_ids_come_with_conversations_that_ask_for_them_whole_and_streamed(client: openai.OpenAI) -> None:
+    wishes: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 9,
+        "seed": 4,
+    }
+    whole: Any = client.chat.completions.create(extra_body=IDS, **wishes)
+    assert len(whole.prompt_token_ids) == whole.usage.prompt_tokens
+    assert len(whole.choices[0].token_ids) == whole.usage.completion_tokens == 9
+    chunks: Any = list(client.chat.completions.create(extra_body=IDS, stream=True, **wishes))
+    assert chunks[0].prompt_token_ids == whole.prompt_token_ids
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in chunks[1:])
+    streamed = [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", [])]
+    assert streamed == whole.choices[0].token_ids
+
+
+def test_every_chunk_has_the_usage_so_far_when_that_is_wished(client: openai.OpenAI) -> None:
+    wishes: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "temperature": 0, "stream": True}
+    completion: Any = list(client.completions.create(prompt=PROMPT, stream_options=USAGE, **wishes))
+    conversation: Any = list(
+        client.chat.completions.create(messages=[{"role": "user", "content": "hi"}], stream_options=USAGE, **wishes)
+    )
+    for chunks in (completion, conversation):
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[0] < counts[-1] == 6
+        assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
+    last_alone = list(client.completions.create(prompt=PROMPT, stream_options={"include_usage": True}, **wishes))
+    assert [chunk.usage is None for chunk in last_alone] == [True] * (len(last_alone) - 1) + [False]

@@ -1,13 +1,17 @@
-"""Clients that stop reading."""
+"""Clients that stop reading or sending."""
 
 import asyncio
+import json
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
+from strandline.server.bodies import DetokenizeBody
+from strandline.server.faults import add_error_handlers
 from strandline.server.patience import Patience
 from tests.cpu.server.process import running_server
 
@@ -54,6 +58,40 @@ def test_without_a_transport_the_request_fails() -> None:
 
     with pytest.raises(ConnectionAbortedError):
         asyncio.run(Patience(two_pieces, 0.01)(HTTP, nothing, send))
+
+
+def test_a_body_that_does_not_go_on_is_refused_in_the_shape_of_its_path() -> None:
+    app = FastAPI()
+    add_error_handlers(app)
+
+    @app.post("/v1/completions")
+    async def complete(body: DetokenizeBody) -> Any:
+        raise AssertionError(body)
+
+    pieces: list[Message] = [{"type": "http.request", "body": b'{"tokens": [', "more_body": True}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return pieces.pop() if pieces else await asyncio.get_running_loop().create_future()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: Scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "http_version": "1.1",
+        "headers": [(b"content-type", b"application/json")],
+        "server": ("x", 1),
+        "scheme": "http",
+    }
+    asyncio.run(Patience(app, 0.01)(scope, receive, send))
+    start, body = sent
+    assert start["status"] == 408
+    assert (b"connection", b"close") in start["headers"]
+    assert "the rest of the body has not come" in json.loads(body["body"])["error"]["message"]
 
 
 def test_a_client_that_stops_reading_ends_its_request(bytes_dir: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from strandline import LLM, SamplingParams
-from tests.cpu.server.process import ServerProcess
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -25,7 +25,7 @@ CALL = '<think>\nhm\n</think>\n\nSee.\n<tool_call>\n{"name": "weather", "argumen
 
 @pytest.fixture
 def chatty(json_server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{json_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{json_server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
         yield client
 
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.cpu.engine.tokenizers import CHAT_SPECIALS
-from tests.cpu.server.process import ServerProcess
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -40,13 +40,13 @@ TAG_CALL = "\n<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</paramete
 
 @pytest.fixture
 def client(json_server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{json_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{json_server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
         yield client
 
 
 @pytest.fixture
 def tag_client(tag_server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{tag_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{tag_server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
         yield client
 
 
@@ -125,7 +125,7 @@ def test_a_required_call_is_made_and_obeys_its_schema(server_name: str, request:
     server: ServerProcess = request.getfixturevalue(server_name)
     wishes: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": [CLOCK, WEATHER], "max_tokens": 600}
     named = {"type": "function", "function": {"name": "weather"}}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
         for seed in range(3):
             for choice in ("required", named):
                 answer = client.chat.completions.create(
