@@ -247,4 +247,4 @@ def test_offline_a_prompt_is_explained_as_by_a_server(server: ServerProcess, byt
     for prompt in prompts:
         told = llm.explain({"prompt": prompt, "cache_salt": "either"})
         assert told == explain(server, prompt=prompt, cache_salt="either")
-        assert told["account"]["hit"] > 0
+        assert told["account"]["kv_tokens"] > 20
