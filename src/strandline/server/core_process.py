@@ -114,6 +114,11 @@ class CoreLoop:
 
 def serve_core(socket: Socket, lifeline: int) -> int:
     """Load what the first message names, and serve it; return the exit code."""
+    poller = zmq.Poller()
+    for source in (socket, lifeline):
+        poller.register(source, zmq.POLLIN)
+    if lifeline in dict(poller.poll()):
+        return 0
     start = TO_CORE.decode(socket.recv())
     if not isinstance(start, Start):
         return 2

@@ -5,6 +5,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -114,6 +116,14 @@ def test_the_engine_does_not_outlive_its_front_end(doomed: ServerProcess) -> Non
     ended, _, _ = select.select([watch], [], [], TIMEOUT_S)
     os.close(watch)
     assert ended
+
+
+def test_an_engine_that_its_front_end_never_spoke_to_does_not_outlive_it_either(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "strandline.server.core_process", f"ipc://{tmp_path}/core"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as core:
+        assert core.stdin is not None
+        core.stdin.close()
+        assert core.wait(TIMEOUT_S) == 0
 
 
 def refuse(model: Path, log: Path, *flags: str) -> str:
