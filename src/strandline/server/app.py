@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from strandline.errors import EngineError, RequestError
@@ -19,6 +19,9 @@ from strandline.server.gate import Gate
 from strandline.server.responses import ResponsesBody, create_response
 from strandline.server.service import Service
 from strandline.server.streams import json_response
+
+STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}
+"""What the API's document says of answers that may come as events."""
 
 
 def build_app(
@@ -41,19 +44,19 @@ def build_app(
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=STREAMED)
     async def completions(body: CompletionBody, request: Request) -> Response:
         return await complete(service, body, request)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await chat(service, body, request)
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=STREAMED)
     async def responses(body: ResponsesBody, request: Request) -> Response:
         return await create_response(service, body, request)
 
-    @app.post("/v1/messages")
+    @app.post("/v1/messages", responses=STREAMED)
     async def messages(body: MessagesBody, request: Request) -> Response:
         return await create_message(service, body, request)
 
@@ -116,7 +119,7 @@ def _add_operation(app: FastAPI, service: Service) -> None:
     async def show_version() -> Response:
         return json_response({"version": version("strandline")})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         try:
             stats = await service.client.ask_stats()

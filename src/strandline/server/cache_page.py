@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 import msgspec
 from fastapi import FastAPI, Header, Request
-from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict
+from fastapi.responses import HTMLResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from strandline.engine.cache_report import Json, TextOf, account_data, answer_data
 from strandline.engine.cache_watch import CacheQuestion, CacheState
@@ -41,7 +41,7 @@ class ExplainBody(BaseModel):
     model: str | None = None
     request_id: str | None = None
     prompt: str | Tokens | None = None
-    messages: Objects | None = None
+    messages: Annotated[Objects, Field(min_length=1)] | None = None
     cache_salt: str | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -173,7 +173,7 @@ def add_cache_page(app: FastAPI, service: Service, mode: str) -> None:
         is_local = mode == "local" and request.url.hostname in LOCAL_NAMES
         return page.text_of if mode == "text" or is_local else _no_text
 
-    @app.get("/cache")
+    @app.get("/cache", response_class=HTMLResponse)
     async def show_page() -> Response:
         return Response(html, media_type="text/html; charset=utf-8", headers=headers)
 

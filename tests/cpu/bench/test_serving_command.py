@@ -125,4 +125,6 @@ def test_ctrl_c_prints_what_there_is(demo_server: ServerProcess) -> None:
     completed = re.search(r"Successful requests: +(\d+)", out)
     assert completed
     assert 0 < int(completed[1]) < 100000
-    assert re.search(r"Interrupted requests: +[12]\n", out)
+    interrupted = re.search(r"Interrupted requests: +(\d+)\n", out)
+    # None where both had just ended.
+    assert interrupted is None or interrupted[1] in ("1", "2")

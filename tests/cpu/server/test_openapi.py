@@ -1,0 +1,32 @@
+"""Requests made from the API's own document, as it allows and as it forbids: each gets an answer, or a 4xx."""
+
+from pathlib import Path
+
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import content_type_conformance, not_a_server_error
+
+from tests.cpu.server.process import TIMEOUT_S, running_server
+
+PATHS = 14
+"""Fewer would mean that paths are missing from the document."""
+
+
+def test_no_request_makes_a_5xx(bytes_dir: Path, tmp_path: Path) -> None:
+    # Answers are short, whatever is asked for.
+    with running_server(bytes_dir, tmp_path / "log", "--max-model-len", "96") as server:
+        document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+        operations = [found.ok() for found in document.get_all_operations()]
+        assert len(operations) >= PATHS
+        for operation in operations:
+            # What takes no body cannot be given a wrong one.
+            modes = list(GenerationMode) if len(operation.body) else [GenerationMode.POSITIVE]
+            for mode in modes:
+
+                @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+                @given(case=operation.as_strategy(generation_mode=mode))
+                def check(case: schemathesis.Case) -> None:
+                    case.call_and_validate(checks=[not_a_server_error, content_type_conformance], timeout=TIMEOUT_S)
+
+                check()
