@@ -56,7 +56,7 @@ def run_demo(model: str, dtype: str) -> int:
     rows: dict[str, list[Report]] = {"conversation": [], "shared prefix": []}
     dialogue: list[Message] = []
     steps = 2 * (len(script.turns) + len(script.questions))
-    with tqdm(total=steps, desc="Running", unit="request", leave=False) as bar:
+    with tqdm(total=steps, desc="Running", disable=None, unit="request", leave=False) as bar:
         for is_on in (False, True):
             llm = LLM(model, dtype=dtype, enable_prefix_caching=is_on)
             report, dialogue = _converse(llm, script, bar)

@@ -52,7 +52,7 @@ def take(llm: LLM, suite: Sequence[Task], mode: str) -> Result:
     rng = Random(0)
     replies: list[str] = []
     num_prompt = num_hit = 0
-    with tqdm(total=len(suite), desc=f"cache {mode}", unit="task") as bar:
+    with tqdm(total=len(suite), desc=f"cache {mode}", disable=None, unit="task") as bar:
         for first in range(0, len(suite), BATCH):
             prompts: list[Any] = [llm.render(task.messages) for task in suite[first : first + BATCH]]
             if mode == "resumed":

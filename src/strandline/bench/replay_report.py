@@ -99,7 +99,7 @@ def _replay(lanes: list[Lane], memory_bytes: int, policy_name: str, options: Rep
         options.max_num_batched_tokens,
     )
     cache = make_cache(policy(policy_name), num_slabs, spec.blocks_per_slab)
-    with tqdm(desc=policy_name, unit="request", leave=False, delay=2) as bar:
+    with tqdm(desc=policy_name, disable=None, unit="request", leave=False, delay=2) as bar:
         return Replay(machine, cache, policy_name).run(lanes, bar.update)
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from strandline.engine.batch import DeviceBatch
-from strandline.engine.plan import MAX_STOP_IDS, PendingToken, SequencePlan
+from strandline.engine.plan import MAX_STOP_IDS, SequencePlan
 from strandline.engine.sampler import SamplingState
 from strandline.engine.upload import upload, upload_together
-from strandline.ids import RequestId
+from strandline.ids import PendingToken, RequestId
 from strandline.kernels.step import NO_TOKEN, resolve_pending
 
 MAX_STOP_SETS = 512

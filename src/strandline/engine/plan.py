@@ -7,24 +7,14 @@ scheduler's objects. Lists and arrays in it are not changed once the step has be
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Final, NamedTuple
 
 from strandline.cache import Action
 from strandline.engine.sampling_params import SamplingParams
-from strandline.ids import NULL_LOG, LogId, RequestId, SlotId
+from strandline.ids import NULL_LOG, LogId, PendingToken, RequestId, SlotId
 
 MAX_STOP_IDS: Final = 8
 """Stop tokens of a request that a device compares with what it sampled; of a request with more the host must."""
-
-
-class PendingToken(IntEnum):
-    """Whether a sequence's one token is what the step before samples, which runs still."""
-
-    NONE = 0
-    GOES_ON = 1
-    MAY_STOP = 2
-    """If it is one of the request's stop tokens, the request has ended there and its state stays as it is."""
 
 
 class SequencePlan(NamedTuple):

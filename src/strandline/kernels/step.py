@@ -9,11 +9,8 @@ I stop tokens of a set, S slots, E hidden size.
 import torch
 from torch import Tensor
 
-from strandline.ids import NULL_SLOT
+from strandline.ids import NULL_SLOT, PendingToken
 from strandline.kernels.platform import has_triton_twin
-
-GOES_ON, MAY_STOP = 1, 2
-"""Kinds of pending tokens; 0: not pending."""
 
 NO_TOKEN = -1
 """Pads sets of stop tokens."""
@@ -37,12 +34,12 @@ def resolve_pending(
 
     Args:
         last_rows_N: each sequence's last row of the step, which holds the pending token.
-        pending_N: 0, ``GOES_ON`` or ``MAY_STOP``.
+        pending_N: ``PendingToken`` of each sequence.
         source_rows_N: where in ``sampled_M`` a pending token is.
     """
     token_N = sampled_M[source_rows_N]
     is_pending_N = pending_N != 0
-    is_over_N = (pending_N == MAY_STOP) & (stop_ids_XI[stop_sets_N] == token_N.unsqueeze(-1)).any(-1)
+    is_over_N = (pending_N == PendingToken.MAY_STOP) & (stop_ids_XI[stop_sets_N] == token_N.unsqueeze(-1)).any(-1)
     token_ids_T[last_rows_N] = torch.where(is_pending_N, token_N, token_ids_T[last_rows_N])
     dst_N.masked_fill_(is_over_N, NULL_SLOT)
 

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.ids import PendingToken
+
 BLOCK_SEQUENCES = 128
 BLOCK_FEATURES = 1024
 
@@ -25,6 +27,7 @@ def _resolve_kernel(
     stop_sets,
     stop_ids,
     num_sequences,
+    MAY_STOP: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -37,10 +40,10 @@ def _resolve_kernel(
     token = tl.load(sampled + source, is_pending, 0)
     tl.store(token_ids + row, token, is_pending)
     stop_set = tl.load(stop_sets + n, mask, 0)
-    is_over = kind > 2
+    is_over = kind > MAY_STOP
     for i in tl.static_range(NUM_STOPS):
         is_over = is_over | (tl.load(stop_ids + stop_set * NUM_STOPS + i, mask, -1) == token)
-    is_over = is_over & (kind == 2)
+    is_over = is_over & (kind == MAY_STOP)
     zero = tl.zeros([BLOCK], dtype=tl.int64)
     tl.store(dst + n, zero.to(dst.dtype.element_ty), is_over)
 
@@ -67,6 +70,7 @@ def resolve_pending(
         stop_sets_N,
         stop_ids_XI,
         num_sequences,
+        MAY_STOP=int(PendingToken.MAY_STOP),
         NUM_STOPS=stop_ids_XI.shape[1],
         BLOCK=BLOCK_SEQUENCES,
         num_warps=4,

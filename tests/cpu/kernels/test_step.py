@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from strandline.ids import PendingToken
 from strandline.kernels import step
-from strandline.kernels.step import GOES_ON, MAY_STOP, NO_TOKEN
+from strandline.kernels.step import NO_TOKEN
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -24,7 +25,7 @@ def test_pending_tokens_are_filled_in_and_a_stop_token_leaves_the_state_alone(
     token_ids = torch.tensor([70, 71, 72, 73, 74, 75])
     dst = torch.tensor([11, 12, 13, 14, 15])
     last_rows = torch.tensor([0, 1, 2, 3, 5])
-    pending = torch.tensor([0, GOES_ON, MAY_STOP, MAY_STOP, MAY_STOP])
+    pending = torch.tensor([PendingToken.NONE, PendingToken.GOES_ON, *[PendingToken.MAY_STOP] * 3])
     sampled = torch.tensor([8, 9, 5])
     source_rows = torch.tensor([0, 2, 2, 1, 0])
     stop_ids = torch.tensor([[NO_TOKEN, NO_TOKEN], [5, NO_TOKEN], [3, 8]])
