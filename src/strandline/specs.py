@@ -5,7 +5,7 @@ named by strings so that the cache and the replay tools need no tensor library.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Final
@@ -58,8 +58,8 @@ class RecurrentSpec:
     window_shape: tuple[int, int]
     """``[conv_width - 1, channels]``: token-major, oldest first."""
     window_dtype: str
-    log: LogSpec | None = None
-    """None: every token is folded into the state at once."""
+    log: LogSpec | None = field(default=None, compare=False)
+    """None: every token is folded into the state at once. No size depends on it: specs that differ here are equal."""
 
     @property
     def state_bytes(self) -> int:

@@ -139,6 +139,7 @@ class Replay:
             cache, max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
         )
         self._now_s = 0.0
+        cache.reuse.clock = lambda: self._now_s
         self._seen = SeenPrefixes()
         self._running: dict[RequestId, _Running] = {}
         self._arrivals: list[tuple[float, int, int, Call]] = []

@@ -40,6 +40,7 @@ from strandline.cache.tree import (
     snapshots_below,
     split,
 )
+from strandline.clock import Clock
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId
 
@@ -60,6 +61,7 @@ class PrefixCache:
         placement: which snapshots are taken.
         max_slots: divide the memory: so many slabs are slots, the others blocks. A baseline; None shares it.
         enabled: when False, requests get blocks and slots but nothing is kept or found.
+        clock: tells the seconds, to learn how long conversations rest; None: admissions stand for them.
     """
 
     def __init__(
@@ -71,12 +73,13 @@ class PrefixCache:
         placement: Placement = AUTO,
         max_slots: int | None = None,
         enabled: bool = True,
+        clock: Clock | None = None,
     ) -> None:
         self.enabled = enabled
         self.placement = placement
         self.arena = Arena(num_slabs, blocks_per_slab, max_slots)
         self.leases: dict[RequestId, Lease] = {}
-        self.reuse = ReuseHistory()
+        self.reuse = ReuseHistory(clock)
         self.memory = CacheMemory(self.arena, order or WorthPerByte(blocks_per_slab, self.reuse), self.leases.values)
         self.finder = Finder(self.memory)
         self.counters = CacheCounters()

@@ -1,8 +1,8 @@
 """When cached sequences come back: learned from those that did, also after they were evicted.
 
 A *path* is a sequence that was served and may be continued. Its *habit* is how long it stayed away last time, by
-powers of two; a path that has not come back yet has none. Time is counted in admissions: what matters is how much
-passes through the memory meanwhile, not how many seconds.
+powers of two; a path that has not come back yet has none. Time is counted in admissions and, where there is a clock, in
+seconds: how much passes through the memory meanwhile, and how long people and tools take, which does not depend on it.
 
 ``density`` ranks what to keep: the most returns per unit of memory and time that can be had by keeping a path of that
 habit and age for any length of time. It is learned from returns and from paths given up, of each habit, where there
@@ -20,9 +20,12 @@ from math import log
 from typing import Final, NamedTuple
 
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.clock import Clock
 from strandline.ids import BLOCK_TOKENS
 
 NO_HABIT: Final = 0
+TICKS_PER_S: Final = 2
+"""So many admissions age a path as much as a second does."""
 MAX_PATHS: Final = 4096
 MAX_ALIKE: Final = 8
 """Paths remembered that begin alike, up to a power of two of tokens."""
@@ -114,10 +117,17 @@ class Path(NamedTuple):
 
 
 class ReuseHistory:
-    """Watches paths leave and come back. ``now`` is its clock; ``tick`` moves it."""
+    """Watches paths leave and come back. ``now`` is the age of the history; ``tick`` moves it.
 
-    def __init__(self) -> None:
+    Args:
+        clock: tells the seconds; None: time is admissions alone.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock
         self.now = 0
+        self._num_admissions = 0
+        self._start_s = clock() if clock else 0.0
         self._paths: OrderedDict[int, Path] = OrderedDict()
         self._alike: dict[int, list[int]] = {}
         self._num_paths = 0
@@ -132,8 +142,10 @@ class ReuseHistory:
         return len(self._paths)
 
     def tick(self) -> None:
-        """Count an admission."""
-        self.now += 1
+        """Count an admission, and the seconds that have passed."""
+        self._num_admissions += 1
+        elapsed_s = self.clock() - self._start_s if self.clock else 0.0
+        self.now = self._num_admissions + int(TICKS_PER_S * elapsed_s)
 
     def leave(self, salt: str, data: bytearray, num_tokens: int, habit: int) -> None:
         """Remember a path whose first ``num_tokens`` tokens are cached now and that nobody uses any more."""

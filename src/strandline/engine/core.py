@@ -220,6 +220,7 @@ def new_scheduler(
         spec.blocks_per_slab,
         placement=OnGrid(chosen) if config.deterministic else chosen,
         enabled=config.enable_prefix_caching,
+        clock=SYSTEM_CLOCK,
     )
     return Scheduler(
         cache,

@@ -8,6 +8,7 @@ from strandline.cache import reuse
 from strandline.cache.reuse import (
     EDGES,
     NO_HABIT,
+    TICKS_PER_S,
     WIDTHS,
     Outcomes,
     ReuseHistory,
@@ -41,6 +42,15 @@ def test_a_path_that_comes_back_is_known_by_how_long_it_was_away(num_tokens: int
     away(history, 20)
     assert history.come_back("", data(prompt(num_tokens + 50))) == habit_after(20)
     assert history.come_back("", data(prompt(num_tokens + 50))) == NO_HABIT
+
+
+def test_seconds_age_a_path_as_admissions_do() -> None:
+    now_s = 100.0
+    history = ReuseHistory(lambda: now_s)
+    leave(history, prompt(300))
+    now_s += 60
+    away(history, 3)
+    assert history.come_back("", data(prompt(350))) == habit_after(3 + 60 * TICKS_PER_S)
 
 
 def test_a_prompt_that_rewinds_a_little_returns_and_one_that_parts_early_does_not() -> None:
