@@ -41,7 +41,7 @@ PRIOR_RETURNS: Final = tuple(
 )
 PRIOR_LOSSES: Final = tuple(0.3 * returns for returns in PRIOR_RETURNS)
 """Before anything is seen: the chance of a return falls with the age, as its inverse."""
-NUM_BORROWED: Final = 20.0
+NUM_BORROWED: Final = 6.0
 """So many observations of all habits together count beside a habit's own."""
 HALF_LIFE: Final = 2048
 """After so many observations those before count half."""
