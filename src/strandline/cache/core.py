@@ -26,7 +26,7 @@ from strandline.cache.lease import Cut, Lead, Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement
 from strandline.cache.publish import Publisher
-from strandline.cache.reuse import ReuseHistory, habit_after
+from strandline.cache.reuse import NO_HABIT, ReuseHistory, habit_after
 from strandline.cache.tokens import TokenBuffer
 from strandline.cache.tree import (
     Run,
@@ -265,7 +265,8 @@ class PrefixCache:
         Else a larger cache, which hits deeper, would forget the prefixes that many share, and hit less.
         """
         tick = self.memory.next_tick()
-        self.reuse.count_hit(num_continuations(source))
+        if lease.habit == NO_HABIT:
+            self.reuse.count_hit(num_continuations(source))
         for snapshot in (source, *branch_snapshots(lease.run, lease.tokens.data)):
             if snapshot.last_used != tick:
                 snapshot.habit = habit_after(self.reuse.now - snapshot.used_at)
@@ -377,7 +378,7 @@ class PrefixCache:
         if kind is SnapshotKind.PREEMPTION:
             lease.habit = habit_after(0)
         elif self.enabled:
-            self.reuse.leave(lease.salt, lease.tokens.data, lease.computed, lease.habit)
+            self.reuse.leave(lease.salt, lease.tokens.data, lease.account.queried, lease.computed, lease.habit)
         if lease.source is not None:
             memory.unpin_snapshot(lease.source)
         for cut in lease.cuts:

@@ -30,7 +30,7 @@ MAX_PATHS: Final = 4096
 MAX_ALIKE: Final = 8
 """Paths remembered that begin alike, up to a power of two of tokens."""
 REWIND_TOKENS: Final = 2 * BLOCK_TOKENS
-"""A prompt that leaves a path so shortly before its end still counts as its return."""
+"""A prompt that leaves a path's prompt so shortly before its end still counts as its return."""
 
 EDGES: Final = (0, 1, 2, 3, *(round(2 ** (half / 2)) for half in range(4, 42)))
 """Ages at which bins begin, two to an octave; the last one has no end."""
@@ -109,9 +109,13 @@ class Path(NamedTuple):
     key: int
     """Where it is filed."""
     end: int
-    """It is known by the block that ends here."""
+    """It is known by the block that ends here, shortly before its prompt does."""
     mark: int
     """Hash of that block."""
+    last: int
+    """What was generated ends here."""
+    last_mark: int
+    """Hash of the block's tokens that end there."""
     habit: int
     left_at: int
 
@@ -147,15 +151,20 @@ class ReuseHistory:
         elapsed_s = self.clock() - self._start_s if self.clock else 0.0
         self.now = self._num_admissions + int(TICKS_PER_S * elapsed_s)
 
-    def leave(self, salt: str, data: bytearray, num_tokens: int, habit: int) -> None:
-        """Remember a path whose first ``num_tokens`` tokens are cached now and that nobody uses any more."""
+    def leave(self, salt: str, data: bytearray, num_prompt: int, num_tokens: int, habit: int) -> None:
+        """Remember a path whose first ``num_tokens`` tokens are cached now and that nobody uses any more.
+
+        Args:
+            num_prompt: tokens before those that were generated.
+        """
         if num_tokens < BLOCK_TOKENS:
             return
-        end = max((num_tokens - REWIND_TOKENS) // BLOCK_TOKENS, 1) * BLOCK_TOKENS
+        end = max((min(num_prompt, num_tokens) - REWIND_TOKENS) // BLOCK_TOKENS, 1) * BLOCK_TOKENS
         rung = BLOCK_TOKENS << ((end // BLOCK_TOKENS).bit_length() - 1)
         key = _hash_of_block(salt, data, rung)
         self._num_paths += 1
-        self._paths[self._num_paths] = Path(key, end, _hash_of_block(salt, data, end), habit, self.now)
+        marks = (end, _hash_of_block(salt, data, end), num_tokens, _hash_of_block(salt, data, num_tokens))
+        self._paths[self._num_paths] = Path(key, *marks, habit, self.now)
         alike = self._alike.setdefault(key, [])
         alike.append(self._num_paths)
         if len(alike) > MAX_ALIKE:
@@ -171,6 +180,8 @@ class ReuseHistory:
             for number in reversed(self._alike.get(_hash_of_block(salt, data, rung), ())):
                 path = self._paths[number]
                 if path.end <= num_tokens and _hash_of_block(salt, data, path.end) == path.mark:
+                    is_whole = path.last <= num_tokens and _hash_of_block(salt, data, path.last) == path.last_mark
+                    self._count_landing(is_inner=not is_whole)
                     return self._welcome(number)
             rung //= 2
         return NO_HABIT
@@ -210,17 +221,24 @@ class ReuseHistory:
         return path
 
     def count_hit(self, num_continuations: int) -> None:
-        """Take note of a hit on a snapshot after which so many cached paths go on."""
+        """Take note of a hit that is no path's return, on a snapshot after which so many cached paths go on."""
+        self._count_landing(is_inner=num_continuations == 1)
+
+    def _count_landing(self, *, is_inner: bool) -> None:
+        """Take note of where a prompt goes on from: inside a path, or at a path's end or where several part.
+
+        Returns count whether or not anything was still cached: what is evicted for its small worth is never hit.
+        """
         self._num_hits = HIT_MEMORY * self._num_hits + 1
-        self._num_inner_hits = HIT_MEMORY * self._num_inner_hits + (num_continuations == 1)
+        self._num_inner_hits = HIT_MEMORY * self._num_inner_hits + is_inner
 
     def density_of_inner(self, habit: int, age: int) -> float:
         """Return how often a snapshot is used that one path goes on from: by rewinds, and who parts from it there.
 
-        As often as its path returns, or as anything does of which nothing is known; times the odds that a hit lands
-        there and not at a path's end, as seen so far.
+        As often as its path returns, or as anything does of which nothing is known; times the odds that a prompt goes
+        on from there and not from a path's end, as seen so far.
         """
-        odds = self._num_inner_hits / (self._num_hits - self._num_inner_hits)
+        odds = self._num_inner_hits / max(self._num_hits - self._num_inner_hits, 1.0)
         return odds * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
 
     def density_of_shared(self, habit: int, age: int) -> float:

@@ -27,7 +27,7 @@ def data(tokens: list[int]) -> bytearray:
 
 
 def leave(history: ReuseHistory, tokens: list[int], *, salt: str = "", habit: int = NO_HABIT) -> None:
-    history.leave(salt, data(tokens), len(tokens), habit)
+    history.leave(salt, data(tokens), len(tokens), len(tokens), habit)
 
 
 def away(history: ReuseHistory, num_admissions: int) -> None:
@@ -150,6 +150,19 @@ def test_a_density_is_the_best_over_all_times_to_give_up(returns: list[int], los
         ends = range(index + 1, NUM_BINS + 1)
         best = max(sum(outcomes.returns[index:end]) / sum(times[index:end]) for end in ends)
         assert density == pytest.approx(best)
+
+
+@pytest.mark.parametrize("num_generated", [1, 40, 64, 300])
+def test_what_prompts_go_on_from_is_learned_from_returns_whether_or_not_anything_was_cached(num_generated: int) -> None:
+    at_end, inside = ReuseHistory(), ReuseHistory()
+    for index in range(100):
+        asked, said = prompt(200, 1000 * index), prompt(num_generated, 200_000 + 1000 * index)
+        for history, kept in ((at_end, said), (inside, [])):
+            tokens = data(asked + said)
+            history.leave("", tokens, len(asked), len(asked + said), NO_HABIT)
+            away(history, 5)
+            assert history.come_back("", data(asked + kept + prompt(90, 400_000 + 1000 * index))) == habit_after(5)
+    assert inside.density_of_inner(NO_HABIT, 1) > 50 * at_end.density_of_inner(NO_HABIT, 1)
 
 
 def test_the_more_hits_land_where_a_path_goes_on_the_more_such_snapshots_are_worth() -> None:
