@@ -162,7 +162,7 @@ def test_what_lies_under_a_salt_is_shown_only_to_who_names_it(server: ServerProc
         ({"prompt": [256]}, "token 256 is not in the vocabulary"),
         ({"prompt": [-1]}, "token -1 is not in the vocabulary"),
         ({"prompt": [1] * 5000}, "the prompt has 5000 tokens"),
-        ({"messages": []}, "empty"),
+        ({"messages": []}, "messages: Value should have at least 1 item"),
         ({"prompt": 5}, "prompt"),
     ],
 )
