@@ -42,7 +42,7 @@ def gdn_decode_logged(
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``q_NGK``.
 
     A log that is full, or empty, is folded first, from slot ``src`` into slot ``dst``; where it is neither, the
-    committed state lies in ``src``, and stays there.
+    committed state lies in ``src``, and stays there. No sequence reads a slot that another one writes.
     """
     num_sequences, num_heads, value_dim = v_NHV.shape
     log_decay_NH, beta_NH = gates(a_NH, b_NH, A_log_H, dt_bias_H)
