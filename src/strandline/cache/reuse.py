@@ -187,7 +187,7 @@ class ReuseHistory:
         return NO_HABIT
 
     def density(self, habit: int, age: int) -> float:
-        """Return how many returns per admission keeping a path of this habit, unused for so long, brings at best."""
+        """Return how many returns per unit of time keeping a path of this habit, unused for so long, brings at best."""
         densities = self._densities.get(habit)
         if densities is None:
             own = self._of_habit.get(habit)

@@ -5,6 +5,7 @@ import torch
 
 from strandline import SamplingParams
 from strandline.engine import runner
+from strandline.kernels.gdn_log import LOG_TOKENS
 from tests.cpu.engine.conftest import MakeLLM
 
 
@@ -28,3 +29,22 @@ def test_small_steps_run_on_one_thread_and_larger_ones_and_the_caller_keep_their
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_decoded_is_logged_and_folded_when_the_log_is_full_unless_deterministic(
+    make_llm: MakeLLM, deterministic: bool
+) -> None:
+    llm = make_llm(deterministic=deterministic)
+    llm.engine.add_request(
+        "one", [1] * 20, SamplingParams(temperature=0, max_tokens=2 * LOG_TOKENS + 3, ignore_eos=True)
+    )
+    llm.engine.step()
+    [request] = llm.engine.scheduler.running
+    assert request.lease is not None
+    logged = []
+    for _ in range(2 * LOG_TOKENS + 1):
+        llm.engine.step()
+        logged.append(request.lease.log_tokens)
+    full = list(range(1, LOG_TOKENS + 1))
+    assert logged == ([0] * len(logged) if deterministic else [*full, *full, 1])
