@@ -2,16 +2,22 @@
 
 Run: ``PYTHONPATH=src python3 benchmarks/kernels/gdn_decode.py [--sweep]``. One graph holds a call for each of several
 layers, whose states together are larger than the cache; a time is the median of its replays over the calls. The floor
-is the states read and written once at 4.28 TB/s. Every slot is read and written in place.
+is the bytes that must move at 4.28 TB/s. Every slot is read and written in place.
+
+*Plain*: states are read and written. *Logged*: states are read, and written by those sequences whose log is full; the
+mean over steps in which all logs are equally full, and the time of one in which every length is as frequent.
 """
 
 import argparse
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from strandline.kernels import gdn, gdn_decode_triton
+from strandline.kernels import gdn, gdn_decode_triton, gdn_log_triton
+from strandline.kernels.batch import LogBatch, LogMemory
+from strandline.kernels.gdn_log import LOG_TOKENS
 
 KEY_HEADS, VALUE_HEADS, HEAD_DIM = 16, 32, 128
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -47,12 +53,42 @@ def calls(batch_size: int, state_dtype: torch.dtype) -> list[Call]:
 
 def time_us(all_calls: list[Call]) -> float:
     """Return the median time of one call."""
-    gdn_decode_triton.gdn_decode(*all_calls[0])
+    return replay_us(record(gdn_decode_triton.gdn_decode, all_calls), len(all_calls))
+
+
+def time_logged_us(all_calls: list[Call], num_places: int = LOG_TOKENS) -> tuple[float, float]:
+    """Return the mean time of one call over equally full logs, and its time where every length is as frequent."""
+    batch_size = len(all_calls[0][0])
+    log_N = torch.randperm(batch_size, device="cuda") + 1
+    len_N = torch.zeros(batch_size, dtype=torch.int64, device="cuda")
+    logs = LogBatch(log_N, len_N, log_N, (), ())
+    sizes = ((KEY_HEADS, num_places, HEAD_DIM), (VALUE_HEADS, num_places, HEAD_DIM), (VALUE_HEADS, num_places))
+    logged = [
+        (*call, LogMemory(*(-torch.rand(batch_size + 1, *size, device="cuda") for size in sizes)), logs)
+        for call in all_calls
+    ]
+    graph = record(gdn_log_triton.gdn_decode_logged, logged)
+    times = []
+    for length in range(num_places + 1):
+        len_N.fill_(length)
+        times.append(replay_us(graph, len(logged)))
+    len_N.copy_(torch.arange(batch_size, device="cuda") % (num_places + 1))
+    return sum(times) / len(times), replay_us(graph, len(logged))
+
+
+def record(operation: Callable[..., Tensor], all_calls: Sequence[tuple[object, ...]]) -> torch.cuda.CUDAGraph:
+    """Return a graph of these calls."""
+    operation(*all_calls[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in all_calls:
-            gdn_decode_triton.gdn_decode(*call)
+            operation(*call)
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, num_calls: int) -> float:
+    """Return the median time of one of a graph's calls."""
     times = []
     for _ in range(23):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -60,7 +96,7 @@ def time_us(all_calls: list[Call]) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(all_calls))
+        times.append(start.elapsed_time(end) * 1000 / num_calls)
     return sorted(times[3:])[10]
 
 
@@ -84,6 +120,18 @@ def report(batch_size: int, state_dtype: torch.dtype, variant: tuple[int, int], 
     print(
         f"gdn_decode batch {batch_size:4} state {str(state_dtype)[6:]:8} block {variant[0]:3} warps {variant[1]} "
         f"{us:8.2f} us {traffic / us / 1e3:6.0f} GB/s {100 * traffic / BYTES_PER_S * 1e6 / us:5.1f} % of floor",
+        flush=True,
+    )
+
+
+def report_logged(batch_size: int, state_dtype: torch.dtype, plain_us: float) -> None:
+    in_step_us, mixed_us = time_logged_us(calls(batch_size, state_dtype))
+    state_bytes = VALUE_HEADS * HEAD_DIM * HEAD_DIM * state_dtype.itemsize
+    token_bytes = (KEY_HEADS + VALUE_HEADS) * HEAD_DIM * 4
+    traffic = batch_size * (state_bytes * (LOG_TOKENS + 2) / (LOG_TOKENS + 1) + token_bytes * (LOG_TOKENS / 2 + 1))
+    print(
+        f"  with a log: {in_step_us:8.2f} us in step, {mixed_us:8.2f} mixed {traffic / mixed_us / 1e3:6.0f} GB/s "
+        f"{100 * traffic / BYTES_PER_S * 1e6 / mixed_us:5.1f} % of floor, {plain_us / mixed_us:5.2f} of plain",
         flush=True,
     )
 
@@ -114,7 +162,9 @@ def main() -> None:
             elif not options.sweep:
                 is_few = batch_size <= gdn_decode_triton.FEW_SEQUENCES
                 variant = gdn_decode_triton.FEW if is_few else gdn_decode_triton.MANY
-                report(batch_size, state_dtype, variant, time_us(calls(batch_size, state_dtype)))
+                us = time_us(calls(batch_size, state_dtype))
+                report(batch_size, state_dtype, variant, us)
+                report_logged(batch_size, state_dtype, us)
 
 
 if __name__ == "__main__":

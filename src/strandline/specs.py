@@ -48,6 +48,15 @@ class LogSpec:
     """Most tokens before a fold."""
     num_keys: int
 
+    def shapes(self, state_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of one log's keys, values and decays."""
+        num_heads, key_dim, value_dim = state_shape
+        return (
+            (self.num_keys, self.num_tokens, key_dim),
+            (num_heads, self.num_tokens, value_dim),
+            (num_heads, self.num_tokens),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
@@ -117,6 +126,15 @@ class ModelSpec:
         """Most tokens that all recurrent layers can keep before a fold; 0: one of them keeps no log."""
         logs = [layer.log for _, layer in self.recurrent_layers()]
         return min((log.num_tokens if log else 0 for log in logs), default=0)
+
+    @cached_property
+    def log_bytes(self) -> int:
+        """Bytes of one running sequence's log, where logs are kept."""
+        return sum(
+            ITEM_BYTES["float32"] * sum(map(prod, layer.log.shapes(layer.state_shape)))
+            for _, layer in self.recurrent_layers()
+            if layer.log
+        )
 
     def recurrent_layers(self) -> Iterator[tuple[int, RecurrentSpec]]:
         """Layer index and spec of each recurrent layer, in order."""

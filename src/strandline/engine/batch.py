@@ -40,6 +40,7 @@ class HostBatch:
     chunks: Chunks
     log_D: np.ndarray
     log_tokens_D: np.ndarray
+    folds_log_D: np.ndarray
 
     @property
     def num_sequences(self) -> int:
@@ -68,12 +69,15 @@ def build_host_batch(sequences: Sequence[SequencePlan], num_decodes: int) -> Hos
     """
     columns = zip(
         *(
-            (s.start, s.end, s.kv_start, s.state_src, s.state_dst, s.window_src, s.window_offset, s.log, s.log_tokens)
+            (
+                *(s.start, s.end, s.kv_start, s.state_src, s.state_dst, s.window_src, s.window_offset),
+                *(s.log, s.log_tokens, s.folds_log),
+            )
             for s in sequences
         ),
         strict=True,
     )
-    starts, ends, kv_starts, src, dst, window_src, window_offset, logs, log_tokens = np.array(
+    starts, ends, kv_starts, src, dst, window_src, window_offset, logs, log_tokens, folds_log = np.array(
         list(columns), dtype=np.int64
     )
     lengths = ends - starts
@@ -106,15 +110,12 @@ def build_host_batch(sequences: Sequence[SequencePlan], num_decodes: int) -> Hos
         chunks=plan_chunks([(s.start, s.end) for s in prefills], [s.cuts for s in prefills]),
         log_D=logs[:num_decodes],
         log_tokens_D=log_tokens[:num_decodes],
+        folds_log_D=folds_log[:num_decodes],
     )
 
 
-def to_device(host: HostBatch, device: torch.device, *, most_logged: int = 0) -> DeviceBatch:
-    """Make the step's tensors.
-
-    Args:
-        most_logged: tokens in a full log; 0: none are kept.
-    """
+def to_device(host: HostBatch, device: torch.device) -> DeviceBatch:
+    """Make the step's tensors."""
     arrays = (
         *(host.token_ids_T, host.positions_T, host.write_blocks_T, host.write_offsets_T),
         *(host.query_starts_N1, host.context_lens_N),
@@ -135,23 +136,21 @@ def to_device(host: HostBatch, device: torch.device, *, most_logged: int = 0) ->
         write_offsets_T=offsets,
         is_all_written=bool(host.write_blocks_T.all()),
     )
-    log = _logs(host, most_logged, device) if most_logged and host.num_decodes else None
+    log = _logs(host, device) if host.log_D.any() else None
     recurrent = RecurrentBatch(src, dst, window_src, window_offset, host.chunks.with_tensors(chunks), log)
     return DeviceBatch(StepBatch(tokens, positions, host.num_decodes, attention, recurrent), last, pending)
 
 
-def _logs(host: HostBatch, most_logged: int, device: torch.device) -> LogBatch:
-    places_D = host.log_tokens_D % most_logged
+def _logs(host: HostBatch, device: torch.device) -> LogBatch:
     first = int(host.log_D[0])
     counts_up = bool((host.log_D == np.arange(first, first + len(host.log_D))).all())
-    log_D, place_D = upload_together([host.log_D, places_D], device)
+    log_D, len_D = upload_together([host.log_D, host.log_tokens_D], device)
     return LogBatch(
         log_D,
-        place_D,
-        upload(np.arange(most_logged) >= places_D[:, None], device),
+        len_D,
         slice(first, first + len(host.log_D)) if counts_up else log_D,
         tuple(host.log_tokens_D.tolist()),
-        tuple(places_D.tolist()),
+        tuple(map(bool, host.folds_log_D.tolist())),
     )
 
 

@@ -53,11 +53,12 @@ class EngineCore:
         set_deterministic(config.deterministic)
         self.start_s: dict[str, float] = {}
         """How long each phase of the start took."""
+        # Deterministic, a token's bits must not depend on when the log was folded.
+        keeps_logs = spec.log_tokens > 0 and not config.deterministic
         with self._timed("memory"):
-            num_slabs = choose_memory_bytes(config, model, device) // spec.slab_bytes
+            num_logs = 1 + config.max_num_seqs if keeps_logs else 0
+            num_slabs = choose_memory_bytes(config, model, device, num_logs) // spec.slab_bytes
         self.limits = Limits(model.vocab_size, choose_max_model_len(config, spec, model.max_position, num_slabs))
-        # Deterministic, a token's bits must not depend on when the log was folded; the Triton kernels keep none yet.
-        keeps_logs = spec.log_tokens > 0 and not config.deterministic and not runs_triton(device.type)
         self.scheduler = new_scheduler(config, spec, num_slabs, device, keeps_logs=keeps_logs)
         self.cache = self.scheduler.cache
         self.watch = CacheWatch(self.cache, self.scheduler, spec, config.mamba_cache_mode)
@@ -76,7 +77,7 @@ class EngineCore:
         # Torch's operations are not compiled, and ask the host for what a recorded step cannot know.
         if runs_triton(device.type):
             with self._timed("kernels"):
-                made_up = new_scheduler(config, spec, num_slabs, device)
+                made_up = new_scheduler(config, spec, num_slabs, device, keeps_logs=keeps_logs)
                 WarmUp(self.runner, made_up, self.limits.max_model_len).run()
                 torch.cuda.empty_cache()
             if not config.enforce_eager:

@@ -18,14 +18,15 @@ from strandline.engine.batch import HostBatch
 from strandline.engine.pending import PendingTokens
 from strandline.engine.upload import upload
 from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.batch import AttentionBatch, LayerMemory, RecurrentBatch, StepBatch
+from strandline.kernels.batch import AttentionBatch, LayerMemory, LogBatch, RecurrentBatch, StepBatch
 from strandline.kernels.chunk_table import Chunks
 from strandline.kernels.sampling import greedy
 from strandline.kernels.step import resolve_pending, store_hidden
 
 FIELDS: Final = (
     *("token_ids", "positions", "write_blocks", "write_offsets", "context_lens"),
-    *("src", "dst", "window_src", "window_offset", "pending", "source_rows", "stop_sets"),
+    *("src", "dst", "window_src", "window_offset", "log", "log_tokens"),
+    *("pending", "source_rows", "stop_sets"),
 )
 WARM_UP_RUNS: Final = 2
 
@@ -64,7 +65,9 @@ class _Recorded:
         )
         no_chunks = Chunks((0,), (), (), ()).with_tensors([self.rows_R1[:0]] * 4)
         slots = (named["src"], named["dst"], named["window_src"], named["window_offset"])
-        recurrent = RecurrentBatch(*slots, no_chunks)
+        log = named["log"]
+        logs = LogBatch(log, named["log_tokens"], rows=log, lens=(), folds=())
+        recurrent = RecurrentBatch(*slots, no_chunks, logs)
         return StepBatch(named["token_ids"], named["positions"], self.num_rows, attention, recurrent)
 
 
@@ -141,6 +144,7 @@ class DecodeGraphs:
         columns = (
             *(host.token_ids_T, host.positions_T, host.write_blocks_T, host.write_offsets_T, host.context_lens_N),
             *(host.src_N, host.dst_N, host.window_src_N, host.window_offset_N),
+            *(host.log_D, host.log_tokens_D),
             *(host.pending_N, source_rows, stop_sets),
         )
         for row, column in zip(fields_FR, columns, strict=True):

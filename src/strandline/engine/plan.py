@@ -42,9 +42,11 @@ class SequencePlan(NamedTuple):
     is_prefill: bool = False
     """Whether the prefill kernels compute it even if it is a single token: deterministic, all of a prompt's are."""
     log: LogId = NULL_LOG
-    """The log that the token is appended to; the null log: it is folded into the state at once."""
+    """The log that the token is appended to, or that is folded; the null log: the token goes into the state at once."""
     log_tokens: int = 0
     """Tokens in the log, the last ones before ``start``."""
+    folds_log: bool = False
+    """Whether the step folds log and token into the state: the log is full, or the state moves to another slot."""
 
     @property
     def is_decode(self) -> bool:

@@ -9,6 +9,7 @@ host behind it.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -24,9 +25,9 @@ from strandline.engine.sampler import LogprobTensors, SamplingState, choose_toke
 from strandline.engine.structured import Grammars, Matcher
 from strandline.engine.upload import download, upload_together
 from strandline.errors import EngineError
-from strandline.ids import BLOCK_TOKENS, BlockId, LogId, RequestId, SlotId
+from strandline.ids import BLOCK_TOKENS, BlockId, RequestId
 from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.batch import LayerMemory, RecurrentMemory, StepBatch
+from strandline.kernels.batch import LayerMemory, StepBatch
 from strandline.kernels.gdn_log import gdn_fold
 from strandline.kernels.platform import set_deterministic
 from strandline.kernels.step import store_hidden
@@ -135,7 +136,6 @@ class Runner:
         if device.type == "cpu":
             keep_scratch_memory()
         self.arena = ArenaTensors(model.spec, num_slabs, device, num_logs=1 + max_num_seqs if keeps_logs else 0)
-        self._most_logged = model.spec.log_tokens if keeps_logs else 0
         self._pending = PendingTokens(max_num_seqs, device)
         self._poison = poison
         self._is_deterministic = deterministic
@@ -211,13 +211,15 @@ class Runner:
     @torch.inference_mode()
     def carry_out(self, actions: Iterable[Action]) -> None:
         """Do what the cache asked for, in order."""
-        for action in actions:
-            self._apply(action)
+        for kind, group in groupby(actions, key=type):
+            if kind is FoldLog:
+                self._fold([action for action in group if isinstance(action, FoldLog)])
+            else:
+                for action in group:
+                    self._apply(action)
 
     def _apply(self, action: Action) -> None:
         match action:
-            case FoldLog(slot, log, num_tokens):
-                self._fold(slot, log, num_tokens)
             case CopyTokens(src, dst, num_tokens):
                 self.arena.copy_block(src, dst, num_tokens)
             case MoveBlock(src, dst):
@@ -229,11 +231,11 @@ class Runner:
             case DropSlot(slot) if self._poison:
                 self.arena.poison([], [slot])
 
-    def _fold(self, slot: SlotId, log: LogId, num_tokens: int) -> None:
-        for memory in self.arena.layers:
-            if isinstance(memory, RecurrentMemory):
-                assert memory.log is not None
-                gdn_fold(memory.state_SHKV, slot, memory.log, log, num_tokens)
+    def _fold(self, folds: Sequence[FoldLog]) -> None:
+        columns = list(zip(*((fold.slot, fold.log, fold.num_tokens) for fold in folds), strict=True))
+        slot_N, log_N, len_N = upload_together(columns, self.device)
+        for layers in self.arena.logged_layers:
+            gdn_fold(layers.state_RSHKV, layers.logs, slot_N, log_N, len_N)
 
     def _last_hidden(
         self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: LaunchedStep
@@ -243,7 +245,7 @@ class Runner:
             return self._stored_hidden(sequences)
         ordered = [sequences[index] for index in order]
         host = build_host_batch(ordered, num_decodes)
-        batch = to_device(host, self.device, most_logged=self._most_logged)
+        batch = to_device(host, self.device)
         if host.has_pending:
             self._pending.resolve(batch, ordered, self._states)
         hidden_TE = self.model.forward(batch.step, self.arena.layers)

@@ -284,13 +284,12 @@ class Scheduler:
         if (lease.wanted or self._is_stepwise) and (is_prompt or not self._is_exact):
             cuts = tuple((cut.position, cut.slot) for cut in self.cache.plan_cuts(lease, end))
         is_prefill = is_prompt and self._is_exact
-        log = NULL_LOG
+        log, src, log_tokens = NULL_LOG, lease.src, start - lease.folded
         if end - start == 1 and not cuts and not is_prefill:
             log = lease.log
         elif lease.folded < start:
             # The prefill kernels know of no log.
             self.cache.fold(lease)
-        src = lease.src
         return SequencePlan(
             request.request_id,
             start,
@@ -307,7 +306,8 @@ class Scheduler:
             pending,
             is_prefill,
             log,
-            start - lease.folded,
+            log_tokens,
+            src != lease.dst or log_tokens == self._most_logged,
         )
 
     # Taking in results
@@ -329,9 +329,8 @@ class Scheduler:
             end = sequence.end
             is_computing = end > sequence.start
             if is_computing:
-                # A full log was folded before the token was appended.
-                in_log = end - sequence.start + sequence.log_tokens % self._most_logged if sequence.log else 0
-                cache_commit(lease, end, end - in_log)
+                is_appended = sequence.log and not sequence.folds_log
+                cache_commit(lease, end, end - sequence.log_tokens - 1 if is_appended else end)
             if sequence.is_sampled:
                 request.num_tokens += 1
                 is_prompt_end = end == request.num_prompt_tokens and end % self._grid_tokens == 0

@@ -43,11 +43,11 @@ def require_determinism(spec: ModelSpec, device: torch.device) -> None:
         raise ConfigError("deterministic needs Triton kernels on a GPU: Triton is missing, or STRANDLINE_TRITON is 0")
 
 
-def choose_memory_bytes(config: EngineConfig, model: LanguageModel, device: torch.device) -> int:
+def choose_memory_bytes(config: EngineConfig, model: LanguageModel, device: torch.device, num_logs: int) -> int:
     """Return the budget of blocks and slots.
 
-    What the user said; else, on a GPU its share of the memory less weights and scratch memory, which is measured, and
-    elsewhere 4 GiB, at most half of what is free.
+    What the user said; else, on a GPU its share of the memory less weights, logs and scratch memory, which is measured,
+    and elsewhere 4 GiB, at most half of what is free.
 
     Raises:
         ConfigError: the GPU's share is used up already.
@@ -60,12 +60,13 @@ def choose_memory_bytes(config: EngineConfig, model: LanguageModel, device: torc
     scratch_bytes = measure_scratch_bytes(model, num_tokens, config.max_num_seqs, device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share_bytes = int(config.gpu_memory_utilization * total_bytes)
-    budget = share_bytes - (total_bytes - free_bytes) - scratch_bytes
+    log_bytes = num_logs * model.spec.log_bytes
+    budget = share_bytes - (total_bytes - free_bytes) - scratch_bytes - log_bytes
     if budget <= 0:
         raise ConfigError(
             f"nothing is left for the cache: of {total_bytes:,} bytes gpu_memory_utilization allows {share_bytes:,}, "
-            f"{total_bytes - free_bytes:,} are in use and a step needs {scratch_bytes:,}; raise gpu_memory_utilization "
-            "or lower max_num_batched_tokens"
+            f"{total_bytes - free_bytes:,} are in use, a step needs {scratch_bytes:,} and logs {log_bytes:,}; raise "
+            "gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
         )
     return budget
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
-from strandline.kernels.batch import KVMemory, LayerMemory, LogMemory, RecurrentMemory
+from strandline.kernels.batch import KVMemory, LayerMemory, LoggedLayers, LogMemory, RecurrentMemory
 from strandline.specs import AttentionSpec, ModelSpec, RecurrentSpec
 
 NAN_BYTE = 0xFF
@@ -43,6 +43,8 @@ class ArenaTensors:
         self.bytes = _zeros(num_slabs * spec.slab_bytes, torch.device(device))
         self._kv_runs = [self._kv_run(offset, run) for offset, run in _runs_of_equal_layers(spec)]
         """``kv_BLPGD`` of each run of attention layers with one shape."""
+        self.logged_layers = tuple(self._logged_layers()) if num_logs else ()
+        """Each run of equal recurrent layers, with its logs."""
         self.layers: tuple[LayerMemory, ...] = tuple(self._layer_views())
         """Per layer of the model, its share of all blocks or of all slots."""
         self.hidden_SE = self._view(
@@ -87,33 +89,43 @@ class ArenaTensors:
     def _layer_views(self) -> Iterator[LayerMemory]:
         kv_views = (view for run in self._kv_runs for view in run.unbind(1))
         slot_offset = 0
+        logs = (run.logs.of_layer(index) for run in self.logged_layers for index in range(len(run.state_RSHKV)))
         for layer in self.spec.layers:
             if isinstance(layer, AttentionSpec):
                 yield KVMemory(next(kv_views), next(kv_views))
             else:
-                yield self._recurrent_views(layer, slot_offset)
+                yield self._recurrent_views(layer, slot_offset, next(logs, None))
                 slot_offset += layer.state_bytes + layer.window_bytes
 
-    def _recurrent_views(self, layer: RecurrentSpec, offset: int) -> RecurrentMemory:
+    def _recurrent_views(self, layer: RecurrentSpec, offset: int, log: LogMemory | None) -> RecurrentMemory:
         state_shape = (self.num_slabs, *layer.state_shape)
         window_shape = (self.num_slabs, *layer.window_shape)
         stride = self.spec.slab_bytes
         return RecurrentMemory(
             self._view(layer.state_dtype, state_shape, stride, offset),
             self._view(layer.window_dtype, window_shape, stride, offset + layer.state_bytes),
-            self._log(layer) if self._num_logs else None,
+            log,
         )
 
-    def _log(self, layer: RecurrentSpec) -> LogMemory:
-        log, (num_heads, key_dim, value_dim) = layer.log, layer.state_shape
-        assert log is not None
-        shapes = (log.num_keys, log.num_tokens, key_dim), (num_heads, log.num_tokens, value_dim)
-        key, value = (self._log_tensor(shape, torch.float32) for shape in shapes)
-        return LogMemory(key, value, self._log_tensor((num_heads, log.num_tokens), torch.float64))
-
-    def _log_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        num_bytes = self._num_logs * prod(shape) * dtype.itemsize
-        return _zeros(num_bytes, self.bytes.device).view(dtype).view(self._num_logs, *shape)
+    def _logged_layers(self) -> Iterator[LoggedLayers]:
+        offset = 0
+        for layer, group in groupby(layer for _, layer in self.spec.recurrent_layers()):
+            num_layers = len(list(group))
+            layer_bytes = layer.state_bytes + layer.window_bytes
+            first_SHKV = self._view(
+                layer.state_dtype, (self.num_slabs, *layer.state_shape), self.spec.slab_bytes, offset
+            )
+            strides = (layer_bytes // first_SHKV.element_size(), *first_SHKV.stride())
+            state_RSHKV = first_SHKV.as_strided((num_layers, *first_SHKV.shape), strides, first_SHKV.storage_offset())
+            assert layer.log is not None
+            tensors = (
+                _zeros(num_layers * self._num_logs * prod(shape) * torch.float32.itemsize, self.bytes.device)
+                .view(torch.float32)
+                .view(num_layers, self._num_logs, *shape)
+                for shape in layer.log.shapes(layer.state_shape)
+            )
+            yield LoggedLayers(state_RSHKV, LogMemory(*tensors))
+            offset += num_layers * layer_bytes
 
     def _kv_run(self, offset: int, run: list[AttentionSpec]) -> Tensor:
         layer = run[0]

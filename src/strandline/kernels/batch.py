@@ -26,18 +26,32 @@ class KVMemory:
 
 @dataclass(frozen=True, slots=True)
 class LogMemory:
-    """One recurrent layer's share of the logs of running sequences; log 0 takes what nobody needs."""
+    """One recurrent layer's share of the logs of running sequences, in float32; log 0 takes what nobody needs.
+
+    Where a function says so, every tensor has one more dimension before these: layers.
+    """
 
     key_JGLK: Tensor
-    """Float32, as the next two but for ``sum_JHL``, which is float64: small decays must outlive large ones."""
     value_JHLV: Tensor
-    sum_JHL: Tensor
-    """Sums of log decays since the committed state."""
+    decay_JHL: Tensor
+    """Log decays."""
 
     def empty(self, log_N: Tensor) -> None:
-        """Zero some logs, so that nothing read past a log's end is infinite or not a number."""
-        for tensor in (self.key_JGLK, self.value_JHLV, self.sum_JHL):
+        """Zero some logs."""
+        for tensor in (self.key_JGLK, self.value_JHLV, self.decay_JHL):
             tensor.index_fill_(0, log_N, 0)
+
+    def of_layer(self, layer: int) -> "LogMemory":
+        """Return one layer's logs of those of several."""
+        return LogMemory(self.key_JGLK[layer], self.value_JHLV[layer], self.decay_JHL[layer])
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedLayers:
+    """All of a model's recurrent layers of one shape that keep logs: layers first, views of what each layer sees."""
+
+    state_RSHKV: Tensor
+    logs: LogMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +88,18 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class LogBatch:
-    """The decodes' logs (contract 4). One that is full, or empty, is folded before the step's token is appended."""
+    """The decodes' logs (contract 4), to which the step's tokens are appended, or which it folds."""
 
     log_N: Tensor
     """int64."""
-    place_N: Tensor
-    """int64 place that the step's token takes; 0 where the log is folded first."""
-    is_free_NL: Tensor
-    """Which places of the logs hold nothing, once folded."""
+    len_N: Tensor
+    """int64 tokens in each log before the step."""
     rows: slice | Tensor
     """``log_N`` again; a slice where it counts up, so that nothing is copied."""
     lens: tuple[int, ...]
-    """Tokens in each log before it is folded."""
-    places: tuple[int, ...]
-    """``place_N`` on the host."""
+    """``len_N`` on the host."""
+    folds: tuple[bool, ...]
+    """Where the step folds: the log is full, or the state moves to another slot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,8 +157,8 @@ def _decode_kernel(
     v_V = tl.load(v_ptrs, mask=is_column_V, other=0.0).to(tl.float32)
     a = tl.load(a_ptr + sequence * a_row_stride + head).to(tl.float32)
     b = tl.load(b_ptr + sequence * b_row_stride + head).to(tl.float32)
-    A_log = tl.load(A_log_ptr + head).to(tl.float32)
-    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    A_log = tl.load(A_log_ptr + head)
+    dt_bias = tl.load(dt_bias_ptr + head)
     state_KV = tl.load(tile_ptr + src * slot_stride + tile_KV, mask=is_tile_KV & (src != 0), other=0.0).to(tl.float32)
 
     q_K = q_K.to(tl.float32)
@@ -166,9 +166,7 @@ def _decode_kernel(
     q_factor = SCALE / tl.sqrt(tl.sum(q_K * q_K, 0) + EPS)
     k_factor = 1.0 / tl.sqrt(tl.sum(k_K * k_K, 0) + EPS)
     overlap = tl.sum(q_K * k_K, 0) * q_factor * k_factor
-    log_decay = -tl.exp(A_log) * _softplus(a + dt_bias)
-    # A comparison and not a maximum, which would make a number of NaN.
-    decay = tl.exp(tl.where(log_decay < MIN_LOG_DECAY, MIN_LOG_DECAY, log_decay))
+    decay = tl.exp(log_decay_of(a, A_log, dt_bias, MIN_LOG_DECAY))
     beta = 1.0 / (1.0 + tl.exp(-b))
 
     predicted_V = tl.sum(state_KV * k_K[:, None], 0) * (decay * k_factor)
@@ -181,6 +179,14 @@ def _decode_kernel(
     tl.store(out_ptrs, out_V.to(out_ptr.dtype.element_ty), mask=is_column_V)
     state_ptrs = tile_ptr + dst * slot_stride + tile_KV
     tl.store(state_ptrs, state_KV.to(state_ptr.dtype.element_ty), mask=is_tile_KV & (dst != 0))
+
+
+@triton.jit
+def log_decay_of(a, A_log, dt_bias, MIN_LOG_DECAY: tl.constexpr):
+    """Return the log decay of a head's state, a finite number."""
+    log_decay = -tl.exp(A_log.to(tl.float32)) * _softplus(a + dt_bias.to(tl.float32))
+    # A comparison and not a maximum, which would make a number of NaN.
+    return tl.where(log_decay < MIN_LOG_DECAY, MIN_LOG_DECAY, log_decay)
 
 
 @triton.jit

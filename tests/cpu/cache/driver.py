@@ -71,7 +71,8 @@ class Driver:
         cuts = self.cache.plan_cuts(lease, end)
         check(self.cache)
         if end - lease.computed == 1 and not cuts:
-            return end - 1 - lease.log_tokens % LOG_TOKENS
+            folds = not lease.has_own_state or lease.log_tokens == LOG_TOKENS
+            return end if folds else lease.folded
         self.cache.fold(lease)
         return end
 

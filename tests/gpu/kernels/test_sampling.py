@@ -1,10 +1,12 @@
 """The Triton filters and draws on a GPU, at a large vocabulary."""
 
+from math import ceil
+
 import pytest
 import torch
 
 from strandline.kernels import sampling_triton
-from tests.cpu.kernels.test_sampling_triton import ROWS, check_draws, check_filters, check_greedy
+from tests.cpu.kernels.test_sampling_triton import ROWS, check_draws, check_filters, check_greedy, filters
 
 VOCAB = 248_320
 
@@ -15,8 +17,11 @@ def test_filters_keep_what_the_torch_version_keeps(vocab: int, scale: float) -> 
     check_filters(scale * torch.randn(len(ROWS), vocab, device="cuda"), ROWS)
 
 
-def test_rows_of_equal_logits_are_cut_by_count() -> None:
-    check_filters(torch.zeros(2, VOCAB, device="cuda"), [{"top_p": 0.3}, {}])
+def test_of_equal_logits_the_first_ones_are_kept_as_many_as_their_share_asks_for() -> None:
+    parameters = filters([{"top_p": 0.3}, {"top_k": 1000}, {}], "cuda")
+    is_kept_NV = sampling_triton.mask_top_k_top_p_min_p(torch.zeros(3, VOCAB, device="cuda"), *parameters).isfinite()
+    expected_N = torch.tensor([ceil(float(parameters[1][0]) * VOCAB), 1000, VOCAB], device="cuda")
+    assert torch.equal(is_kept_NV, torch.arange(VOCAB, device="cuda") < expected_N.unsqueeze(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,0 +1,73 @@
+"""The Triton twins of decode with a log, in Triton's interpreter, against the per-token recurrence."""
+
+import os
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from tests.cpu.kernels import test_gdn_log as checks
+from tests.cpu.kernels.test_gdn_log import LOG_TOKENS, Setting, Shape
+
+pytest.importorskip("triton")
+
+from strandline.kernels.gdn_log_triton import gdn_decode_logged, gdn_fold
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter"),
+    # NumPy, which the interpreter runs on, says so where a GPU is silent; the results are what the tests are about.
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+]
+
+TRITON = Setting(gdn_decode_logged, gdn_fold, shape=Shape(1, 2, 8, 24))
+
+
+def test_decode_with_a_log_equals_the_recurrence_however_full_the_log_is() -> None:
+    for num_tokens in (1, LOG_TOKENS, 2 * LOG_TOKENS + 3):
+        checks.check_however_full(num_tokens, TRITON, logs=[4])
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 3, 8, 20), Shape(1, 1, 128, 16), Shape(1, 2, 5, 7)], ids=str)
+def test_a_log_holds_for_any_ratio_and_size_of_heads(shape: Shape) -> None:
+    checks.check_however_full(LOG_TOKENS + 2, replace(TRITON, shape=shape, dtype=torch.bfloat16), logs=[7])
+
+
+def test_batches_that_fill_the_device_take_larger_tiles() -> None:
+    setting = replace(TRITON, shape=Shape(1, 1, 8, 40))
+    checks.check_however_full(2, setting, logs=[1, 2, 3, 4, 5, 6])
+
+
+def test_sequences_that_come_go_and_fold_as_they_please_do_not_see_each_other() -> None:
+    checks.check_sequences_that_come_and_go(Random(0), TRITON, num_steps=10)
+
+
+def test_a_shared_snapshot_is_read_and_never_written() -> None:
+    checks.check_a_shared_snapshot_is_only_read(TRITON)
+
+
+@pytest.mark.parametrize("logged", [0, 3])
+def test_a_state_moves_to_another_slot_once_its_log_is_folded(logged: int) -> None:
+    checks.check_a_state_that_moves(logged, TRITON)
+
+
+def test_a_sequence_without_a_snapshot_starts_from_zeros() -> None:
+    checks.check_from_zeros(TRITON)
+
+
+@pytest.mark.parametrize("logged", [3, LOG_TOKENS])
+def test_a_sequence_that_has_ended_changes_neither_its_state_nor_its_log(logged: int) -> None:
+    checks.check_an_ended_sequence_changes_nothing(logged, TRITON)
+
+
+@pytest.mark.parametrize("gate", ["vanishing", "strong once"])
+def test_extreme_decays_in_a_log_neither_overflow_nor_lose_the_weak_ones(gate: str) -> None:
+    checks.check_extreme_decays(gate, TRITON)
+
+
+def test_nan_in_one_sequence_stays_there_and_out_of_the_logs_next_holder() -> None:
+    checks.check_nan_stays_in_its_sequence(TRITON)
+
+
+def test_a_fold_of_several_layers_adds_every_layer_s_own_log() -> None:
+    checks.check_folds_of_several_layers(TRITON)
