@@ -26,8 +26,7 @@ FEW_SEQUENCES = 4
 MANY = Launch(block_v=32, num_warps=1)
 """One warp: no barrier, in a kernel that is more sums than loads. On an H200, 8.9, 15.9, 50.4 and 176 µs for 8, 16, 64
 and 256 sequences, a mean over logs of any length, where the state written in every step takes 11.2, 20.8, 72.2 and 273.
-Four warps and 64 columns take 60.4 and 213 for the last two (56 and 194 held to 128 registers), logs of twice the
-length 67 and 229."""
+Other tiles: ``docs/decisions/0008-log-of-decoded-tokens.md``."""
 
 
 def gdn_decode_logged(
