@@ -38,6 +38,7 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.platform import is_deterministic
 
 
@@ -238,6 +239,7 @@ def _decode_kernel(
     IS_SPLIT: tl.constexpr,
     IS_WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -260,6 +262,8 @@ def _decode_kernel(
     head_M = kv_head * GROUP + row_M
     is_row_M = row_M < GROUP
     q_ptr_MD = q_ptr + sequence * stride_q_row + (head_M * stride_q_head)[:, None] + channel_D[None, :]
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
     q_MD = tl.load(q_ptr_MD, mask=is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :], other=0.0)
     acc_MD, max_M, sum_M = _attend(
         tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),
@@ -434,8 +438,11 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Weigh the splits of one row and head by their sums; a row that no split has seen keys for gives zeros."""
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     split_S = tl.arange(0, BLOCK_S)
     channel_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -569,6 +576,7 @@ def _attend_decodes(
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **overlap_options(q_THD),
     )
     if is_invariant:
         _combine_in_order(partial, lse, out_THD, num_decodes, num_splits)
@@ -656,6 +664,7 @@ def _combine(
         BLOCK_S=block_s,
         BLOCK_D=block_d,
         num_warps=4,
+        **overlap_options(out_THD),
     )
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.conv1d import Activation
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 
 BLOCK_T, BLOCK_C, NUM_WARPS = 16, 512, 2
 """Of the pass over a prefill: each thread loads 16 bytes of ``BLOCK_T + W - 1`` rows, all under way at once, and
@@ -109,7 +110,7 @@ def causal_conv1d_update(
         num_sequences, x_NC.stride(0), weight_CW.stride(0), weight_CW.stride(1),
         window_SRC.stride(0), window_SRC.stride(1),
         C=num_channels, W=weight_CW.shape[1], HAS_BIAS=bias_C is not None, IS_SILU=activation == "silu",
-        BLOCK_N=block_n, BLOCK_C=block_c, num_warps=num_warps,
+        BLOCK_N=block_n, BLOCK_C=block_c, num_warps=num_warps, **overlap_options(x_NC),
     )  # fmt: skip
     return y_NC
 
@@ -299,6 +300,7 @@ def _update_kernel(
     IS_SILU: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     first_channel = tl.program_id(0) * BLOCK_C
     sequence_N = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -309,8 +311,6 @@ def _update_kernel(
     src_N = tl.load(src_ptr + sequence_N, mask=is_sequence_N, other=0)
     offset_N = tl.load(offset_ptr + sequence_N, mask=is_sequence_N, other=0)
     dst_N = tl.load(dst_ptr + sequence_N, mask=is_sequence_N, other=0)
-    x_ptrs = x_ptr + first_channel + (sequence_N * x_row_stride)[:, None] + channel_C[None, :]
-    x_NC = tl.load(x_ptrs, mask=is_tile_NC, other=0.0)
     old_N = src_N * slot_stride + offset_N * window_row_stride
     old_ptrs = window_ptr + first_channel + old_N[:, None] + channel_C[None, :]
     rows = ()
@@ -318,13 +318,19 @@ def _update_kernel(
         is_old_NC = is_tile_NC & (src_N != 0)[:, None]
         old_NC = tl.load(old_ptrs + j * window_row_stride, mask=is_old_NC, other=0.0)
         rows += (old_NC.to(x_ptr.dtype.element_ty),)
-    rows += (x_NC,)
+    weights = ()
+    for tap in tl.static_range(W):
+        weight_ptrs = weight_ptr + (first_channel + channel_C) * weight_channel_stride + tap * weight_tap_stride
+        weights += (tl.load(weight_ptrs, mask=is_channel_C, other=0.0).to(tl.float32),)
+    # The kernel before makes x; windows are older.
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    x_ptrs = x_ptr + first_channel + (sequence_N * x_row_stride)[:, None] + channel_C[None, :]
+    rows += (tl.load(x_ptrs, mask=is_tile_NC, other=0.0),)
 
     y_NC = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     for tap in tl.static_range(W):
-        weight_ptrs = weight_ptr + (first_channel + channel_C) * weight_channel_stride + tap * weight_tap_stride
-        weight_C = tl.load(weight_ptrs, mask=is_channel_C, other=0.0).to(tl.float32)
-        y_NC += rows[tap].to(tl.float32) * weight_C[None, :]
+        y_NC += rows[tap].to(tl.float32) * weights[tap][None, :]
     if HAS_BIAS:
         y_NC += tl.load(bias_ptr + first_channel + channel_C, mask=is_channel_C, other=0.0).to(tl.float32)[None, :]
     # The window may be shifted in place: other threads may still read what this one is about to overwrite.

@@ -17,6 +17,7 @@ from torch import Tensor
 from strandline.kernels.batch import LogBatch, LogMemory
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
 from strandline.kernels.gdn_decode_triton import Launch, log_decay_of
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 
 FEW = Launch(block_v=16, num_warps=1)
 """For batches that do not fill the GPU."""
@@ -86,6 +87,7 @@ def gdn_decode_logged(
         EPS=L2_NORM_EPS,
         MIN_LOG_DECAY=MIN_LOG_DECAY,
         num_warps=launch.num_warps,
+        **overlap_options(q_NGK),
     )
     return out_NHV
 
@@ -155,6 +157,7 @@ def _decode_kernel(
     SCALE: tl.constexpr,
     EPS: tl.constexpr,
     MIN_LOG_DECAY: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     first_column = tl.program_id(0) * BLOCK_V
     head = tl.program_id(1).to(tl.int64)
@@ -173,23 +176,9 @@ def _decode_kernel(
     log = tl.load(log_ptr + sequence)
     length = tl.load(len_ptr + sequence)
     state_KV = tl.load(tile_ptr + src * slot_stride + tile_KV, mask=is_tile_KV & (src != 0), other=0.0).to(tl.float32)
-    q_K = tl.load(q_ptr + sequence * q_row_stride + key_head * q_head_stride + row_K, mask=is_row_K, other=0.0)
-    k_K = tl.load(k_ptr + sequence * k_row_stride + key_head * k_head_stride + row_K, mask=is_row_K, other=0.0)
-    v_ptrs = v_ptr + sequence * v_row_stride + head * v_head_stride + first_column + column_V
-    v_V = tl.load(v_ptrs, mask=is_column_V, other=0.0).to(tl.float32)
-    a = tl.load(a_ptr + sequence * a_row_stride + head).to(tl.float32)
-    b = tl.load(b_ptr + sequence * b_row_stride + head).to(tl.float32)
-    log_decay = log_decay_of(a, tl.load(A_log_ptr + head), tl.load(dt_bias_ptr + head), MIN_LOG_DECAY)
-    beta = 1.0 / (1.0 + tl.exp(-b))
     keys_ptr += (log * G + key_head) * (L * K)
     values_ptr += (log * H + head) * (L * V) + first_column
     decays_ptr += (log * H + head) * L
-
-    q_K = q_K.to(tl.float32)
-    k_K = k_K.to(tl.float32)
-    q_K *= SCALE / tl.sqrt(tl.sum(q_K * q_K, 0) + EPS)
-    k_K *= 1.0 / tl.sqrt(tl.sum(k_K * k_K, 0) + EPS)
-
     place_L = tl.arange(0, L)
     is_logged_L = place_L < length
     logged_LK = tl.load(
@@ -200,6 +189,23 @@ def _decode_kernel(
         mask=is_logged_L[:, None] & is_column_V[None, :],
         other=0.0,
     )
+    # The kernel before makes q, k and v; states and logs are older.
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    q_K = tl.load(q_ptr + sequence * q_row_stride + key_head * q_head_stride + row_K, mask=is_row_K, other=0.0)
+    k_K = tl.load(k_ptr + sequence * k_row_stride + key_head * k_head_stride + row_K, mask=is_row_K, other=0.0)
+    v_ptrs = v_ptr + sequence * v_row_stride + head * v_head_stride + first_column + column_V
+    v_V = tl.load(v_ptrs, mask=is_column_V, other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + sequence * a_row_stride + head).to(tl.float32)
+    b = tl.load(b_ptr + sequence * b_row_stride + head).to(tl.float32)
+    log_decay = log_decay_of(a, tl.load(A_log_ptr + head), tl.load(dt_bias_ptr + head), MIN_LOG_DECAY)
+    beta = 1.0 / (1.0 + tl.exp(-b))
+
+    q_K = q_K.to(tl.float32)
+    k_K = k_K.to(tl.float32)
+    q_K *= SCALE / tl.sqrt(tl.sum(q_K * q_K, 0) + EPS)
+    k_K *= 1.0 / tl.sqrt(tl.sum(k_K * k_K, 0) + EPS)
+
     weight_L, carried = _weights(decays_ptr, length, log_decay, L)
     # The state arrives last; what the log has to say is ready by then.
     from_log_V = tl.sum((tl.sum(logged_LK * k_K[None, :], 1) * weight_L)[:, None] * logged_LV, 0)

@@ -1,8 +1,9 @@
 """Launches that begin before the launch before them has ended (programmatic dependent launch, from Hopper on).
 
 A kernel launched with ``overlap_options`` may start as soon as every program of the one before it has either ended or
-called ``release_next``. It reads weights at once, but calls ``wait_for_previous`` before it reads what earlier kernels
-wrote, and before it writes anything; after that call all earlier kernels have ended, since each of them waited, too.
+called ``release_next``. It calls ``wait_for_previous`` before it writes anything, and before it reads what the kernel
+just before it wrote; after that call all earlier kernels have ended, since each of them waited, too. What is older it
+may read at once: weights, tables, states.
 
 Invariant: a kernel that calls ``release_next`` has called ``wait_for_previous`` before it, so that a kernel which
 starts early finds everything done but for the work of the one kernel before it.

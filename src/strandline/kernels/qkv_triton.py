@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.platform import is_deterministic
 
 FEW_TOKENS = 64
@@ -59,6 +60,7 @@ def _prepare_kernel(
     NUM_PAIRS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head_W = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -69,6 +71,8 @@ def _prepare_kernel(
     is_channel_D = channel_D < HEAD_DIM
     is_inside_WD = (head_W < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_channel_D[None, :]
 
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
     head_ptr_W1 = projected_ptr + token * stride_projected + (head_W * HEAD_DIM)[:, None]
     raw_WD = tl.load(head_ptr_W1 + channel_D[None, :], mask=is_inside_WD, other=0.0)
     x_WD = raw_WD.to(tl.float32)
@@ -162,5 +166,6 @@ def prepare_qkv(
         BLOCK_W=block_w,
         BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=num_warps,
+        **overlap_options(projected_TO),
     )
     return q_THD
