@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
+CLIENTS := .venv-clients
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test lint format clean
+.PHONY: help setup serve demo test clients lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -22,6 +23,9 @@ demo: setup ## ask the demo model something twice, and see what the second reque
 test: lint ## everything that must hold before a commit: lint, then all tests (PYTEST_ARGS="-k name" picks)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+clients: $(CLIENTS)/.setup-done ## run the harness and the load generator of docs/clients.md against the demo model
+	PATH="$(CURDIR)/$(CLIENTS)/bin:$$PATH" $(BIN)/python -m pytest tests/cpu/server/test_client_tools.py $(PYTEST_ARGS)
+
 lint: setup ## rules, format and types, without the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -31,8 +35,8 @@ format: setup ## write the format, and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean: ## remove .venv and the tools' caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## remove the virtual environments and the tools' caches
+	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
@@ -40,4 +44,11 @@ $(STAMP): pyproject.toml constraints.txt
 	    "Name another: make setup PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# What docs/clients.md says to install, with the versions of torch and transformers that we have tested.
+$(CLIENTS)/.setup-done: $(STAMP) docs/clients.md
+	test -x $(CLIENTS)/bin/pip || $(PYTHON) -m venv $(CLIENTS)
+	sed -n 's/^pip install //p' docs/clients.md | \
+	  xargs $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 	@touch $@
