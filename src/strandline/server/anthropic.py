@@ -150,8 +150,9 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     """Answer a request."""
     service.require_model(body.model)
     params = body.sampling_params(service.defaults)
-    prompt = await render(service, body)
-    params = await service.bind(params, body.toolbox(), prompt.text or "")
+    with service.client.expect(params.n):
+        prompt = await render(service, body)
+        params = await service.bind(params, body.toolbox(), prompt.text or "")
     message = Message(service, body, prompt, params)
     if body.stream:
         return EventStream(message.job, named_events(request.url.path, message.events()))

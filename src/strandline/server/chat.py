@@ -121,13 +121,14 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(service.defaults, max_tokens=max_tokens, logprobs=logprobs)
-    prompt = await service.render(
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        tools=box.tools,
-        template_options=body.chat_template_kwargs,
-    )
-    params = await service.bind(params, box, prompt.text or "")
+    with service.client.expect(params.n):
+        prompt = await service.render(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            tools=box.tools,
+            template_options=body.chat_template_kwargs,
+        )
+        params = await service.bind(params, box, prompt.text or "")
     started = Chat(service, body, prompt, params, box)
     if body.stream:
         return EventStream(started.job, plain_events(request.url.path, started.chunks()))

@@ -1,8 +1,9 @@
 """The front end's side of the core: jobs in, outputs as they grow, one place that knows whether the core lives."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -160,6 +161,7 @@ class EngineClient:
         self._stats_wanted: list[asyncio.Future[CoreStats]] = []
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._num_questions = 0
+        self._num_expected = 0
 
     # Jobs
 
@@ -193,6 +195,21 @@ class EngineClient:
         self._jobs.update(dict.fromkeys(names, job))
         return job
 
+    @contextmanager
+    def expect(self, num_sequences: int) -> Iterator[None]:
+        """Count outputs as waiting while their prompt is tokenized and their grammar compiled.
+
+        Who submits them right after, with no await between, finds the room that they have been given.
+
+        Raises: as ``require_room``.
+        """
+        self.require_room(num_sequences)
+        self._num_expected += num_sequences
+        try:
+            yield
+        finally:
+            self._num_expected -= num_sequences
+
     def require_room(self, num_sequences: int) -> None:
         """Raise a RequestError if so many are never taken, a QueueFullError if they are not taken now."""
         limit = self._max_unfinished
@@ -201,10 +218,10 @@ class EngineClient:
                 f"the request asks for {num_sequences} outputs (prompts times n), at most {limit} may run and wait; "
                 "send several requests, or raise --max-queue"
             )
-        if len(self.frontend) + num_sequences > limit:
+        num_taken = len(self.frontend) + self._num_expected
+        if num_taken + num_sequences > limit:
             raise QueueFullError(
-                f"{len(self.frontend)} outputs run and wait already, at most {limit} may; try again later, or raise "
-                "--max-queue"
+                f"{num_taken} outputs run and wait already, at most {limit} may; try again later, or raise --max-queue"
             )
 
     def close(self, job: Job) -> None:
@@ -244,7 +261,7 @@ class EngineClient:
         self.death = None
 
     async def ask_stats(self) -> CoreStats:
-        """Return where the core stands.
+        """Return where the core stands; what it will be given soon waits, too.
 
         Raises:
             EngineDeadError: it has ended.
@@ -257,7 +274,7 @@ class EngineClient:
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 stats: CoreStats = await future
-                return stats
+                return replace(stats, num_waiting=stats.num_waiting + self._num_expected)
         except TimeoutError as error:
             raise RequestTimeoutError(f"the engine has not answered for {STATS_TIMEOUT_S:g} s") from error
 

@@ -9,6 +9,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from strandline.engine.outputs import CompletionOutput, RequestOutput
+from strandline.engine.sampling_params import SamplingParams
 from strandline.errors import RequestError
 from strandline.server.answers import Entry, Growth, Json, completion_logprobs, usage, usage_so_far
 from strandline.server.bodies import CompletionBody
@@ -20,7 +21,15 @@ from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_r
 class Completion:
     """One request and its answer."""
 
-    def __init__(self, service: Service, body: CompletionBody, prompts: Sequence[Prompt], *, is_batch: bool) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionBody,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        is_batch: bool,
+    ) -> None:
         self._body = body
         self._service = service
         self._is_batch = is_batch
@@ -31,11 +40,6 @@ class Completion:
             "created": int(time.time()),
             "model": service.model_names[0],
         }
-        params = body.sampling_params(
-            service.defaults,
-            max_tokens=body.max_tokens,
-            prompt_logprobs=_num_prompt_logprobs(body),
-        )
         self._num_outputs = params.n
         self.job = service.client.submit(self._name, prompts, params, body.cache_salt or "")
 
@@ -137,28 +141,29 @@ def _text(entry: Entry) -> str:
 async def complete(service: Service, body: CompletionBody, request: Request) -> Response:
     """Answer a request."""
     service.require_model(body.model)
-    prompts, is_batch = await _prompts(service, body)
-    await service.check(body.structure())
-    completion = Completion(service, body, prompts, is_batch=is_batch)
+    num_logprobs = _num_prompt_logprobs(body)
+    params = body.sampling_params(service.defaults, max_tokens=body.max_tokens, prompt_logprobs=num_logprobs)
+    given, is_batch = _given(body)
+    with service.client.expect(len(given) * params.n):
+        prompts = [await _prompt(service, body, each) for each in given]
+        await service.check(params.structured_outputs)
+    completion = Completion(service, body, prompts, params, is_batch=is_batch)
     if body.stream:
         return EventStream(completion.job, plain_events(request.url.path, completion.chunks()))
     answer = await while_connected(request, completion.answer())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)
 
 
-async def _prompts(service: Service, body: CompletionBody) -> tuple[list[Prompt], bool]:
-    """Return the prompts, and whether the caller gave a list of them."""
+def _given(body: CompletionBody) -> tuple[list[str | list[int]], bool]:
+    """Return the prompts as they were given, and whether they came in a list."""
     given: Any = body.prompt
     if not given:
         raise RequestError("the prompt is empty; at least one token is needed")
     is_batch = isinstance(given, list) and not isinstance(given[0], int)
-    service.client.require_room(len(given) if is_batch else 1)  # before so many are tokenized
-    prompts = []
-    for prompt in given if is_batch else [given]:
-        if isinstance(prompt, str):
-            prompts.append(await service.encode(prompt, add_special_tokens=body.add_special_tokens))
-        elif body.echo:
-            prompts.append(Prompt(prompt, await service.decode(prompt)))
-        else:
-            prompts.append(Prompt(prompt))
-    return prompts, is_batch
+    return given if is_batch else [given], is_batch
+
+
+async def _prompt(service: Service, body: CompletionBody, given: str | list[int]) -> Prompt:
+    if isinstance(given, str):
+        return await service.encode(given, add_special_tokens=body.add_special_tokens)
+    return Prompt(given, await service.decode(given)) if body.echo else Prompt(given)

@@ -184,8 +184,9 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     service.require_model(body.model)
     params = body.sampling_params(service.defaults)
     box = body.toolbox()
-    prompt = await service.render(chat_messages(body.instructions, body.input), tools=box.tools)
-    params = await service.bind(params, box, prompt.text or "")
+    with service.client.expect(params.n):
+        prompt = await service.render(chat_messages(body.instructions, body.input), tools=box.tools)
+        params = await service.bind(params, box, prompt.text or "")
     response = ModelResponse(service, body, prompt, params)
     if body.stream:
         return EventStream(response.job, named_events(request.url.path, response.events()))
