@@ -90,6 +90,7 @@ def _add_serve(commands: Any) -> None:
     add("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
     add("--served-model-name", nargs="+", default=(), metavar="NAME", help="names that requests may use")
     add("--api-key", nargs="+", default=(), metavar="KEY", help="ask for one of these keys")
+    add("--salt-per-key", action="store_true", help="share cached prefixes only among requests of the same key")
     add("--chat-template", metavar="FILE", help="a Jinja file, or the template itself")
     text = "how the model writes calls of tools; auto: by its chat template (default: %(default)s)"
     add("--tool-call-parser", choices=("auto", "hermes", "qwen3_coder", "none"), default="auto", help=text)

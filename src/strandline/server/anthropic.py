@@ -14,6 +14,7 @@ from strandline.server.answers import Growth, Json
 from strandline.server.anthropic_blocks import Blocks, chat_messages, chat_tools
 from strandline.server.bodies import Objects, Strings, check_extra
 from strandline.server.client import Prompt
+from strandline.server.gate import salt_of
 from strandline.server.pieces import joined
 from strandline.server.service import Service
 from strandline.server.streams import (
@@ -88,7 +89,7 @@ class MessagesBody(CountBody):
 class Message:
     """One request and its answer."""
 
-    def __init__(self, service: Service, body: MessagesBody, prompt: Prompt, params: SamplingParams) -> None:
+    def __init__(self, service: Service, body: MessagesBody, prompt: Prompt, params: SamplingParams, salt: str) -> None:
         self._head = {
             "id": f"msg_{uuid4().hex}",
             "type": "message",
@@ -97,7 +98,7 @@ class Message:
         }
         self._reply = service.reply_format.reply(prompt.text or "", body.toolbox().schemas)
         self._blocks = Blocks()
-        self.job = service.client.submit(self._head["id"], [prompt], params, body.cache_salt or "")
+        self.job = service.client.submit(self._head["id"], [prompt], params, salt)
 
     async def answer(self) -> Json:
         """Return the whole answer."""
@@ -153,7 +154,7 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     with service.client.expect(params.n):
         prompt = await render(service, body)
         params = await service.bind(params, body.toolbox(), prompt.text or "")
-    message = Message(service, body, prompt, params)
+    message = Message(service, body, prompt, params, salt_of(request, body.cache_salt))
     if body.stream:
         return EventStream(message.job, named_events(request.url.path, message.events()))
     answer = await while_connected(request, message.answer())

@@ -1,6 +1,6 @@
 """The HTTP application: which path does what."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -25,11 +25,16 @@ STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/even
 
 
 def build_app(
-    service: Service, *, api_keys: Sequence[str] = (), max_body_bytes: int = 8 * 2**20, cache_page: str = "counts"
+    service: Service,
+    *,
+    api_keys: Mapping[str, str] | None = None,
+    max_body_bytes: int = 8 * 2**20,
+    cache_page: str = "counts",
 ) -> FastAPI:
     """Return the application that serves a model.
 
     Args:
+        api_keys: as ``Gate`` takes them.
         cache_page: what ``/cache`` shows: ``text``, ``counts``, or ``off``: there is none.
     """
     app = FastAPI(title="Strandline", version=version("strandline"), docs_url=None, redoc_url=None)
@@ -39,7 +44,7 @@ def build_app(
     _add_operation(app, service)
     add_cache_page(app, service, cache_page)
     add_error_handlers(app)
-    app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
+    app.add_middleware(Gate, api_keys=api_keys or {}, max_body_bytes=max_body_bytes)
     return app
 
 

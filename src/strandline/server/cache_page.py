@@ -22,6 +22,7 @@ from strandline.engine.cache_watch import CacheQuestion, CacheState
 from strandline.errors import RequestError
 from strandline.server.anthropic import CountBody, render
 from strandline.server.bodies import Objects, Tokens
+from strandline.server.gate import salt_of
 from strandline.server.service import Service
 from strandline.server.streams import json_response
 
@@ -88,15 +89,15 @@ class CachePage:
         data["shows_text"] = text_of(()) is not None
         return data
 
-    async def explain(self, body: ExplainBody, text_of: TextOf) -> Json:
-        """Answer a question.
+    async def explain(self, body: ExplainBody, salt: str, text_of: TextOf) -> Json:
+        """Answer a question of who may see what lies under a salt.
 
         Raises:
             RequestError: it names no request that is still known, and no prompt that could be served.
         """
         self._service.require_model(body.model)
         tokens = await self._tokens(body)
-        answer = await self._service.client.explain(CacheQuestion(body.cache_salt or "", body.request_id, tokens))
+        answer = await self._service.client.explain(CacheQuestion(salt, body.request_id, tokens))
         if answer.problem is not None:
             raise RequestError(answer.problem)
         data = await self._service.in_thread(lambda: answer_data(answer, self.text_of))
@@ -179,11 +180,11 @@ def add_cache_page(app: FastAPI, service: Service, mode: str) -> None:
 
     @app.get("/cache/state")
     async def show_state(request: Request, x_cache_salt: Annotated[str, Header()] = "") -> Response:
-        return _fresh(await page.state(unquote(x_cache_salt), text_of(request)))
+        return _fresh(await page.state(salt_of(request, unquote(x_cache_salt)), text_of(request)))
 
     @app.post("/cache/explain")
     async def explain(request: Request, body: ExplainBody) -> Response:
-        return _fresh(await page.explain(body, text_of(request)))
+        return _fresh(await page.explain(body, salt_of(request, body.cache_salt), text_of(request)))
 
 
 def _no_text(_: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ from strandline.errors import RequestError
 from strandline.server.answers import Growth, Json, chat_logprobs, usage, usage_so_far
 from strandline.server.bodies import ChatBody
 from strandline.server.client import Prompt
+from strandline.server.gate import salt_of
 from strandline.server.pieces import joined
 from strandline.server.replies import Reply, deltas, finish_reason, message
 from strandline.server.service import Service
@@ -23,7 +24,9 @@ from strandline.server.tools import Toolbox, toolbox
 class Chat:
     """One request and its answer."""
 
-    def __init__(self, service: Service, body: ChatBody, prompt: Prompt, params: SamplingParams, box: Toolbox) -> None:
+    def __init__(
+        self, service: Service, body: ChatBody, prompt: Prompt, params: SamplingParams, box: Toolbox, salt: str
+    ) -> None:
         self._body = body
         self._num_top = body.top_logprobs or 0
         self._head = {
@@ -33,7 +36,7 @@ class Chat:
             "model": service.model_names[0],
         }
         self._replies = [service.reply_format.reply(prompt.text or "", box.schemas) for _ in range(params.n)]
-        self.job = service.client.submit(str(self._head["id"]), [prompt], params, body.cache_salt or "")
+        self.job = service.client.submit(str(self._head["id"]), [prompt], params, salt)
 
     async def answer(self) -> Json:
         """Return the whole answer."""
@@ -129,7 +132,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
             template_options=body.chat_template_kwargs,
         )
         params = await service.bind(params, box, prompt.text or "")
-    started = Chat(service, body, prompt, params, box)
+    started = Chat(service, body, prompt, params, box, salt_of(request, body.cache_salt))
     if body.stream:
         return EventStream(started.job, plain_events(request.url.path, started.chunks()))
     answer = await while_connected(request, started.answer())

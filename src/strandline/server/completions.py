@@ -14,6 +14,7 @@ from strandline.errors import RequestError
 from strandline.server.answers import Entry, Growth, Json, completion_logprobs, usage, usage_so_far
 from strandline.server.bodies import CompletionBody
 from strandline.server.client import Prompt
+from strandline.server.gate import salt_of
 from strandline.server.service import Service
 from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, plain_events, while_connected
 
@@ -27,6 +28,7 @@ class Completion:
         body: CompletionBody,
         prompts: Sequence[Prompt],
         params: SamplingParams,
+        salt: str,
         *,
         is_batch: bool,
     ) -> None:
@@ -41,7 +43,7 @@ class Completion:
             "model": service.model_names[0],
         }
         self._num_outputs = params.n
-        self.job = service.client.submit(self._name, prompts, params, body.cache_salt or "")
+        self.job = service.client.submit(self._name, prompts, params, salt)
 
     async def answer(self) -> Json:
         """Return the whole answer."""
@@ -147,7 +149,8 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     with service.client.expect(len(given) * params.n):
         prompts = [await _prompt(service, body, each) for each in given]
         await service.check(params.structured_outputs)
-    completion = Completion(service, body, prompts, params, is_batch=is_batch)
+    salt = salt_of(request, body.cache_salt)
+    completion = Completion(service, body, prompts, params, salt, is_batch=is_batch)
     if body.stream:
         return EventStream(completion.job, plain_events(request.url.path, completion.chunks()))
     answer = await while_connected(request, completion.answer())

@@ -1,9 +1,11 @@
 """What stands before the application: the API key, and the limit on bodies."""
 
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from hashlib import blake2s
 from typing import Final
 
+from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -12,18 +14,31 @@ from strandline.server.faults import error_response
 OPEN_PATHS: Final = frozenset({"/health", "/version", "/metrics", "/cache"})
 """What needs no key: what orchestrators and Prometheus ask for, and a page that asks for the key itself."""
 
+KEY_SALT: Final = "strandline.key_salt"
+"""Where a request's scope has what its key's salts begin with."""
+
+
+def salt_of_key(key: str) -> str:
+    """Return what the salts of a key's requests begin with: the same wherever and whenever the key is used."""
+    return blake2s(key.encode(), digest_size=16, person=b"salt").hexdigest() + "/"
+
+
+def salt_of(request: Request, given: str | None) -> str:
+    """Return the salt that a request is cached under: what it names, below what its key stands for."""
+    return str(request.scope.get(KEY_SALT, "")) + (given or "")
+
 
 class Gate:
     """ASGI middleware.
 
     Args:
-        api_keys: any of which lets in; none: everybody may.
+        api_keys: any of which lets in, each with what its requests' salts begin with; none: everybody may.
         max_body_bytes: larger bodies are refused, without being read to the end.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: Mapping[str, str], max_body_bytes: int) -> None:
         self._app = app
-        self._keys = [key.encode() for key in api_keys]
+        self._keys = {key.encode(): salt for key, salt in api_keys.items()}
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -31,7 +46,8 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._is_known(headers):
+        salt = self._salt(headers) if self._keys and scope["path"] not in OPEN_PATHS else ""
+        if salt is None:
             refusal = error_response(
                 scope["path"],
                 401,
@@ -45,14 +61,15 @@ class Gate:
         if length.isdigit() and int(length[:20]) > self._max_body_bytes:
             await error_response(scope["path"], 413, self._too_large())(scope, receive, send)
             return
-        await self._app(scope, self._counted(receive), send)
+        await self._app({**scope, KEY_SALT: salt}, self._counted(receive), send)
 
-    def _is_known(self, headers: Mapping[bytes, bytes]) -> bool:
+    def _salt(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """Return what the salts of a key's requests begin with; None if there is no such key."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         key = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         # All keys are compared, each in constant time, so that the time taken says nothing about them.
-        found = [hmac.compare_digest(key, known) for known in self._keys]
-        return any(found)
+        found = [salt for known, salt in self._keys.items() if hmac.compare_digest(key, known)]
+        return found[0] if found else None
 
     def _counted(self, receive: Receive) -> Receive:
         num_bytes = 0

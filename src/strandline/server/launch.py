@@ -15,12 +15,13 @@ import uvicorn
 
 from strandline.config import EngineConfig
 from strandline.engine.loading import default_sampling_params, find_model, load_frontend, load_vocabulary
-from strandline.env import read_api_key
+from strandline.env import API_KEY, read_api_key
 from strandline.errors import ConfigError
 from strandline.server.app import build_app
 from strandline.server.cache_page import LOCAL_NAMES
 from strandline.server.client import EngineClient
 from strandline.server.core_life import core_life, live_on
+from strandline.server.gate import salt_of_key
 from strandline.server.metrics import Metrics
 from strandline.server.patience import Patience
 from strandline.server.replies import choose_format
@@ -41,6 +42,8 @@ class ServerConfig:
     served_model_name: Sequence[str] = ()
     """Names that requests may use; none: the model's."""
     api_key: Sequence[str] = ()
+    salt_per_key: bool = False
+    """Requests share cached prefixes only with requests of the same key."""
     chat_template: str | None = None
     """A file, or the template itself."""
     tool_call_parser: str = "auto"
@@ -72,6 +75,20 @@ class ServerConfig:
         if self.cache_page not in CACHE_PAGES:
             raise ConfigError(f"cache_page must be one of {', '.join(CACHE_PAGES)}; got {self.cache_page!r}")
 
+    def key_salts(self) -> dict[str, str]:
+        """Return the keys that let in, the environment's too, each with what its requests' salts begin with.
+
+        Raises:
+            ConfigError: each key is to have a salt, and there is none.
+        """
+        key = read_api_key()
+        keys = [*self.api_key, *([key] if key else [])]
+        if self.salt_per_key and not keys:
+            raise ConfigError(
+                f"--salt-per-key gives each API key a salt, and there is none; add --api-key or {API_KEY}"
+            )
+        return {key: salt_of_key(key) if self.salt_per_key else "" for key in keys}
+
     def page_mode(self) -> str:
         """Return what the cache page shows; ``auto`` shows texts only to this machine."""
         if self.cache_page != "auto":
@@ -94,14 +111,13 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
 
 async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> int:
     template = read_template(server.chat_template)
+    keys = server.key_salts()
     async with start_core(engine, server) as client:
         names = server.served_model_name or (engine.model,)
         defaults = default_sampling_params(find_model(engine.model))
         shown = template or str(getattr(client.frontend.tokenizer, "chat_template", None) or "")
         reply_format = choose_format(server.tool_call_parser, server.reasoning_parser, shown)
         service = Service(client, names, defaults, template, reply_format)
-        key = read_api_key()
-        keys = [*server.api_key, *([key] if key else [])]
         mode = server.page_mode()
         app = build_app(service, api_keys=keys, max_body_bytes=server.max_body_bytes, cache_page=mode)
         listener.listen()  # before anybody is told where

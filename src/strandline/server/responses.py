@@ -16,6 +16,7 @@ from strandline.errors import RequestError
 from strandline.server.answers import Growth, Json, cache_account
 from strandline.server.bodies import Objects, Strings, check_extra
 from strandline.server.client import Prompt
+from strandline.server.gate import salt_of
 from strandline.server.pieces import joined
 from strandline.server.reasoning import CLOSE
 from strandline.server.response_items import Items, chat_messages, chat_tools
@@ -83,7 +84,9 @@ class ResponsesBody(BaseModel):
 class ModelResponse:
     """One request and its answer."""
 
-    def __init__(self, service: Service, body: ResponsesBody, prompt: Prompt, params: SamplingParams) -> None:
+    def __init__(
+        self, service: Service, body: ResponsesBody, prompt: Prompt, params: SamplingParams, salt: str
+    ) -> None:
         self._service = service
         self._body = body
         self._head: Json = {
@@ -108,7 +111,7 @@ class ModelResponse:
         }
         self._reply = service.reply_format.reply(prompt.text or "", body.toolbox().schemas)
         self._items = Items()
-        self.job = service.client.submit(self._head["id"], [prompt], params, body.cache_salt or "")
+        self.job = service.client.submit(self._head["id"], [prompt], params, salt)
 
     async def answer(self) -> Json:
         """Return the whole answer."""
@@ -187,7 +190,7 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     with service.client.expect(params.n):
         prompt = await service.render(chat_messages(body.instructions, body.input), tools=box.tools)
         params = await service.bind(params, box, prompt.text or "")
-    response = ModelResponse(service, body, prompt, params)
+    response = ModelResponse(service, body, prompt, params, salt_of(request, body.cache_salt))
     if body.stream:
         return EventStream(response.job, named_events(request.url.path, response.events()))
     answer = await while_connected(request, response.answer())

@@ -17,8 +17,8 @@ FLAGS = [
     "--load-format", "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-async-scheduling",
     "--no-enable-prefix-caching",
-    "--port", "--reasoning-parser", "--request-timeout-s", "--restart", "--seed", "--served-model-name", "--tokenizer",
-    "--tool-call-parser",
+    "--port", "--reasoning-parser", "--request-timeout-s", "--restart", "--salt-per-key", "--seed",
+    "--served-model-name", "--tokenizer", "--tool-call-parser",
 ]  # fmt: skip
 
 OF_VLLM = {

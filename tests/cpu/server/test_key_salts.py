@@ -1,0 +1,101 @@
+"""``--salt-per-key``: who has another key has another cache."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from strandline.env import API_KEY
+from strandline.errors import ConfigError
+from strandline.server.gate import salt_of_key
+from strandline.server.launch import ServerConfig
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+
+ADA, BOB = {"Authorization": "Bearer adas"}, {"Authorization": "Bearer bobs"}
+
+
+@pytest.fixture(scope="module")
+def shared(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    flags = ["--api-key", "adas", "bobs", "--salt-per-key"]
+    with running_server(bytes_dir, tmp_path_factory.mktemp("shared") / "log", *flags) as server:
+        yield server
+
+
+def post(server: ServerProcess, path: str, headers: dict[str, str], **fields: Any) -> Any:
+    answer = httpx.post(server.url + path, json=fields, headers=headers, timeout=TIMEOUT_S)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def body_of(path: str, text: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {
+        "/v1/completions": {"prompt": text, "max_tokens": 2},
+        "/v1/chat/completions": {"messages": messages, "max_tokens": 2},
+        "/v1/messages": {"messages": messages, "max_tokens": 2},
+        "/v1/responses": {"input": text, "max_output_tokens": 2},
+    }[path]
+
+
+def cached_tokens(usage: dict[str, Any]) -> int:
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    return int(details["cached_tokens"] if details else usage["cache_read_input_tokens"])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_key_hits_what_was_asked_with_it_and_nothing_else(shared: ServerProcess, path: str) -> None:
+    body = body_of(path, f"{path.removeprefix('/v1/')} is asked " * 8)
+
+    def hits(who: dict[str, str]) -> bool:
+        # What the paths' prompts have in common, a role or less, is no hit.
+        return cached_tokens(post(shared, path, who, **body)["usage"]) > 20
+
+    assert [hits(who) for who in (ADA, BOB, ADA, BOB)] == [False, False, True, True]
+    assert hits({"x-api-key": "adas"})
+
+
+def test_no_cache_salt_reaches_what_another_key_has_cached(shared: ServerProcess) -> None:
+    def hits(who: dict[str, str], **salt: str) -> bool:
+        body = {"prompt": "below a salt " * 8, "max_tokens": 2, **salt}
+        return cached_tokens(post(shared, "/v1/completions", who, **body)["usage"]) > 0
+
+    assert not hits(ADA)
+    assert not hits(ADA, cache_salt="ours")
+    for guess in ("", "ours", salt_of_key("adas"), salt_of_key("adas") + "ours"):
+        assert not hits(BOB, cache_salt=guess)
+    assert hits(ADA)
+    assert hits(ADA, cache_salt="ours")
+
+
+def test_the_cache_page_shows_a_key_what_is_its_own(shared: ServerProcess) -> None:
+    body = {"prompt": "only for Ada's eyes " * 8, "max_tokens": 2}
+    asked = post(shared, "/v1/completions", ADA, **body)
+
+    def shown(who: dict[str, str]) -> bool:
+        state = httpx.get(f"{shared.url}/cache/state", headers=who, timeout=TIMEOUT_S).json()
+        return any("only for Ada" in run["text"] for run in state["tree"]["runs"])
+
+    assert [shown(ADA), shown(BOB)] == [True, False]
+    question = {"request_id": asked["id"]}
+    assert post(shared, "/cache/explain", ADA, **question)["now"]["hit"] > 0
+    refused = httpx.post(f"{shared.url}/cache/explain", json=question, headers=BOB, timeout=TIMEOUT_S)
+    assert refused.status_code == 400
+    for who, is_hit in ((ADA, True), (BOB, False)):
+        assert (post(shared, "/cache/explain", who, prompt=body["prompt"])["account"]["hit"] > 0) is is_hit
+
+
+def test_keys_share_unless_told_otherwise_and_each_keeps_its_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY, "c")
+    assert ServerConfig(api_key=("a", "b")).key_salts() == {"a": "", "b": "", "c": ""}
+    salts = ServerConfig(api_key=("a", "b"), salt_per_key=True).key_salts()
+    assert salts == {key: salt_of_key(key) for key in "abc"}
+    assert len({len(salt) for salt in salts.values()}) == 1  # else one might be the beginning of another
+    assert len(set(salts.values())) == 3
+
+
+def test_a_salt_per_key_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(API_KEY, raising=False)
+    with pytest.raises(ConfigError, match="add --api-key or STRANDLINE_API_KEY"):
+        ServerConfig(salt_per_key=True).key_salts()
