@@ -1,6 +1,7 @@
 """Starting a server, and ending it: the core's process, the socket, signals, the drain."""
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -29,6 +30,9 @@ from strandline.server.service import Service
 
 LOGGER: Final = logging.getLogger("strandline.server")
 INTERRUPTED: Final = 130
+YOUNG_OBJECTS: Final = 10_000
+"""How many more objects there are when the garbage collector looks at the young ones; Python's own 700 is for smaller
+programs."""
 CACHE_PAGES: Final = ("auto", "text", "counts", "off")
 
 
@@ -120,6 +124,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         service = Service(client, names, defaults, template, reply_format)
         mode = server.page_mode()
         app = build_app(service, api_keys=keys, max_body_bytes=server.max_body_bytes, cache_page=mode)
+        spare_collector()
         listener.listen()  # before anybody is told where
         host, port = listener.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -139,6 +144,16 @@ async def _run_http(app: object, listener: socket.socket) -> int:
     await http.serve(sockets=[listener])
     LOGGER.info("stopped at once" if http.force_exit else "stopped; every request was answered")
     return INTERRUPTED if http.force_exit else 0
+
+
+def spare_collector() -> None:
+    """Take what is loaded out of the garbage collector's rounds, and make the rounds rarer.
+
+    A full round over torch's and transformers' modules holds up all streams, and a large body sets off many.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 def read_template(given: str | None) -> str | None:
