@@ -102,9 +102,9 @@ class Frontend:
                 f"the prompt has {len(prompt_ids)} tokens; with at least one token of output it must stay within "
                 f"max_model_len {max_model_len}"
             )
-        for token in prompt_ids:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise RequestError(f"prompt token {token!r} is not in the vocabulary [0, {vocab_size})")
+        if set(map(type, prompt_ids)) != {int} or min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+            wrong = next(token for token in prompt_ids if type(token) is not int or not 0 <= token < vocab_size)
+            raise RequestError(f"prompt token {wrong!r} is not in the vocabulary [0, {vocab_size})")
         named = [*(params.stop_token_ids or ()), *(params.logit_bias or ())]
         for token in named:
             if token >= vocab_size:

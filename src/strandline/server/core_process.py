@@ -15,6 +15,7 @@ from strandline.engine.events import CoreStats
 from strandline.engine.loading import load_core, load_vocabulary
 from strandline.engine.structured import Grammars
 from strandline.errors import ConfigError
+from strandline.server.collector import spare_collector
 from strandline.server.compiling import Compiling
 from strandline.server.messages import (
     ENCODER,
@@ -129,6 +130,7 @@ def serve_core(socket: Socket, lifeline: int) -> int:
     except ConfigError as error:
         socket.send(ENCODER.encode(Refused(str(error))))
         return 2
+    spare_collector()
     socket.send(ENCODER.encode(Ready(core.limits, core.describe())))
     try:
         CoreLoop(core, grammars, socket, lifeline).run()

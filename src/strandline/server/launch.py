@@ -1,7 +1,6 @@
 """Starting a server, and ending it: the core's process, the socket, signals, the drain."""
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -21,6 +20,7 @@ from strandline.errors import ConfigError
 from strandline.server.app import build_app
 from strandline.server.cache_page import LOCAL_NAMES
 from strandline.server.client import EngineClient
+from strandline.server.collector import spare_collector
 from strandline.server.core_life import core_life, live_on
 from strandline.server.gate import salt_of_key
 from strandline.server.metrics import Metrics
@@ -30,9 +30,6 @@ from strandline.server.service import Service
 
 LOGGER: Final = logging.getLogger("strandline.server")
 INTERRUPTED: Final = 130
-YOUNG_OBJECTS: Final = 10_000
-"""How many more objects there are when the garbage collector looks at the young ones; Python's own 700 is for smaller
-programs."""
 CACHE_PAGES: Final = ("auto", "text", "counts", "off")
 
 
@@ -108,7 +105,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
     """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("strandline").setLevel(logging.INFO)
-    listener = _bind(server.host, server.port)
+    listener = listen(server.host, server.port)
     with listener:
         return asyncio.run(_serve(engine, server, listener))
 
@@ -146,16 +143,6 @@ async def _run_http(app: object, listener: socket.socket) -> int:
     return INTERRUPTED if http.force_exit else 0
 
 
-def spare_collector() -> None:
-    """Take what is loaded out of the garbage collector's rounds, and make the rounds rarer.
-
-    A full round over torch's and transformers' modules holds up all streams, and a large body sets off many.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
-
-
 def read_template(given: str | None) -> str | None:
     """Return the chat template that a file holds, or the text itself if it looks like a template.
 
@@ -170,9 +157,11 @@ def read_template(given: str | None) -> str | None:
         raise ConfigError(f"chat template {given!r} is neither a file nor a template: {error.strerror}") from error
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    # Of a socket that names its protocol asyncio turns off Nagle's algorithm, which would hold an answer's second write
+    # back until the client acknowledges the first: for 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

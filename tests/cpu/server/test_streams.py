@@ -1,11 +1,13 @@
 """Streams at their edges."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.types import Message
 
+from strandline.server import launch
 from strandline.server.streams import EventStream, plain_events
 
 
@@ -36,3 +38,21 @@ def test_a_client_that_goes_before_the_first_event_ends_the_job() -> None:
     stream = EventStream(job, plain_events("/v1/completions", bodies()))  # type: ignore[arg-type]
     asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send))
     assert job.is_left
+
+
+def test_an_answer_s_second_write_does_not_wait_for_the_first_to_be_acknowledged() -> None:
+    async def nagle_is_off() -> bool:
+        asked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted = writer.get_extra_info("socket")
+            asked.set_result(bool(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+            writer.close()
+
+        listener = launch.listen("127.0.0.1", 0)
+        async with await asyncio.start_server(note, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.close()
+            return await asked
+
+    assert asyncio.run(nagle_is_off())
