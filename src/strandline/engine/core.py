@@ -122,7 +122,8 @@ class EngineCore:
         """Launch a step and return what the last one that is done produced.
 
         Where steps overlap, the device runs the launched step while the caller deals with the events of the one
-        before; else the events are those of the launched step.
+        before; else, and where the device is done as soon as the step is launched, its events are there, too: its
+        tokens should not wait until yet another step is launched.
         """
         events = StepEvents()
         is_overlapped = self._is_overlapped and self.scheduler.can_run_ahead
@@ -137,7 +138,7 @@ class EngineCore:
         self._settle(events)
         self.scheduler.advance(plan)
         self._in_flight = (plan, launched)
-        if not is_overlapped:
+        if not is_overlapped or launched.is_launch_bound:
             self._settle(events)
         return events
 

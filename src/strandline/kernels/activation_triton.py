@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv
 
 BLOCK = 1024
 """Columns of a program: 16 bytes per thread and operand, and a decode's one row is spread over several programs."""
@@ -54,7 +55,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     stride = gate_up.stride(0) if gate_up.dim() == 2 else 2 * size
-    grid = (gate_up.numel() // (2 * size), triton.cdiv(size, BLOCK))
+    grid = (gate_up.numel() // (2 * size), cdiv(size, BLOCK))
     options = overlap_options(gate_up)
     _swiglu_kernel[grid](gate_up, out, stride, size, BLOCK=BLOCK, num_warps=WARPS, **options)
     return out
@@ -67,7 +68,7 @@ def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
     """
     gate_TO = gate_TO if gate_TO.stride(-1) == 1 else gate_TO.contiguous()
     num_rows, size = x_TO.shape
-    grid = (num_rows, triton.cdiv(size, BLOCK))
+    grid = (num_rows, cdiv(size, BLOCK))
     strides, options = (x_TO.stride(0), gate_TO.stride(0)), overlap_options(x_TO)
     _sigmoid_gate_kernel[grid](x_TO, gate_TO, *strides, size, BLOCK=BLOCK, num_warps=WARPS, **options)
     return x_TO

@@ -40,6 +40,7 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.platform import is_deterministic
+from strandline.kernels.sizes import cdiv, next_power_of_2
 
 
 class Tile(NamedTuple):
@@ -568,7 +569,7 @@ def _attend_decodes(
         NUM_HEADS=num_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_M=max(tile.rows, triton.next_power_of_2(group)),
+        BLOCK_M=max(tile.rows, next_power_of_2(group)),
         BLOCK_K=tile.keys,
         BLOCK_D=_padded(head_dim),
         IS_SPLIT=is_invariant or num_splits > 1,
@@ -635,7 +636,7 @@ def _attend_prefills(
         BLOCK_K=tile.keys,
         BLOCK_D=_padded(head_dim),
         # Few sizes, so that a server compiles few kernels.
-        BLOCK_N=16 if num_prefills <= 16 and not is_invariant else max(256, triton.next_power_of_2(num_prefills)),
+        BLOCK_N=16 if num_prefills <= 16 and not is_invariant else max(256, next_power_of_2(num_prefills)),
         IS_SPLIT=num_splits > 1,
         IS_WINDOWED=window_tokens is not None,
         PRECISION="ieee",
@@ -653,7 +654,7 @@ def _combine(
     _, num_heads, head_dim = out_THD.shape
     block_s = next(size for size in (8, 32, 128) if num_splits <= size)
     block_d = min(_padded(head_dim), COMBINE_ELEMENTS // block_s)
-    _combine_kernel[(num_rows * num_heads, triton.cdiv(head_dim, block_d))](
+    _combine_kernel[(num_rows * num_heads, cdiv(head_dim, block_d))](
         partial_RSD,
         lse_RS,
         out_THD,
@@ -672,7 +673,7 @@ def _combine_in_order(partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, num_
     """Write the first ``num_rows`` rows of the result."""
     _, num_heads, head_dim = out_THD.shape
     block_d = min(_padded(head_dim), COMBINE_ELEMENTS // INVARIANT_COMBINE)
-    _combine_in_order_kernel[(num_rows * num_heads, triton.cdiv(head_dim, block_d))](
+    _combine_in_order_kernel[(num_rows * num_heads, cdiv(head_dim, block_d))](
         partial_RSD,
         lse_RS,
         out_THD,
@@ -696,7 +697,7 @@ def _scratch(out_THD: Tensor, num_rows: int, num_splits: int, *, is_needed: bool
 
 def _padded(head_dim: int) -> int:
     """Return the power of two that a head's channels are padded to; a dot takes 16 at least."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 def _num_decode_splits(num_programs: int, num_blocks: int) -> int:

@@ -26,6 +26,7 @@ from torch import Tensor
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.conv1d import Activation
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv
 
 BLOCK_T, BLOCK_C, NUM_WARPS = 16, 512, 2
 """Of the pass over a prefill: each thread loads 16 bytes of ``BLOCK_T + W - 1`` rows, all under way at once, and
@@ -76,13 +77,13 @@ def causal_conv1d_prefill(
         "IS_SILU": activation == "silu",
     }
     bias_or_any_C = weight_CW if bias_C is None else bias_C
-    _convolve_kernel[(triton.cdiv(num_channels, BLOCK_C), triton.cdiv(num_tokens, BLOCK_T))](
+    _convolve_kernel[(cdiv(num_channels, BLOCK_C), cdiv(num_tokens, BLOCK_T))](
         x_TC, weight_CW, bias_or_any_C, y_TC, num_tokens, **shared,
         BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
     )  # fmt: skip
     num_sequences = chunks.num_sequences
     num_places = num_sequences + (len(chunks.starts) if any(chunks.cut_slots) else 0)
-    _edges_kernel[(triton.cdiv(num_channels, EDGE_BLOCK_C), num_places)](
+    _edges_kernel[(cdiv(num_channels, EDGE_BLOCK_C), num_places)](
         x_TC, weight_CW, bias_or_any_C, y_TC, window_SRC, src_N, offset_N, dst_N,
         chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, num_sequences,
         window_SRC.stride(0), window_SRC.stride(1), **shared,
@@ -105,7 +106,7 @@ def causal_conv1d_update(
     num_sequences, num_channels = x_NC.shape
     y_NC = torch.empty((num_sequences, num_channels), dtype=x_NC.dtype, device=x_NC.device)
     block_n, block_c, num_warps = _update_launch(num_sequences)
-    _update_kernel[(triton.cdiv(num_channels, block_c), triton.cdiv(num_sequences, block_n))](
+    _update_kernel[(cdiv(num_channels, block_c), cdiv(num_sequences, block_n))](
         x_NC, weight_CW, weight_CW if bias_C is None else bias_C, y_NC, window_SRC, src_N, offset_N, dst_N,
         num_sequences, x_NC.stride(0), weight_CW.stride(0), weight_CW.stride(1),
         window_SRC.stride(0), window_SRC.stride(1),

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
 from strandline.kernels.platform import is_deterministic
+from strandline.kernels.sizes import cdiv, next_power_of_2
 
 
 class Launch(NamedTuple):
@@ -67,8 +68,8 @@ def gdn_decode(
     num_key_heads, key_dim = k_NGK.shape[1:]
     out_NHV = torch.empty((num_sequences, num_heads, value_dim), dtype=q_NGK.dtype, device=q_NGK.device)
     launch = FEW if num_sequences <= FEW_SEQUENCES and not is_deterministic() else MANY
-    block_v = min(launch.block_v, triton.next_power_of_2(value_dim))
-    _decode_kernel[(triton.cdiv(value_dim, block_v), num_heads, num_sequences)](
+    block_v = min(launch.block_v, next_power_of_2(value_dim))
+    _decode_kernel[(cdiv(value_dim, block_v), num_heads, num_sequences)](
         q_NGK,
         k_NGK,
         v_NHV,
@@ -93,7 +94,7 @@ def gdn_decode(
         HEADS_PER_KEY=num_heads // num_key_heads,
         K=key_dim,
         V=value_dim,
-        BLOCK_K=triton.next_power_of_2(key_dim),
+        BLOCK_K=next_power_of_2(key_dim),
         BLOCK_V=block_v,
         SCALE=key_dim**-0.5,
         EPS=L2_NORM_EPS,

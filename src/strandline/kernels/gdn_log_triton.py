@@ -18,6 +18,7 @@ from strandline.kernels.batch import LogBatch, LogMemory
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
 from strandline.kernels.gdn_decode_triton import Launch, log_decay_of
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv, next_power_of_2
 
 FEW = Launch(block_v=16, num_warps=1)
 """For batches that do not fill the GPU."""
@@ -49,8 +50,8 @@ def gdn_decode_logged(
     num_key_heads, key_dim = k_NGK.shape[1:]
     out_NHV = torch.empty((num_sequences, num_heads, value_dim), dtype=q_NGK.dtype, device=q_NGK.device)
     launch = FEW if num_sequences <= FEW_SEQUENCES else MANY
-    block_v = min(launch.block_v, triton.next_power_of_2(value_dim))
-    _decode_kernel[(triton.cdiv(value_dim, block_v), num_heads, num_sequences)](
+    block_v = min(launch.block_v, next_power_of_2(value_dim))
+    _decode_kernel[(cdiv(value_dim, block_v), num_heads, num_sequences)](
         q_NGK,
         k_NGK,
         v_NHV,
@@ -81,7 +82,7 @@ def gdn_decode_logged(
         K=key_dim,
         V=value_dim,
         L=memory.decay_JHL.shape[2],
-        BLOCK_K=triton.next_power_of_2(key_dim),
+        BLOCK_K=next_power_of_2(key_dim),
         BLOCK_V=block_v,
         SCALE=key_dim**-0.5,
         EPS=L2_NORM_EPS,
@@ -96,8 +97,8 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
     """As ``gdn_log.gdn_fold``: one launch."""
     num_layers, _, num_heads, key_dim, value_dim = state_RSHKV.shape
     num_logs, num_key_heads, num_places = memory.key_JGLK.shape[1:4]
-    block_v = min(MANY.block_v, triton.next_power_of_2(value_dim))
-    _fold_kernel[(triton.cdiv(value_dim, block_v), num_heads * len(slot_N), num_layers)](
+    block_v = min(MANY.block_v, next_power_of_2(value_dim))
+    _fold_kernel[(cdiv(value_dim, block_v), num_heads * len(slot_N), num_layers)](
         state_RSHKV,
         memory.key_JGLK,
         memory.value_JHLV,
@@ -113,7 +114,7 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
         K=key_dim,
         V=value_dim,
         L=num_places,
-        BLOCK_K=triton.next_power_of_2(key_dim),
+        BLOCK_K=next_power_of_2(key_dim),
         BLOCK_V=block_v,
         num_warps=MANY.num_warps,
     )

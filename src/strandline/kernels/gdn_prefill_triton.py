@@ -40,6 +40,7 @@ from torch import Tensor
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
 from strandline.kernels.platform import is_deterministic
+from strandline.kernels.sizes import cdiv, next_power_of_2
 
 PREPARE_WARPS = 4
 """One warpgroup per 64 x 64 matrix."""
@@ -370,7 +371,7 @@ def prepare(
     """Compute the matrices of all chunks."""
     _, num_key_heads, key_dim = k_TGK.shape
     num_heads, num_chunks = a_TH.shape[1], len(chunks.starts)
-    block_k = max(16, triton.next_power_of_2(key_dim))
+    block_k = max(16, next_power_of_2(key_dim))
     is_float32 = q_TGK.dtype == torch.float32
     dtype, device = q_TGK.dtype, q_TGK.device
     prepared = Prepared(
@@ -427,11 +428,11 @@ def advance(
     _, num_key_heads, key_dim = k_TGK.shape
     if launch is None:
         launch = _advance_launch(chunks.num_sequences, num_heads, value_dim)
-    block_w = min(launch.columns, max(16, triton.next_power_of_2(value_dim)))
+    block_w = min(launch.columns, max(16, next_power_of_2(value_dim)))
     out_THV = torch.empty(v_THV.shape, dtype=q_TGK.dtype, device=q_TGK.device)
     # The tiles' descriptions are made by the kernel: on the host they would take longer than the launch.
     triton.set_allocator(_scratch)
-    _advance_kernel[(triton.cdiv(value_dim, block_w), num_heads, chunks.num_sequences)](
+    _advance_kernel[(cdiv(value_dim, block_w), num_heads, chunks.num_sequences)](
         q_TGK,
         k_TGK,
         v_THV,
@@ -468,7 +469,7 @@ def advance(
 
 
 def _advance_launch(num_sequences: int, num_heads: int, value_dim: int) -> Advance:
-    programs = num_sequences * num_heads * triton.cdiv(value_dim, FEW_PROGRAMS.columns)
+    programs = num_sequences * num_heads * cdiv(value_dim, FEW_PROGRAMS.columns)
     # Deterministic, one kernel carries a state, whatever other sequences there are.
     is_few = is_deterministic() or programs <= NUM_MULTIPROCESSORS
     return FEW_PROGRAMS if is_few else MANY_PROGRAMS

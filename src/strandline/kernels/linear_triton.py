@@ -20,6 +20,7 @@ from strandline.kernels import linear as product
 from strandline.kernels.activation_triton import swiglu
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.platform import is_deterministic
+from strandline.kernels.sizes import cdiv, next_power_of_2
 
 MAX_ROWS_GEMV = 4
 MAX_ROWS_SKINNY = 16
@@ -276,7 +277,7 @@ def launch_gemv(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gemv: Ge
     num_rows, num_inputs = x_MI.shape
     num_outputs = len(weight_OI) // 2 if is_gated else len(weight_OI)
     out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
-    _gemv_kernel[(triton.cdiv(num_outputs, gemv.block_n),)](
+    _gemv_kernel[(cdiv(num_outputs, gemv.block_n),)](
         x_MI,
         weight_OI,
         bias_O,
@@ -288,8 +289,8 @@ def launch_gemv(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gemv: Ge
         HAS_BIAS=bias_O is not None,
         IS_GATED=is_gated,
         IS_EVEN=num_inputs % gemv.block_k == 0 and num_outputs % gemv.block_n == 0,
-        NUM_K=triton.cdiv(num_inputs, gemv.block_k),
-        BLOCK_M=triton.next_power_of_2(num_rows),
+        NUM_K=cdiv(num_inputs, gemv.block_k),
+        BLOCK_M=next_power_of_2(num_rows),
         BLOCK_N=gemv.block_n,
         BLOCK_K=gemv.block_k,
         num_warps=gemv.warps,
@@ -304,12 +305,12 @@ def launch_skinny(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: 
     num_outputs = len(weight_OI) // 2 if is_gated else len(weight_OI)
     out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
     options = overlap_options(x_MI)
-    span = triton.cdiv(num_inputs, tile.spans * tile.block_k) * tile.block_k
-    spans = triton.cdiv(num_inputs, span)
+    span = cdiv(num_inputs, tile.spans * tile.block_k) * tile.block_k
+    spans = cdiv(num_inputs, span)
     part_SMO = out_MO
     if spans > 1:
         part_SMO = torch.empty((spans, num_rows, num_outputs), dtype=torch.float32, device=x_MI.device)
-    _skinny_kernel[(triton.cdiv(num_outputs, tile.block_n), spans)](
+    _skinny_kernel[(cdiv(num_outputs, tile.block_n), spans)](
         x_MI,
         weight_OI,
         bias_O,
@@ -332,7 +333,7 @@ def launch_skinny(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: 
     )
     if spans > 1:
         size = num_rows * num_outputs
-        _add_spans_kernel[(triton.cdiv(size, BLOCK_SPANS),)](
+        _add_spans_kernel[(cdiv(size, BLOCK_SPANS),)](
             part_SMO,
             bias_O,
             out_MO,

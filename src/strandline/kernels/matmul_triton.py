@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.sizes import cdiv
+
 
 class Tile(NamedTuple):
     """How a product is cut up."""
@@ -114,7 +116,7 @@ def launch(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tile: Tile) -
     out_MN = torch.empty((num_rows, num_outputs), dtype=x_MK.dtype, device=x_MK.device)
     if num_rows == 0:
         return out_MN
-    grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(num_outputs, tile.block_n),)
+    grid = (cdiv(num_rows, tile.block_m) * cdiv(num_outputs, tile.block_n),)
     _linear_kernel[grid](
         x_MK,
         weight_NK,

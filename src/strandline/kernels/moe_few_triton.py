@@ -20,6 +20,7 @@ from torch import Tensor
 
 from strandline.kernels.linear_triton import silu_times
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv, next_power_of_2
 
 
 class Few(NamedTuple):
@@ -210,15 +211,15 @@ def mixture_few(
     shared_size = shared_down_DS.shape[1]
     hidden_AF = torch.empty((num_tokens * top_k, size), dtype=x_TD.dtype, device=x_TD.device)
     out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
-    block_k = min(few.block_up_k, triton.next_power_of_2(num_channels))
-    block_f = triton.next_power_of_2(size)
+    block_k = min(few.block_up_k, next_power_of_2(num_channels))
+    block_f = next_power_of_2(size)
     options = overlap_options(x_TD)
     route = {
         "TOP_K": top_k,
-        "BLOCK_E": triton.next_power_of_2(num_experts),
-        "BLOCK_C": triton.next_power_of_2(top_k),
+        "BLOCK_E": next_power_of_2(num_experts),
+        "BLOCK_C": next_power_of_2(top_k),
     }
-    _few_up_kernel[(triton.cdiv(size, few.block_up_n), num_tokens * top_k)](
+    _few_up_kernel[(cdiv(size, few.block_up_n), num_tokens * top_k)](
         x_TD,
         projected_TO,
         gate_up_EFD,
@@ -231,13 +232,13 @@ def mixture_few(
         num_experts,
         **route,
         IS_EVEN=num_channels % block_k == 0 and size % few.block_up_n == 0,
-        NUM_K=triton.cdiv(num_channels, block_k),
+        NUM_K=cdiv(num_channels, block_k),
         BLOCK_N=few.block_up_n,
         BLOCK_K=block_k,
         num_warps=few.warps_up,
         **options,
     )
-    _few_down_kernel[(triton.cdiv(num_channels, few.block_down_n), num_tokens)](
+    _few_down_kernel[(cdiv(num_channels, few.block_down_n), num_tokens)](
         hidden_AF,
         projected_TO,
         down_EDF,
@@ -253,7 +254,7 @@ def mixture_few(
         IS_EVEN=size == block_f and num_channels % few.block_down_n == 0 and top_k == route["BLOCK_C"],
         BLOCK_N=few.block_down_n,
         BLOCK_K=block_f,
-        BLOCK_S=triton.next_power_of_2(shared_size),
+        BLOCK_S=next_power_of_2(shared_size),
         num_warps=few.warps_down,
         **options,
     )

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv, next_power_of_2
 
 MAX_CHOICES_DIRECT = 4096
 """Up to here one launch, whose programs look at all choices twice, is faster than two."""
@@ -115,13 +116,13 @@ def list_choices(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     starts_E = torch.empty(num_experts + 1, dtype=torch.int32, device=experts_TK.device)
     choices_A = torch.empty(num_choices, dtype=torch.int32, device=experts_TK.device)
     if num_choices <= MAX_CHOICES_DIRECT:
-        block = min(BLOCK_DIRECT, triton.next_power_of_2(num_choices))
+        block = min(BLOCK_DIRECT, next_power_of_2(num_choices))
         options = overlap_options(experts_TK)
         _list_kernel[(num_experts,)](experts_TK, starts_E, choices_A, num_choices, BLOCK=block, num_warps=4, **options)
         return starts_E, choices_A
-    num_blocks = triton.cdiv(num_choices, BLOCK_CHOICES)
+    num_blocks = cdiv(num_choices, BLOCK_CHOICES)
     counts_BE = torch.empty((num_blocks, num_experts), dtype=torch.int32, device=experts_TK.device)
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = next_power_of_2(num_experts)
     _count_kernel[(num_blocks,)](
         experts_TK, counts_BE, num_choices, num_experts, BLOCK_E=block_e, BLOCK=BLOCK_CHOICES, num_warps=4
     )

@@ -27,6 +27,7 @@ from strandline.kernels.moe_few_triton import Few, mixture_few, take_top
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.platform import is_deterministic
+from strandline.kernels.sizes import cdiv, next_power_of_2
 
 MAX_TOKENS_FEW = 4
 """Beyond, choices of the same expert become so many that reading its weights once per choice costs more than a list."""
@@ -234,8 +235,8 @@ def route_top_k(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[
         logits_TE.stride(0),
         num_experts,
         TOP_K=top_k,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_C=triton.next_power_of_2(top_k),
+        BLOCK_E=next_power_of_2(num_experts),
+        BLOCK_C=next_power_of_2(top_k),
         IS_NORMALISED=is_normalised,
         num_warps=1,
         **overlap_options(logits_TE),
@@ -314,7 +315,7 @@ def experts_glu_many(
     out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
     launch_up(x_TD, gate_up_EFD, starts_E, choices_A, hidden_AF, top_k, up)
     launch_down(hidden_AF, down_EDF, starts_E, choices_A, out_AD, down)
-    _sum_kernel[(num_tokens, triton.cdiv(num_channels, BLOCK_SUM))](
+    _sum_kernel[(num_tokens, cdiv(num_channels, BLOCK_SUM))](
         out_AD,
         weights_TK,
         shared_TD,
@@ -336,7 +337,7 @@ def launch_up(
 ) -> None:
     """Fill ``hidden_AF``, in the order of the list."""
     (num_experts, _, num_channels), size = gate_up_EFD.shape, hidden_AF.shape[1]
-    _grouped_up_kernel[(triton.cdiv(size, tile.block_n), tile.split_m, num_experts)](
+    _grouped_up_kernel[(cdiv(size, tile.block_n), tile.split_m, num_experts)](
         x_TD,
         gate_up_EFD,
         starts_E,
@@ -357,7 +358,7 @@ def launch_down(
 ) -> None:
     """Fill ``out_AD``, in the order of the tokens."""
     num_experts, num_channels, size = down_EDF.shape
-    _grouped_down_kernel[(triton.cdiv(num_channels, tile.block_n), tile.split_m, num_experts)](
+    _grouped_down_kernel[(cdiv(num_channels, tile.block_n), tile.split_m, num_experts)](
         hidden_AF,
         down_EDF,
         starts_E,

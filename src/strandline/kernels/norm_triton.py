@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv, next_power_of_2
 
 ROW_ELEMENTS = 1024
 """A program takes as many short rows (heads of 128) as make up this many elements: 16 bytes per thread."""
@@ -107,10 +108,10 @@ def _row_strides(x: Tensor) -> tuple[int, int]:
 def _launch(x: Tensor, other: Tensor, weight_D: Tensor, eps: float, adds: bool = False, gates: bool = False) -> Tensor:
     num_channels = x.shape[-1]
     num_rows = x.numel() // num_channels
-    block = triton.next_power_of_2(num_channels)
+    block = next_power_of_2(num_channels)
     rows = max(1, ROW_ELEMENTS // block)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _norm_kernel[(triton.cdiv(num_rows, rows),)](
+    _norm_kernel[(cdiv(num_rows, rows),)](
         x,
         other,
         weight_D,

@@ -20,6 +20,7 @@ from torch import Tensor
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.platform import is_deterministic
+from strandline.kernels.sizes import cdiv, next_power_of_2
 
 FEW_TOKENS = 64
 """Up to this many tokens, programs take few heads each: they finish sooner, and there are SMs to spare."""
@@ -137,7 +138,7 @@ def prepare_qkv(
     # Other launches add a head's squares in another order: deterministic, there is one.
     is_few = num_tokens <= FEW_TOKENS and not is_deterministic()
     block_w, num_warps = FEW_TOKENS_LAUNCH if is_few else MANY_TOKENS_LAUNCH
-    grid = (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block_w))
+    grid = (num_tokens, cdiv(num_heads + 2 * num_kv_heads, block_w))
     _prepare_kernel[grid](
         projected_TO,
         q_norm_D,
@@ -164,7 +165,7 @@ def prepare_qkv(
         HEAD_DIM=head_dim,
         NUM_PAIRS=cos_T12F.shape[-1],
         BLOCK_W=block_w,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=next_power_of_2(head_dim),
         num_warps=num_warps,
         **overlap_options(projected_TO),
     )

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.sizes import cdiv, next_power_of_2
+
 CHUNK = 4096
 """Tokens of a program: a row of 248,320 is spread over 61 of them."""
 
@@ -310,7 +312,7 @@ def greedy(logits_NV: Tensor) -> Tensor:
     """Return each row's likeliest token (int64), of equal ones the lowest, in two launches."""
     logits_NV = _with_dense_rows(logits_NV)
     num_rows, vocab_size = logits_NV.shape
-    num_chunks, index_bits = triton.cdiv(vocab_size, CHUNK), _index_bits(vocab_size)
+    num_chunks, index_bits = cdiv(vocab_size, CHUNK), _index_bits(vocab_size)
     keys_NS = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits_NV.device)
     token_N = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)
     options = {"INDEX_BITS": index_bits, "num_warps": 8}
@@ -318,7 +320,7 @@ def greedy(logits_NV: Tensor) -> Tensor:
         logits_NV, keys_NS, logits_NV.stride(0), vocab_size, num_chunks, CHUNK=CHUNK, **options
     )
     options["num_warps"] = 1
-    block = triton.next_power_of_2(num_chunks)
+    block = next_power_of_2(num_chunks)
     _greedy_end_kernel[(num_rows,)](keys_NS, token_N, num_chunks, BLOCK_S=block, **options)
     return token_N
 
@@ -331,13 +333,13 @@ def sample(logits_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """
     logits_NV = _with_dense_rows(logits_NV)
     num_rows, vocab_size = logits_NV.shape
-    num_chunks, device = triton.cdiv(vocab_size, CHUNK), logits_NV.device
+    num_chunks, device = cdiv(vocab_size, CHUNK), logits_NV.device
     max_NS = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
     sum_NS = torch.empty((num_rows, num_chunks), dtype=torch.float64, device=device)
     token_N = torch.empty(num_rows, dtype=torch.int64, device=device)
     sizes = (logits_NV.stride(0), vocab_size, num_chunks)
     _chunk_sum_kernel[(num_rows, num_chunks)](logits_NV, max_NS, sum_NS, *sizes, CHUNK=CHUNK, num_warps=8)
-    block = triton.next_power_of_2(num_chunks)
+    block = next_power_of_2(num_chunks)
     _draw_kernel[(num_rows,)](
         logits_NV, max_NS, sum_NS, uniform_N, token_N, *sizes, CHUNK=CHUNK, BLOCK_S=block, num_warps=8
     )
@@ -353,7 +355,7 @@ def mask_top_k_top_p_min_p(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, 
     # Parameters come as columns of one small tensor.
     top_k_N, top_p_N, min_p_N = (x.contiguous() for x in (top_k_N, top_p_N, min_p_N))
     (num_rows, vocab_size), device = logits_NV.shape, logits_NV.device
-    num_tiles, index_bits = triton.cdiv(vocab_size, TILE), _index_bits(vocab_size)
+    num_tiles, index_bits = cdiv(vocab_size, TILE), _index_bits(vocab_size)
     tile_max_NM = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=device)
     top_N = torch.empty(num_rows, dtype=torch.float32, device=device)
     least_N, bound_N, total_N = torch.empty((3, num_rows), dtype=torch.int64, device=device)
@@ -361,7 +363,7 @@ def mask_top_k_top_p_min_p(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, 
     candidates_NC = torch.empty((num_rows, MAX_CANDIDATES), dtype=torch.int64, device=device)
     masked_NV = torch.empty((num_rows, vocab_size), dtype=logits_NV.dtype, device=device)
     sizes = (logits_NV.stride(0), vocab_size)
-    chunks = (num_rows, triton.cdiv(vocab_size, CHUNK))
+    chunks = (num_rows, cdiv(vocab_size, CHUNK))
     options = {"INDEX_BITS": index_bits, "num_warps": 8}
     _tile_max_kernel[chunks](logits_NV, tile_max_NM, *sizes, num_tiles, CHUNK=CHUNK, TILE=TILE, num_warps=8)
     _bound_kernel[(num_rows,)](
@@ -374,7 +376,7 @@ def mask_top_k_top_p_min_p(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, 
         total_N,
         num_tiles,
         BOUND_TILES=BOUND_TILES,
-        BLOCK_M=triton.next_power_of_2(num_tiles),
+        BLOCK_M=next_power_of_2(num_tiles),
         **options,
     )
     sums = (candidates_NC, count_N, total_N)

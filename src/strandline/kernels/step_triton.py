@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.ids import PendingToken
+from strandline.kernels.sizes import cdiv
 
 BLOCK_SEQUENCES = 128
 BLOCK_FEATURES = 1024
@@ -60,7 +61,7 @@ def resolve_pending(
 ) -> None:
     """As ``step.resolve_pending``; all tensors contiguous."""
     num_sequences = dst_N.shape[0]
-    _resolve_kernel[(triton.cdiv(num_sequences, BLOCK_SEQUENCES),)](
+    _resolve_kernel[(cdiv(num_sequences, BLOCK_SEQUENCES),)](
         token_ids_T,
         dst_N,
         last_rows_N,
@@ -91,7 +92,7 @@ def _store_hidden_kernel(hidden, rows, out, slots, size, hidden_stride, out_stri
 def store_hidden(hidden_TE: Tensor, rows_N: Tensor, hidden_SE: Tensor, slots_N: Tensor) -> None:
     """As ``step.store_hidden``."""
     size = hidden_TE.shape[1]
-    _store_hidden_kernel[(rows_N.shape[0], triton.cdiv(size, BLOCK_FEATURES))](
+    _store_hidden_kernel[(rows_N.shape[0], cdiv(size, BLOCK_FEATURES))](
         hidden_TE,
         rows_N,
         hidden_SE,

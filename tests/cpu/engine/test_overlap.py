@@ -5,6 +5,8 @@ import random
 import pytest
 
 from strandline import SamplingParams
+from strandline.engine.plan import StepPlan
+from strandline.engine.runner import LaunchedStep, Runner
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.tiny import VOCAB_SIZE
 
@@ -63,6 +65,22 @@ def test_overlapped_steps_give_the_same_answers(make_llm: MakeLLM, seed: int) ->
     expected = serve(make_llm, seed, async_scheduling=False)
     assert len(expected) == 24
     assert {reason for _, reason, _ in expected.values()} == {"stop", "length"}
+    assert serve(make_llm, seed, async_scheduling=True) == expected
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_steps_that_are_done_once_launched_are_settled_at_once_and_give_the_same_answers(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    expected = serve(make_llm, seed, async_scheduling=False)
+    launch, rng = Runner.launch, random.Random(seed)
+
+    def launch_some_slowly(runner: Runner, plan: StepPlan) -> LaunchedStep:
+        launched = launch(runner, plan)
+        launched.is_launch_bound = rng.random() < 0.5
+        return launched
+
+    monkeypatch.setattr(Runner, "launch", launch_some_slowly)
     assert serve(make_llm, seed, async_scheduling=True) == expected
 
 

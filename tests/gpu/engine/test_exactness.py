@@ -53,6 +53,15 @@ PROMPTS = [tokens(count, seed=count) for count in (1, 5, 63, 64, 65, 129, 300)]
 LONG = SamplingParams(temperature=0, max_tokens=40)
 
 
+def test_the_first_token_of_a_short_prompt_is_there_when_its_step_returns(make_llm: MakeLLM) -> None:
+    llm = make_llm(async_scheduling=True)
+    llm.engine.add_request("short", tokens(300, seed=1), LONG)
+    [output] = llm.engine.step()
+    assert len(output.outputs[0].token_ids) == 1
+    # Recorded steps overlap: the second token comes when the third is being computed.
+    assert [len(llm.engine.step()) for _ in range(2)] == [0, 1]
+
+
 def test_greedy_tokens_are_those_of_the_cpu(make_llm: MakeLLM) -> None:
     expected = answers(make_llm(device="cpu"), PROMPTS, LONG)
     llm = make_llm()
