@@ -16,6 +16,9 @@ from strandline.ids import NULL_LOG, LogId, PendingToken, RequestId, SlotId
 MAX_STOP_IDS: Final = 8
 """Stop tokens of a request that a device compares with what it sampled; of a request with more the host must."""
 
+LOGGED_FROM = 4
+"""Steps of fewer decodes keep no logs: to read one more thing takes longer than to write small batches' states."""
+
 
 class SequencePlan(NamedTuple):
     """What one sequence does in the step."""
@@ -45,8 +48,8 @@ class SequencePlan(NamedTuple):
     """The log that the token is appended to, or that is folded; the null log: the token goes into the state at once."""
     log_tokens: int = 0
     """Tokens in the log, the last ones before ``start``."""
-    folds_log: bool = False
-    """Whether the step folds log and token into the state: the log is full, or the state moves to another slot."""
+    folds_log: bool = True
+    """Whether the step folds log and token into the state: the log is full or the null log, or the state moves."""
 
     @property
     def is_decode(self) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from strandline.cache import Lease, PrefixCache, SnapshotKind
-from strandline.engine.plan import SequencePlan, StepPlan, StepResult
+from strandline.engine.plan import LOGGED_FROM, SequencePlan, StepPlan, StepResult
 from strandline.engine.request import FinishReason, Request, Status
 from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
@@ -123,7 +123,8 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:
             self._plan_waiting(spans, budget)
         self._look_ahead()
-        sequences = [self._sequence(*span) for span in spans]
+        keeps_logs = sum(end - start == 1 for *_, start, end in spans) >= LOGGED_FROM
+        sequences = [self._sequence(*span, keeps_logs=keeps_logs) for span in spans]
         if not sequences:
             if self._planned:
                 return None
@@ -266,7 +267,7 @@ class Scheduler:
             return not self._is_exact
         return request.params.prompt_logprobs is None
 
-    def _sequence(self, request: Request, lease: Lease, start: int, end: int) -> SequencePlan:
+    def _sequence(self, request: Request, lease: Lease, start: int, end: int, *, keeps_logs: bool) -> SequencePlan:
         num_tokens = request.num_tokens
         pending = PendingToken.NONE
         if end - start == 1 and start >= request.num_prompt_tokens:
@@ -284,12 +285,13 @@ class Scheduler:
         if (lease.wanted or self._is_stepwise) and (is_prompt or not self._is_exact):
             cuts = tuple((cut.position, cut.slot) for cut in self.cache.plan_cuts(lease, end))
         is_prefill = is_prompt and self._is_exact
-        log, src, log_tokens = NULL_LOG, lease.src, start - lease.folded
-        if end - start == 1 and not cuts and not is_prefill:
+        log, src = NULL_LOG, lease.src
+        if keeps_logs and end - start == 1 and not cuts and not is_prefill:
             log = lease.log
         elif lease.folded < start:
-            # The prefill kernels know of no log.
+            # Prefill kernels, and decodes of a few sequences, know of no log.
             self.cache.fold(lease)
+        log_tokens = start - lease.folded
         return SequencePlan(
             request.request_id,
             start,
@@ -307,7 +309,7 @@ class Scheduler:
             is_prefill,
             log,
             log_tokens,
-            src != lease.dst or log_tokens == self._most_logged,
+            log == NULL_LOG or src != lease.dst or log_tokens == self._most_logged,
         )
 
     # Taking in results
@@ -329,8 +331,7 @@ class Scheduler:
             end = sequence.end
             is_computing = end > sequence.start
             if is_computing:
-                is_appended = sequence.log and not sequence.folds_log
-                cache_commit(lease, end, end - sequence.log_tokens - 1 if is_appended else end)
+                cache_commit(lease, end, end if sequence.folds_log else sequence.start - sequence.log_tokens)
             if sequence.is_sampled:
                 request.num_tokens += 1
                 is_prompt_end = end == request.num_prompt_tokens and end % self._grid_tokens == 0

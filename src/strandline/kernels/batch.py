@@ -91,7 +91,7 @@ class LogBatch:
     """The decodes' logs (contract 4), to which the step's tokens are appended, or which it folds."""
 
     log_N: Tensor
-    """int64."""
+    """int64; the null log is empty, and stays so."""
     len_N: Tensor
     """int64 tokens in each log before the step."""
     rows: slice | Tensor
@@ -99,7 +99,7 @@ class LogBatch:
     lens: tuple[int, ...]
     """``len_N`` on the host."""
     folds: tuple[bool, ...]
-    """Where the step folds: the log is full, or the state moves to another slot."""
+    """Where the step folds: the log is full or the null log, or the state moves to another slot."""
 
 
 @dataclass(frozen=True, slots=True)

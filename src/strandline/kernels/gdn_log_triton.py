@@ -218,7 +218,7 @@ def _decode_kernel(
     out_ptrs = out_ptr + (sequence * H + head) * V + first_column + column_V
     tl.store(out_ptrs, out_V.to(out_ptr.dtype.element_ty), mask=is_column_V)
 
-    if (src != dst) | (length == L):
+    if (src != dst) | (length == L) | (log == 0):
         key_ptrs_K, value_ptrs_V = keys_ptr + row_K, values_ptr + column_V
         state_KV = _add_logged(
             state_KV * carried, key_ptrs_K, is_row_K, K, value_ptrs_V, is_column_V, V, weight_L, length

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from strandline import SamplingParams
+from strandline import LLM, SamplingParams
 from strandline.engine import runner
+from strandline.engine.plan import LOGGED_FROM
 from strandline.kernels.gdn_log import LOG_TOKENS
 from tests.cpu.engine.conftest import MakeLLM
 
@@ -36,11 +37,11 @@ def test_what_is_decoded_is_logged_and_folded_when_the_log_is_full_unless_determ
     make_llm: MakeLLM, deterministic: bool
 ) -> None:
     llm = make_llm(deterministic=deterministic)
-    llm.engine.add_request(
-        "one", [1] * 20, SamplingParams(temperature=0, max_tokens=2 * LOG_TOKENS + 3, ignore_eos=True)
-    )
+    params = SamplingParams(temperature=0, max_tokens=2 * LOG_TOKENS + 3, ignore_eos=True)
+    for index in range(LOGGED_FROM):
+        llm.engine.add_request(str(index), [1 + index] * 20, params)
     llm.engine.step()
-    [request] = llm.engine.scheduler.running
+    request = llm.engine.scheduler.running[-1]
     assert request.lease is not None
     logged = []
     for _ in range(2 * LOG_TOKENS + 1):
@@ -49,3 +50,26 @@ def test_what_is_decoded_is_logged_and_folded_when_the_log_is_full_unless_determ
     # The first step moves the state out of the snapshot of the prompt.
     cycle = [0, *range(1, LOG_TOKENS + 1)]
     assert logged == ([0] * len(logged) if deterministic else [*cycle, *cycle][: len(logged)])
+
+
+def test_logs_are_folded_when_few_sequences_are_left_and_kept_again_when_there_are_more(make_llm: MakeLLM) -> None:
+    def serve(llm: LLM) -> dict[str, list[int]]:
+        answers: dict[str, list[int]] = {}
+        for index in range(LOGGED_FROM):
+            params = SamplingParams(temperature=0, max_tokens=(8, 12, 40, 40)[index], ignore_eos=True)
+            llm.engine.add_request(f"early {index}", [1 + index] * 20, params)
+        for step in range(120):
+            if step == 20:
+                for index in range(2):
+                    llm.engine.add_request(f"late {index}", [9 + index] * 20, params)
+            for output in llm.engine.step():
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+            logged.append({r.lease.log_tokens for r in llm.engine.scheduler.running if r.lease is not None})
+        return answers
+
+    logged: list[set[int]] = []
+    found = serve(make_llm())
+    assert {0} in logged[10:20]
+    assert any(max(each, default=0) > 0 for each in logged[:8])
+    assert any(max(each, default=0) > 0 for each in logged[22:])
+    assert found == serve(make_llm(enable_prefix_caching=False, max_num_seqs=LOGGED_FROM - 1))
