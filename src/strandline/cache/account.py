@@ -5,6 +5,7 @@ The reasons add up: ``queried == hit + sum(miss.num_tokens)``, always.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from strandline.ids import RequestId
 
@@ -49,8 +50,7 @@ class Reason(StrEnum):
     """The request did not want to read the cache (or caching is off)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Miss:
+class Miss(NamedTuple):
     """A half-open token range ``[start, end)`` that had to be computed, and why."""
 
     reason: Reason
@@ -64,8 +64,7 @@ class Miss:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
+class Account(NamedTuple):
     """What one lookup found."""
 
     queried: int

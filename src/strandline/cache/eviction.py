@@ -4,6 +4,9 @@ The order is a strategy of one method. Entries are snapshots without readers, an
 uses (evicted one block at a time, from their end). The queue is a heap with lazy deletion: of an entry that was
 pushed more than once the last push counts; one that may not go any more is dropped, until it is offered again; one
 whose worth has risen since it was pushed goes back in. Stale entries are dropped when they outnumber the others.
+
+What is offered is ranked only when something must go: a turn of a conversation offers the same few entries several
+times over. But no more than ``MAX_UNRANKED`` wait for that, so that the first eviction does not pay for all before it.
 """
 
 import heapq
@@ -19,6 +22,7 @@ Entry = Run | Snapshot
 NOTHING: Final = float("-inf")
 BRANCH_CHANCE: Final = 0.5
 """Of a snapshot that several paths go on from."""
+MAX_UNRANKED: Final = 64
 
 
 class EvictionOrder(Protocol):
@@ -112,17 +116,31 @@ class EvictionQueue:
         self._can_evict = can_evict
         self._heap: list[tuple[float, int, Entry]] = []
         self._reviews: list[tuple[int, int, Entry]] = []
+        self._unranked: dict[Entry, None] = {}
+        """Offered since something last had to go, in the order of the first offer."""
         self._pushes = 0
         self._prune_at = 1024
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._heap) + len(self._unranked)
 
     def __contains__(self, entry: Entry) -> bool:
-        return entry.last_push > 0
+        return entry.last_push > 0 or entry in self._unranked
 
     def push(self, entry: Entry) -> None:
         """Offer an entry. Call again whenever its worth falls or it becomes evictable."""
+        self._unranked[entry] = None
+        if len(self._unranked) >= MAX_UNRANKED:
+            self._rank_offers()
+
+    def _rank_offers(self) -> None:
+        """Put what was offered in its place, unless it may not go any more."""
+        offered, self._unranked = self._unranked, {}
+        for entry in offered:
+            if self._can_evict(entry):
+                self._rank(entry)
+
+    def _rank(self, entry: Entry) -> None:
         if max(len(self._heap), len(self._reviews)) >= self._prune_at:
             self._prune()
         self._pushes += 1
@@ -140,10 +158,11 @@ class EvictionQueue:
         while self._ageing is not None and self._reviews and self._reviews[0][0] <= self._ageing.now:
             _, number, entry = heapq.heappop(self._reviews)
             if entry.last_push == number and self._can_evict(entry):
-                self.push(entry)
+                self._rank(entry)
 
     def pop(self) -> Entry | None:
         """Remove and return the entry with the least worth that may go now, or None."""
+        self._rank_offers()
         self._review()
         while self._heap:
             worth, number, entry = heapq.heappop(self._heap)
@@ -151,7 +170,7 @@ class EvictionQueue:
                 continue
             if self._can_evict(entry):
                 if self._order.worth(entry) > worth:
-                    self.push(entry)
+                    self._rank(entry)
                     continue
                 entry.last_push = 0
                 return entry

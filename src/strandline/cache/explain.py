@@ -1,6 +1,6 @@
 """Why tokens were not hit: the reasons behind an account. Reads the index and the running leases; changes nothing."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import Final
 
@@ -22,7 +22,7 @@ class Explainer:
         leases: the requests that run.
     """
 
-    def __init__(self, roots: dict[str, Run], leases: Iterable[Lease]) -> None:
+    def __init__(self, roots: dict[str, Run], leases: Collection[Lease]) -> None:
         self._roots = roots
         self._leases = leases
 
@@ -59,10 +59,13 @@ class Explainer:
         """Find the running request that shares the most tokens, more than ``start``; return it and how many."""
         if start >= len(tokens):
             return None
+        leases = self._leases
+        if not leases:
+            return None
         root = self._roots.get(salt)
         place, size = start * TOKEN_BYTES, (start + 1) * TOKEN_BYTES
         token = tokens.data[place:size]
-        alike = [lease for lease in self._leases if lease.root is root and lease.tokens.data[place:size] == token]
+        alike = [lease for lease in leases if lease.root is root and lease.tokens.data[place:size] == token]
         if not alike:
             return None
         head = tokens.data[:size]

@@ -66,6 +66,8 @@ class CacheMemory:
             num_slots_left = arena.max_slots - arena.num_slots + self.num_evictable_slots
             num_blocks_left = arena.max_block_slabs * size - 1 - arena.num_blocks + self.num_evictable_blocks
             return num_slots <= num_slots_left and num_blocks <= num_blocks_left
+        if num_blocks <= arena.num_free_blocks and num_slots <= arena.num_free_slabs:
+            return True
         slabs_for_slots = arena.num_free_slabs + self.num_evictable_slots
         room = arena.num_free_blocks + self.num_evictable_blocks + slabs_for_slots * size
         if not num_slots:

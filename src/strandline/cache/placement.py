@@ -10,7 +10,7 @@ spare, a *ladder* through prompts seen for the first time: the second prompt wit
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final, NamedTuple, Protocol
 
 from strandline.cache.account import SnapshotKind
 from strandline.errors import ConfigError
@@ -34,8 +34,7 @@ RESERVE_SHARE: Final = 0.25
 """A ladder leaves this share of the memory free."""
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     """What a placement knows of a request that is about to start."""
 
     start: int

@@ -16,8 +16,7 @@ tokens. Source: radix trees as in SGLang's RadixAttention; the runs-of-blocks fo
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from strandline.cache.account import SnapshotKind
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
@@ -137,8 +136,7 @@ class Run:
             run = run.parent
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
+class Walk(NamedTuple):
     """How far a prompt's tokens follow the tree."""
 
     run: Run

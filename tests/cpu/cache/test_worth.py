@@ -115,14 +115,14 @@ def hit_tokens(trace: list[list[int]], num_slabs: int, order: EvictionOrder | No
     return hits
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_chats_hit_more_than_with_lru_and_hardly_less_at_any_budget(seed: int) -> None:
-    trace = chats(seed, 40)
+def test_chats_hit_more_than_with_lru_and_not_less_at_any_budget() -> None:
+    """Of twenty draws together; in a single one either may win."""
+    traces = [chats(seed, 40) for seed in range(20)]
     budgets = (14, 18, 24, 32, 48)
-    by_worth = [hit_tokens(trace, num_slabs) for num_slabs in budgets]
-    by_age = [hit_tokens(trace, num_slabs, LeastRecentlyUsed()) for num_slabs in budgets]
-    assert sum(by_worth) >= 1.005 * sum(by_age)
-    assert all(worth >= 0.98 * age for worth, age in zip(by_worth, by_age, strict=True))
+    by_worth = [sum(hit_tokens(trace, num_slabs) for trace in traces) for num_slabs in budgets]
+    by_age = [sum(hit_tokens(trace, num_slabs, LeastRecentlyUsed()) for trace in traces) for num_slabs in budgets]
+    assert sum(by_worth) >= 1.02 * sum(by_age)
+    assert all(worth >= 0.995 * age for worth, age in zip(by_worth, by_age, strict=True))
 
 
 @settings(max_examples=15, deadline=None)

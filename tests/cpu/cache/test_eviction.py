@@ -1,0 +1,76 @@
+"""The eviction queue gives what is worth least of what may go, however offers and evictions are interleaved."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strandline.cache import SnapshotKind
+from strandline.cache.eviction import MAX_UNRANKED, Entry, EvictionQueue
+from strandline.cache.tree import Snapshot
+from strandline.ids import SlotId
+
+Step = tuple[str, int, int]
+STEPS = st.lists(st.tuples(st.sampled_from(["offer", "hold", "pop"]), st.integers(0, 5), st.integers(0, 9)))
+
+
+class Shelf:
+    """Entries whose worth and whether they are held are set by hand."""
+
+    def __init__(self, num_entries: int) -> None:
+        self.entries = [Snapshot(SlotId(n), 64, SnapshotKind.LADDER) for n in range(num_entries)]
+        self.worths = dict.fromkeys(self.entries, 0)
+        self.offered = set[Snapshot]()
+        self.held = set[Snapshot]()
+        self.num_appraisals = 0
+        self.queue = EvictionQueue(self, lambda entry: entry not in self.held)
+
+    def worth(self, entry: Entry) -> float:
+        assert isinstance(entry, Snapshot)
+        self.num_appraisals += 1
+        return self.worths[entry]
+
+    def offer(self, entry: Snapshot, worth: int) -> None:
+        self.worths[entry] = worth
+        self.held.discard(entry)
+        self.offered.add(entry)
+        self.queue.push(entry)
+
+
+@given(STEPS)
+def test_what_goes_is_worth_least_of_what_was_offered_and_may_go(steps: list[Step]) -> None:
+    shelf = Shelf(6)
+    for step, number, worth in steps:
+        entry = shelf.entries[number]
+        match step:
+            case "offer":
+                shelf.offer(entry, worth)
+            case "hold":
+                shelf.held.add(entry)
+            case _:
+                candidates = shelf.offered - shelf.held
+                gone = shelf.queue.pop()
+                assert (gone is None) == (not candidates)
+                if isinstance(gone, Snapshot):
+                    assert gone in candidates
+                    assert shelf.worths[gone] == min(shelf.worths[candidate] for candidate in candidates)
+                    shelf.offered.remove(gone)
+
+
+def test_what_is_offered_again_and_again_is_ranked_once_when_something_must_go() -> None:
+    shelf = Shelf(2)
+    for worth in range(20):
+        shelf.offer(shelf.entries[0], worth)
+        shelf.offer(shelf.entries[1], 5)
+    assert shelf.num_appraisals == 0
+    assert shelf.queue.pop() is shelf.entries[1]
+    assert shelf.num_appraisals == 3
+
+
+def test_no_more_than_a_few_offers_wait_to_be_ranked() -> None:
+    shelf = Shelf(3 * MAX_UNRANKED)
+    for entry in shelf.entries:
+        before = shelf.num_appraisals
+        shelf.offer(entry, 1)
+        assert shelf.num_appraisals - before <= MAX_UNRANKED
+    before = shelf.num_appraisals
+    shelf.queue.pop()
+    assert shelf.num_appraisals - before <= MAX_UNRANKED + 1
