@@ -85,6 +85,8 @@ class PrefixCache:
         self.counters = CacheCounters()
         self._publisher = Publisher(self.memory, self.reuse, self.counters, self.leases.values)
         self._roots: dict[str, Run] = {}
+        self.expected: dict[RequestId, Snapshot] = {}
+        """By waiting request: where it would have resumed when it came."""
 
     # Finding
 
@@ -106,6 +108,22 @@ class PrefixCache:
             return 0
         _, snapshot = self.finder.find(root, tokens.data)
         return snapshot.position if snapshot else 0
+
+    def expect(self, request_id: RequestId, tokens: TokenBuffer, salt: str = "") -> None:
+        """Take note that a request waits: what it would hit is kept for it, as long as anything else can go."""
+        root = self._roots.get(salt)
+        if root is None or not self.enabled or request_id in self.expected:
+            return
+        _, snapshot = self.finder.find(root, tokens.data)
+        if snapshot is not None:
+            snapshot.num_waiters += 1
+            self.expected[request_id] = snapshot
+
+    def forget(self, request_id: RequestId) -> None:
+        """Take note that a request does not wait any more. Who is admitted is forgotten by that."""
+        snapshot = self.expected.pop(request_id, None)
+        if snapshot is not None:
+            self.memory.forget_waiter(snapshot)
 
     def follow(self, tokens: TokenBuffer, salt: str = "", *, beyond: int = 0, grid_tokens: int = 1) -> Lead | None:
         """Find a running request that is about to compute the beginning of this prompt, to wait for it.
@@ -181,6 +199,7 @@ class PrefixCache:
         if shared_end is not None:
             lease.shared_end = shared_end
         self.leases[request_id] = lease
+        self.forget(request_id)
         if habit is not None:
             lease.habit = habit
         elif is_asked:

@@ -22,6 +22,8 @@ Entry = Run | Snapshot
 NOTHING: Final = float("-inf")
 BRANCH_CHANCE: Final = 0.5
 """Of a snapshot that several paths go on from."""
+CERTAIN: Final = 1.0
+"""Returns per unit of time of what a waiting request will resume from."""
 MAX_UNRANKED: Final = 64
 
 
@@ -88,15 +90,18 @@ class WorthPerByte:
         reuse = self._reuse
         above = snapshot_above(snapshot)
         saved_tokens = snapshot.position - (above.position if above is not None else 0)
+        size = self._slot_tokens
         match num_continuations(snapshot):
             case 0:
-                size = self._slot_tokens + saved_tokens
-                return reuse.density(snapshot.habit, age) * saved_tokens / size
+                size += saved_tokens
+                density = reuse.density(snapshot.habit, age)
             case 1:
                 density = reuse.density_of_inner(snapshot.habit, age)
             case _:
                 density = BRANCH_CHANCE * reuse.density_of_shared(snapshot.habit, age)
-        return density * saved_tokens / self._slot_tokens
+        if snapshot.num_waiters:
+            density = max(density, CERTAIN)
+        return density * saved_tokens / size
 
 
 def _needed_snapshot(run: Run) -> Snapshot | None:

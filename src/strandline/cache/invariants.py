@@ -6,6 +6,7 @@ from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import Entry
 from strandline.cache.finder import Finder
 from strandline.cache.lease import Lease
+from strandline.cache.memory import standing
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, deepest_snapshot, find_home, walk
 from strandline.errors import CacheInvariantError
@@ -24,6 +25,7 @@ def check(cache: PrefixCache) -> None:
     _check_users(cache, runs)
     _check_owners(cache, runs)
     _check_evictable(cache, runs)
+    _check_waiters(cache, runs)
     for lease in cache.leases.values():
         _check_lease(lease)
     _check_finder(cache.finder)
@@ -126,6 +128,14 @@ def _check_evictable(cache: PrefixCache, runs: list[Run]) -> None:
     readers = Counter(id(lease.source) for lease in cache.leases.values() if lease.source is not None)
     for snapshot in attached:
         _require(snapshot.num_readers == readers[id(snapshot)], f"snapshot {snapshot.slot}: readers miscounted")
+
+
+def _check_waiters(cache: PrefixCache, runs: list[Run]) -> None:
+    waiters = Counter(id(standing(snapshot)) for snapshot in cache.expected.values())
+    for snapshot in _all_snapshots(cache, runs):
+        if snapshot.is_attached:
+            _require(snapshot.num_waiters == waiters[id(snapshot)], f"snapshot {snapshot.slot}: waiters miscounted")
+    _require(not cache.expected.keys() & cache.leases.keys(), "a request that runs is held to wait")
 
 
 def _check_lease(lease: Lease) -> None:

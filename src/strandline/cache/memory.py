@@ -202,6 +202,15 @@ class CacheMemory:
         else:
             self.free_slot(snapshot.slot)
 
+    def forget_waiter(self, snapshot: Snapshot) -> None:
+        """Take a waiting request away from the snapshot, or from where it would resume now that it is evicted."""
+        here = standing(snapshot)
+        if here is not None:
+            here.num_waiters -= 1
+            self.offer(here)
+            if (run := _run_that_holds(here)) is not None:
+                self.offer(run)
+
     def offer(self, entry: Entry) -> None:
         """Put an entry in the eviction queue if it may be evicted now."""
         if _can_evict(entry):
@@ -249,15 +258,16 @@ class CacheMemory:
 
         Who would have resumed there resumes at the one above from now on, and as soon.
         """
-        home, key = snapshot.home, snapshot.stub_key
         above = snapshot_above(snapshot)
         if above is not None and above.used_at < snapshot.used_at:
             above.used_at, above.habit = snapshot.used_at, snapshot.habit
+        if above is not None and snapshot.num_waiters:
+            above.num_waiters += snapshot.num_waiters
+            snapshot.stand_in = above
         take_snapshot_away(snapshot)
         self.revision += 1
         self.num_snapshots_evicted += 1
-        bare = home if key is None else child_with_prefix(home, key)
-        if bare is not None:
+        if (bare := _run_that_holds(snapshot)) is not None:
             self.offer(bare)
         if snapshot.num_readers == 0:
             self.num_evictable_slots -= 1
@@ -312,6 +322,19 @@ class CacheMemory:
         self.disown(blocks)
         self.num_evictable_blocks -= len(blocks)
         self.free_blocks(blocks)
+
+
+def standing(snapshot: Snapshot | None) -> Snapshot | None:
+    """Return a snapshot, or where those who wait for it would resume now that it is evicted."""
+    while snapshot is not None and not snapshot.is_attached:
+        snapshot = snapshot.stand_in
+    return snapshot
+
+
+def _run_that_holds(snapshot: Snapshot) -> Run | None:
+    """Return the run of the last block that a snapshot needs; of several that begin alike, one."""
+    home, key = snapshot.home, snapshot.stub_key
+    return home if key is None else child_with_prefix(home, key)
 
 
 def _can_evict(entry: Entry) -> bool:

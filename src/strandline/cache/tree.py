@@ -41,8 +41,10 @@ class Snapshot:
         "last_push",
         "last_used",
         "num_readers",
+        "num_waiters",
         "position",
         "slot",
+        "stand_in",
         "stub_key",
         "used_at",
     )
@@ -55,6 +57,10 @@ class Snapshot:
         self.stub_key: bytes | None = None
         """The tokens inside its block when it is a stub of ``home``; None when it lies within ``home``."""
         self.num_readers = 0
+        self.num_waiters = 0
+        """Requests that wait, and would resume here."""
+        self.stand_in: Snapshot | None = None
+        """Evicted: where they would resume now."""
         self.last_push = 0
         """Its number in the eviction queue; 0: it is not there."""
         self.last_used = 0

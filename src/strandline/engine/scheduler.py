@@ -87,6 +87,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._num_on_host += request.new.needs_host_tokens
         self.waiting.add(request)
+        self.cache.expect(request.request_id, request.tokens, request.salt)
 
     def finish(self, request_id: RequestId, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a request between steps, for a reason that its tokens do not show. Unknown ids are ignored."""
@@ -99,6 +100,8 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         if request.lease is not None:
             self._release(request, request.lease, SnapshotKind.GENERATION_END)
+        else:
+            self.cache.forget(request.request_id)
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._requests[request.request_id]
@@ -189,6 +192,7 @@ class Scheduler:
         request.status = Status.WAITING
         self.num_preemptions += 1
         self.waiting.add_first(request)
+        self.cache.expect(request.request_id, request.tokens, request.salt)
 
     def _plan_waiting(self, spans: list[Span], budget: int) -> None:
         """Admit waiting requests; those whose beginning is being computed stand aside for now."""

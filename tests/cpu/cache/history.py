@@ -12,7 +12,7 @@ from strandline.cache import Account, Lease, MoveBlock, Reason, SnapshotKind, To
 from strandline.cache.invariants import check
 from strandline.cache.tokens import decode
 from strandline.cache.tree import Run
-from strandline.ids import BlockId, SlotId
+from strandline.ids import BlockId, RequestId, SlotId
 from tests.cpu.cache.device import Tokens, runs
 from tests.cpu.cache.driver import Driver, published, reasons
 
@@ -35,6 +35,7 @@ class History:
         self.cache = self.driver.cache
         self.prompts: list[Tokens] = [()]
         self.running: list[tuple[str, Lease]] = []
+        self._num_waiters = 0
         self._is_flushed = True
         self._writes: dict[int, tuple[SlotId, int]] = {}
         self._watched: list[object] = []
@@ -98,6 +99,18 @@ class History:
             shared = tuple(decode(lead.lease.tokens.slice(0, lead.position)))
             assert shared == prompt[: lead.position]
             assert lead.position > self.driver.lookup(prompt, salt).hit
+
+    def wait(self, base: int, kept: int, pattern_seed: int, num_more: int) -> None:
+        """Let a prompt that begins like an earlier one wait."""
+        prompt = (*self.prompts[base % len(self.prompts)][:kept], *pattern(pattern_seed, num_more))
+        self._num_waiters += 1
+        self.cache.expect(RequestId(f"waiter-{self._num_waiters}"), TokenBuffer(prompt))
+
+    def stop_waiting(self, index: int) -> None:
+        """Give up, or be admitted at last."""
+        names = list(self.cache.expected)
+        if names:
+            self.cache.forget(names[index % len(names)])
 
     def step(self, sizes: Sequence[int]) -> None:
         """One batch: some requests prefill a chunk, some compute their last token, some wait."""

@@ -89,6 +89,10 @@ def miscount_readers(scene: Scene) -> None:
     scene.stub.num_readers += 1
 
 
+def miscount_waiters(scene: Scene) -> None:
+    scene.idle_snapshot.num_waiters += 1
+
+
 def forget_a_lease(scene: Scene) -> None:
     del scene.cache.leases[scene.follower.request_id]
 
@@ -201,6 +205,7 @@ FAULTS: list[Callable[[Scene], None]] = [
     miscount_free_blocks,
     miscount_users,
     miscount_readers,
+    miscount_waiters,
     forget_a_lease,
     change_the_tokens_of_a_path,
     change_a_key,

@@ -10,6 +10,7 @@ import pytest
 from strandline.cache import Lease, MoveBlock, PrefixCache, SnapshotKind, TokenBuffer
 from strandline.cache.eviction import Entry, EvictionQueue, LeastRecentlyUsed
 from strandline.cache.invariants import check
+from strandline.cache.memory import standing
 from strandline.cache.tokens import encode
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError, ConfigError
@@ -293,3 +294,40 @@ def test_releasing_twice_is_an_error() -> None:
     driver.release(lease)
     with pytest.raises(CacheInvariantError, match="request-1 has no lease"):
         driver.release(lease)
+
+
+def test_what_a_waiting_request_would_hit_goes_last() -> None:
+    """Though it saves least, and whatever else comes meanwhile."""
+    driver = Driver(12, 5)
+    driver.serve(prompt(130))
+    driver.cache.expect(RequestId("waiter"), TokenBuffer(prompt(140)))
+    for index in range(20):
+        driver.serve(prompt(600, 10_000 * (index + 1)))
+    assert driver.lookup(prompt(140)).hit == 130
+    driver.cache.forget(RequestId("waiter"))
+    for index in range(20):
+        driver.serve(prompt(600, 10_000 * (index + 31)))
+    assert driver.lookup(prompt(140)).hit == 0
+
+
+def test_a_waiting_request_does_not_keep_those_that_run_from_memory() -> None:
+    driver = Driver(6, 5)
+    driver.serve(prompt(600))
+    driver.cache.expect(RequestId("waiter"), TokenBuffer(prompt(640)))
+    driver.serve(prompt(1200, 10_000))
+    assert driver.lookup(prompt(640)).hit == 0
+    check(driver.cache)
+
+
+def test_whom_a_request_waits_for_stands_in_when_its_snapshot_is_evicted() -> None:
+    driver = Driver(12, 5)
+    driver.serve(prompt(130))
+    driver.serve(prompt(300))
+    waiter = RequestId("waiter")
+    driver.cache.expect(waiter, TokenBuffer(prompt(310)))
+    [deepest] = [snapshot for _, _, snapshot in driver.cache.snapshots() if snapshot.position == 300]
+    driver.cache.memory.drop_snapshot(deepest)
+    check(driver.cache)
+    assert standing(deepest) not in (None, deepest)
+    driver.admit(prompt(310), waiter)
+    assert driver.cache.expected == {}

@@ -61,6 +61,17 @@ class CacheMachine(RuleBasedStateMachine):
     def follow(self, index: int, num_tokens: int, seed: int, num_more: int) -> None:
         self.history.follow(index, num_tokens, seed, num_more)
 
+    @rule(
+        base=st.integers(0, 30), kept=st.sampled_from(KEPT), seed=st.integers(0, 3), num_more=st.sampled_from(LENGTHS)
+    )
+    def wait(self, base: int, kept: int, seed: int, num_more: int) -> None:
+        self.history.wait(base, kept, seed, num_more)
+
+    @precondition(lambda self: self.history.cache.expected)
+    @rule(index=st.integers(0, 3))
+    def stop_waiting(self, index: int) -> None:
+        self.history.stop_waiting(index)
+
     @precondition(lambda self: any(lease.computed < len(lease.tokens) for _, lease in self.history.running))
     @rule(sizes=st.tuples(*[st.sampled_from(CHUNKS)] * MAX_RUNNING))
     def step(self, sizes: tuple[int, ...]) -> None:
@@ -142,7 +153,11 @@ def random_event(history: History, choose: random.Random) -> None:
             step_tokens=choose.choice([1, 64, 500]),
             read=choose.random() < 0.9,
         )
-    elif event < 0.36:
+    elif event < 0.33:
+        history.wait(choose.randrange(30), choose.choice(KEPT), choose.randrange(4), choose.choice(LENGTHS))
+    elif event < 0.35:
+        history.stop_waiting(index)
+    elif event < 0.41:
         history.follow(index, choose.randint(1, 300), choose.randrange(4), choose.choice(LENGTHS))
     elif event < 0.65:
         history.step([choose.choice(CHUNKS) for _ in range(MAX_RUNNING)])

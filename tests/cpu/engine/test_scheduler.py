@@ -266,3 +266,18 @@ def test_a_preempted_request_keeps_the_habit_of_its_path() -> None:
     assert scheduler.num_preemptions
     [last] = [s for _, tokens, s in scheduler.cache.snapshots() if len(tokens) == 4 * 319 and tokens[3] == 2]
     assert last.habit == habit_after(12)
+
+
+def test_what_waiting_requests_would_hit_is_expected_until_they_run_or_go() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_request("first", [1] * 100, max_tokens=1))
+    step(scheduler)
+    scheduler.add(make_request("runs", [2] * 100))
+    step(scheduler)
+    scheduler.add(make_request("waits", [1] * 120))
+    scheduler.add(make_request("goes", [1] * 130))
+    assert set(scheduler.cache.expected) == {"waits", "goes"}
+    scheduler.finish(RequestId("goes"), FinishReason.ABORT)
+    scheduler.finish(RequestId("runs"), FinishReason.ABORT)
+    step(scheduler)
+    assert scheduler.cache.expected == {}
