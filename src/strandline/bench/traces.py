@@ -4,7 +4,8 @@ Formats, one JSON object a line, plain or gzipped, told apart by their keys:
 
 - *sessions* of 64-token block ids, delta-coded (``requests`` with ``lcp`` and ``new``), sub-agents nested;
 - *blocks*: single requests as 512-token block ids (``hash_ids``);
-- *text*: calls with ``input``, ``output`` and ``session_id``; split into pieces of about a token, without a tokenizer;
+- *text*: calls with ``input``, ``output`` and ``session_id``; split into pieces of about a token, without a tokenizer.
+  Where paragraphs begin with a role (``user: ``), marks lie where an engine that knows the chat template has them;
 - *tokens*: ``prompt`` and ``output`` as token ids (``output`` may be a count), perhaps ``t`` (seconds) and ``session``.
 
 A block id becomes pseudo-random tokens, always the same. Where a trace does not say what was generated, a call whose
@@ -29,9 +30,15 @@ SESSION_BLOCK_TOKENS: Final = 64
 HASH_BLOCK_TOKENS: Final = 512
 PIECE: Final = re.compile(r"\w{1,6}|\s+|[^\w\s]")
 
+TURN: Final = re.compile(r"(?:\A|(?<=\n\n))(?:system|user|assistant|tool): ")
+MIN_TURN_TOKENS: Final = 16
+"""Marks keep this distance from one another and from the beginning, as an engine's do."""
+
 FIRST_BIT_CLEARED: Final = bytes(byte & 0x7F for byte in range(256))
 
 Row = dict[str, Any]
+Encoded = tuple[bytes, bytes, tuple[int, ...]]
+"""A prompt, what is generated after it, and the prompt's marks."""
 
 
 class Call(NamedTuple):
@@ -45,7 +52,7 @@ class Call(NamedTuple):
     """Token ids, encoded."""
     output: bytes
     marks: tuple[int, ...] = ()
-    """Where its tools and its system prompt end."""
+    """Where its tools, its system prompt, and what comes before its last message end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +193,20 @@ def _text_lanes(rows: Iterable[Row], gap_s: float) -> Iterator[Lane]:
         rows,
         session=lambda row, _: str(row["session_id"]),
         at_s=lambda row: row["timestamp"] / 1e6,
-        encoded=lambda row, _: (_encode_text(row["input"]), _encode_text(row["output"])),
+        encoded=lambda row, _: (_encode_text(row["input"]), _encode_text(row["output"]), _turn_marks(row["input"])),
     )
+
+
+def _turn_marks(text: str) -> tuple[int, ...]:
+    """Return the ends, in tokens, of a first turn of the system and of all that comes before the last turn."""
+    turns = [match.start() for match in TURN.finditer(text)]
+    ends = [*(turns[1:2] if text.startswith("system: ") else ()), *turns[-1:]]
+    marks = [0]
+    for end in ends:
+        mark = sum(1 for _ in PIECE.finditer(text, 0, end))
+        if mark >= marks[-1] + MIN_TURN_TOKENS:
+            marks.append(mark)
+    return tuple(marks[1:])
 
 
 def _encode_text(text: str) -> bytes:
@@ -208,10 +227,10 @@ def _token_lanes(rows: Iterable[Row], gap_s: float) -> Iterator[Lane]:
     )
 
 
-def _encode_tokens(row: Row, index: int) -> tuple[bytes, bytes]:
+def _encode_tokens(row: Row, index: int) -> Encoded:
     output = row.get("output", 1)
     generated = random_tokens(f"output {index}", output) if isinstance(output, int) else encode(output)
-    return encode(row["prompt"]), generated
+    return encode(row["prompt"]), generated, ()
 
 
 def _grouped(
@@ -219,7 +238,7 @@ def _grouped(
     *,
     session: Callable[[Row, int], str],
     at_s: Callable[[Row], float],
-    encoded: Callable[[Row, int], tuple[bytes, bytes]],
+    encoded: Callable[[Row, int], Encoded],
 ) -> Iterator[Lane]:
     """Yield a lane per session, its calls in the order of their times; the trace begins at its earliest time."""
     groups: dict[str, list[tuple[float, int, Row]]] = {}
@@ -232,8 +251,8 @@ def _grouped(
 
         def make(ordered: list[tuple[float, int, Row]] = ordered, start_s: float = start_s) -> Iterator[Call]:
             for when_s, index, row in ordered:
-                prompt, output = encoded(row, index)
-                yield Call(when_s - start_s, 0.0, bytearray(prompt), output)
+                prompt, output, marks = encoded(row, index)
+                yield Call(when_s - start_s, 0.0, bytearray(prompt), output, marks)
 
         yield Lane(start_s - begin_s, make)
 

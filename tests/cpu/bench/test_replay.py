@@ -96,6 +96,22 @@ def test_text_and_token_ids_keep_sessions_in_order(tmp_path: Path) -> None:
     assert (bytes(first.prompt), first.output, len(second.output)) == (encode([1, 2, 3]), encode([4]), 12)
 
 
+def test_text_that_says_whose_turn_it_is_has_marks_where_its_system_prompt_and_its_history_end(tmp_path: Path) -> None:
+    system, history, last = "system: " + "a b " * 20, "\n\nuser: " + "c d " * 20, "\n\nassistant: e\n\nuser: user: f"
+    inputs = [system + history + last, history[2:] + last, "user: f", "no roles " * 30, "user: a, and system: b " * 9]
+    rows: list[dict[str, object]] = [
+        {"timestamp": index, "session_id": "x", "input": text, "output": "g"} for index, text in enumerate(inputs)
+    ]
+    (lane,) = read_trace(write(tmp_path / "t.jsonl", rows))
+    calls = list(lane.calls())
+    whole, headless = calls[0], calls[1]
+    first, second = whole.marks
+    assert whole.prompt[4 * first :] == headless.prompt
+    assert headless.marks == (second - first,)
+    assert len(whole.prompt) // 4 - second == len(["user", ":", " ", "user", ":", " ", "f"])
+    assert [call.marks for call in calls[2:]] == [(), (), ()]
+
+
 def test_an_unknown_format_or_name_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is needed"):
         read_trace(write(tmp_path / "x.jsonl", [{"what": 1}]))
