@@ -20,8 +20,6 @@ from strandline.ids import BLOCK_TOKENS
 Entry = Run | Snapshot
 
 NOTHING: Final = float("-inf")
-BRANCH_CHANCE: Final = 0.5
-"""Of a snapshot that several paths go on from."""
 CERTAIN: Final = 1.0
 """Returns per unit of time of what a waiting request will resume from."""
 MAX_UNRANKED: Final = 64
@@ -98,7 +96,7 @@ class WorthPerByte:
             case 1:
                 density = reuse.density_of_inner(snapshot.habit, age)
             case _:
-                density = BRANCH_CHANCE * reuse.density_of_shared(snapshot.habit, age)
+                density = reuse.density_of_shared(snapshot.habit, age)
         if snapshot.num_waiters:
             density = max(density, CERTAIN)
         return density * saved_tokens / size
