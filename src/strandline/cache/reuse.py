@@ -43,6 +43,9 @@ PRIOR_LOSSES: Final = tuple(0.3 * returns for returns in PRIOR_RETURNS)
 """Before anything is seen: the chance of a return falls with the age, as its inverse."""
 NUM_BORROWED: Final = 6.0
 """So many observations of all habits together count beside a habit's own."""
+NEIGHBOURS_SHARE: Final = 0.25
+"""Observations of the next shorter and the next longer habit count so much of a habit's own: who stays away a little
+longer behaves much alike, and the best stopping time is chosen among noisy counts."""
 HALF_LIFE: Final = 2048
 """After so many observations those before count half."""
 PRIOR_HITS: Final = 20.0
@@ -190,12 +193,19 @@ class ReuseHistory:
         """Return how many returns per unit of time keeping a path of this habit, unused for so long, brings at best."""
         densities = self._densities.get(habit)
         if densities is None:
-            own = self._of_habit.get(habit)
-            of_all = self._of_all
-            if own is not None:
-                of_all = own.plus(of_all, NUM_BORROWED / of_all.total)
-            densities = self._densities[habit] = of_all.densities()
+            densities = self._densities[habit] = self._expected_of(habit).densities()
         return densities[bin_of(age)]
+
+    def _expected_of(self, habit: int) -> Outcomes:
+        """Return what became of paths of a habit, and in part of those that are like them."""
+        own, of_all = self._of_habit.get(habit), self._of_all
+        if own is None and habit == NO_HABIT:
+            return of_all
+        expected = (own or Outcomes()).plus(of_all, NUM_BORROWED / of_all.total)
+        for neighbour in (habit - 1, habit + 1):
+            if min(habit, neighbour) > NO_HABIT and (alike := self._of_habit.get(neighbour)) is not None:
+                expected = expected.plus(alike, NEIGHBOURS_SHARE)
+        return expected
 
     def _welcome(self, number: int) -> int:
         path = self._take(number)

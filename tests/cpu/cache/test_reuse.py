@@ -108,6 +108,37 @@ def test_habits_are_told_apart() -> None:
     assert history.density(habit_after(2), 150) < history.density(habit_after(200), 150)
 
 
+def test_a_habit_that_was_never_seen_is_judged_by_those_next_to_it() -> None:
+    history = ReuseHistory()
+    for index in range(600):
+        quick, slow = prompt(100, 2000 * index), prompt(100, 2000 * index + 1000)
+        leave(history, slow, habit=habit_after(200))
+        leave(history, quick, habit=habit_after(2))
+        away(history, 2)
+        history.come_back("", data(quick))
+        away(history, 198)
+        history.come_back("", data(slow))
+    like_quick, like_slow, like_none = habit_after(4), habit_after(400), habit_after(2**18)
+    assert history.density(like_quick, 1) > 2 * history.density(like_none, 1) > 4 * history.density(like_slow, 1)
+    assert history.density(NO_HABIT, 1) == pytest.approx(history.density(like_none, 1))
+
+
+@given(st.lists(st.tuples(st.sampled_from([NO_HABIT, *range(2, 8)]), st.integers(0, 300)), max_size=40))
+def test_what_is_expected_of_a_habit_is_its_own_some_of_all_and_a_quarter_of_its_neighbours(
+    seen: list[tuple[int, int]],
+) -> None:
+    history = ReuseHistory()
+    for index, (habit, age) in enumerate(seen):
+        leave(history, prompt(100, 1000 * index), habit=habit)
+        away(history, age)
+        history.come_back("", data(prompt(100, 1000 * index)))
+    counts = [sum(seen_habit == habit for seen_habit, _ in seen) for habit in range(10)]
+    for habit in range(2, 9):
+        alike = sum(counts[other] for other in (habit - 1, habit + 1) if other > 1)
+        expected = counts[habit] + reuse.NUM_BORROWED + reuse.NEIGHBOURS_SHARE * alike
+        assert history._expected_of(habit).total == pytest.approx(expected)
+
+
 def test_paths_that_never_return_count_once_they_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reuse, "MAX_PATHS", 50)
     history, other = ReuseHistory(), ReuseHistory()
