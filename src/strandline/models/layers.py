@@ -27,7 +27,13 @@ from strandline.kernels.gdn import gdn_decode, gdn_prefill
 from strandline.kernels.gdn_log import LOG_TOKENS, gdn_decode_logged
 from strandline.kernels.linear import can_pack, gated_linear, linear, pack
 from strandline.kernels.moe import mixture
-from strandline.kernels.norm import add_rms_norm_zero_centered, rms_norm_gated, rms_norm_zero_centered
+from strandline.kernels.norm import (
+    add_rms_norm_zero_centered,
+    can_pack_zero_centered,
+    pack_zero_centered,
+    rms_norm_gated,
+    rms_norm_zero_centered,
+)
 from strandline.kernels.qkv import prepare_qkv
 from strandline.kernels.rotary import default_frequencies, rotary_table
 from strandline.models.targets import NamedTargets, interleaved, whole
@@ -37,6 +43,8 @@ RotaryTable = tuple[Tensor, Tensor]
 
 PACKED = ("in_proj_OE", "out_proj_EO", "gate_up_FE", "down_EF", "shared_down_EF", "head_ZE")
 """Parameters that are only ever multiplied with."""
+
+PACKED_NORMS = ("mixer_norm_E", "mlp_norm_E", "norm_E")
 
 PROJECTION_ROWS = 8
 """A fused projection's rows are a multiple of this, so that every row of what it returns starts on 16 bytes."""
@@ -164,7 +172,7 @@ class GatedDeltaNet(nn.Module):
             )
             decoded = self._decode(x_DC, a_DH, b_DH, batch, memory)
             out_THV = torch.cat((decoded, self._prefill(x_RC, a_RH, b_RH, batch, memory)))
-        out_THV = rms_norm_gated(out_THV, z_TO.unflatten(-1, (-1, self.value_dim)), self.norm_V, self.eps)
+        out_THV = rms_norm_gated(out_THV, z_TO.view(out_THV.shape), self.norm_V, self.eps)
         return linear(out_THV.flatten(1), self.out_proj_EO)
 
     def _decode(self, x_NC: Tensor, a_NH: Tensor, b_NH: Tensor, batch: StepBatch, memory: RecurrentMemory) -> Tensor:
@@ -190,9 +198,9 @@ class GatedDeltaNet(nn.Module):
     def _heads(self, y_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = y_TC.split(self.conv_sizes, dim=-1)
         return (
-            q.unflatten(-1, (-1, self.key_dim)),
-            k.unflatten(-1, (-1, self.key_dim)),
-            v.unflatten(-1, (-1, self.value_dim)),
+            q.view(len(y_TC), -1, self.key_dim),
+            k.view(len(y_TC), -1, self.key_dim),
+            v.view(len(y_TC), -1, self.value_dim),
         )
 
     def targets(self, prefix: str) -> NamedTargets:
@@ -367,6 +375,8 @@ class Decoder(nn.Module):
                 # The embedding is indexed, too: a head tied to it stays as it is.
                 if name in PACKED and weight is not self.embed_ZE and can_pack(weight):
                     setattr(module, name, nn.Parameter(pack(weight.data), requires_grad=False))
+                if name in PACKED_NORMS and can_pack_zero_centered(weight):
+                    setattr(module, name, nn.Parameter(pack_zero_centered(weight.data), requires_grad=False))
 
     @torch.no_grad()
     def logits(self, hidden_NE: Tensor) -> Tensor:
