@@ -61,7 +61,13 @@ def causal_conv1d_update(
     """Convolve one new token of each of N sequences; return ``y_NC``. Windows as in the prefill."""
     window_NPC = _read_windows(window_SRC, src_N, offset_N, weight_CW).to(x_NC.dtype)
     inputs_NWC = torch.cat((window_NPC, x_NC.unsqueeze(1)), dim=1)
-    y_NC = _convolve(inputs_NWC, weight_CW, bias_C, padding=0).squeeze(1)
+    # One output each: torch would plan a convolution for longer than it computes. In its order, so that no bit differs.
+    inputs_WNC = inputs_NWC.float().unbind(1)
+    weights_WC = weight_CW.t().to(torch.float32, memory_format=torch.contiguous_format).unbind(0)
+    y_NC = inputs_WNC[0] * weights_WC[0]
+    for tap_NC, tap_C in zip(inputs_WNC[1:], weights_WC[1:], strict=True):
+        y_NC.addcmul_(tap_NC, tap_C)
+    y_NC = (y_NC if bias_C is None else y_NC.add_(bias_C)).to(x_NC.dtype)
     _store(window_SRC, dst_N, inputs_NWC[:, 1:])
     return _activate(y_NC, activation)
 
@@ -74,7 +80,9 @@ def _read_windows(window_SRC: Tensor, src_N: Tensor, offset_N: Tensor, weight_CW
     else:
         row_P = torch.arange(num_rows, device=src_N.device)
         window_NPC = window_SRC[src_N.unsqueeze(-1), offset_N.unsqueeze(-1) + row_P]
-    return window_NPC.masked_fill_((src_N == NULL_SLOT).view(-1, 1, 1), 0)
+    if NULL_SLOT in src_N.tolist():
+        window_NPC.masked_fill_((src_N == NULL_SLOT).view(-1, 1, 1), 0)
+    return window_NPC
 
 
 def _convolve(x_BXC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, padding: int) -> Tensor:
@@ -129,8 +137,8 @@ def _row_bounds(chunks: ChunkTable, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _store(window_SRC: Tensor, slot_E: Tensor, window_EPC: Tensor) -> None:
-    kept_E = slot_E != NULL_SLOT
-    if not bool(kept_E.all()):
+    if NULL_SLOT in slot_E.tolist():
+        kept_E = slot_E != NULL_SLOT
         slot_E, window_EPC = slot_E[kept_E], window_EPC[kept_E]
     window_SRC[:, : window_EPC.shape[1]].index_copy_(0, slot_E, window_EPC.to(window_SRC.dtype))
 
