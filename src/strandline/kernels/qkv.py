@@ -2,15 +2,16 @@
 
 Invariants: of the blocks only the rows named for writing are written; the null block never is.
 
-Shape suffixes: T tokens, O features of the fused projection, G key/value heads, H query heads, D head dim,
-B blocks, P tokens in a block.
+Shape suffixes: T tokens, O features of the fused projection, G key/value heads, H query heads, X heads of several
+kinds, D head dim, B blocks, P tokens in a block.
 """
 
+import torch
 from torch import Tensor
 
 from strandline.ids import NULL_BLOCK
 from strandline.kernels.batch import AttentionBatch, KVMemory
-from strandline.kernels.norm import rms_norm_zero_centered
+from strandline.kernels.norm import rms_norm_heads_zero_centered
 from strandline.kernels.platform import has_triton_twin
 from strandline.kernels.rotary import apply_rotary
 
@@ -34,12 +35,12 @@ def prepare_qkv(
         rotary: as :func:`strandline.kernels.rotary.rotary_table` returns it.
     """
     num_kv_heads, head_dim = memory.k_BPGD.shape[2:]
-    sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
-    q_THD, k_TGD, v_TGD = (x.unflatten(-1, (-1, head_dim)) for x in projected_TO[:, : sum(sizes)].split(sizes, dim=-1))
-    q_THD = apply_rotary(rms_norm_zero_centered(q_THD, q_norm_D, eps), rotary)
-    k_TGD = apply_rotary(rms_norm_zero_centered(k_TGD, k_norm_D, eps), rotary)
-    write_kv(k_TGD, v_TGD, memory, batch)
-    return q_THD
+    num_turned = num_heads + num_kv_heads
+    heads_TXD = projected_TO[:, : (num_turned + num_kv_heads) * head_dim].view(len(projected_TO), -1, head_dim)
+    weight_XD = torch.cat((q_norm_D.expand(num_heads, -1), k_norm_D.expand(num_kv_heads, -1)))
+    turned_TXD = apply_rotary(rms_norm_heads_zero_centered(heads_TXD[:, :num_turned], weight_XD, eps), rotary)
+    write_kv(turned_TXD[:, num_heads:], heads_TXD[:, num_turned:], memory, batch)
+    return turned_TXD[:, :num_heads]
 
 
 def write_kv(k_TGD: Tensor, v_TGD: Tensor, memory: KVMemory, batch: AttentionBatch) -> None:

@@ -23,11 +23,13 @@ def rotary_table(positions_T: Tensor, inv_freq_F: Tensor, attention_factor: floa
     Args:
         attention_factor: multiplies both; 1 but for scaled kinds of rotary embedding.
     """
-    angle_TF = positions_T.unsqueeze(-1).float() * inv_freq_F
-    cos_TF, sin_TF = angle_TF.cos(), angle_TF.sin()
+    # The sine of the opposite angle is the sine with its sign changed.
+    signed_freq_2F = torch.stack((-inv_freq_F, inv_freq_F))
+    angle_T12F = positions_T.float().view(-1, 1, 1, 1) * signed_freq_2F
+    cos_T12F, sin_T12F = angle_T12F.cos(), angle_T12F.sin()
     if attention_factor != 1.0:
-        cos_TF, sin_TF = cos_TF * attention_factor, sin_TF * attention_factor
-    return torch.stack((cos_TF, cos_TF), dim=1).unsqueeze(1), torch.stack((-sin_TF, sin_TF), dim=1).unsqueeze(1)
+        cos_T12F, sin_T12F = cos_T12F * attention_factor, sin_T12F * attention_factor
+    return cos_T12F, sin_T12F
 
 
 def apply_rotary(x_THD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
