@@ -52,18 +52,15 @@ def paged_attention(
     num_heads, num_kv_heads = q_THD.shape[1], memory.k_BPGD.shape[2]
     q_TGRD = q_THD.unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
     out_TGRD = torch.empty(q_TGRD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    spans = [
-        _span(length - (end - start), length, window_tokens)
-        for length, start, end in zip(batch.context_lens, batch.query_starts, batch.query_starts[1:], strict=False)
-    ]
-    max_blocks = GROUP_BYTES // (memory.k_BPGD[0].nbytes or 1)
-    for group in _groups([span.num_blocks for span in spans[:num_decodes]], max_blocks):
-        rows = _rows(group, q_THD.device)
-        keys = _gather_group(memory, batch, [spans[i] for i in group], rows)
-        out_TGRD[rows] = _attend_decodes(q_TGRD[rows], keys, scale)
-    for i in range(num_decodes, len(spans)):
+    kind = (window_tokens, num_decodes, memory.k_BPGD.dtype, memory.k_BPGD[0].nbytes)
+    if kind not in batch.gathers:
+        batch.gathers[kind] = _plan_gathers(batch, *kind)
+    gathers, spans = batch.gathers[kind]
+    for gather in gathers:
+        out_TGRD[gather.rows] = _attend_decodes(q_TGRD[gather.rows], memory, gather, scale)
+    for i, span in enumerate(spans, num_decodes):
         prefill = slice(batch.query_starts[i], batch.query_starts[i + 1])
-        k_LGD, v_LGD = _gather_sequence(memory, batch.block_table_NM[i], spans[i])
+        k_LGD, v_LGD = _gather_sequence(memory, batch.block_table_NM[i], span)
         _attend_prefill(q_TGRD[prefill], k_LGD, v_LGD, out_TGRD[prefill], scale, window_tokens)
     return out_TGRD.flatten(1, 2)
 
@@ -91,11 +88,32 @@ class _Span:
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupKeys:
-    k_NLGD: Tensor
-    v_NLGD: Tensor
+class _Gather:
+    """Which keys and values a group of N decodes needs: of all blocks named, some rows, or all that are not hidden."""
+
+    rows: slice | Tensor
+    """Of the step."""
+    block_X: Tensor
+    """Sequence after sequence, padded to the longest: ``X = N M``."""
+    keys: slice
+    """Of the rows of each sequence's blocks."""
+    hidden_Y: Tensor | None
+    """Rows of all blocks that are not their sequence's own; None: there are none between ``keys``."""
     mask_N11L: Tensor | None
     """Added to the scores; None when every key of every sequence is seen."""
+
+
+def _plan_gathers(
+    batch: AttentionBatch, window_tokens: int | None, num_decodes: int, dtype: torch.dtype, block_bytes: int
+) -> tuple[list[_Gather], list[_Span]]:
+    """Return what is gathered for each group of decodes, and the span of each prefill."""
+    spans = [
+        _span(length - (end - start), length, window_tokens)
+        for length, start, end in zip(batch.context_lens, batch.query_starts, batch.query_starts[1:], strict=False)
+    ]
+    max_blocks = GROUP_BYTES // (block_bytes or 1)
+    groups = _groups([span.num_blocks for span in spans[:num_decodes]], max_blocks)
+    return [_gather(batch, [spans[i] for i in group], group, dtype) for group in groups], spans[num_decodes:]
 
 
 def _span(query_start: int, context_len: int, window_tokens: int | None) -> _Span:
@@ -126,25 +144,20 @@ def _rows(group: list[int], device: torch.device) -> slice | Tensor:
     return torch.tensor(group, device=device)
 
 
-def _gather_group(memory: KVMemory, batch: AttentionBatch, spans: list[_Span], rows: slice | Tensor) -> _GroupKeys:
-    """Gather keys and values of a group, padded to its longest; what is not a sequence's own is zero."""
+def _gather(batch: AttentionBatch, spans: list[_Span], group: list[int], dtype: torch.dtype) -> _Gather:
+    """Plan to gather keys and values of a group, padded to its longest; what is not a sequence's own is hidden."""
+    device = batch.block_table_NM.device
+    rows = _rows(group, device)
     num_blocks = max(span.num_blocks for span in spans)
-    table_NM = _group_table(batch.block_table_NM[rows], spans, num_blocks)
-    k_NLGD, v_NLGD = (
-        blocks.index_select(0, table_NM.flatten()).view(len(spans), -1, *blocks.shape[2:])
-        for blocks in (memory.k_BPGD, memory.v_BPGD)
-    )
+    block_X = _group_table(batch.block_table_NM[rows], spans, num_blocks).flatten()
     start, end = spans[0].rows
     if all(span.rows == (start, end) for span in spans):
-        return _GroupKeys(k_NLGD[:, start:end], v_NLGD[:, start:end], None)
-    bounds_N2 = torch.tensor([span.rows for span in spans], device=k_NLGD.device)
-    row_L = torch.arange(k_NLGD.shape[1], device=k_NLGD.device)
+        return _Gather(rows, block_X, slice(start, end), None, None)
+    bounds_N2 = torch.tensor([span.rows for span in spans], device=device)
+    row_L = torch.arange(num_blocks * BLOCK_TOKENS, device=device)
     hidden_NL = (row_L < bounds_N2[:, :1]) | (row_L >= bounds_N2[:, 1:])
-    hidden = hidden_NL.flatten().nonzero().squeeze(-1)
-    for gathered_NLGD in (k_NLGD, v_NLGD):
-        gathered_NLGD.flatten(0, 1).index_fill_(0, hidden, 0)
-    mask_NL = torch.zeros(hidden_NL.shape, dtype=k_NLGD.dtype, device=k_NLGD.device)
-    return _GroupKeys(k_NLGD, v_NLGD, mask_NL.masked_fill_(hidden_NL, -torch.inf)[:, None, None])
+    mask_NL = torch.zeros(hidden_NL.shape, dtype=dtype, device=device).masked_fill_(hidden_NL, -torch.inf)
+    return _Gather(rows, block_X, slice(None), hidden_NL.flatten().nonzero().squeeze(-1), mask_NL[:, None, None])
 
 
 def _group_table(table_NM: Tensor, spans: list[_Span], num_blocks: int) -> Tensor:
@@ -156,11 +169,18 @@ def _group_table(table_NM: Tensor, spans: list[_Span], num_blocks: int) -> Tenso
     return table_NM.gather(1, column_NM.clamp_max(table_NM.shape[1] - 1))
 
 
-def _attend_decodes(q_NGRD: Tensor, keys: _GroupKeys, scale: float) -> Tensor:
+def _attend_decodes(q_NGRD: Tensor, memory: KVMemory, gather: _Gather, scale: float) -> Tensor:
     """Attend one query token per sequence; the query heads of a key/value head stand where queries usually do."""
-    return F.scaled_dot_product_attention(
-        q_NGRD, keys.k_NLGD.transpose(1, 2), keys.v_NLGD.transpose(1, 2), attn_mask=keys.mask_N11L, scale=scale
-    )
+    k_NGLD, v_NGLD = (_gather_group(blocks, gather, len(q_NGRD)) for blocks in (memory.k_BPGD, memory.v_BPGD))
+    return F.scaled_dot_product_attention(q_NGRD, k_NGLD, v_NGLD, attn_mask=gather.mask_N11L, scale=scale)
+
+
+def _gather_group(blocks_BPGD: Tensor, gather: _Gather, num_sequences: int) -> Tensor:
+    """Return a group's keys or values; what is hidden is zero."""
+    gathered_NLGD = blocks_BPGD.index_select(0, gather.block_X).view(num_sequences, -1, *blocks_BPGD.shape[2:])
+    if gather.hidden_Y is not None:
+        gathered_NLGD.flatten(0, 1).index_fill_(0, gather.hidden_Y, 0)
+    return gathered_NLGD[:, gather.keys].transpose(1, 2)
 
 
 def _gather_sequence(memory: KVMemory, table_M: Tensor, span: _Span) -> tuple[Tensor, Tensor]:

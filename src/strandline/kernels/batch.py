@@ -9,7 +9,9 @@ The sequences of a step are ordered: first the D *decodes* (one token each, no c
 device of the model; tuples are host copies for the kernels that loop over sequences on the host.
 """
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -84,6 +86,8 @@ class AttentionBatch:
     write_offsets_T: Tensor
     is_all_written: bool
     """Whether no row's block is the null block."""
+    gathers: dict[Hashable, Any] = field(default_factory=dict)
+    """What the torch version has worked out for one layer and every layer like it takes again."""
 
 
 @dataclass(frozen=True, slots=True)
