@@ -16,6 +16,7 @@ from strandline.kernels.sampling import (
     apply_penalties,
     apply_temperature,
     gather_logprobs,
+    greedy,
     mask_top_k_top_p_min_p,
     sample,
     uniform_from_seed,
@@ -215,3 +216,10 @@ def test_logprobs_ranks_and_top_tokens(num_top: int) -> None:
     assert torch.equal(order_NV[torch.arange(4), rank_N - 1], token_N)
     assert torch.equal(ids_NK, order_NV[:, :num_top])
     torch.testing.assert_close(top_NK, expected_NV.gather(-1, ids_NK))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_of_equal_logits_greedy_takes_the_first(dtype: torch.dtype) -> None:
+    logits_NV = torch.randint(0, 3, (7, VOCAB)).to(dtype)
+    firsts = [row.index(max(row)) for row in logits_NV.tolist()]
+    assert greedy(logits_NV).tolist() == firsts
