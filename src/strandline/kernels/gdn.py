@@ -223,18 +223,16 @@ def gates(a_TH: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tup
     Computed in float64: torch rounds a float32 ``exp`` differently at a tensor's end, where it does not fill a
     vector, so that the bits of one sequence would depend on the batch around it.
     """
-    log_decay_TH = -A_log_H.double().exp() * F.softplus(a_TH.double() + dt_bias_H)
-    return log_decay_TH.clamp_min(MIN_LOG_DECAY).float(), b_TH.double().sigmoid().float()
+    decay_rate_TH = F.softplus(a_TH.double() + dt_bias_H).mul_(A_log_H.double().exp())
+    return decay_rate_TH.clamp_max_(-MIN_LOG_DECAY).neg_().float(), b_TH.double().sigmoid().float()
 
 
 def key_query(q_TGK: Tensor, k_TGK: Tensor) -> tuple[Tensor, Tensor]:
     """Return key and query of each token, ``[T, G, 2, K]``, and the factors that normalise (and scale) them."""
-    raw_TGXK = k_TGK.new_empty(*k_TGK.shape[:2], 2, k_TGK.shape[2], dtype=torch.float32)
-    raw_TGXK[:, :, 0] = k_TGK
-    raw_TGXK[:, :, 1] = q_TGK
-    factor_TGX = torch.rsqrt(torch.linalg.vector_norm(raw_TGXK, dim=-1).square_() + L2_NORM_EPS)
-    factor_TGX[:, :, 1] *= q_TGK.shape[-1] ** -0.5
-    return raw_TGXK, factor_TGX.unsqueeze(-1)
+    raw_TGXK = torch.stack((k_TGK, q_TGK), dim=2).float()
+    factor_TGX1 = torch.linalg.vector_norm(raw_TGXK, dim=-1, keepdim=True).square_().add_(L2_NORM_EPS).rsqrt_()
+    factor_TGX1.select(2, 1).mul_(q_TGK.shape[-1] ** -0.5)
+    return raw_TGXK, factor_TGX1
 
 
 def _prepare_span(

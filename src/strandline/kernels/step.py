@@ -47,7 +47,7 @@ def resolve_pending(
 @has_triton_twin("step_triton")
 def store_hidden(hidden_TE: Tensor, rows_N: Tensor, hidden_SE: Tensor, slots_N: Tensor) -> None:
     """Store rows of the step's final hidden states in slots; the null slot drops its row."""
-    kept_N = slots_N != NULL_SLOT
-    if not bool(kept_N.all()):
+    if NULL_SLOT in slots_N.tolist():
+        kept_N = slots_N != NULL_SLOT
         rows_N, slots_N = rows_N[kept_N], slots_N[kept_N]
-    hidden_SE[slots_N] = hidden_TE[rows_N]
+    hidden_SE.index_copy_(0, slots_N, hidden_TE.index_select(0, rows_N))
