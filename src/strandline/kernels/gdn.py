@@ -53,9 +53,6 @@ PADDED_TOKENS = (16, CHUNK_TOKENS)
 """Chunks are padded to the smallest of these that holds them. It depends on nothing but the chunk's own length,
 so that the bits of one sequence do not depend on the batch around it."""
 
-INVERSE_BASE_TOKENS = 8
-"""Diagonal blocks of this size are inverted by substitution, larger ones from their halves."""
-
 DECODE_GROUP = 16
 """Sequences whose states are read, then written, together: few enough to be written while still in cache."""
 
@@ -270,10 +267,12 @@ def _prepare_span(
     decay_CGRLL = decay_CHLL.view(num_chunks, num_key_heads, -1, length, length)
     attend_CGRLL = decay_CGRLL * products[:, :, None, 1::2]
     system_CGRLL = decay_CGRLL * products[:, :, None, 0::2]
-    system_CHLL = system_CGRLL.flatten(1, 2) * beta_CHL.unsqueeze(-1)
+    system_CHLL = system_CGRLL.flatten(1, 2).mul_(beta_CHL.unsqueeze(-1))
+    # What is on and above the system's diagonal is not read.
+    beta_CHLL = beta_CHL.diag_embed()
     return _Span(
         key_query_CGYK,
-        _inverse_unit_lower(system_CHLL) * beta_CHL.unsqueeze(-2),
+        torch.linalg.solve_triangular(system_CHLL, beta_CHLL, upper=False, unitriangular=True),
         attend_CGRLL.flatten(1, 2),
         sum_CHL1.exp().float(),
         (sum_CHL1[:, :, -1:] - sum_CHL1).exp().float(),
@@ -287,26 +286,6 @@ def _padded_rows(chunks: ChunkTable, first: int, end: int, padded_tokens: int) -
     lengths_C1 = chunks.lengths_C[first:end].unsqueeze(-1)
     offset_L = torch.arange(padded_tokens, device=starts_C1.device)
     return starts_C1 + torch.minimum(offset_L, lengths_C1 - 1), (offset_L < lengths_C1).unsqueeze(-1)
-
-
-def _inverse_unit_lower(system_BLL: Tensor) -> Tensor:
-    """Invert ``I + tril(system, -1)`` of every matrix; what is on and above the diagonal is not read.
-
-    The halves are inverted first: ``[[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]``.
-    """
-    length = system_BLL.shape[-1]
-    if length <= INVERSE_BASE_TOKENS or length % 2:
-        eye_LL = torch.eye(length, dtype=system_BLL.dtype, device=system_BLL.device)
-        inverse_BLL: Tensor = torch.linalg.solve_triangular(system_BLL, eye_LL, upper=False, unitriangular=True)
-        return inverse_BLL
-    half = length // 2
-    blocks = torch.stack((system_BLL[..., :half, :half], system_BLL[..., half:, half:]))
-    upper, lower = _inverse_unit_lower(blocks)
-    inverse_BLL = torch.zeros_like(system_BLL)
-    inverse_BLL[..., :half, :half] = upper
-    inverse_BLL[..., half:, half:] = lower
-    inverse_BLL[..., half:, :half] = -(lower @ system_BLL[..., half:, :half] @ upper)
-    return inverse_BLL
 
 
 def _advance(state: _State, span: _Span, chunk: int, v_MHV: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def rms_norm_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Ten
 
     def norm(x: Tensor, gate: Tensor) -> Tensor:
         normed = (_layer_norm(x, None, eps) if _is_small(x) else _normalised(x, eps).to(x.dtype)) * weight_D
-        return (normed * F.silu(gate.float())).to(x.dtype)
+        return F.silu(gate.float()).mul_(normed).to(x.dtype)
 
     return _in_passes(norm, x, gate)
 
