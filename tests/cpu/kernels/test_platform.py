@@ -1,17 +1,25 @@
 """Every operation has one signature, whichever version of it runs."""
 
 import inspect
+import pkgutil
 from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
 import torch
 
-from strandline.kernels import activation, attention, conv1d, gdn, linear, moe, norm, platform, qkv, sampling, step
+from strandline import kernels
+from strandline.kernels import platform
+
+MODULES = [
+    import_module(f"strandline.kernels.{found.name}")
+    for found in pkgutil.iter_modules(kernels.__path__)
+    if not found.name.endswith("_triton")
+]
 
 OPERATIONS = {
     name: function
-    for module in (activation, attention, conv1d, gdn, linear, moe, norm, qkv, sampling, step)
+    for module in MODULES
     for name, function in vars(module).items()
     if hasattr(function, "__wrapped__") and function.__module__ == module.__name__
 }
