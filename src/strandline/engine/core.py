@@ -21,6 +21,7 @@ from strandline.engine.runner import LanguageModel, LaunchedStep, Runner
 from strandline.engine.scheduler import Scheduler
 from strandline.engine.sizing import (
     choose_batched_tokens,
+    choose_logged_from,
     choose_max_model_len,
     choose_memory_bytes,
     require_determinism,
@@ -230,6 +231,7 @@ def new_scheduler(
         max_num_batched_tokens=choose_batched_tokens(config, device),
         deterministic=config.deterministic,
         log_tokens=spec.log_tokens if keeps_logs else 0,
+        logged_from=choose_logged_from(device),
     )
 
 

@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from strandline.engine.batch import HostBatch
 from strandline.engine.pending import PendingTokens
-from strandline.engine.plan import LOGGED_FROM
 from strandline.engine.upload import upload
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import AttentionBatch, LayerMemory, LogBatch, RecurrentBatch, StepBatch
@@ -67,7 +66,7 @@ class _Recorded:
         no_chunks = Chunks((0,), (), (), ()).with_tensors([self.rows_R1[:0]] * 4)
         slots = (named["src"], named["dst"], named["window_src"], named["window_offset"])
         log = named["log"]
-        logs = LogBatch(log, named["log_tokens"], rows=log, lens=(), folds=()) if self.num_rows >= LOGGED_FROM else None
+        logs = LogBatch(log, named["log_tokens"], rows=log, lens=(), folds=())
         recurrent = RecurrentBatch(*slots, no_chunks, logs)
         return StepBatch(named["token_ids"], named["positions"], self.num_rows, attention, recurrent)
 

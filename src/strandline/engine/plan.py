@@ -16,9 +16,6 @@ from strandline.ids import NULL_LOG, LogId, PendingToken, RequestId, SlotId
 MAX_STOP_IDS: Final = 8
 """Stop tokens of a request that a device compares with what it sampled; of a request with more the host must."""
 
-LOGGED_FROM = 4
-"""Steps of fewer decodes keep no logs: to read one more thing takes longer than to write small batches' states."""
-
 
 class SequencePlan(NamedTuple):
     """What one sequence does in the step."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from strandline.cache import Lease, PrefixCache, SnapshotKind
-from strandline.engine.plan import LOGGED_FROM, SequencePlan, StepPlan, StepResult
+from strandline.engine.plan import SequencePlan, StepPlan, StepResult
 from strandline.engine.request import FinishReason, Request, Status
 from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
@@ -45,6 +45,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         deterministic: bool = False,
         log_tokens: int = 0,
+        logged_from: int = 1,
     ) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
@@ -65,6 +66,8 @@ class Scheduler:
         self._num_on_host = 0
         self._most_logged = log_tokens
         """Tokens in a full log; 0: none are kept."""
+        self._logged_from = logged_from
+        """The fewest decodes of a step that keep logs."""
         self._free_logs = [LogId(number) for number in range(1, max_num_seqs + 1)] if log_tokens else []
         """A heap: the smallest are used first, so that those in use lie together."""
 
@@ -126,7 +129,7 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:
             self._plan_waiting(spans, budget)
         self._look_ahead()
-        keeps_logs = sum(end - start == 1 for *_, start, end in spans) >= LOGGED_FROM
+        keeps_logs = sum(end - start == 1 for *_, start, end in spans) >= self._logged_from
         sequences = [self._sequence(*span, keeps_logs=keeps_logs) for span in spans]
         if not sequences:
             if self._planned:

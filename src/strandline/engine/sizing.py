@@ -18,6 +18,10 @@ from strandline.specs import ModelSpec, RecurrentSpec
 
 DEFAULT_BYTES = 4 * 2**30
 BATCHED_TOKENS_CPU, BATCHED_TOKENS_GPU = 2048, 8192
+LOGGED_FROM_CPU, LOGGED_FROM_GPU = 4, 1
+"""Steps of fewer decodes keep no logs. On a CPU, to read one more thing takes longer than to write few states; on a GPU
+the kernel with a log is no slower, since it overlaps with the launch before."""
+
 SLOTS_PER_REQUEST = 2
 """A running request writes one slot and may read another."""
 
@@ -25,6 +29,11 @@ SLOTS_PER_REQUEST = 2
 def choose_batched_tokens(config: EngineConfig, device: torch.device) -> int:
     """Return the most tokens of a step."""
     return config.max_num_batched_tokens or (BATCHED_TOKENS_CPU if device.type == "cpu" else BATCHED_TOKENS_GPU)
+
+
+def choose_logged_from(device: torch.device) -> int:
+    """Return the fewest decodes of a step that keep logs."""
+    return LOGGED_FROM_CPU if device.type == "cpu" else LOGGED_FROM_GPU
 
 
 def require_determinism(spec: ModelSpec, device: torch.device) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from strandline import LLM, SamplingParams
 from strandline.engine import runner
-from strandline.engine.plan import LOGGED_FROM
+from strandline.engine.sizing import LOGGED_FROM_CPU
 from strandline.kernels.gdn_log import LOG_TOKENS
 from tests.cpu.engine.conftest import MakeLLM
 
@@ -38,7 +38,7 @@ def test_what_is_decoded_is_logged_and_folded_when_the_log_is_full_unless_determ
 ) -> None:
     llm = make_llm(deterministic=deterministic)
     params = SamplingParams(temperature=0, max_tokens=2 * LOG_TOKENS + 3, ignore_eos=True)
-    for index in range(LOGGED_FROM):
+    for index in range(LOGGED_FROM_CPU):
         llm.engine.add_request(str(index), [1 + index] * 20, params)
     llm.engine.step()
     request = llm.engine.scheduler.running[-1]
@@ -55,7 +55,7 @@ def test_what_is_decoded_is_logged_and_folded_when_the_log_is_full_unless_determ
 def test_logs_are_folded_when_few_sequences_are_left_and_kept_again_when_there_are_more(make_llm: MakeLLM) -> None:
     def serve(llm: LLM) -> dict[str, list[int]]:
         answers: dict[str, list[int]] = {}
-        for index in range(LOGGED_FROM):
+        for index in range(LOGGED_FROM_CPU):
             params = SamplingParams(temperature=0, max_tokens=(8, 12, 40, 40)[index], ignore_eos=True)
             llm.engine.add_request(f"early {index}", [1 + index] * 20, params)
         for step in range(120):
@@ -72,4 +72,4 @@ def test_logs_are_folded_when_few_sequences_are_left_and_kept_again_when_there_a
     assert {0} in logged[10:20]
     assert any(max(each, default=0) > 0 for each in logged[:8])
     assert any(max(each, default=0) > 0 for each in logged[22:])
-    assert found == serve(make_llm(enable_prefix_caching=False, max_num_seqs=LOGGED_FROM - 1))
+    assert found == serve(make_llm(enable_prefix_caching=False, max_num_seqs=LOGGED_FROM_CPU - 1))

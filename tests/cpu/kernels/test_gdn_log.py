@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strandline.ids import NULL_SLOT
+from strandline.ids import NULL_LOG, NULL_SLOT
 from strandline.kernels import gdn_log
 from strandline.kernels.batch import LogBatch, LogMemory
 from strandline.kernels.gdn import gdn_recurrent_reference
@@ -56,8 +56,8 @@ def on_device(memory: LogMemory, device: str) -> LogMemory:
     return LogMemory(*(x.to(device) for x in (memory.key_JGLK, memory.value_JHLV, memory.decay_JHL)))
 
 
-def batch(logs: Sequence[int], lens: Sequence[int], moves: Sequence[bool], device: str) -> LogBatch:
-    """Say where the logs of a step's sequences are, how much is in them, and whose states move to other slots."""
+def batch(logs: Sequence[int], lens: Sequence[int], folds: Sequence[bool], device: str) -> LogBatch:
+    """Say where the logs of a step's sequences are, how much is in them, and which are folded."""
     log_N = torch.tensor(logs, device=device)
     counts_up = list(logs) == list(range(logs[0], logs[0] + len(logs)))
     return LogBatch(
@@ -65,7 +65,7 @@ def batch(logs: Sequence[int], lens: Sequence[int], moves: Sequence[bool], devic
         torch.tensor(lens, device=device),
         slice(logs[0], logs[0] + len(logs)) if counts_up else log_N,
         tuple(lens),
-        tuple(length == LOG_TOKENS or moved for length, moved in zip(lens, moves, strict=True)),
+        tuple(folds),
     )
 
 
@@ -108,20 +108,23 @@ class Decoding:
         logs = batch(
             [*(self.logs[i] for i in members), *padding],
             [*(self.logged[i] for i in members), *padding],
-            [*(a != b for a, b in zip(src, dst, strict=True)), *(False for _ in padding)],
+            [*(self._folds(i, target) for i, target in zip(members, dst, strict=True)), *(True for _ in padding)],
             device,
         )
         slots = [torch.tensor([*column, *padding], device=device) for column in (src, dst)]
         with poisoned_memory():
             out_NHV = self.setting.decode(*inputs, *gates, self.state_SHKV, *slots, self.memory.of_layer(0), logs)
         assert out_NHV.dtype == self.setting.dtype
-        for i, source, target, out_HV in zip(members, src, dst, out_NHV.cpu(), strict=False):
+        for i, target, out_HV in zip(members, dst, out_NHV.cpu(), strict=False):
             if target == NULL_SLOT:
                 continue
+            self.logged[i] = 0 if self._folds(i, target) else self.logged[i] + 1
             self.slots[i] = target
             self.outs[i].append(out_HV)
-            self.logged[i] = 0 if source != target or self.logged[i] == LOG_TOKENS else self.logged[i] + 1
             self.done[i] += 1
+
+    def _folds(self, i: int, target: int) -> bool:
+        return self.logs[i] == NULL_LOG or self.logged[i] == LOG_TOKENS or self.slots[i] != target
 
     def check(self, i: int) -> None:
         """Assert that a sequence's outputs are those of the recurrence, and its state after a fold, too."""
@@ -206,6 +209,15 @@ def check_an_ended_sequence_changes_nothing(logged: int, setting: Setting) -> No
     assert torch.equal(decoding.state_SHKV[1].cpu(), before_SHKV[1])
     if logged:
         decoding.check(0)
+    decoding.check(1)
+
+
+def check_a_sequence_without_a_log(setting: Setting) -> None:
+    decoding = Decoding(2, 12, [NULL_LOG, 2], setting)
+    for _ in range(12):
+        decoding.step([0, 1])
+    assert decoding.logged[0] == 0
+    decoding.check(0)
     decoding.check(1)
 
 
@@ -297,6 +309,10 @@ def test_a_sequence_without_a_snapshot_starts_from_zeros() -> None:
 @pytest.mark.parametrize("logged", [0, 3, LOG_TOKENS])
 def test_a_sequence_that_has_ended_changes_neither_its_state_nor_its_log(logged: int) -> None:
     check_an_ended_sequence_changes_nothing(logged, USUAL_SETTING)
+
+
+def test_the_state_of_a_sequence_without_a_log_is_written_in_every_step() -> None:
+    check_a_sequence_without_a_log(USUAL_SETTING)
 
 
 @pytest.mark.parametrize("gate", ["vanishing", "absent", "strong once"])

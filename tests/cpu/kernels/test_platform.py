@@ -14,7 +14,7 @@ from strandline.kernels import platform
 MODULES = [
     import_module(f"strandline.kernels.{found.name}")
     for found in pkgutil.iter_modules(kernels.__path__)
-    if not found.name.endswith("_triton")
+    if not found.name.endswith("_triton") and found.name != "platform"
 ]
 
 OPERATIONS = {

@@ -55,6 +55,10 @@ def test_extreme_decays_in_a_log_neither_overflow_nor_lose_the_weak_ones(gate: s
     checks.check_extreme_decays(gate, QWEN35)
 
 
+def test_the_state_of_a_sequence_without_a_log_is_written_in_every_step() -> None:
+    checks.check_a_sequence_without_a_log(QWEN35)
+
+
 def test_nan_in_one_sequence_stays_there_and_out_of_the_logs_next_holder() -> None:
     checks.check_nan_stays_in_its_sequence(GPU)
 
