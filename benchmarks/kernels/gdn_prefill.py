@@ -15,7 +15,7 @@ from triton.testing import do_bench
 
 from strandline.kernels import gdn
 from strandline.kernels import gdn_prefill_triton as kernels
-from strandline.kernels.chunk_table import ChunkTable, build_chunk_table
+from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable, build_chunk_table
 from strandline.kernels.gdn_prefill_triton import Advance
 
 KEY_HEADS, HEADS, DIM = 16, 32, 128
@@ -53,8 +53,13 @@ class Case:
         return 1e3 * max(num_bytes / COPY_BYTES_PER_S, num_flops / BF16_FLOPS_PER_S)
 
 
-def make_case(num_tokens: int, num_sequences: int, num_cuts: int, dtype: torch.dtype = torch.bfloat16) -> Case:
-    """Return random work whose cuts (of all sequences together) lie off the grid of 64 tokens."""
+def make_case(
+    num_tokens: int, num_sequences: int, num_cuts: int, dtype: torch.dtype = torch.bfloat16, *, past_grid: int = 5
+) -> Case:
+    """Return random work whose cuts (of all sequences together) lie so many tokens past the grid of 64.
+
+    A cut off the grid adds a chunk, one on it does not.
+    """
     channels = (2 * KEY_HEADS + HEADS) * DIM
     fused_TC = torch.randn(num_tokens, channels, device="cuda").to(dtype)
     q_TX, k_TX, v_TX = fused_TC.split([KEY_HEADS * DIM, KEY_HEADS * DIM, HEADS * DIM], dim=1)
@@ -76,7 +81,8 @@ def make_case(num_tokens: int, num_sequences: int, num_cuts: int, dtype: torch.d
     for i in range(num_cuts):
         turn = i // num_sequences + 1
         turns = -(-num_cuts // num_sequences)
-        cuts[i % num_sequences].append((turn * length // (turns + 1) + 5, 2 * num_sequences + 1 + i))
+        position = turn * length // (turns + 1) // CHUNK_TOKENS * CHUNK_TOKENS + past_grid
+        cuts[i % num_sequences].append((position, 2 * num_sequences + 1 + i))
     return Case(
         num_tokens,
         num_sequences,
@@ -199,9 +205,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if num_tokens < 65536:
                 sweep(make_case(num_tokens, num_sequences, 0))
             continue
-        without, with_cuts = (report(make_case(num_tokens, num_sequences, cuts)) for cuts in (0, 8))
+        without, off_grid = (report(make_case(num_tokens, num_sequences, cuts)) for cuts in (0, 8))
+        on_grid = report(make_case(num_tokens, num_sequences, 8, past_grid=0))
         print(
-            f"gdn_prefill T={num_tokens} N={num_sequences}: with 8 cuts {with_cuts / without:.3f} of the time without"
+            f"gdn_prefill T={num_tokens} N={num_sequences}: with 8 cuts {off_grid / without:.3f} of the time without, "
+            f"on the grid {on_grid / without:.3f}"
         )
 
 
