@@ -9,7 +9,7 @@ from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, BlockId, SlotId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import KVMemory, RecurrentMemory
-from strandline.specs import AttentionSpec, ModelSpec, RecurrentSpec
+from strandline.specs import AttentionSpec, LogSpec, ModelSpec, RecurrentSpec
 
 ATTENTION = AttentionSpec(num_kv_heads=2, head_dim=8, dtype="bfloat16")
 ODD_ATTENTION = AttentionSpec(num_kv_heads=3, head_dim=5, dtype="float32")
@@ -117,3 +117,25 @@ def test_the_null_block_and_the_null_slot_are_never_written() -> None:
         arena.poison([BlockId(0)], [])
     with pytest.raises(CacheInvariantError):
         arena.poison([], [SlotId(0)])
+
+
+def test_logged_layers_are_what_each_layer_sees_and_logs_are_as_large_as_the_spec_says() -> None:
+    attention = AttentionSpec(num_kv_heads=1, head_dim=16, dtype="float32")
+    one = RecurrentSpec((2, 4, 8), "float32", (3, 32), "bfloat16", LogSpec(num_tokens=5, num_keys=1))
+    other = RecurrentSpec((4, 4, 8), "float32", (3, 16), "bfloat16", LogSpec(num_tokens=5, num_keys=2))
+    spec = ModelSpec((one, attention, one, other), hidden_size=16, hidden_dtype="float32")
+    arena = ArenaTensors(spec, num_slabs=3, num_logs=7)
+    seen = [layer for layer in arena.layers if isinstance(layer, RecurrentMemory)]
+    stacked = [
+        (run.state_RSHKV[i], run.logs.of_layer(i)) for run in arena.logged_layers for i in range(len(run.state_RSHKV))
+    ]
+    assert [len(run.state_RSHKV) for run in arena.logged_layers] == [2, 1]
+    for number, ((state_SHKV, logs), layer) in enumerate(zip(stacked, seen, strict=True)):
+        state_SHKV.fill_(number)
+        assert torch.equal(layer.state_SHKV, state_SHKV)
+        assert state_SHKV.data_ptr() == layer.state_SHKV.data_ptr()
+        assert layer.log is not None
+        assert layer.log.key_JGLK.data_ptr() == logs.key_JGLK.data_ptr()
+    assert [float(layer.state_SHKV.mean()) for layer in seen] == [0, 1, 2]
+    tensors = [x for run in arena.logged_layers for x in (run.logs.key_JGLK, run.logs.value_JHLV, run.logs.decay_JHL)]
+    assert sum(x.nbytes for x in tensors) == 7 * spec.log_bytes
