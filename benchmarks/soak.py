@@ -5,7 +5,7 @@
 Clients complete, stream, chat over several turns, ask for two outputs, for JSON, for calls of tools, through OpenAI's
 newer API and Anthropic's, go away in the middle of a stream, and send requests that have to be refused. The memory is
 so small that requests are preempted and snapshots evicted. Every ``--check-every-s`` seconds the load pauses, and once
-the server is idle it must hold no block, no slot and no file more than before the first request, and little more
+the server has rested it must hold no block, no slot and no file more than before the first request, and little more
 memory than at the first pause. At the end all completed greedy answers are compared with those of an engine of its
 own without a cache.
 
@@ -31,6 +31,7 @@ from typing import Any
 import httpx
 
 from strandline import LLM, SamplingParams
+from strandline.server.core_process import REST_AFTER_S
 
 LISTENING = re.compile(r"serving \S+ on (http://\S+)")
 MAX_OUTPUT_TOKENS = 160
@@ -333,6 +334,7 @@ async def run(options: argparse.Namespace, server: Server, prompts: list[list[in
                 break
             soak.may_run.clear()
             state = await quiet(watcher, server)
+            await asyncio.sleep(REST_AFTER_S + 1)
             now_mib = server.resident_mib()
             first_mib = first_mib or now_mib
             report(soak, before, state, now_mib, first_mib, options.max_growth_mib, time.monotonic() - begin_s)

@@ -6,12 +6,14 @@ Signals are the front end's business, so that Ctrl-C in a terminal does not end 
 
 import signal
 import sys
+import time
 from dataclasses import replace
 
 import zmq
 
 from strandline.engine.core import EngineCore
 from strandline.engine.events import CoreStats
+from strandline.engine.heap import give_back_free_memory
 from strandline.engine.loading import load_core, load_vocabulary
 from strandline.engine.structured import Grammars
 from strandline.errors import ConfigError
@@ -39,6 +41,8 @@ from strandline.server.messages import (
 
 Socket = zmq.Socket[bytes]
 LINGER_MS = 2000
+REST_AFTER_S = 5.0
+"""Without work for so long, the engine gives back the memory that it keeps for the next step's scratch."""
 
 
 class CoreLoop:
@@ -60,6 +64,8 @@ class CoreLoop:
         for source in (socket, lifeline, self._compiling.fileno()):
             self._poller.register(source, zmq.POLLIN)
         self._is_stopped = False
+        self._rest_at_s: float | None = None
+        """When to give back memory, by ``time.monotonic``; None once that is done."""
 
     def run(self) -> None:
         """Serve until the lifeline closes."""
@@ -68,13 +74,14 @@ class CoreLoop:
             while not self._is_stopped:
                 if self._core.has_unfinished:
                     self._send(Stepped(self._core.step()))
+                    self._rest_at_s = time.monotonic() + REST_AFTER_S
                 self._take_messages()
         finally:
             self._compiling.close()
 
     def _take_messages(self) -> None:
         """Obey what has come; wait for something when there is no work."""
-        ready = dict(self._poller.poll(0 if self._core.has_unfinished else None))
+        ready = dict(self._poller.poll(self._patience_ms()))
         if self._lifeline in ready:
             self._is_stopped = True
         if self._compiling.fileno() in ready:
@@ -85,6 +92,19 @@ class CoreLoop:
                 self._obey(TO_CORE.decode(self._socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 return
+
+    def _patience_ms(self) -> int | None:
+        """Return how long to wait for a message: not at all while there is work. Rest where it is time to."""
+        if self._core.has_unfinished:
+            return 0
+        if self._rest_at_s is None:
+            return None
+        left_s = self._rest_at_s - time.monotonic()
+        if left_s > 0:
+            return int(left_s * 1000) + 1
+        self._rest_at_s = None
+        give_back_free_memory()
+        return None
 
     def _obey(self, message: ToCore) -> None:
         match message:

@@ -5,8 +5,13 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
+import zmq
 
 from strandline import LLM
+from strandline.config import EngineConfig
+from strandline.engine.loading import load_core
+from strandline.engine.structured import Grammars
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.engine.tokenizers import (
     CALLS_IN_JSON,
@@ -17,6 +22,7 @@ from tests.cpu.engine.tokenizers import (
     chat_template,
     chat_tokenizer,
 )
+from tests.cpu.server.core_loop import LoopInThread, MakeLoop
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
 VOCAB_SIZE = 256
@@ -73,3 +79,21 @@ def tag_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProce
     model = save_chat_model(tmp_path_factory.mktemp("tags"), chat_template(CALLS_IN_XML, thinks=True))
     with running_server(model, tmp_path_factory.mktemp("server") / "log") as server:
         yield server
+
+
+@pytest.fixture
+def make_loop(bytes_dir: Path) -> Iterator[MakeLoop]:
+    """Run a core of the tiny model in a thread."""
+    loops = []
+    threads = torch.get_num_threads()
+    core = load_core(EngineConfig(model=str(bytes_dir), memory="16MiB", device="cpu"))
+    with zmq.Context() as context:
+
+        def make(grammars: Grammars) -> LoopInThread:
+            loops.append(LoopInThread(core, grammars, context))
+            return loops[-1]
+
+        yield make
+        for loop in loops:
+            loop.close()
+    torch.set_num_threads(threads)

@@ -1,0 +1,72 @@
+"""A core's loop in a thread of the test, with the front end's end of its socket in the test's hand."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import zmq
+
+from strandline.engine.core import EngineCore
+from strandline.engine.events import Submission
+from strandline.engine.plan import NewRequest
+from strandline.engine.sampling_params import SamplingParams, StructuredOutputsParams
+from strandline.engine.structured import Grammars
+from strandline.ids import RequestId
+from strandline.server.core_process import CoreLoop
+from strandline.server.messages import ENCODER, FROM_CORE, AskStats, Stats, Stepped, Submit, ToCore
+
+TIMEOUT_S = 120.0
+
+
+class LoopInThread:
+    """A core's loop, and the front end's end of its socket."""
+
+    def __init__(self, core: EngineCore, grammars: Grammars, context: zmq.Context[Any]) -> None:
+        self.core = core
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.rcvtimeo = int(TIMEOUT_S * 1000)
+        self.socket.bind("inproc://core")
+        theirs = context.socket(zmq.PAIR)
+        theirs.connect("inproc://core")
+        lifeline, self._lifeline = os.pipe()
+
+        def run() -> None:
+            with theirs:
+                CoreLoop(core, grammars, theirs, lifeline).run()
+            os.close(lifeline)
+
+        self._thread = ThreadPoolExecutor(1)
+        self._running = self._thread.submit(run)
+
+    def say(self, message: ToCore) -> None:
+        self.socket.send(ENCODER.encode(message))
+
+    def submit(self, name: str, structure: StructuredOutputsParams | None = None) -> None:
+        params = SamplingParams(max_tokens=6, structured_outputs=structure)
+        new = NewRequest(RequestId(name), [1, 2, 3], params, 0, frozenset({0}), ())
+        self.say(Submit([Submission(new, max_total=9)]))
+
+    def finished(self) -> str:
+        """Return the name of the next sequence that ends."""
+        while True:
+            message = FROM_CORE.decode(self.socket.recv())
+            assert isinstance(message, Stepped)
+            for event in message.events.tokens:
+                if event.finish_reason is not None:
+                    return event.request_id
+
+    def num_waiting(self) -> int:
+        self.say(AskStats())
+        message = FROM_CORE.decode(self.socket.recv())
+        assert isinstance(message, Stats)
+        return message.stats.num_waiting
+
+    def close(self) -> None:
+        os.close(self._lifeline)
+        self._running.result(TIMEOUT_S)
+        self._thread.shutdown()
+        self.socket.close()
+
+
+MakeLoop = Callable[[Grammars], LoopInThread]

@@ -1,0 +1,64 @@
+"""An engine without work gives back what it keeps, once, and not before it has been idle for a while."""
+
+import threading
+
+import pytest
+
+from strandline.engine.structured import Grammars
+from strandline.server import core_process
+from tests.cpu.engine.tokenizers import byte_tokenizer
+from tests.cpu.server.conftest import VOCAB_SIZE
+from tests.cpu.server.core_loop import TIMEOUT_S, MakeLoop
+
+
+class Rests:
+    """Counts how often memory was given back."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.is_new = threading.Event()
+
+    def __call__(self) -> bool:
+        self.count += 1
+        self.is_new.set()
+        return True
+
+
+@pytest.fixture
+def rests(monkeypatch: pytest.MonkeyPatch) -> Rests:
+    rests = Rests()
+    monkeypatch.setattr(core_process, "give_back_free_memory", rests)
+    return rests
+
+
+@pytest.fixture
+def grammars() -> Grammars:
+    return Grammars(lambda: (byte_tokenizer(), frozenset({0})), VOCAB_SIZE)
+
+
+def test_memory_is_given_back_once_after_the_last_request(
+    rests: Rests, grammars: Grammars, make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_process, "REST_AFTER_S", 0.05)
+    loop = make_loop(grammars)
+    for number in (1, 2):
+        loop.submit(f"request {number}")
+        assert loop.finished() == f"request {number}"
+        assert rests.is_new.wait(TIMEOUT_S)
+        rests.is_new.clear()
+        for _ in range(3):
+            assert loop.num_waiting() == 0
+        assert not rests.is_new.wait(0.2)
+        assert rests.count == number
+
+
+def test_nothing_is_given_back_between_requests_that_follow_each_other(
+    rests: Rests, grammars: Grammars, make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_process, "REST_AFTER_S", TIMEOUT_S)
+    loop = make_loop(grammars)
+    for name in ("first", "second"):
+        loop.submit(name)
+        assert loop.finished() == name
+        assert loop.num_waiting() == 0
+    assert rests.count == 0
