@@ -5,7 +5,8 @@
 
 Decode: prompts of 1,024 tokens, 256 tokens out; the time per step in which every sequence decodes. Prefill: prompts
 that share nothing, one token out. Serving: one shared prefix of 4,096 tokens, 128 more each, 512 out, 16 requests
-under way at any time, 128 in all. Everything is greedy, and runs once before it is measured.
+under way at any time, 128 in all. Turns: 128 and 500 new tokens behind 4,096 cached ones, alone and while 15 sequences
+decode; the time to the first token. Everything is greedy, and runs once before it is measured.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from random import Random
-from statistics import mean
+from statistics import mean, median
 
 import torch
 
@@ -34,6 +35,7 @@ def main() -> None:
         "decode": measure_decode,
         "prefill": measure_prefill,
         "serving": measure_serving,
+        "turns": measure_turns,
     }
     llm = load(options)
     for name, measure in parts.items():
@@ -47,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="benchmarks/configs/qwen3.5-4b")
     parser.add_argument("--load-format", default="dummy")
-    parser.add_argument("--only", default="decode,prefill,serving")
+    parser.add_argument("--only", default="decode,prefill,serving,turns")
     parser.add_argument("--batch-sizes", default="1,16,64,256")
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
@@ -157,6 +159,35 @@ def measure_serving(llm: LLM, options: argparse.Namespace) -> None:
                 f"{hit_tokens / sum(map(len, prompts)):.1%} of prompt tokens hit",
                 flush=True,
             )
+
+
+def measure_turns(llm: LLM, options: argparse.Namespace) -> None:
+    del options
+    rng = Random(6)
+    prefix = some_tokens(llm, rng, 4096)
+    engine = llm.engine
+    engine.add_request("prefix", prefix, params_for(1))
+    for num_decodes in (0, 15):
+        for index in range(num_decodes):
+            engine.add_request(f"beside {index}", some_tokens(llm, rng, 1024), params_for(4096))
+        for num_tokens in (128, 500):
+            waits_s = []
+            for turn in range(12):
+                while engine.scheduler.waiting or any(len(r.output_ids) < 4 for r in engine.scheduler.running):
+                    engine.step()
+                name = f"turn {num_decodes} {num_tokens} {turn}"
+                start_s = time.perf_counter()
+                engine.add_request(name, prefix + some_tokens(llm, rng, num_tokens), params_for(1))
+                while all(output.request_id != name for output in engine.step()):
+                    pass
+                waits_s.append(time.perf_counter() - start_s)
+            print(
+                f"turn of {num_tokens} tokens beside {num_decodes} decodes: first token after "
+                f"{median(waits_s[2:]) * 1000:.1f} ms (fastest {min(waits_s[2:]) * 1000:.1f})",
+                flush=True,
+            )
+        for index in range(num_decodes):
+            engine.abort(f"beside {index}")
 
 
 def profile_decode(llm: LLM, options: argparse.Namespace) -> None:

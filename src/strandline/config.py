@@ -45,7 +45,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     """Plan each step while the device runs the one before; None: on GPUs."""
     enforce_eager: bool = False
-    """Launch every operation of every step from Python, rather than replay recorded decode steps on GPUs."""
+    """Launch every operation of every step from Python, rather than replay recorded ones on GPUs."""
     gpu_memory_utilization: float = 0.9
     """The share of a GPU's memory for weights, scratch memory and the cache together, unless ``memory`` says how much
     the cache gets."""

@@ -47,6 +47,11 @@ class HostBatch:
         return len(self.dst_N)
 
     @property
+    def num_prompt_rows(self) -> int:
+        """Rows behind those of the decodes."""
+        return len(self.token_ids_T) - self.num_decodes
+
+    @property
     def has_pending(self) -> bool:
         return bool(self.pending_N.any())
 

@@ -83,8 +83,8 @@ class EngineCore:
                 torch.cuda.empty_cache()
             if not config.enforce_eager:
                 with self._timed("recording"):
-                    sizes = graph_sizes(config.max_num_seqs)
-                    self.runner.record_decodes(sizes, self.limits.max_model_len, progress=progress)
+                    sizes = graph_sizes(config.max_num_seqs, self.scheduler.max_num_batched_tokens)
+                    self.runner.record_steps(sizes, self.limits.max_model_len, progress=progress)
         self._is_overlapped = device.type != "cpu" if config.async_scheduling is None else config.async_scheduling
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
 

@@ -1,9 +1,11 @@
-"""Decode steps recorded once per batch size, and replayed: hundreds of launches become one.
+"""Steps recorded once per size, and replayed: hundreds of launches become one.
 
-A recorded step reads its inputs from fixed places. Rows beyond the step's own are *padding*: null slots, null blocks,
-an empty context; their results are dropped. Operations that a step records must not ask the host for anything.
+Steps of decodes are recorded at a ladder of batch sizes, up to the likeliest tokens; small steps with prompts, which
+the host takes longer to launch kernel by kernel than a GPU to run, at a ladder of rows beside some decodes, up to the
+hidden states. A step is padded to the size that it is replayed at (``PaddedStep``). Operations that a step records must
+not ask the host for anything.
 
-Shape suffixes as in ``kernels/batch.py``; F fields, R rows of the recorded size, V vocabulary.
+Shape suffixes as in ``kernels/batch.py``; I integers of a buffer, E hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,64 +17,50 @@ from torch import Tensor
 from tqdm import tqdm
 
 from strandline.engine.batch import HostBatch
+from strandline.engine.padded_step import PaddedStep, StepSize
 from strandline.engine.pending import PendingTokens
-from strandline.engine.upload import upload
+from strandline.engine.upload import upload, upload_together
 from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.batch import AttentionBatch, LayerMemory, LogBatch, RecurrentBatch, StepBatch
-from strandline.kernels.chunk_table import Chunks
+from strandline.kernels.batch import LayerMemory, StepBatch
 from strandline.kernels.sampling import greedy
 from strandline.kernels.step import resolve_pending, store_hidden
 
-FIELDS: Final = (
-    *("token_ids", "positions", "write_blocks", "write_offsets", "context_lens"),
-    *("src", "dst", "window_src", "window_offset", "log", "log_tokens"),
-    *("pending", "source_rows", "stop_sets"),
-)
+PROMPT_ROWS: Final = (64, 128, 256, 512, 1024)
+"""Beyond the last, a GPU takes longer to run a step than the host to launch it."""
+
+DECODES_BESIDE_PROMPTS: Final = (0, 16, 64, 128)
+"""And as many as there may be. Steps with fewer rows of prompts than of decodes are padded to as many."""
+
 WARM_UP_RUNS: Final = 2
 
 Forward = Callable[[StepBatch, Sequence[LayerMemory]], Tensor]
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to record: close together where a step is short, so that padding costs little."""
-    sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_num_seqs, 32)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepSize]:
+    """Return the sizes to record: close together where a step is short, so that padding costs little."""
+    ladder = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_num_seqs, 32)]
+    decodes = [*(count for count in ladder if count < max_num_seqs), max_num_seqs]
+    beside = [*(count for count in DECODES_BESIDE_PROMPTS if count < max_num_seqs), max_num_seqs]
+    rows = [count for count in PROMPT_ROWS if count < 2 * max_num_batched_tokens]
+    mixed = [StepSize(count, num_rows) for count in beside for num_rows in rows if num_rows >= count]
+    return [*map(StepSize, decodes), *mixed]
 
 
 class _Recorded:
-    """One batch size: its inputs, the graph, its outputs."""
+    """A step of one size: its inputs, the graph, its outputs."""
 
-    def __init__(self, num_rows: int, block_table_NM: Tensor) -> None:
+    def __init__(self, size: StepSize, block_table_NM: Tensor) -> None:
         device = block_table_NM.device
-        self.num_rows = num_rows
-        self.fields_FR = torch.zeros(len(FIELDS), num_rows, dtype=torch.int64, device=device)
-        self.rows_R1 = torch.arange(num_rows + 1, dtype=torch.int64, device=device)
-        self.block_table_NM = block_table_NM[:num_rows]
+        self.padded = PaddedStep(size)
+        self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
+        self.named = self.padded.named(self.buffer_I)
+        self.block_table_NM = block_table_NM
         self.graph = torch.cuda.CUDAGraph()
-        self.hidden_RE = self.logits_RV = torch.empty(0)
-
-    def batch(self) -> StepBatch:
-        named = dict(zip(FIELDS, self.fields_FR, strict=True))
-        attention = AttentionBatch(
-            query_starts=(),
-            context_lens=(),
-            query_starts_N1=self.rows_R1,
-            context_lens_N=named["context_lens"],
-            block_table_NM=self.block_table_NM,
-            write_blocks_T=named["write_blocks"],
-            write_offsets_T=named["write_offsets"],
-            is_all_written=False,
-        )
-        no_chunks = Chunks((0,), (), (), ()).with_tensors([self.rows_R1[:0]] * 4)
-        slots = (named["src"], named["dst"], named["window_src"], named["window_offset"])
-        log = named["log"]
-        logs = LogBatch(log, named["log_tokens"], rows=log, lens=(), folds=())
-        recurrent = RecurrentBatch(*slots, no_chunks, logs)
-        return StepBatch(named["token_ids"], named["positions"], self.num_rows, attention, recurrent)
+        self.hidden_TE = self.last_NE = self.logits_NV = torch.empty(0)
 
 
-class DecodeGraphs:
-    """Recorded decode steps of one model."""
+class StepGraphs:
+    """Recorded steps of one model."""
 
     def __init__(
         self,
@@ -81,77 +69,111 @@ class DecodeGraphs:
         arena: ArenaTensors,
         pending: PendingTokens,
         *,
-        sizes: Iterable[int],
-        max_blocks: int,
+        sizes: Iterable[StepSize],
+        max_model_len: int,
         progress: bool = False,
     ) -> None:
         """Record.
 
         Args:
-            max_blocks: of the longest request.
+            max_model_len: of the longest request, in tokens.
         """
         self._arena = arena
         self._pending = pending
         self._forward, self._logits = forward, logits
+        self._max_model_len = max_model_len
+        self._tables: dict[int | None, Tensor] = {}
         device = arena.bytes.device
-        self.sizes = sorted(sizes)
-        self._block_table_NM = torch.zeros(self.sizes[-1], max_blocks, dtype=torch.int32, device=device)
-        self._recorded: dict[int, _Recorded] = {}
+        by_rows = sorted(sizes, key=lambda size: (size.num_rows, size.num_decodes))
+        self._most_decodes = max(size.num_decodes for size in by_rows)
+        self._num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
+        recorded = dict[StepSize, _Recorded]()
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones then fit into its scratch memory.
-        for size in tqdm(self.sizes[::-1], desc="Recording decode steps", disable=not progress):
-            recorded = self._recorded[size] = _Recorded(size, self._block_table_NM)
+        for size in tqdm(by_rows[::-1], desc="Recording steps", disable=not progress):
+            step = recorded[size] = _Recorded(size, self._table(size))
             for _ in range(WARM_UP_RUNS):
-                self._step(recorded)
+                self._step(step)
             torch.cuda.synchronize(device)
-            with torch.cuda.graph(recorded.graph, pool=pool):
-                self._step(recorded)
+            with torch.cuda.graph(step.graph, pool=pool):
+                self._step(step)
+        self._decodes = [recorded[size] for size in by_rows if not size.num_prompt_rows]
+        self._mixed = [recorded[size] for size in by_rows if size.num_prompt_rows]
 
-    @property
-    def max_rows(self) -> int:
-        return self.sizes[-1]
+    def _table(self, size: StepSize) -> Tensor:
+        """Return zeroed ``block_table_NM``. Steps of decodes share one; so do all in which the filler has one place."""
+        place = size.num_decodes if size.num_prompts else None
+        if place not in self._tables:
+            num_rows = size.num_sequences if size.num_prompts else self._most_decodes
+            shape = (num_rows, self._num_blocks)
+            self._tables[place] = torch.zeros(shape, dtype=torch.int32, device=self._arena.bytes.device)
+        return self._tables[place][: size.num_sequences]
 
     def _step(self, recorded: _Recorded) -> None:
-        batch = recorded.batch()
-        named = dict(zip(FIELDS, recorded.fields_FR, strict=True))
+        named = recorded.named
+        batch = recorded.padded.batch(recorded.buffer_I, recorded.block_table_NM, self._max_model_len)
         resolve_pending(
             batch.token_ids_T,
             batch.recurrent.dst_N,
-            recorded.rows_R1[:-1],
+            named["last_rows"],
             named["pending"],
             named["source_rows"],
             self._pending.sampled_M,
             named["stop_sets"],
             self._pending.stop_ids_XI,
         )
-        recorded.hidden_RE = self._forward(batch, self._arena.layers)
-        store_hidden(recorded.hidden_RE, recorded.rows_R1[:-1], self._arena.hidden_SE, batch.recurrent.dst_N)
-        recorded.logits_RV = self._logits(recorded.hidden_RE)
-        self._pending.sampled_M[: recorded.num_rows].copy_(greedy(recorded.logits_RV))
+        hidden_TE = recorded.hidden_TE = self._forward(batch, self._arena.layers)
+        store_hidden(hidden_TE, named["last_rows"], self._arena.hidden_SE, batch.recurrent.dst_N)
+        if recorded.padded.size.num_prompts:
+            store_hidden(hidden_TE, named["cut_rows"], self._arena.hidden_SE, named["cut_slots"])
+            recorded.last_NE = hidden_TE.index_select(0, named["last_rows"])
+        else:
+            recorded.logits_NV = self._logits(hidden_TE)
+            self._pending.sampled_M[: len(hidden_TE)].copy_(greedy(recorded.logits_NV))
 
-    def run(self, host: HostBatch, source_rows: np.ndarray, stop_sets: np.ndarray) -> Tensor:
-        """Replay a step of decodes; return ``logits_NV``, which the next replay overwrites.
+    def decode(self, host: HostBatch, source_rows: np.ndarray, stop_sets: np.ndarray) -> Tensor | None:
+        """Replay a step of decodes; return ``logits_NV``, which the next replay overwrites. None: none has room.
 
         The likeliest token of each row is then in ``PendingTokens.sampled_M``.
 
         Args:
             source_rows, stop_sets: as ``PendingTokens.places`` returns them.
         """
-        num_rows = host.num_sequences
-        recorded = self._recorded[next(size for size in self.sizes if size >= num_rows)]
-        pinned_FR = torch.zeros(len(FIELDS), recorded.num_rows, dtype=torch.int64, pin_memory=True)
-        fields_FR = pinned_FR.numpy()
-        columns = (
-            *(host.token_ids_T, host.positions_T, host.write_blocks_T, host.write_offsets_T, host.context_lens_N),
-            *(host.src_N, host.dst_N, host.window_src_N, host.window_offset_N),
-            *(host.log_D, host.log_tokens_D),
-            *(host.pending_N, source_rows, stop_sets),
-        )
-        for row, column in zip(fields_FR, columns, strict=True):
-            row[:num_rows] = column
-        device = self._arena.bytes.device
-        recorded.fields_FR.copy_(pinned_FR, non_blocking=True)
-        tables_NM = upload(host.block_table_NM, device)
-        self._block_table_NM[:num_rows, : tables_NM.shape[1]].copy_(tables_NM)
+        recorded = _first_with_room(self._decodes, host)
+        if recorded is None:
+            return None
+        self._replay(recorded, host, source_rows, stop_sets)
+        return recorded.logits_NV[: host.num_sequences]
+
+    def prefill(
+        self, host: HostBatch, source_rows: np.ndarray, stop_sets: np.ndarray
+    ) -> tuple[Tensor, Tensor, int] | None:
+        """Replay a step with prompts. None: none has room.
+
+        Returns:
+            The final hidden states of all rows, which the next replay overwrites; the last one of each sequence,
+            ``last_NE``; and how many rows lie between those of decodes and of prompts.
+        """
+        recorded = _first_with_room(self._mixed, host)
+        if recorded is None:
+            return None
+        self._replay(recorded, host, source_rows, stop_sets)
+        (places_N,) = upload_together([recorded.padded.places(host)], self._arena.bytes.device)
+        gap = recorded.padded.size.num_decodes - host.num_decodes
+        return recorded.hidden_TE, recorded.last_NE.index_select(0, places_N), gap
+
+    def _replay(self, recorded: _Recorded, host: HostBatch, source_rows: np.ndarray, stop_sets: np.ndarray) -> None:
+        padded, num_decodes = recorded.padded, host.num_decodes
+        pinned_I = torch.zeros(padded.num_integers, dtype=torch.int64, pin_memory=True)
+        padded.fill(pinned_I.numpy(), host, source_rows, stop_sets)
+        recorded.buffer_I.copy_(pinned_I, non_blocking=True)
+        tables_NM = upload(host.block_table_NM, self._arena.bytes.device)
+        width = tables_NM.shape[1]
+        for tables, place in ((tables_NM[:num_decodes], 0), (tables_NM[num_decodes:], padded.size.num_decodes)):
+            if len(tables):
+                recorded.block_table_NM[place : place + len(tables), :width].copy_(tables)
         recorded.graph.replay()
-        return recorded.logits_RV[:num_rows]
+
+
+def _first_with_room(steps: Sequence[_Recorded], host: HostBatch) -> _Recorded | None:
+    return next((step for step in steps if step.padded.size.has_room_for(host)), None)

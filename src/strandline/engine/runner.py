@@ -17,15 +17,16 @@ from torch import Tensor
 
 from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock
 from strandline.engine.batch import DeviceBatch, build_host_batch, to_device
-from strandline.engine.graphs import DecodeGraphs
+from strandline.engine.graphs import StepGraphs
 from strandline.engine.heap import keep_scratch_memory
+from strandline.engine.padded_step import StepSize
 from strandline.engine.pending import PendingTokens
 from strandline.engine.plan import NewRequest, SequencePlan, StepPlan, StepResult
 from strandline.engine.sampler import LogprobTensors, SamplingState, choose_tokens
 from strandline.engine.structured import Grammars, Matcher
 from strandline.engine.upload import download, upload_together
 from strandline.errors import EngineError
-from strandline.ids import BLOCK_TOKENS, BlockId, RequestId
+from strandline.ids import BlockId, RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import LayerMemory, StepBatch
 from strandline.kernels.gdn_log import gdn_fold
@@ -145,7 +146,7 @@ class Runner:
         self._pending = PendingTokens(max_num_seqs, device)
         self._poison = poison
         self._is_deterministic = deterministic
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._states: dict[RequestId, SamplingState] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -181,17 +182,17 @@ class Runner:
         """Drop what is remembered of requests; there must be none under way."""
         self._states.clear()
 
-    def record_decodes(self, sizes: Iterable[int], max_model_len: int, *, progress: bool = False) -> None:
-        """Record decode steps of these numbers of sequences, to replay them from now on."""
+    def record_steps(self, sizes: Iterable[StepSize], max_model_len: int, *, progress: bool = False) -> None:
+        """Record steps of these sizes, to replay them from now on."""
         set_deterministic(self._is_deterministic)
         with torch.inference_mode():
-            self._graphs = DecodeGraphs(
+            self._graphs = StepGraphs(
                 self.model.forward,
                 self.model.logits,
                 self.arena,
                 self._pending,
                 sizes=sizes,
-                max_blocks=-(-max_model_len // BLOCK_TOKENS),
+                max_model_len=max_model_len,
                 progress=progress,
             )
 
@@ -199,12 +200,7 @@ class Runner:
         sequences = plan.sequences
         order, num_decodes = _order(sequences)
         launched = LaunchedStep(len(sequences), self.device)
-        if self._graphs is not None and _can_replay(sequences, num_decodes, self._graphs.max_rows):
-            host = build_host_batch(sequences, num_decodes)
-            logits_NV = self._graphs.run(host, *self._pending.places(sequences, self._states))
-            self._sample(sequences, logits_NV, launched, self._pending.sampled_M[: len(sequences)])
-        else:
-            launched.is_launch_bound = self.device.type == "cuda" and plan.num_tokens <= LAUNCH_BOUND_TOKENS
+        if not self._replay_decodes(sequences, num_decodes, launched):
             hidden_NE = self._last_hidden(sequences, order, num_decodes, launched)
             sampled = [index for index, sequence in enumerate(sequences) if sequence.is_sampled]
             if sampled:
@@ -214,6 +210,17 @@ class Runner:
                 self._sample(sequences, self.model.logits(hidden_NE), launched)
         launched.close()
         return launched
+
+    def _replay_decodes(self, sequences: Sequence[SequencePlan], num_decodes: int, launched: LaunchedStep) -> bool:
+        """Replay a step of decodes that are all sampled; whether it was one, and recorded."""
+        if self._graphs is None or num_decodes < len(sequences) or not all(s.is_sampled for s in sequences):
+            return False
+        host = build_host_batch(sequences, num_decodes)
+        logits_NV = self._graphs.decode(host, *self._pending.places(sequences, self._states))
+        if logits_NV is None:
+            return False
+        self._sample(sequences, logits_NV, launched, self._pending.sampled_M[: len(sequences)])
+        return True
 
     @torch.inference_mode()
     def carry_out(self, actions: Iterable[Action]) -> None:
@@ -252,13 +259,22 @@ class Runner:
             return self._stored_hidden(sequences)
         ordered = [sequences[index] for index in order]
         host = build_host_batch(ordered, num_decodes)
-        batch = to_device(host, self.device)
-        if host.has_pending:
-            self._pending.resolve(batch, ordered, self._states)
-        hidden_TE = self.model.forward(batch.step, self.arena.layers)
-        self._store_hidden(ordered, host.query_starts_N1.tolist(), hidden_TE, batch)
-        self._prompt_logprobs(ordered, order, host.query_starts_N1.tolist(), hidden_TE, launched)
-        last_NE = hidden_TE if len(hidden_TE) == len(ordered) else hidden_TE[batch.last_rows_N]
+        rows = host.query_starts_N1.tolist()
+        replayed = None
+        if self._graphs is not None:
+            replayed = self._graphs.prefill(host, *self._pending.places(ordered, self._states))
+        if replayed is not None:
+            hidden_TE, last_NE, gap = replayed
+            rows[num_decodes:] = [row + gap for row in rows[num_decodes:]]
+        else:
+            launched.is_launch_bound = self.device.type == "cuda" and len(host.token_ids_T) <= LAUNCH_BOUND_TOKENS
+            batch = to_device(host, self.device)
+            if host.has_pending:
+                self._pending.resolve(batch, ordered, self._states)
+            hidden_TE = self.model.forward(batch.step, self.arena.layers)
+            self._store_hidden(ordered, rows, hidden_TE, batch)
+            last_NE = hidden_TE if len(hidden_TE) == len(ordered) else hidden_TE[batch.last_rows_N]
+        self._prompt_logprobs(ordered, order, rows, hidden_TE, launched)
         if order == list(range(len(sequences))):
             return last_NE
         hidden_NE = self._stored_hidden(sequences)
@@ -332,11 +348,6 @@ def _order(sequences: Sequence[SequencePlan]) -> tuple[list[int], int]:
         index for index, sequence in enumerate(sequences) if sequence.end > sequence.start and not sequence.is_decode
     ]
     return decodes + prefills, len(decodes)
-
-
-def _can_replay(sequences: Sequence[SequencePlan], num_decodes: int, max_rows: int) -> bool:
-    """Whether a step is one of decodes that are all sampled, no more than were recorded."""
-    return num_decodes == len(sequences) <= max_rows and all(sequence.is_sampled for sequence in sequences)
 
 
 @contextmanager

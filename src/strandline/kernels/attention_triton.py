@@ -364,6 +364,9 @@ def _prefill_kernel(
     num_tiles_N = tl.cdiv((stop_N - start_N) * GROUP, BLOCK_M)
     is_before_N = is_prefill_N & (tl.cumsum(num_tiles_N, axis=0) <= tile)
     prefill = tl.sum(is_before_N.to(tl.int32), axis=0)
+    # A recorded step has room for more tiles than there are.
+    if prefill >= num_prefills:
+        return
     tile = tile - tl.sum(tl.where(is_before_N, num_tiles_N, 0), axis=0)
     sequence = (num_decodes + prefill).to(tl.int64)
     query_start = tl.load(query_start_ptr + sequence).to(tl.int32)

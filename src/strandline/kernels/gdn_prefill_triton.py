@@ -165,6 +165,9 @@ def _prepare_kernel(
     key_head = head // HEADS_PER_KEY
     start = tl.load(starts_ptr + chunk)
     length = tl.load(lengths_ptr + chunk).to(tl.int32)
+    # A recorded step has room for more chunks than there are.
+    if length == 0:
+        return
     row = tl.arange(0, L)
     column = tl.arange(0, BLOCK_K)
     is_token = row < length

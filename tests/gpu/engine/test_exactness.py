@@ -3,9 +3,13 @@
 Greedy tokens are compared exactly in float32: the tiny model's logits lie further apart than float32 rounds.
 """
 
+from random import Random
+from typing import Any
+
 import pytest
 
-from strandline import SamplingParams
+from strandline import LLM, SamplingParams
+from strandline.engine.graphs import StepGraphs
 from strandline.env import TRITON
 from strandline.kernels.platform import runs_triton
 from tests.cpu.engine.conftest import MakeLLM
@@ -53,13 +57,18 @@ PROMPTS = [tokens(count, seed=count) for count in (1, 5, 63, 64, 65, 129, 300)]
 LONG = SamplingParams(temperature=0, max_tokens=40)
 
 
-def test_the_first_token_of_a_short_prompt_is_there_when_its_step_returns(make_llm: MakeLLM) -> None:
-    llm = make_llm(async_scheduling=True)
+def test_the_first_token_of_a_step_that_is_launched_slowly_is_there_when_the_step_returns(make_llm: MakeLLM) -> None:
+    llm = make_llm(async_scheduling=True, enforce_eager=True)
     llm.engine.add_request("short", tokens(300, seed=1), LONG)
     [output] = llm.engine.step()
     assert len(output.outputs[0].token_ids) == 1
-    # Recorded steps overlap: the second token comes when the third is being computed.
-    assert [len(llm.engine.step()) for _ in range(2)] == [0, 1]
+
+
+def test_recorded_steps_overlap(make_llm: MakeLLM) -> None:
+    llm = make_llm(async_scheduling=True)
+    llm.engine.add_request("short", tokens(300, seed=1), LONG)
+    # Each token comes when the next one is being computed.
+    assert [len(llm.engine.step()) for _ in range(3)] == [0, 1, 1]
 
 
 def test_greedy_tokens_are_those_of_the_cpu(make_llm: MakeLLM) -> None:
@@ -83,6 +92,42 @@ def test_greedy_tokens_are_those_of_the_torch_kernels(make_llm: MakeLLM, monkeyp
 def test_recorded_steps_give_the_tokens_of_launched_ones(make_llm: MakeLLM) -> None:
     prompts = [*PROMPTS, *PROMPTS[::-1]]
     assert answers(make_llm(), prompts, LONG) == answers(make_llm(enforce_eager=True), prompts, LONG)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [40, 200, 2048])
+def test_prompts_of_all_lengths_are_replayed_beside_decodes(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int
+) -> None:
+    replayed = list[bool]()
+    replay = StepGraphs.prefill
+
+    def count(graphs: StepGraphs, *step: Any) -> Any:
+        result = replay(graphs, *step)
+        replayed.append(result is not None)
+        return result
+
+    monkeypatch.setattr(StepGraphs, "prefill", count)
+    options = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 20}
+
+    def serve(llm: LLM) -> dict[str, list[int]]:
+        rng, found = Random(max_num_batched_tokens), dict[str, list[int]]()
+        for index in range(40):
+            prompt = tokens(rng.choice([1, 2, 20, 64, 65, 130, 400]), seed=index % 7)
+            wanted = rng.choice([None, None, None, 2])
+            params = SamplingParams(
+                temperature=0, max_tokens=rng.choice([1, 5, 30]), prompt_logprobs=wanted, ignore_eos=True
+            )
+            llm.engine.add_request(str(index), prompt, params)
+            for _ in range(rng.choice([0, 0, 1, 4])):
+                found |= {output.request_id: list(output.outputs[0].token_ids) for output in llm.engine.step()}
+        while llm.engine.has_unfinished:
+            found |= {output.request_id: list(output.outputs[0].token_ids) for output in llm.engine.step()}
+        return found
+
+    expected = serve(make_llm(enforce_eager=True, **options))
+    assert not replayed
+    assert serve(make_llm(**options)) == expected
+    assert sum(replayed) > len(replayed) / 2
 
 
 @pytest.mark.parametrize("seed", [11, 12])

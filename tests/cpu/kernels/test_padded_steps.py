@@ -1,0 +1,182 @@
+"""Kernels on a step with room to spare, as it is recorded: the same results and memory as without, and nothing of NaN.
+
+Slots, blocks and windows that no sequence owns are NaN, and so is what ``torch.empty`` returns; the null ones are zero.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.engine.batch import HostBatch, build_host_batch, to_device
+from strandline.engine.padded_step import PaddedStep, StepSize
+from strandline.engine.plan import SequencePlan
+from strandline.ids import BLOCK_TOKENS, RequestId, SlotId
+from strandline.kernels.batch import KVMemory, StepBatch
+from tests.interpreter import multiply_bfloat16, take_loop_bounds_from_memory
+from tests.poison import poisoned_memory
+
+pytest.importorskip("triton")
+
+from strandline.kernels import attention_triton, conv1d_triton, gdn_prefill_triton
+
+take_loop_bounds_from_memory()
+multiply_bfloat16()
+
+NUM_SLOTS = 40
+SIZES = [StepSize(2, 89), StepSize(5, 170)]
+"""Without a row to spare, and with room for all kinds; the steps below have 2 decodes and 89 rows of prompts."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step as it is, and with room to spare."""
+
+    host: HostBatch
+    plain: StepBatch
+    padded: StepBatch
+    size: StepSize
+
+    def spread(self, x_T: Tensor) -> Tensor:
+        """Put rows where they are in the padded step, any numbers between them."""
+        wide = torch.randn(self.size.num_rows, *x_T.shape[1:]).to(x_T.dtype)
+        wide[: self.host.num_decodes] = x_T[: self.host.num_decodes]
+        wide[self._prompt_rows] = x_T[self.host.num_decodes :]
+        return wide
+
+    def gather(self, x_T: Tensor) -> Tensor:
+        """Take back the rows that are not padding."""
+        return torch.cat([x_T[: self.host.num_decodes], x_T[self._prompt_rows]])
+
+    @property
+    def _prompt_rows(self) -> slice:
+        return slice(self.size.num_decodes, self.size.num_decodes + self.host.num_prompt_rows)
+
+
+def make_step(size: StepSize) -> Step:
+    """Return two decodes and five prompts: fresh, resumed inside a block, of one token, with cuts everywhere."""
+    ranges = [(70, 71), (5, 6), (0, 65), (37, 38), (60, 66), (64, 72), (3, 12)]
+    cuts: dict[int, tuple[int, ...]] = {2: (1, 64, 65), 3: (38,), 4: (61, 63), 6: (7,)}
+    num_decodes = 2
+    next_slot, next_block = 1, 1
+    sequences = []
+    for index, (start, end) in enumerate(ranges):
+        num_blocks = -(-end // BLOCK_TOKENS)
+        here = cuts.get(index, ())
+        src, dst = (next_slot if start else 0), next_slot + 1
+        sequences.append(
+            SequencePlan(
+                request_id=RequestId(f"{index}"),
+                start=start,
+                end=end,
+                token_ids=[7] * (end - start),
+                block_table=array("i", range(next_block, next_block + num_blocks)),
+                kv_start=start,
+                state_src=SlotId(src),
+                state_dst=SlotId(dst),
+                window_src=SlotId(src),
+                window_offset=0,
+                cuts=tuple((position, SlotId(dst + 1 + i)) for i, position in enumerate(here)),
+                is_sampled=True,
+            )
+        )
+        next_slot += 2 + len(here)
+        next_block += num_blocks
+    host = build_host_batch(sequences, num_decodes)
+    padded = PaddedStep(size)
+    assert size.has_room_for(host)
+    buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
+    nothing = np.zeros(len(sequences), dtype=np.int64)
+    padded.fill(buffer_I.numpy(), host, nothing, nothing)
+    table_NM = torch.zeros(size.num_sequences, 8, dtype=torch.int32)
+    for place, row in zip(padded.places(host), torch.from_numpy(host.block_table_NM), strict=True):
+        table_NM[place, : len(row)] = row
+    # What is left of an earlier, longer step is not read.
+    table_NM[padded.places(host), host.block_table_NM.shape[1] :] = next_block
+    return Step(host, to_device(host, torch.device("cpu")).step, padded.batch(buffer_I, table_NM, 256), size)
+
+
+def make_slots(step: Step, *shape: int) -> Tensor:
+    """Return slots: random ones that are read, zeros in the null slot, NaN in all others."""
+    slots = torch.full((NUM_SLOTS, *shape), torch.nan)
+    slots[step.plain.recurrent.src_N] = torch.randn(len(step.plain.recurrent.src_N), *shape)
+    slots[0] = 0
+    return slots
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_gated_deltanet_gives_the_same_and_leaves_the_same(size: StepSize) -> None:
+    torch.manual_seed(1)
+    step = make_step(size)
+    num_decodes, num_rows = step.host.num_decodes, len(step.host.token_ids_T)
+    inputs = [torch.randn(num_rows, *shape) for shape in ((1, 16), (1, 16), (2, 16), (2,), (2,))]
+    gates = (torch.rand(2).log(), torch.randn(2))
+    state_SHKV = make_slots(step, 2, 16, 16)
+    padded_SHKV = state_SHKV.clone()
+
+    def run(batch: StepBatch, inputs: list[Tensor], state_SHKV: Tensor) -> Tensor:
+        first, slots = batch.num_decodes, batch.recurrent
+        with poisoned_memory():
+            out_THV = gdn_prefill_triton.gdn_prefill(
+                *(x[first:] for x in inputs), *gates, state_SHKV, slots.src_N[first:], slots.dst_N[first:], slots.chunks
+            )
+        return torch.cat([torch.zeros(first, *out_THV.shape[1:]), out_THV])
+
+    expected = run(step.plain, inputs, state_SHKV)
+    out = run(step.padded, [step.spread(x) for x in inputs], padded_SHKV)
+    assert out.isfinite().all()
+    assert torch.equal(step.gather(out)[num_decodes:], expected[num_decodes:])
+    assert torch.equal(padded_SHKV.nan_to_num(99.0), state_SHKV.nan_to_num(99.0))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_convolution_gives_the_same_and_leaves_the_same(size: StepSize) -> None:
+    torch.manual_seed(2)
+    step = make_step(size)
+    num_decodes = step.host.num_decodes
+    x_TC, weight_CW = torch.randn(len(step.host.token_ids_T), 48), torch.randn(48, 4)
+    window_SRC = make_slots(step, 3, 48)
+    padded_SRC = window_SRC.clone()
+
+    def run(batch: StepBatch, x_TC: Tensor, window_SRC: Tensor) -> Tensor:
+        first, slots = batch.num_decodes, batch.recurrent
+        places = (slots.window_src_N[first:], slots.window_offset_N[first:], slots.dst_N[first:])
+        with poisoned_memory():
+            y_TC = conv1d_triton.causal_conv1d_prefill(
+                x_TC[first:], weight_CW, None, window_SRC, *places, slots.chunks, "silu"
+            )
+        return torch.cat([torch.zeros(first, 48), y_TC])
+
+    expected = run(step.plain, x_TC, window_SRC)
+    out = run(step.padded, step.spread(x_TC), padded_SRC)
+    assert out.isfinite().all()
+    assert torch.equal(step.gather(out)[num_decodes:], expected[num_decodes:])
+    assert torch.equal(padded_SRC.nan_to_num(99.0), window_SRC.nan_to_num(99.0))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_attention_gives_the_same(size: StepSize) -> None:
+    torch.manual_seed(3)
+    step = make_step(size)
+    q_THD = torch.randn(len(step.host.token_ids_T), 2, 16)
+    k_BPGD, v_BPGD = torch.full((2, 20, BLOCK_TOKENS, 1, 16), torch.nan)
+    for memory in (k_BPGD, v_BPGD):
+        memory[0] = 0
+        for row, end in zip(step.host.block_table_NM, step.host.context_lens_N, strict=True):
+            for position in range(end):
+                memory[row[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = torch.randn(1, 16)
+
+    def run(batch: StepBatch, q_THD: Tensor) -> Tensor:
+        with poisoned_memory():
+            return attention_triton.paged_attention(
+                q_THD, KVMemory(k_BPGD, v_BPGD), batch.attention, batch.num_decodes, scale=0.3
+            )
+
+    expected = run(step.plain, q_THD)
+    out = run(step.padded, step.spread(q_THD))
+    assert out.isfinite().all()
+    # Another number of programs shares the context: sums are in another order.
+    torch.testing.assert_close(step.gather(out), expected, rtol=1e-5, atol=1e-6)
