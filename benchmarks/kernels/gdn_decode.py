@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from strandline.kernels import gdn, gdn_decode_triton, gdn_log_triton
+from strandline.kernels import gdn, gdn_decode_triton
 from strandline.kernels.batch import LogBatch, LogMemory
 from strandline.kernels.gdn_log import LOG_TOKENS
 
@@ -67,7 +67,7 @@ def time_logged_us(all_calls: list[Call], num_places: int = LOG_TOKENS) -> tuple
         (*call, LogMemory(*(-torch.rand(batch_size + 1, *size, device="cuda") for size in sizes)), logs)
         for call in all_calls
     ]
-    graph = record(gdn_log_triton.gdn_decode_logged, logged)
+    graph = record(gdn_decode_triton.gdn_decode_logged, logged)
     times = []
     for length in range(num_places + 1):
         len_N.fill_(length)

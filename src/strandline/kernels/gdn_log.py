@@ -29,7 +29,7 @@ LOG_TOKENS: Final = 8
 """More make writes rarer, and each read of the log longer."""
 
 
-@has_triton_twin("gdn_log_triton")
+@has_triton_twin("gdn_decode_triton")
 def gdn_decode_logged(
     q_NGK: Tensor,
     k_NGK: Tensor,

@@ -138,11 +138,12 @@ def check_gates(dtype: torch.dtype, device: str) -> None:
 
 
 def check_nan_stays_in_its_sequence(device: str) -> None:
+    state_SHKV = make_arena(4, [1, 2, 3], Shape(), device)
+    slots = torch.arange(1, 4, device=device)
+    # Last: on a GPU, states and slots must be older than the launch before.
     inputs = make_inputs(3, Shape(), torch.float32, device)
     for x in inputs[:5]:
         x[1] = torch.nan
-    state_SHKV = make_arena(4, [1, 2, 3], Shape(), device)
-    slots = torch.arange(1, 4, device=device)
     out_NHV = gdn_decode(*inputs, state_SHKV, slots, slots)
     assert out_NHV[[0, 2]].isfinite().all()
     assert out_NHV[1].isnan().all()

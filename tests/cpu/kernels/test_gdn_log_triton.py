@@ -12,7 +12,8 @@ from tests.cpu.kernels.test_gdn_log import LOG_TOKENS, Setting, Shape
 
 pytest.importorskip("triton")
 
-from strandline.kernels.gdn_log_triton import gdn_decode_logged, gdn_fold
+from strandline.kernels.gdn_decode_triton import gdn_decode_logged
+from strandline.kernels.gdn_log_triton import gdn_fold
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter"),

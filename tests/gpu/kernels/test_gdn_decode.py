@@ -47,10 +47,11 @@ def test_nan_in_one_sequence_stays_there() -> None:
 
 
 def test_a_graph_replays_the_step_on_new_slots_and_inputs() -> None:
-    inputs = make_inputs(4, QWEN35, torch.bfloat16, "cuda")
+    src_N, dst_N = torch.zeros(4, dtype=torch.int64, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
     state_SHKV = make_arena(9, range(1, 9), QWEN35, "cuda")
     eager_SHKV = state_SHKV.clone()
-    src_N, dst_N = torch.zeros(4, dtype=torch.int64, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
+    # Last: states and slots must be older than the launch before.
+    inputs = make_inputs(4, QWEN35, torch.bfloat16, "cuda")
     gdn_decode(*inputs, state_SHKV, src_N, dst_N)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
