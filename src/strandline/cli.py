@@ -219,6 +219,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     text = "between snapshots of align and all (default: %(default)s)"
     add("--mamba-block-size", type=int, default=1024, metavar="TOKENS", help=text)
     add("--deterministic", action="store_true", help="the same bits, cached or not and in any batch; slower")
+    text = "replay this share of the hits cold, and measure what differs (default: %(default)s)"
+    add("--audit-rate", type=float, default=0.0, metavar="SHARE", help=text)
     add("--seed", type=int, default=0, help="of unseeded sampling and dummy weights (default: %(default)s)")
 
 

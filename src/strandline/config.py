@@ -59,6 +59,8 @@ class EngineConfig:
     deterministic: bool = False
     """Compute every token to the same bits, cached or not and whatever is computed beside it: cuts and steps of prompts
     on the 64-token grid, batch-invariant kernels on GPUs. Slower."""
+    audit_rate: float = 0.0
+    """Share of the hits that are replayed cold when they have ended, to see how far log-probabilities differ."""
     seed: int = 0
     """Of unseeded requests' sampling, and of dummy weights."""
 
@@ -79,6 +81,9 @@ class EngineConfig:
         share: object = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
+        rate: object = self.audit_rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+            raise ConfigError(f"audit_rate must be from 0 to 1, got {rate!r}")
         if self.memory is not None:
             parse_bytes(self.memory)
 

@@ -48,6 +48,8 @@ T = TypeVar("T")
 
 AUTO = Auto()
 MAX_EMPTY_ROOTS = 256
+NO_ACCOUNT = Account(0, 0, 0, None, ())
+"""Of a lease that nobody asked for."""
 TAKEN = "memory that was counted as available could not be taken"
 
 
@@ -164,6 +166,7 @@ class PrefixCache:
         marks: tuple[int, ...] = (),
         shared_end: int | None = None,
         habit: int | None = None,
+        is_counted: bool = True,
     ) -> Lease | None:
         """Lease a slot for a request and the blocks of what is cached; start it at the deepest snapshot.
 
@@ -174,6 +177,8 @@ class PrefixCache:
             marks: positions where others are likely to share the prompt's beginning.
             shared_end: others find its keys and values up to here only; None: all of them.
             habit: what its lease said before it was preempted; None: it has had no lease.
+            is_counted: whether anybody asked for it. When False it has an account of nothing, and nothing is learned
+                from it.
 
         A request that is alone and cannot have its snapshot beside its own state starts over (``NO_ROOM``): nobody
         will ever make room for it.
@@ -189,6 +194,8 @@ class PrefixCache:
         upper = self._split_at(end)
         explainer = Explainer(self._roots, self.leases.values())
         account = explainer.account(tokens, salt, end, snapshot) if is_asked else _nothing_asked(tokens)
+        if not is_counted:
+            account = NO_ACCOUNT
         if not self._hold(upper, end, snapshot, tokens, step_tokens):
             if snapshot is None or self.leases:
                 return None
@@ -207,7 +214,8 @@ class PrefixCache:
             lease.habit = self.reuse.come_back(salt, tokens.data)
         self._fill_lease(lease, end, snapshot)
         self._wish(lease, end.kv_tokens, marks)
-        self.counters.count(account)
+        if is_counted:
+            self.counters.count(account)
         return lease
 
     def _hold(self, upper: Run, end: Walk, snapshot: Snapshot | None, tokens: TokenBuffer, step_tokens: int) -> bool:
@@ -396,7 +404,7 @@ class PrefixCache:
         lease.run.last_used = self.memory.next_tick()
         if kind is SnapshotKind.PREEMPTION:
             lease.habit = habit_after(0)
-        elif self.enabled:
+        elif self.enabled and lease.account is not NO_ACCOUNT:
             self.reuse.leave(lease.salt, lease.tokens.data, lease.account.queried, lease.computed, lease.habit)
         if lease.source is not None:
             memory.unpin_snapshot(lease.source)

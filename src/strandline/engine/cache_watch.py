@@ -139,7 +139,7 @@ class CacheWatch:
             return
         names = {new.request_id for new in plan.new}
         for request in self._scheduler.running:
-            if request.request_id in names and request.account is not None:
+            if request.request_id in names and request.account is not None and not request.is_audit:
                 prompt = request.tokens.slice(0, request.num_prompt_tokens)
                 self._log.note(Lookup(request.request_id, request.salt, now_s, request.account), prompt)
 

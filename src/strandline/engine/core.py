@@ -12,6 +12,7 @@ from strandline.cache import OnGrid, PrefixCache, Reason, placement
 from strandline.cache.invariants import check
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
+from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
 from strandline.engine.events import CoreStats, Limits, PromptLogprobs, StepEvents, Submission, TokenEvent
 from strandline.engine.graphs import graph_sizes
@@ -85,6 +86,7 @@ class EngineCore:
                 with self._timed("recording"):
                     sizes = graph_sizes(config.max_num_seqs, self.scheduler.max_num_batched_tokens)
                     self.runner.record_steps(sizes, self.limits.max_model_len, progress=progress)
+        self._auditor = Auditor(config.audit_rate, self.limits.max_model_len, seed=config.seed)
         self._is_overlapped = device.type != "cpu" if config.async_scheduling is None else config.async_scheduling
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
 
@@ -112,12 +114,18 @@ class EngineCore:
     def finish(self, request_id: RequestId) -> None:
         """End a sequence between steps and free what it holds. Unknown ids are ignored."""
         self.scheduler.finish(request_id, FinishReason.ABORT)
+        self._auditor.forget(request_id)
         self._tidy_up()
         self.runner.matchers.pop(request_id, None)
 
     @property
     def has_unfinished(self) -> bool:
-        return len(self.scheduler) > 0 or self._in_flight is not None
+        return len(self.scheduler) > 0 or self._in_flight is not None or self._auditor.is_due
+
+    @property
+    def audits(self) -> Audits:
+        """What audits have found so far."""
+        return self._auditor.audits
 
     def step(self) -> StepEvents:
         """Launch a step and return what the last one that is done produced.
@@ -130,11 +138,15 @@ class EngineCore:
         is_overlapped = self._is_overlapped and self.scheduler.can_run_ahead
         if not is_overlapped:
             self._settle(events)
+        if not self.scheduler.waiting and (replay := self._auditor.next()) is not None:
+            self.scheduler.add(replay)
         plan = self.scheduler.plan()
         if plan is None:
             self._settle(events)
             return events
         self.watch.after_plan(plan)
+        if plan.new:
+            self._auditor.choose(plan, {request.request_id: request for request in self.scheduler.running})
         launched = self.runner.launch(plan)
         self._settle(events)
         self.scheduler.advance(plan)
@@ -150,7 +162,8 @@ class EngineCore:
         plan, launched = self._in_flight
         self._in_flight = None
         result = launched.result()
-        _add_events(events, plan, result, self.scheduler.settle(plan, result))
+        advanced = self._auditor.take(plan, result, self.scheduler.settle(plan, result))
+        _add_events(events, plan, result, advanced)
         self._tidy_up()
         if self._is_debugged:
             check(self.cache)
@@ -199,6 +212,9 @@ class EngineCore:
             num_snapshots_evicted=memory.num_snapshots_evicted,
             num_blocks_evicted=memory.num_blocks_evicted,
             tenant_bytes=self._tenant_bytes(),
+            num_audited=self.audits.num_requests,
+            num_audited_tokens=self.audits.num_tokens,
+            largest_audit_difference=self.audits.largest_difference,
         )
 
     def _tenant_bytes(self) -> dict[str, int]:

@@ -80,3 +80,9 @@ class CoreStats:
     num_blocks_evicted: int
     tenant_bytes: dict[str, int]
     """Memory by who holds it, and what is free; the sum is the arena."""
+    num_audited: int = 0
+    """Requests that were replayed cold."""
+    num_audited_tokens: int = 0
+    """Of their outputs."""
+    largest_audit_difference: float = 0.0
+    """Of the log-probabilities of one of these tokens."""

@@ -29,6 +29,7 @@ class Request:
         "account",
         "finish_reason",
         "habit",
+        "is_audit",
         "is_introduced",
         "lead",
         "lease",
@@ -56,6 +57,7 @@ class Request:
         max_total: int,
         salt: str = "",
         marks: tuple[int, ...] = (),
+        is_audit: bool = False,
     ) -> None:
         self.new = new
         self.request_id: RequestId = new.request_id
@@ -84,6 +86,8 @@ class Request:
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.is_audit = is_audit
+        """Whether it replays another one, and has no sender (``Auditor``)."""
         self.is_introduced = False
         """Whether the runner has been told of it."""
 

@@ -250,6 +250,7 @@ class Scheduler:
             read=self._may_read(request),
             shared_end=request.num_prompt_tokens if self._is_exact else None,
             habit=request.habit,
+            is_counted=not request.is_audit,
         )
         if lease is None:
             return None

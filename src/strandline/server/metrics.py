@@ -137,6 +137,10 @@ class _CoreMetrics:
         yield self._gauge("snapshots_resident", "Snapshots that the cache holds.", {"": stats.num_snapshots})
         yield self._counter("snapshots_evicted", "Snapshots evicted.", {"": stats.num_snapshots_evicted})
         yield self._counter("blocks_evicted", "Blocks evicted.", {"": stats.num_blocks_evicted})
+        yield self._counter("audited_requests", "Requests that were replayed cold.", {"": stats.num_audited})
+        yield self._counter("audited_tokens", "Tokens of their outputs.", {"": stats.num_audited_tokens})
+        text = "Between a token's log-probability and that of its replay; 0 without --audit-rate."
+        yield self._gauge("audit_largest_difference", text, {"": stats.largest_audit_difference})
         yield self._gauge("cache_memory_bytes", "Memory, by tenant.", stats.tenant_bytes, "tenant")
         in_use = stats.tenant_bytes["slots_in_use"] + stats.tenant_bytes["blocks_in_use"]
         share = in_use / max(sum(stats.tenant_bytes.values()), 1)

@@ -10,7 +10,7 @@ from strandline.config import EngineConfig
 from strandline.server.launch import ServerConfig
 
 FLAGS = [
-    "--api-key", "--async-scheduling", "--cache-page", "--chat-template", "--client-timeout-s",
+    "--api-key", "--async-scheduling", "--audit-rate", "--cache-page", "--chat-template", "--client-timeout-s",
     "--deterministic", "--device", "--dtype", "--enable-auto-tool-choice",
     "--enable-prefix-caching", "--enforce-eager",
     "--gpu-memory-utilization", "--host",

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from strandline import LLM, SamplingParams
 from strandline.cache.account import Reason
 from strandline.server.metrics import RECOMPUTED
-from tests.cpu.server.process import ServerProcess, running_server
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana-dashboard.json").read_text())
 HISTOGRAM_PARTS = ("_bucket", "_count", "_sum")
@@ -19,8 +20,8 @@ HISTOGRAM_PARTS = ("_bucket", "_count", "_sum")
 
 @pytest.fixture(scope="module")
 def used(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of its own, that has answered a few requests."""
-    with running_server(bytes_dir, tmp_path_factory.mktemp("metrics") / "log") as server:
+    """A server of its own, that has answered a few requests, and audits all hits."""
+    with running_server(bytes_dir, tmp_path_factory.mktemp("metrics") / "log", "--audit-rate", "1") as server:
         for prompt in ("a prompt of some length", "a prompt of some length", "another"):
             assert server.post("/v1/completions", prompt=prompt, max_tokens=3, temperature=0).status_code == 200
         yield server
@@ -99,6 +100,14 @@ def test_lengths_and_times_are_counted_for_each_request(used: ServerProcess) -> 
         assert found[f"{name}_count"] == 3
         assert found[f"{name}_sum"] > 0
     assert found["inter_token_latency_seconds_count"] == 6
+
+
+def test_hits_are_replayed_and_compared(used: ServerProcess) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while (found := samples(used))["audited_requests_total"] < 1 and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert (found["audited_requests_total"], found["audited_tokens_total"]) == (1, 3)
+    assert 0 <= found["audit_largest_difference"] < 1e-3
 
 
 def test_recomputed_are_those_reasons_that_say_so() -> None:

@@ -1,0 +1,151 @@
+"""Audits: does the answer change with the cache (contract 6)? A share of the hits is replayed cold, and compared.
+
+Of a request that is audited, the log-probability of every token that it samples comes to the host, whether or not its
+sender asked for it. When it has ended, its prompt and its output are computed once more from the first token on, as
+the prompt of a request that reads nothing from the cache and samples nothing. The output's tokens then have two
+log-probabilities, and their difference is what cache, batch and the kernels of decoding have changed: if all is well,
+what the model's dtype rounds.
+
+Audits run when no other request waits, one at a time; what comes while one is due is not audited.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Final
+
+from strandline.engine.plan import NewRequest, StepPlan, StepResult, TokenLogprobs
+from strandline.engine.request import Request
+from strandline.engine.sampling_params import SamplingParams
+from strandline.ids import RequestId
+
+PREFIX: Final = "audit of "
+COLD: Final = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+
+
+@dataclass(slots=True)
+class Audits:
+    """What audits have found since the start."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    """Tokens of outputs that were compared."""
+    largest_difference: float = 0.0
+    """Of the log-probabilities of one token."""
+    largest_of: RequestId | None = None
+    """Which request that was."""
+
+
+@dataclass(slots=True)
+class _Audited:
+    """A request that is audited: while it runs, then while it is replayed."""
+
+    request: Request
+    is_asked: bool
+    """Whether its sender wants log-probabilities."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of its output's tokens."""
+    cold: dict[int, float] = field(default_factory=dict)
+    """By place in the output: a replay that is preempted says the same twice."""
+
+
+class Auditor:
+    """Chooses requests, replays them, compares.
+
+    Args:
+        rate: share of the hits, 0 to 1.
+        max_model_len: no request is longer, in tokens.
+        seed: of the choice.
+    """
+
+    def __init__(self, rate: float, max_model_len: int, *, seed: int = 0) -> None:
+        self.audits = Audits()
+        self._rate = rate
+        self._max_model_len = max_model_len
+        self._rng = Random(seed)
+        self._audited: dict[RequestId, _Audited] = {}
+        """Requests that run."""
+        self._due: _Audited | None = None
+        """The one that has ended and is to be replayed, or is being replayed."""
+        self._is_replayed = False
+
+    def choose(self, plan: StepPlan, requests: Mapping[RequestId, Request]) -> None:
+        """Choose among the requests that a step begins with, before it is launched.
+
+        Args:
+            requests: those of the step, at least.
+        """
+        for index, new in enumerate(plan.new):
+            request = requests[new.request_id]
+            has_hit = request.account is not None and request.account.hit > 0
+            if request.is_audit or not has_hit or self._rng.random() >= self._rate:
+                continue
+            is_asked = new.params.logprobs is not None
+            self._audited[new.request_id] = _Audited(request, is_asked)
+            if not is_asked:
+                plan.new[index] = replace(new, params=replace(new.params, logprobs=0))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a request is to be replayed, or is being replayed."""
+        return self._due is not None
+
+    def next(self) -> Request | None:
+        """Return the request that replays what is due, if that is not under way."""
+        due = self._due
+        if due is None or self._is_replayed:
+            return None
+        self._is_replayed = True
+        request = due.request
+        tokens = [*request.prompt_ids, *request.output_ids][: self._max_model_len - 1]
+        new = NewRequest(RequestId(PREFIX + request.request_id), tokens, COLD, 0, frozenset(), ())
+        return Request(new, max_total=len(tokens) + 1, salt=request.salt, is_audit=True)
+
+    def take(self, plan: StepPlan, result: StepResult, advanced: list[Request]) -> list[Request]:
+        """Take from a step's result what concerns audits.
+
+        Args:
+            advanced: the requests that got a token, finished ones marked so.
+
+        Returns:
+            Those of them that have senders.
+        """
+        for index, sequence in enumerate(plan.sequences):
+            if (due := self._due) is not None and sequence.request_id == PREFIX + due.request.request_id:
+                self._compare(due, sequence.start, result.prompt_logprobs.pop(index, []))
+            elif (audited := self._audited.get(sequence.request_id)) is not None and index in result.logprobs:
+                audited.logprobs.append(result.logprobs[index].logprob)
+                if not audited.is_asked:
+                    del result.logprobs[index]
+        for request in advanced:
+            if request.is_audit and request.is_finished:
+                self._conclude()
+            elif request.is_finished:
+                self._end(request.request_id)
+        return [request for request in advanced if not request.is_audit]
+
+    def _end(self, request_id: RequestId) -> None:
+        """Have a request that has ended replayed, if it is audited and no other one is due."""
+        audited = self._audited.pop(request_id, None)
+        if self._due is None:
+            self._due = audited
+
+    def forget(self, request_id: RequestId) -> None:
+        """Take note that a request was ended from outside: it is not replayed."""
+        self._audited.pop(request_id, None)
+
+    def _compare(self, due: _Audited, start: int, entries: list[TokenLogprobs]) -> None:
+        """Take in log-probabilities of the replayed prompt's tokens from ``start + 1`` on."""
+        first = due.request.num_prompt_tokens
+        due.cold |= {at - first: entry.logprob for at, entry in enumerate(entries, start + 1) if at >= first}
+
+    def _conclude(self) -> None:
+        due, audits = self._due, self.audits
+        self._due, self._is_replayed = None, False
+        assert due is not None
+        audits.num_requests += 1
+        for place, cold in due.cold.items():
+            audits.num_tokens += 1
+            difference = abs(due.logprobs[place] - cold)
+            if not difference <= audits.largest_difference:
+                audits.largest_difference, audits.largest_of = difference, due.request.request_id
