@@ -203,7 +203,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     add = group.add_argument
     add("--tokenizer", metavar="PATH", help="where the tokenizer lies, if not with the model")
-    add("--dtype", choices=DTYPES, default="auto", help="of weights and activations")
+    text = "of weights and activations; auto: the model's, or float32 on a CPU that is slow in that"
+    add("--dtype", choices=DTYPES, default="auto", help=text)
     add("--device", choices=DEVICES, default="auto")
     add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights")
     add("--max-model-len", type=int, metavar="TOKENS", help="longest request, prompt and output together")

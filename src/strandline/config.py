@@ -32,7 +32,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     """Work with token ids alone."""
     dtype: str = "auto"
-    """Of weights and activations; ``auto`` takes the model configuration's."""
+    """Of weights and activations; ``auto`` takes the model configuration's, on a CPU that is slow in it float32."""
     device: str = "auto"
     load_format: str = "auto"
     """``dummy``: random weights from the configuration alone."""

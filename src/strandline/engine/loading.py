@@ -1,6 +1,7 @@
 """From a model's name to a ready engine: directory, weights, tokenizer, generation defaults."""
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,12 +13,15 @@ from transformers.configuration_utils import PretrainedConfig
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.engine.core import EngineCore
+from strandline.engine.dtypes import choose_dtype
 from strandline.engine.engine import Engine
 from strandline.engine.events import Limits
 from strandline.engine.frontend import Frontend
 from strandline.engine.structured import Grammars
 from strandline.errors import ConfigError
 from strandline.models.weights import load_model
+
+LOGGER: Final = logging.getLogger("strandline.engine")
 
 DEMO_MODEL: Final = "demo"
 DEMO_DIRECTORY: Final = Path(__file__).parent.parent / "demo"
@@ -71,11 +75,15 @@ def load_core(config: EngineConfig, *, progress: bool = False) -> EngineCore:
     """
     directory = find_model(config.model)
     device = resolve_device(config.device)
+    model_config = read_model_config(directory)
+    choice = choose_dtype(config, model_config, device)
+    if choice.note is not None:
+        LOGGER.warning(choice.note)
     start_s = SYSTEM_CLOCK()
     model = load_model(
         directory,
-        config=read_model_config(directory),
-        dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
+        config=model_config,
+        dtype=choice.dtype,
         device=device,
         load_format=config.load_format,
         seed=config.seed,

@@ -14,6 +14,25 @@ from strandline.kernels.activation import swiglu
 from strandline.kernels.platform import has_invariant_twin, has_triton_twin
 
 
+def has_fast_products(dtype: torch.dtype) -> bool:
+    """Return whether this CPU multiplies matrices of a dtype at least as fast as in float32.
+
+    Torch hands 16-bit products to oneDNN where oneDNN supports the dtype (on ARM: where the CPU has instructions for
+    it), else to loops of its own, many times slower. On AVX512 without bfloat16 instructions oneDNN supports bfloat16
+    by emulation, slower than float32.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    is_emulated = torch.cpu._is_avx512_supported() and not (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    )
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and not is_emulated
+
+
 def can_pack(weight_OI: Tensor) -> bool:
     """Return whether packing exists for a weight of this dtype on this device."""
     if weight_OI.device.type != "cpu" or weight_OI.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():

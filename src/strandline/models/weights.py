@@ -79,7 +79,7 @@ def load_model(
     config = AutoConfig.from_pretrained(path, local_files_only=True) if config is None else config
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{path}: quantised weights are not supported; use a model published in bfloat16")
-    model: Any = builder_for(config)(config, _resolve_dtype(dtype, config), device)
+    model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device)
     if load_format == "dummy":
         fill_with_random_weights(model, seed)
         model.weights_report = WeightsReport()
@@ -133,9 +133,8 @@ def _random_scale(name: str, shape: Sequence[int]) -> float:
     return 0.02 if name.rpartition(".")[2].startswith("embed") else float(shape[-1] ** -0.5)
 
 
-def _resolve_dtype(dtype: torch.dtype | str, config: Any) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
+def published_dtype(config: Any) -> torch.dtype:
+    """Return the dtype that a ``PretrainedConfig`` names, or bfloat16 where it has none."""
     for source in (config, config.get_text_config()):
         if isinstance(source.dtype, torch.dtype):
             return source.dtype

@@ -1,0 +1,87 @@
+"""Which dtype weights and activations have where the user has not said: the model's, or what this CPU multiplies fast.
+
+A CPU without instructions for bfloat16 multiplies it many times as slowly as float32. Float32 holds every number of
+the smaller dtypes, so that answers are those of the model, less rounding; the price is memory, twice as much for
+weights and for keys and values.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from strandline.config import EngineConfig
+from strandline.kernels.linear import has_fast_products
+from strandline.models.registry import builder_for
+from strandline.models.weights import published_dtype
+
+MAX_WEIGHTS_SHARE: Final = 0.75
+"""Of the machine's memory, for weights that are wider than the model's own."""
+
+MEMORY_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Where Linux says what a container may use; without a limit, no number or a huge one."""
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeChoice:
+    """The dtype to load a model in, and a line for the user where it needs one."""
+
+    dtype: torch.dtype
+    note: str | None = None
+
+
+def choose_dtype(config: EngineConfig, model_config: Any, device: torch.device) -> DtypeChoice:
+    """Return the dtype of weights and activations: what the user said, or the model's if the device is fast in it.
+
+    Raises:
+        ConfigError: the model's architecture is not supported.
+    """
+    if config.dtype != "auto":
+        return DtypeChoice(getattr(torch, config.dtype))
+    own = published_dtype(model_config)
+    if device.type != "cpu" or has_fast_products(own):
+        return DtypeChoice(own)
+    name = str(own).removeprefix("torch.")
+    num_weights = count_weights(model_config)
+    wide_bytes, own_bytes, have_bytes = num_weights * 4, num_weights * own.itemsize, machine_bytes()
+    if wide_bytes > MAX_WEIGHTS_SHARE * have_bytes:
+        return DtypeChoice(
+            own,
+            f"dtype: {name}, the model's, though this CPU is slow in it: in float32 weights would take "
+            f"{_size(wide_bytes)} of {_size(have_bytes)} of memory (--dtype float32 takes them all the same)",
+        )
+    return DtypeChoice(
+        torch.float32,
+        f"dtype: float32, since this CPU has no fast products in the model's {name}; weights take {_size(wide_bytes)} "
+        f"instead of {_size(own_bytes)}, and keys and values twice as much (--dtype {name} keeps the model's)",
+    )
+
+
+def count_weights(model_config: Any) -> int:
+    """Return how many weights a model has; none are made.
+
+    Raises:
+        ConfigError: its architecture is not supported.
+    """
+    model = builder_for(model_config)(model_config, torch.float32, "meta")
+    # A tied head is the embedding once more, and comes once.
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def machine_bytes() -> int:
+    """Return the memory that this process may have: the machine's, or less where a container sets a limit."""
+    physical = int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+    return min(physical, *_limits())
+
+
+def _limits() -> Iterator[int]:
+    for path in MEMORY_LIMITS:
+        text = path.read_text().strip() if path.is_file() else ""
+        yield int(text) if text.isdigit() else 2**63
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.0f} MiB"
