@@ -1,8 +1,8 @@
 """Which dtype weights and activations have where the user has not said: the model's, or what this CPU multiplies fast.
 
 A CPU without instructions for bfloat16 multiplies it many times as slowly as float32. Float32 holds every number of
-the smaller dtypes, so that answers are those of the model, less rounding; the price is memory, twice as much for
-weights and for keys and values.
+the smaller dtypes, so that answers are those of the model, less rounding; the price is memory: twice as much for keys
+and values, and for weights while they are loaded. Then those that lose nothing in float16 are kept in that.
 """
 
 import os
@@ -31,6 +31,8 @@ class DtypeChoice:
 
     dtype: torch.dtype
     note: str | None = None
+    is_widened: bool = False
+    """Whether the dtype is wider than the model's own, and not because the user said so."""
 
 
 def choose_dtype(config: EngineConfig, model_config: Any, device: torch.device) -> DtypeChoice:
@@ -56,7 +58,9 @@ def choose_dtype(config: EngineConfig, model_config: Any, device: torch.device) 
     return DtypeChoice(
         torch.float32,
         f"dtype: float32, since this CPU has no fast products in the model's {name}; weights take {_size(wide_bytes)} "
-        f"instead of {_size(own_bytes)}, and keys and values twice as much (--dtype {name} keeps the model's)",
+        f"instead of {_size(own_bytes)} while they are loaded, and keys and values twice as much (--dtype {name} keeps "
+        "the model's)",
+        is_widened=True,
     )
 
 

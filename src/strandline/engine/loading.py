@@ -89,6 +89,8 @@ def load_core(config: EngineConfig, *, progress: bool = False) -> EngineCore:
         seed=config.seed,
         progress=progress,
     )
+    if choice.is_widened:
+        model.halve()
     weights_s = SYSTEM_CLOCK() - start_s
     core = EngineCore(model, config, device, progress=progress)
     core.start_s = {"weights": weights_s, **core.start_s}

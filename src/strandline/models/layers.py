@@ -25,7 +25,7 @@ from strandline.kernels.batch import KVMemory, LayerMemory, RecurrentMemory, Ste
 from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_update
 from strandline.kernels.gdn import gdn_decode, gdn_prefill
 from strandline.kernels.gdn_log import LOG_TOKENS, gdn_decode_logged
-from strandline.kernels.linear import can_pack, gated_linear, linear, pack
+from strandline.kernels.linear import can_halve, can_pack, gated_linear, halve, linear, pack
 from strandline.kernels.moe import mixture
 from strandline.kernels.norm import (
     add_rms_norm_zero_centered,
@@ -377,6 +377,13 @@ class Decoder(nn.Module):
                     setattr(module, name, nn.Parameter(pack(weight.data), requires_grad=False))
                 if name in PACKED_NORMS and can_pack_zero_centered(weight):
                     setattr(module, name, nn.Parameter(pack_zero_centered(weight.data), requires_grad=False))
+
+    def halve(self) -> None:
+        """Keep in float16 what of a float32 model on a CPU loses nothing by it (``kernels/linear.py``)."""
+        for module in self.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                if name in PACKED and weight is not self.embed_ZE and can_halve(weight):
+                    setattr(module, name, halve(weight.data))
 
     @torch.no_grad()
     def logits(self, hidden_NE: Tensor) -> Tensor:

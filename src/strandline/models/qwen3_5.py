@@ -44,6 +44,10 @@ class Qwen3_5ForCausalLM(nn.Module):
         """Lay the weights out for fast products; they cannot be loaded or moved afterwards."""
         self.decoder.pack()
 
+    def halve(self) -> None:
+        """Keep weights in float16 where that loses nothing."""
+        self.decoder.halve()
+
     def targets(self, names: frozenset[str]) -> NamedTargets:
         """Yield where the tensors go that the published weights, which hold ``names``, must have."""
         is_nested = any(name.startswith("model.language_model.") for name in names)

@@ -44,6 +44,10 @@ class Qwen3NextForCausalLM(nn.Module):
         """Lay the weights out for fast products; they cannot be loaded or moved afterwards."""
         self.decoder.pack()
 
+    def halve(self) -> None:
+        """Keep weights in float16 where that loses nothing."""
+        self.decoder.halve()
+
     def targets(self, names: frozenset[str]) -> NamedTargets:
         """Yield where the tensors go that the published weights, which hold ``names``, must have."""
         yield from self.decoder.targets("model.", names)

@@ -31,6 +31,9 @@ class CausalLM(Protocol):
     def pack(self) -> None:
         """Lay the weights out for fast products; they cannot be loaded or moved afterwards."""
 
+    def halve(self) -> None:
+        """Keep weights in float16 where that loses nothing; as after ``pack``."""
+
     def targets(self, names: frozenset[str]) -> NamedTargets:
         """Yield where the tensors go that the published weights, which hold ``names``, must have."""
 

@@ -81,7 +81,7 @@ def load_model(
         raise ConfigError(f"{path}: quantised weights are not supported; use a model published in bfloat16")
     model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device)
     if load_format == "dummy":
-        fill_with_random_weights(model, seed)
+        fill_with_random_weights(model, seed, published_dtype(config))
         model.weights_report = WeightsReport()
     elif load_format in ("auto", "safetensors"):
         model.weights_report = _fill_from_files(model, Path(path), progress=progress)
@@ -92,8 +92,12 @@ def load_model(
     return filled
 
 
-def fill_with_random_weights(model: CausalLM, seed: int) -> None:
-    """Fill every parameter with values that keep activations and decays in a realistic range."""
+def fill_with_random_weights(model: CausalLM, seed: int, dtype: torch.dtype) -> None:
+    """Fill every parameter with values that keep activations and decays in a realistic range.
+
+    Args:
+        dtype: matrices are rounded to it, as they would be published.
+    """
     for name, tensor in model.named_parameters():
         # One generator per tensor: the same weights on every device, and whatever the order. Very large tensors
         # are drawn where they lie: a CPU takes minutes for the weights of a GPU.
@@ -102,7 +106,8 @@ def fill_with_random_weights(model: CausalLM, seed: int) -> None:
             tensor.data.normal_(generator=drawn_on).mul_(_random_scale(name, tensor.shape))
             continue
         generator = torch.Generator().manual_seed(hash_name(name, seed))
-        tensor.data.copy_(_random_values(name, tuple(tensor.shape), generator))
+        values = _random_values(name, tuple(tensor.shape), generator)
+        tensor.data.copy_(values if values.ndim == 1 else values.to(dtype))
 
 
 def hash_name(name: str, seed: int) -> int:

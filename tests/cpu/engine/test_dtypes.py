@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from strandline import LLM
+from strandline import LLM, SamplingParams
 from strandline.config import EngineConfig
 from strandline.engine import dtypes
 from strandline.engine.dtypes import DtypeChoice, choose_dtype, count_weights, machine_bytes
@@ -120,6 +120,36 @@ def test_weights_keys_and_values_follow_the_choice(
     caplog.clear()
     assert dtypes_of(dtype="bfloat16") == {"bfloat16"}
     assert not caplog.records
+
+
+@pytest.mark.skipif(torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="no products with float16 weights")
+@pytest.mark.usefixtures("slow_cpu")
+def test_weights_from_bfloat16_are_halved_unless_the_user_names_a_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_tiny_model(tmp_path)
+    monkeypatch.setattr("strandline.engine.dtypes.published_dtype", lambda config: torch.bfloat16)
+    monkeypatch.setattr("strandline.models.weights.published_dtype", lambda config: torch.bfloat16)
+
+    def load(dtype: str) -> LLM:
+        return LLM(
+            str(directory), dtype=dtype, load_format="dummy", memory="8MiB", device="cpu", skip_tokenizer_init=True
+        )
+
+    def halved(llm: LLM) -> set[str]:
+        model: Any = llm.engine.core.runner.model
+        return {name.rpartition(".")[2] for name, weight in model.named_parameters() if hasattr(weight, "halved")}
+
+    auto, wide = load("auto"), load("float32")
+    assert halved(auto) == {"in_proj_OE", "out_proj_EO", "gate_up_FE", "down_EF", "head_ZE"}
+    assert halved(wide) == set()
+    prompt, params = list(range(90)), SamplingParams(temperature=0, max_tokens=12, logprobs=1)
+    first, second = (llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for llm in (auto, wide))
+    assert first.token_ids == second.token_ids
+    pairs = zip(first.logprobs or [], second.logprobs or [], strict=True)
+    assert all(
+        a[t].logprob == pytest.approx(b[t].logprob, abs=1e-4) for t, (a, b) in zip(first.token_ids, pairs, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
