@@ -36,6 +36,7 @@ from strandline.cache.tree import (
     copied_run,
     find_home,
     num_continuations,
+    snapshot_above,
     snapshot_at,
     snapshots_below,
     split,
@@ -289,15 +290,23 @@ class PrefixCache:
     def _touch_snapshots(self, lease: Lease, source: Snapshot) -> None:
         """Count the hit as a use also of what it shares with others, though it lies above what was hit.
 
-        Else a larger cache, which hits deeper, would forget the prefixes that many share, and hit less.
+        Else a larger cache, which hits deeper, would forget the prefixes that many share, and hit less. A path that
+        comes back shares nothing by that; it will not go on again from where its last turn ended, or its prompt did.
         """
         tick = self.memory.next_tick()
-        if lease.habit == NO_HABIT:
+        is_return = lease.habit != NO_HABIT
+        if not is_return:
             self.reuse.count_hit(num_continuations(source))
+        elif source.position < len(lease.tokens):
+            for passed in (source, snapshot_above(source)):
+                if passed is not None:
+                    passed.is_passed = True
         for snapshot in (source, *branch_snapshots(lease.run, lease.tokens.data)):
-            if snapshot.last_used != tick:
+            snapshot.is_shared |= not is_return
+            if snapshot.last_used != tick and (snapshot is source or snapshot.is_shared):
                 snapshot.habit = habit_after(self.reuse.now - snapshot.used_at)
-            snapshot.last_used, snapshot.used_at = tick, self.reuse.now
+                snapshot.used_at = self.reuse.now
+            snapshot.last_used = tick
 
     def _copy_partial(self, lease: Lease, run: Run) -> None:
         """Give the lease its own copy of the block that it resumes in; ``run`` was held for that."""

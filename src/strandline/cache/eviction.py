@@ -13,7 +13,9 @@ import heapq
 from collections.abc import Callable
 from typing import Final, Protocol, runtime_checkable
 
-from strandline.cache.reuse import ReuseHistory, next_edge
+from strandline.cache.account import SnapshotKind
+from strandline.cache.outcomes import next_edge
+from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tree import Run, Snapshot, last_stub_into, num_continuations, snapshot_above
 from strandline.ids import BLOCK_TOKENS
 
@@ -55,8 +57,9 @@ class WorthPerByte:
     A snapshot saves the tokens since the nearest snapshot above it: what is above is not lost with it, and a snapshot
     grows dearer when the one above goes. The last snapshot of a path also holds the keys and values since then, which
     nobody could use without it: they count as its size, and go with it. Once a path goes on after a snapshot, only a
-    rewind would use it; where several go on, what they share is used again. Keys and values that no snapshot needs are
-    worth nothing.
+    rewind would use it; where several go on, what they share is used again. One path that goes on in several ways is
+    still one: its answers were left out, not shared. The end of a prompt is used if its path's next turn leaves out the
+    answer, until that has come. Keys and values that no snapshot needs are worth nothing.
 
     When something unused for so long comes back is learned (``ReuseHistory``).
 
@@ -89,14 +92,16 @@ class WorthPerByte:
         above = snapshot_above(snapshot)
         saved_tokens = snapshot.position - (above.position if above is not None else 0)
         size = self._slot_tokens
-        match num_continuations(snapshot):
-            case 0:
-                size += saved_tokens
-                density = reuse.density(snapshot.habit, age)
-            case 1:
-                density = reuse.density_of_inner(snapshot.habit, age)
-            case _:
-                density = reuse.density_of_shared(snapshot.habit, age)
+        ways_on = num_continuations(snapshot)
+        if ways_on == 0:
+            size += saved_tokens
+            density = reuse.density(snapshot.habit, age)
+        elif ways_on > 1 and snapshot.is_shared:
+            density = reuse.density_of_shared(snapshot.habit, age)
+        elif snapshot.kind is SnapshotKind.PROMPT_END and not snapshot.is_passed:
+            density = reuse.density_of_prompt(snapshot.habit, age)
+        else:
+            density = reuse.density_of_inner(snapshot.habit, age)
         if snapshot.num_waiters:
             density = max(density, CERTAIN)
         return density * saved_tokens / size

@@ -6,8 +6,8 @@ from typing import Final
 
 from strandline.cache.account import Account, Miss, Reason
 from strandline.cache.lease import Lease
-from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
-from strandline.cache.tree import Run, Snapshot, Walk, evicted_tokens, lost_snapshot, walk
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
+from strandline.cache.tree import Run, Snapshot, Walk, walk
 from strandline.ids import BLOCK_TOKENS
 
 MAX_OTHER_SALTS: Final = 32
@@ -32,7 +32,7 @@ class Explainer:
         kv_tokens = end.kv_tokens if end else 0
         misses = list[Miss]()
         if hit < kv_tokens and end:
-            reason = Reason.SNAPSHOT_EVICTED if lost_snapshot(end, hit, tokens.data) else Reason.NO_SNAPSHOT
+            reason = Reason.SNAPSHOT_EVICTED if _lost_snapshot(end, hit, tokens.data) else Reason.NO_SNAPSHOT
             misses.append(Miss(reason, hit, kv_tokens))
         if kv_tokens < len(tokens):
             misses.extend(self.beyond(tokens, salt, end))
@@ -42,7 +42,7 @@ class Explainer:
         """Say why nothing is cached of the tokens after the walk's end."""
         start = end.kv_tokens if end else 0
         position, queried = start, len(tokens)
-        evicted = evicted_tokens(end, tokens.data) if end and end.partial_tokens == 0 else 0
+        evicted = _evicted_tokens(end, tokens.data) if end and end.partial_tokens == 0 else 0
         if evicted:
             position = min(position + evicted, queried)
             yield Miss(Reason.EVICTED, start, position)
@@ -81,3 +81,27 @@ class Explainer:
         """Return how many of the tokens are cached under one of the newest other salts."""
         newest = islice((root for name, root in reversed(self._roots.items()) if name != salt), MAX_OTHER_SALTS)
         return max((walk(root, tokens.data).kv_tokens for root in newest), default=0)
+
+
+def _lost_snapshot(end: Walk, hit: int, data: bytearray) -> bool:
+    """Return whether a snapshot deeper than ``hit`` was evicted on the walked path."""
+    for run in end.run.ancestry():
+        if run.end_tokens <= end.kv_tokens:
+            offset = run.end_tokens * TOKEN_BYTES
+            after = bytes(data[offset : offset + BLOCK_KEY_BYTES])
+            stubs = [ghost for ghost in run.lost if isinstance(ghost, bytes) and after.startswith(ghost)]
+            if any(run.end_tokens + len(stub) // TOKEN_BYTES > hit for stub in stubs):
+                return True
+        if any(isinstance(ghost, int) and hit < ghost <= end.kv_tokens for ghost in run.lost):
+            return True
+        if run.end_tokens <= hit:
+            return False
+    return False
+
+
+def _evicted_tokens(end: Walk, data: bytearray) -> int:
+    """Return how many tokens beyond the walk's end were cached and have been evicted (at most; 0: none known)."""
+    if end.num_blocks != end.run.end_block:
+        return 0
+    offset = end.kv_tokens * TOKEN_BYTES
+    return end.run.evicted.get(hash(bytes(data[offset : offset + BLOCK_KEY_BYTES])), 0)

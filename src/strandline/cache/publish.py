@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from strandline.cache.account import CacheCounters, SnapshotKind
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
-from strandline.cache.reuse import ReuseHistory
+from strandline.cache.reuse import NO_HABIT, ReuseHistory
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import (
     Run,
@@ -131,6 +131,7 @@ class Publisher:
         snapshot.num_readers = num_readers
         put_snapshot(home, snapshot, stub_key)
         snapshot.last_used, snapshot.used_at, snapshot.habit = self._memory.next_tick(), self._reuse.now, lease.habit
+        snapshot.is_shared = kind is SnapshotKind.BRANCH and lease.habit == NO_HABIT
         home.lost.pop(position if stub_key is None else stub_key, None)
         self._memory.enter_snapshot(snapshot)
         self._counters.snapshots_taken[kind] += 1

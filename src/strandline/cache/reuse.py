@@ -5,42 +5,37 @@ powers of two; a path that has not come back yet has none. Time is counted in ad
 seconds: how much passes through the memory meanwhile, and how long people and tools take, which does not depend on it.
 
 ``density`` ranks what to keep: the most returns per unit of memory and time that can be had by keeping a path of that
-habit and age for any length of time. It is learned from returns and from paths given up, of each habit, where there
-are too few of them of all. Before anything was observed it falls with age: what was used longest ago goes first.
-Source: hit density as in LHD (Beckmann, Chen, Cidon, NSDI 2018); the best stopping time is Gittins' index.
+habit and age for any length of time (``Outcomes``). It is learned from returns, from paths given up, and from those
+that are still away, of each habit, where there are too few of them of all. Before anything was observed it falls with
+age: what was used longest ago goes first.
 
 Paths that left are remembered by a hash, whether their blocks are still cached or not: at most ``MAX_PATHS`` of them.
 """
 
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable
-from itertools import pairwise
-from math import log
+from collections.abc import Iterator
+from itertools import islice
 from typing import Final, NamedTuple
 
+from strandline.cache.outcomes import EDGES, PRIOR_DENSITIES, PRIOR_LOSSES, PRIOR_RETURNS, Outcomes, bin_of
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.clock import Clock
 from strandline.ids import BLOCK_TOKENS
 
 NO_HABIT: Final = 0
+EVERY_HABIT: Final = -1
 TICKS_PER_S: Final = 2
 """So many admissions age a path as much as a second does."""
 MAX_PATHS: Final = 4096
 MAX_ALIKE: Final = 8
 """Paths remembered that begin alike, up to a power of two of tokens."""
 REWIND_TOKENS: Final = 2 * BLOCK_TOKENS
-"""A prompt that leaves a path's prompt so shortly before its end still counts as its return."""
+REWIND_SHARE: Final = 1 / 8
+"""A prompt that leaves a path's prompt so shortly before its end, and repeats all of it but so much, still counts as
+its return."""
+WHOLE, PROMPT, REWOUND = range(3)
+"""The marks of a path."""
 
-EDGES: Final = (0, 1, 2, 3, *(round(2 ** (half / 2)) for half in range(4, 42)))
-"""Ages at which bins begin, two to an octave; the last one has no end."""
-WIDTHS: Final = (*(after - before for before, after in pairwise(EDGES)), EDGES[-1])
-
-PRIOR_RETURNS: Final = tuple(
-    0.15 * log((edge + width + 1) / (edge + 1)) for edge, width in zip(EDGES, WIDTHS, strict=True)
-)
-PRIOR_LOSSES: Final = tuple(0.3 * returns for returns in PRIOR_RETURNS)
-"""Before anything is seen: the chance of a return falls with the age, as its inverse."""
 NUM_BORROWED: Final = 6.0
 """So many observations of all habits together count beside a habit's own."""
 NEIGHBOURS_SHARE: Final = 0.25
@@ -48,62 +43,22 @@ NEIGHBOURS_SHARE: Final = 0.25
 longer behaves much alike, and the best stopping time is chosen among noisy counts."""
 HALF_LIFE: Final = 2048
 """After so many observations those before count half."""
-PRIOR_HITS: Final = 20.0
-PRIOR_INNER_HITS: Final = 1.0
-"""Before anything was hit, one hit in so many lands where a path goes on."""
+PRIOR_LANDINGS: Final = (19.0, 1.0, 1.0)
+"""By mark: so many prompts are taken to have gone on from there before any did."""
 HIT_MEMORY: Final = 0.999
 """With every hit those before count so much less."""
+MAX_COUNTED: Final = 512
+"""Of the paths that are away no more than about so many are counted, each for several."""
 MAX_STALE: Final = 256
 """Densities are computed anew after so many observations, at first after a quarter of those so far."""
 
 
-def bin_of(age: int) -> int:
-    """Return the bin that an age lies in."""
-    return bisect_right(EDGES, age) - 1
+class Mark(NamedTuple):
+    """What a path is known by."""
 
-
-class Outcomes:
-    """What became of paths, by the age at which it did."""
-
-    def __init__(
-        self, returns: Iterable[float] = (0.0,) * len(EDGES), losses: Iterable[float] = (0.0,) * len(EDGES)
-    ) -> None:
-        self.returns = list(returns)
-        self.losses = list(losses)
-
-    @property
-    def total(self) -> float:
-        return sum(self.returns) + sum(self.losses)
-
-    def plus(self, other: "Outcomes", weight: float) -> "Outcomes":
-        """Return the sum, the other's counts multiplied."""
-        return Outcomes(
-            (mine + weight * theirs for mine, theirs in zip(self.returns, other.returns, strict=True)),
-            (mine + weight * theirs for mine, theirs in zip(self.losses, other.losses, strict=True)),
-        )
-
-    def halve(self) -> None:
-        self.returns = [count / 2 for count in self.returns]
-        self.losses = [count / 2 for count in self.losses]
-
-    def densities(self) -> list[float]:
-        """Return, for each bin as the age now, the most returns per time that keeping until some later age gives."""
-        segments: list[tuple[float, float]] = []
-        densities = [0.0] * len(EDGES)
-        left = 0.0
-        for index in range(len(EDGES) - 1, -1, -1):
-            gone = self.returns[index] + self.losses[index]
-            returns, time = self.returns[index], (left + gone / 2) * WIDTHS[index]
-            left += gone
-            while segments and segments[-1][0] * time >= returns * segments[-1][1]:
-                more = segments.pop()
-                returns, time = returns + more[0], time + more[1]
-            segments.append((returns, time))
-            densities[index] = returns / time
-        return densities
-
-
-PRIOR_DENSITIES: Final = Outcomes(PRIOR_RETURNS, PRIOR_LOSSES).densities()
+    end: int
+    digest: int
+    """Hash of the block's tokens that end there."""
 
 
 class Path(NamedTuple):
@@ -111,16 +66,14 @@ class Path(NamedTuple):
 
     key: int
     """Where it is filed."""
-    end: int
-    """It is known by the block that ends here, shortly before its prompt does."""
-    mark: int
-    """Hash of that block."""
-    last: int
-    """What was generated ends here."""
-    last_mark: int
-    """Hash of the block's tokens that end there."""
+    marks: tuple[Mark, Mark, Mark]
+    """Where what was generated ends, where its prompt does, and shortly before that."""
+    is_answered: bool
+    """Whether anything was generated after its prompt."""
     habit: int
     left_at: int
+    era: int
+    """How often observations had been halved when it left: it counts as one of then, whatever becomes of it."""
 
 
 class ReuseHistory:
@@ -138,11 +91,13 @@ class ReuseHistory:
         self._paths: OrderedDict[int, Path] = OrderedDict()
         self._alike: dict[int, list[int]] = {}
         self._num_paths = 0
-        self._of_all = Outcomes(PRIOR_RETURNS, PRIOR_LOSSES)
-        self._of_habit: dict[int, Outcomes] = {}
+        self._of_habit = {EVERY_HABIT: Outcomes(PRIOR_RETURNS, PRIOR_LOSSES)}
+        self._seen: dict[int, Outcomes] = {}
+        """The same with the paths that are away, as of when densities were last computed."""
         self._densities: dict[int, list[float]] = {}
         self._num_observed = 0
-        self._num_hits, self._num_inner_hits = PRIOR_HITS, PRIOR_INNER_HITS
+        self._era = 0
+        self._landings = list(PRIOR_LANDINGS)
         self._refresh_at = 1
 
     def __len__(self) -> int:
@@ -162,12 +117,16 @@ class ReuseHistory:
         """
         if num_tokens < BLOCK_TOKENS:
             return
-        end = max((min(num_prompt, num_tokens) - REWIND_TOKENS) // BLOCK_TOKENS, 1) * BLOCK_TOKENS
-        rung = BLOCK_TOKENS << ((end // BLOCK_TOKENS).bit_length() - 1)
-        key = _hash_of_block(salt, data, rung)
+        num_prompt = max(min(num_prompt, num_tokens), BLOCK_TOKENS)
+        before = max(num_prompt - min(REWIND_TOKENS, int(REWIND_SHARE * num_prompt)), BLOCK_TOKENS)
+        key = _hash_of_block(salt, data, BLOCK_TOKENS << ((before // BLOCK_TOKENS).bit_length() - 1))
+        rewound = Mark(before, _hash_of_block(salt, data, before))
+        prompt = Mark(num_prompt, _hash_of_block(salt, data, num_prompt))
+        is_answered = num_tokens > num_prompt
+        whole = Mark(num_tokens, _hash_of_block(salt, data, num_tokens)) if is_answered else prompt
         self._num_paths += 1
-        marks = (end, _hash_of_block(salt, data, end), num_tokens, _hash_of_block(salt, data, num_tokens))
-        self._paths[self._num_paths] = Path(key, *marks, habit, self.now)
+        marks = (whole, prompt, rewound)
+        self._paths[self._num_paths] = Path(key, marks, is_answered, habit, self.now, self._era)
         alike = self._alike.setdefault(key, [])
         alike.append(self._num_paths)
         if len(alike) > MAX_ALIKE:
@@ -176,18 +135,27 @@ class ReuseHistory:
             self._forget(next(iter(self._paths)))
 
     def come_back(self, salt: str, data: bytearray) -> int:
-        """Find the path that a prompt continues; return its habit from now on."""
-        num_tokens = len(data) // TOKEN_BYTES
-        rung = BLOCK_TOKENS << max((num_tokens // BLOCK_TOKENS).bit_length() - 1, 0)
-        while rung >= BLOCK_TOKENS:
-            for number in reversed(self._alike.get(_hash_of_block(salt, data, rung), ())):
-                path = self._paths[number]
-                if path.end <= num_tokens and _hash_of_block(salt, data, path.end) == path.mark:
-                    is_whole = path.last <= num_tokens and _hash_of_block(salt, data, path.last) == path.last_mark
-                    self._count_landing(is_inner=not is_whole)
-                    return self._welcome(number)
-            rung //= 2
+        """Find the path that a prompt continues; return its habit from now on.
+
+        One that it repeats whole, with what was generated, else one of which it repeats the prompt, else one whose
+        prompt it leaves shortly before the end. Where several are left there, they share that much: none has returned.
+        """
+        alike: list[int] = []
+        for number in self._that_begin_like(salt, data):
+            if _is_at(self._paths[number].marks[WHOLE], salt, data):
+                return self._welcome(number, WHOLE)
+            alike.append(number)
+        for place in (PROMPT, REWOUND):
+            found = [number for number in alike if _is_at(self._paths[number].marks[place], salt, data)]
+            if found and (place == PROMPT or len(found) == 1):
+                return self._welcome(found[0], place)
         return NO_HABIT
+
+    def _that_begin_like(self, salt: str, data: bytearray) -> Iterator[int]:
+        """Yield the paths that may be a prompt's, those with the longest prompts first, of these the last."""
+        num_blocks = len(data) // BLOCK_KEY_BYTES
+        for exponent in range(num_blocks.bit_length() - 1, -1, -1):
+            yield from reversed(self._alike.get(_hash_of_block(salt, data, BLOCK_TOKENS << exponent), ()))
 
     def density(self, habit: int, age: int) -> float:
         """Return how many returns per unit of time keeping a path of this habit, unused for so long, brings at best."""
@@ -198,28 +166,54 @@ class ReuseHistory:
 
     def _expected_of(self, habit: int) -> Outcomes:
         """Return what became of paths of a habit, and in part of those that are like them."""
-        own, of_all = self._of_habit.get(habit), self._of_all
+        if not self._seen:
+            self._seen = self._with_those_away()
+        own, of_all = self._seen.get(habit), self._seen[EVERY_HABIT]
         if own is None and habit == NO_HABIT:
             return of_all
         expected = (own or Outcomes()).plus(of_all, NUM_BORROWED / of_all.total)
         for neighbour in (habit - 1, habit + 1):
-            if min(habit, neighbour) > NO_HABIT and (alike := self._of_habit.get(neighbour)) is not None:
+            if min(habit, neighbour) > NO_HABIT and (alike := self._seen.get(neighbour)) is not None:
                 expected = expected.plus(alike, NEIGHBOURS_SHARE)
         return expected
 
-    def _welcome(self, number: int) -> int:
+    def _with_those_away(self) -> dict[int, Outcomes]:
+        """Return what became of paths, by habit and of all. Those still away count as given up at the age they have.
+
+        Without them only those that came back are seen, until ``MAX_PATHS`` others have left: a conversation that is
+        over would look like one that is about to go on.
+        """
+        seen = {habit: outcomes.plus(Outcomes(), 0.0) for habit, outcomes in self._of_habit.items()}
+        of_all = seen[EVERY_HABIT]
+        index = len(EDGES) - 1  # paths are in the order in which they left
+        stride = -(-len(self._paths) // MAX_COUNTED) or 1
+        for path in islice(self._paths.values(), 0, None, stride):
+            age = self.now - path.left_at
+            while age < EDGES[index]:
+                index -= 1
+            weight = stride * self._weight(path)
+            of_all.losses[index] += weight
+            seen.setdefault(path.habit, Outcomes()).losses[index] += weight
+        return seen
+
+    def _weight(self, path: Path) -> float:
+        return 0.5 ** (self._era - path.era)
+
+    def _welcome(self, number: int, place: int) -> int:
         path = self._take(number)
+        if path.is_answered:
+            self._count_landing(place)
         age = self.now - path.left_at
-        self._of_all.returns[bin_of(age)] += 1
-        self._of(path.habit).returns[bin_of(age)] += 1
+        for outcomes in self._of(path):
+            outcomes.returns[bin_of(age)] += self._weight(path)
         self._count()
         return habit_after(age)
 
     def _forget(self, number: int) -> None:
         path = self._take(number)
         index = bin_of(self.now - path.left_at)
-        self._of_all.losses[index] += 1
-        self._of(path.habit).losses[index] += 1
+        for outcomes in self._of(path):
+            outcomes.losses[index] += self._weight(path)
         self._count()
 
     def _take(self, number: int) -> Path:
@@ -232,41 +226,50 @@ class ReuseHistory:
 
     def count_hit(self, num_continuations: int) -> None:
         """Take note of a hit that is no path's return, on a snapshot after which so many cached paths go on."""
-        self._count_landing(is_inner=num_continuations == 1)
+        self._count_landing(REWOUND if num_continuations == 1 else WHOLE)
 
-    def _count_landing(self, *, is_inner: bool) -> None:
-        """Take note of where a prompt goes on from: inside a path, or at a path's end or where several part.
+    def _count_landing(self, place: int) -> None:
+        """Take note of where a prompt goes on from: a path's end, or where several part; its prompt's end; inside it.
 
         Returns count whether or not anything was still cached: what is evicted for its small worth is never hit.
         """
-        self._num_hits = HIT_MEMORY * self._num_hits + 1
-        self._num_inner_hits = HIT_MEMORY * self._num_inner_hits + is_inner
+        self._landings = [HIT_MEMORY * count for count in self._landings]
+        self._landings[place] += 1
+
+    def density_of_prompt(self, habit: int, age: int) -> float:
+        """Return how often the end of a path's prompt is used when an answer follows that is cached."""
+        return self._odds(PROMPT) * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
 
     def density_of_inner(self, habit: int, age: int) -> float:
-        """Return how often a snapshot is used that one path goes on from: by rewinds, and who parts from it there.
+        """Return how often a snapshot is used that one path goes on from: by rewinds, and who parts from it there."""
+        return self._odds(REWOUND) * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
 
-        As often as its path returns, or as anything does of which nothing is known; times the odds that a prompt goes
-        on from there and not from a path's end, as seen so far.
+    def _odds(self, place: int) -> float:
+        """Return the odds that a prompt goes on from there and not from a path's end, as seen so far.
+
+        They multiply how often paths return, or how often anything does of which nothing is known.
         """
-        odds = self._num_inner_hits / max(self._num_hits - self._num_inner_hits, 1.0)
-        return odds * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
+        return self._landings[place] / max(self._landings[WHOLE], 1.0)
 
     def density_of_shared(self, habit: int, age: int) -> float:
         """Return how often what several paths share is used: once in as long as last time, or as it is unused now."""
         return 1 / (1 + max(age, (1 << habit) >> 1))
 
-    def _of(self, habit: int) -> Outcomes:
-        return self._of_habit.setdefault(habit, Outcomes())
+    def _of(self, path: Path) -> tuple[Outcomes, Outcomes]:
+        """Return what a path's outcome is counted in: that of all, and that of its habit."""
+        return self._of_habit[EVERY_HABIT], self._of_habit.setdefault(path.habit, Outcomes())
 
     def _count(self) -> None:
         """Take note of one more observation: let the old ones fade, and what follows from them be seen."""
         self._num_observed += 1
         if self._num_observed % HALF_LIFE == 0:
-            for outcomes in (self._of_all, *self._of_habit.values()):
+            self._era += 1
+            for outcomes in self._of_habit.values():
                 outcomes.halve()
         if self._num_observed >= self._refresh_at:
             self._refresh_at += min(1 + self._num_observed // 4, MAX_STALE)
             self._densities.clear()
+            self._seen.clear()
 
 
 def habit_after(age: int) -> int:
@@ -274,10 +277,9 @@ def habit_after(age: int) -> int:
     return 1 + max(age, 1).bit_length()
 
 
-def next_edge(age: int) -> int:
-    """Return the age at which an age's bin ends."""
-    index = bin_of(age) + 1
-    return EDGES[index] if index < len(EDGES) else 2 * age
+def _is_at(mark: Mark, salt: str, data: bytearray) -> bool:
+    """Return whether a prompt goes past a mark."""
+    return mark.end * TOKEN_BYTES <= len(data) and _hash_of_block(salt, data, mark.end) == mark.digest
 
 
 def _hash_of_block(salt: str, data: bytearray, end: int) -> int:

@@ -37,6 +37,8 @@ class Snapshot:
         "habit",
         "home",
         "is_attached",
+        "is_passed",
+        "is_shared",
         "kind",
         "last_push",
         "last_used",
@@ -69,6 +71,10 @@ class Snapshot:
         self.used_at = 0
         """When it was last used, by the reuse history's clock."""
         self.is_attached = False
+        self.is_passed = False
+        """Whether the path that left it has come back and gone on, from here or from the next snapshot below."""
+        self.is_shared = False
+        """Whether a prompt that is no path's return went on from here or below, or parted here from another."""
 
 
 class Run:
@@ -319,30 +325,6 @@ def _deepest(snapshots: list[Snapshot]) -> Snapshot | None:
         if deepest is None or snapshot.position > deepest.position:
             deepest = snapshot
     return deepest
-
-
-def lost_snapshot(end: Walk, hit: int, data: bytearray) -> bool:
-    """Return whether a snapshot deeper than ``hit`` was evicted on the walked path."""
-    for run in end.run.ancestry():
-        if run.end_tokens <= end.kv_tokens:
-            offset = run.end_tokens * TOKEN_BYTES
-            after = bytes(data[offset : offset + BLOCK_KEY_BYTES])
-            stubs = [ghost for ghost in run.lost if isinstance(ghost, bytes) and after.startswith(ghost)]
-            if any(run.end_tokens + len(stub) // TOKEN_BYTES > hit for stub in stubs):
-                return True
-        if any(isinstance(ghost, int) and hit < ghost <= end.kv_tokens for ghost in run.lost):
-            return True
-        if run.end_tokens <= hit:
-            return False
-    return False
-
-
-def evicted_tokens(end: Walk, data: bytearray) -> int:
-    """Return how many tokens beyond the walk's end were cached and have been evicted (at most; 0: none known)."""
-    if end.num_blocks != end.run.end_block:
-        return 0
-    offset = end.kv_tokens * TOKEN_BYTES
-    return end.run.evicted.get(hash(bytes(data[offset : offset + BLOCK_KEY_BYTES])), 0)
 
 
 def snapshots_below(root: Run) -> "Iterator[tuple[bytes, Snapshot]]":

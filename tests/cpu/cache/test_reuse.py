@@ -5,17 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.cache import reuse
-from strandline.cache.reuse import (
-    EDGES,
-    NO_HABIT,
-    TICKS_PER_S,
-    WIDTHS,
-    Outcomes,
-    ReuseHistory,
-    bin_of,
-    habit_after,
-    next_edge,
-)
+from strandline.cache.outcomes import EDGES, PRIOR_RETURNS, WIDTHS, Outcomes, bin_of, next_edge
+from strandline.cache.reuse import NO_HABIT, TICKS_PER_S, ReuseHistory, habit_after
 from strandline.cache.tokens import encode
 from tests.cpu.cache.test_lookup import prompt
 
@@ -193,7 +184,98 @@ def test_what_prompts_go_on_from_is_learned_from_returns_whether_or_not_anything
             history.leave("", tokens, len(asked), len(asked + said), NO_HABIT)
             away(history, 5)
             assert history.come_back("", data(asked + kept + prompt(90, 400_000 + 1000 * index))) == habit_after(5)
-    assert inside.density_of_inner(NO_HABIT, 1) > 50 * at_end.density_of_inner(NO_HABIT, 1)
+    assert inside.density_of_prompt(NO_HABIT, 1) > 50 * at_end.density_of_prompt(NO_HABIT, 1)
+
+
+def test_rewinds_make_what_lies_inside_a_path_worth_more_and_its_prompts_end_less() -> None:
+    rewinds, continues = ReuseHistory(), ReuseHistory()
+    for index in range(100):
+        asked, said = prompt(1000, 10_000 * index), prompt(50, 5_000_000 + 1000 * index)
+        for history, kept in ((rewinds, asked[:900]), (continues, asked)):
+            history.leave("", data(asked + said), len(asked), len(asked + said), NO_HABIT)
+            away(history, 5)
+            assert history.come_back("", data(kept + prompt(90, 9_000_000 + 1000 * index))) == habit_after(5)
+    assert rewinds.density_of_inner(NO_HABIT, 1) > 10 * rewinds.density_of_prompt(NO_HABIT, 1)
+    assert continues.density_of_prompt(NO_HABIT, 1) > 10 * continues.density_of_inner(NO_HABIT, 1)
+
+
+@pytest.mark.parametrize(("num_shared", "num_own"), [(200, 40), (600, 90), (4096, 900)])
+def test_prompts_that_only_begin_alike_do_not_return(num_shared: int, num_own: int) -> None:
+    history = ReuseHistory()
+    for index in range(10):
+        tokens = prompt(num_shared) + prompt(num_own, 50_000 * (index + 1))
+        assert history.come_back("", data(tokens)) == NO_HABIT
+        leave(history, tokens)
+
+
+def test_a_beginning_that_several_paths_share_almost_to_their_ends_is_nobodys_return() -> None:
+    history = ReuseHistory()
+    for index in range(2):
+        leave(history, prompt(4096) + prompt(20, 50_000 * (index + 1)))
+    assert history.come_back("", data(prompt(4096) + prompt(20, 500_000))) == NO_HABIT
+
+
+def test_of_a_path_repeated_whole_and_a_later_one_left_before_its_end_the_first_returns() -> None:
+    history = ReuseHistory()
+    whole = prompt(1000) + prompt(30, 50_000)
+    leave(history, whole)
+    away(history, 100)
+    leave(history, prompt(1000) + prompt(30, 90_000))
+    away(history, 3)
+    assert history.come_back("", data(whole + prompt(10, 70_000))) == habit_after(103)
+
+
+def test_what_does_not_come_back_is_worth_little_long_before_it_is_forgotten() -> None:
+    history = ReuseHistory()
+    for index in range(100):
+        quick = prompt(100, 1000 * index)
+        leave(history, prompt(100, 500_000 + 1000 * index))
+        leave(history, quick)
+        away(history, 2)
+        assert history.come_back("", data(quick)) == habit_after(2)
+    assert len(history) == 100
+    assert history.density(NO_HABIT, 20) < 0.01 * history.density(NO_HABIT, 1)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 300)), max_size=60))
+def test_every_path_counts_once_whether_it_is_away_or_came_back(steps: list[tuple[bool, int]]) -> None:
+    history = ReuseHistory()
+    prior = history._with_those_away()[reuse.EVERY_HABIT].total
+    for index, (returns, age) in enumerate(steps):
+        leave(history, prompt(100, 1000 * index))
+        away(history, age)
+        if returns:
+            assert history.come_back("", data(prompt(100, 1000 * index))) == habit_after(age)
+    seen = history._with_those_away()
+    assert seen[reuse.EVERY_HABIT].total == pytest.approx(prior + len(steps))
+    assert sum(seen[reuse.EVERY_HABIT].returns) - sum(PRIOR_RETURNS) == pytest.approx(sum(r for r, _ in steps))
+    assert sum(o.total for habit, o in seen.items() if habit != reuse.EVERY_HABIT) == pytest.approx(len(steps))
+
+
+@given(st.integers(1, 60), st.integers(1, 20))
+def test_of_many_paths_that_are_away_some_are_counted_for_all(num_away: int, most: int) -> None:
+    history = ReuseHistory()
+    prior = history._with_those_away()[reuse.EVERY_HABIT].total
+    for index in range(num_away):
+        leave(history, prompt(100, 1000 * index))
+        history.tick()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reuse, "MAX_COUNTED", most)
+        counted = history._with_those_away()[reuse.EVERY_HABIT].total - prior
+    assert num_away - 0.01 <= counted < num_away + max(num_away / most, 1) + 1
+
+
+def test_observations_fade_by_when_their_paths_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse, "HALF_LIFE", 10)
+    history = ReuseHistory()
+    prior = sum(PRIOR_RETURNS)
+    leave(history, prompt(100, 900_000))
+    for index in range(10):
+        leave(history, prompt(100, 1000 * index))
+        history.come_back("", data(prompt(100, 1000 * index)))
+    assert sum(history._with_those_away()[reuse.EVERY_HABIT].returns) == pytest.approx((prior + 10) / 2)
+    history.come_back("", data(prompt(100, 900_000)))
+    assert sum(history._with_those_away()[reuse.EVERY_HABIT].returns) == pytest.approx((prior + 10 + 1) / 2)
 
 
 def test_the_more_hits_land_where_a_path_goes_on_the_more_such_snapshots_are_worth() -> None:

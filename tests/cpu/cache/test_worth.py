@@ -11,6 +11,8 @@ from strandline.cache.eviction import EvictionOrder, LeastRecentlyUsed, WorthPer
 from strandline.cache.invariants import check
 from strandline.cache.placement import Nothing
 from strandline.cache.reuse import ReuseHistory
+from strandline.cache.tokens import encode
+from strandline.cache.tree import Snapshot
 from tests.cpu.cache.driver import Driver, published, reasons
 from tests.cpu.cache.test_lookup import prompt
 
@@ -140,3 +142,41 @@ def test_an_order_is_a_strategy_that_knows_the_size_of_a_snapshot() -> None:
     driver.serve(prompt(320))
     ((_, _, snapshot),) = driver.cache.snapshots()
     assert small.worth(snapshot) / large.worth(snapshot) == pytest.approx((320 + 960) / (320 + 320))
+
+
+def snapshot_after(driver: Driver, tokens: list[int]) -> Snapshot:
+    (found,) = [snapshot for _, key, snapshot in driver.cache.snapshots() if key == bytes(encode(tokens))]
+    return found
+
+
+def test_a_path_that_goes_on_without_its_answers_shares_nothing() -> None:
+    driver = Driver(60, BLOCKS_PER_SLAB)
+    history: list[int] = []
+    for turn in range(4):
+        history += prompt(100, 1000 * turn)
+        driver.serve(history, prompt(20, 500_000 + 1000 * turn))
+    assert not any(snapshot.is_shared for _, _, snapshot in driver.cache.snapshots())
+    assert [snapshot_after(driver, history[:end]).is_passed for end in (100, 200, 300, 400)] == [True] * 3 + [False]
+
+
+def test_what_a_second_conversation_begins_with_is_shared() -> None:
+    driver = Driver(60, BLOCKS_PER_SLAB)
+    for first in (50_000, 90_000, 130_000):
+        driver.serve(prompt(300) + prompt(100, first))
+    assert snapshot_after(driver, prompt(300)).is_shared
+    assert not any(s.is_shared for _, _, s in driver.cache.snapshots() if s.position == 400)
+
+
+def test_prompts_that_a_path_has_gone_on_from_go_before_the_one_it_may_go_on_from() -> None:
+    driver = Driver(60, BLOCKS_PER_SLAB)
+    history: list[int] = []
+    for turn in range(30):
+        if turn % 3 == 0:
+            history = prompt(70, 10_000 * turn)
+        history += prompt(100, 1000 * turn)
+        driver.serve(history, prompt(20, 500_000 + 1000 * turn))
+    order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.reuse)
+    passed, last = (snapshot_after(driver, history[: len(history) - back]) for back in (100, 0))
+    assert passed.is_passed
+    assert not last.is_passed
+    assert order.worth(last) > 3 * order.worth(passed)
