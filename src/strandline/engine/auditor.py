@@ -11,6 +11,7 @@ Audits run when no other request waits, one at a time; what comes while one is d
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf, isnan
 from random import Random
 from typing import Final
 
@@ -31,7 +32,7 @@ class Audits:
     num_tokens: int = 0
     """Tokens of outputs that were compared."""
     largest_difference: float = 0.0
-    """Of the log-probabilities of one token."""
+    """Of the log-probabilities of one token; infinite where one of them is no number."""
     largest_of: RequestId | None = None
     """Which request that was."""
 
@@ -75,6 +76,8 @@ class Auditor:
         Args:
             requests: those of the step, at least.
         """
+        if not self._rate:
+            return
         for index, new in enumerate(plan.new):
             request = requests[new.request_id]
             has_hit = request.account is not None and request.account.hit > 0
@@ -110,6 +113,8 @@ class Auditor:
         Returns:
             Those of them that have senders.
         """
+        if not self._audited and self._due is None:
+            return advanced
         for index, sequence in enumerate(plan.sequences):
             if (due := self._due) is not None and sequence.request_id == PREFIX + due.request.request_id:
                 self._compare(due, sequence.start, result.prompt_logprobs.pop(index, []))
@@ -147,5 +152,7 @@ class Auditor:
         for place, cold in due.cold.items():
             audits.num_tokens += 1
             difference = abs(due.logprobs[place] - cold)
-            if not difference <= audits.largest_difference:
+            if isnan(difference):
+                difference = inf
+            if difference > audits.largest_difference:
                 audits.largest_difference, audits.largest_of = difference, due.request.request_id

@@ -35,7 +35,7 @@ TYPICAL_CONTEXT_TOKENS: Final = 8192
 """For which the programs of attention are shaped; any context is right."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class StepSize:
     """What a padded step has room for."""
 

@@ -82,6 +82,9 @@ class CoreLoop:
     def _take_messages(self) -> None:
         """Obey what has come; wait for something when there is no work."""
         ready = dict(self._poller.poll(self._patience_ms()))
+        if not ready and not self._core.has_unfinished:
+            self._rest_at_s = None
+            give_back_free_memory()
         if self._lifeline in ready:
             self._is_stopped = True
         if self._compiling.fileno() in ready:
@@ -94,17 +97,12 @@ class CoreLoop:
                 return
 
     def _patience_ms(self) -> int | None:
-        """Return how long to wait for a message: not at all while there is work. Rest where it is time to."""
+        """Return how long to wait for a message: not at all while there is work, and then until it is time to rest."""
         if self._core.has_unfinished:
             return 0
         if self._rest_at_s is None:
             return None
-        left_s = self._rest_at_s - time.monotonic()
-        if left_s > 0:
-            return int(left_s * 1000) + 1
-        self._rest_at_s = None
-        give_back_free_memory()
-        return None
+        return max(int((self._rest_at_s - time.monotonic()) * 1000) + 1, 0)
 
     def _obey(self, message: ToCore) -> None:
         match message:

@@ -54,6 +54,18 @@ def test_a_wrong_snapshot_is_found_out(make_llm: MakeLLM) -> None:
     assert audits.largest_of is not None
 
 
+def test_what_is_no_number_is_found_out_and_stays_so(make_llm: MakeLLM) -> None:
+    llm = make_llm(audit_rate=1.0)
+    ask(llm, PROMPT)
+    for _, _, snapshot in llm.engine.cache.snapshots():
+        llm.engine.runner.arena.hidden_SE[snapshot.slot] = float("nan")
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+    for _ in range(2):
+        ask(llm, PROMPT, params)
+        rest(llm)
+    assert llm.engine.core.audits.largest_difference == float("inf")
+
+
 def test_senders_see_nothing_of_it(make_llm: MakeLLM) -> None:
     def serve(llm: LLM) -> list[Any]:
         found: list[Any] = []
@@ -63,6 +75,7 @@ def test_senders_see_nothing_of_it(make_llm: MakeLLM) -> None:
             found.append((output.outputs[0].token_ids, output.outputs[0].logprobs, output.num_cached_tokens))
         rest(llm)
         counters = llm.engine.cache.counters
+        found.append(len(llm.engine.cache.reuse))
         return [*found, counters.queried_tokens, counters.hit_tokens, counters.missed_tokens, counters.queries]
 
     audited = make_llm(audit_rate=1.0)
@@ -70,7 +83,7 @@ def test_senders_see_nothing_of_it(make_llm: MakeLLM) -> None:
     assert audited.engine.core.audits.num_requests == 1
 
 
-def test_what_is_preempted_or_as_long_as_may_be_is_replayed_too(make_llm: MakeLLM) -> None:
+def test_what_is_as_long_as_may_be_is_replayed_too(make_llm: MakeLLM) -> None:
     llm = make_llm(audit_rate=1.0, max_model_len=160, max_num_seqs=4)
     prompts = [PROMPT + tokens(8, seed=seed) for seed in range(6)]
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
