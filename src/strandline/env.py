@@ -7,6 +7,7 @@ DEBUG_CACHE: Final = "STRANDLINE_DEBUG_CACHE"
 API_KEY: Final = "STRANDLINE_API_KEY"
 CLIENT_KEY: Final = "OPENAI_API_KEY"
 TRITON: Final = "STRANDLINE_TRITON"
+NUMBA: Final = "STRANDLINE_NUMBA"
 
 
 def is_cache_debugged() -> bool:
@@ -17,6 +18,11 @@ def is_cache_debugged() -> bool:
 def is_triton_off() -> bool:
     """Whether to run the torch versions of all operations on GPUs too (slow): to tell a kernel's fault from others."""
     return os.environ.get(TRITON, "1") == "0"
+
+
+def is_numba_off() -> bool:
+    """Whether to run the torch versions of all operations on CPUs (slower): to tell a kernel's fault from others."""
+    return os.environ.get(NUMBA, "1") == "0"
 
 
 def read_api_key() -> str | None:

@@ -110,20 +110,24 @@ def too_long(name: str, text: str) -> set[str]:
     return over | {key for key, lines in files.items() if lines > MAX_FILE_LINES}
 
 
-def triton_faults(name: str, text: str) -> list[str]:
-    """Return what is wrong with how a file uses Triton: only ``*_triton.py`` imports it, and mypy leaves that alone."""
+def compiler_faults(name: str, text: str) -> list[str]:
+    """Return what is wrong with how a file uses a compiler of kernels.
+
+    Only ``*_triton.py`` imports Triton and only ``*_numba.py`` Numba, and mypy leaves these files alone.
+    """
     imports = {
-        alias.name if isinstance(node, ast.Import) else str(node.module)
+        (alias.name if isinstance(node, ast.Import) else str(node.module)).split(".")[0]
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    is_triton = name.endswith("_triton.py")
-    faults = []
-    if not is_triton and any(module.split(".")[0] == "triton" for module in imports):
-        faults.append(f"{name} imports triton; only a *_triton.py may")
-    if is_triton != ("# mypy: ignore-errors" in text.splitlines()):
-        faults.append(f"{name}: the line '# mypy: ignore-errors' belongs into *_triton.py, and nowhere else")
+    faults = [
+        f"{name} imports {compiler}; only a *_{compiler}.py may"
+        for compiler in ("triton", "numba")
+        if compiler in imports and not name.endswith(f"_{compiler}.py")
+    ]
+    if name.endswith(("_triton.py", "_numba.py")) != ("# mypy: ignore-errors" in text.splitlines()):
+        faults.append(f"{name}: the line '# mypy: ignore-errors' belongs into files of kernels, and nowhere else")
     return faults
 
 
@@ -153,8 +157,8 @@ def test_functions_and_files_are_short_or_say_why_not() -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_triton_stays_in_files_that_say_so(name: str) -> None:
-    assert triton_faults(name, SOURCES[name]) == []
+def test_compilers_stay_in_files_that_say_so(name: str) -> None:
+    assert compiler_faults(name, SOURCES[name]) == []
 
 
 def test_decisions_are_numbered_without_gaps() -> None:
@@ -225,7 +229,9 @@ def test_a_long_function_and_a_long_file_are_found() -> None:
         ("kernels/x.py", "from triton import language"),
         ("kernels/x.py", "# mypy: ignore-errors"),
         ("kernels/x_triton.py", "import triton"),
+        ("kernels/x.py", "from numba import njit"),
+        ("kernels/x_numba.py", "import numba"),
     ],
 )
-def test_triton_in_the_wrong_place_is_found(name: str, text: str) -> None:
-    assert len(triton_faults(name, text)) == 1
+def test_a_compiler_in_the_wrong_place_is_found(name: str, text: str) -> None:
+    assert len(compiler_faults(name, text)) == 1

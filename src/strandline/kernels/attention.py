@@ -19,7 +19,7 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, KVMemory
-from strandline.kernels.platform import has_triton_twin
+from strandline.kernels.platform import has_twins
 
 GROUP_BYTES = 2**20
 """Most bytes of keys that a group of decodes gathers at once: few enough to be attended while still in cache."""
@@ -31,7 +31,7 @@ QUERY_TOKENS = 256
 """Queries of a prefill that are masked together: bounds the mask of a prompt of any length."""
 
 
-@has_triton_twin("attention_triton")
+@has_twins(triton="attention_triton")
 def paged_attention(
     q_THD: Tensor,
     memory: KVMemory,

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from strandline.ids import NULL_SLOT
 from strandline.kernels.chunk_table import ChunkTable
-from strandline.kernels.platform import has_triton_twin
+from strandline.kernels.platform import has_twins
 
 Activation = Literal["silu"] | None
 
 
-@has_triton_twin("conv1d_triton")
+@has_twins(triton="conv1d_triton")
 def causal_conv1d_prefill(
     x_TC: Tensor,
     weight_CW: Tensor,
@@ -47,7 +47,7 @@ def causal_conv1d_prefill(
     return _activate(y_TC, activation)
 
 
-@has_triton_twin("conv1d_triton")
+@has_twins(triton="conv1d_triton")
 def causal_conv1d_update(
     x_NC: Tensor,
     weight_CW: Tensor,

@@ -34,7 +34,7 @@ from torch import Tensor
 from strandline.ids import NULL_SLOT
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.norm import l2_norm
-from strandline.kernels.platform import has_triton_twin
+from strandline.kernels.platform import has_twins
 
 L2_NORM_EPS = 1e-6
 
@@ -57,7 +57,7 @@ DECODE_GROUP = 16
 """Sequences whose states are read, then written, together: few enough to be written while still in cache."""
 
 
-@has_triton_twin("gdn_prefill_triton")
+@has_twins(triton="gdn_prefill_triton")
 def gdn_prefill(
     q_TGK: Tensor,
     k_TGK: Tensor,
@@ -101,7 +101,7 @@ def gdn_prefill(
     return out_THV
 
 
-@has_triton_twin("gdn_decode_triton")
+@has_twins(triton="gdn_decode_triton", numba="gdn_decode_numba")
 def gdn_decode(
     q_NGK: Tensor,
     k_NGK: Tensor,

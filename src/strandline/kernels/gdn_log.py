@@ -23,13 +23,13 @@ from torch import Tensor
 from strandline.ids import NULL_LOG, NULL_SLOT
 from strandline.kernels.batch import LogBatch, LogMemory
 from strandline.kernels.gdn import MIN_EXPONENT, gates, key_query
-from strandline.kernels.platform import has_triton_twin
+from strandline.kernels.platform import has_twins
 
 LOG_TOKENS: Final = 8
 """More make writes rarer, and each read of the log longer."""
 
 
-@has_triton_twin("gdn_decode_triton")
+@has_twins(triton="gdn_decode_triton", numba="gdn_decode_numba")
 def gdn_decode_logged(
     q_NGK: Tensor,
     k_NGK: Tensor,
@@ -88,7 +88,7 @@ def gdn_decode_logged(
     return torch.addcmul(read_NHXV[:, :, 1], overlap_NH1, delta_NHV).to(q_NGK.dtype)
 
 
-@has_triton_twin("gdn_log_triton")
+@has_twins(triton="gdn_log_triton", numba="gdn_decode_numba")
 def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
     """Fold N logs into the committed states in N slots, for R layers at once.
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from strandline.kernels.activation import swiglu
 from strandline.kernels.linear import linear
-from strandline.kernels.platform import has_triton_twin
+from strandline.kernels.platform import has_twins
 
 
-@has_triton_twin("moe_triton")
+@has_twins(triton="moe_triton")
 def mixture(
     x_TD: Tensor,
     projected_TO: Tensor,
@@ -44,7 +44,7 @@ def mixture(
     return experts_glu(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1)
 
 
-@has_triton_twin("moe_triton")
+@has_twins(triton="moe_triton")
 def route_top_k(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
     """Return the ``top_k`` most likely experts per token as ``(weights_TK, experts_TK)``, in float32 and int64.
 
@@ -57,7 +57,7 @@ def route_top_k(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[
     return weights_TK, experts_TK
 
 
-@has_triton_twin("moe_triton")
+@has_twins(triton="moe_triton")
 def experts_glu(
     x_TD: Tensor,
     gate_up_EFD: Tensor,

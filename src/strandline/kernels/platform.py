@@ -1,8 +1,8 @@
-"""Which version of an operation runs: torch's, the definition of right, or Triton's.
+"""Which version of an operation runs: torch's, the definition of right, Triton's or Numba's.
 
-Every operation is a torch function; one that has a faster twin names its module. On a CUDA device with Triton the
-twin runs, everywhere else the torch function: that is how a new accelerator starts. The choice is made once per
-process and device type.
+Every operation is a torch function; one that has faster twins names their modules. On a CUDA device with Triton its
+twin runs, on a CPU Numba's (``runtime_numba.py``), everywhere else the torch function: that is how a new accelerator
+starts. The choice is made once per process and device type.
 
 *Deterministic*, a kernel adds in an order that does not depend on what else is in the step: who launches kernels says
 which it wants. Twins choose their tiles accordingly; torch functions on a CPU are what they are.
@@ -17,13 +17,13 @@ from typing import Final, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from strandline.env import is_triton_off
+from strandline.env import is_numba_off, is_triton_off
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 TWINS: Final[list[tuple[str, str]]] = []
-"""Module and name of every Triton function that stands in for a torch function of the same name and signature."""
+"""Module and name of every function that stands in for a torch function of the same name and signature."""
 
 INVARIANT_TWINS: Final[list[tuple[str, str]]] = []
 """The same of those that stand in for it in deterministic mode."""
@@ -35,6 +35,18 @@ def runs_triton(device_type: str) -> bool:
     if device_type != "cuda" or is_triton_off():
         return False
     return find_spec("triton") is not None and torch.cuda.is_available() and torch.version.hip is None
+
+
+NUMBA_DTYPES: Final = (torch.float32, torch.bfloat16)
+"""Of the first argument; what else there is runs in torch."""
+
+
+@cache
+def runs_numba() -> bool:
+    """Return whether operations on the CPU run their Numba twins."""
+    if is_numba_off() or find_spec("numba") is None:
+        return False
+    return bool(import_module("strandline.kernels.runtime_numba").has_threads())
 
 
 class _Mode:
@@ -53,26 +65,31 @@ def is_deterministic() -> bool:
     return _Mode.is_deterministic
 
 
-def has_triton_twin(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Name the module of ``strandline.kernels`` whose function of the same name runs where Triton does.
+def has_twins(triton: str | None = None, numba: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Name modules of ``strandline.kernels`` whose functions of the same name run where Triton or Numba does.
 
     The function's first argument must be a tensor on the device that it computes on. The torch version stays within
     reach as ``__wrapped__``.
     """
 
     def decorate(reference: Callable[P, R]) -> Callable[P, R]:
-        TWINS.append((f"strandline.kernels.{module}", reference.__name__))
-        twin: list[Callable[P, R]] = []
+        name = reference.__name__
+        TWINS.extend((f"strandline.kernels.{module}", name) for module in (triton, numba) if module)
+
+        @cache
+        def twin(module: str) -> Callable[P, R]:
+            found: Callable[P, R] = getattr(import_module(f"strandline.kernels.{module}"), name)
+            return found
 
         @wraps(reference)
         def choose(*args: P.args, **kwargs: P.kwargs) -> R:
             first = args[0]
             assert isinstance(first, Tensor)
-            if not first.is_cuda or not runs_triton("cuda"):
-                return reference(*args, **kwargs)
-            if not twin:
-                twin.append(getattr(import_module(f"strandline.kernels.{module}"), reference.__name__))
-            return twin[0](*args, **kwargs)
+            if triton and first.is_cuda and runs_triton("cuda"):
+                return twin(triton)(*args, **kwargs)
+            if numba and first.is_cpu and first.dtype in NUMBA_DTYPES and runs_numba():
+                return twin(numba)(*args, **kwargs)
+            return reference(*args, **kwargs)
 
         return choose
 

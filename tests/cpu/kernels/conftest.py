@@ -1,10 +1,28 @@
-"""Triton's interpreter, made to work with the NumPy of the other tests, and with bfloat16."""
+"""Both versions of what runs on a CPU; and Triton's interpreter, made to work with our NumPy, and with bfloat16."""
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import pytest
+
+from strandline import env
+from strandline.kernels import platform
+
+
+@pytest.fixture(scope="module", params=["torch", "numba"])
+def each_version(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a module's tests once with torch's version of every operation, once with Numba's where there is one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(env.NUMBA, "0" if request.param == "torch" else "1")
+        platform.runs_numba.cache_clear()
+        if request.param == "numba" and not platform.runs_numba():
+            pytest.skip("Numba is not installed, or torch's threads are not GNU OpenMP's")
+        yield request.param
+    platform.runs_numba.cache_clear()
+
 
 if find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1":
     from triton.language import bfloat16, float32

@@ -20,6 +20,8 @@ from strandline.kernels import gdn
 from strandline.kernels.chunk_table import build_chunk_table
 from strandline.kernels.gdn import gdn_decode, gdn_prefill, gdn_recurrent_reference
 
+pytestmark = pytest.mark.usefixtures("each_version")
+
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
 """The chunkwise form adds the same float32 numbers in another order: some 64 roundings of values near 1."""
 

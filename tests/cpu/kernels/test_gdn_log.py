@@ -22,6 +22,8 @@ from strandline.kernels.gdn_log import LOG_TOKENS
 from tests.cpu.kernels.test_gdn import FLOAT32, Shape, make_arena, make_layer
 from tests.poison import poisoned_memory
 
+pytestmark = pytest.mark.usefixtures("each_version")
+
 NUM_LOGS = 9
 USUAL = Shape()
 

@@ -14,7 +14,7 @@ from strandline.kernels import platform
 MODULES = [
     import_module(f"strandline.kernels.{found.name}")
     for found in pkgutil.iter_modules(kernels.__path__)
-    if not found.name.endswith("_triton") and found.name != "platform"
+    if not found.name.endswith(("_triton", "_numba")) and found.name != "platform"
 ]
 
 OPERATIONS = {
@@ -51,7 +51,7 @@ def test_other_devices_run_the_torch_versions(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_tensor_on_a_cpu_never_loads_the_twin() -> None:
-    @platform.has_triton_twin("no_such_module")
+    @platform.has_twins(triton="no_such_module")
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 

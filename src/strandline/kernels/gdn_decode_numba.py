@@ -1,0 +1,313 @@
+"""Gated DeltaNet decode, with and without a log, on a CPU: one pass over each head's state (``gdn_log.py``).
+
+A task is one head of one sequence. It reads the state row by row, once for key and query together, and what the log
+adds; where it folds, it then writes the state, once. Without logs every step folds.
+
+Shape suffixes as in ``gdn_log.py``.
+"""
+
+# mypy: ignore-errors
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strandline.ids import NULL_LOG, NULL_SLOT
+from strandline.kernels import gdn, gdn_log
+from strandline.kernels.batch import LogBatch, LogMemory
+from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
+from strandline.kernels.runtime_numba import (
+    TASKS,
+    claim,
+    compiled,
+    floats,
+    helper,
+    ints,
+    kind,
+    load,
+    packed_rows,
+    store,
+)
+
+NO_LOGS = (0,) * 9
+
+
+def gdn_decode(
+    q_NGK: Tensor,
+    k_NGK: Tensor,
+    v_NHV: Tensor,
+    a_NH: Tensor,
+    b_NH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+) -> Tensor:
+    """Numba twin of :func:`strandline.kernels.gdn.gdn_decode`."""
+    inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N)
+    if state_SHKV.dtype != torch.float32 or _is_overwritten(src_N, dst_N):
+        return gdn.gdn_decode.__wrapped__(*inputs)
+    return _decode(inputs, NO_LOGS)
+
+
+def gdn_decode_logged(
+    q_NGK: Tensor,
+    k_NGK: Tensor,
+    v_NHV: Tensor,
+    a_NH: Tensor,
+    b_NH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    memory: LogMemory,
+    logs: LogBatch,
+) -> Tensor:
+    """Numba twin of :func:`strandline.kernels.gdn_log.gdn_decode_logged`."""
+    inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N)
+    if state_SHKV.dtype != torch.float32:
+        return gdn_log.gdn_decode_logged.__wrapped__(*inputs, memory, logs)
+    return _decode(inputs, (*_log_args(memory), logs.log_N.data_ptr(), logs.len_N.data_ptr()))
+
+
+def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
+    """Numba twin of :func:`strandline.kernels.gdn_log.gdn_fold`."""
+    if state_RSHKV.dtype != torch.float32:
+        gdn_log.gdn_fold.__wrapped__(state_RSHKV, memory, slot_N, log_N, len_N)
+        return
+    num_heads, key_dim, value_dim = state_RSHKV.shape[2:]
+    for layer, state_SHKV in enumerate(state_RSHKV):
+        args = (num_heads, memory.key_JGLK.shape[2], key_dim, value_dim, state_SHKV.data_ptr(), state_SHKV.stride(0))
+        slots = (slot_N.data_ptr(), log_N.data_ptr(), len_N.data_ptr())
+        _fold_kernel(len(slot_N) * num_heads, *args, *slots, *_log_args(memory.of_layer(layer)))
+
+
+def _is_overwritten(src_N: Tensor, dst_N: Tensor) -> bool:
+    """Return whether a sequence writes where another one reads."""
+    srcs, dsts = src_N.tolist(), dst_N.tolist()
+    own = dict(zip(dsts, srcs, strict=True))
+    return any(src != NULL_SLOT and src in own and (own[src] != src or srcs.count(src) > 1) for src in srcs)
+
+
+def _log_args(memory: LogMemory) -> tuple[int, ...]:
+    key_JGLK, value_JHLV, decay_JHL = memory.key_JGLK, memory.value_JHLV, memory.decay_JHL
+    return (
+        *(key_JGLK.data_ptr(), key_JGLK.stride(0), value_JHLV.data_ptr(), value_JHLV.stride(0)),
+        *(decay_JHL.data_ptr(), decay_JHL.stride(0), key_JGLK.shape[2]),
+    )
+
+
+def _decode(inputs: tuple[Tensor, ...], logs: tuple[int, ...]) -> Tensor:
+    q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N = inputs
+    num_sequences, num_heads, value_dim = v_NHV.shape
+    num_key_heads, key_dim = k_NGK.shape[1:]
+    q_NGK, k_NGK, v_NHV, a_NH, b_NH = (packed_rows(x) for x in (q_NGK, k_NGK, v_NHV, a_NH, b_NH))
+    out_NHV = v_NHV.new_empty(v_NHV.shape, dtype=q_NGK.dtype)
+    rows = [x for tensor in (q_NGK, k_NGK, v_NHV, a_NH, b_NH) for x in (tensor.data_ptr(), tensor.stride(0))]
+    _decode_kernel(
+        num_sequences * num_heads,
+        *(num_heads, num_heads // num_key_heads, key_dim, value_dim, kind(q_NGK), kind(a_NH)),
+        *rows,
+        *(A_log_H.data_ptr(), dt_bias_H.data_ptr(), state_SHKV.data_ptr(), state_SHKV.stride(0)),
+        *(src_N.data_ptr(), dst_N.data_ptr(), out_NHV.data_ptr()),
+        *logs,
+    )
+    return out_NHV
+
+
+@helper
+def _gates(a, b, log_rate, bias):
+    """Return the log decay and the write strength, computed in float64 as in the torch version."""
+    x = a + bias
+    softplus = x if x > 20.0 else math.log1p(math.exp(x))
+    return np.float32(-min(softplus * math.exp(log_rate), -MIN_LOG_DECAY)), np.float32(1.0 / (1.0 + math.exp(-b)))
+
+
+@helper
+def _normalise(key, query):
+    """Normalise key and query, and scale the query; return their product."""
+    key_square = query_square = product = np.float32(0.0)
+    for i in range(key.size):
+        key_square += key[i] * key[i]
+        query_square += query[i] * query[i]
+        product += key[i] * query[i]
+    key_factor = np.float32(1.0 / math.sqrt(key_square + L2_NORM_EPS))
+    query_factor = np.float32(1.0 / math.sqrt((query_square + L2_NORM_EPS) * key.size))
+    for i in range(key.size):
+        key[i] *= key_factor
+        query[i] *= query_factor
+    return product * key_factor * query_factor
+
+
+@helper
+def _read(state, key, query, by_key, by_query):
+    """Add what key and query read of a state, four of its rows at a time."""
+    num_columns = by_key.size
+    whole = key.size // 4 * 4
+    for row in range(0, whole, 4):
+        first = state[row * num_columns : (row + 1) * num_columns]
+        second = state[(row + 1) * num_columns : (row + 2) * num_columns]
+        third = state[(row + 2) * num_columns : (row + 3) * num_columns]
+        fourth = state[(row + 3) * num_columns : (row + 4) * num_columns]
+        key_1, key_2, key_3, key_4 = key[row], key[row + 1], key[row + 2], key[row + 3]
+        query_1, query_2, query_3, query_4 = query[row], query[row + 1], query[row + 2], query[row + 3]
+        for i in range(num_columns):
+            a, b, c, d = first[i], second[i], third[i], fourth[i]
+            by_key[i] += key_1 * a + key_2 * b + key_3 * c + key_4 * d
+            by_query[i] += query_1 * a + query_2 * b + query_3 * c + query_4 * d
+    for row in range(whole, key.size):
+        last = state[row * num_columns : (row + 1) * num_columns]
+        for i in range(num_columns):
+            by_key[i] += key[row] * last[i]
+            by_query[i] += query[row] * last[i]
+
+
+@helper
+def _weigh(log_decays, log_decay, weights):
+    """Say how much is left of each logged token's write by now; return how much is left of the state.
+
+    Decays are added, never subtracted: a weak one beside a strong one would be lost.
+    """
+    total = np.float64(log_decay)
+    for place in range(log_decays.size - 1, -1, -1):
+        weights[place] = np.float32(math.exp(total))
+        total += log_decays[place]
+    return np.float32(math.exp(total))
+
+
+@helper
+def _read_logged(logged_key, logged_value, weight, key, query, by_key, by_query):
+    """Add what key and query read of a logged token's write."""
+    key_score = query_score = np.float32(0.0)
+    for i in range(key.size):
+        key_score += key[i] * logged_key[i]
+        query_score += query[i] * logged_key[i]
+    key_score *= weight
+    query_score *= weight
+    for i in range(by_key.size):
+        by_key[i] += key_score * logged_value[i]
+        by_query[i] += query_score * logged_value[i]
+
+
+@helper
+def _carry(source, target, carried, is_zero, keys, values, weights, key_dim):
+    """Write to the target what is left of the source, and of what was logged since."""
+    num_columns = target.size // key_dim
+    for row in range(key_dim):
+        written = target[row * num_columns : (row + 1) * num_columns]
+        if is_zero:
+            written[:] = 0.0
+        else:
+            read = source[row * num_columns : (row + 1) * num_columns]
+            for i in range(num_columns):
+                written[i] = carried * read[i]
+        for place in range(weights.size):
+            logged = values[place * num_columns : (place + 1) * num_columns]
+            factor = weights[place] * keys[place * key_dim + row]
+            for i in range(num_columns):
+                written[i] += factor * logged[i]
+
+
+@helper
+def _add(state, key, value):
+    """Add a token's write."""
+    num_columns = value.size
+    for row in range(key.size):
+        written = state[row * num_columns : (row + 1) * num_columns]
+        for i in range(num_columns):
+            written[i] += key[row] * value[i]
+
+
+@compiled
+def _decode_kernel(args):
+    num_heads, heads_per_key, key_dim, value_dim, dtype, gate_dtype = (
+        args[2],
+        args[3],
+        args[4],
+        args[5],
+        args[6],
+        args[7],
+    )
+    src, dst = args[22], args[23]
+    logs, log_lens = args[32], args[33]
+    key, query = np.empty(key_dim, np.float32), np.empty(key_dim, np.float32)
+    by_key, by_query = np.empty(value_dim, np.float32), np.empty(value_dim, np.float32)
+    value, gate = np.empty(value_dim, np.float32), np.empty(2, np.float32)
+    places = max(args[31], 1)
+    weights = np.empty(places, np.float32)
+    task = claim(args)
+    while task < args[TASKS]:
+        sequence, head = task // num_heads, task % num_heads
+        key_head = head // heads_per_key
+        load(args[8], dtype, sequence * args[9] + key_head * key_dim, query)
+        load(args[10], dtype, sequence * args[11] + key_head * key_dim, key)
+        load(args[12], dtype, sequence * args[13] + head * value_dim, value)
+        load(args[14], gate_dtype, sequence * args[15] + head, gate[:1])
+        load(args[16], gate_dtype, sequence * args[17] + head, gate[1:])
+        overlap = _normalise(key, query)
+        rate, bias = floats(args[18], num_heads)[head], floats(args[19], num_heads)[head]
+        log_decay, beta = _gates(np.float64(gate[0]), np.float64(gate[1]), np.float64(rate), np.float64(bias))
+
+        state_size = key_dim * value_dim
+        source, target = ints(src, sequence + 1)[sequence], ints(dst, sequence + 1)[sequence]
+        state = floats(args[20] + 4 * (source * args[21] + head * state_size), state_size)
+        log = num_logged = 0
+        if logs:
+            log, num_logged = ints(logs, sequence + 1)[sequence], ints(log_lens, sequence + 1)[sequence]
+        logged_keys = floats(args[25] + 4 * (log * args[26] + key_head * places * key_dim), places * key_dim)
+        logged_values = floats(args[27] + 4 * (log * args[28] + head * places * value_dim), places * value_dim)
+        logged_decays = floats(args[29] + 4 * (log * args[30] + head * places), places)
+
+        by_key[:] = 0.0
+        by_query[:] = 0.0
+        if source != NULL_SLOT:
+            _read(state, key, query, by_key, by_query)
+        carried = _weigh(logged_decays[:num_logged], log_decay, weights)
+        by_key *= carried
+        by_query *= carried
+        for place in range(num_logged):
+            logged_key = logged_keys[place * key_dim : (place + 1) * key_dim]
+            logged_value = logged_values[place * value_dim : (place + 1) * value_dim]
+            _read_logged(logged_key, logged_value, weights[place], key, query, by_key, by_query)
+        for channel in range(value_dim):
+            delta = (value[channel] - by_key[channel]) * beta
+            value[channel] = delta
+            by_query[channel] += overlap * delta
+        store(args[24], dtype, (sequence * num_heads + head) * value_dim, by_query)
+
+        if target != NULL_SLOT and (log == NULL_LOG or num_logged == places or source != target):
+            folded = floats(args[20] + 4 * (target * args[21] + head * state_size), state_size)
+            is_zero, left = source == NULL_SLOT, weights[:num_logged]
+            _carry(state, folded, carried, is_zero, logged_keys, logged_values, left, key_dim)
+            _add(folded, key, value)
+        elif target != NULL_SLOT:
+            if head % heads_per_key == 0:
+                logged_keys[num_logged * key_dim : (num_logged + 1) * key_dim] = key
+            logged_values[num_logged * value_dim : (num_logged + 1) * value_dim] = value
+            logged_decays[num_logged] = log_decay
+        task = claim(args)
+
+
+@compiled
+def _fold_kernel(args):
+    num_heads, num_key_heads, key_dim, value_dim = args[2], args[3], args[4], args[5]
+    places = args[17]
+    weights = np.empty(places, np.float32)
+    state_size = key_dim * value_dim
+    task = claim(args)
+    while task < args[TASKS]:
+        sequence, head = task // num_heads, task % num_heads
+        key_head = head // (num_heads // num_key_heads)
+        slot, log = ints(args[8], sequence + 1)[sequence], ints(args[9], sequence + 1)[sequence]
+        num_logged = ints(args[10], sequence + 1)[sequence]
+        state = floats(args[6] + 4 * (slot * args[7] + head * state_size), state_size)
+        keys = floats(args[11] + 4 * (log * args[12] + key_head * places * key_dim), places * key_dim)
+        values = floats(args[13] + 4 * (log * args[14] + head * places * value_dim), places * value_dim)
+        log_decays = floats(args[15] + 4 * (log * args[16] + head * places), places)[:num_logged]
+        carried = _weigh(log_decays, np.float32(0.0), weights)
+        _carry(state, state, carried, False, keys, values, weights[:num_logged], key_dim)
+        task = claim(args)

@@ -1,0 +1,283 @@
+"""Loops that Numba compiles for the CPU, on the threads of torch's own products.
+
+A kernel is a function of one array of integers, its *arguments*: sizes, strides and addresses of tensors, as a kernel
+for a GPU has them, after the number of its *tasks*. Every thread claims tasks until none is left, so that tasks of
+different length are shared out evenly; a task's result depends on nothing but its number::
+
+    @compiled
+    def double(args):
+        x, dtype, num_columns = args[2], args[3], args[4]
+        row = np.empty(num_columns, np.float32)
+        task = claim(args)
+        while task < args[TASKS]:
+            load(x, dtype, task * num_columns, row)
+            row *= 2
+            store(x, dtype, task * num_columns, row)
+            task = claim(args)
+
+    double(len(x), x.data_ptr(), kind(x), x.shape[1])
+
+Kernels compute in float32; ``load`` and ``store`` convert rows of what lies in memory. No sum may be taken apart by the
+number of threads or of rows. Exponentials are polynomials, because the C library's take one number at a time.
+
+Compiled code is kept for the next process in ``$XDG_CACHE_HOME/strandline`` (``~/.cache/strandline``), by the sources'
+hash and by CPU; where nothing can be written it is compiled anew. Threads are those of the GNU OpenMP library that
+torch brings along on Linux: a second pool would compete with the first for the same cores.
+"""
+
+# mypy: ignore-errors
+
+import ctypes
+import os
+import struct
+from collections.abc import Callable
+from functools import cache, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+import numba
+import numpy as np
+import torch
+from numba import carray, cfunc, njit, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+CLAIMED: Final = 0
+TASKS: Final = 1
+"""Where the arguments say how many tasks there are; the kernel's own follow."""
+
+FLOAT32: Final = 0
+BFLOAT16: Final = 1
+KINDS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+"""By dtype, the numbers that ``load`` and ``store`` take."""
+
+MATH: Final = {"contract", "reassoc", "nsz", "arcp"}
+"""What the compiler may change about sums and products; not whether they are numbers."""
+
+
+def kind(x: Tensor) -> int:
+    """Return what ``load`` and ``store`` call a tensor's dtype."""
+    return KINDS[x.dtype]
+
+
+@cache
+def bits(x: float) -> int:
+    """Return a number as an argument; the kernel gets it back by ``number``."""
+    return int.from_bytes(struct.pack("<d", x), "little", signed=True)
+
+
+@cache
+def _openmp() -> Any:
+    """Return the OpenMP library that torch's threads are of, which is loaded already."""
+    library = ctypes.CDLL("libgomp.so.1")
+    library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    library.GOMP_parallel.restype = None
+    return library
+
+
+@cache
+def has_threads() -> bool:
+    """Return whether there are threads to run kernels on."""
+    try:
+        return hasattr(_openmp(), "GOMP_parallel")
+    except OSError:
+        return False
+
+
+def packed_rows(x: Tensor) -> Tensor:
+    """Return a tensor whose rows lie packed in themselves, however far apart: itself, or else a copy."""
+    packed = 1
+    for size, stride in zip(x.shape[:0:-1], x.stride()[:0:-1], strict=True):
+        if stride != packed and size != 1:
+            return x.contiguous()
+        packed *= size
+    return x
+
+
+class Kernel:
+    """A compiled function, called with the number of its tasks and its arguments."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function  # owns the machine code
+        self._address = function.address
+        self._tables: dict[int, Any] = {}
+
+    def __call__(self, num_tasks: int, *args: int) -> None:
+        table = self._tables.get(len(args))
+        if table is None:
+            table = self._tables[len(args)] = ctypes.c_int64 * (2 + len(args))
+        num_threads = min(torch.get_num_threads(), num_tasks)
+        if num_threads:
+            _openmp().GOMP_parallel(self._address, table(0, num_tasks, *args), num_threads, 0)
+
+
+def compiled(body: Callable[[Any], None]) -> Kernel:
+    """Compile a kernel, or take it from where an earlier process left it."""
+    compile_it = partial(cfunc, types.void(types.CPointer(types.int64)), fastmath=MATH, error_model="numpy")
+    directory, before = cache_directory(), numba.config.CACHE_DIR
+    if directory is not None:
+        numba.config.CACHE_DIR = str(directory)
+        try:
+            return Kernel(compile_it(cache=True)(body))
+        except OSError:
+            pass  # the disk is full, say
+        finally:
+            numba.config.CACHE_DIR = before
+    return Kernel(compile_it()(body))
+
+
+@cache
+def cache_directory() -> Path | None:
+    """Return where compiled kernels of these sources are kept; None where nothing can be.
+
+    Numba looks at a kernel's own file alone when it decides what is out of date, not at what it calls.
+    """
+    sources = sorted(Path(__file__).parent.glob("*_numba.py"))
+    digest = sha256(b"".join(path.read_bytes() for path in (Path(__file__), *sources))).hexdigest()[:16]
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        directory = base / "strandline" / f"kernels-{digest}"
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return directory if os.access(directory, os.W_OK) else None
+
+
+# What kernels call.
+
+
+@intrinsic
+def _claim(_context: Any, args: Any) -> Any:
+    """Add one to the number of tasks that were claimed; return what it was."""
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        one = context.get_constant(types.int64, 1)
+        return builder.atomic_rmw("add", values[0], one, "monotonic")
+
+    return types.int64(args), emit
+
+
+def _pointer_to(number_type: Any) -> Any:
+    """Return a function of compiled code that makes a pointer of an address."""
+
+    @intrinsic
+    def pointer(_context: Any, address: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(number_type)(address), emit
+
+    return pointer
+
+
+_float32_pointer = _pointer_to(types.float32)
+_uint32_pointer = _pointer_to(types.uint32)
+_uint16_pointer = _pointer_to(types.uint16)
+_int32_pointer = _pointer_to(types.int32)
+_int64_pointer = _pointer_to(types.int64)
+_float64_pointer = _pointer_to(types.float64)
+
+
+helper = njit(fastmath=MATH, error_model="numpy")
+"""Compiles a function that kernels call."""
+
+
+@njit
+def claim(args):  # type: ignore[no-untyped-def]
+    """Return the next task that nobody has claimed; past the last one, a number that is no task."""
+    return _claim(args)
+
+
+@njit
+def number(bits):
+    """Return a floating-point argument."""
+    return np.int64(bits).view(np.float64)
+
+
+@njit
+def floats(address, count):
+    """Return float32 numbers in memory."""
+    return carray(_float32_pointer(address), count)
+
+
+@njit
+def ints(address, count):
+    """Return int64 numbers in memory."""
+    return carray(_int64_pointer(address), count)
+
+
+@njit
+def int32s(address, count):
+    """Return int32 numbers in memory."""
+    return carray(_int32_pointer(address), count)
+
+
+@njit
+def load(address, kind, first, row):
+    """Fill a float32 row with the numbers in memory from ``first`` on."""
+    if kind == FLOAT32:
+        whole = carray(_float32_pointer(address + 4 * first), row.size)
+        for i in range(row.size):
+            row[i] = whole[i]
+    else:
+        half = carray(_uint16_pointer(address + 2 * first), row.size)
+        words = row.view(np.uint32)
+        for i in range(row.size):
+            words[i] = np.uint32(half[i]) << np.uint32(16)
+
+
+@njit
+def store(address, kind, first, row):
+    """Write a float32 row to memory from ``first`` on; to bfloat16 it is rounded as torch rounds."""
+    if kind == FLOAT32:
+        whole = carray(_float32_pointer(address + 4 * first), row.size)
+        for i in range(row.size):
+            whole[i] = row[i]
+    else:
+        half = carray(_uint16_pointer(address + 2 * first), row.size)
+        words = row.view(np.uint32)
+        for i in range(row.size):
+            word = words[i]
+            rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            half[i] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+
+
+@njit
+def round_to(kind, row):
+    """Round a float32 row to what memory of this kind holds."""
+    if kind == BFLOAT16:
+        words = row.view(np.uint32)
+        for i in range(row.size):
+            word = words[i]
+            rounded = word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
+            is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            words[i] = word if is_nan else rounded & np.uint32(0xFFFF0000)
+
+
+@njit(fastmath={"contract"})
+def exp(x):
+    """Return ``e ** x`` of a float32 number within 2 units in the last place; as of -87.3 below it, of 88.3 above.
+
+    Source: Moshier, Cephes, ``expf``.
+    """
+    clamped = min(max(x, np.float32(-87.3)), np.float32(88.3))
+    power = np.floor(clamped * np.float32(1.44269504) + np.float32(0.5))
+    rest = clamped - power * np.float32(0.693359375)
+    rest = rest + power * np.float32(2.12194440e-4)
+    series = np.float32(1.9875691500e-4)
+    series = series * rest + np.float32(1.3981999507e-3)
+    series = series * rest + np.float32(8.3334519073e-3)
+    series = series * rest + np.float32(4.1665795894e-2)
+    series = series * rest + np.float32(1.6666665459e-1)
+    series = series * rest + np.float32(5.0000001201e-1)
+    series = series * (rest * rest) + rest + np.float32(1.0)
+    scale = ((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return series * scale if x == x else x
+
+
+@njit
+def sigmoid(x):
+    """Return ``1 / (1 + e ** -x)`` of a float32 number."""
+    return np.float32(1.0) / (np.float32(1.0) + exp(-x))
