@@ -3,9 +3,6 @@
 Statistics are taken in float32 whatever the input. Where the result is rounded to the input's dtype differs
 between families and is part of each function's contract: a model must use the one that it was trained with.
 
-Of a small input a CPU spends the time in calls, so that norm runs as a single one: torch has none for an RMS norm, but
-one for a layer norm, and beside its own opposite every x has mean 0 and its mean square for variance.
-
 Source: ``transformers`` (``LlamaRMSNorm``, ``Qwen3NextRMSNorm``, ``Qwen3NextRMSNormGated``) for the rounding.
 
 Shape suffixes: D channels; the dimensions before it are free.
@@ -17,23 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.platform import has_twins, is_deterministic
+from strandline.kernels.platform import has_twins
 
 ELEMENTS_PER_PASS_CPU = 2**17
 """Of a large input a CPU normalises so many elements at a time: what lies between the operations stays in cache."""
-
-ELEMENTS_PER_CALL_CPU = 2**14
-"""Inputs of up to so many elements take the layer norm: of larger ones it would compute too much twice."""
-
-
-def can_pack_zero_centered(weight_D: Tensor) -> bool:
-    """Return whether a packed weight is worth having: on a CPU, and not in float32, where weights stay as published."""
-    return weight_D.is_cpu and weight_D.dtype != torch.float32
-
-
-def pack_zero_centered(weight_D: Tensor) -> Tensor:
-    """Return ``1 + weight`` in float32, twice: what a layer norm of x and -x takes."""
-    return (1.0 + weight_D.float()).repeat(2)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -41,22 +25,14 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _in_passes(lambda x: _normalised(x, eps).to(x.dtype) * weight_D, x)
 
 
-@has_twins(triton="norm_triton")
+@has_twins(triton="norm_triton", numba="norm_numba")
 def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Normalise and multiply by ``1 + weight`` in float32, then round to x's dtype (Qwen3-Next, Gemma).
-
-    The weight may be packed.
-    """
-    num_channels = x.shape[-1]
-    if len(weight_D) == num_channels:
-        return rms_norm_heads_zero_centered(x, weight_D, eps)
-    if _is_small(x):
-        return _layer_norm(x, weight_D, eps)
-    return _in_passes(lambda x: _normalised(x, eps).mul_(weight_D[:num_channels]).to(x.dtype), x)
+    """Normalise and multiply by ``1 + weight`` in float32, then round to x's dtype (Qwen3-Next, Gemma)."""
+    return rms_norm_heads_zero_centered(x, weight_D, eps)
 
 
 def rms_norm_heads_zero_centered(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise as above, with a weight that is not packed: ``[D]``, or one for each head, ``[H, D]``."""
+    """Normalise as above, with one weight, ``[D]``, or one for each head, ``[H, D]``."""
 
     def norm(x: Tensor) -> Tensor:
         normed = _normalised(x, eps)
@@ -65,34 +41,22 @@ def rms_norm_heads_zero_centered(x: Tensor, weight: Tensor, eps: float) -> Tenso
     return _in_passes(norm, x)
 
 
-@has_twins(triton="norm_triton")
+@has_twins(triton="norm_triton", numba="norm_numba")
 def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add the residual stream, round the sum; return it normalised as above, and itself. ``x`` is overwritten."""
     total = x.add_(residual)
     return rms_norm_zero_centered(total, weight_D, eps), total
 
 
-@has_twins(triton="norm_triton")
+@has_twins(triton="norm_triton", numba="norm_numba")
 def rms_norm_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise, round, multiply by the weight, then by ``silu(gate)`` in float32; return x's dtype."""
 
     def norm(x: Tensor, gate: Tensor) -> Tensor:
-        normed = (_layer_norm(x, None, eps) if _is_small(x) else _normalised(x, eps).to(x.dtype)) * weight_D
+        normed = _normalised(x, eps).to(x.dtype) * weight_D
         return F.silu(gate.float()).mul_(normed).to(x.dtype)
 
     return _in_passes(norm, x, gate)
-
-
-def _is_small(x: Tensor) -> bool:
-    # Deterministic, a row's bits must not depend on how many there are.
-    return x.is_cpu and x.numel() <= ELEMENTS_PER_CALL_CPU and not is_deterministic()
-
-
-def _layer_norm(x: Tensor, weight_2D: Tensor | None, eps: float) -> Tensor:
-    """Return x divided by the root of its mean square, and weighted, in its dtype."""
-    num_channels = x.shape[-1]
-    both = torch.cat((x, -x), dim=-1)
-    return F.layer_norm(both, (2 * num_channels,), weight_2D, None, eps)[..., :num_channels]
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:

@@ -273,11 +273,11 @@ def exp(x):
     series = series * rest + np.float32(1.6666665459e-1)
     series = series * rest + np.float32(5.0000001201e-1)
     series = series * (rest * rest) + rest + np.float32(1.0)
-    scale = ((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)
+    scale = np.int32((np.int32(power) + 127) << 23).view(np.float32)
     return series * scale if x == x else x
 
 
-@njit
+@njit(fastmath={"contract"}, error_model="numpy")
 def sigmoid(x):
     """Return ``1 / (1 + e ** -x)`` of a float32 number."""
     return np.float32(1.0) / (np.float32(1.0) + exp(-x))

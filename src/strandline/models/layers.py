@@ -29,8 +29,6 @@ from strandline.kernels.linear import can_halve, can_pack, gated_linear, halve, 
 from strandline.kernels.moe import mixture
 from strandline.kernels.norm import (
     add_rms_norm_zero_centered,
-    can_pack_zero_centered,
-    pack_zero_centered,
     rms_norm_gated,
     rms_norm_zero_centered,
 )
@@ -43,8 +41,6 @@ RotaryTable = tuple[Tensor, Tensor]
 
 PACKED = ("in_proj_OE", "out_proj_EO", "gate_up_FE", "down_EF", "shared_down_EF", "head_ZE")
 """Parameters that are only ever multiplied with."""
-
-PACKED_NORMS = ("mixer_norm_E", "mlp_norm_E", "norm_E")
 
 PROJECTION_ROWS = 8
 """A fused projection's rows are a multiple of this, so that every row of what it returns starts on 16 bytes."""
@@ -375,8 +371,6 @@ class Decoder(nn.Module):
                 # The embedding is indexed, too: a head tied to it stays as it is.
                 if name in PACKED and weight is not self.embed_ZE and can_pack(weight):
                     setattr(module, name, nn.Parameter(pack(weight.data), requires_grad=False))
-                if name in PACKED_NORMS and can_pack_zero_centered(weight):
-                    setattr(module, name, nn.Parameter(pack_zero_centered(weight.data), requires_grad=False))
 
     def halve(self) -> None:
         """Keep in float16 what of a float32 model on a CPU loses nothing by it (``kernels/linear.py``)."""

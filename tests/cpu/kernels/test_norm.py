@@ -7,16 +7,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import l2norm as transformers_l2norm
 
-from strandline.kernels import platform
 from strandline.kernels.norm import (
-    ELEMENTS_PER_CALL_CPU,
     ELEMENTS_PER_PASS_CPU,
+    add_rms_norm_zero_centered,
     l2_norm,
-    pack_zero_centered,
     rms_norm,
     rms_norm_gated,
     rms_norm_zero_centered,
 )
+
+pytestmark = pytest.mark.usefixtures("each_version")
 
 EPS = 1e-6
 SHAPES = [(1, 8), (3, 63), (2, 4, 128), (65, 1000)]
@@ -53,37 +53,36 @@ def test_rms_norm_zero_centered_equals_qwen3_next(shape: tuple[int, ...], dtype:
     check(rms_norm_zero_centered(x, weight_D, EPS), module(x), dtype)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, LARGE], ids=str)
-def test_a_packed_weight_changes_no_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, weight_D = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
-    packed = rms_norm_zero_centered(x, pack_zero_centered(weight_D), EPS)
-    check(packed, rms_norm_zero_centered(x, weight_D, EPS), dtype)
-    small = x[:1] * 1e-3 + 1.0  # a mean that is large beside what is left of it
-    packed = rms_norm_zero_centered(small, pack_zero_centered(weight_D), EPS)
-    check(packed, rms_norm_zero_centered(small, weight_D, EPS), dtype)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_sum_is_rounded_before_it_is_normalised(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual, weight_D = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1])
+    expected = x + residual
+    normed, total = add_rms_norm_zero_centered(x, residual, weight_D.to(dtype), EPS)
+    assert torch.equal(total, expected)
+    check(normed, rms_norm_zero_centered(expected, weight_D.to(dtype), EPS), dtype)
 
 
-def test_large_inputs_are_normalised_in_passes_and_not_as_layer_norms() -> None:
+def test_a_gate_may_lie_in_rows_of_a_fused_projection(dtype: torch.dtype) -> None:
+    x, projected, weight_D = torch.randn(5, 3, 16).to(dtype), torch.randn(5, 100).to(dtype), torch.randn(16)
+    gate = projected[:, 20:68].view(5, 3, 16)
+    check(rms_norm_gated(x, gate, weight_D, EPS), rms_norm_gated(x, gate.contiguous(), weight_D, EPS), dtype)
+
+
+def test_large_inputs_are_normalised_in_passes() -> None:
     num_rows, num_channels = LARGE
-    assert num_rows * num_channels > max(ELEMENTS_PER_CALL_CPU, ELEMENTS_PER_PASS_CPU)
+    assert num_rows * num_channels > ELEMENTS_PER_PASS_CPU
     x, gate, weight_D = torch.randn(LARGE), torch.randn(LARGE), torch.randn(num_channels)
     module = Qwen3NextRMSNormGated(num_channels, EPS)
     module.weight.data = weight_D
     check(rms_norm_gated(x, gate, weight_D, EPS), module(x, gate), torch.float32)
-    check(rms_norm_gated(x[:1], gate[:1], weight_D, EPS), module(x[:1], gate[:1]), torch.float32)
 
 
-def test_deterministic_a_row_does_not_depend_on_how_many_there_are() -> None:
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(3, 9), slice(100, None)], ids=str)
+def test_a_row_does_not_depend_on_how_many_there_are(rows: slice) -> None:
     x, gate, weight_D = torch.randn(LARGE), torch.randn(LARGE), torch.randn(LARGE[-1])
-    packed_2D = pack_zero_centered(weight_D)
-    platform.set_deterministic(True)
-    try:
-        gated, centred = rms_norm_gated(x, gate, weight_D, EPS), rms_norm_zero_centered(x, packed_2D, EPS)
-        for rows in (slice(0, 1), slice(3, 9), slice(100, None)):
-            assert torch.equal(rms_norm_gated(x[rows], gate[rows], weight_D, EPS), gated[rows])
-            assert torch.equal(rms_norm_zero_centered(x[rows], packed_2D, EPS), centred[rows])
-    finally:
-        platform.set_deterministic(False)
+    gated, centred = rms_norm_gated(x, gate, weight_D, EPS), rms_norm_zero_centered(x, weight_D, EPS)
+    assert torch.equal(rms_norm_gated(x[rows], gate[rows], weight_D, EPS), gated[rows])
+    assert torch.equal(rms_norm_zero_centered(x[rows], weight_D, EPS), centred[rows])
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
