@@ -28,10 +28,10 @@ from strandline.engine.sizing import (
     require_determinism,
 )
 from strandline.engine.structured import Matcher
-from strandline.engine.warm_up import WarmUp
+from strandline.engine.warm_up import WarmUp, compile_loops
 from strandline.env import is_cache_debugged
 from strandline.ids import BLOCK_TOKENS, RequestId
-from strandline.kernels.platform import runs_triton, set_deterministic
+from strandline.kernels.platform import runs_numba, runs_triton, set_deterministic
 from strandline.specs import ModelSpec
 
 
@@ -86,6 +86,9 @@ class EngineCore:
                 with self._timed("recording"):
                     sizes = graph_sizes(config.max_num_seqs, self.scheduler.max_num_batched_tokens)
                     self.runner.record_steps(sizes, self.limits.max_model_len, progress=progress)
+        elif device.type == "cpu" and runs_numba():
+            with self._timed("kernels"):
+                compile_loops(progress=progress)
         self._auditor = Auditor(config.audit_rate, self.limits.max_model_len, seed=config.seed)
         self._is_overlapped = device.type != "cpu" if config.async_scheduling is None else config.async_scheduling
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None

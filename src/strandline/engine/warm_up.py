@@ -1,14 +1,18 @@
-"""Running every kind of step once before the first request, so that no kernel is compiled while somebody waits.
+"""What is done before the first request, so that no kernel is compiled while somebody waits.
 
-A scheduler and a cache that are thrown away afterwards put made-up requests through the runner, on the engine's own
-memory, which is empty then. What kernels are compiled for is how many rows there are of each kind, how long contexts
-are, and how tokens are chosen; so that is what the requests differ in.
+On a CPU compiled kernels are loaded. On a GPU every kind of step is run once: a scheduler and a cache that are thrown
+away afterwards put made-up requests through the runner, on the engine's own memory, which is empty then. What kernels
+are compiled for is how many rows there are of each kind, how long contexts are, and how tokens are chosen; so that is
+what the requests differ in.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from itertools import count
 from typing import Any, Final
+
+from tqdm import tqdm
 
 from strandline.engine.plan import NewRequest, StepPlan
 from strandline.engine.request import Request
@@ -16,6 +20,7 @@ from strandline.engine.runner import LaunchedStep, Runner
 from strandline.engine.sampling_params import SamplingParams
 from strandline.engine.scheduler import Scheduler
 from strandline.ids import RequestId
+from strandline.kernels.platform import numba_modules
 
 PROMPT_TOKENS: Final = (1, 2, 5, 16, 65, 600, 2100)
 """Some beyond every number of rows at which an operation takes another kernel, and some multiples of 16."""
@@ -48,6 +53,16 @@ SAMPLERS: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 0.0, "logit_bias": {0: 1.0}, "min_tokens": 2},
     {"temperature": 0.0, "prompt_logprobs": 2},
 )
+
+
+PATIENCE_S: Final = 1.0
+"""So long nobody needs to be told what is going on."""
+
+
+def compile_loops(*, progress: bool) -> None:
+    """Load the CPU's compiled kernels, or compile them: once per machine and version, for some 20 s."""
+    for module in tqdm(numba_modules(), "Compiling kernels", disable=not progress, delay=PATIENCE_S):
+        import_module(module)
 
 
 class WarmUp:

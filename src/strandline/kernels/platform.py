@@ -49,6 +49,11 @@ def runs_numba() -> bool:
     return bool(import_module("strandline.kernels.runtime_numba").has_threads())
 
 
+def numba_modules() -> list[str]:
+    """Return the modules of all Numba twins. To import one is to compile its kernels, unless that has been done."""
+    return sorted({module for module, _ in TWINS if module.endswith("_numba")})
+
+
 class _Mode:
     """What the kernels that are launched next should be."""
 
