@@ -31,7 +31,7 @@ QUERY_TOKENS = 256
 """Queries of a prefill that are masked together: bounds the mask of a prompt of any length."""
 
 
-@has_twins(triton="attention_triton")
+@has_twins(triton="attention_triton", numba="attention_numba")
 def paged_attention(
     q_THD: Tensor,
     memory: KVMemory,
@@ -49,24 +49,36 @@ def paged_attention(
         num_decodes: how many sequences, from the first, have one token each.
         window_tokens: a token sees itself and the ``window_tokens - 1`` tokens before it; None: all before it.
     """
-    num_heads, num_kv_heads = q_THD.shape[1], memory.k_BPGD.shape[2]
-    q_TGRD = q_THD.unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
-    out_TGRD = torch.empty(q_TGRD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    q_TGRD, out_TGRD = (x.unflatten(1, (memory.k_BPGD.shape[2], -1)) for x in (q_THD, out_THD))
     kind = (window_tokens, num_decodes, memory.k_BPGD.dtype, memory.k_BPGD[0].nbytes)
     if kind not in batch.gathers:
         batch.gathers[kind] = _plan_gathers(batch, *kind)
-    gathers, spans = batch.gathers[kind]
-    for gather in gathers:
+    for gather in batch.gathers[kind]:
         out_TGRD[gather.rows] = _attend_decodes(q_TGRD[gather.rows], memory, gather, scale)
-    for i, span in enumerate(spans, num_decodes):
+    attend_prefills(q_THD, memory, batch, num_decodes, out_THD, scale, window_tokens)
+    return out_THD
+
+
+def attend_prefills(
+    q_THD: Tensor,
+    memory: KVMemory,
+    batch: AttentionBatch,
+    num_decodes: int,
+    out_THD: Tensor,
+    scale: float,
+    window_tokens: int | None,
+) -> None:
+    """Attend the tokens of every sequence behind the first ``num_decodes``, into ``out_THD``."""
+    q_TGRD, out_TGRD = (x.unflatten(1, (memory.k_BPGD.shape[2], -1)) for x in (q_THD, out_THD))
+    for i in range(num_decodes, len(batch.context_lens)):
         prefill = slice(batch.query_starts[i], batch.query_starts[i + 1])
-        k_LGD, v_LGD = _gather_sequence(memory, batch.block_table_NM[i], span)
+        k_LGD, v_LGD = _gather_sequence(memory, batch.block_table_NM[i], seen_span(batch, i, window_tokens))
         _attend_prefill(q_TGRD[prefill], k_LGD, v_LGD, out_TGRD[prefill], scale, window_tokens)
-    return out_TGRD.flatten(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class Span:
     """The positions ``[start, end)`` of a sequence that some query of the step sees."""
 
     start: int
@@ -105,20 +117,18 @@ class _Gather:
 
 def _plan_gathers(
     batch: AttentionBatch, window_tokens: int | None, num_decodes: int, dtype: torch.dtype, block_bytes: int
-) -> tuple[list[_Gather], list[_Span]]:
-    """Return what is gathered for each group of decodes, and the span of each prefill."""
-    spans = [
-        _span(length - (end - start), length, window_tokens)
-        for length, start, end in zip(batch.context_lens, batch.query_starts, batch.query_starts[1:], strict=False)
-    ]
-    max_blocks = GROUP_BYTES // (block_bytes or 1)
-    groups = _groups([span.num_blocks for span in spans[:num_decodes]], max_blocks)
-    return [_gather(batch, [spans[i] for i in group], group, dtype) for group in groups], spans[num_decodes:]
+) -> list[_Gather]:
+    """Return what is gathered for each group of decodes."""
+    spans = [seen_span(batch, i, window_tokens) for i in range(num_decodes)]
+    groups = _groups([span.num_blocks for span in spans], GROUP_BYTES // (block_bytes or 1))
+    return [_gather(batch, [spans[i] for i in group], group, dtype) for group in groups]
 
 
-def _span(query_start: int, context_len: int, window_tokens: int | None) -> _Span:
-    start = 0 if window_tokens is None else max(0, query_start - window_tokens + 1)
-    return _Span(start, context_len)
+def seen_span(batch: AttentionBatch, sequence: int, window_tokens: int | None) -> Span:
+    """Return the positions that a sequence's queries of the step see."""
+    end = batch.context_lens[sequence]
+    first_query = end - (batch.query_starts[sequence + 1] - batch.query_starts[sequence])
+    return Span(0 if window_tokens is None else max(0, first_query - window_tokens + 1), end)
 
 
 def _groups(num_blocks: Sequence[int], max_blocks: int) -> Iterator[list[int]]:
@@ -144,7 +154,7 @@ def _rows(group: list[int], device: torch.device) -> slice | Tensor:
     return torch.tensor(group, device=device)
 
 
-def _gather(batch: AttentionBatch, spans: list[_Span], group: list[int], dtype: torch.dtype) -> _Gather:
+def _gather(batch: AttentionBatch, spans: list[Span], group: list[int], dtype: torch.dtype) -> _Gather:
     """Plan to gather keys and values of a group, padded to its longest; what is not a sequence's own is hidden."""
     device = batch.block_table_NM.device
     rows = _rows(group, device)
@@ -160,7 +170,7 @@ def _gather(batch: AttentionBatch, spans: list[_Span], group: list[int], dtype: 
     return _Gather(rows, block_X, slice(None), hidden_NL.flatten().nonzero().squeeze(-1), mask_NL[:, None, None])
 
 
-def _group_table(table_NM: Tensor, spans: list[_Span], num_blocks: int) -> Tensor:
+def _group_table(table_NM: Tensor, spans: list[Span], num_blocks: int) -> Tensor:
     """Return the blocks of each sequence's span; where it has fewer than ``num_blocks``, any block follows."""
     if not any(span.first_block for span in spans):
         return table_NM[:, :num_blocks]
@@ -183,7 +193,7 @@ def _gather_group(blocks_BPGD: Tensor, gather: _Gather, num_sequences: int) -> T
     return gathered_NLGD[:, gather.keys].transpose(1, 2)
 
 
-def _gather_sequence(memory: KVMemory, table_M: Tensor, span: _Span) -> tuple[Tensor, Tensor]:
+def _gather_sequence(memory: KVMemory, table_M: Tensor, span: Span) -> tuple[Tensor, Tensor]:
     """Return ``k_LGD`` and ``v_LGD`` of one sequence's span, and nothing around it."""
     start, end = span.rows
     blocks_M = table_M[span.first_block : span.first_block + span.num_blocks]

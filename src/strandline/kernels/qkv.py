@@ -16,7 +16,7 @@ from strandline.kernels.platform import has_twins
 from strandline.kernels.rotary import apply_rotary
 
 
-@has_twins(triton="qkv_triton")
+@has_twins(triton="qkv_triton", numba="qkv_numba")
 def prepare_qkv(
     projected_TO: Tensor,
     num_heads: int,

@@ -202,6 +202,12 @@ def floats(address, count):
 
 
 @njit
+def words(address, count):
+    """Return 32-bit words in memory."""
+    return carray(_uint32_pointer(address), count)
+
+
+@njit
 def ints(address, count):
     """Return int64 numbers in memory."""
     return carray(_int64_pointer(address), count)

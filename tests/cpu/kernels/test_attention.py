@@ -14,6 +14,8 @@ from strandline.kernels.attention import paged_attention
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.specs import AttentionSpec, ModelSpec
 
+pytestmark = pytest.mark.usefixtures("each_version")
+
 FLOAT32_TOLERANCE = 2e-6
 """Sums of at most 1,000 products of numbers around 1, divided by their own scale."""
 

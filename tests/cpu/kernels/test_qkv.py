@@ -13,6 +13,8 @@ from strandline.kernels.qkv import prepare_qkv
 from strandline.kernels.rotary import apply_rotary, default_frequencies, rotary_table
 from strandline.specs import AttentionSpec, ModelSpec
 
+pytestmark = pytest.mark.usefixtures("each_version")
+
 EPS = 1e-6
 NUM_BLOCKS = 5
 
