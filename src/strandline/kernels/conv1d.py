@@ -23,7 +23,7 @@ from strandline.kernels.platform import has_twins
 Activation = Literal["silu"] | None
 
 
-@has_twins(triton="conv1d_triton")
+@has_twins(triton="conv1d_triton", numba="conv1d_numba")
 def causal_conv1d_prefill(
     x_TC: Tensor,
     weight_CW: Tensor,
@@ -47,7 +47,7 @@ def causal_conv1d_prefill(
     return _activate(y_TC, activation)
 
 
-@has_twins(triton="conv1d_triton")
+@has_twins(triton="conv1d_triton", numba="conv1d_numba")
 def causal_conv1d_update(
     x_NC: Tensor,
     weight_CW: Tensor,

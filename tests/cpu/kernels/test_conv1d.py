@@ -17,6 +17,8 @@ from torch import Tensor
 from strandline.kernels.chunk_table import build_chunk_table
 from strandline.kernels.conv1d import Activation, causal_conv1d_prefill, causal_conv1d_update
 
+pytestmark = pytest.mark.usefixtures("each_version")
+
 FLOAT32 = {"rtol": 1e-6, "atol": 1e-6}
 """W products of values near 1, added in another order."""
 
@@ -266,3 +268,25 @@ def test_updates_token_by_token_change_no_bit_of_a_prefill() -> None:
         )
         assert torch.equal(y_NC[0], y_TC[i])
     assert torch.equal(window_SRC[3, : WIDTH - 1], window_SRC[2, : WIDTH - 1])
+
+
+def test_neither_the_batch_around_a_sequence_nor_the_number_of_threads_changes_a_bit() -> None:
+    prompts = [Prompt(5, 30, 1, 4), Prompt(37, 136, 2, 5, cuts=((70, 8),)), Prompt(0, 77, 3, 6)]
+    x_TC, weight_CW, before_SRC = torch.randn(201, 600), make_filter(channels=600), make_arena([1, 2, 3], channels=600)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 5):
+            torch.set_num_threads(num_threads)
+            window_SRC = before_SRC.clone()
+            results.append((prefill(x_TC.bfloat16(), weight_CW.bfloat16(), window_SRC, prompts), window_SRC))
+    finally:
+        torch.set_num_threads(threads)
+    for y_TC, window_SRC in results[1:]:
+        assert torch.equal(y_TC, results[0][0])
+        assert torch.equal(window_SRC.nan_to_num(99.0), results[0][1].nan_to_num(99.0))
+    row = 0
+    for prompt in prompts:
+        end, window_SRC = row + prompt.end - prompt.start, before_SRC.clone()
+        alone_TC = prefill(x_TC[row:end].bfloat16(), weight_CW.bfloat16(), window_SRC, [prompt])
+        assert torch.equal(alone_TC, results[0][0][row:end])
+        row = end
