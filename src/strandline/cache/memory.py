@@ -43,6 +43,8 @@ class CacheMemory:
         self._leases = leases
         self._run_of: list[Run | None] = [None] * (arena.num_slabs * arena.blocks_per_slab)
         """By block: the run of the index that it belongs to."""
+        self._place_of = array("i", bytes(4 * len(self._run_of)))
+        """By block that belongs to a run: how many blocks lie above it, from the root."""
         self.revision = 0
         """Counts changes of the index: of its runs' tokens and children, and of its snapshots."""
         self.tick = 0
@@ -109,12 +111,13 @@ class CacheMemory:
 
     # The index's blocks
 
-    def own(self, run: Run, blocks: Iterable[int]) -> None:
-        """Record that these blocks are ``run``'s from now on, so that they can be found when they move."""
+    def own(self, run: Run, blocks: Sequence[int]) -> None:
+        """Record that these, its last blocks, are ``run``'s from now on, so that they can be found when they move."""
         self.revision += 1
-        run_of = self._run_of
-        for block in blocks:
+        run_of, place_of = self._run_of, self._place_of
+        for place, block in enumerate(blocks, run.end_block - len(blocks)):
             run_of[block] = run
+            place_of[block] = place
 
     def disown(self, blocks: Iterable[int]) -> None:
         run_of = self._run_of
@@ -124,20 +127,16 @@ class CacheMemory:
     def _compact(self) -> None:
         own = dict[int, int]()
         shared = list[tuple[int, BlockId, BlockId]]()
-        place = -1
         for src, dst in self.arena.compact():
             self.actions.append(MoveBlock(src, dst))
             run = self._run_of[src]
             if run is None or run.is_live:
                 own[src] = dst
             if run is not None:
-                # Blocks that were taken together are neighbours.
-                place += 1
-                if place >= len(run.blocks) or run.blocks[place] != src:
-                    place = run.blocks.index(src)
-                run.blocks[place] = dst
+                place = self._place_of[dst] = self._place_of[src]
+                run.blocks[place - run.start_block] = dst
                 self._run_of[src], self._run_of[dst] = None, run
-                shared.append((run.start_block + place, src, dst))
+                shared.append((place, src, dst))
         for lease in self._leases():
             table = lease.table
             for index, src, dst in shared:
