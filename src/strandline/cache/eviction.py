@@ -10,7 +10,7 @@ times over. But no more than ``MAX_UNRANKED`` wait for that, so that the first e
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol, runtime_checkable
 
 from strandline.cache.account import SnapshotKind
@@ -41,7 +41,7 @@ class AgeingOrder(EvictionOrder, Protocol):
     def now(self) -> int: ...
 
     def appraise(self, entry: Entry) -> tuple[float, int | None]:
-        """Return an entry's worth, and when that may next be less if nobody uses it; None: never."""
+        """Return an entry's worth, and when, after now, that may next be less if nobody uses it; None: never."""
 
 
 class LeastRecentlyUsed:
@@ -123,7 +123,10 @@ class EvictionQueue:
         self._ageing = order if isinstance(order, AgeingOrder) else None
         self._can_evict = can_evict
         self._heap: list[tuple[float, int, Entry]] = []
-        self._reviews: list[tuple[int, int, Entry]] = []
+        self._reviews: dict[int, list[tuple[int, Entry]]] = {}
+        """By time: which pushes to look at again then."""
+        self._num_reviews = 0
+        self._reviewed_at = 0
         self._unranked: dict[Entry, None] = {}
         """Offered since something last had to go, in the order of the first offer."""
         self._pushes = 0
@@ -149,24 +152,33 @@ class EvictionQueue:
                 self._rank(entry)
 
     def _rank(self, entry: Entry) -> None:
-        if max(len(self._heap), len(self._reviews)) >= self._prune_at:
+        if len(self._heap) >= self._prune_at or self._num_reviews >= self._prune_at:
             self._prune()
-        self._pushes += 1
-        entry.last_push = self._pushes
+        number = self._pushes = self._pushes + 1
+        entry.last_push = number
         if self._ageing is None:
-            heapq.heappush(self._heap, (self._order.worth(entry), self._pushes, entry))
-            return
-        worth, review_at = self._ageing.appraise(entry)
-        heapq.heappush(self._heap, (worth, self._pushes, entry))
-        if review_at is not None:
-            heapq.heappush(self._reviews, (review_at, self._pushes, entry))
+            worth = self._order.worth(entry)
+        else:
+            worth, review_at = self._ageing.appraise(entry)
+            if review_at is not None:
+                self._reviews.setdefault(review_at, []).append((number, entry))
+                self._num_reviews += 1
+        heapq.heappush(self._heap, (worth, number, entry))
 
     def _review(self) -> None:
         """Push again whatever may be worth less by now."""
-        while self._ageing is not None and self._reviews and self._reviews[0][0] <= self._ageing.now:
-            _, number, entry = heapq.heappop(self._reviews)
-            if entry.last_push == number and self._can_evict(entry):
-                self._rank(entry)
+        if self._ageing is None or not self._reviews or self._reviewed_at == (now := self._ageing.now):
+            return
+        times: Sequence[int] = range(self._reviewed_at + 1, now + 1)
+        if len(times) > len(self._reviews):
+            times = sorted(at for at in self._reviews if at <= now)
+        self._reviewed_at = now
+        for at in times:
+            due = self._reviews.pop(at, ())
+            self._num_reviews -= len(due)
+            for number, entry in due:
+                if entry.last_push == number and self._can_evict(entry):
+                    self._rank(entry)
 
     def pop(self) -> Entry | None:
         """Remove and return the entry with the least worth that may go now, or None."""
@@ -187,11 +199,20 @@ class EvictionQueue:
 
     def _prune(self) -> None:
         """Drop stale entries."""
-        for _, number, entry in self._heap:
-            if entry.last_push == number and not self._can_evict(entry):
-                entry.last_push = 0
-        self._heap = [(worth, n, entry) for worth, n, entry in self._heap if entry.last_push == n]
-        self._reviews = [(at, n, entry) for at, n, entry in self._reviews if entry.last_push == n]
-        heapq.heapify(self._heap)
-        heapq.heapify(self._reviews)
+        heap = list[tuple[float, int, Entry]]()
+        for ranked in self._heap:
+            _, number, entry = ranked
+            if entry.last_push == number:
+                if self._can_evict(entry):
+                    heap.append(ranked)
+                else:
+                    entry.last_push = 0
+        heapq.heapify(heap)
+        self._heap = heap
+        self._num_reviews = 0
+        for at, due in list(self._reviews.items()):
+            due[:] = [review for review in due if review[1].last_push == review[0]]
+            self._num_reviews += len(due)
+            if not due:
+                del self._reviews[at]
         self._prune_at = 4 * len(self._heap) + 1024

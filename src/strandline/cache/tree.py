@@ -250,7 +250,12 @@ def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
 def _stub_before(run: Run, key: bytes) -> Snapshot | None:
     """Return the longest stub of a run that is a proper prefix of ``key``."""
     if len(run.stubs) < BLOCK_TOKENS // 4:
-        return _deepest([stub for k, stub in run.stubs.items() if len(k) < len(key) and key.startswith(k)])
+        before: Snapshot | None = None
+        size = 0
+        for stub_key, above in run.stubs.items():
+            if size < len(stub_key) < len(key) and key.startswith(stub_key):
+                before, size = above, len(stub_key)
+        return before
     for size in range(len(key) - TOKEN_BYTES, 0, -TOKEN_BYTES):
         if (stub := run.stubs.get(key[:size])) is not None:
             return stub

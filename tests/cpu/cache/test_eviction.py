@@ -1,5 +1,8 @@
 """The eviction queue gives what is worth least of what may go, however offers and evictions are interleaved."""
 
+import random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +56,53 @@ def test_what_goes_is_worth_least_of_what_was_offered_and_may_go(steps: list[Ste
                     assert gone in candidates
                     assert shelf.worths[gone] == min(shelf.worths[candidate] for candidate in candidates)
                     shelf.offered.remove(gone)
+
+
+class Decay(Shelf):
+    """A shelf whose entries lose worth as time goes by, each at its own times."""
+
+    def __init__(self, num_entries: int) -> None:
+        self.now = 0
+        super().__init__(num_entries)
+
+    def worth(self, entry: Entry) -> float:
+        return self.appraise(entry)[0]
+
+    def appraise(self, entry: Entry) -> tuple[float, int | None]:
+        assert isinstance(entry, Snapshot)
+        every = 1 + entry.slot % 7
+        age = self.now - entry.used_at
+        return super().worth(entry) - age // every, entry.used_at + (age // every + 1) * every
+
+    def offer(self, entry: Snapshot, worth: int) -> None:
+        entry.used_at = self.now
+        super().offer(entry, worth)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_has_lost_worth_since_it_was_offered_goes_as_it_is_now(seed: int) -> None:
+    """However much time passes between evictions, and when the queue has dropped its stale entries."""
+    choose = random.Random(seed)
+    shelf = Decay(200)
+    num_gone = 0
+    for _ in range(10_000):
+        entry = choose.choice(shelf.entries)
+        match choose.choices(["offer", "hold", "pop", "wait"], [12, 1, 2, 2])[0]:
+            case "offer":
+                shelf.offer(entry, choose.randrange(1000))
+            case "hold":
+                shelf.held.add(entry)
+            case "wait":
+                shelf.now += choose.choice([1, 1, 1, 30, 300])
+            case _:
+                worths = {candidate: shelf.worth(candidate) for candidate in shelf.offered - shelf.held}
+                gone = shelf.queue.pop()
+                assert (gone is None) == (not worths)
+                if isinstance(gone, Snapshot):
+                    assert worths[gone] == min(worths.values())
+                    shelf.offered.remove(gone)
+                    num_gone += 1
+    assert num_gone > 500
 
 
 def test_what_is_offered_again_and_again_is_ranked_once_when_something_must_go() -> None:
