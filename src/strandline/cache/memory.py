@@ -6,6 +6,7 @@ This is the only place that frees memory of the index. Everything it does to the
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from strandline.cache.actions import Action, DropBlocks, DropSlot, MoveBlock
 from strandline.cache.arena import Arena
@@ -22,6 +23,9 @@ from strandline.cache.tree import (
     take_snapshot_away,
 )
 from strandline.ids import BLOCK_TOKENS, BlockId, SlotId
+
+STRETCH_SHARE: Final = 64
+"""No more than this fraction of all blocks go at once that are not needed yet."""
 
 
 class CacheMemory:
@@ -41,6 +45,8 @@ class CacheMemory:
         self._queue = EvictionQueue(order, _can_evict)
         self._block_queue = self._queue if arena.max_slots is None else EvictionQueue(order, _can_evict)
         self._leases = leases
+        self._stretch_blocks = min(arena.blocks_per_slab, arena.num_slabs * arena.blocks_per_slab // STRETCH_SHARE)
+        """Of blocks that no snapshot needs so many go at once, though fewer would do."""
         self._run_of: list[Run | None] = [None] * (arena.num_slabs * arena.blocks_per_slab)
         """By block: the run of the index that it belongs to."""
         self._place_of = array("i", bytes(4 * len(self._run_of)))
@@ -242,7 +248,7 @@ class CacheMemory:
         return self._queue if isinstance(entry, Snapshot) else self._block_queue
 
     def _evict_one(self, queue: EvictionQueue, num_blocks: int) -> bool:
-        """Evict the entry of least worth; of a run, up to ``num_blocks`` blocks that are worth the same."""
+        """Evict the entry of least worth; of a run, ``num_blocks`` or a few more blocks that are worth the same."""
         entry = queue.pop()
         if entry is None:
             return False
@@ -275,11 +281,12 @@ class CacheMemory:
     def _trim(self, run: Run, num_blocks: int) -> None:
         """Evict the last block of a childless, unused run, and the snapshots that cannot be resumed without it.
 
-        When no snapshot needs that block, up to ``num_blocks`` go: those that no snapshot needs.
+        When no snapshot needs that block, up to ``num_blocks`` go, or as many as make a slot: those that no snapshot
+        needs.
         """
         for position in run.positions[bisect_right(run.positions, (run.end_block - 1) * BLOCK_TOKENS) :]:
             self.drop_snapshot(run.snapshots[position])
-        num_gone = max(1, min(num_blocks, run.end_block - first_bare_block(run)))
+        num_gone = max(1, min(max(num_blocks, self._stretch_blocks), run.end_block - first_bare_block(run)))
         self.num_blocks_evicted += num_gone
         if num_gone == len(run.blocks):
             self._cut_off(run, num_gone - 1)

@@ -159,6 +159,23 @@ def test_too_small_an_arena_is_a_configuration_error() -> None:
         PrefixCache(1, 5)
 
 
+@pytest.mark.parametrize(("num_slabs", "num_gone"), [(130, 5), (32, 2), (6, 1)])
+def test_of_blocks_that_no_snapshot_needs_a_slot_s_worth_goes_at_once_if_that_is_little(
+    num_slabs: int, num_gone: int
+) -> None:
+    driver = Driver(num_slabs, 5)
+    driver.serve(prompt(640))
+    memory, arena = driver.cache.memory, driver.cache.arena
+    for _, _, snapshot in list(driver.cache.snapshots()):
+        memory.drop_snapshot(snapshot)
+    memory.take_blocks(arena.num_free_blocks + 5 * arena.num_free_slabs)
+    assert memory.num_blocks_evicted == 0
+    assert len(memory.take_blocks(1)) == 1
+    assert memory.num_blocks_evicted == num_gone
+    assert len(memory.take_blocks(7)) == 7
+    assert memory.num_blocks_evicted >= 8
+
+
 def test_least_recently_used_goes_first_and_a_hit_counts_as_use() -> None:
     driver = Driver(8, 1)
     for first in (1000, 2000, 3000):
