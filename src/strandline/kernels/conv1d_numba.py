@@ -19,12 +19,12 @@ from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.conv1d import Activation
 from strandline.kernels.runtime_numba import (
     KINDS,
-    TASKS,
+    arguments,
     claim,
-    compiled,
     floats,
     helper,
     ints,
+    kernel,
     kind,
     load,
     packed_rows,
@@ -41,7 +41,7 @@ STRETCH_TOKENS = 8
 TASK_UPDATES = 8
 """Sequences of one task, where each has one token: enough to share what it takes to load the taps."""
 
-NO_CHUNKS = (0,) * 4
+NO_CHUNKS = dict.fromkeys(("first_chunks", "starts", "lengths", "cut_slots"), 0)
 
 
 def causal_conv1d_prefill(
@@ -60,7 +60,8 @@ def causal_conv1d_prefill(
     if not _can_run(weight_CW, bias_C, window_SRC):
         return conv1d.causal_conv1d_prefill.__wrapped__(*inputs, chunks, activation)
     tables = (chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C)
-    return _run(*inputs, len(chunks.starts), tuple(table.data_ptr() for table in tables), activation)
+    addresses = {name: table.data_ptr() for name, table in zip(NO_CHUNKS, tables, strict=True)}
+    return _run(*inputs, len(chunks.starts), addresses, activation)
 
 
 def causal_conv1d_update(
@@ -94,27 +95,48 @@ def _run(
     offset_N: Tensor,
     dst_N: Tensor,
     num_chunks: int,
-    chunks: tuple[int, ...],
+    chunks: dict[str, int],
     activation: Activation,
 ) -> Tensor:
     num_sequences, (num_channels, width) = len(src_N), weight_CW.shape
     x_TC, weight_CW = packed_rows(x_TC), weight_CW.contiguous()
-    bias = (0, 0) if bias_C is None else (bias_C.contiguous().data_ptr(), kind(bias_C))
+    bias_C = bias_C if bias_C is None else bias_C.contiguous()
     y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
     # Taps, bias and, sequence after sequence, windows.
     rows_XC = torch.empty((width + 1 + num_sequences * (width - 1), num_channels))
-    windows = (window_SRC.data_ptr(), kind(window_SRC), window_SRC.stride(0), window_SRC.stride(1))
+    shared = {
+        "num_channels": num_channels,
+        "width": width,
+        "dtype": kind(x_TC),
+        "rows": rows_XC.data_ptr(),
+        "windows": window_SRC.data_ptr(),
+        "window_dtype": kind(window_SRC),
+        "slot_stride": window_SRC.stride(0),
+        "row_stride": window_SRC.stride(1),
+    }
     _read_kernel(
         num_sequences + 1,
-        *(num_channels, width, kind(x_TC), rows_XC.data_ptr()),
-        *(weight_CW.data_ptr(), kind(weight_CW), *bias, *windows, src_N.data_ptr(), offset_N.data_ptr()),
+        **shared,
+        weight=weight_CW.data_ptr(),
+        weight_dtype=kind(weight_CW),
+        bias=0 if bias_C is None else bias_C.data_ptr(),
+        bias_dtype=0 if bias_C is None else kind(bias_C),
+        src=src_N.data_ptr(),
+        offset=offset_N.data_ptr(),
     )
     chunks_per_task = TASK_UPDATES if chunks is NO_CHUNKS else 1
     _convolve_kernel(
         cdiv(num_chunks, chunks_per_task),
-        *(num_channels, width, kind(x_TC), rows_XC.data_ptr(), activation == "silu"),
-        *(x_TC.data_ptr(), x_TC.stride(0), y_TC.data_ptr(), *windows, dst_N.data_ptr(), num_sequences, *chunks),
-        *(num_chunks, chunks_per_task),
+        **shared,
+        is_silu=activation == "silu",
+        x=x_TC.data_ptr(),
+        x_stride=x_TC.stride(0),
+        y=y_TC.data_ptr(),
+        dst=dst_N.data_ptr(),
+        num_sequences=num_sequences,
+        **chunks,
+        num_chunks=num_chunks,
+        chunks_per_task=chunks_per_task,
     )
     return y_TC
 
@@ -132,37 +154,40 @@ def _copy(source, target):
         target[i] = source[i]
 
 
-@compiled
-def _read_kernel(args):
+SHARED = "num_channels width dtype rows windows window_dtype slot_stride row_stride "
+
+
+@kernel(SHARED + "weight weight_dtype bias bias_dtype src offset")
+def _read_kernel(tasks):
     """Copy the window of every sequence; the last task turns the weights into rows of one tap."""
-    num_channels, width, dtype, rows = args[2], args[3], args[4], args[5]
-    weight, weight_dtype, bias, bias_dtype = args[6], args[7], args[8], args[9]
-    windows, window_dtype, slot_stride, row_stride = args[10], args[11], args[12], args[13]
-    num_rows, num_sequences = width - 1, args[TASKS] - 1
-    src, offset = ints(args[14], num_sequences), ints(args[15], num_sequences)
-    task = claim(args)
-    while task < args[TASKS]:
+    args = arguments(tasks)
+    num_channels, width = args.num_channels, args.width
+    num_rows, num_sequences = width - 1, args.num_tasks - 1
+    src, offset = ints(args.src, num_sequences), ints(args.offset, num_sequences)
+    task = claim(tasks)
+    while task < args.num_tasks:
         if task < num_sequences:
             first = (width + 1 + task * num_rows) * num_channels
             for row in range(num_rows):
-                copied = floats(rows + 4 * (first + row * num_channels), num_channels)
+                copied = floats(args.rows + 4 * (first + row * num_channels), num_channels)
                 if src[task] == NULL_SLOT:
                     copied[:] = 0.0
                 else:
-                    load(windows, window_dtype, src[task] * slot_stride + (offset[task] + row) * row_stride, copied)
-                    round_to(dtype, copied)
+                    place = src[task] * args.slot_stride + (offset[task] + row) * args.row_stride
+                    load(args.windows, args.window_dtype, place, copied)
+                    round_to(args.dtype, copied)
         else:
-            taps = floats(rows, (width + 1) * num_channels)
+            taps = floats(args.rows, (width + 1) * num_channels)
             row = np.empty(width * num_channels, np.float32)
-            load(weight, weight_dtype, 0, row)
+            load(args.weight, args.weight_dtype, 0, row)
             for tap in range(width):
                 for channel in range(num_channels):
                     taps[tap * num_channels + channel] = row[channel * width + tap]
-            if bias:
-                load(bias, bias_dtype, 0, taps[width * num_channels :])
+            if args.bias:
+                load(args.bias, args.bias_dtype, 0, taps[width * num_channels :])
             else:
                 taps[width * num_channels :] = 0.0
-        task = claim(args)
+        task = claim(tasks)
 
 
 @helper
@@ -188,29 +213,29 @@ def _silu(y):
         y[i] *= sigmoid(y[i])
 
 
-@compiled
-def _convolve_kernel(args):
-    num_channels, width, dtype, is_silu = args[2], args[3], args[4], args[6]
-    x, x_stride, y = args[7], args[8], args[9]
-    windows, window_dtype, slot_stride, row_stride = args[10], args[11], args[12], args[13]
-    num_sequences, has_chunks, num_chunks, chunks_per_task = args[15], args[16] != 0, args[20], args[21]
-    num_rows = width - 1
-    read = floats(args[5], (width + 1 + num_sequences * num_rows) * num_channels)
-    dst = ints(args[14], num_sequences)
-    first_chunks, starts = ints(args[16], num_sequences + 1), ints(args[17], num_chunks)
-    lengths, cut_slots = ints(args[18], num_chunks), ints(args[19], num_chunks)
+@kernel(
+    SHARED + "is_silu x x_stride y dst num_sequences first_chunks starts lengths cut_slots num_chunks chunks_per_task"
+)
+def _convolve_kernel(tasks):
+    args = arguments(tasks)
+    num_channels, width, dtype, num_chunks = args.num_channels, args.width, args.dtype, args.num_chunks
+    num_sequences, has_chunks, num_rows = args.num_sequences, args.first_chunks != 0, width - 1
+    read = floats(args.rows, (width + 1 + num_sequences * num_rows) * num_channels)
+    dst = ints(args.dst, num_sequences)
+    first_chunks, starts = ints(args.first_chunks, num_sequences + 1), ints(args.starts, num_chunks)
+    lengths, cut_slots = ints(args.lengths, num_chunks), ints(args.cut_slots, num_chunks)
 
     taps = np.empty((width + 1) * BLOCK_CHANNELS, np.float32)
     rows = np.empty((num_rows + STRETCH_TOKENS) * BLOCK_CHANNELS, np.float32)
     sums = np.empty(BLOCK_CHANNELS, np.float32)
-    task = claim(args)
-    while task < args[TASKS]:
+    task = claim(tasks)
+    while task < args.num_tasks:
         for first in range(0, num_channels, BLOCK_CHANNELS):
             size = min(BLOCK_CHANNELS, num_channels - first)
             y_row = sums[:size]
             for tap in range(width + 1):
                 _copy(read[tap * num_channels + first :], _row(taps, tap, size))
-            for chunk in range(task * chunks_per_task, min((task + 1) * chunks_per_task, num_chunks)):
+            for chunk in range(task * args.chunks_per_task, min((task + 1) * args.chunks_per_task, num_chunks)):
                 sequence = start = sequence_start = chunk
                 end, cut_slot, end_slot = chunk + 1, NULL_SLOT, NULL_SLOT
                 if has_chunks:
@@ -225,23 +250,23 @@ def _convolve_kernel(args):
                 for row in range(num_rows):
                     token = start - num_rows + row
                     if token >= sequence_start:
-                        load(x, dtype, token * x_stride + first, _row(rows, row, size))
+                        load(args.x, dtype, token * args.x_stride + first, _row(rows, row, size))
                     else:
                         old = (width + 1 + (sequence + 1) * num_rows + token - sequence_start) * num_channels + first
                         _copy(read[old:], _row(rows, row, size))
                 for token in range(start, end, STRETCH_TOKENS):
                     num_tokens = min(STRETCH_TOKENS, end - token)
                     for i in range(num_tokens):
-                        load(x, dtype, (token + i) * x_stride + first, _row(rows, num_rows + i, size))
+                        load(args.x, dtype, (token + i) * args.x_stride + first, _row(rows, num_rows + i, size))
                         _filter(rows[i * BLOCK_CHANNELS :], taps, width, y_row)
                         round_to(dtype, y_row)
-                        if is_silu:
+                        if args.is_silu:
                             _silu(y_row)
-                        store(y, dtype, (token + i) * num_channels + first, y_row)
+                        store(args.y, dtype, (token + i) * num_channels + first, y_row)
                     for row in range(num_rows):
                         _copy(_row(rows, num_tokens + row, size), _row(rows, row, size))
                 for slot in (cut_slot, end_slot):
                     for row in range(num_rows if slot != NULL_SLOT else 0):
-                        place = slot * slot_stride + row * row_stride + first
-                        store(windows, window_dtype, place, _row(rows, row, size))
-        task = claim(args)
+                        place = slot * args.slot_stride + row * args.row_stride + first
+                        store(args.windows, args.window_dtype, place, _row(rows, row, size))
+        task = claim(tasks)

@@ -19,19 +19,20 @@ from strandline.kernels import gdn, gdn_log
 from strandline.kernels.batch import LogBatch, LogMemory
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
 from strandline.kernels.runtime_numba import (
-    TASKS,
+    arguments,
     claim,
-    compiled,
     floats,
     helper,
     ints,
+    kernel,
     kind,
     load,
     packed_rows,
     store,
 )
 
-NO_LOGS = (0,) * 9
+LOG_FIELDS = "log_keys log_key_stride log_values log_value_stride log_decays log_decay_stride places "
+NO_LOGS = dict.fromkeys(f"{LOG_FIELDS} logs log_lens".split(), 0)
 
 
 def gdn_decode(
@@ -71,7 +72,7 @@ def gdn_decode_logged(
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N)
     if state_SHKV.dtype != torch.float32:
         return gdn_log.gdn_decode_logged.__wrapped__(*inputs, memory, logs)
-    return _decode(inputs, (*_log_args(memory), logs.log_N.data_ptr(), logs.len_N.data_ptr()))
+    return _decode(inputs, {"logs": logs.log_N.data_ptr(), "log_lens": logs.len_N.data_ptr(), **_log_args(memory)})
 
 
 def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
@@ -81,9 +82,19 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
         return
     num_heads, key_dim, value_dim = state_RSHKV.shape[2:]
     for layer, state_SHKV in enumerate(state_RSHKV):
-        args = (num_heads, memory.key_JGLK.shape[2], key_dim, value_dim, state_SHKV.data_ptr(), state_SHKV.stride(0))
-        slots = (slot_N.data_ptr(), log_N.data_ptr(), len_N.data_ptr())
-        _fold_kernel(len(slot_N) * num_heads, *args, *slots, *_log_args(memory.of_layer(layer)))
+        _fold_kernel(
+            len(slot_N) * num_heads,
+            num_heads=num_heads,
+            heads_per_key=num_heads // memory.key_JGLK.shape[2],
+            key_dim=key_dim,
+            value_dim=value_dim,
+            states=state_SHKV.data_ptr(),
+            state_stride=state_SHKV.stride(0),
+            slots=slot_N.data_ptr(),
+            logs=log_N.data_ptr(),
+            log_lens=len_N.data_ptr(),
+            **_log_args(memory.of_layer(layer)),
+        )
 
 
 def _is_overwritten(src_N: Tensor, dst_N: Tensor) -> bool:
@@ -93,28 +104,50 @@ def _is_overwritten(src_N: Tensor, dst_N: Tensor) -> bool:
     return any(src != NULL_SLOT and src in own and (own[src] != src or srcs.count(src) > 1) for src in srcs)
 
 
-def _log_args(memory: LogMemory) -> tuple[int, ...]:
-    key_JGLK, value_JHLV, decay_JHL = memory.key_JGLK, memory.value_JHLV, memory.decay_JHL
-    return (
-        *(key_JGLK.data_ptr(), key_JGLK.stride(0), value_JHLV.data_ptr(), value_JHLV.stride(0)),
-        *(decay_JHL.data_ptr(), decay_JHL.stride(0), key_JGLK.shape[2]),
-    )
+def _log_args(memory: LogMemory) -> dict[str, int]:
+    return {
+        "log_keys": memory.key_JGLK.data_ptr(),
+        "log_key_stride": memory.key_JGLK.stride(0),
+        "log_values": memory.value_JHLV.data_ptr(),
+        "log_value_stride": memory.value_JHLV.stride(0),
+        "log_decays": memory.decay_JHL.data_ptr(),
+        "log_decay_stride": memory.decay_JHL.stride(0),
+        "places": memory.decay_JHL.shape[2],
+    }
 
 
-def _decode(inputs: tuple[Tensor, ...], logs: tuple[int, ...]) -> Tensor:
-    q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N = inputs
+def _decode(inputs: tuple[Tensor, ...], logs: dict[str, int]) -> Tensor:
+    q_NGK, k_NGK, v_NHV, a_NH, b_NH = (packed_rows(x) for x in inputs[:5])
+    A_log_H, dt_bias_H, state_SHKV, src_N, dst_N = inputs[5:]
     num_sequences, num_heads, value_dim = v_NHV.shape
     num_key_heads, key_dim = k_NGK.shape[1:]
-    q_NGK, k_NGK, v_NHV, a_NH, b_NH = (packed_rows(x) for x in (q_NGK, k_NGK, v_NHV, a_NH, b_NH))
     out_NHV = v_NHV.new_empty(v_NHV.shape, dtype=q_NGK.dtype)
-    rows = [x for tensor in (q_NGK, k_NGK, v_NHV, a_NH, b_NH) for x in (tensor.data_ptr(), tensor.stride(0))]
     _decode_kernel(
         num_sequences * num_heads,
-        *(num_heads, num_heads // num_key_heads, key_dim, value_dim, kind(q_NGK), kind(a_NH)),
-        *rows,
-        *(A_log_H.data_ptr(), dt_bias_H.data_ptr(), state_SHKV.data_ptr(), state_SHKV.stride(0)),
-        *(src_N.data_ptr(), dst_N.data_ptr(), out_NHV.data_ptr()),
-        *logs,
+        num_heads=num_heads,
+        heads_per_key=num_heads // num_key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        dtype=kind(q_NGK),
+        gate_dtype=kind(a_NH),
+        q=q_NGK.data_ptr(),
+        q_stride=q_NGK.stride(0),
+        k=k_NGK.data_ptr(),
+        k_stride=k_NGK.stride(0),
+        v=v_NHV.data_ptr(),
+        v_stride=v_NHV.stride(0),
+        a=a_NH.data_ptr(),
+        a_stride=a_NH.stride(0),
+        b=b_NH.data_ptr(),
+        b_stride=b_NH.stride(0),
+        rates=A_log_H.data_ptr(),
+        biases=dt_bias_H.data_ptr(),
+        states=state_SHKV.data_ptr(),
+        state_stride=state_SHKV.stride(0),
+        src=src_N.data_ptr(),
+        dst=dst_N.data_ptr(),
+        out=out_NHV.data_ptr(),
+        **logs,
     )
     return out_NHV
 
@@ -222,92 +255,91 @@ def _add(state, key, value):
             written[i] += key[row] * value[i]
 
 
-@compiled
-def _decode_kernel(args):
-    num_heads, heads_per_key, key_dim, value_dim, dtype, gate_dtype = (
-        args[2],
-        args[3],
-        args[4],
-        args[5],
-        args[6],
-        args[7],
+@helper
+def _log(args, log, key_head, head):
+    """Return keys, values and log decays of a log, of one head."""
+    places, key_dim, value_dim = args.places, args.key_dim, args.value_dim
+    return (
+        floats(args.log_keys + 4 * (log * args.log_key_stride + key_head * places * key_dim), places * key_dim),
+        floats(args.log_values + 4 * (log * args.log_value_stride + head * places * value_dim), places * value_dim),
+        floats(args.log_decays + 4 * (log * args.log_decay_stride + head * places), places),
     )
-    src, dst = args[22], args[23]
-    logs, log_lens = args[32], args[33]
+
+
+@kernel(
+    "num_heads heads_per_key key_dim value_dim dtype gate_dtype q q_stride k k_stride v v_stride a a_stride b b_stride "
+    "rates biases states state_stride src dst out logs log_lens " + LOG_FIELDS
+)
+def _decode_kernel(tasks):
+    args = arguments(tasks)
+    num_heads, key_dim, value_dim, dtype, places = args.num_heads, args.key_dim, args.value_dim, args.dtype, args.places
+    state_size = key_dim * value_dim
     key, query = np.empty(key_dim, np.float32), np.empty(key_dim, np.float32)
     by_key, by_query = np.empty(value_dim, np.float32), np.empty(value_dim, np.float32)
-    value, gate = np.empty(value_dim, np.float32), np.empty(2, np.float32)
-    places = max(args[31], 1)
-    weights = np.empty(places, np.float32)
-    task = claim(args)
-    while task < args[TASKS]:
+    value, gate, weights = np.empty(value_dim, np.float32), np.empty(2, np.float32), np.empty(places, np.float32)
+    task = claim(tasks)
+    while task < args.num_tasks:
         sequence, head = task // num_heads, task % num_heads
-        key_head = head // heads_per_key
-        load(args[8], dtype, sequence * args[9] + key_head * key_dim, query)
-        load(args[10], dtype, sequence * args[11] + key_head * key_dim, key)
-        load(args[12], dtype, sequence * args[13] + head * value_dim, value)
-        load(args[14], gate_dtype, sequence * args[15] + head, gate[:1])
-        load(args[16], gate_dtype, sequence * args[17] + head, gate[1:])
+        key_head = head // args.heads_per_key
+        load(args.q, dtype, sequence * args.q_stride + key_head * key_dim, query)
+        load(args.k, dtype, sequence * args.k_stride + key_head * key_dim, key)
+        load(args.v, dtype, sequence * args.v_stride + head * value_dim, value)
+        load(args.a, args.gate_dtype, sequence * args.a_stride + head, gate[:1])
+        load(args.b, args.gate_dtype, sequence * args.b_stride + head, gate[1:])
         overlap = _normalise(key, query)
-        rate, bias = floats(args[18], num_heads)[head], floats(args[19], num_heads)[head]
+        rate, bias = floats(args.rates, num_heads)[head], floats(args.biases, num_heads)[head]
         log_decay, beta = _gates(np.float64(gate[0]), np.float64(gate[1]), np.float64(rate), np.float64(bias))
 
-        state_size = key_dim * value_dim
-        source, target = ints(src, sequence + 1)[sequence], ints(dst, sequence + 1)[sequence]
-        state = floats(args[20] + 4 * (source * args[21] + head * state_size), state_size)
+        source, target = ints(args.src, sequence + 1)[sequence], ints(args.dst, sequence + 1)[sequence]
+        state = floats(args.states + 4 * (source * args.state_stride + head * state_size), state_size)
         log = num_logged = 0
-        if logs:
-            log, num_logged = ints(logs, sequence + 1)[sequence], ints(log_lens, sequence + 1)[sequence]
-        logged_keys = floats(args[25] + 4 * (log * args[26] + key_head * places * key_dim), places * key_dim)
-        logged_values = floats(args[27] + 4 * (log * args[28] + head * places * value_dim), places * value_dim)
-        logged_decays = floats(args[29] + 4 * (log * args[30] + head * places), places)
+        if args.logs:
+            log, num_logged = ints(args.logs, sequence + 1)[sequence], ints(args.log_lens, sequence + 1)[sequence]
+        log_keys, log_values, log_decays = _log(args, log, key_head, head)
 
         by_key[:] = 0.0
         by_query[:] = 0.0
         if source != NULL_SLOT:
             _read(state, key, query, by_key, by_query)
-        carried = _weigh(logged_decays[:num_logged], log_decay, weights)
-        by_key *= carried
-        by_query *= carried
+        carried = _weigh(log_decays[:num_logged], log_decay, weights)
+        for channel in range(value_dim):
+            by_key[channel] *= carried
+            by_query[channel] *= carried
         for place in range(num_logged):
-            logged_key = logged_keys[place * key_dim : (place + 1) * key_dim]
-            logged_value = logged_values[place * value_dim : (place + 1) * value_dim]
-            _read_logged(logged_key, logged_value, weights[place], key, query, by_key, by_query)
+            log_key = log_keys[place * key_dim : (place + 1) * key_dim]
+            log_value = log_values[place * value_dim : (place + 1) * value_dim]
+            _read_logged(log_key, log_value, weights[place], key, query, by_key, by_query)
         for channel in range(value_dim):
             delta = (value[channel] - by_key[channel]) * beta
             value[channel] = delta
             by_query[channel] += overlap * delta
-        store(args[24], dtype, (sequence * num_heads + head) * value_dim, by_query)
+        store(args.out, dtype, (sequence * num_heads + head) * value_dim, by_query)
 
         if target != NULL_SLOT and (log == NULL_LOG or num_logged == places or source != target):
-            folded = floats(args[20] + 4 * (target * args[21] + head * state_size), state_size)
+            folded = floats(args.states + 4 * (target * args.state_stride + head * state_size), state_size)
             is_zero, left = source == NULL_SLOT, weights[:num_logged]
-            _carry(state, folded, carried, is_zero, logged_keys, logged_values, left, key_dim)
+            _carry(state, folded, carried, is_zero, log_keys, log_values, left, key_dim)
             _add(folded, key, value)
         elif target != NULL_SLOT:
-            if head % heads_per_key == 0:
-                logged_keys[num_logged * key_dim : (num_logged + 1) * key_dim] = key
-            logged_values[num_logged * value_dim : (num_logged + 1) * value_dim] = value
-            logged_decays[num_logged] = log_decay
-        task = claim(args)
+            if head % args.heads_per_key == 0:
+                log_keys[num_logged * key_dim : (num_logged + 1) * key_dim] = key
+            log_values[num_logged * value_dim : (num_logged + 1) * value_dim] = value
+            log_decays[num_logged] = log_decay
+        task = claim(tasks)
 
 
-@compiled
-def _fold_kernel(args):
-    num_heads, num_key_heads, key_dim, value_dim = args[2], args[3], args[4], args[5]
-    places = args[17]
-    weights = np.empty(places, np.float32)
-    state_size = key_dim * value_dim
-    task = claim(args)
-    while task < args[TASKS]:
+@kernel("num_heads heads_per_key key_dim value_dim states state_stride slots logs log_lens " + LOG_FIELDS)
+def _fold_kernel(tasks):
+    args = arguments(tasks)
+    num_heads, state_size = args.num_heads, args.key_dim * args.value_dim
+    weights = np.empty(args.places, np.float32)
+    task = claim(tasks)
+    while task < args.num_tasks:
         sequence, head = task // num_heads, task % num_heads
-        key_head = head // (num_heads // num_key_heads)
-        slot, log = ints(args[8], sequence + 1)[sequence], ints(args[9], sequence + 1)[sequence]
-        num_logged = ints(args[10], sequence + 1)[sequence]
-        state = floats(args[6] + 4 * (slot * args[7] + head * state_size), state_size)
-        keys = floats(args[11] + 4 * (log * args[12] + key_head * places * key_dim), places * key_dim)
-        values = floats(args[13] + 4 * (log * args[14] + head * places * value_dim), places * value_dim)
-        log_decays = floats(args[15] + 4 * (log * args[16] + head * places), places)[:num_logged]
-        carried = _weigh(log_decays, np.float32(0.0), weights)
-        _carry(state, state, carried, False, keys, values, weights[:num_logged], key_dim)
-        task = claim(args)
+        slot, log = ints(args.slots, sequence + 1)[sequence], ints(args.logs, sequence + 1)[sequence]
+        num_logged = ints(args.log_lens, sequence + 1)[sequence]
+        state = floats(args.states + 4 * (slot * args.state_stride + head * state_size), state_size)
+        keys, values, log_decays = _log(args, log, head // args.heads_per_key, head)
+        carried = _weigh(log_decays[:num_logged], np.float32(0.0), weights)
+        _carry(state, state, carried, False, keys, values, weights[:num_logged], args.key_dim)
+        task = claim(tasks)

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.runtime_numba import (
-    TASKS,
-    bits,
+    Kernel,
+    arguments,
     claim,
-    compiled,
     helper,
+    kernel,
     kind,
     load,
-    number,
     packed_rows,
     round_to,
     sigmoid,
     store,
 )
+from strandline.kernels.sizes import cdiv
 
 TASK_ELEMENTS = 2**13
 
@@ -33,7 +33,7 @@ def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Numba twin of :func:`strandline.kernels.norm.rms_norm_zero_centered`."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _launch(_zero_centered, x, 0, out, weight_D, eps)
+    _launch(_zero_centered, x, out, weight_D, eps, residual=0)
     return out
 
 
@@ -41,7 +41,7 @@ def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, ep
     """Numba twin of :func:`strandline.kernels.norm.add_rms_norm_zero_centered`."""
     x, residual = x.contiguous(), residual.contiguous()
     out = torch.empty_like(x)
-    _launch(_zero_centered, x, residual.data_ptr(), out, weight_D, eps)
+    _launch(_zero_centered, x, out, weight_D, eps, residual=residual.data_ptr())
     return out, x
 
 
@@ -50,19 +50,27 @@ def rms_norm_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Ten
     x, gate = x.contiguous(), packed_rows(gate)
     out = torch.empty_like(x)
     rows_per_gate = x[0].numel() // x.shape[-1] if len(x) else 1
-    _launch(_gated, x, gate.data_ptr(), out, weight_D, eps, kind(gate), gate.stride(0), rows_per_gate)
+    gates = {"gates": gate.data_ptr(), "gate_dtype": kind(gate), "gate_stride": gate.stride(0)}
+    _launch(_gated, x, out, weight_D, eps, rows_per_gate=rows_per_gate, **gates)
     return out
 
 
-def _launch(kernel, x: Tensor, beside: int, out: Tensor, weight_D: Tensor, eps: float, *more: int) -> None:
+def _launch(norm: Kernel, x: Tensor, out: Tensor, weight_D: Tensor, eps: float, **more: int) -> None:
     num_channels = x.shape[-1]
     num_rows = x.numel() // num_channels
     rows_per_task = max(1, TASK_ELEMENTS // num_channels)
-    kernel(
-        -(-num_rows // rows_per_task),
-        *(num_rows, rows_per_task, num_channels, kind(x), bits(eps)),
-        *(x.data_ptr(), beside, out.data_ptr(), weight_D.data_ptr(), kind(weight_D)),
-        *more,
+    norm(
+        cdiv(num_rows, rows_per_task),
+        num_rows=num_rows,
+        rows_per_task=rows_per_task,
+        num_channels=num_channels,
+        dtype=kind(x),
+        eps=eps,
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        weight=weight_D.data_ptr(),
+        weight_dtype=kind(weight_D),
+        **more,
     )
 
 
@@ -96,44 +104,47 @@ def _gate(row, weight, gate, product_dtype):
         row[i] *= gate[i] * sigmoid(gate[i])
 
 
-@compiled
-def _zero_centered(args):
-    num_rows, rows_per_task, num_channels, dtype, eps = args[2], args[3], args[4], args[5], number(args[6])
-    x, residual, out = args[7], args[8], args[9]
+SHARED = "num_rows rows_per_task num_channels dtype eps:float x out weight weight_dtype "
+
+
+@kernel(SHARED + "residual")
+def _zero_centered(tasks):
+    args = arguments(tasks)
+    num_channels, dtype = args.num_channels, args.dtype
     weight, row = np.empty(num_channels, np.float32), np.empty(num_channels, np.float32)
     added = np.empty(num_channels, np.float32)
-    load(args[10], args[11], 0, weight)
+    load(args.weight, args.weight_dtype, 0, weight)
     weight += np.float32(1.0)
-    task = claim(args)
-    while task < args[TASKS]:
-        for index in range(task * rows_per_task, min((task + 1) * rows_per_task, num_rows)):
-            load(x, dtype, index * num_channels, row)
-            if residual:
-                load(residual, dtype, index * num_channels, added)
+    task = claim(tasks)
+    while task < args.num_tasks:
+        for index in range(task * args.rows_per_task, min((task + 1) * args.rows_per_task, args.num_rows)):
+            load(args.x, dtype, index * num_channels, row)
+            if args.residual:
+                load(args.residual, dtype, index * num_channels, added)
                 _add(row, added)
                 round_to(dtype, row)
-                store(x, dtype, index * num_channels, row)
-            _multiply(row, _scale_of(row, eps), weight)
-            store(out, dtype, index * num_channels, row)
-        task = claim(args)
+                store(args.x, dtype, index * num_channels, row)
+            _multiply(row, _scale_of(row, args.eps), weight)
+            store(args.out, dtype, index * num_channels, row)
+        task = claim(tasks)
 
 
-@compiled
-def _gated(args):
-    num_rows, rows_per_task, num_channels, dtype, eps = args[2], args[3], args[4], args[5], number(args[6])
-    x, gates, out = args[7], args[8], args[9]
-    gate_dtype, gate_stride, rows_per_gate = args[12], args[13], args[14]
+@kernel(SHARED + "gates gate_dtype gate_stride rows_per_gate")
+def _gated(tasks):
+    args = arguments(tasks)
+    num_channels, dtype = args.num_channels, args.dtype
+    product_dtype = min(dtype, args.weight_dtype)  # float32 if one of the two is
     weight, row = np.empty(num_channels, np.float32), np.empty(num_channels, np.float32)
     gate, ones = np.empty(num_channels, np.float32), np.ones(num_channels, np.float32)
-    load(args[10], args[11], 0, weight)
-    task = claim(args)
-    while task < args[TASKS]:
-        for index in range(task * rows_per_task, min((task + 1) * rows_per_task, num_rows)):
-            load(x, dtype, index * num_channels, row)
-            place = index // rows_per_gate * gate_stride + index % rows_per_gate * num_channels
-            load(gates, gate_dtype, place, gate)
-            _multiply(row, _scale_of(row, eps), ones)
+    load(args.weight, args.weight_dtype, 0, weight)
+    task = claim(tasks)
+    while task < args.num_tasks:
+        for index in range(task * args.rows_per_task, min((task + 1) * args.rows_per_task, args.num_rows)):
+            load(args.x, dtype, index * num_channels, row)
+            place = index // args.rows_per_gate * args.gate_stride + index % args.rows_per_gate * num_channels
+            load(args.gates, args.gate_dtype, place, gate)
+            _multiply(row, _scale_of(row, args.eps), ones)
             round_to(dtype, row)
-            _gate(row, weight, gate, min(dtype, args[11]))  # a float32 weight makes a float32 product
-            store(out, dtype, index * num_channels, row)
-        task = claim(args)
+            _gate(row, weight, gate, product_dtype)
+            store(args.out, dtype, index * num_channels, row)
+        task = claim(tasks)

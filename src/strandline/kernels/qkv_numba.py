@@ -14,16 +14,14 @@ from strandline.ids import NULL_BLOCK
 from strandline.kernels import qkv
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.runtime_numba import (
-    TASKS,
-    bits,
+    arguments,
     claim,
-    compiled,
     floats,
     helper,
     ints,
+    kernel,
     kind,
     load,
-    number,
     packed_rows,
     round_to,
     store,
@@ -50,14 +48,35 @@ def prepare_qkv(
     q_THD = projected_TO.new_empty((len(projected_TO), num_heads, head_dim))
     _kernel(
         len(projected_TO),
-        *(num_heads, num_kv_heads, head_dim, kind(projected_TO), projected_TO.data_ptr(), projected_TO.stride(0)),
-        *(kind(q_norm_D), q_norm_D.data_ptr(), k_norm_D.data_ptr(), bits(eps)),
-        *(cos_T12F.shape[-1], cos_T12F.data_ptr(), cos_T12F.stride(0), sin_T12F.data_ptr(), sin_T12F.stride(0)),
-        *(batch.write_blocks_T.data_ptr(), batch.write_offsets_T.data_ptr()),
-        *(k_BPGD.data_ptr(), *k_BPGD.stride()[:3], v_BPGD.data_ptr(), *v_BPGD.stride()[:3]),
-        q_THD.data_ptr(),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=kind(projected_TO),
+        projected=projected_TO.data_ptr(),
+        projected_stride=projected_TO.stride(0),
+        norm_dtype=kind(q_norm_D),
+        q_norm=q_norm_D.data_ptr(),
+        k_norm=k_norm_D.data_ptr(),
+        eps=eps,
+        num_pairs=cos_T12F.shape[-1],
+        cos=cos_T12F.data_ptr(),
+        cos_stride=cos_T12F.stride(0),
+        sin=sin_T12F.data_ptr(),
+        sin_stride=sin_T12F.stride(0),
+        write_blocks=batch.write_blocks_T.data_ptr(),
+        write_offsets=batch.write_offsets_T.data_ptr(),
+        **strides_of("k", k_BPGD),
+        **strides_of("v", v_BPGD),
+        q=q_THD.data_ptr(),
     )
     return q_THD
+
+
+def strides_of(name: str, x_BPGD: Tensor) -> dict[str, int]:
+    """Return where keys or values of all blocks lie, as arguments of that name."""
+    of_block, of_token, of_head, _ = x_BPGD.stride()
+    strides = {f"{name}_block_stride": of_block, f"{name}_token_stride": of_token, f"{name}_head_stride": of_head}
+    return {name: x_BPGD.data_ptr(), **strides}
 
 
 @helper
@@ -80,34 +99,40 @@ def _turn(head, cos, sin):
         head[num_pairs + i] = high * cos[num_pairs + i] + low * sin[num_pairs + i]
 
 
-@compiled
-def _kernel(args):
-    num_heads, num_kv_heads, head_dim, dtype, norm_dtype = args[2], args[3], args[4], args[5], args[8]
-    eps, num_pairs = number(args[11]), args[12]
+@kernel(
+    "num_heads num_kv_heads head_dim dtype projected projected_stride norm_dtype q_norm k_norm eps:float num_pairs "
+    "cos cos_stride sin sin_stride write_blocks write_offsets "
+    "k k_block_stride k_token_stride k_head_stride v v_block_stride v_token_stride v_head_stride q"
+)
+def _kernel(tasks):
+    args = arguments(tasks)
+    num_heads, num_kv_heads, head_dim, dtype = args.num_heads, args.num_kv_heads, args.head_dim, args.dtype
     head = np.empty(head_dim, np.float32)
     q_norm, k_norm = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
-    load(args[9], norm_dtype, 0, q_norm)
-    load(args[10], norm_dtype, 0, k_norm)
-    task = claim(args)
-    while task < args[TASKS]:
-        first = task * args[7]
-        cos = floats(args[13] + 4 * task * args[14], 2 * num_pairs)
-        sin = floats(args[15] + 4 * task * args[16], 2 * num_pairs)
+    load(args.q_norm, args.norm_dtype, 0, q_norm)
+    load(args.k_norm, args.norm_dtype, 0, k_norm)
+    task = claim(tasks)
+    while task < args.num_tasks:
+        first = task * args.projected_stride
+        cos = floats(args.cos + 4 * task * args.cos_stride, 2 * args.num_pairs)
+        sin = floats(args.sin + 4 * task * args.sin_stride, 2 * args.num_pairs)
         for i in range(num_heads):
-            load(args[6], dtype, first + i * head_dim, head)
-            _normalise(head, q_norm, eps)
+            load(args.projected, dtype, first + i * head_dim, head)
+            _normalise(head, q_norm, args.eps)
             round_to(dtype, head)
             _turn(head, cos, sin)
-            store(args[27], dtype, (task * num_heads + i) * head_dim, head)
+            store(args.q, dtype, (task * num_heads + i) * head_dim, head)
         first += num_heads * head_dim
-        block, offset = ints(args[17], task + 1)[task], ints(args[18], task + 1)[task]
-        if block != NULL_BLOCK:
-            for i in range(num_kv_heads):
-                load(args[6], dtype, first + i * head_dim, head)
-                _normalise(head, k_norm, eps)
-                round_to(dtype, head)
-                _turn(head, cos, sin)
-                store(args[19], dtype, block * args[20] + offset * args[21] + i * args[22], head)
-                load(args[6], dtype, first + (num_kv_heads + i) * head_dim, head)
-                store(args[23], dtype, block * args[24] + offset * args[25] + i * args[26], head)
-        task = claim(args)
+        block = ints(args.write_blocks, task + 1)[task]
+        offset = ints(args.write_offsets, task + 1)[task]
+        k_place = block * args.k_block_stride + offset * args.k_token_stride
+        v_place = block * args.v_block_stride + offset * args.v_token_stride
+        for i in range(num_kv_heads if block != NULL_BLOCK else 0):
+            load(args.projected, dtype, first + i * head_dim, head)
+            _normalise(head, k_norm, args.eps)
+            round_to(dtype, head)
+            _turn(head, cos, sin)
+            store(args.k, dtype, k_place + i * args.k_head_stride, head)
+            load(args.projected, dtype, first + (num_kv_heads + i) * head_dim, head)
+            store(args.v, dtype, v_place + i * args.v_head_stride, head)
+        task = claim(tasks)

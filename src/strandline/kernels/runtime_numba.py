@@ -1,21 +1,22 @@
 """Loops that Numba compiles for the CPU, on the threads of torch's own products.
 
-A kernel is a function of one array of integers, its *arguments*: sizes, strides and addresses of tensors, as a kernel
-for a GPU has them, after the number of its *tasks*. Every thread claims tasks until none is left, so that tasks of
-different length are shared out evenly; a task's result depends on nothing but its number::
+A kernel's arguments are sizes, strides and addresses of tensors, as a kernel for a GPU has them, and it is launched with a
+number of *tasks*. Every thread claims tasks until none is left, so that tasks of different length are shared out
+evenly; a task's result depends on nothing but its number and the arguments::
 
-    @compiled
-    def double(args):
-        x, dtype, num_columns = args[2], args[3], args[4]
-        row = np.empty(num_columns, np.float32)
-        task = claim(args)
-        while task < args[TASKS]:
-            load(x, dtype, task * num_columns, row)
-            row *= 2
-            store(x, dtype, task * num_columns, row)
-            task = claim(args)
+    @kernel("x dtype num_columns factor:float")
+    def multiply(tasks):
+        args = arguments(tasks)
+        row = np.empty(args.num_columns, np.float32)
+        task = claim(tasks)
+        while task < args.num_tasks:
+            load(args.x, args.dtype, task * args.num_columns, row)
+            for i in range(row.size):
+                row[i] *= args.factor
+            store(args.x, args.dtype, task * args.num_columns, row)
+            task = claim(tasks)
 
-    double(len(x), x.data_ptr(), kind(x), x.shape[1])
+    multiply(len(x), x=x.data_ptr(), dtype=kind(x), num_columns=x.shape[1], factor=2.0)
 
 Kernels compute in float32; ``load`` and ``store`` convert rows of what lies in memory. No sum may be taken apart by the
 number of threads or of rows. Exponentials are polynomials, because the C library's take one number at a time.
@@ -29,7 +30,6 @@ torch brings along on Linux: a second pool would compete with the first for the 
 
 import ctypes
 import os
-import struct
 from collections.abc import Callable
 from functools import cache, partial
 from hashlib import sha256
@@ -39,13 +39,10 @@ from typing import Any, Final
 import numba
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
+from llvmlite import ir
+from numba import carray, cfunc, from_dtype, njit, types
 from numba.extending import intrinsic
 from torch import Tensor
-
-CLAIMED: Final = 0
-TASKS: Final = 1
-"""Where the arguments say how many tasks there are; the kernel's own follow."""
 
 FLOAT32: Final = 0
 BFLOAT16: Final = 1
@@ -59,12 +56,6 @@ MATH: Final = {"contract", "reassoc", "nsz", "arcp"}
 def kind(x: Tensor) -> int:
     """Return what ``load`` and ``store`` call a tensor's dtype."""
     return KINDS[x.dtype]
-
-
-@cache
-def bits(x: float) -> int:
-    """Return a number as an argument; the kernel gets it back by ``number``."""
-    return int.from_bytes(struct.pack("<d", x), "little", signed=True)
 
 
 @cache
@@ -96,35 +87,47 @@ def packed_rows(x: Tensor) -> Tensor:
 
 
 class Kernel:
-    """A compiled function, called with the number of its tasks and its arguments."""
+    """A compiled function, called with the number of its tasks and its arguments by name."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, table: list[tuple[str, Any]]) -> None:
         self._function = function  # owns the machine code
         self._address = function.address
-        self._tables: dict[int, Any] = {}
+        self._table = type("Table", (ctypes.Structure,), {"_fields_": table})
+        self._names = {name for name, _ in table[2:]}
 
-    def __call__(self, num_tasks: int, *args: int) -> None:
-        table = self._tables.get(len(args))
-        if table is None:
-            table = self._tables[len(args)] = ctypes.c_int64 * (2 + len(args))
+    def __call__(self, num_tasks: int, **arguments: float) -> None:
+        if arguments.keys() != self._names:
+            raise TypeError(f"a kernel's arguments are {sorted(self._names)}, not {sorted(arguments)}")
         num_threads = min(torch.get_num_threads(), num_tasks)
         if num_threads:
-            _openmp().GOMP_parallel(self._address, table(0, num_tasks, *args), num_threads, 0)
+            table = self._table(0, num_tasks, **arguments)
+            _openmp().GOMP_parallel(self._address, ctypes.byref(table), num_threads, 0)
 
 
-def compiled(body: Callable[[Any], None]) -> Kernel:
-    """Compile a kernel, or take it from where an earlier process left it."""
-    compile_it = partial(cfunc, types.void(types.CPointer(types.int64)), fastmath=MATH, error_model="numpy")
-    directory, before = cache_directory(), numba.config.CACHE_DIR
-    if directory is not None:
-        numba.config.CACHE_DIR = str(directory)
-        try:
-            return Kernel(compile_it(cache=True)(body))
-        except OSError:
-            pass  # the disk is full, say
-        finally:
-            numba.config.CACHE_DIR = before
-    return Kernel(compile_it()(body))
+def kernel(fields: str) -> Callable[[Callable[[Any], None]], Kernel]:
+    """Compile a kernel that takes these arguments, or fetch it from where an earlier process left it.
+
+    Args:
+        fields: names of 64-bit integers, and, where ``:float`` follows, of 64-bit floats.
+    """
+    names = [name.partition(":") for name in ("num_claimed", "num_tasks", *fields.split())]
+    record = from_dtype(np.dtype([(name, np.float64 if is_float else np.int64) for name, _, is_float in names]))
+    table = [(name, ctypes.c_double if is_float else ctypes.c_int64) for name, _, is_float in names]
+    compile_it = partial(cfunc, types.void(types.CPointer(record)), fastmath=MATH, error_model="numpy")
+
+    def decorate(body: Callable[[Any], None]) -> Kernel:
+        directory, before = cache_directory(), numba.config.CACHE_DIR
+        if directory is not None:
+            numba.config.CACHE_DIR = str(directory)
+            try:
+                return Kernel(compile_it(cache=True)(body), table)
+            except OSError:
+                pass  # the disk is full, say
+            finally:
+                numba.config.CACHE_DIR = before
+        return Kernel(compile_it()(body), table)
+
+    return decorate
 
 
 @cache
@@ -148,14 +151,20 @@ def cache_directory() -> Path | None:
 
 
 @intrinsic
-def _claim(_context: Any, args: Any) -> Any:
-    """Add one to the number of tasks that were claimed; return what it was."""
+def claim(_context: Any, tasks: Any) -> Any:
+    """Return the next task that nobody has claimed; past the last one, a number that is no task."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        one = context.get_constant(types.int64, 1)
-        return builder.atomic_rmw("add", values[0], one, "monotonic")
+        counter = builder.bitcast(values[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", counter, context.get_constant(types.int64, 1), "monotonic")
 
-    return types.int64(args), emit
+    return types.int64(tasks), emit
+
+
+@njit
+def arguments(tasks):
+    """Return a kernel's arguments, by name."""
+    return carray(tasks, 1)[0]
 
 
 def _pointer_to(number_type: Any) -> Any:
@@ -176,23 +185,10 @@ _uint32_pointer = _pointer_to(types.uint32)
 _uint16_pointer = _pointer_to(types.uint16)
 _int32_pointer = _pointer_to(types.int32)
 _int64_pointer = _pointer_to(types.int64)
-_float64_pointer = _pointer_to(types.float64)
 
 
 helper = njit(fastmath=MATH, error_model="numpy")
 """Compiles a function that kernels call."""
-
-
-@njit
-def claim(args):  # type: ignore[no-untyped-def]
-    """Return the next task that nobody has claimed; past the last one, a number that is no task."""
-    return _claim(args)
-
-
-@njit
-def number(bits):
-    """Return a floating-point argument."""
-    return np.int64(bits).view(np.float64)
 
 
 @njit
