@@ -292,12 +292,16 @@ class PrefixCache:
 
         Else a larger cache, which hits deeper, would forget the prefixes that many share, and hit less. A path that
         comes back shares nothing by that; it will not go on again from where its last turn ended, or its prompt did.
+        Whatever the snapshot was taken for, a prompt that it is the whole of ends there, and goes on from there.
         """
         tick = self.memory.next_tick()
         is_return = lease.habit != NO_HABIT
         if not is_return:
             self.reuse.count_hit(num_continuations(source))
-        elif source.position < len(lease.tokens):
+        if source.position == len(lease.tokens):
+            if source.kind is not SnapshotKind.PREEMPTION:
+                source.kind, source.is_passed = SnapshotKind.PROMPT_END, False
+        elif is_return:
             for passed in (source, snapshot_above(source)):
                 if passed is not None:
                     passed.is_passed = True

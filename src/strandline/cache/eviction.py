@@ -23,7 +23,7 @@ Entry = Run | Snapshot
 
 NOTHING: Final = float("-inf")
 CERTAIN: Final = 1.0
-"""Returns per unit of time of what a waiting request will resume from."""
+"""Returns per unit of time of what a waiting request will resume from, or nobody has had the chance to."""
 MAX_UNRANKED: Final = 64
 
 
@@ -59,7 +59,8 @@ class WorthPerByte:
     nobody could use without it: they count as its size, and go with it. Once a path goes on after a snapshot, only a
     rewind would use it; where several go on, what they share is used again. One path that goes on in several ways is
     still one: its answers were left out, not shared. The end of a prompt is used if its path's next turn leaves out the
-    answer, until that has come. Keys and values that no snapshot needs are worth nothing.
+    answer, until that has come. Keys and values that no snapshot needs are worth nothing. The last snapshot of a path
+    that was used since the last admission is as good as certain: nobody has had the chance to use it since.
 
     When something unused for so long comes back is learned (``ReuseHistory``).
 
@@ -88,23 +89,25 @@ class WorthPerByte:
         return self._worth(snapshot, age), snapshot.used_at + next_edge(age)
 
     def _worth(self, snapshot: Snapshot, age: int) -> float:
-        reuse = self._reuse
         above = snapshot_above(snapshot)
         saved_tokens = snapshot.position - (above.position if above is not None else 0)
-        size = self._slot_tokens
         ways_on = num_continuations(snapshot)
-        if ways_on == 0:
-            size += saved_tokens
-            density = reuse.density(snapshot.habit, age)
-        elif ways_on > 1 and snapshot.is_shared:
-            density = reuse.density_of_shared(snapshot.habit, age)
-        elif snapshot.kind is SnapshotKind.PROMPT_END and not snapshot.is_passed:
-            density = reuse.density_of_prompt(snapshot.habit, age)
-        else:
-            density = reuse.density_of_inner(snapshot.habit, age)
-        if snapshot.num_waiters:
+        size = self._slot_tokens + (0 if ways_on else saved_tokens)
+        density = self._density(snapshot, ways_on, age)
+        if snapshot.num_waiters or (ways_on == 0 and age == 0):
             density = max(density, CERTAIN)
         return density * saved_tokens / size
+
+    def _density(self, snapshot: Snapshot, ways_on: int, age: int) -> float:
+        reuse = self._reuse
+        if ways_on > 1 and snapshot.is_shared:
+            return reuse.density_of_shared(snapshot.habit, age)
+        if ways_on == 0:
+            is_answer = snapshot.kind is SnapshotKind.GENERATION_END
+            return (reuse.density_of_answer if is_answer else reuse.density)(snapshot.habit, age)
+        if snapshot.kind is SnapshotKind.PROMPT_END and not snapshot.is_passed:
+            return reuse.density_of_prompt(snapshot.habit, age)
+        return reuse.density_of_inner(snapshot.habit, age)
 
 
 def _needed_snapshot(run: Run) -> Snapshot | None:

@@ -131,7 +131,8 @@ class Publisher:
         snapshot.num_readers = num_readers
         put_snapshot(home, snapshot, stub_key)
         snapshot.last_used, snapshot.used_at, snapshot.habit = self._memory.next_tick(), self._reuse.now, lease.habit
-        snapshot.is_shared = kind is SnapshotKind.BRANCH and lease.habit == NO_HABIT
+        is_on_cached_path = kind is SnapshotKind.BRANCH or position <= lease.account.kv_tokens
+        snapshot.is_shared = is_on_cached_path and lease.habit == NO_HABIT
         home.lost.pop(position if stub_key is None else stub_key, None)
         self._memory.enter_snapshot(snapshot)
         self._counters.snapshots_taken[kind] += 1

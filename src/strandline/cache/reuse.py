@@ -236,24 +236,33 @@ class ReuseHistory:
         self._landings = [HIT_MEMORY * count for count in self._landings]
         self._landings[place] += 1
 
+    def density_of_answer(self, habit: int, age: int) -> float:
+        """Return how often the end of what was generated is used."""
+        return self._share(WHOLE) * self.density(habit, age)
+
     def density_of_prompt(self, habit: int, age: int) -> float:
         """Return how often the end of a path's prompt is used when an answer follows that is cached."""
-        return self._odds(PROMPT) * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
+        return self._share(PROMPT) * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
 
     def density_of_inner(self, habit: int, age: int) -> float:
         """Return how often a snapshot is used that one path goes on from: by rewinds, and who parts from it there."""
-        return self._odds(REWOUND) * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
+        return self._share(REWOUND) * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
 
-    def _odds(self, place: int) -> float:
-        """Return the odds that a prompt goes on from there and not from a path's end, as seen so far.
+    def _share(self, place: int) -> float:
+        """Return how many prompts go on from there, as seen so far, for each that goes on from an end of a path.
 
-        They multiply how often paths return, or how often anything does of which nothing is known.
+        That multiplies how often paths return, or how often anything does of which nothing is known.
         """
-        return self._landings[place] / max(self._landings[WHOLE], 1.0)
+        return self._landings[place] / (self._landings[WHOLE] + self._landings[PROMPT])
 
     def density_of_shared(self, habit: int, age: int) -> float:
-        """Return how often what several paths share is used: once in as long as last time, or as it is unused now."""
-        return 1 / (1 + max(age, (1 << habit) >> 1))
+        """Return how often what several paths share is used: once in as long as last time.
+
+        When it has been unused for longer, that is as unlikely to go on as it has been longer. Of what was used once,
+        the time since then is all that is known.
+        """
+        gap = 1 + ((1 << habit) >> 1) if habit != NO_HABIT else 1 + age
+        return gap / max(gap, 1 + age) ** 2
 
     def _of(self, path: Path) -> tuple[Outcomes, Outcomes]:
         """Return what a path's outcome is counted in: that of all, and that of its habit."""

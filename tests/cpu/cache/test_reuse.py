@@ -1,11 +1,13 @@
 """When sequences come back: what counts as a return, what is learned from it, and how much is remembered."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.cache import reuse
-from strandline.cache.outcomes import EDGES, PRIOR_RETURNS, WIDTHS, Outcomes, bin_of, next_edge
+from strandline.cache.outcomes import EDGES, PRIOR_DENSITIES, PRIOR_RETURNS, WIDTHS, Outcomes, bin_of, next_edge
 from strandline.cache.reuse import NO_HABIT, TICKS_PER_S, ReuseHistory, habit_after
 from strandline.cache.tokens import encode
 from tests.cpu.cache.test_lookup import prompt
@@ -286,3 +288,27 @@ def test_the_more_hits_land_where_a_path_goes_on_the_more_such_snapshots_are_wor
     rates = [history.density_of_inner(NO_HABIT, 5) for history in (few, ReuseHistory(), many)]
     assert rates == sorted(set(rates))
     assert many.density_of_inner(NO_HABIT, 50) < many.density_of_inner(NO_HABIT, 5)
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(0, 5000))
+def test_ends_of_prompts_and_of_answers_share_what_returns(repeats_answer: list[bool], age: int) -> None:
+    history = ReuseHistory()
+    for index, repeats in enumerate(repeats_answer):
+        asked, said = prompt(100, 1000 * index), prompt(20, 200_000 + 1000 * index)
+        history.leave("", data(asked + said), len(asked), len(asked + said), NO_HABIT)
+        away(history, 5)
+        history.come_back("", data(asked + (said if repeats else []) + prompt(90, 400_000 + 1000 * index)))
+    returns = history.density(NO_HABIT, age)
+    assert history.density_of_answer(NO_HABIT, age) <= returns
+    either = history.density_of_answer(NO_HABIT, age) + history.density_of_prompt(NO_HABIT, age)
+    assert either >= returns * (1 - 1e-9)
+    assert history.density_of_prompt(NO_HABIT, age) <= max(returns, PRIOR_DENSITIES[bin_of(age)])
+
+
+def test_what_is_shared_falls_with_the_square_of_its_age_once_that_exceeds_the_time_before() -> None:
+    history = ReuseHistory()
+    habit = habit_after(8)
+    rates = [history.density_of_shared(habit, age) for age in (0, 16, 33, 67, 135)]
+    assert rates[0] == rates[1]
+    assert [earlier / later for earlier, later in pairwise(rates[2:])] == pytest.approx([4, 4])
+    assert history.density_of_shared(NO_HABIT, 71) == pytest.approx(history.density_of_shared(NO_HABIT, 35) / 2)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.cache import PrefixCache, Reason
-from strandline.cache.eviction import EvictionOrder, LeastRecentlyUsed, WorthPerByte
+from strandline.cache import PrefixCache, Reason, SnapshotKind
+from strandline.cache.eviction import CERTAIN, EvictionOrder, LeastRecentlyUsed, WorthPerByte
 from strandline.cache.invariants import check
 from strandline.cache.placement import Nothing
 from strandline.cache.reuse import ReuseHistory
@@ -180,3 +180,32 @@ def test_prompts_that_a_path_has_gone_on_from_go_before_the_one_it_may_go_on_fro
     assert passed.is_passed
     assert not last.is_passed
     assert order.worth(last) > 3 * order.worth(passed)
+
+
+def test_a_snapshot_that_a_prompt_ends_at_is_a_prompts_end_whatever_it_was_taken_for() -> None:
+    driver = Driver(60, BLOCKS_PER_SLAB)
+    whole = prompt(100) + prompt(20, 500_000)
+    driver.serve(prompt(100), prompt(20, 500_000))
+    snapshot = snapshot_after(driver, whole)
+    assert snapshot.kind is SnapshotKind.GENERATION_END
+    assert driver.serve(whole, prompt(30, 600_000)).hit == len(whole)
+    assert snapshot.kind is SnapshotKind.PROMPT_END
+    assert not snapshot.is_passed
+
+
+def test_where_a_prompt_ends_that_begins_a_cached_one_is_shared() -> None:
+    driver = Driver(60, BLOCKS_PER_SLAB)
+    driver.serve(prompt(300) + prompt(100, 50_000))
+    driver.serve(prompt(200), prompt(20, 500_000))
+    assert snapshot_after(driver, prompt(200)).is_shared
+    assert not snapshot_after(driver, prompt(200) + prompt(20, 500_000)).is_shared
+
+
+def test_the_last_snapshot_of_the_last_request_goes_after_what_saves_as_much() -> None:
+    driver = Driver(60, BLOCKS_PER_SLAB)
+    order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.reuse)
+    for turn in range(10):
+        driver.serve(prompt(100, 1000 * turn))
+    last, before = (snapshot_after(driver, prompt(100, 1000 * turn)) for turn in (9, 8))
+    assert order.worth(last) == pytest.approx(CERTAIN * 100 / (100 + 64 * BLOCKS_PER_SLAB))
+    assert order.worth(before) < order.worth(last)
