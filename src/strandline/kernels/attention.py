@@ -56,25 +56,18 @@ def paged_attention(
         batch.gathers[kind] = _plan_gathers(batch, *kind)
     for gather in batch.gathers[kind]:
         out_TGRD[gather.rows] = _attend_decodes(q_TGRD[gather.rows], memory, gather, scale)
-    attend_prefills(q_THD, memory, batch, num_decodes, out_THD, scale, window_tokens)
+    for rows, k_LGD, v_LGD in gathered_prefills(memory, batch, num_decodes, window_tokens):
+        attend_prefill(q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale, window_tokens)
     return out_THD
 
 
-def attend_prefills(
-    q_THD: Tensor,
-    memory: KVMemory,
-    batch: AttentionBatch,
-    num_decodes: int,
-    out_THD: Tensor,
-    scale: float,
-    window_tokens: int | None,
-) -> None:
-    """Attend the tokens of every sequence behind the first ``num_decodes``, into ``out_THD``."""
-    q_TGRD, out_TGRD = (x.unflatten(1, (memory.k_BPGD.shape[2], -1)) for x in (q_THD, out_THD))
+def gathered_prefills(
+    memory: KVMemory, batch: AttentionBatch, num_decodes: int, window_tokens: int | None
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield the rows of each sequence behind the decodes, and ``k_LGD`` and ``v_LGD`` of what they see."""
     for i in range(num_decodes, len(batch.context_lens)):
-        prefill = slice(batch.query_starts[i], batch.query_starts[i + 1])
-        k_LGD, v_LGD = _gather_sequence(memory, batch.block_table_NM[i], seen_span(batch, i, window_tokens))
-        _attend_prefill(q_TGRD[prefill], k_LGD, v_LGD, out_TGRD[prefill], scale, window_tokens)
+        rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
+        yield rows, *_gather_sequence(memory, batch.block_table_NM[i], seen_span(batch, i, window_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +196,7 @@ def _gather_sequence(memory: KVMemory, table_M: Tensor, span: Span) -> tuple[Ten
     )
 
 
-def _attend_prefill(
+def attend_prefill(
     q_TGRD: Tensor,
     k_LGD: Tensor,
     v_LGD: Tensor,

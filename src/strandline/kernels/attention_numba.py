@@ -26,8 +26,9 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels import attention
-from strandline.kernels.attention import attend_prefills, seen_span
+from strandline.kernels.attention import attend_prefill, gathered_prefills, seen_span
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.linear import has_fast_products
 from strandline.kernels.runtime_numba import (
     BFLOAT16,
     KINDS,
@@ -44,12 +45,22 @@ from strandline.kernels.runtime_numba import (
     load,
     number,
     packed_rows,
+    prefetch,
     store,
     words,
 )
 
 PART_TOKENS: Final = 512
 """Tokens of a part: a multiple of a block's."""
+
+MAX_QUERY_TOKENS: Final = 128
+"""Queries of a prefill that are attended together: their scores below the diagonal are computed for nothing."""
+
+MIN_QUERY_TOKENS: Final = 32
+"""Where fewer have room for their scores, torch attends them, which keeps none."""
+
+SCORE_BYTES: Final = 2**25
+"""Most bytes of scores at a time."""
 
 
 def paged_attention(
@@ -68,7 +79,14 @@ def paged_attention(
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
     if num_decodes:
         _attend_decodes(packed_rows(q_THD), memory, batch, num_decodes, out_THD, scale, window_tokens)
-    attend_prefills(q_THD, memory, batch, num_decodes, out_THD, scale, window_tokens)
+    q_TGRD, out_TGRD = (x.unflatten(1, (memory.k_BPGD.shape[2], -1)) for x in (q_THD, out_THD))
+    for rows, k_LGD, v_LGD in gathered_prefills(memory, batch, num_decodes, window_tokens):
+        inputs = (q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale, window_tokens)
+        query_tokens = min(MAX_QUERY_TOKENS, SCORE_BYTES // (4 * q_THD.shape[1] * len(k_LGD)))
+        if query_tokens < MIN_QUERY_TOKENS:
+            attend_prefill(*inputs)
+        else:
+            _attend_prefill(*inputs, query_tokens)
     return out_THD
 
 
@@ -118,17 +136,93 @@ def _attend_decodes(
     # Per part and head the sums, divided by nothing yet, then the maximum and the total.
     scratch_XHD = torch.empty((num_parts, num_heads, head_dim + 2) if num_merged else 0)
     sizes = (num_kv_heads, num_heads // num_kv_heads, head_dim)
+    # All heads of a token lie together; bits are the same either way.
+    heads_per_task = num_kv_heads if num_parts >= torch.get_num_threads() else 1
     _decode_kernel(
-        num_parts * num_kv_heads,
+        num_parts * num_kv_heads // heads_per_task,
         *(*sizes, kind(q_THD), kind(k_BPGD), bits(scale)),
         *(q_THD.data_ptr(), q_THD.stride(0), out_THD.data_ptr(), out_THD.stride(0)),
         *(plan.parts_X4.data_ptr(), table_NM.data_ptr(), table_NM.stride(0)),
         *(k_BPGD.data_ptr(), *k_BPGD.stride()[:3], v_BPGD.data_ptr(), *v_BPGD.stride()[:3]),
-        scratch_XHD.data_ptr(),
+        *(scratch_XHD.data_ptr(), heads_per_task),
     )
     if num_merged:
         args = (num_heads, head_dim, kind(q_THD), out_THD.data_ptr(), out_THD.stride(0))
         _merge_kernel(num_merged * num_heads, *args, plan.merged_Y3.data_ptr(), scratch_XHD.data_ptr())
+
+
+def _attend_prefill(
+    q_TGRD: Tensor,
+    k_LGD: Tensor,
+    v_LGD: Tensor,
+    out_TGRD: Tensor,
+    scale: float,
+    window_tokens: int | None,
+    query_tokens: int,
+) -> None:
+    """Attend as :func:`strandline.kernels.attention.attend_prefill` does, ``query_tokens`` at a time.
+
+    Query heads of a key/value head are rows of one product. Scores are float32; weights are rounded to the values'
+    dtype where that multiplies fast.
+    """
+    num_queries, num_keys = len(q_TGRD), len(k_LGD)
+    num_kv_heads, heads_per_key, head_dim = q_TGRD.shape[1:]
+    num_heads, offset = num_kv_heads * heads_per_key, num_keys - num_queries
+    q_GRTD, out_GRTD = q_TGRD.permute(1, 2, 0, 3), out_TGRD.permute(1, 2, 0, 3)
+    weight_dtype = v_LGD.dtype if has_fast_products(v_LGD.dtype) else torch.float32
+    k_GDL = k_LGD.float().permute(1, 2, 0)
+    v_GLD = v_LGD.to(weight_dtype).transpose(0, 1)
+    for start in range(0, num_queries, query_tokens):
+        end = min(start + query_tokens, num_queries)
+        first = 0 if window_tokens is None else max(0, offset + start - window_tokens + 1)
+        last = offset + end
+        q_GXD = q_GRTD[:, :, start:end].float().reshape(num_kv_heads, -1, head_dim)
+        score_GXL = torch.bmm(q_GXD, k_GDL[:, :, first:last])
+        weight_GXL = score_GXL if weight_dtype == torch.float32 else torch.empty_like(score_GXL, dtype=weight_dtype)
+        _softmax_kernel(
+            num_heads * (end - start),
+            *(end - start, last - first, offset + start - first, window_tokens or num_keys, bits(scale)),
+            *(kind(weight_GXL), score_GXL.data_ptr(), weight_GXL.data_ptr()),
+        )
+        out_GXD = torch.bmm(weight_GXL, v_GLD[:, first:last])
+        out_GRTD[:, :, start:end] = out_GXD.view(num_kv_heads, heads_per_key, -1, head_dim)
+
+
+@helper
+def _largest(scores):
+    """Return the largest score, or NaN; as integers of the same order they are compared many at a time."""
+    numbers = scores.view(np.int32)
+    largest = np.int32(-(2**31))
+    for i in range(numbers.size):
+        number = np.int32(numbers[i])
+        largest = max(largest, np.int32(number ^ ((number >> 31) & np.int32(0x7FFFFFFF))))
+    return np.int32(largest ^ ((largest >> 31) & np.int32(0x7FFFFFFF))).view(np.float32)
+
+
+@compiled
+def _softmax_kernel(args):
+    num_queries, num_keys, offset, window, dtype = args[2], args[3], args[4], args[5], args[7]
+    scale = np.float32(number(args[6]))
+    weights = np.empty(num_keys, np.float32)
+    task = claim(args)
+    while task < args[TASKS]:
+        end = offset + task % num_queries + 1
+        start = max(0, end - window)
+        scores = floats(args[8] + 4 * (task * num_keys + start), end - start)
+        seen = weights[start:end]
+        largest = _largest(scores)
+        total = np.float32(0.0)
+        for i in range(seen.size):
+            weight = exp((scores[i] - largest) * scale)
+            seen[i] = weight
+            total += weight
+        factor = np.float32(1.0) / total
+        for i in range(seen.size):
+            seen[i] *= factor
+        weights[:start] = 0.0
+        weights[end:] = 0.0
+        store(args[9], dtype, task * num_keys, weights)
+        task = claim(args)
 
 
 def halves(row, half, i):
@@ -146,13 +240,27 @@ def _halves(row, half, i):
 
 
 @helper
-def _score(keys, stride, count, queries, scores):
-    """Multiply ``count`` rows of keys with pairs of queries, four rows at a time; the last row may come twice."""
+def _fetch(rows, first):
+    """Prefetch four of the rows at an address, so many bytes apart, so many long."""
+    address, stride_bytes, row_bytes = rows
+    for row in range(first, first + 4):
+        for offset in range(0, row_bytes, 64):
+            prefetch(address + row * stride_bytes + offset)
+
+
+@helper
+def _score(keys, stride, count, queries, scores, fetch):
+    """Multiply ``count`` rows of keys with pairs of queries, four rows at a time; the last row may come twice.
+
+    Meanwhile as many rows of what is read next are prefetched.
+    """
     num_heads, head_dim = queries.shape
     half = head_dim // 2
     for head in range(0, num_heads, 2):
         query, other = queries[head], queries[head + 1]
         for token in range(0, count, 4):
+            if head == 0:
+                _fetch(fetch, token)
             key_1 = keys[token * stride :]
             key_2 = keys[min(token + 1, count - 1) * stride :]
             key_3 = keys[min(token + 2, count - 1) * stride :]
@@ -183,9 +291,7 @@ def _weigh(scores, count, maxima, totals, sums):
     """Turn scores of a block into weights, 0 past its end; scale what was summed before to the new maximum."""
     for head in range(len(sums)):
         weights = scores[head]
-        largest = maxima[head]
-        for token in range(count):
-            largest = max(largest, weights[token])
+        largest = max(maxima[head], _largest(weights[:count]))
         carried = exp(maxima[head] - largest) if totals[head] != 0.0 else np.float32(0.0)
         total = np.float32(0.0)
         for token in range(count):
@@ -200,14 +306,16 @@ def _weigh(scores, count, maxima, totals, sums):
 
 
 @helper
-def _add(values, stride, count, weights, sums):
-    """Add ``count`` weighted rows of values to the sums of pairs of heads, four rows at a time."""
+def _add(values, stride, count, weights, sums, fetch):
+    """Add ``count`` weighted rows of values to the sums of pairs of heads; for the rest as ``_score``."""
     num_heads, head_dim = sums.shape
     half = head_dim // 2
     for head in range(0, num_heads, 2):
         low_a, high_a = sums[head, :half], sums[head, half:]
         low_b, high_b = sums[head + 1, :half], sums[head + 1, half:]
         for token in range(0, count, 4):
+            if head == 0:
+                _fetch(fetch, token)
             value_1 = values[token * stride :]
             value_2 = values[min(token + 1, count - 1) * stride :]
             value_3 = values[min(token + 2, count - 1) * stride :]
@@ -251,22 +359,28 @@ def _join(kind, halved, whole, factor):
 @compiled
 def _decode_kernel(args):
     num_kv_heads, heads_per_key, head_dim, dtype, memory_dtype = args[2], args[3], args[4], args[5], args[6]
-    scale = np.float32(number(args[7]))
+    scale, heads_per_task = np.float32(number(args[7])), args[24]
+    tasks_per_part = num_kv_heads // heads_per_task
     padded_heads = (heads_per_key + 1) // 2 * 2
+    item = 2 if memory_dtype == BFLOAT16 else 4
+    row_bytes = item * head_dim
     row = np.empty(head_dim, np.float32)
-    queries, sums = np.zeros((padded_heads, head_dim), np.float32), np.zeros((padded_heads, head_dim), np.float32)
-    scores = np.zeros((padded_heads, BLOCK_TOKENS), np.float32)
-    maxima, totals = np.empty(padded_heads, np.float32), np.empty(padded_heads, np.float32)
+    queries = np.zeros((heads_per_task, padded_heads, head_dim), np.float32)
+    sums = np.zeros((heads_per_task, padded_heads, head_dim), np.float32)
+    scores = np.zeros((heads_per_task, padded_heads, BLOCK_TOKENS), np.float32)
+    maxima = np.empty((heads_per_task, padded_heads), np.float32)
+    totals = np.empty((heads_per_task, padded_heads), np.float32)
     task = claim(args)
     while task < args[TASKS]:
-        part_index, kv_head = task // num_kv_heads, task % num_kv_heads
-        first_head = kv_head * heads_per_key
+        part_index, first_kv_head = task // tasks_per_part, task % tasks_per_part * heads_per_task
         part = ints(args[12] + 32 * part_index, 4)
         sequence, start, end, is_whole = part[0], part[1], part[2], part[3]
         table = int32s(args[13] + 4 * sequence * args[14], (end - 1) // BLOCK_TOKENS + 1)
-        for head in range(heads_per_key):
-            load(args[8], dtype, sequence * args[9] + (first_head + head) * head_dim, row)
-            _split(memory_dtype, row, queries[head], scale)
+        for kv_head in range(heads_per_task):
+            for head in range(heads_per_key):
+                query_head = (first_kv_head + kv_head) * heads_per_key + head
+                load(args[8], dtype, sequence * args[9] + query_head * head_dim, row)
+                _split(memory_dtype, row, queries[kv_head, head], scale)
         maxima[:] = -np.inf
         totals[:] = 0.0
         sums[:] = 0.0
@@ -274,31 +388,44 @@ def _decode_kernel(args):
         while start < end:
             block, offset = np.int64(table[start // BLOCK_TOKENS]), start % BLOCK_TOKENS
             count = min(end - start, BLOCK_TOKENS - offset)
-            key_at = block * args[16] + offset * args[17] + kv_head * args[18]
-            value_at = block * args[20] + offset * args[21] + kv_head * args[22]
-            if memory_dtype == BFLOAT16:
-                keys = words(args[15] + 2 * key_at, BLOCK_TOKENS * args[17])
-                values = words(args[19] + 2 * value_at, BLOCK_TOKENS * args[21])
-                _score(keys, args[17] // 2, count, queries, scores)
-                _weigh(scores, count, maxima, totals, sums)
-                _add(values, args[21] // 2, count, scores, sums)
-            else:
-                keys = floats(args[15] + 4 * key_at, BLOCK_TOKENS * args[17])
-                values = floats(args[19] + 4 * value_at, BLOCK_TOKENS * args[21])
-                _score(keys, args[17], count, queries, scores)
-                _weigh(scores, count, maxima, totals, sums)
-                _add(values, args[21], count, scores, sums)
+            key_at = block * args[16] + offset * args[17] + first_kv_head * args[18]
+            value_at = block * args[20] + offset * args[21] + first_kv_head * args[22]
             start += count
+            next_at = key_at
+            if start < end:
+                next_at = np.int64(table[start // BLOCK_TOKENS]) * args[16] + first_kv_head * args[18]
+            fetch_bytes = row_bytes if heads_per_task > 1 else item * args[17]
+            for kv_head in range(heads_per_task):
+                at, score = key_at + kv_head * args[18], scores[kv_head]
+                fetch = (args[19] + item * value_at + kv_head * count * fetch_bytes, fetch_bytes, row_bytes)
+                if memory_dtype == BFLOAT16:
+                    keys = words(args[15] + 2 * at, BLOCK_TOKENS * args[17])
+                    _score(keys, args[17] // 2, count, queries[kv_head], score, fetch)
+                else:
+                    keys = floats(args[15] + 4 * at, BLOCK_TOKENS * args[17])
+                    _score(keys, args[17], count, queries[kv_head], score, fetch)
+                _weigh(score, count, maxima[kv_head], totals[kv_head], sums[kv_head])
+            for kv_head in range(heads_per_task):
+                at, score = value_at + kv_head * args[22], scores[kv_head]
+                fetch = (args[15] + item * next_at + kv_head * count * fetch_bytes, fetch_bytes, row_bytes)
+                if memory_dtype == BFLOAT16:
+                    values = words(args[19] + 2 * at, BLOCK_TOKENS * args[21])
+                    _add(values, args[21] // 2, count, score, sums[kv_head], fetch)
+                else:
+                    values = floats(args[19] + 4 * at, BLOCK_TOKENS * args[21])
+                    _add(values, args[21], count, score, sums[kv_head], fetch)
 
-        for head in range(heads_per_key):
-            if is_whole:
-                _join(memory_dtype, sums[head], row, np.float32(1.0) / totals[head])
-                store(args[10], dtype, sequence * args[11] + (first_head + head) * head_dim, row)
-            else:
-                at = (part_index * num_kv_heads * heads_per_key + first_head + head) * (head_dim + 2)
-                left = floats(args[23] + 4 * at, head_dim + 2)
-                _join(memory_dtype, sums[head], left[:head_dim], np.float32(1.0))
-                left[head_dim], left[head_dim + 1] = maxima[head], totals[head]
+        for kv_head in range(heads_per_task):
+            for head in range(heads_per_key):
+                query_head = (first_kv_head + kv_head) * heads_per_key + head
+                if is_whole:
+                    _join(memory_dtype, sums[kv_head, head], row, np.float32(1.0) / totals[kv_head, head])
+                    store(args[10], dtype, sequence * args[11] + query_head * head_dim, row)
+                else:
+                    at = (part_index * num_kv_heads * heads_per_key + query_head) * (head_dim + 2)
+                    left = floats(args[23] + 4 * at, head_dim + 2)
+                    _join(memory_dtype, sums[kv_head, head], left[:head_dim], np.float32(1.0))
+                    left[head_dim], left[head_dim + 1] = maxima[kv_head, head], totals[kv_head, head]
         task = claim(args)
 
 

@@ -167,6 +167,21 @@ def arguments(tasks):
     return carray(tasks, 1)[0]
 
 
+@intrinsic
+def prefetch(_context: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, which need not be one, before it is read."""
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        pointer = ir.PointerType(ir.IntType(8))
+        kind = ir.FunctionType(ir.VoidType(), [pointer, *[ir.IntType(32)] * 3])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        reads, stays, data = (ir.Constant(ir.IntType(32), number) for number in (0, 3, 1))
+        builder.call(function, [builder.inttoptr(values[0], pointer), reads, stays, data])
+        return context.get_dummy_value()
+
+    return types.void(address), emit
+
+
 def _pointer_to(number_type: Any) -> Any:
     """Return a function of compiled code that makes a pointer of an address."""
 
@@ -187,8 +202,8 @@ _int32_pointer = _pointer_to(types.int32)
 _int64_pointer = _pointer_to(types.int64)
 
 
-helper = njit(fastmath=MATH, error_model="numpy")
-"""Compiles a function that kernels call."""
+helper = njit(fastmath=MATH, error_model="numpy", forceinline=True)
+"""Compiles a function that kernels call, into each of them: of several compiled copies any could be the one that runs."""
 
 
 @njit
@@ -258,7 +273,7 @@ def round_to(kind, row):
             words[i] = word if is_nan else rounded & np.uint32(0xFFFF0000)
 
 
-@njit(fastmath={"contract"})
+@njit(fastmath={"contract"}, forceinline=True)
 def exp(x):
     """Return ``e ** x`` of a float32 number within 2 units in the last place; as of -87.3 below it, of 88.3 above.
 
@@ -279,7 +294,7 @@ def exp(x):
     return series * scale if x == x else x
 
 
-@njit(fastmath={"contract"}, error_model="numpy")
+@njit(fastmath={"contract"}, error_model="numpy", forceinline=True)
 def sigmoid(x):
     """Return ``1 / (1 + e ** -x)`` of a float32 number."""
     return np.float32(1.0) / (np.float32(1.0) + exp(-x))

@@ -1,7 +1,7 @@
 """Attention over blocks equals a plain softmax over the sequence's own tokens, and sees nothing else."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -36,6 +36,21 @@ class Case:
         return paged_attention(
             self.q_THD, self.memory, self.batch, self.num_decodes, scale=0.3, window_tokens=window_tokens
         )
+
+    def alone(self, i: int) -> "Case":
+        """Return the step of one of the decodes, on the same memory."""
+        length = self.batch.context_lens[i]
+        batch = replace(
+            self.batch,
+            query_starts=(0, 1),
+            context_lens=(length,),
+            query_starts_N1=torch.tensor([0, 1]),
+            context_lens_N=torch.tensor([length]),
+            block_table_NM=self.batch.block_table_NM[i : i + 1],
+            gathers={},
+        )
+        only = slice(i, i + 1)
+        return Case(self.q_THD[only], self.memory, batch, self.keys[only], self.values[only], self.ranges[only], 1)
 
     def oracle(self, window_tokens: int | None = None) -> Tensor:
         """Attend one token at a time."""
@@ -113,7 +128,7 @@ def assert_right(case: Case, window_tokens: int | None = None, tolerance: float 
     torch.testing.assert_close(case.run(window_tokens).float(), case.oracle(window_tokens), rtol=0, atol=tolerance)
 
 
-LENGTHS = [(1,), (64,), (65,), (7, 7, 7), (1, 63, 64, 65, 128, 129), (700, 3, 641, 2, 300, 1)]
+LENGTHS = [(1,), (64,), (65,), (7, 7, 7), (1, 63, 64, 65, 128, 129), (700, 3, 641, 2, 300, 1), (512, 1030, 513)]
 
 
 @pytest.mark.parametrize("context_lens", LENGTHS)
@@ -154,5 +169,44 @@ def test_groups_that_are_cut_by_size_equal_the_oracle(monkeypatch: pytest.Monkey
 
 def test_bfloat16_stays_close_to_the_oracle() -> None:
     # 8 bits of mantissa on values of up to 4: half a unit in the last place is 0.008.
-    ranges = [*decodes(400, 1, 70), (0, 300), (60, 70)]
+    ranges = [*decodes(400, 1, 1100), (0, 300), (60, 70)]
     assert_right(make_case(ranges, 3, dtype=torch.bfloat16), tolerance=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window_tokens", [None, 600])
+def test_a_decodes_bits_depend_on_nothing_else_in_the_step(
+    each_version: str, dtype: torch.dtype, window_tokens: int | None
+) -> None:
+    if each_version == "torch":
+        pytest.skip("torch attends sequences of similar length together, padded")
+    case = make_case(decodes(1300, 70, 1, 513, 640), 5, dtype=dtype, window_tokens=window_tokens)
+    together = case.run(window_tokens)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        by_two = [case.alone(i).run(window_tokens) for i in range(5)]
+        torch.set_num_threads(1)
+        by_one = [case.alone(i).run(window_tokens) for i in range(5)]
+    finally:
+        torch.set_num_threads(num_threads)
+    assert together.equal(torch.cat(by_two))
+    assert together.equal(torch.cat(by_one))
+
+
+def test_decodes_in_bfloat16_are_rounded_once(each_version: str) -> None:
+    if each_version == "torch":
+        pytest.skip("torch rounds weights too")
+    case = make_case(decodes(400, 1, 1100), 3, heads=(2, 5, 16), dtype=torch.bfloat16)
+    expected = case.oracle()
+    assert ((case.run().float() - expected).abs() <= expected.abs() * 2**-8 + FLOAT32_TOLERANCE).all()
+
+
+@pytest.mark.parametrize("window_tokens", [None, 90])
+def test_prefills_without_room_for_their_scores_equal_the_oracle(
+    each_version: str, monkeypatch: pytest.MonkeyPatch, window_tokens: int | None
+) -> None:
+    if each_version == "torch":
+        pytest.skip("torch keeps no scores")
+    monkeypatch.setattr("strandline.kernels.attention_numba.SCORE_BYTES", 4 * 6 * 40 * 200)
+    assert_right(make_case([(0, 150), (100, 400)], window_tokens=window_tokens), window_tokens)

@@ -33,16 +33,21 @@ class Case:
 
 
 def make_case(
-    blocks: list[int], offsets: list[int], *, heads: tuple[int, int, int] = (6, 2, 16), rotary_dim: int = 8
+    blocks: list[int],
+    offsets: list[int],
+    *,
+    heads: tuple[int, int, int] = (6, 2, 16),
+    rotary_dim: int = 8,
+    dtype: torch.dtype = torch.float32,
 ) -> Case:
     num_heads, num_kv_heads, head_dim = heads
-    layer = AttentionSpec(num_kv_heads, head_dim, "float32")
+    layer = AttentionSpec(num_kv_heads, head_dim, str(dtype).removeprefix("torch."))
     arena = ArenaTensors(ModelSpec((layer, layer), 4, "float32"), NUM_BLOCKS)
     arena.bytes.fill_(NAN_BYTE)
     memory = arena.layers[1]
     assert isinstance(memory, KVMemory)
     num_tokens = len(blocks)
-    projected_TO = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim + 5)
+    projected_TO = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim + 5).to(dtype)
     positions_T = torch.randint(0, 5000, (num_tokens,))
     empty = torch.zeros(0, dtype=torch.int64)
     batch = AttentionBatch(
@@ -56,12 +61,14 @@ def make_case(
         is_all_written=0 not in blocks,
     )
     rotary = rotary_table(positions_T, default_frequencies(1e4, rotary_dim), 1.0)
-    return Case(projected_TO, num_heads, torch.randn(head_dim), torch.randn(head_dim), rotary, memory, batch)
+    q_norm_D, k_norm_D = torch.randn(2, head_dim).to(dtype)
+    return Case(projected_TO, num_heads, q_norm_D, k_norm_D, rotary, memory, batch)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("blocks", [[1, 3, 3, 4], [2, 0, 0, 1], [0, 0, 0, 0]])
-def test_keys_and_values_of_the_named_rows_are_stored_and_no_others(blocks: list[int]) -> None:
-    case = make_case(blocks, [63, 0, 7, 1])
+def test_keys_and_values_of_the_named_rows_are_stored_and_no_others(blocks: list[int], dtype: torch.dtype) -> None:
+    case = make_case(blocks, [63, 0, 7, 1], dtype=dtype)
     num_kv_heads, head_dim = case.memory.k_BPGD.shape[2:]
     split = [case.num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim, 5]
     q_TO, k_TO, v_TO, _ = case.projected_TO.clone().split(split, dim=-1)
