@@ -16,6 +16,7 @@ Shape suffixes: as in ``attention.py``; further X parts, Y sequences of more tha
 # mypy: ignore-errors
 
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
 import numpy as np
@@ -59,6 +60,9 @@ MAX_QUERY_TOKENS: Final = 128
 MIN_QUERY_TOKENS: Final = 32
 """Where fewer have room for their scores, torch attends them, which keeps none."""
 
+MIN_SCORES: Final = 2**13
+"""Pairs of query and key of a prefill; fewer are done sooner in torch's single call."""
+
 SCORE_BYTES: Final = 2**25
 """Most bytes of scores at a time."""
 
@@ -79,14 +83,17 @@ def paged_attention(
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
     if num_decodes:
         _attend_decodes(packed_rows(q_THD), memory, batch, num_decodes, out_THD, scale, window_tokens)
+    if num_decodes == len(batch.context_lens):
+        return out_THD
     q_TGRD, out_TGRD = (x.unflatten(1, (memory.k_BPGD.shape[2], -1)) for x in (q_THD, out_THD))
     for rows, k_LGD, v_LGD in gathered_prefills(memory, batch, num_decodes, window_tokens):
         inputs = (q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale, window_tokens)
         query_tokens = min(MAX_QUERY_TOKENS, SCORE_BYTES // (4 * q_THD.shape[1] * len(k_LGD)))
-        if query_tokens < MIN_QUERY_TOKENS:
+        num_queries = rows.stop - rows.start
+        if num_queries * len(k_LGD) < MIN_SCORES or query_tokens < MIN_QUERY_TOKENS:
             attend_prefill(*inputs)
         else:
-            _attend_prefill(*inputs, query_tokens)
+            _attend_prefill(*inputs, min(query_tokens, num_queries))
     return out_THD
 
 
@@ -172,13 +179,17 @@ def _attend_prefill(
     weight_dtype = v_LGD.dtype if has_fast_products(v_LGD.dtype) else torch.float32
     k_GDL = k_LGD.float().permute(1, 2, 0)
     v_GLD = v_LGD.to(weight_dtype).transpose(0, 1)
+    # Written again and again: pages of new memory cost as much as the softmax.
+    scores = torch.empty(num_heads * query_tokens * num_keys)
+    weights = scores if weight_dtype == torch.float32 else torch.empty_like(scores, dtype=weight_dtype)
     for start in range(0, num_queries, query_tokens):
         end = min(start + query_tokens, num_queries)
         first = 0 if window_tokens is None else max(0, offset + start - window_tokens + 1)
         last = offset + end
         q_GXD = q_GRTD[:, :, start:end].float().reshape(num_kv_heads, -1, head_dim)
-        score_GXL = torch.bmm(q_GXD, k_GDL[:, :, first:last])
-        weight_GXL = score_GXL if weight_dtype == torch.float32 else torch.empty_like(score_GXL, dtype=weight_dtype)
+        shape = (num_kv_heads, heads_per_key * (end - start), last - first)
+        score_GXL, weight_GXL = (x[: prod(shape)].view(shape) for x in (scores, weights))
+        torch.bmm(q_GXD, k_GDL[:, :, first:last], out=score_GXL)
         _softmax_kernel(
             num_heads * (end - start),
             *(end - start, last - first, offset + start - first, window_tokens or num_keys, bits(scale)),

@@ -203,7 +203,7 @@ _int64_pointer = _pointer_to(types.int64)
 
 
 helper = njit(fastmath=MATH, error_model="numpy", forceinline=True)
-"""Compiles a function that kernels call, into each of them: of several compiled copies any could be the one that runs."""
+"""Compiles a function that kernels call, into each of them: of several copies any could be the one that runs."""
 
 
 @njit

@@ -6,8 +6,6 @@ import torch.nn.functional as F
 
 from strandline.kernels.activation import sigmoid_gate, swiglu
 
-pytestmark = pytest.mark.usefixtures("each_version")
-
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(0, 8), (1, 6), (3, 130), (70, 64)]
 

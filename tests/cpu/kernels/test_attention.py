@@ -143,7 +143,7 @@ def test_decodes_with_a_window_read_nothing_before_it(context_lens: tuple[int, .
     assert_right(case, window_tokens)
 
 
-RANGES = [(0, 1), (0, 63), (0, 64), (0, 129), (5, 6), (64, 128), (63, 65), (70, 400), (1, 300)]
+RANGES = [(0, 1), (0, 63), (0, 64), (0, 129), (5, 6), (64, 128), (63, 65), (70, 400), (1, 300), (640, 670)]
 
 
 @pytest.mark.parametrize("tokens", RANGES)
