@@ -33,18 +33,17 @@ from strandline.kernels.linear import has_fast_products
 from strandline.kernels.runtime_numba import (
     BFLOAT16,
     KINDS,
-    TASKS,
-    bits,
+    arguments,
+    block_arguments,
     claim,
-    compiled,
     exp,
     floats,
     helper,
     int32s,
     ints,
+    kernel,
     kind,
     load,
-    number,
     packed_rows,
     prefetch,
     store,
@@ -142,20 +141,33 @@ def _attend_decodes(
     num_parts, num_merged = len(plan.parts_X4), len(plan.merged_Y3)
     # Per part and head the sums, divided by nothing yet, then the maximum and the total.
     scratch_XHD = torch.empty((num_parts, num_heads, head_dim + 2) if num_merged else 0)
-    sizes = (num_kv_heads, num_heads // num_kv_heads, head_dim)
     # All heads of a token lie together; bits are the same either way.
     heads_per_task = num_kv_heads if num_parts >= torch.get_num_threads() else 1
+    shared = {
+        "dtype": kind(q_THD),
+        "head_dim": head_dim,
+        "out": out_THD.data_ptr(),
+        "out_stride": out_THD.stride(0),
+        "scratch": scratch_XHD.data_ptr(),
+    }
     _decode_kernel(
         num_parts * num_kv_heads // heads_per_task,
-        *(*sizes, kind(q_THD), kind(k_BPGD), bits(scale)),
-        *(q_THD.data_ptr(), q_THD.stride(0), out_THD.data_ptr(), out_THD.stride(0)),
-        *(plan.parts_X4.data_ptr(), table_NM.data_ptr(), table_NM.stride(0)),
-        *(k_BPGD.data_ptr(), *k_BPGD.stride()[:3], v_BPGD.data_ptr(), *v_BPGD.stride()[:3]),
-        *(scratch_XHD.data_ptr(), heads_per_task),
+        **shared,
+        num_kv_heads=num_kv_heads,
+        heads_per_key=num_heads // num_kv_heads,
+        heads_per_task=heads_per_task,
+        memory_dtype=kind(k_BPGD),
+        scale=scale,
+        q=q_THD.data_ptr(),
+        q_stride=q_THD.stride(0),
+        parts=plan.parts_X4.data_ptr(),
+        table=table_NM.data_ptr(),
+        table_stride=table_NM.stride(0),
+        **block_arguments("k", k_BPGD),
+        **block_arguments("v", v_BPGD),
     )
     if num_merged:
-        args = (num_heads, head_dim, kind(q_THD), out_THD.data_ptr(), out_THD.stride(0))
-        _merge_kernel(num_merged * num_heads, *args, plan.merged_Y3.data_ptr(), scratch_XHD.data_ptr())
+        _merge_kernel(num_merged * num_heads, **shared, num_heads=num_heads, merged=plan.merged_Y3.data_ptr())
 
 
 def _attend_prefill(
@@ -192,8 +204,14 @@ def _attend_prefill(
         torch.bmm(q_GXD, k_GDL[:, :, first:last], out=score_GXL)
         _softmax_kernel(
             num_heads * (end - start),
-            *(end - start, last - first, offset + start - first, window_tokens or num_keys, bits(scale)),
-            *(kind(weight_GXL), score_GXL.data_ptr(), weight_GXL.data_ptr()),
+            num_queries=end - start,
+            num_keys=last - first,
+            offset=offset + start - first,
+            window=window_tokens or num_keys,
+            scale=scale,
+            scores=score_GXL.data_ptr(),
+            weights=weight_GXL.data_ptr(),
+            dtype=kind(weight_GXL),
         )
         out_GXD = torch.bmm(weight_GXL, v_GLD[:, first:last])
         out_GRTD[:, :, start:end] = out_GXD.view(num_kv_heads, heads_per_key, -1, head_dim)
@@ -210,16 +228,16 @@ def _largest(scores):
     return np.int32(largest ^ ((largest >> 31) & np.int32(0x7FFFFFFF))).view(np.float32)
 
 
-@compiled
-def _softmax_kernel(args):
-    num_queries, num_keys, offset, window, dtype = args[2], args[3], args[4], args[5], args[7]
-    scale = np.float32(number(args[6]))
+@kernel("num_queries num_keys offset window scale:float scores weights dtype")
+def _softmax_kernel(tasks):
+    args = arguments(tasks)
+    num_keys, scale = args.num_keys, np.float32(args.scale)
     weights = np.empty(num_keys, np.float32)
-    task = claim(args)
-    while task < args[TASKS]:
-        end = offset + task % num_queries + 1
-        start = max(0, end - window)
-        scores = floats(args[8] + 4 * (task * num_keys + start), end - start)
+    task = claim(tasks)
+    while task < args.num_tasks:
+        end = args.offset + task % args.num_queries + 1
+        start = max(0, end - args.window)
+        scores = floats(args.scores + 4 * (task * num_keys + start), end - start)
         seen = weights[start:end]
         largest = _largest(scores)
         total = np.float32(0.0)
@@ -232,8 +250,8 @@ def _softmax_kernel(args):
             seen[i] *= factor
         weights[:start] = 0.0
         weights[end:] = 0.0
-        store(args[9], dtype, task * num_keys, weights)
-        task = claim(args)
+        store(args.weights, args.dtype, task * num_keys, weights)
+        task = claim(tasks)
 
 
 def halves(row, half, i):
@@ -367,11 +385,18 @@ def _join(kind, halved, whole, factor):
             whole[i], whole[half + i] = factor * halved[i], factor * halved[half + i]
 
 
-@compiled
-def _decode_kernel(args):
-    num_kv_heads, heads_per_key, head_dim, dtype, memory_dtype = args[2], args[3], args[4], args[5], args[6]
-    scale, heads_per_task = np.float32(number(args[7])), args[24]
-    tasks_per_part = num_kv_heads // heads_per_task
+SHARED = "dtype head_dim out out_stride scratch "
+
+
+@kernel(
+    SHARED + "num_kv_heads heads_per_key heads_per_task memory_dtype scale:float q q_stride parts table table_stride "
+    "k k_block_stride k_token_stride k_head_stride v v_block_stride v_token_stride v_head_stride"
+)
+def _decode_kernel(tasks):
+    args = arguments(tasks)
+    heads_per_key, heads_per_task, head_dim, dtype = args.heads_per_key, args.heads_per_task, args.head_dim, args.dtype
+    memory_dtype, k_stride, v_stride = args.memory_dtype, args.k_token_stride, args.v_token_stride
+    tasks_per_part = args.num_kv_heads // heads_per_task
     padded_heads = (heads_per_key + 1) // 2 * 2
     item = 2 if memory_dtype == BFLOAT16 else 4
     row_bytes = item * head_dim
@@ -381,17 +406,17 @@ def _decode_kernel(args):
     scores = np.zeros((heads_per_task, padded_heads, BLOCK_TOKENS), np.float32)
     maxima = np.empty((heads_per_task, padded_heads), np.float32)
     totals = np.empty((heads_per_task, padded_heads), np.float32)
-    task = claim(args)
-    while task < args[TASKS]:
+    task = claim(tasks)
+    while task < args.num_tasks:
         part_index, first_kv_head = task // tasks_per_part, task % tasks_per_part * heads_per_task
-        part = ints(args[12] + 32 * part_index, 4)
+        part = ints(args.parts + 32 * part_index, 4)
         sequence, start, end, is_whole = part[0], part[1], part[2], part[3]
-        table = int32s(args[13] + 4 * sequence * args[14], (end - 1) // BLOCK_TOKENS + 1)
+        table = int32s(args.table + 4 * sequence * args.table_stride, (end - 1) // BLOCK_TOKENS + 1)
         for kv_head in range(heads_per_task):
             for head in range(heads_per_key):
                 query_head = (first_kv_head + kv_head) * heads_per_key + head
-                load(args[8], dtype, sequence * args[9] + query_head * head_dim, row)
-                _split(memory_dtype, row, queries[kv_head, head], scale)
+                load(args.q, dtype, sequence * args.q_stride + query_head * head_dim, row)
+                _split(memory_dtype, row, queries[kv_head, head], np.float32(args.scale))
         maxima[:] = -np.inf
         totals[:] = 0.0
         sums[:] = 0.0
@@ -399,57 +424,59 @@ def _decode_kernel(args):
         while start < end:
             block, offset = np.int64(table[start // BLOCK_TOKENS]), start % BLOCK_TOKENS
             count = min(end - start, BLOCK_TOKENS - offset)
-            key_at = block * args[16] + offset * args[17] + first_kv_head * args[18]
-            value_at = block * args[20] + offset * args[21] + first_kv_head * args[22]
+            key_at = block * args.k_block_stride + offset * k_stride + first_kv_head * args.k_head_stride
+            value_at = block * args.v_block_stride + offset * v_stride + first_kv_head * args.v_head_stride
             start += count
             next_at = key_at
             if start < end:
-                next_at = np.int64(table[start // BLOCK_TOKENS]) * args[16] + first_kv_head * args[18]
-            fetch_bytes = row_bytes if heads_per_task > 1 else item * args[17]
+                next_at = np.int64(table[start // BLOCK_TOKENS]) * args.k_block_stride
+                next_at += first_kv_head * args.k_head_stride
+            fetch_bytes = row_bytes if heads_per_task > 1 else item * k_stride
             for kv_head in range(heads_per_task):
-                at, score = key_at + kv_head * args[18], scores[kv_head]
-                fetch = (args[19] + item * value_at + kv_head * count * fetch_bytes, fetch_bytes, row_bytes)
+                at, score = key_at + kv_head * args.k_head_stride, scores[kv_head]
+                fetch = (args.v + item * value_at + kv_head * count * fetch_bytes, fetch_bytes, row_bytes)
                 if memory_dtype == BFLOAT16:
-                    keys = words(args[15] + 2 * at, BLOCK_TOKENS * args[17])
-                    _score(keys, args[17] // 2, count, queries[kv_head], score, fetch)
+                    keys = words(args.k + 2 * at, BLOCK_TOKENS * k_stride)
+                    _score(keys, k_stride // 2, count, queries[kv_head], score, fetch)
                 else:
-                    keys = floats(args[15] + 4 * at, BLOCK_TOKENS * args[17])
-                    _score(keys, args[17], count, queries[kv_head], score, fetch)
+                    keys = floats(args.k + 4 * at, BLOCK_TOKENS * k_stride)
+                    _score(keys, k_stride, count, queries[kv_head], score, fetch)
                 _weigh(score, count, maxima[kv_head], totals[kv_head], sums[kv_head])
             for kv_head in range(heads_per_task):
-                at, score = value_at + kv_head * args[22], scores[kv_head]
-                fetch = (args[15] + item * next_at + kv_head * count * fetch_bytes, fetch_bytes, row_bytes)
+                at, score = value_at + kv_head * args.v_head_stride, scores[kv_head]
+                fetch = (args.k + item * next_at + kv_head * count * fetch_bytes, fetch_bytes, row_bytes)
                 if memory_dtype == BFLOAT16:
-                    values = words(args[19] + 2 * at, BLOCK_TOKENS * args[21])
-                    _add(values, args[21] // 2, count, score, sums[kv_head], fetch)
+                    values = words(args.v + 2 * at, BLOCK_TOKENS * v_stride)
+                    _add(values, v_stride // 2, count, score, sums[kv_head], fetch)
                 else:
-                    values = floats(args[19] + 4 * at, BLOCK_TOKENS * args[21])
-                    _add(values, args[21], count, score, sums[kv_head], fetch)
+                    values = floats(args.v + 4 * at, BLOCK_TOKENS * v_stride)
+                    _add(values, v_stride, count, score, sums[kv_head], fetch)
 
         for kv_head in range(heads_per_task):
             for head in range(heads_per_key):
                 query_head = (first_kv_head + kv_head) * heads_per_key + head
                 if is_whole:
                     _join(memory_dtype, sums[kv_head, head], row, np.float32(1.0) / totals[kv_head, head])
-                    store(args[10], dtype, sequence * args[11] + query_head * head_dim, row)
+                    store(args.out, dtype, sequence * args.out_stride + query_head * head_dim, row)
                 else:
-                    at = (part_index * num_kv_heads * heads_per_key + query_head) * (head_dim + 2)
-                    left = floats(args[23] + 4 * at, head_dim + 2)
+                    at = (part_index * args.num_kv_heads * heads_per_key + query_head) * (head_dim + 2)
+                    left = floats(args.scratch + 4 * at, head_dim + 2)
                     _join(memory_dtype, sums[kv_head, head], left[:head_dim], np.float32(1.0))
                     left[head_dim], left[head_dim + 1] = maxima[kv_head, head], totals[kv_head, head]
-        task = claim(args)
+        task = claim(tasks)
 
 
-@compiled
-def _merge_kernel(args):
-    num_heads, head_dim, dtype = args[2], args[3], args[4]
+@kernel(SHARED + "num_heads merged")
+def _merge_kernel(tasks):
+    args = arguments(tasks)
+    num_heads, head_dim = args.num_heads, args.head_dim
     row = np.empty(head_dim, np.float32)
     width = head_dim + 2
-    task = claim(args)
-    while task < args[TASKS]:
-        merged, head = ints(args[7] + 24 * (task // num_heads), 3), task % num_heads
+    task = claim(tasks)
+    while task < args.num_tasks:
+        merged, head = ints(args.merged + 24 * (task // num_heads), 3), task % num_heads
         sequence, first, count = merged[0], merged[1], merged[2]
-        parts = floats(args[8] + 4 * first * num_heads * width, count * num_heads * width).reshape(count, -1)
+        parts = floats(args.scratch + 4 * first * num_heads * width, count * num_heads * width).reshape(count, -1)
         at = head * width
         largest = parts[0, at + head_dim]
         for part in range(1, count):
@@ -463,5 +490,5 @@ def _merge_kernel(args):
                 row[i] += weight * parts[part, at + i]
         for i in range(head_dim):
             row[i] /= total
-        store(args[5], dtype, sequence * args[6] + head * head_dim, row)
-        task = claim(args)
+        store(args.out, args.dtype, sequence * args.out_stride + head * head_dim, row)
+        task = claim(tasks)

@@ -15,6 +15,7 @@ from strandline.kernels import qkv
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.runtime_numba import (
     arguments,
+    block_arguments,
     claim,
     floats,
     helper,
@@ -65,18 +66,11 @@ def prepare_qkv(
         sin_stride=sin_T12F.stride(0),
         write_blocks=batch.write_blocks_T.data_ptr(),
         write_offsets=batch.write_offsets_T.data_ptr(),
-        **strides_of("k", k_BPGD),
-        **strides_of("v", v_BPGD),
+        **block_arguments("k", k_BPGD),
+        **block_arguments("v", v_BPGD),
         q=q_THD.data_ptr(),
     )
     return q_THD
-
-
-def strides_of(name: str, x_BPGD: Tensor) -> dict[str, int]:
-    """Return where keys or values of all blocks lie, as arguments of that name."""
-    of_block, of_token, of_head, _ = x_BPGD.stride()
-    strides = {f"{name}_block_stride": of_block, f"{name}_token_stride": of_token, f"{name}_head_stride": of_head}
-    return {name: x_BPGD.data_ptr(), **strides}
 
 
 @helper

@@ -1,6 +1,6 @@
 """Loops that Numba compiles for the CPU, on the threads of torch's own products.
 
-A kernel's arguments are sizes, strides and addresses of tensors, as a kernel for a GPU has them, and it is launched with a
+A kernel takes sizes, strides and addresses of tensors, as a kernel for a GPU does, and is launched with a
 number of *tasks*. Every thread claims tasks until none is left, so that tasks of different length are shared out
 evenly; a task's result depends on nothing but its number and the arguments::
 
@@ -86,6 +86,13 @@ def packed_rows(x: Tensor) -> Tensor:
     return x
 
 
+def block_arguments(name: str, x_BPGD: Tensor) -> dict[str, int]:
+    """Return where keys or values of all blocks lie, as arguments that begin with a name."""
+    of_block, of_token, of_head, _ = x_BPGD.stride()
+    strides = {f"{name}_block_stride": of_block, f"{name}_token_stride": of_token, f"{name}_head_stride": of_head}
+    return {name: x_BPGD.data_ptr(), **strides}
+
+
 class Kernel:
     """A compiled function, called with the number of its tasks and its arguments by name."""
 
@@ -161,7 +168,7 @@ def claim(_context: Any, tasks: Any) -> Any:
     return types.int64(tasks), emit
 
 
-@njit
+@njit(forceinline=True)
 def arguments(tasks):
     """Return a kernel's arguments, by name."""
     return carray(tasks, 1)[0]
@@ -206,31 +213,31 @@ helper = njit(fastmath=MATH, error_model="numpy", forceinline=True)
 """Compiles a function that kernels call, into each of them: of several copies any could be the one that runs."""
 
 
-@njit
+@njit(forceinline=True)
 def floats(address, count):
     """Return float32 numbers in memory."""
     return carray(_float32_pointer(address), count)
 
 
-@njit
+@njit(forceinline=True)
 def words(address, count):
     """Return 32-bit words in memory."""
     return carray(_uint32_pointer(address), count)
 
 
-@njit
+@njit(forceinline=True)
 def ints(address, count):
     """Return int64 numbers in memory."""
     return carray(_int64_pointer(address), count)
 
 
-@njit
+@njit(forceinline=True)
 def int32s(address, count):
     """Return int32 numbers in memory."""
     return carray(_int32_pointer(address), count)
 
 
-@njit
+@njit(forceinline=True)
 def load(address, kind, first, row):
     """Fill a float32 row with the numbers in memory from ``first`` on."""
     if kind == FLOAT32:
@@ -244,7 +251,7 @@ def load(address, kind, first, row):
             words[i] = np.uint32(half[i]) << np.uint32(16)
 
 
-@njit
+@njit(forceinline=True)
 def store(address, kind, first, row):
     """Write a float32 row to memory from ``first`` on; to bfloat16 it is rounded as torch rounds."""
     if kind == FLOAT32:
@@ -261,7 +268,7 @@ def store(address, kind, first, row):
             half[i] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
 
 
-@njit
+@njit(forceinline=True)
 def round_to(kind, row):
     """Round a float32 row to what memory of this kind holds."""
     if kind == BFLOAT16:
