@@ -60,7 +60,7 @@ PATIENCE_S: Final = 1.0
 
 
 def compile_loops(*, progress: bool) -> None:
-    """Load the CPU's compiled kernels, or compile them: once per machine and version, for some 20 s."""
+    """Load the CPU's compiled kernels, or compile them: once per machine and version, for half a minute."""
     for module in tqdm(numba_modules(), "Compiling kernels", disable=not progress, delay=PATIENCE_S):
         import_module(module)
 
