@@ -57,7 +57,7 @@ DECODE_GROUP = 16
 """Sequences whose states are read, then written, together: few enough to be written while still in cache."""
 
 
-@has_twins(triton="gdn_prefill_triton")
+@has_twins(triton="gdn_prefill_triton", numba="gdn_prefill_numba")
 def gdn_prefill(
     q_TGK: Tensor,
     k_TGK: Tensor,

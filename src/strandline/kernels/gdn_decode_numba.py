@@ -153,7 +153,7 @@ def _decode(inputs: tuple[Tensor, ...], logs: dict[str, int]) -> Tensor:
 
 
 @helper
-def _gates(a, b, log_rate, bias):
+def gates(a, b, log_rate, bias):
     """Return the log decay and the write strength, computed in float64 as in the torch version."""
     x = a + bias
     softplus = x if x > 20.0 else math.log1p(math.exp(x))
@@ -288,7 +288,7 @@ def _decode_kernel(tasks):
         load(args.b, args.gate_dtype, sequence * args.b_stride + head, gate[1:])
         overlap = _normalise(key, query)
         rate, bias = floats(args.rates, num_heads)[head], floats(args.biases, num_heads)[head]
-        log_decay, beta = _gates(np.float64(gate[0]), np.float64(gate[1]), np.float64(rate), np.float64(bias))
+        log_decay, beta = gates(np.float64(gate[0]), np.float64(gate[1]), np.float64(rate), np.float64(bias))
 
         source, target = ints(args.src, sequence + 1)[sequence], ints(args.dst, sequence + 1)[sequence]
         state = floats(args.states + 4 * (source * args.state_stride + head * state_size), state_size)
