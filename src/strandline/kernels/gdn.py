@@ -5,7 +5,8 @@ Per value head, with the key ``k`` and query ``q`` l2-normalised and ``q`` scale
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  out = S^T q
     g = -exp(A_log) softplus(a + dt_bias),  beta = sigmoid(b)
 
-This module is the definition of right and the path that serves on a CPU. Everything is computed in float32.
+This module is the definition of right and the path that serves on a CPU without Numba. Everything is computed in
+float32.
 
 Invariants: the null slot reads as zeros, and its memory is neither read nor written (a null ``dst`` drops the
 state); a slot is written only as some sequence's ``dst`` or as a cut; every source is read as it was before

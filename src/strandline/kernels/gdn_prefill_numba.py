@@ -1,12 +1,13 @@
 """Gated DeltaNet prefill on a CPU: the chunkwise form of ``gdn.py``, with each head's state in cache from end to end.
 
-A task is one head of one sequence, or some panels of its value channels where there are fewer heads than threads. It
-copies the state into scratch memory, walks the chunks, and writes the state wherever one is wanted. Nothing is padded:
-a chunk costs in proportion to its tokens. All large products are tiles of registers (``tile_numba.py``).
+A task is the value heads of one key head of one sequence, or some panels of their channels where there are more threads
+than key heads. It copies the states into scratch memory, walks the chunks, and writes the states wherever they are
+wanted. Nothing is padded: a chunk costs in proportion to its tokens. All large products are tiles of registers
+(``tile_numba.py``).
 
 The triangular system is solved for the values that are written, row by row, and never inverted.
 
-Shape suffixes as in ``gdn.py``; P value channels of a panel.
+Shape suffixes as in ``gdn.py``.
 """
 
 # mypy: ignore-errors
@@ -36,7 +37,7 @@ from strandline.kernels.runtime_numba import (
     store,
 )
 from strandline.kernels.sizes import cdiv
-from strandline.kernels.tile_numba import PANEL, TALL, multiply, multiply_lower, substitute
+from strandline.kernels.tile_numba import LANES, PANEL, multiply, multiply_lower, substitute
 
 TOKEN_PANELS = cdiv(CHUNK_TOKENS, PANEL)
 MATRIX_ROW = TOKEN_PANELS * PANEL
@@ -60,15 +61,17 @@ def gdn_prefill(
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH)
     if state_SHKV.dtype != torch.float32:
         return gdn.gdn_prefill.__wrapped__(*inputs, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N, chunks)
-    num_sequences, (num_heads, key_dim, value_dim) = len(src_N), state_SHKV.shape[1:]
+    num_sequences, num_key_heads, (num_heads, key_dim, value_dim) = len(src_N), k_TGK.shape[1], state_SHKV.shape[1:]
+    heads_per_key = num_heads // num_key_heads
     inputs = [packed_rows(x) for x in inputs]
     out_THV = torch.empty(v_THV.shape, dtype=q_TGK.dtype)
     copies, source_N = _sources(state_SHKV, src_N.tolist(), dst_N.tolist(), chunks.cut_slots)
-    num_parts = min(cdiv(value_dim, PANEL), cdiv(torch.get_num_threads(), num_sequences * num_heads))
+    most_parts = heads_per_key * cdiv(value_dim, PANEL)
+    num_parts = min(most_parts, cdiv(torch.get_num_threads(), num_sequences * num_key_heads))
     tables = (chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C)
     _kernel(
-        num_sequences * num_heads * num_parts,
-        *(num_heads, num_heads // k_TGK.shape[1], key_dim, value_dim, kind(q_TGK), kind(a_TH), num_parts),
+        num_sequences * num_key_heads * num_parts,
+        *(num_heads, heads_per_key, key_dim, value_dim, kind(q_TGK), kind(a_TH), num_parts),
         *[number for x in inputs for number in (x.data_ptr(), x.stride(0))],
         *(A_log_H.data_ptr(), dt_bias_H.data_ptr(), state_SHKV.data_ptr(), state_SHKV.stride(0)),
         *(source_N.data_ptr(), dst_N.data_ptr(), out_THV.data_ptr(), num_sequences, len(chunks.starts)),
@@ -130,54 +133,139 @@ def _decay(exponent):
 
 
 @helper
-def _weigh(system, attend, total, beta, num_tokens):
-    """Weigh products of keys, and of queries and keys, by what is left of each token's write at a later one."""
+def _weigh(key_products, query_products, total, beta, num_tokens, system, attend):
+    """Weigh products of keys, and of queries and keys, by what is left of each token's write at a later one.
+
+    Its own write is none of what a token's key reads. Tiles read past the diagonal, where zeros are.
+    """
     for token in range(num_tokens):
-        first = token * MATRIX_ROW
-        system_row, attend_row = system[first : first + MATRIX_ROW], attend[first : first + MATRIX_ROW]
         strength, here = -beta[token], total[token]
-        for i in range(token + 1):
-            decay = _decay(here - total[i])
-            system_row[i] *= strength * decay
-            attend_row[i] *= decay
-        # Its own write is none of what a token's key reads; the last are read by tiles of the rows before.
-        system_row[token] = np.float32(0.0)
-        for i in range(token + 1, min(token + TALL, num_tokens)):
-            attend_row[i] = np.float32(0.0)
+        for block in range(0, token + 1, LANES):
+            first = token * MATRIX_ROW + block
+            by_key, by_query = key_products[first : first + LANES], query_products[first : first + LANES]
+            system_row, attend_row = system[first : first + LANES], attend[first : first + LANES]
+            totals = total[block : block + LANES]
+            for i in range(LANES):
+                decay = _decay(here - totals[i])
+                system_row[i] = by_key[i] * (strength * decay) if block + i < token else np.float32(0.0)
+                attend_row[i] = by_query[i] * decay if block + i <= token else np.float32(0.0)
 
 
 @helper
-def _read_state(state, panel, key_dim, value_dim, scratch):
-    """Copy a panel of a state in memory; what lies past its last channel is 0."""
-    size = min(PANEL, value_dim - panel * PANEL)
+def _read_state(state, first_panel, end_panel, key_dim, value_dim, scratch):
+    """Copy panels of a state in memory; what lies past its last channel is 0."""
     for channel in range(key_dim):
-        row, target = state[channel * value_dim + panel * PANEL :], scratch[channel * PANEL : (channel + 1) * PANEL]
-        for i in range(size):
-            target[i] = row[i]
-        for i in range(size, PANEL):
-            target[i] = np.float32(0.0)
+        for panel in range(first_panel, end_panel):
+            row = state[channel * value_dim + panel * PANEL :]
+            target = scratch[((panel - first_panel) * key_dim + channel) * PANEL :]
+            if (panel + 1) * PANEL <= value_dim:
+                for i in range(PANEL):
+                    target[i] = row[i]
+            else:
+                size = value_dim - panel * PANEL
+                for i in range(PANEL):
+                    target[i] = row[i] if i < size else np.float32(0.0)
 
 
 @helper
-def _write_state(scratch, panel, key_dim, value_dim, state):
-    size = min(PANEL, value_dim - panel * PANEL)
+def _write_state(scratch, first_panel, end_panel, key_dim, value_dim, state):
     for channel in range(key_dim):
-        row, target = scratch[channel * PANEL : (channel + 1) * PANEL], state[channel * value_dim + panel * PANEL :]
-        for i in range(size):
-            target[i] = row[i]
+        for panel in range(first_panel, end_panel):
+            row = scratch[((panel - first_panel) * key_dim + channel) * PANEL :]
+            target = state[channel * value_dim + panel * PANEL :]
+            if (panel + 1) * PANEL <= value_dim:
+                for i in range(PANEL):
+                    target[i] = row[i]
+            else:
+                for i in range(value_dim - panel * PANEL):
+                    target[i] = row[i]
 
 
 @helper
-def _errors(value, strength, left, read):
-    """Put what is written, but for other tokens of the chunk, in place of what was read."""
-    for i in range(read.size):
-        read[i] = strength * (value[i] - left * read[i])
+def _load_values(address, dtype, first, stride, first_panel, end_panel, value_dim, num_tokens, values):
+    """Fill panels of tokens' values; what lies past the last channel stays as it is."""
+    for token in range(num_tokens):
+        for panel in range(first_panel, end_panel):
+            place = first + token * stride + panel * PANEL
+            row = values + 4 * ((panel - first_panel) * CHUNK_TOKENS + token) * PANEL
+            if (panel + 1) * PANEL <= value_dim:
+                load(address, dtype, place, floats(row, PANEL))
+            else:
+                load(address, dtype, place, floats(row, value_dim - panel * PANEL))
 
 
 @helper
-def _scale(factor, row):
-    for i in range(row.size):
-        row[i] *= factor
+def _store_results(address, dtype, first, stride, first_panel, end_panel, value_dim, num_tokens, results):
+    for token in range(num_tokens):
+        for panel in range(first_panel, end_panel):
+            place = first + token * stride + panel * PANEL
+            row = results + 4 * ((panel - first_panel) * CHUNK_TOKENS + token) * PANEL
+            if (panel + 1) * PANEL <= value_dim:
+                store(address, dtype, place, floats(row, PANEL))
+            else:
+                store(address, dtype, place, floats(row, value_dim - panel * PANEL))
+
+
+@helper
+def _to_errors(values, left, strength, num_tokens, read):
+    """Put ``strength * (values - left * read)`` in place of what was read."""
+    for token in range(num_tokens):
+        value, row = floats(values + 4 * token * PANEL, PANEL), floats(read + 4 * token * PANEL, PANEL)
+        for i in range(PANEL):
+            row[i] = strength[token] * (value[i] - left[token] * row[i])
+
+
+@helper
+def _scale(values, factors, num_tokens, rows):
+    """Fill rows with values times factors."""
+    for token in range(num_tokens):
+        value, row = floats(values + 4 * token * PANEL, PANEL), floats(rows + 4 * token * PANEL, PANEL)
+        for i in range(PANEL):
+            row[i] = factors[token] * value[i]
+
+
+@helper
+def _load_gates(a, a_first, a_stride, b, b_first, b_stride, dtype, rate, bias, total, beta, since_start, until_end):
+    """Say how strongly each token is written, and how much is left of what came before it, and of it at the end."""
+    gate, so_far = np.empty(2, np.float32), 0.0
+    for token in range(beta.size):
+        load(a, dtype, a_first + token * a_stride, gate[:1])
+        load(b, dtype, b_first + token * b_stride, gate[1:])
+        log_decay, beta[token] = gates(np.float64(gate[0]), np.float64(gate[1]), np.float64(rate), np.float64(bias))
+        so_far += np.float64(log_decay)
+        total[token] = so_far
+    for token in range(beta.size):
+        since_start[token] = _decay(total[token])
+        until_end[token] = _decay(so_far - total[token])
+
+
+@helper
+def _multiply_tokens(rows, key_panels, num_tokens, key_dim, products):
+    """Compute the products of keys or queries with all keys up to their own token's, and some more."""
+    for first in range(0, num_tokens, PANEL):
+        left, product = rows + 4 * first * key_dim, products + 4 * (first * MATRIX_ROW + first)
+        right = key_panels + 4 * first * key_dim
+        multiply(left, key_dim, 1, right, product, MATRIX_ROW, num_tokens - first, key_dim, np.float32(0.0))
+
+
+@helper
+def _advance(
+    is_zero, keys, queries, key_dim, num_tokens, system, attend, beta, since_start, until_end, value, new, read, state
+):
+    """Run one chunk over one panel: move the state over it and fill ``read`` with the results."""
+    if is_zero:
+        _scale(value, beta, num_tokens, new)
+    else:
+        multiply(keys, key_dim, 1, state, new, PANEL, num_tokens, key_dim, np.float32(0.0))
+        multiply(queries, key_dim, 1, state, read, PANEL, num_tokens, key_dim, np.float32(0.0))
+        _to_errors(value, since_start, beta, num_tokens, new)
+        _scale(read, since_start, num_tokens, read)
+    substitute(system, MATRIX_ROW, new, num_tokens)
+    kept = np.float32(0.0) if is_zero else np.float32(1.0)
+    multiply_lower(attend, MATRIX_ROW, new, read, PANEL, num_tokens, kept)
+    _scale(new, until_end, num_tokens, new)
+    kept = np.float32(0.0) if is_zero else since_start[num_tokens - 1]
+    multiply(keys, 1, key_dim, new, state, PANEL, key_dim, num_tokens, kept)
 
 
 @compiled
@@ -192,87 +280,66 @@ def _kernel(args):
     first_chunks, starts = ints(args[28], num_sequences + 1), ints(args[29], num_chunks)
     lengths, cut_slots = ints(args[30], num_chunks), ints(args[31], num_chunks)
 
-    num_panels, panel_size, state_size = (value_dim + PANEL - 1) // PANEL, key_dim * PANEL, key_dim * value_dim
+    num_key_heads, num_panels = num_heads // heads_per_key, (value_dim + PANEL - 1) // PANEL
+    panel_size, state_size, out_stride = key_dim * PANEL, key_dim * value_dim, num_heads * value_dim
+    matrix_size, rows_size = CHUNK_TOKENS * MATRIX_ROW, CHUNK_TOKENS * PANEL
     keys, queries = np.empty(CHUNK_TOKENS * key_dim, np.float32), np.empty(CHUNK_TOKENS * key_dim, np.float32)
     key_panels = np.zeros(TOKEN_PANELS * panel_size, np.float32)
-    system, attend = (
-        np.zeros(CHUNK_TOKENS * MATRIX_ROW, np.float32),
-        np.zeros(CHUNK_TOKENS * MATRIX_ROW, np.float32),
-    )
-    written, result = np.empty(CHUNK_TOKENS * PANEL, np.float32), np.empty(CHUNK_TOKENS * PANEL, np.float32)
-    states, value = np.empty(num_panels * panel_size, np.float32), np.zeros(PANEL, np.float32)
-    total, beta = np.empty(CHUNK_TOKENS, np.float64), np.empty(CHUNK_TOKENS, np.float32)
+    key_products, query_products = np.empty(matrix_size, np.float32), np.empty(matrix_size, np.float32)
+    system, attend = np.empty(matrix_size, np.float32), np.empty(matrix_size, np.float32)
+    values, results = np.zeros(num_panels * rows_size, np.float32), np.empty(num_panels * rows_size, np.float32)
+    written = np.empty(rows_size, np.float32)
+    states = np.empty(heads_per_key * num_panels * panel_size, np.float32)
+    total, beta = np.zeros(MATRIX_ROW, np.float64), np.empty(CHUNK_TOKENS, np.float32)
     since_start, until_end = np.empty(CHUNK_TOKENS, np.float32), np.empty(CHUNK_TOKENS, np.float32)
-    gate = np.empty(2, np.float32)
     task = claim(args)
     while task < args[TASKS]:
-        sequence, head, part = task // (num_heads * num_parts), task // num_parts % num_heads, task % num_parts
-        first_panel, end_panel = part * num_panels // num_parts, (part + 1) * num_panels // num_parts
-        key_head = head // heads_per_key
-        is_zero = sources[sequence] == 0
-        if not is_zero:
-            source = floats(sources[sequence] + 4 * head * state_size, state_size)
-            for panel in range(first_panel, end_panel):
-                _read_state(source, panel, key_dim, value_dim, states[panel * panel_size :])
+        sequence, key_head = task // (num_key_heads * num_parts), task // num_parts % num_key_heads
+        part, most_parts = task % num_parts, heads_per_key * num_panels
+        # Panels are numbered over all value heads of the key head.
+        first_of_all, end_of_all = part * most_parts // num_parts, (part + 1) * most_parts // num_parts
+        first_head, end_head = first_of_all // num_panels, (end_of_all + num_panels - 1) // num_panels
 
+        is_zero = sources[sequence] == 0
         for chunk in range(first_chunks[sequence], first_chunks[sequence + 1]):
             start, length = starts[chunk], lengths[chunk]
-            place = key_head * key_dim
+            is_first, is_last = chunk == first_chunks[sequence], chunk + 1 == first_chunks[sequence + 1]
+            place, scale = key_head * key_dim, 1.0 / np.sqrt(np.float64(key_dim))
             _load_normalised(k, dtype, start * k_stride + place, k_stride, 1.0, keys, length, key_dim)
-            scale = 1.0 / np.sqrt(np.float64(key_dim))
             _load_normalised(q, dtype, start * q_stride + place, q_stride, scale, queries, length, key_dim)
             _transpose(keys, length, key_dim, key_panels)
-            so_far = 0.0
-            for i in range(length):
-                load(a, gate_dtype, (start + i) * a_stride + head, gate[:1])
-                load(b, gate_dtype, (start + i) * b_stride + head, gate[1:])
-                log_decay, strength = gates(
-                    np.float64(gate[0]), np.float64(gate[1]), np.float64(rates[head]), np.float64(biases[head])
-                )
-                so_far += np.float64(log_decay)
-                total[i], beta[i] = so_far, strength
-            for i in range(length):
-                since_start[i] = _decay(total[i])
-                until_end[i] = _decay(so_far - total[i])
-
             key_rows, query_rows = keys.ctypes.data, queries.ctypes.data
-            for panel in range((length + PANEL - 1) // PANEL):
-                row = panel * PANEL
-                right, corner = key_panels.ctypes.data + 4 * panel * panel_size, 4 * (row * MATRIX_ROW + row)
-                for rows, matrix in ((key_rows, system.ctypes.data), (query_rows, attend.ctypes.data)):
-                    left, product = rows + 4 * row * key_dim, matrix + corner
-                    multiply(left, key_dim, 1, right, product, MATRIX_ROW, length - row, key_dim, np.float32(0.0))
-            _weigh(system, attend, total, beta, length)
+            _multiply_tokens(key_rows, key_panels.ctypes.data, length, key_dim, key_products.ctypes.data)
+            _multiply_tokens(query_rows, key_panels.ctypes.data, length, key_dim, query_products.ctypes.data)
 
-            for panel in range(first_panel, end_panel):
-                state, new, read = states[panel * panel_size :].ctypes.data, written.ctypes.data, result.ctypes.data
-                first, size = head * value_dim + panel * PANEL, min(PANEL, value_dim - panel * PANEL)
-                if is_zero:
-                    written[: length * PANEL] = np.float32(0.0)
-                else:
-                    multiply(key_rows, key_dim, 1, state, new, PANEL, length, key_dim, np.float32(0.0))
-                    multiply(query_rows, key_dim, 1, state, read, PANEL, length, key_dim, np.float32(0.0))
-                value[:] = np.float32(0.0)
-                for i in range(length):
-                    row = slice(i * PANEL, (i + 1) * PANEL)
-                    load(v, dtype, (start + i) * v_stride + first, value[:size])
-                    _errors(value, beta[i], since_start[i], written[row])
-                    _scale(since_start[i], result[row])
-                substitute(system.ctypes.data, MATRIX_ROW, new, length)
-                kept = np.float32(0.0) if is_zero else np.float32(1.0)
-                multiply_lower(attend.ctypes.data, MATRIX_ROW, new, read, PANEL, length, kept)
-                for i in range(length):
-                    row = slice(i * PANEL, (i + 1) * PANEL)
-                    store(out, dtype, (start + i) * num_heads * value_dim + first, result[row][:size])
-                    _scale(until_end[i], written[row])
-                kept = np.float32(0.0) if is_zero else since_start[length - 1]
-                multiply(key_rows, 1, key_dim, new, state, PANEL, key_dim, length, kept)
+            for head_of_key in range(first_head, end_head):
+                head = key_head * heads_per_key + head_of_key
+                first_panel = max(first_of_all - head_of_key * num_panels, 0)
+                end_panel = min(end_of_all - head_of_key * num_panels, num_panels)
+                head_states = states[(head_of_key * num_panels + first_panel) * panel_size :]
+                if is_first and not is_zero:
+                    source = floats(sources[sequence] + 4 * head * state_size, state_size)
+                    _read_state(source, first_panel, end_panel, key_dim, value_dim, head_states)
+
+                a_first, b_first = start * a_stride + head, start * b_stride + head
+                gate_args = (a, a_first, a_stride, b, b_first, b_stride, gate_dtype, rates[head], biases[head])
+                _load_gates(*gate_args, total, beta[:length], since_start, until_end)
+                _weigh(key_products, query_products, total, beta, length, system, attend)
+                tokens = (is_zero, key_rows, query_rows, key_dim, length, system.ctypes.data, attend.ctypes.data)
+                factors = (beta, since_start, until_end)
+
+                first, panels = head * value_dim, (first_panel, end_panel, value_dim, length)
+                _load_values(v, dtype, start * v_stride + first, v_stride, *panels, values.ctypes.data)
+                for panel in range(end_panel - first_panel):
+                    value = values.ctypes.data + 4 * panel * rows_size
+                    read = results.ctypes.data + 4 * panel * rows_size
+                    state = head_states.ctypes.data + 4 * panel * panel_size
+                    _advance(*tokens, *factors, value, written.ctypes.data, read, state)
+                _store_results(out, dtype, start * out_stride + first, out_stride, *panels, results.ctypes.data)
+
+                for slot in (cut_slots[chunk], dst[sequence] if is_last else NULL_SLOT):
+                    if slot != NULL_SLOT:
+                        target = floats(slots + 4 * (slot * slot_stride + head * state_size), state_size)
+                        _write_state(head_states, first_panel, end_panel, key_dim, value_dim, target)
             is_zero = False
-
-            is_last = chunk + 1 == first_chunks[sequence + 1]
-            for slot in (cut_slots[chunk], dst[sequence] if is_last else NULL_SLOT):
-                if slot != NULL_SLOT:
-                    target = floats(slots + 4 * (slot * slot_stride + head * state_size), state_size)
-                    for panel in range(first_panel, end_panel):
-                        _write_state(states[panel * panel_size :], panel, key_dim, value_dim, target)
         task = claim(args)

@@ -1,9 +1,8 @@
 """Float32 products of small matrices, within kernels that Numba compiles, at the rate of the CPU's own units.
 
-``C = scale C + A B`` is computed a tile of C at a time: some rows by a *panel* of ``PANEL`` columns, all of it in vector
-registers, which the compiler is told outright: of loops it makes something a fifth as fast. B lies in panels, one row
-after another; rows of C lie ``c_row`` numbers apart; A lies in any order, ``a_row`` and ``a_col`` numbers apart.
-Matrices are addresses.
+``C = scale C + A B`` is computed a tile of C at a time: some rows by a *panel* of ``PANEL`` columns, all of it in
+vector registers, which the compiler is told outright. B lies in panels, one row after another; rows of C lie ``c_row``
+numbers apart; A lies in any order, ``a_row`` and ``a_col`` numbers apart. Matrices are addresses.
 
 An element's sum runs over the depth in rising order, so that it depends on nothing but its row and its column.
 """

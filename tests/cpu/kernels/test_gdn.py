@@ -147,6 +147,7 @@ def test_prefill_equals_the_recurrence_at_any_length(num_tokens: int, start: int
         Shape(1, 4),
         Shape(2, 8, 24, 24),
         Shape(1, 3, 5, 7),
+        Shape(1, 2, 72, 72),
     ],
     ids=str,
 )
@@ -223,6 +224,33 @@ def test_prefill_of_a_sequence_changes_no_bit_with_the_batch_around_it() -> None
         assert torch.equal(prefill(layer.rows(row, end), alone_SHKV, [prompt]), out_THV[row:end])
         row = end
     assert torch.equal(alone_SHKV[1:9].nan_to_num(), batch_SHKV[1:9].nan_to_num())
+
+
+def test_the_number_of_threads_changes_no_bit_of_a_prefill(each_version: str) -> None:
+    if each_version == "torch":
+        pytest.skip("BLAS shares out the tokens of a sum")
+    shape = Shape(1, 2, 24, 150)
+    layer, before_SHKV = make_layer(141, shape, torch.bfloat16), make_arena([1, 2], shape)
+    prompts = [Prompt(5, 16, 1, 2), Prompt(37, 165, 2, 5, ((70, 8),)), Prompt(0, 2, 0, 6)]
+    threads, results = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 7, 30):
+            torch.set_num_threads(num_threads)
+            state_SHKV = before_SHKV.clone()
+            results.append((prefill(layer, state_SHKV, prompts), state_SHKV.nan_to_num(99.0)))
+    finally:
+        torch.set_num_threads(threads)
+    for out_THV, state_SHKV in results[1:]:
+        assert torch.equal(out_THV, results[0][0])
+        assert torch.equal(state_SHKV, results[0][1])
+
+
+@pytest.mark.parametrize("num_tokens", [*range(1, 20), 31, 33, 47, 62])
+def test_a_prefill_of_few_tokens_equals_their_part_of_a_longer_one(num_tokens: int) -> None:
+    layer, state_SHKV = make_layer(64, Shape(1, 2, 40, 40)), make_arena([1], Shape(1, 2, 40, 40))
+    long_THV = prefill(layer, state_SHKV, [Prompt(0, 64, 1, 2)])
+    short_THV = prefill(layer.rows(0, num_tokens), state_SHKV, [Prompt(0, num_tokens, 1, 3)])
+    torch.testing.assert_close(short_THV, long_THV[:num_tokens], **FLOAT32)
 
 
 def test_cuts_on_the_grid_change_no_bit() -> None:
