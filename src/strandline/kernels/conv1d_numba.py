@@ -21,6 +21,7 @@ from strandline.kernels.runtime_numba import (
     KINDS,
     arguments,
     claim,
+    copy,
     floats,
     helper,
     ints,
@@ -147,13 +148,6 @@ def _row(rows, index, size):
     return rows[index * BLOCK_CHANNELS : index * BLOCK_CHANNELS + size]
 
 
-@helper
-def _copy(source, target):
-    """Fill a row; Numba's own assignment of slices takes one number at a time."""
-    for i in range(target.size):
-        target[i] = source[i]
-
-
 SHARED = "num_channels width dtype rows windows window_dtype slot_stride row_stride "
 
 
@@ -200,7 +194,7 @@ def _filter(x, taps, width, y):
             newer += x[i + 3 * BLOCK_CHANNELS] * taps[i + 3 * BLOCK_CHANNELS]
             y[i] = older + newer + taps[i + 4 * BLOCK_CHANNELS]
     else:
-        _copy(_row(taps, width, y.size), y)
+        copy(_row(taps, width, y.size), y)
         for tap in range(width):
             x_row, tap_row = _row(x, tap, y.size), _row(taps, tap, y.size)
             for i in range(y.size):
@@ -234,7 +228,7 @@ def _convolve_kernel(tasks):
             size = min(BLOCK_CHANNELS, num_channels - first)
             y_row = sums[:size]
             for tap in range(width + 1):
-                _copy(read[tap * num_channels + first :], _row(taps, tap, size))
+                copy(read[tap * num_channels + first :], _row(taps, tap, size))
             for chunk in range(task * args.chunks_per_task, min((task + 1) * args.chunks_per_task, num_chunks)):
                 sequence = start = sequence_start = chunk
                 end, cut_slot, end_slot = chunk + 1, NULL_SLOT, NULL_SLOT
@@ -253,7 +247,7 @@ def _convolve_kernel(tasks):
                         load(args.x, dtype, token * args.x_stride + first, _row(rows, row, size))
                     else:
                         old = (width + 1 + (sequence + 1) * num_rows + token - sequence_start) * num_channels + first
-                        _copy(read[old:], _row(rows, row, size))
+                        copy(read[old:], _row(rows, row, size))
                 for token in range(start, end, STRETCH_TOKENS):
                     num_tokens = min(STRETCH_TOKENS, end - token)
                     for i in range(num_tokens):
@@ -264,7 +258,7 @@ def _convolve_kernel(tasks):
                             _silu(y_row)
                         store(args.y, dtype, (token + i) * num_channels + first, y_row)
                     for row in range(num_rows):
-                        _copy(_row(rows, num_tokens + row, size), _row(rows, row, size))
+                        copy(_row(rows, num_tokens + row, size), _row(rows, row, size))
                 for slot in (cut_slot, end_slot):
                     for row in range(num_rows if slot != NULL_SLOT else 0):
                         place = slot * args.slot_stride + row * args.row_stride + first

@@ -21,6 +21,7 @@ from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
 from strandline.kernels.runtime_numba import (
     arguments,
     claim,
+    copy,
     floats,
     helper,
     ints,
@@ -322,8 +323,8 @@ def _decode_kernel(tasks):
             _add(folded, key, value)
         elif target != NULL_SLOT:
             if head % args.heads_per_key == 0:
-                log_keys[num_logged * key_dim : (num_logged + 1) * key_dim] = key
-            log_values[num_logged * value_dim : (num_logged + 1) * value_dim] = value
+                copy(key, log_keys[num_logged * key_dim :])
+            copy(value, log_values[num_logged * value_dim :])
             log_decays[num_logged] = log_decay
         task = claim(tasks)
 

@@ -24,13 +24,13 @@ from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_EXPONENT
 from strandline.kernels.gdn_decode_numba import gates
 from strandline.kernels.runtime_numba import (
-    TASKS,
+    arguments,
     claim,
-    compiled,
     exp,
     floats,
     helper,
     ints,
+    kernel,
     kind,
     load,
     packed_rows,
@@ -63,19 +63,43 @@ def gdn_prefill(
         return gdn.gdn_prefill.__wrapped__(*inputs, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N, chunks)
     num_sequences, num_key_heads, (num_heads, key_dim, value_dim) = len(src_N), k_TGK.shape[1], state_SHKV.shape[1:]
     heads_per_key = num_heads // num_key_heads
-    inputs = [packed_rows(x) for x in inputs]
+    q_TGK, k_TGK, v_THV, a_TH, b_TH = (packed_rows(x) for x in inputs)
     out_THV = torch.empty(v_THV.shape, dtype=q_TGK.dtype)
     copies, source_N = _sources(state_SHKV, src_N.tolist(), dst_N.tolist(), chunks.cut_slots)
     most_parts = heads_per_key * cdiv(value_dim, PANEL)
     num_parts = min(most_parts, cdiv(torch.get_num_threads(), num_sequences * num_key_heads))
-    tables = (chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C)
     _kernel(
         num_sequences * num_key_heads * num_parts,
-        *(num_heads, heads_per_key, key_dim, value_dim, kind(q_TGK), kind(a_TH), num_parts),
-        *[number for x in inputs for number in (x.data_ptr(), x.stride(0))],
-        *(A_log_H.data_ptr(), dt_bias_H.data_ptr(), state_SHKV.data_ptr(), state_SHKV.stride(0)),
-        *(source_N.data_ptr(), dst_N.data_ptr(), out_THV.data_ptr(), num_sequences, len(chunks.starts)),
-        *(table.data_ptr() for table in tables),
+        num_heads=num_heads,
+        heads_per_key=heads_per_key,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        dtype=kind(q_TGK),
+        gate_dtype=kind(a_TH),
+        num_parts=num_parts,
+        q=q_TGK.data_ptr(),
+        q_stride=q_TGK.stride(0),
+        k=k_TGK.data_ptr(),
+        k_stride=k_TGK.stride(0),
+        v=v_THV.data_ptr(),
+        v_stride=v_THV.stride(0),
+        a=a_TH.data_ptr(),
+        a_stride=a_TH.stride(0),
+        b=b_TH.data_ptr(),
+        b_stride=b_TH.stride(0),
+        rates=A_log_H.data_ptr(),
+        biases=dt_bias_H.data_ptr(),
+        states=state_SHKV.data_ptr(),
+        state_stride=state_SHKV.stride(0),
+        sources=source_N.data_ptr(),
+        dst=dst_N.data_ptr(),
+        out=out_THV.data_ptr(),
+        num_sequences=num_sequences,
+        num_chunks=len(chunks.starts),
+        first_chunks=chunks.first_chunks_N1.data_ptr(),
+        starts=chunks.starts_C.data_ptr(),
+        lengths=chunks.lengths_C.data_ptr(),
+        cut_slots=chunks.cut_slots_C.data_ptr(),
     )
     del copies  # which the kernel has read
     return out_THV
@@ -225,12 +249,16 @@ def _scale(values, factors, num_tokens, rows):
 
 
 @helper
-def _load_gates(a, a_first, a_stride, b, b_first, b_stride, dtype, rate, bias, total, beta, since_start, until_end):
-    """Say how strongly each token is written, and how much is left of what came before it, and of it at the end."""
+def _load_gates(a, b, strides, dtype, rate, bias, total, beta, since_start, until_end):
+    """Say how strongly each token is written, and how much is left of what came before it, and of it at the end.
+
+    Args:
+        a, b: address and first number.
+    """
     gate, so_far = np.empty(2, np.float32), 0.0
     for token in range(beta.size):
-        load(a, dtype, a_first + token * a_stride, gate[:1])
-        load(b, dtype, b_first + token * b_stride, gate[1:])
+        load(a[0], dtype, a[1] + token * strides[0], gate[:1])
+        load(b[0], dtype, b[1] + token * strides[1], gate[1:])
         log_decay, beta[token] = gates(np.float64(gate[0]), np.float64(gate[1]), np.float64(rate), np.float64(bias))
         so_far += np.float64(log_decay)
         total[token] = so_far
@@ -268,17 +296,19 @@ def _advance(
     multiply(keys, 1, key_dim, new, state, PANEL, key_dim, num_tokens, kept)
 
 
-@compiled
-def _kernel(args):
-    num_heads, heads_per_key, key_dim, value_dim = args[2], args[3], args[4], args[5]
-    dtype, gate_dtype, num_parts = args[6], args[7], args[8]
-    q, q_stride, k, k_stride, v, v_stride = args[9], args[10], args[11], args[12], args[13], args[14]
-    a, a_stride, b, b_stride = args[15], args[16], args[17], args[18]
-    rates, biases = floats(args[19], num_heads), floats(args[20], num_heads)
-    slots, slot_stride, out, num_sequences, num_chunks = args[21], args[22], args[25], args[26], args[27]
-    sources, dst = ints(args[23], num_sequences), ints(args[24], num_sequences)
-    first_chunks, starts = ints(args[28], num_sequences + 1), ints(args[29], num_chunks)
-    lengths, cut_slots = ints(args[30], num_chunks), ints(args[31], num_chunks)
+@kernel(
+    "num_heads heads_per_key key_dim value_dim dtype gate_dtype num_parts q q_stride k k_stride v v_stride a a_stride "
+    "b b_stride rates biases states state_stride sources dst out num_sequences num_chunks first_chunks starts lengths "
+    "cut_slots"
+)
+def _kernel(tasks):
+    args = arguments(tasks)
+    num_heads, heads_per_key, key_dim, value_dim = args.num_heads, args.heads_per_key, args.key_dim, args.value_dim
+    dtype, num_parts, num_sequences, num_chunks = args.dtype, args.num_parts, args.num_sequences, args.num_chunks
+    rates, biases = floats(args.rates, num_heads), floats(args.biases, num_heads)
+    sources, dst = ints(args.sources, num_sequences), ints(args.dst, num_sequences)
+    first_chunks, starts = ints(args.first_chunks, num_sequences + 1), ints(args.starts, num_chunks)
+    lengths, cut_slots = ints(args.lengths, num_chunks), ints(args.cut_slots, num_chunks)
 
     num_key_heads, num_panels = num_heads // heads_per_key, (value_dim + PANEL - 1) // PANEL
     panel_size, state_size, out_stride = key_dim * PANEL, key_dim * value_dim, num_heads * value_dim
@@ -292,8 +322,8 @@ def _kernel(args):
     states = np.empty(heads_per_key * num_panels * panel_size, np.float32)
     total, beta = np.zeros(MATRIX_ROW, np.float64), np.empty(CHUNK_TOKENS, np.float32)
     since_start, until_end = np.empty(CHUNK_TOKENS, np.float32), np.empty(CHUNK_TOKENS, np.float32)
-    task = claim(args)
-    while task < args[TASKS]:
+    task = claim(tasks)
+    while task < args.num_tasks:
         sequence, key_head = task // (num_key_heads * num_parts), task // num_parts % num_key_heads
         part, most_parts = task % num_parts, heads_per_key * num_panels
         # Panels are numbered over all value heads of the key head.
@@ -305,8 +335,10 @@ def _kernel(args):
             start, length = starts[chunk], lengths[chunk]
             is_first, is_last = chunk == first_chunks[sequence], chunk + 1 == first_chunks[sequence + 1]
             place, scale = key_head * key_dim, 1.0 / np.sqrt(np.float64(key_dim))
-            _load_normalised(k, dtype, start * k_stride + place, k_stride, 1.0, keys, length, key_dim)
-            _load_normalised(q, dtype, start * q_stride + place, q_stride, scale, queries, length, key_dim)
+            _load_normalised(args.k, dtype, start * args.k_stride + place, args.k_stride, 1.0, keys, length, key_dim)
+            _load_normalised(
+                args.q, dtype, start * args.q_stride + place, args.q_stride, scale, queries, length, key_dim
+            )
             _transpose(keys, length, key_dim, key_panels)
             key_rows, query_rows = keys.ctypes.data, queries.ctypes.data
             _multiply_tokens(key_rows, key_panels.ctypes.data, length, key_dim, key_products.ctypes.data)
@@ -321,25 +353,25 @@ def _kernel(args):
                     source = floats(sources[sequence] + 4 * head * state_size, state_size)
                     _read_state(source, first_panel, end_panel, key_dim, value_dim, head_states)
 
-                a_first, b_first = start * a_stride + head, start * b_stride + head
-                gate_args = (a, a_first, a_stride, b, b_first, b_stride, gate_dtype, rates[head], biases[head])
-                _load_gates(*gate_args, total, beta[:length], since_start, until_end)
+                a, b = (args.a, start * args.a_stride + head), (args.b, start * args.b_stride + head)
+                strides, rate, bias = (args.a_stride, args.b_stride), rates[head], biases[head]
+                _load_gates(a, b, strides, args.gate_dtype, rate, bias, total, beta[:length], since_start, until_end)
                 _weigh(key_products, query_products, total, beta, length, system, attend)
                 tokens = (is_zero, key_rows, query_rows, key_dim, length, system.ctypes.data, attend.ctypes.data)
                 factors = (beta, since_start, until_end)
 
                 first, panels = head * value_dim, (first_panel, end_panel, value_dim, length)
-                _load_values(v, dtype, start * v_stride + first, v_stride, *panels, values.ctypes.data)
+                _load_values(args.v, dtype, start * args.v_stride + first, args.v_stride, *panels, values.ctypes.data)
                 for panel in range(end_panel - first_panel):
                     value = values.ctypes.data + 4 * panel * rows_size
                     read = results.ctypes.data + 4 * panel * rows_size
                     state = head_states.ctypes.data + 4 * panel * panel_size
                     _advance(*tokens, *factors, value, written.ctypes.data, read, state)
-                _store_results(out, dtype, start * out_stride + first, out_stride, *panels, results.ctypes.data)
+                _store_results(args.out, dtype, start * out_stride + first, out_stride, *panels, results.ctypes.data)
 
                 for slot in (cut_slots[chunk], dst[sequence] if is_last else NULL_SLOT):
                     if slot != NULL_SLOT:
-                        target = floats(slots + 4 * (slot * slot_stride + head * state_size), state_size)
+                        target = floats(args.states + 4 * (slot * args.state_stride + head * state_size), state_size)
                         _write_state(head_states, first_panel, end_panel, key_dim, value_dim, target)
             is_zero = False
-        task = claim(args)
+        task = claim(tasks)

@@ -238,6 +238,13 @@ def int32s(address, count):
 
 
 @njit(forceinline=True)
+def copy(source, target):
+    """Fill the beginning of a row; Numba's own assignment of slices takes one number at a time."""
+    for i in range(min(source.size, target.size)):
+        target[i] = source[i]
+
+
+@njit(forceinline=True)
 def load(address, kind, first, row):
     """Fill a float32 row with the numbers in memory from ``first`` on."""
     if kind == FLOAT32:
