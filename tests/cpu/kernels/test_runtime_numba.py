@@ -1,0 +1,137 @@
+"""What compiled kernels are made of: rows in memory, exponentials, tasks and threads, and where they are kept."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("numba")
+
+import numpy as np
+
+from strandline.kernels import runtime_numba as runtime
+
+pytestmark = pytest.mark.skipif(not runtime.has_threads(), reason="torch's threads are not GNU OpenMP's")
+
+NUMBERS = [0.0, -0.0, 1.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8, -3.3, 2**-130, 3.4e38, torch.inf, -torch.inf, torch.nan]
+"""Among them ties of rounding, and what bfloat16 rounds to infinity."""
+
+
+@runtime.kernel("x dtype_of_x y dtype_of_y size counts")
+def copy_rows(tasks):  # type: ignore[no-untyped-def]
+    args = runtime.arguments(tasks)
+    row, counts = np.empty(args.size, np.float32), runtime.ints(args.counts, args.num_tasks)
+    task = runtime.claim(tasks)
+    while task < args.num_tasks:
+        runtime.load(args.x, args.dtype_of_x, task * args.size, row)
+        runtime.store(args.y, args.dtype_of_y, task * args.size, row)
+        counts[task] += 1
+        task = runtime.claim(tasks)
+
+
+@runtime.kernel("x y sizes factor:float")
+def exponentials(tasks):  # type: ignore[no-untyped-def]
+    args = runtime.arguments(tasks)
+    x, y = runtime.floats(args.x, args.sizes), runtime.floats(args.y, args.sizes)
+    task = runtime.claim(tasks)
+    while task < args.num_tasks:
+        for i in range(x.size):
+            y[i] = runtime.exp(np.float32(args.factor) * x[i])
+        task = runtime.claim(tasks)
+
+
+def copied(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Copy rows into another dtype; return them, and how often each was copied."""
+    y = torch.empty(x.shape, dtype=dtype)
+    counts = torch.zeros(len(x), dtype=torch.int64)
+    where = {"x": x.data_ptr(), "y": y.data_ptr(), "counts": counts.data_ptr()}
+    kinds = {"dtype_of_x": runtime.kind(x), "dtype_of_y": runtime.kind(y)}
+    copy_rows(len(x), size=x.shape[1], **where, **kinds)
+    return y, counts
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_converted_as_torch_converts_them(source: torch.dtype, dtype: torch.dtype) -> None:
+    x = torch.cat((torch.tensor(NUMBERS), torch.randn(53))).to(source).expand(3, -1).contiguous()
+    y, _ = copied(x, dtype)
+    torch.testing.assert_close(y, x.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_every_task_is_done_once_whichever_thread_claims_it() -> None:
+    x = torch.randn(5000, 7)
+    y, counts = copied(x, torch.float32)
+    assert torch.equal(y, x)
+    assert counts.tolist() == [1] * 5000
+
+
+def test_no_tasks_are_no_work() -> None:
+    assert copied(torch.empty(0, 4), torch.float32)[0].shape == (0, 4)
+
+
+def test_exponentials_are_exact_to_two_units_and_let_nan_through() -> None:
+    x = torch.cat((torch.linspace(-87, 88, 100_000), torch.tensor([0.0, -1000.0, 1000.0, torch.nan])))
+    y = torch.empty_like(x)
+    exponentials(1, x=x.data_ptr(), y=y.data_ptr(), sizes=len(x), factor=1.0)
+    expected = x[:100_000].double().exp()
+    assert ((y[:100_000] - expected).abs() / expected).max() < 2 * 2**-23
+    one, least, most, nan = y[100_000:].tolist()
+    assert one == 1.0
+    assert 0 <= least < 2e-38
+    assert 2e38 < most < torch.inf
+    assert nan != nan
+
+
+def test_an_argument_that_is_missing_or_unknown_is_named() -> None:
+    with pytest.raises(TypeError, match="factor"):
+        exponentials(1, x=0, y=0, sizes=0)
+    with pytest.raises(TypeError, match="tempo"):
+        exponentials(1, x=0, y=0, sizes=0, factor=1.0, tempo=2)
+
+
+def test_rows_that_lie_packed_are_not_copied() -> None:
+    fused = torch.randn(5, 40)
+    rows = fused[:, 8:32].view(5, 3, 8)
+    assert runtime.packed_rows(rows) is rows
+    assert runtime.packed_rows(fused[:, ::2]).is_contiguous()
+
+
+def test_kernels_are_compiled_anew_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "strandline").touch()  # a file where the directory should be
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runtime.cache_directory.cache_clear()
+    try:
+        assert runtime.cache_directory() is None
+
+        @runtime.kernel("out")
+        def answer(tasks):  # type: ignore[no-untyped-def]
+            runtime.ints(runtime.arguments(tasks).out, 1)[0] = 42
+
+        out = torch.zeros(1, dtype=torch.int64)
+        answer(1, out=out.data_ptr())
+        assert out.item() == 42
+    finally:
+        runtime.cache_directory.cache_clear()
+
+
+def test_kernels_are_kept_by_what_their_sources_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runtime.cache_directory.cache_clear()
+    try:
+        directory = runtime.cache_directory()
+        assert directory is not None
+        assert directory.parent == tmp_path / "strandline"
+        assert directory.is_dir()
+    finally:
+        runtime.cache_directory.cache_clear()
