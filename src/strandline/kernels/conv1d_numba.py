@@ -1,8 +1,9 @@
 """The short causal convolution on a CPU: one pass from inputs and windows to activated outputs and new windows.
 
-First, all windows are copied, because any of them may be overwritten. Then a task is a chunk, or a step's one token: it
-takes a block of channels at a time, whose rows it holds in float32 behind the W - 1 rows before them. The last W - 1 of
-these are the window wherever one is wanted.
+A task takes a block of channels at a time, whose rows it holds in float32 behind the W - 1 rows before them. The last
+W - 1 of these are the window wherever one is wanted. In a prefill a task is a chunk; all windows are copied before the
+first, because any of them may be overwritten. Where every sequence has one token, a task is a block of channels of all
+sequences, and begins with all windows.
 
 Shape suffixes as in ``conv1d.py``.
 """
@@ -22,6 +23,7 @@ from strandline.kernels.runtime_numba import (
     arguments,
     claim,
     copy,
+    fill,
     floats,
     helper,
     ints,
@@ -39,11 +41,6 @@ BLOCK_CHANNELS = 512
 STRETCH_TOKENS = 8
 """Of a block, which fit the first cache in float32."""
 
-TASK_UPDATES = 8
-"""Sequences of one task, where each has one token: enough to share what it takes to load the taps."""
-
-NO_CHUNKS = dict.fromkeys(("first_chunks", "starts", "lengths", "cut_slots"), 0)
-
 
 def causal_conv1d_prefill(
     x_TC: Tensor,
@@ -57,12 +54,32 @@ def causal_conv1d_prefill(
     activation: Activation,
 ) -> Tensor:
     """Numba twin of :func:`strandline.kernels.conv1d.causal_conv1d_prefill`."""
-    inputs = (x_TC, weight_CW, bias_C, window_SRC, src_N, offset_N, dst_N)
     if not _can_run(weight_CW, bias_C, window_SRC):
+        inputs = (x_TC, weight_CW, bias_C, window_SRC, src_N, offset_N, dst_N)
         return conv1d.causal_conv1d_prefill.__wrapped__(*inputs, chunks, activation)
-    tables = (chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C)
-    addresses = {name: table.data_ptr() for name, table in zip(NO_CHUNKS, tables, strict=True)}
-    return _run(*inputs, len(chunks.starts), addresses, activation)
+    num_sequences, (num_channels, width) = len(src_N), weight_CW.shape
+    x_TC = packed_rows(x_TC)
+    y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
+    # Taps, bias and, sequence after sequence, windows.
+    rows_XC = torch.empty((width + 1 + num_sequences * (width - 1), num_channels))
+    layer = {**_layer_arguments(weight_CW, window_SRC), "dtype": kind(x_TC), "rows": rows_XC.data_ptr()}
+    weights, _held = _weight_arguments(weight_CW, bias_C)
+    _read_kernel(num_sequences + 1, **layer, **weights, src=src_N.data_ptr(), offset=offset_N.data_ptr())
+    _convolve_kernel(
+        len(chunks.starts),
+        **layer,
+        is_silu=activation == "silu",
+        x=x_TC.data_ptr(),
+        x_stride=x_TC.stride(0),
+        y=y_TC.data_ptr(),
+        dst=dst_N.data_ptr(),
+        num_sequences=num_sequences,
+        first_chunks=chunks.first_chunks_N1.data_ptr(),
+        starts=chunks.starts_C.data_ptr(),
+        lengths=chunks.lengths_C.data_ptr(),
+        cut_slots=chunks.cut_slots_C.data_ptr(),
+    )
+    return y_TC
 
 
 def causal_conv1d_update(
@@ -76,10 +93,28 @@ def causal_conv1d_update(
     activation: Activation,
 ) -> Tensor:
     """Numba twin of :func:`strandline.kernels.conv1d.causal_conv1d_update`."""
-    inputs = (x_NC, weight_CW, bias_C, window_SRC, src_N, offset_N, dst_N)
     if not _can_run(weight_CW, bias_C, window_SRC):
+        inputs = (x_NC, weight_CW, bias_C, window_SRC, src_N, offset_N, dst_N)
         return conv1d.causal_conv1d_update.__wrapped__(*inputs, activation)
-    return _run(*inputs, len(src_N), NO_CHUNKS, activation)
+    num_sequences, num_channels = x_NC.shape
+    x_NC = packed_rows(x_NC)
+    y_NC = torch.empty(x_NC.shape, dtype=x_NC.dtype)
+    weights, _held = _weight_arguments(weight_CW, bias_C)
+    _update_kernel(
+        cdiv(num_channels, BLOCK_CHANNELS),
+        **_layer_arguments(weight_CW, window_SRC),
+        **weights,
+        dtype=kind(x_NC),
+        is_silu=activation == "silu",
+        x=x_NC.data_ptr(),
+        x_stride=x_NC.stride(0),
+        y=y_NC.data_ptr(),
+        src=src_N.data_ptr(),
+        offset=offset_N.data_ptr(),
+        dst=dst_N.data_ptr(),
+        num_sequences=num_sequences,
+    )
+    return y_NC
 
 
 def _can_run(weight_CW: Tensor, bias_C: Tensor | None, window_SRC: Tensor) -> bool:
@@ -87,59 +122,35 @@ def _can_run(weight_CW: Tensor, bias_C: Tensor | None, window_SRC: Tensor) -> bo
     return window_SRC.stride(2) == 1 and all(x.dtype in KINDS for x in tensors)
 
 
-def _run(
-    x_TC: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
-    window_SRC: Tensor,
-    src_N: Tensor,
-    offset_N: Tensor,
-    dst_N: Tensor,
-    num_chunks: int,
-    chunks: dict[str, int],
-    activation: Activation,
-) -> Tensor:
-    num_sequences, (num_channels, width) = len(src_N), weight_CW.shape
-    x_TC, weight_CW = packed_rows(x_TC), weight_CW.contiguous()
-    bias_C = bias_C if bias_C is None else bias_C.contiguous()
-    y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
-    # Taps, bias and, sequence after sequence, windows.
-    rows_XC = torch.empty((width + 1 + num_sequences * (width - 1), num_channels))
-    shared = {
-        "num_channels": num_channels,
-        "width": width,
-        "dtype": kind(x_TC),
-        "rows": rows_XC.data_ptr(),
+LAYER = "num_channels width dtype windows window_dtype slot_stride row_stride "
+
+
+def _layer_arguments(weight_CW: Tensor, window_SRC: Tensor) -> dict[str, int]:
+    return {
+        "num_channels": weight_CW.shape[0],
+        "width": weight_CW.shape[1],
         "windows": window_SRC.data_ptr(),
         "window_dtype": kind(window_SRC),
         "slot_stride": window_SRC.stride(0),
         "row_stride": window_SRC.stride(1),
     }
-    _read_kernel(
-        num_sequences + 1,
-        **shared,
-        weight=weight_CW.data_ptr(),
-        weight_dtype=kind(weight_CW),
-        bias=0 if bias_C is None else bias_C.data_ptr(),
-        bias_dtype=0 if bias_C is None else kind(bias_C),
-        src=src_N.data_ptr(),
-        offset=offset_N.data_ptr(),
-    )
-    chunks_per_task = TASK_UPDATES if chunks is NO_CHUNKS else 1
-    _convolve_kernel(
-        cdiv(num_chunks, chunks_per_task),
-        **shared,
-        is_silu=activation == "silu",
-        x=x_TC.data_ptr(),
-        x_stride=x_TC.stride(0),
-        y=y_TC.data_ptr(),
-        dst=dst_N.data_ptr(),
-        num_sequences=num_sequences,
-        **chunks,
-        num_chunks=num_chunks,
-        chunks_per_task=chunks_per_task,
-    )
-    return y_TC
+
+
+WEIGHTS = "weight weight_dtype bias bias_dtype "
+
+
+def _weight_arguments(weight_CW: Tensor, bias_C: Tensor | None) -> tuple[dict[str, int], tuple[Tensor, Tensor]]:
+    """Return weights and bias as arguments, and the tensors that must live as long."""
+    weight_CW = weight_CW.contiguous()
+    bias_C = weight_CW if bias_C is None else bias_C.contiguous()
+    has_bias = bias_C is not weight_CW
+    names = {
+        "weight": weight_CW.data_ptr(),
+        "weight_dtype": kind(weight_CW),
+        "bias": bias_C.data_ptr() if has_bias else 0,
+        "bias_dtype": kind(bias_C),
+    }
+    return names, (weight_CW, bias_C)
 
 
 @helper
@@ -148,10 +159,34 @@ def _row(rows, index, size):
     return rows[index * BLOCK_CHANNELS : index * BLOCK_CHANNELS + size]
 
 
-SHARED = "num_channels width dtype rows windows window_dtype slot_stride row_stride "
+@helper
+def _read_taps(args, first, size, taps, row_size):
+    """Turn the weights of ``size`` channels into rows of one tap, ``row_size`` apart, and the bias behind them."""
+    width = args.width
+    weights = np.empty(width * size, np.float32)
+    load(args.weight, args.weight_dtype, first * width, weights)
+    for tap in range(width):
+        for i in range(size):
+            taps[tap * row_size + i] = weights[i * width + tap]
+    bias = taps[width * row_size : width * row_size + size]
+    if args.bias:
+        load(args.bias, args.bias_dtype, first, bias)
+    else:
+        fill(bias, 0.0)
 
 
-@kernel(SHARED + "weight weight_dtype bias bias_dtype src offset")
+@helper
+def _read_window(args, src, offset, row, first, x):
+    """Fill a row with the inputs of one step of a window, from channel ``first`` on."""
+    if src == NULL_SLOT:
+        fill(x, 0.0)
+    else:
+        load(args.windows, args.window_dtype, src * args.slot_stride + (offset + row) * args.row_stride + first, x)
+        if args.window_dtype != args.dtype:
+            round_to(args.dtype, x)
+
+
+@kernel(LAYER + WEIGHTS + "rows src offset")
 def _read_kernel(tasks):
     """Copy the window of every sequence; the last task turns the weights into rows of one tap."""
     args = arguments(tasks)
@@ -161,26 +196,12 @@ def _read_kernel(tasks):
     task = claim(tasks)
     while task < args.num_tasks:
         if task < num_sequences:
-            first = (width + 1 + task * num_rows) * num_channels
             for row in range(num_rows):
-                copied = floats(args.rows + 4 * (first + row * num_channels), num_channels)
-                if src[task] == NULL_SLOT:
-                    copied[:] = 0.0
-                else:
-                    place = src[task] * args.slot_stride + (offset[task] + row) * args.row_stride
-                    load(args.windows, args.window_dtype, place, copied)
-                    round_to(args.dtype, copied)
+                place = (width + 1 + task * num_rows + row) * num_channels
+                copied = floats(args.rows + 4 * place, num_channels)
+                _read_window(args, src[task], offset[task], row, 0, copied)
         else:
-            taps = floats(args.rows, (width + 1) * num_channels)
-            row = np.empty(width * num_channels, np.float32)
-            load(args.weight, args.weight_dtype, 0, row)
-            for tap in range(width):
-                for channel in range(num_channels):
-                    taps[tap * num_channels + channel] = row[channel * width + tap]
-            if args.bias:
-                load(args.bias, args.bias_dtype, 0, taps[width * num_channels :])
-            else:
-                taps[width * num_channels :] = 0.0
+            _read_taps(args, 0, num_channels, floats(args.rows, (width + 1) * num_channels), num_channels)
         task = claim(tasks)
 
 
@@ -202,18 +223,57 @@ def _filter(x, taps, width, y):
 
 
 @helper
-def _silu(y):
-    for i in range(y.size):
-        y[i] *= sigmoid(y[i])
+def _convolve(args, rows, taps, sums, y_row):
+    """Filter the rows of one token; write it to a row of y, which begins at a number, at its channels."""
+    _filter(rows, taps, args.width, sums)
+    round_to(args.dtype, sums)
+    if args.is_silu:
+        for i in range(sums.size):
+            sums[i] *= sigmoid(sums[i])
+    store(args.y, args.dtype, y_row, sums)
 
 
-@kernel(
-    SHARED + "is_silu x x_stride y dst num_sequences first_chunks starts lengths cut_slots num_chunks chunks_per_task"
-)
+@helper
+def _write_window(args, slot, rows, first, size):
+    """Write the window that lies at the beginning of ``rows``, unless its slot is none."""
+    for row in range(args.width - 1 if slot != NULL_SLOT else 0):
+        place = slot * args.slot_stride + row * args.row_stride + first
+        store(args.windows, args.window_dtype, place, _row(rows, row, size))
+
+
+@kernel(LAYER + WEIGHTS + "is_silu x x_stride y src offset dst num_sequences")
+def _update_kernel(tasks):
+    """Take one token of every sequence; a task is a block of channels."""
+    args = arguments(tasks)
+    num_channels, width, num_sequences = args.num_channels, args.width, args.num_sequences
+    src, offset = ints(args.src, num_sequences), ints(args.offset, num_sequences)
+    dst = ints(args.dst, num_sequences)
+    taps = np.empty((width + 1) * BLOCK_CHANNELS, np.float32)
+    rows = np.empty(num_sequences * width * BLOCK_CHANNELS, np.float32)
+    sums = np.empty(BLOCK_CHANNELS, np.float32)
+    task = claim(tasks)
+    while task < args.num_tasks:
+        first = task * BLOCK_CHANNELS
+        size = min(BLOCK_CHANNELS, num_channels - first)
+        _read_taps(args, first, size, taps, BLOCK_CHANNELS)
+        for sequence in range(num_sequences):
+            for row in range(width - 1):
+                x = _row(rows, sequence * width + row, size)
+                _read_window(args, src[sequence], offset[sequence], row, first, x)
+            x = _row(rows, sequence * width + width - 1, size)
+            load(args.x, args.dtype, sequence * args.x_stride + first, x)
+        for sequence in range(num_sequences):
+            inputs = rows[sequence * width * BLOCK_CHANNELS :]
+            _convolve(args, inputs, taps, sums[:size], sequence * num_channels + first)
+            _write_window(args, dst[sequence], inputs[BLOCK_CHANNELS:], first, size)
+        task = claim(tasks)
+
+
+@kernel(LAYER + "rows is_silu x x_stride y dst num_sequences first_chunks starts lengths cut_slots")
 def _convolve_kernel(tasks):
     args = arguments(tasks)
-    num_channels, width, dtype, num_chunks = args.num_channels, args.width, args.dtype, args.num_chunks
-    num_sequences, has_chunks, num_rows = args.num_sequences, args.first_chunks != 0, width - 1
+    num_channels, width, num_chunks = args.num_channels, args.width, args.num_tasks
+    num_sequences, num_rows = args.num_sequences, width - 1
     read = floats(args.rows, (width + 1 + num_sequences * num_rows) * num_channels)
     dst = ints(args.dst, num_sequences)
     first_chunks, starts = ints(args.first_chunks, num_sequences + 1), ints(args.starts, num_chunks)
@@ -222,45 +282,32 @@ def _convolve_kernel(tasks):
     taps = np.empty((width + 1) * BLOCK_CHANNELS, np.float32)
     rows = np.empty((num_rows + STRETCH_TOKENS) * BLOCK_CHANNELS, np.float32)
     sums = np.empty(BLOCK_CHANNELS, np.float32)
-    task = claim(tasks)
-    while task < args.num_tasks:
+    chunk = claim(tasks)
+    while chunk < num_chunks:
+        sequence = 0
+        while first_chunks[sequence + 1] <= chunk:
+            sequence += 1
+        sequence_start, start = starts[first_chunks[sequence]], starts[chunk]
+        end = start + lengths[chunk]
+        end_slot = dst[sequence] if chunk + 1 == first_chunks[sequence + 1] else NULL_SLOT
         for first in range(0, num_channels, BLOCK_CHANNELS):
             size = min(BLOCK_CHANNELS, num_channels - first)
-            y_row = sums[:size]
             for tap in range(width + 1):
                 copy(read[tap * num_channels + first :], _row(taps, tap, size))
-            for chunk in range(task * args.chunks_per_task, min((task + 1) * args.chunks_per_task, num_chunks)):
-                sequence = start = sequence_start = chunk
-                end, cut_slot, end_slot = chunk + 1, NULL_SLOT, NULL_SLOT
-                if has_chunks:
-                    sequence = 0
-                    while first_chunks[sequence + 1] <= chunk:
-                        sequence += 1
-                    sequence_start, start = starts[first_chunks[sequence]], starts[chunk]
-                    end, cut_slot = start + lengths[chunk], cut_slots[chunk]
-                if not has_chunks or chunk + 1 == first_chunks[sequence + 1]:
-                    end_slot = dst[sequence]
-
+            for row in range(num_rows):
+                token = start - num_rows + row
+                if token >= sequence_start:
+                    load(args.x, args.dtype, token * args.x_stride + first, _row(rows, row, size))
+                else:
+                    old = (width + 1 + (sequence + 1) * num_rows + token - sequence_start) * num_channels + first
+                    copy(read[old:], _row(rows, row, size))
+            for token in range(start, end, STRETCH_TOKENS):
+                num_tokens = min(STRETCH_TOKENS, end - token)
+                for i in range(num_tokens):
+                    load(args.x, args.dtype, (token + i) * args.x_stride + first, _row(rows, num_rows + i, size))
+                    _convolve(args, rows[i * BLOCK_CHANNELS :], taps, sums[:size], (token + i) * num_channels + first)
                 for row in range(num_rows):
-                    token = start - num_rows + row
-                    if token >= sequence_start:
-                        load(args.x, dtype, token * args.x_stride + first, _row(rows, row, size))
-                    else:
-                        old = (width + 1 + (sequence + 1) * num_rows + token - sequence_start) * num_channels + first
-                        copy(read[old:], _row(rows, row, size))
-                for token in range(start, end, STRETCH_TOKENS):
-                    num_tokens = min(STRETCH_TOKENS, end - token)
-                    for i in range(num_tokens):
-                        load(args.x, dtype, (token + i) * args.x_stride + first, _row(rows, num_rows + i, size))
-                        _filter(rows[i * BLOCK_CHANNELS :], taps, width, y_row)
-                        round_to(dtype, y_row)
-                        if args.is_silu:
-                            _silu(y_row)
-                        store(args.y, dtype, (token + i) * num_channels + first, y_row)
-                    for row in range(num_rows):
-                        copy(_row(rows, num_tokens + row, size), _row(rows, row, size))
-                for slot in (cut_slot, end_slot):
-                    for row in range(num_rows if slot != NULL_SLOT else 0):
-                        place = slot * args.slot_stride + row * args.row_stride + first
-                        store(args.windows, args.window_dtype, place, _row(rows, row, size))
-        task = claim(tasks)
+                    copy(_row(rows, num_tokens + row, size), _row(rows, row, size))
+            _write_window(args, cut_slots[chunk], rows, first, size)
+            _write_window(args, end_slot, rows, first, size)
+        chunk = claim(tasks)

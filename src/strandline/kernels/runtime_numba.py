@@ -245,6 +245,13 @@ def copy(source, target):
 
 
 @njit(forceinline=True)
+def fill(row, number):
+    """Fill a row with one number; as ``copy``, instead of an assignment."""
+    for i in range(row.size):
+        row[i] = number
+
+
+@njit(forceinline=True)
 def load(address, kind, first, row):
     """Fill a float32 row with the numbers in memory from ``first`` on."""
     if kind == FLOAT32:
