@@ -28,10 +28,10 @@ from strandline.engine.sizing import (
     require_determinism,
 )
 from strandline.engine.structured import Matcher
-from strandline.engine.warm_up import WarmUp, compile_loops
+from strandline.engine.warm_up import WarmUp, prepare_cpu
 from strandline.env import is_cache_debugged
 from strandline.ids import BLOCK_TOKENS, RequestId
-from strandline.kernels.platform import runs_numba, runs_triton, set_deterministic
+from strandline.kernels.platform import runs_triton, set_deterministic, why_torch_serves
 from strandline.specs import ModelSpec
 
 
@@ -86,9 +86,9 @@ class EngineCore:
                 with self._timed("recording"):
                     sizes = graph_sizes(config.max_num_seqs, self.scheduler.max_num_batched_tokens)
                     self.runner.record_steps(sizes, self.limits.max_model_len, progress=progress)
-        elif device.type == "cpu" and runs_numba():
+        elif device.type == "cpu":
             with self._timed("kernels"):
-                compile_loops(progress=progress)
+                prepare_cpu(self.runner.arena, progress=progress)
         self._auditor = Auditor(config.audit_rate, self.limits.max_model_len, seed=config.seed)
         self._is_overlapped = device.type != "cpu" if config.async_scheduling is None else config.async_scheduling
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
@@ -179,10 +179,12 @@ class EngineCore:
     # Reading
 
     def describe(self) -> list[str]:
-        """Say in a few lines what the cache has room for."""
+        """Say in a few lines what the cache has room for, and what makes the engine slow."""
         spec = self.runner.arena.spec
         total = self.cache.arena.num_slabs * spec.slab_bytes
+        why_slow = why_torch_serves(self.runner.device.type, getattr(torch, spec.hidden_dtype))
         return [
+            *([f"kernels: torch's own operations, which are slower, since {why_slow}"] if why_slow else []),
             f"cache: {total / 2**20:,.0f} MiB for blocks and snapshots together, prefix caching "
             + ("on" if self.cache.enabled else "off"),
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; "

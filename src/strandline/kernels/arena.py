@@ -52,6 +52,10 @@ class ArenaTensors:
         )
         """Per slot, the final hidden state of the last token that a snapshot covers."""
 
+    def touch(self, num_bytes: int) -> None:
+        """Have the system hand out the pages of the first bytes on a CPU; nobody may have written to them yet."""
+        self.bytes[:num_bytes].numpy().fill(0)
+
     def block(self, block: BlockId) -> Tensor:
         """Return the bytes of one block."""
         start = block * self.spec.block_bytes

@@ -17,7 +17,7 @@ from typing import Final, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from strandline.env import is_numba_off, is_triton_off
+from strandline.env import NUMBA, TRITON, is_numba_off, is_triton_off
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,9 +44,29 @@ NUMBA_DTYPES: Final = (torch.float32, torch.bfloat16)
 @cache
 def runs_numba() -> bool:
     """Return whether operations on the CPU run their Numba twins."""
-    if is_numba_off() or find_spec("numba") is None:
-        return False
-    return bool(import_module("strandline.kernels.runtime_numba").has_threads())
+    return _numba_obstacle() is None
+
+
+def _numba_obstacle() -> str | None:
+    if is_numba_off():
+        return f"{NUMBA} is 0"
+    if find_spec("numba") is None:
+        return "Numba is not installed"
+    if not import_module("strandline.kernels.runtime_numba").has_threads():
+        return "torch has brought no GNU OpenMP library along, whose threads they run on"
+    return None
+
+
+def why_torch_serves(device_type: str, dtype: torch.dtype) -> str | None:
+    """Say why the torch versions serve on devices of this type, not faster twins; None: the twins do."""
+    if device_type == "cpu":
+        if dtype not in NUMBA_DTYPES:
+            return f"compiled loops exist for float32 and bfloat16, not for {str(dtype).removeprefix('torch.')}"
+        obstacle = None if runs_numba() else _numba_obstacle()
+        return obstacle and f"compiled loops are left out: {obstacle}"
+    if runs_triton(device_type):
+        return None
+    return f"{TRITON} is 0" if is_triton_off() else f"there is no working Triton for {device_type} here"
 
 
 def numba_modules() -> list[str]:

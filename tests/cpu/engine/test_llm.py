@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from strandline import LLM, SamplingParams
+from strandline import LLM, SamplingParams, env
 from strandline.engine import runner
+from strandline.engine.warm_up import TOUCHED_BYTES
 from strandline.errors import ConfigError, RequestError
+from strandline.kernels import platform
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.tiny import VOCAB_SIZE
 from tests.cpu.engine.tokenizers import ascii_tokenizer
@@ -284,3 +288,39 @@ def test_times_are_kept(llm: LLM) -> None:
 )
 def test_the_engine_says_what_its_cache_can_hit(make_llm: MakeLLM, options: dict[str, Any], said: str) -> None:
     assert make_llm(**options).engine.describe()[-1].endswith(said)
+
+
+def test_the_engine_says_when_slower_kernels_serve(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    def said(**options: Any) -> list[str]:
+        platform.runs_numba.cache_clear()
+        return [line for line in make_llm(**options).engine.describe() if line.startswith("kernels:")]
+
+    request.addfinalizer(platform.runs_numba.cache_clear)
+    if platform.runs_numba():
+        assert said() == []
+        (line,) = said(dtype="float16")
+        assert line.endswith("since compiled loops exist for float32 and bfloat16, not for float16")
+    monkeypatch.setenv(env.NUMBA, "0")
+    (line,) = said()
+    assert line.endswith("since compiled loops are left out: STRANDLINE_NUMBA is 0")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells a mapping's pages so")
+def test_an_engine_on_a_cpu_touches_the_memory_that_is_used_first(make_llm: MakeLLM) -> None:
+    arena = make_llm(memory="1GiB").engine.core.runner.arena
+    with Path("/proc/self/smaps").open() as lines:
+        rss_kib = _resident_kib(lines, arena.bytes.data_ptr() + TOUCHED_BYTES // 2)
+    assert 1024 * rss_kib > 0.99 * TOUCHED_BYTES
+
+
+def _resident_kib(smaps: Iterable[str], address: int) -> int:
+    """Return how much is resident of the mapping that an address lies in."""
+    is_here = False
+    for line in smaps:
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_here = int(match[1], 16) <= address < int(match[2], 16)
+        elif is_here and line.startswith("Rss:"):
+            return int(line.split()[1])
+    raise AssertionError(f"no mapping holds {address:#x}")

@@ -1,6 +1,8 @@
 """The arena's views lie where specs.py says, and its copies touch nothing else."""
 
+import resource
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,3 +141,16 @@ def test_logged_layers_are_what_each_layer_sees_and_logs_are_as_large_as_the_spe
     assert [float(layer.state_SHKV.mean()) for layer in seen] == [0, 1, 2]
     tensors = [x for run in arena.logged_layers for x in (run.logs.key_JGLK, run.logs.value_JHLV, run.logs.decay_JHL)]
     assert sum(x.nbytes for x in tensors) == 7 * spec.log_bytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells a process's pages so")
+def test_touched_memory_is_there_and_zero() -> None:
+    arena = ArenaTensors(SPECS[0], num_slabs=2 + 64 * 2**20 // SPECS[0].slab_bytes)
+    before = resident_bytes()
+    arena.touch(48 * 2**20)
+    assert resident_bytes() - before > 40 * 2**20
+    assert not arena.bytes.any()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
