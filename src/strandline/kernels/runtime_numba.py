@@ -44,10 +44,19 @@ from numba import carray, cfunc, from_dtype, njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from strandline import env, ids
+
 FLOAT32: Final = 0
 BFLOAT16: Final = 1
 KINDS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 """By dtype, the numbers that ``load`` and ``store`` take."""
+
+SOURCES: Final = (
+    Path(env.__file__),
+    Path(ids.__file__),
+    *sorted(path for path in Path(__file__).parent.glob("*.py") if not path.stem.endswith("_triton")),
+)
+"""What compiled kernels are made of, and more: a constant of any of these modules may be part of their code."""
 
 MATH: Final = {"contract", "reassoc", "nsz", "arcp"}
 """What the compiler may change about sums and products; not whether they are numbers."""
@@ -139,12 +148,12 @@ def kernel(fields: str) -> Callable[[Callable[[Any], None]], Kernel]:
 
 @cache
 def cache_directory() -> Path | None:
-    """Return where compiled kernels of these sources are kept; None where nothing can be.
+    """Return where compiled kernels of ``SOURCES`` are kept; None where nothing can be.
 
-    Numba looks at a kernel's own file alone when it decides what is out of date, not at what it calls.
+    Numba looks at a kernel's own file alone when it decides what is out of date, not at what it calls, nor at the
+    numbers that it takes from other modules.
     """
-    sources = sorted(Path(__file__).parent.glob("*_numba.py"))
-    digest = sha256(b"".join(path.read_bytes() for path in (Path(__file__), *sources))).hexdigest()[:16]
+    digest = sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         directory = base / "strandline" / f"kernels-{digest}"

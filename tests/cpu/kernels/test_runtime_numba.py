@@ -1,5 +1,6 @@
 """What compiled kernels are made of: rows in memory, exponentials, tasks and threads, and where they are kept."""
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,12 @@ pytest.importorskip("numba")
 
 import numpy as np
 
+import strandline
 from strandline.kernels import runtime_numba as runtime
 
 pytestmark = pytest.mark.skipif(not runtime.has_threads(), reason="torch's threads are not GNU OpenMP's")
+
+PACKAGE = Path(strandline.__file__).parent
 
 NUMBERS = [0.0, -0.0, 1.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8, -3.3, 2**-130, 3.4e38, torch.inf, -torch.inf, torch.nan]
 """Among them ties of rounding, and what bfloat16 rounds to infinity."""
@@ -127,11 +131,46 @@ def test_kernels_are_compiled_anew_where_nothing_can_be_kept(monkeypatch: pytest
 
 def test_kernels_are_kept_by_what_their_sources_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    runtime.cache_directory.cache_clear()
+    kernels, constants = tmp_path / "kernels.py", tmp_path / "constants.py"
+    kernels.write_text("from constants import EPS")
+    monkeypatch.setattr(runtime, "SOURCES", (kernels, constants))
+    directories = []
     try:
-        directory = runtime.cache_directory()
-        assert directory is not None
-        assert directory.parent == tmp_path / "strandline"
-        assert directory.is_dir()
+        for constant in ("EPS = 1e-6", "EPS = 1e-5", "EPS = 1e-6"):
+            constants.write_text(constant)
+            runtime.cache_directory.cache_clear()
+            directories.append(runtime.cache_directory())
     finally:
         runtime.cache_directory.cache_clear()
+    first, other, again = directories
+    assert first is not None
+    assert first.parent == tmp_path / "strandline"
+    assert first.is_dir()
+    assert first == again != other
+
+
+def imported(source: Path) -> Iterator[Path]:
+    """Find our own files that a file imports names of."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module
+            assert not node.level
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            path = PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py")
+            if path.is_relative_to(PACKAGE) and path.is_file():
+                yield path
+
+
+def test_whatever_a_kernel_may_take_a_constant_from_is_among_its_sources() -> None:
+    reached = set[Path]()
+    found = set((PACKAGE / "kernels").glob("*_numba.py"))
+    while found:
+        reached |= found
+        found = {path for source in found for path in imported(source)} - reached
+    assert {PACKAGE / "ids.py", PACKAGE / "kernels" / "gdn.py"} <= reached
+    assert reached <= set(runtime.SOURCES)
