@@ -1,9 +1,14 @@
-"""Warming up leaves no trace: it is run here on a CPU, where the engine itself does without."""
+"""Warming up leaves no trace: it is run here on a CPU, where the engine itself loads compiled loops instead."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from strandline.engine.core import new_scheduler
 from strandline.engine.warm_up import WarmUp
+from strandline.kernels.platform import runs_numba
 from strandline.specs import ModelSpec
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import answers, tokens
@@ -24,3 +29,28 @@ def test_warming_up_changes_no_answer_and_leaves_nothing_behind(make_llm: MakeLL
     assert not core.runner._states
     assert not list(core.cache.snapshots())
     assert answers(llm, prompts) == expected
+
+
+SAY_WHICH_LOOPS_ARE_LOADED = """
+import sys
+from strandline import LLM, SamplingParams
+
+def loaded():
+    return {name for name in sys.modules if name.endswith("_numba")}
+
+llm = LLM(sys.argv[1], device="cpu", memory="8MiB", skip_tokenizer_init=True)
+at_start = loaded()
+llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+
+from strandline.kernels.platform import numba_modules
+print(len(at_start), sorted(set(numba_modules()) - at_start), sorted(loaded() - at_start))
+"""
+
+
+@pytest.mark.skipif(not runs_numba(), reason="Numba is not installed, or torch's threads are not GNU OpenMP's")
+def test_all_loops_are_compiled_or_loaded_at_the_start_and_none_in_a_request(model_dir: Path) -> None:
+    command = [sys.executable, "-c", SAY_WHICH_LOOPS_ARE_LOADED, str(model_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    num_loaded, left_out, loaded_late = done.stdout.split(maxsplit=2)
+    assert int(num_loaded) > 0
+    assert (left_out, loaded_late.strip()) == ("[]", "[]")
