@@ -32,6 +32,12 @@ from strandline.kernels.runtime_numba import (
     store,
 )
 
+STATE_FIELDS = "num_heads heads_per_key key_dim value_dim states state_stride "
+
+LAYER_FIELDS = (
+    STATE_FIELDS + "dtype gate_dtype q q_stride k k_stride v v_stride a a_stride b b_stride rates biases dst out "
+)
+
 LOG_FIELDS = "log_keys log_key_stride log_values log_value_stride log_decays log_decay_stride places "
 NO_LOGS = dict.fromkeys(f"{LOG_FIELDS} logs log_lens".split(), 0)
 
@@ -73,7 +79,8 @@ def gdn_decode_logged(
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N)
     if state_SHKV.dtype != torch.float32:
         return gdn_log.gdn_decode_logged.__wrapped__(*inputs, memory, logs)
-    return _decode(inputs, {"logs": logs.log_N.data_ptr(), "log_lens": logs.len_N.data_ptr(), **_log_args(memory)})
+    where = {"logs": logs.log_N.data_ptr(), "log_lens": logs.len_N.data_ptr()}
+    return _decode(inputs, {**where, **_log_arguments(memory)})
 
 
 def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
@@ -81,20 +88,15 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
     if state_RSHKV.dtype != torch.float32:
         gdn_log.gdn_fold.__wrapped__(state_RSHKV, memory, slot_N, log_N, len_N)
         return
-    num_heads, key_dim, value_dim = state_RSHKV.shape[2:]
+    num_heads, num_key_heads = state_RSHKV.shape[2], memory.key_JGLK.shape[2]
     for layer, state_SHKV in enumerate(state_RSHKV):
         _fold_kernel(
             len(slot_N) * num_heads,
-            num_heads=num_heads,
-            heads_per_key=num_heads // memory.key_JGLK.shape[2],
-            key_dim=key_dim,
-            value_dim=value_dim,
-            states=state_SHKV.data_ptr(),
-            state_stride=state_SHKV.stride(0),
+            **_state_arguments(state_SHKV, num_key_heads),
             slots=slot_N.data_ptr(),
             logs=log_N.data_ptr(),
             log_lens=len_N.data_ptr(),
-            **_log_args(memory.of_layer(layer)),
+            **_log_arguments(memory.of_layer(layer)),
         )
 
 
@@ -105,7 +107,49 @@ def _is_overwritten(src_N: Tensor, dst_N: Tensor) -> bool:
     return any(src != NULL_SLOT and src in own and (own[src] != src or srcs.count(src) > 1) for src in srcs)
 
 
-def _log_args(memory: LogMemory) -> dict[str, int]:
+def layer_arguments(
+    rows: tuple[Tensor, ...], A_log_H: Tensor, dt_bias_H: Tensor, state_SHKV: Tensor, dst_N: Tensor, out: Tensor
+) -> dict[str, int]:
+    """Return the arguments that ``LAYER_FIELDS`` names.
+
+    Args:
+        rows: queries, keys, values and what the gates are made of, each token's packed in itself.
+    """
+    q, k, v, a, b = rows
+    return {
+        **_state_arguments(state_SHKV, k.shape[1]),
+        "dtype": kind(q),
+        "gate_dtype": kind(a),
+        "q": q.data_ptr(),
+        "q_stride": q.stride(0),
+        "k": k.data_ptr(),
+        "k_stride": k.stride(0),
+        "v": v.data_ptr(),
+        "v_stride": v.stride(0),
+        "a": a.data_ptr(),
+        "a_stride": a.stride(0),
+        "b": b.data_ptr(),
+        "b_stride": b.stride(0),
+        "rates": A_log_H.data_ptr(),
+        "biases": dt_bias_H.data_ptr(),
+        "dst": dst_N.data_ptr(),
+        "out": out.data_ptr(),
+    }
+
+
+def _state_arguments(state_SHKV: Tensor, num_key_heads: int) -> dict[str, int]:
+    _, num_heads, key_dim, value_dim = state_SHKV.shape
+    return {
+        "num_heads": num_heads,
+        "heads_per_key": num_heads // num_key_heads,
+        "key_dim": key_dim,
+        "value_dim": value_dim,
+        "states": state_SHKV.data_ptr(),
+        "state_stride": state_SHKV.stride(0),
+    }
+
+
+def _log_arguments(memory: LogMemory) -> dict[str, int]:
     return {
         "log_keys": memory.key_JGLK.data_ptr(),
         "log_key_stride": memory.key_JGLK.stride(0),
@@ -118,36 +162,14 @@ def _log_args(memory: LogMemory) -> dict[str, int]:
 
 
 def _decode(inputs: tuple[Tensor, ...], logs: dict[str, int]) -> Tensor:
-    q_NGK, k_NGK, v_NHV, a_NH, b_NH = (packed_rows(x) for x in inputs[:5])
+    rows = tuple(packed_rows(x) for x in inputs[:5])
     A_log_H, dt_bias_H, state_SHKV, src_N, dst_N = inputs[5:]
-    num_sequences, num_heads, value_dim = v_NHV.shape
-    num_key_heads, key_dim = k_NGK.shape[1:]
+    q_NGK, _, v_NHV = rows[:3]
     out_NHV = v_NHV.new_empty(v_NHV.shape, dtype=q_NGK.dtype)
     _decode_kernel(
-        num_sequences * num_heads,
-        num_heads=num_heads,
-        heads_per_key=num_heads // num_key_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        dtype=kind(q_NGK),
-        gate_dtype=kind(a_NH),
-        q=q_NGK.data_ptr(),
-        q_stride=q_NGK.stride(0),
-        k=k_NGK.data_ptr(),
-        k_stride=k_NGK.stride(0),
-        v=v_NHV.data_ptr(),
-        v_stride=v_NHV.stride(0),
-        a=a_NH.data_ptr(),
-        a_stride=a_NH.stride(0),
-        b=b_NH.data_ptr(),
-        b_stride=b_NH.stride(0),
-        rates=A_log_H.data_ptr(),
-        biases=dt_bias_H.data_ptr(),
-        states=state_SHKV.data_ptr(),
-        state_stride=state_SHKV.stride(0),
+        v_NHV.shape[0] * v_NHV.shape[1],
+        **layer_arguments(rows, A_log_H, dt_bias_H, state_SHKV, dst_N, out_NHV),
         src=src_N.data_ptr(),
-        dst=dst_N.data_ptr(),
-        out=out_NHV.data_ptr(),
         **logs,
     )
     return out_NHV
@@ -267,10 +289,7 @@ def _log(args, log, key_head, head):
     )
 
 
-@kernel(
-    "num_heads heads_per_key key_dim value_dim dtype gate_dtype q q_stride k k_stride v v_stride a a_stride b b_stride "
-    "rates biases states state_stride src dst out logs log_lens " + LOG_FIELDS
-)
+@kernel(LAYER_FIELDS + "src logs log_lens " + LOG_FIELDS)
 def _decode_kernel(tasks):
     args = arguments(tasks)
     num_heads, key_dim, value_dim, dtype, places = args.num_heads, args.key_dim, args.value_dim, args.dtype, args.places
@@ -329,7 +348,7 @@ def _decode_kernel(tasks):
         task = claim(tasks)
 
 
-@kernel("num_heads heads_per_key key_dim value_dim states state_stride slots logs log_lens " + LOG_FIELDS)
+@kernel(STATE_FIELDS + "slots logs log_lens " + LOG_FIELDS)
 def _fold_kernel(tasks):
     args = arguments(tasks)
     num_heads, state_size = args.num_heads, args.key_dim * args.value_dim

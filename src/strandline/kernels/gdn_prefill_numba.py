@@ -22,7 +22,7 @@ from strandline.ids import NULL_SLOT
 from strandline.kernels import gdn
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_EXPONENT
-from strandline.kernels.gdn_decode_numba import gates
+from strandline.kernels.gdn_decode_numba import LAYER_FIELDS, gates, layer_arguments
 from strandline.kernels.runtime_numba import (
     arguments,
     claim,
@@ -31,7 +31,6 @@ from strandline.kernels.runtime_numba import (
     helper,
     ints,
     kernel,
-    kind,
     load,
     packed_rows,
     store,
@@ -61,39 +60,17 @@ def gdn_prefill(
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH)
     if state_SHKV.dtype != torch.float32:
         return gdn.gdn_prefill.__wrapped__(*inputs, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N, chunks)
-    num_sequences, num_key_heads, (num_heads, key_dim, value_dim) = len(src_N), k_TGK.shape[1], state_SHKV.shape[1:]
-    heads_per_key = num_heads // num_key_heads
-    q_TGK, k_TGK, v_THV, a_TH, b_TH = (packed_rows(x) for x in inputs)
+    rows = tuple(packed_rows(x) for x in inputs)
     out_THV = torch.empty(v_THV.shape, dtype=q_TGK.dtype)
     copies, source_N = _sources(state_SHKV, src_N.tolist(), dst_N.tolist(), chunks.cut_slots)
-    most_parts = heads_per_key * cdiv(value_dim, PANEL)
+    num_sequences, num_key_heads, (num_heads, value_dim) = len(src_N), k_TGK.shape[1], v_THV.shape[1:]
+    most_parts = num_heads // num_key_heads * cdiv(value_dim, PANEL)
     num_parts = min(most_parts, cdiv(torch.get_num_threads(), num_sequences * num_key_heads))
     _kernel(
         num_sequences * num_key_heads * num_parts,
-        num_heads=num_heads,
-        heads_per_key=heads_per_key,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        dtype=kind(q_TGK),
-        gate_dtype=kind(a_TH),
+        **layer_arguments(rows, A_log_H, dt_bias_H, state_SHKV, dst_N, out_THV),
         num_parts=num_parts,
-        q=q_TGK.data_ptr(),
-        q_stride=q_TGK.stride(0),
-        k=k_TGK.data_ptr(),
-        k_stride=k_TGK.stride(0),
-        v=v_THV.data_ptr(),
-        v_stride=v_THV.stride(0),
-        a=a_TH.data_ptr(),
-        a_stride=a_TH.stride(0),
-        b=b_TH.data_ptr(),
-        b_stride=b_TH.stride(0),
-        rates=A_log_H.data_ptr(),
-        biases=dt_bias_H.data_ptr(),
-        states=state_SHKV.data_ptr(),
-        state_stride=state_SHKV.stride(0),
         sources=source_N.data_ptr(),
-        dst=dst_N.data_ptr(),
-        out=out_THV.data_ptr(),
         num_sequences=num_sequences,
         num_chunks=len(chunks.starts),
         first_chunks=chunks.first_chunks_N1.data_ptr(),
@@ -296,11 +273,7 @@ def _advance(
     multiply(keys, 1, key_dim, new, state, PANEL, key_dim, num_tokens, kept)
 
 
-@kernel(
-    "num_heads heads_per_key key_dim value_dim dtype gate_dtype num_parts q q_stride k k_stride v v_stride a a_stride "
-    "b b_stride rates biases states state_stride sources dst out num_sequences num_chunks first_chunks starts lengths "
-    "cut_slots"
-)
+@kernel(LAYER_FIELDS + "num_parts sources num_sequences num_chunks first_chunks starts lengths cut_slots")
 def _kernel(tasks):
     args = arguments(tasks)
     num_heads, heads_per_key, key_dim, value_dim = args.num_heads, args.heads_per_key, args.key_dim, args.value_dim
