@@ -84,6 +84,12 @@ def _scale_of(row, eps):
 
 
 @helper
+def _scale(row, factor):
+    for i in range(row.size):
+        row[i] *= factor
+
+
+@helper
 def _multiply(row, scale, weight):
     for i in range(row.size):
         row[i] = row[i] * scale * weight[i]
@@ -135,7 +141,7 @@ def _gated(tasks):
     num_channels, dtype = args.num_channels, args.dtype
     product_dtype = min(dtype, args.weight_dtype)  # float32 if one of the two is
     weight, row = np.empty(num_channels, np.float32), np.empty(num_channels, np.float32)
-    gate, ones = np.empty(num_channels, np.float32), np.ones(num_channels, np.float32)
+    gate = np.empty(num_channels, np.float32)
     load(args.weight, args.weight_dtype, 0, weight)
     task = claim(tasks)
     while task < args.num_tasks:
@@ -143,7 +149,7 @@ def _gated(tasks):
             load(args.x, dtype, index * num_channels, row)
             place = index // args.rows_per_gate * args.gate_stride + index % args.rows_per_gate * num_channels
             load(args.gates, args.gate_dtype, place, gate)
-            _multiply(row, _scale_of(row, args.eps), ones)
+            _scale(row, _scale_of(row, args.eps))
             round_to(dtype, row)
             _gate(row, weight, gate, product_dtype)
             store(args.out, dtype, index * num_channels, row)
