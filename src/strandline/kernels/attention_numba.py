@@ -32,6 +32,7 @@ from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.linear import has_fast_products
 from strandline.kernels.runtime_numba import (
     BFLOAT16,
+    BLOCK_FIELDS,
     KINDS,
     arguments,
     block_arguments,
@@ -163,8 +164,7 @@ def _attend_decodes(
         parts=plan.parts_X4.data_ptr(),
         table=table_NM.data_ptr(),
         table_stride=table_NM.stride(0),
-        **block_arguments("k", k_BPGD),
-        **block_arguments("v", v_BPGD),
+        **block_arguments(k_BPGD, v_BPGD),
     )
     if num_merged:
         _merge_kernel(num_merged * num_heads, **shared, num_heads=num_heads, merged=plan.merged_Y3.data_ptr())
@@ -389,8 +389,8 @@ SHARED = "dtype head_dim out out_stride scratch "
 
 
 @kernel(
-    SHARED + "num_kv_heads heads_per_key heads_per_task memory_dtype scale:float q q_stride parts table table_stride "
-    "k k_block_stride k_token_stride k_head_stride v v_block_stride v_token_stride v_head_stride"
+    SHARED + BLOCK_FIELDS + "num_kv_heads heads_per_key heads_per_task memory_dtype scale:float q q_stride parts "
+    "table table_stride"
 )
 def _decode_kernel(tasks):
     args = arguments(tasks)

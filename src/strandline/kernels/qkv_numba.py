@@ -14,6 +14,7 @@ from strandline.ids import NULL_BLOCK
 from strandline.kernels import qkv
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.runtime_numba import (
+    BLOCK_FIELDS,
     arguments,
     block_arguments,
     claim,
@@ -66,8 +67,7 @@ def prepare_qkv(
         sin_stride=sin_T12F.stride(0),
         write_blocks=batch.write_blocks_T.data_ptr(),
         write_offsets=batch.write_offsets_T.data_ptr(),
-        **block_arguments("k", k_BPGD),
-        **block_arguments("v", v_BPGD),
+        **block_arguments(k_BPGD, v_BPGD),
         q=q_THD.data_ptr(),
     )
     return q_THD
@@ -94,9 +94,8 @@ def _turn(head, cos, sin):
 
 
 @kernel(
-    "num_heads num_kv_heads head_dim dtype projected projected_stride norm_dtype q_norm k_norm eps:float num_pairs "
-    "cos cos_stride sin sin_stride write_blocks write_offsets "
-    "k k_block_stride k_token_stride k_head_stride v v_block_stride v_token_stride v_head_stride q"
+    BLOCK_FIELDS + "num_heads num_kv_heads head_dim dtype projected projected_stride norm_dtype q_norm k_norm "
+    "eps:float num_pairs cos cos_stride sin sin_stride write_blocks write_offsets q"
 )
 def _kernel(tasks):
     args = arguments(tasks)

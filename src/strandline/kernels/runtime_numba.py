@@ -95,11 +95,14 @@ def packed_rows(x: Tensor) -> Tensor:
     return x
 
 
-def block_arguments(name: str, x_BPGD: Tensor) -> dict[str, int]:
-    """Return where keys or values of all blocks lie, as arguments that begin with a name."""
-    of_block, of_token, of_head, _ = x_BPGD.stride()
-    strides = {f"{name}_block_stride": of_block, f"{name}_token_stride": of_token, f"{name}_head_stride": of_head}
-    return {name: x_BPGD.data_ptr(), **strides}
+BLOCK_FIELDS: Final = "k k_block_stride k_token_stride k_head_stride v v_block_stride v_token_stride v_head_stride "
+"""Where keys and values of all blocks lie."""
+
+
+def block_arguments(k_BPGD: Tensor, v_BPGD: Tensor) -> dict[str, int]:
+    """Return the arguments that ``BLOCK_FIELDS`` names."""
+    numbers = (k_BPGD.data_ptr(), *k_BPGD.stride()[:3], v_BPGD.data_ptr(), *v_BPGD.stride()[:3])
+    return dict(zip(BLOCK_FIELDS.split(), numbers, strict=True))
 
 
 class Kernel:
@@ -275,6 +278,14 @@ def load(address, kind, first, row):
 
 
 @njit(forceinline=True)
+def _to_bfloat16(word):
+    """Return a float32 number's word rounded, as torch rounds, to one whose lower half is zero."""
+    rounded = word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
+    is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint32(0x7FC00000) if is_nan else np.uint32(rounded & np.uint32(0xFFFF0000))
+
+
+@njit(forceinline=True)
 def store(address, kind, first, row):
     """Write a float32 row to memory from ``first`` on; to bfloat16 it is rounded as torch rounds."""
     if kind == FLOAT32:
@@ -285,10 +296,7 @@ def store(address, kind, first, row):
         half = carray(_uint16_pointer(address + 2 * first), row.size)
         words = row.view(np.uint32)
         for i in range(row.size):
-            word = words[i]
-            rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-            is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            half[i] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+            half[i] = np.uint16(_to_bfloat16(words[i]) >> np.uint32(16))
 
 
 @njit(forceinline=True)
@@ -297,10 +305,7 @@ def round_to(kind, row):
     if kind == BFLOAT16:
         words = row.view(np.uint32)
         for i in range(row.size):
-            word = words[i]
-            rounded = word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
-            is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            words[i] = word if is_nan else rounded & np.uint32(0xFFFF0000)
+            words[i] = _to_bfloat16(words[i])
 
 
 @njit(fastmath={"contract"}, forceinline=True)
