@@ -1,7 +1,7 @@
 """Softmax attention over keys and values that lie in blocks, in plain torch.
 
-This module is the definition of right and the path that serves on a CPU. Sequences of a step are ordered as in
-``batch.py``: decodes are attended together, in groups of similar length; prefills one by one.
+This module is the definition of right and the path that serves on a CPU without Numba. Sequences of a step are
+ordered as in ``batch.py``: decodes are attended together, in groups of similar length; prefills one by one.
 
 Invariants: what a sequence does not own never reaches its result, NaN included: neither other blocks, nor the
 rows of its last block past its context, nor the null block.

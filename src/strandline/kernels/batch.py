@@ -87,7 +87,7 @@ class AttentionBatch:
     is_all_written: bool
     """Whether no row's block is the null block."""
     gathers: dict[Hashable, Any] = field(default_factory=dict)
-    """What the torch version has worked out for one layer and every layer like it takes again."""
+    """What one layer has worked out of the tables above, on a CPU, and every layer like it takes again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from the log. To *fold* is to form that sum, in ``dst``; the log is empty afterw
 A step either appends its token to the log or folds: log and token together, so that no program of a kernel reads what
 another one writes. It folds where the log is full, and where the state moves to another slot.
 
-Invariants: of a log that holds something, the places past its end are zeros (the Triton twins do not read them); a
+Invariants: of a log that holds something, the places past its end are zeros (the twins do not read them); a
 sequence that has no ``dst``, because it has ended, changes neither state nor log.
 
 Shape suffixes: N sequences, X two rows per token (key, query), G key heads, H value heads (a multiple of G), K key
