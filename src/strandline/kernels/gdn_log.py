@@ -22,7 +22,7 @@ from torch import Tensor
 
 from strandline.ids import NULL_LOG, NULL_SLOT
 from strandline.kernels.batch import LogBatch, LogMemory
-from strandline.kernels.gdn import MIN_EXPONENT, gates, key_query
+from strandline.kernels.gdn import MIN_EXPONENT, gates, normalise
 from strandline.kernels.platform import has_twins
 
 LOG_TOKENS: Final = 8
@@ -50,8 +50,7 @@ def gdn_decode_logged(
     """
     num_sequences, num_heads, value_dim = v_NHV.shape
     log_decay_NH, beta_NH = gates(a_NH, b_NH, A_log_H, dt_bias_H)
-    raw_NGXK, factor_NGX1 = key_query(q_NGK, k_NGK)
-    key_query_NGXK = raw_NGXK.mul_(factor_NGX1)
+    key_query_NGXK = torch.stack(normalise(q_NGK, k_NGK)[::-1], dim=2)
     key_query_NHXK = key_query_NGXK.repeat_interleave(num_heads // k_NGK.shape[1], dim=1)
     if 0 in logs.lens:
         memory.empty(logs.log_N[logs.len_N == 0])

@@ -16,7 +16,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from strandline.kernels import gdn
 from strandline.kernels.chunk_table import build_chunk_table
 from strandline.kernels.gdn import gdn_decode, gdn_prefill, gdn_recurrent_reference
 
@@ -168,14 +167,6 @@ def test_prefill_of_a_mixed_batch_treats_each_sequence_alone() -> None:
     ]
     layer = make_layer(sum(p.end - p.start for p in prompts))
     check_prefill(layer, make_arena([1, 7]), prompts)
-
-
-def test_prefill_longer_than_a_span_carries_the_state_across_spans() -> None:
-    shape = Shape(1, 1, 4, 4)
-    num_tokens = 2 * gdn.SPAN_TOKENS + 70
-    check_prefill(
-        make_layer(num_tokens, shape), make_arena(shape=shape), [Prompt(0, num_tokens, 0, 1, ((num_tokens - 68, 2),))]
-    )
 
 
 def test_source_that_another_sequence_overwrites_is_read_as_it_was() -> None:
