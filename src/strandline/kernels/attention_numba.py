@@ -27,7 +27,7 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels import attention
-from strandline.kernels.attention import attend_prefill, gathered_prefills, seen_span
+from strandline.kernels.attention import attend_sequence, gathered_sequences, seen_span
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.linear import has_fast_products
 from strandline.kernels.runtime_numba import (
@@ -86,12 +86,12 @@ def paged_attention(
     if num_decodes == len(batch.context_lens):
         return out_THD
     q_TGRD, out_TGRD = (x.unflatten(1, (memory.k_BPGD.shape[2], -1)) for x in (q_THD, out_THD))
-    for rows, k_LGD, v_LGD in gathered_prefills(memory, batch, num_decodes, window_tokens):
+    for rows, k_LGD, v_LGD in gathered_sequences(memory, batch, num_decodes, window_tokens):
         inputs = (q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale, window_tokens)
         query_tokens = min(MAX_QUERY_TOKENS, SCORE_BYTES // (4 * q_THD.shape[1] * len(k_LGD)))
         num_queries = rows.stop - rows.start
         if num_queries * len(k_LGD) < MIN_SCORES or query_tokens < MIN_QUERY_TOKENS:
-            attend_prefill(*inputs)
+            attend_sequence(*inputs)
         else:
             _attend_prefill(*inputs, min(query_tokens, num_queries))
     return out_THD
@@ -179,7 +179,7 @@ def _attend_prefill(
     window_tokens: int | None,
     query_tokens: int,
 ) -> None:
-    """Attend as :func:`strandline.kernels.attention.attend_prefill` does, ``query_tokens`` at a time.
+    """Attend as :func:`strandline.kernels.attention.attend_sequence` does, ``query_tokens`` at a time.
 
     Query heads of a key/value head are rows of one product. Scores are float32; weights are rounded to the values'
     dtype where that multiplies fast.
