@@ -7,9 +7,10 @@ Invariants: the null slot reads as zeros, and its memory is neither used nor wri
 before any is written. Products accumulate in float32; results are rounded to x's dtype before the activation.
 
 Shape suffixes: T tokens, N sequences, C channels, W taps of the filter, S slots, R rows of a window's memory,
-P = W - 1 rows of a window, E places where a window is written (ends of sequences, cuts), B batch, X inputs.
+P = W - 1 rows of a window, X inputs of a sequence, those of its window first.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -40,10 +41,20 @@ def causal_conv1d_prefill(
     Reads each sequence's window from rows ``[offset, offset + W - 1)`` of slot ``src``, writes the window after
     its last token to rows ``[0, W - 1)`` of slot ``dst``, and the window at each cut to the cut's slot.
     """
-    window_NPC = _read_windows(window_SRC, src_N, offset_N, weight_CW).to(x_TC.dtype)
-    y_TC = _convolve(x_TC.unsqueeze(0), weight_CW, bias_C, padding=weight_CW.shape[1] - 1)[0, : len(x_TC)]
-    _convolve_heads(y_TC, x_TC, weight_CW, bias_C, window_NPC, chunks)
-    _write_windows(window_SRC, x_TC, window_NPC, dst_N, chunks)
+    y_TC, weight_WC = torch.empty_like(x_TC), _transpose(weight_CW)
+    window_NPC = _read_windows(window_SRC, src_N, offset_N, len(weight_WC) - 1).to(x_TC.dtype)
+    for i, (first_window_PC, dst) in enumerate(zip(window_NPC, dst_N.tolist(), strict=True)):
+        window_PC = first_window_PC
+        for chunk in range(chunks.first_chunks[i], chunks.first_chunks[i + 1]):
+            num_tokens = chunks.lengths[chunk]
+            rows = slice(chunks.starts[chunk], chunks.starts[chunk] + num_tokens)
+            inputs_XC = torch.cat((window_PC, x_TC[rows]))
+            y_TC[rows] = _filter(
+                [inputs_XC[tap : tap + num_tokens] for tap in range(len(weight_WC))], weight_WC, bias_C
+            )
+            window_PC = inputs_XC[num_tokens:]
+            _write_window(window_SRC, chunks.cut_slots[chunk], window_PC)
+        _write_window(window_SRC, dst, window_PC)
     return _activate(y_TC, activation)
 
 
@@ -59,88 +70,37 @@ def causal_conv1d_update(
     activation: Activation,
 ) -> Tensor:
     """Convolve one new token of each of N sequences; return ``y_NC``. Windows as in the prefill."""
-    window_NPC = _read_windows(window_SRC, src_N, offset_N, weight_CW).to(x_NC.dtype)
+    weight_WC = _transpose(weight_CW)
+    window_NPC = _read_windows(window_SRC, src_N, offset_N, len(weight_WC) - 1).to(x_NC.dtype)
     inputs_NWC = torch.cat((window_NPC, x_NC.unsqueeze(1)), dim=1)
-    # One output each: torch would plan a convolution for longer than it computes. In its order, so that no bit differs.
-    inputs_WNC = inputs_NWC.float().unbind(1)
-    weights_WC = weight_CW.t().to(torch.float32, memory_format=torch.contiguous_format).unbind(0)
-    y_NC = inputs_WNC[0] * weights_WC[0]
-    for tap_NC, tap_C in zip(inputs_WNC[1:], weights_WC[1:], strict=True):
-        y_NC.addcmul_(tap_NC, tap_C)
-    y_NC = (y_NC if bias_C is None else y_NC.add_(bias_C)).to(x_NC.dtype)
-    _store(window_SRC, dst_N, inputs_NWC[:, 1:])
-    return _activate(y_NC, activation)
+    for inputs_WC, dst in zip(inputs_NWC, dst_N.tolist(), strict=True):
+        _write_window(window_SRC, dst, inputs_WC[1:])
+    return _activate(_filter(inputs_NWC.unbind(1), weight_WC, bias_C), activation)
 
 
-def _read_windows(window_SRC: Tensor, src_N: Tensor, offset_N: Tensor, weight_CW: Tensor) -> Tensor:
-    num_rows = weight_CW.shape[1] - 1
-    if window_SRC.shape[1] == num_rows:
-        # No room for a log, so no offset but 0: whole slots are copied, many times faster than single rows.
-        window_NPC = window_SRC.index_select(0, src_N)
-    else:
-        row_P = torch.arange(num_rows, device=src_N.device)
-        window_NPC = window_SRC[src_N.unsqueeze(-1), offset_N.unsqueeze(-1) + row_P]
-    if NULL_SLOT in src_N.tolist():
-        window_NPC.masked_fill_((src_N == NULL_SLOT).view(-1, 1, 1), 0)
-    return window_NPC
+def _read_windows(window_SRC: Tensor, src_N: Tensor, offset_N: Tensor, num_rows: int) -> Tensor:
+    zeros_PC = torch.zeros_like(window_SRC[0, :num_rows])
+    places = zip(src_N.tolist(), offset_N.tolist(), strict=True)
+    return torch.stack(
+        [window_SRC[slot, row : row + num_rows] if slot != NULL_SLOT else zeros_PC for slot, row in places]
+    )
 
 
-def _convolve(x_BXC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, padding: int) -> Tensor:
-    """Filter along X. As an image of one row in channels-last layout: the one form that torch runs token-major."""
-    image_BC1X = x_BXC.unsqueeze(1).permute(0, 3, 1, 2)
-    weight_C11W = weight_CW.view(*weight_CW.shape[:1], 1, 1, -1)
-    y_BC1X = F.conv2d(image_BC1X, weight_C11W, bias_C, padding=(0, padding), groups=len(weight_CW))
-    return y_BC1X.squeeze(2).transpose(1, 2)
+def _write_window(window_SRC: Tensor, slot: int, window_PC: Tensor) -> None:
+    if slot != NULL_SLOT:
+        window_SRC[slot, : len(window_PC)] = window_PC
 
 
-def _convolve_heads(
-    y_TC: Tensor,
-    x_TC: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
-    window_NPC: Tensor,
-    chunks: ChunkTable,
-) -> None:
-    """Overwrite the first W - 1 rows of every sequence, which reach into its window, in ``y_TC``."""
-    start_N, end_N = _row_bounds(chunks, len(x_TC))
-    row_NP = start_N.unsqueeze(-1) + torch.arange(window_NPC.shape[1], device=start_N.device)
-    is_row_NP = row_NP < end_N.unsqueeze(-1)
-    head_NPC = x_TC[torch.where(is_row_NP, row_NP, start_N.unsqueeze(-1))]
-    y_NPC = _convolve(torch.cat((window_NPC, head_NPC), dim=1), weight_CW, bias_C, padding=0)
-    y_TC[row_NP[is_row_NP]] = y_NPC[is_row_NP]
+def _transpose(weight_CW: Tensor) -> Tensor:
+    return weight_CW.t().to(torch.float32, memory_format=torch.contiguous_format)
 
 
-def _write_windows(window_SRC: Tensor, x_TC: Tensor, window_NPC: Tensor, dst_N: Tensor, chunks: ChunkTable) -> None:
-    """Store the W - 1 inputs before every sequence's end and before every cut."""
-    start_N, end_N = _row_bounds(chunks, len(x_TC))
-    cuts = [chunk for chunk, slot in enumerate(chunks.cut_slots) if slot != NULL_SLOT]
-    sequence_N = torch.arange(len(dst_N), device=dst_N.device)
-    slot_E, end_E, sequence_E = dst_N, end_N, sequence_N
-    if cuts:
-        cut_E = torch.tensor(cuts, device=dst_N.device)
-        slot_E = torch.cat((dst_N, chunks.cut_slots_C[cut_E]))
-        end_E = torch.cat((end_N, chunks.starts_C[cut_E] + chunks.lengths_C[cut_E]))
-        owner_E = torch.searchsorted(chunks.first_chunks_N1, cut_E, right=True) - 1
-        sequence_E = torch.cat((sequence_N, owner_E))
-    num_rows = window_NPC.shape[1]
-    # Rows count from the sequence's start: negative ones lie in its window.
-    row_EP = (end_E - start_N[sequence_E] - num_rows).unsqueeze(-1) + torch.arange(num_rows, device=dst_N.device)
-    new_EPC = x_TC[start_N[sequence_E].unsqueeze(-1) + row_EP.clamp_min(0)]
-    old_EPC = window_NPC[sequence_E.unsqueeze(-1), (row_EP + num_rows).clamp_max(num_rows - 1)]
-    _store(window_SRC, slot_E, torch.where((row_EP >= 0).unsqueeze(-1), new_EPC, old_EPC))
-
-
-def _row_bounds(chunks: ChunkTable, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the first row of every sequence and the row after its last."""
-    start_N = chunks.starts_C[chunks.first_chunks_N1[:-1]]
-    return start_N, torch.cat((start_N[1:], start_N.new_tensor([num_rows])))
-
-
-def _store(window_SRC: Tensor, slot_E: Tensor, window_EPC: Tensor) -> None:
-    if NULL_SLOT in slot_E.tolist():
-        kept_E = slot_E != NULL_SLOT
-        slot_E, window_EPC = slot_E[kept_E], window_EPC[kept_E]
-    window_SRC[:, : window_EPC.shape[1]].index_copy_(0, slot_E, window_EPC.to(window_SRC.dtype))
+def _filter(inputs: Sequence[Tensor], weight_WC: Tensor, bias_C: Tensor | None) -> Tensor:
+    """Return the filter's outputs, given what each tap multiplies, in the dtype of that."""
+    y = inputs[0] * weight_WC[0]
+    for tap, weight_C in zip(inputs[1:], weight_WC[1:], strict=True):
+        y += tap * weight_C
+    return (y if bias_C is None else y + bias_C).to(inputs[0].dtype)
 
 
 def _activate(y_TC: Tensor, activation: Activation) -> Tensor:
