@@ -18,6 +18,7 @@ from strandline.engine.engine import Engine
 from strandline.engine.events import Limits
 from strandline.engine.frontend import Frontend
 from strandline.engine.structured import Grammars
+from strandline.engine.threads import limit_threads
 from strandline.errors import ConfigError
 from strandline.models.weights import load_model
 
@@ -77,8 +78,9 @@ def load_core(config: EngineConfig, *, progress: bool = False) -> EngineCore:
     device = resolve_device(config.device)
     model_config = read_model_config(directory)
     choice = choose_dtype(config, model_config, device)
-    if choice.note is not None:
-        LOGGER.warning(choice.note)
+    notes = [choice.note, limit_threads() if device.type == "cpu" else None]
+    for note in filter(None, notes):
+        LOGGER.warning(note)
     start_s = SYSTEM_CLOCK()
     model = load_model(
         directory,

@@ -1,0 +1,44 @@
+"""How many threads operations on a CPU take: no more than the container may run at once.
+
+OpenMP takes one for each core that the process may run on. A quota of processor time (Docker's ``--cpus``, Kubernetes'
+limits) says nothing of cores: threads beyond it use up a period's share together, most of it waiting for each other,
+and then all of them stand still until the next one.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+
+QUOTAS: Final = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
+"""Where Linux says how much of every period's time a container may use: beside the period, or with it in a file of its
+own; without a quota, no number or a negative one."""
+PERIOD_FILE: Final = "cpu.cfs_period_us"
+
+NUM_THREADS: Final = "OMP_NUM_THREADS"
+"""The environment variable by which users choose."""
+
+
+def limit_threads() -> str | None:
+    """Take no more threads than the container's quota allows, unless the user chose; return a line for the user."""
+    num_cores, quota = torch.get_num_threads(), min(_quotas(), default=float("inf"))
+    num_threads = max(1, int(min(num_cores, quota)))
+    if NUM_THREADS in os.environ or num_threads == num_cores:
+        return None
+    torch.set_num_threads(num_threads)
+    return (
+        f"threads: {num_threads}, since this container may use the time of {quota:.3g} of its {num_cores} cores "
+        f"({NUM_THREADS}={num_cores} takes them all)"
+    )
+
+
+def _quotas() -> Iterator[float]:
+    """Yield how many cores' time may be used, by every limit that there is."""
+    for path in QUOTAS:
+        period = path.with_name(PERIOD_FILE)
+        files = [file for file in (path, period) if file.is_file()]
+        numbers = " ".join(file.read_text() for file in files).split()
+        if len(numbers) == 2 and numbers[0].isdigit():
+            yield int(numbers[0]) / int(numbers[1])
