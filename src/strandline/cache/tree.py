@@ -263,12 +263,25 @@ def _stub_before(run: Run, key: bytes) -> Snapshot | None:
 
 
 def num_continuations(snapshot: Snapshot) -> int:
-    """Count the ways in which cached sequences go on after a snapshot, up to two."""
+    """Count the ways in which cached sequences go on after a snapshot, up to two.
+
+    What follows it in the block that it ends in is no way on once nobody needs it, as that of an answer whose snapshot
+    has gone: the block is kept for this snapshot, and goes with it.
+    """
     run, key = snapshot.home, snapshot.stub_key
     if key is None:
         return 1 if run.positions[-1] > snapshot.position else min(len(run.order), 2)
     place = bisect_left(run.order, key)
-    return sum([child.startswith(key) and len(child) > len(key) for child in run.order[place : place + 2]])
+    longer = [child for child in run.order[place : place + 2] if child.startswith(key) and len(child) > len(key)]
+    if len(longer) == 1 and _is_kept_for(run.children[longer[0]], snapshot):
+        return 0
+    return len(longer)
+
+
+def _is_kept_for(run: Run, stub: Snapshot) -> bool:
+    """Return whether a run is one block that nobody uses, and that no snapshot needs but the stub and those above."""
+    is_needed = run.num_users or run.order or run.positions
+    return len(run.blocks) == 1 and not is_needed and last_stub_into(run) is stub
 
 
 def first_bare_block(run: Run) -> int:

@@ -12,7 +12,7 @@ from strandline.cache.invariants import check
 from strandline.cache.placement import Nothing
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tokens import encode
-from strandline.cache.tree import Snapshot
+from strandline.cache.tree import Snapshot, num_continuations
 from tests.cpu.cache.driver import Driver, published, reasons
 from tests.cpu.cache.test_lookup import prompt
 
@@ -192,6 +192,20 @@ def test_a_snapshot_that_a_prompt_ends_at_is_a_prompts_end_whatever_it_was_taken
     kinds.append(snapshot.kind)
     assert kinds == [SnapshotKind.GENERATION_END, SnapshotKind.PROMPT_END]
     assert not snapshot.is_passed
+
+
+def test_a_prompts_end_counts_the_keys_that_go_with_it_though_its_last_block_holds_an_answer_that_has_gone() -> None:
+    driver = Driver(60, BLOCKS_PER_SLAB)
+    order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.reuse)
+    asked, said = prompt(462), prompt(20, 500_000)
+    driver.serve(asked, said)
+    driver.serve(prompt(40, 900_000))
+    answered, asked_end = snapshot_after(driver, asked + said), snapshot_after(driver, asked)
+    assert num_continuations(asked_end) == 1
+    driver.cache.memory.drop_snapshot(answered)
+    assert num_continuations(asked_end) == 0
+    saved_share = 462 / (462 + 64 * BLOCKS_PER_SLAB)
+    assert order.worth(asked_end) == pytest.approx(saved_share * driver.cache.reuse.density(asked_end.habit, 1))
 
 
 def test_where_a_prompt_ends_that_begins_a_cached_one_is_shared() -> None:
