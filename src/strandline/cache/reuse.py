@@ -33,8 +33,8 @@ REWIND_TOKENS: Final = 2 * BLOCK_TOKENS
 REWIND_SHARE: Final = 1 / 8
 """A prompt that leaves a path's prompt so shortly before its end, and repeats all of it but so much, still counts as
 its return."""
-WHOLE, PROMPT, REWOUND = range(3)
-"""The marks of a path."""
+WHOLE, PROMPT, REWOUND, ELSEWHERE = range(4)
+"""Where prompts go on from: the marks of a path; and neither a path's return nor from inside one."""
 
 NUM_BORROWED: Final = 6.0
 """So many observations of all habits together count beside a habit's own."""
@@ -43,8 +43,8 @@ NEIGHBOURS_SHARE: Final = 0.25
 longer behaves much alike, and the best stopping time is chosen among noisy counts."""
 HALF_LIFE: Final = 2048
 """After so many observations those before count half."""
-PRIOR_LANDINGS: Final = (19.0, 1.0, 1.0)
-"""By mark: so many prompts are taken to have gone on from there before any did."""
+PRIOR_LANDINGS: Final = (1.0, 1.0, 1.0, 18.0)
+"""So many prompts are taken to have gone on from there before any did: as many from either end, few from inside."""
 HIT_MEMORY: Final = 0.999
 """With every hit those before count so much less."""
 MAX_COUNTED: Final = 512
@@ -226,10 +226,10 @@ class ReuseHistory:
 
     def count_hit(self, num_continuations: int) -> None:
         """Take note of a hit that is no path's return, on a snapshot after which so many cached paths go on."""
-        self._count_landing(REWOUND if num_continuations == 1 else WHOLE)
+        self._count_landing(REWOUND if num_continuations == 1 else ELSEWHERE)
 
     def _count_landing(self, place: int) -> None:
-        """Take note of where a prompt goes on from: a path's end, or where several part; its prompt's end; inside it.
+        """Take note of where a prompt goes on from.
 
         Returns count whether or not anything was still cached: what is evicted for its small worth is never hit.
         """
@@ -238,22 +238,26 @@ class ReuseHistory:
 
     def density_of_answer(self, habit: int, age: int) -> float:
         """Return how often the end of what was generated is used."""
-        return self._share(WHOLE) * self.density(habit, age)
+        return self._share_of_returns(WHOLE) * self.density(habit, age)
 
     def density_of_prompt(self, habit: int, age: int) -> float:
         """Return how often the end of a path's prompt is used when an answer follows that is cached."""
-        return self._share(PROMPT) * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
+        return self._share_of_returns(PROMPT) * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
 
     def density_of_inner(self, habit: int, age: int) -> float:
         """Return how often a snapshot is used that one path goes on from: by rewinds, and who parts from it there."""
-        return self._share(REWOUND) * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
+        return self._odds_of_inside() * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
 
-    def _share(self, place: int) -> float:
-        """Return how many prompts go on from there, as seen so far, for each that goes on from an end of a path.
+    def _share_of_returns(self, end: int) -> float:
+        """Return which share of the returns to an end of a path go on from this one, as seen so far."""
+        return self._landings[end] / (self._landings[WHOLE] + self._landings[PROMPT])
+
+    def _odds_of_inside(self) -> float:
+        """Return how many prompts go on from inside a path, as seen so far, for each that goes on from another place.
 
         That multiplies how often paths return, or how often anything does of which nothing is known.
         """
-        return self._landings[place] / (self._landings[WHOLE] + self._landings[PROMPT])
+        return self._landings[REWOUND] / (sum(self._landings) - self._landings[REWOUND])
 
     def density_of_shared(self, habit: int, age: int) -> float:
         """Return how often what several paths share is used: once in as long as last time.

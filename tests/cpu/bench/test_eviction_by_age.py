@@ -14,7 +14,7 @@ MODEL = "Qwen3.5-35B-A3B"
 SEEDS = (0,)
 MEMORY_GIB = (0.5, 1, 2, 4)
 """8, 16, 32 and 65 slots."""
-FEW_SLOTS = (8, 9, 10, 12)
+FEW_SLOTS = (6, 7, 8, 9, 10, 12)
 """Of which a running request holds two or three."""
 NOISE = 0.003
 """Of the prompt tokens, in a single replay."""
@@ -174,10 +174,9 @@ def test_no_traffic_hits_less_than_with_eviction_by_age(traffic: Callable[[int],
 def test_in_a_few_slots_agents_that_take_turns_hit_no_less_than_with_eviction_by_age() -> None:
     slot_gib = geometry(MODEL).slab_bytes / 2**30
     gains = []
-    for seed in range(5):
+    for seed in range(4):
         lanes = list(two_agents(seed))
         for num_slots in FEW_SLOTS:
             memory_gib = num_slots * slot_gib
             gains.append(hit_share(lanes, memory_gib, "auto") - hit_share(lanes, memory_gib, "auto-lru"))
-    assert min(gains) >= -NOISE
-    assert sum(gains) >= 0
+    assert min(gains) >= 0

@@ -290,6 +290,21 @@ def test_the_more_hits_land_where_a_path_goes_on_the_more_such_snapshots_are_wor
     assert many.density_of_inner(NO_HABIT, 50) < many.density_of_inner(NO_HABIT, 5)
 
 
+def test_hits_that_are_no_paths_return_say_nothing_of_which_end_paths_go_on_from() -> None:
+    history = ReuseHistory()
+    before = history.density_of_answer(NO_HABIT, 5), history.density_of_prompt(NO_HABIT, 5)
+    for num_continuations in (0, 1, 2, 2):
+        history.count_hit(num_continuations)
+    assert (history.density_of_answer(NO_HABIT, 5), history.density_of_prompt(NO_HABIT, 5)) == pytest.approx(before)
+
+
+def test_before_anything_returns_either_end_of_a_path_is_as_likely_to_be_gone_on_from() -> None:
+    history = ReuseHistory()
+    either = history.density_of_answer(NO_HABIT, 5)
+    assert either == pytest.approx(history.density(NO_HABIT, 5) / 2)
+    assert history.density_of_prompt(NO_HABIT, 5) == pytest.approx(either)
+
+
 @given(st.lists(st.booleans(), max_size=40), st.integers(0, 5000))
 def test_ends_of_prompts_and_of_answers_share_what_returns(repeats_answer: list[bool], age: int) -> None:
     history = ReuseHistory()
