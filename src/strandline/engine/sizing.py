@@ -7,6 +7,7 @@ import torch
 
 from strandline.config import EngineConfig, parse_bytes
 from strandline.engine.batch import build_host_batch, to_device
+from strandline.engine.dtypes import machine_bytes
 from strandline.engine.plan import SequencePlan
 from strandline.engine.runner import LanguageModel
 from strandline.errors import ConfigError
@@ -56,7 +57,7 @@ def choose_memory_bytes(config: EngineConfig, model: LanguageModel, device: torc
     """Return the budget of blocks and slots.
 
     What the user said; else, on a GPU its share of the memory less weights, logs and scratch memory, which is measured,
-    and elsewhere 4 GiB, at most half of what is free.
+    and elsewhere 4 GiB, at most half of what is free, and of what a container allows.
 
     Raises:
         ConfigError: the GPU's share is used up already.
@@ -64,7 +65,8 @@ def choose_memory_bytes(config: EngineConfig, model: LanguageModel, device: torc
     if config.memory is not None:
         return parse_bytes(config.memory)
     if device.type != "cuda":
-        return min(DEFAULT_BYTES, int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE")) // 2)
+        free_bytes = int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+        return min(DEFAULT_BYTES, free_bytes // 2, machine_bytes() // 2)
     num_tokens = min(choose_batched_tokens(config, device), config.max_model_len or model.max_position)
     scratch_bytes = measure_scratch_bytes(model, num_tokens, config.max_num_seqs, device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from strandline import LLM, SamplingParams, env
-from strandline.engine import runner
+from strandline.engine import dtypes, runner
 from strandline.engine.warm_up import TOUCHED_BYTES
 from strandline.errors import ConfigError, RequestError
 from strandline.kernels import platform
@@ -305,6 +305,16 @@ def test_the_engine_says_when_slower_kernels_serve(
     monkeypatch.setenv(env.NUMBA, "0")
     (line,) = said()
     assert line.endswith("since compiled loops are left out: STRANDLINE_NUMBA is 0")
+
+
+def test_a_cache_of_no_given_size_takes_half_of_what_a_container_allows(
+    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{64 * 2**20}\n")
+    monkeypatch.setattr(dtypes, "MEMORY_LIMITS", (limit,))
+    num_bytes = make_llm(memory=None).engine.core.runner.arena.bytes.numel()
+    assert 31 * 2**20 < num_bytes <= 32 * 2**20
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells a mapping's pages so")
