@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from strandline.kernels import platform
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.tiny import VOCAB_SIZE
 from tests.cpu.engine.tokenizers import ascii_tokenizer
+from tests.cpu.pages import needs_pagemap, resident_share
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
@@ -317,20 +316,8 @@ def test_a_cache_of_no_given_size_takes_half_of_what_a_container_allows(
     assert 31 * 2**20 < num_bytes <= 32 * 2**20
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells a mapping's pages so")
+@needs_pagemap
 def test_an_engine_on_a_cpu_touches_the_memory_that_is_used_first(make_llm: MakeLLM) -> None:
     arena = make_llm(memory="1GiB").engine.core.runner.arena
-    with Path("/proc/self/smaps").open() as lines:
-        rss_kib = _resident_kib(lines, arena.bytes.data_ptr() + TOUCHED_BYTES // 2)
-    assert 1024 * rss_kib > 0.99 * TOUCHED_BYTES
-
-
-def _resident_kib(smaps: Iterable[str], address: int) -> int:
-    """Return how much is resident of the mapping that an address lies in."""
-    is_here = False
-    for line in smaps:
-        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            is_here = int(match[1], 16) <= address < int(match[2], 16)
-        elif is_here and line.startswith("Rss:"):
-            return int(line.split()[1])
-    raise AssertionError(f"no mapping holds {address:#x}")
+    assert resident_share(arena.bytes[:TOUCHED_BYTES]) == 1
+    assert resident_share(arena.bytes[TOUCHED_BYTES:]) < 0.01
