@@ -63,7 +63,7 @@ PATIENCE_S: Final = 1.0
 
 TOUCHED_BYTES: Final = 512 * 2**20
 """Of a CPU's memory for the cache, from its beginning, whence slots and blocks are taken first. The system zeroes a
-page before it hands it out, a virtual machine asks its host for it besides: 0.6 to 4 ms per slot of 3 MiB."""
+page before it hands it out, a virtual machine asks its host for it besides: 2 to 12 ms per slot of 3 MiB."""
 
 
 def prepare_cpu(arena: ArenaTensors, *, progress: bool) -> None:

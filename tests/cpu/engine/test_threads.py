@@ -8,6 +8,7 @@ import torch
 
 from strandline.engine import threads
 from strandline.engine.threads import limit_threads
+from tests.cpu.engine.conftest import MakeLLM
 
 NUM_CORES = 6
 
@@ -56,3 +57,13 @@ def test_who_chose_a_number_of_threads_gets_it(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(threads.NUM_THREADS, str(NUM_CORES))
     assert limit_threads() is None
     assert torch.get_num_threads() == NUM_CORES
+
+
+def test_an_engine_on_a_cpu_keeps_to_the_quota_and_says_so(
+    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cpu.max").write_text("200000 100000\n")
+    monkeypatch.setattr(threads, "QUOTAS", (tmp_path / "cpu.max",))
+    make_llm()
+    assert torch.get_num_threads() == 2
+    assert [record.message.partition(",")[0] for record in caplog.records] == ["threads: 2"]

@@ -70,3 +70,10 @@ def test_the_invariant_twin_is_left_alone_on_a_cpu() -> None:
     finally:
         platform.set_deterministic(False)
         platform.INVARIANT_TWINS.pop()
+
+
+def test_other_devices_say_why_the_torch_versions_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STRANDLINE_TRITON", raising=False)
+    assert platform.why_torch_serves("xpu", torch.float32) == "there is no working Triton for xpu here"
+    monkeypatch.setenv("STRANDLINE_TRITON", "0")
+    assert platform.why_torch_serves("xpu", torch.float32) == "STRANDLINE_TRITON is 0"
