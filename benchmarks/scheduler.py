@@ -10,11 +10,11 @@ import time
 from random import Random
 
 from strandline.cache import PrefixCache
-from strandline.engine.plan import NewRequest, StepResult
 from strandline.engine.request import Request
-from strandline.engine.sampling_params import SamplingParams
 from strandline.engine.scheduler import Scheduler
 from strandline.ids import RequestId
+from strandline.records.plan import NewRequest, StepResult
+from strandline.records.sampling_params import SamplingParams
 
 
 def main() -> None:

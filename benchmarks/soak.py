@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 
 from strandline import LLM, SamplingParams
-from strandline.server.core_process import REST_AFTER_S
+from strandline.engine.core_process import REST_AFTER_S
 
 LISTENING = re.compile(r"serving \S+ on (http://\S+)")
 MAX_OUTPUT_TOKENS = 160

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from strandline.engine.llm import LLM as LLM
-    from strandline.engine.outputs import CompletionOutput as CompletionOutput
-    from strandline.engine.outputs import RequestOutput as RequestOutput
-    from strandline.engine.sampling_params import SamplingParams as SamplingParams
-    from strandline.engine.sampling_params import StructuredOutputsParams as StructuredOutputsParams
+    from strandline.records.outputs import CompletionOutput as CompletionOutput
+    from strandline.records.outputs import RequestOutput as RequestOutput
+    from strandline.records.sampling_params import SamplingParams as SamplingParams
+    from strandline.records.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "strandline.engine.llm",
-    "SamplingParams": "strandline.engine.sampling_params",
-    "StructuredOutputsParams": "strandline.engine.sampling_params",
-    "RequestOutput": "strandline.engine.outputs",
-    "CompletionOutput": "strandline.engine.outputs",
+    "SamplingParams": "strandline.records.sampling_params",
+    "StructuredOutputsParams": "strandline.records.sampling_params",
+    "RequestOutput": "strandline.records.outputs",
+    "CompletionOutput": "strandline.records.outputs",
 }
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]

@@ -12,18 +12,21 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
-VOCABULARY = frozenset({"ids", "specs", "errors", "config", "env", "clock"})
+VOCABULARY = frozenset({"ids", "specs", "errors", "config", "env", "clock", "gc_policy"})
 ROOMS = {
     "vocabulary": frozenset[str](),
     "cache": frozenset({"vocabulary"}),
     "kernels": frozenset({"vocabulary"}),
     "models": frozenset({"vocabulary", "kernels"}),
     "transfer": frozenset({"vocabulary", "cache"}),
-    "engine": frozenset({"vocabulary", "cache", "kernels", "models", "transfer"}),
-    "server": frozenset({"vocabulary", "engine"}),
-    "bench": frozenset({"vocabulary", "cache", "engine", "server"}),
-    "cli": frozenset({"vocabulary", "cache", "kernels", "models", "transfer", "engine", "server", "bench"}),
+    "records": frozenset({"vocabulary", "cache"}),
+    "text": frozenset({"vocabulary", "cache", "records"}),
+    "device": frozenset({"vocabulary", "cache", "kernels", "models", "transfer", "records"}),
+    "engine": frozenset({"vocabulary", "cache", "kernels", "models", "transfer", "records", "text", "device"}),
+    "server": frozenset({"vocabulary", "cache", "records", "text"}),
+    "bench": frozenset({"vocabulary", "cache", "models", "records", "text", "engine", "server"}),
 }
+ROOMS["cli"] = frozenset(ROOMS)
 """Each room, and the rooms that it may import besides itself."""
 
 IMPURE = frozenset(
@@ -160,7 +163,7 @@ def test_the_table_in_the_documentation_is_the_one_held_here() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| `([a-z]+)/?`([^|]*)\|[^|]*\| ([^|]*) \|$", text, re.MULTILINE)
     assert {room: set(re.findall(r"`([a-z]+)`", allowed)) for room, _, allowed in rows} == ROOMS
-    assert set(re.findall(r"`([a-z]+)`", rows[0][1])) == VOCABULARY
+    assert set(re.findall(r"`([a-z_]+)`", rows[0][1])) == VOCABULARY
 
 
 # The checks themselves: each finds a fault that was put in.

@@ -7,11 +7,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from strandline.bench.tasks import make_document
+from strandline.bench.facts import make_document
 from strandline.bench.workloads import Report, report_of, stopwatch
 from strandline.engine.llm import LLM
-from strandline.engine.outputs import RequestOutput
-from strandline.engine.sampling_params import SamplingParams
+from strandline.records.outputs import RequestOutput
+from strandline.records.sampling_params import SamplingParams
 
 Message = dict[str, str]
 

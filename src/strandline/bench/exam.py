@@ -14,7 +14,7 @@ from tqdm import tqdm
 from strandline.bench.evaluate import make_suite, score
 from strandline.bench.tasks import KINDS, Task
 from strandline.engine.llm import LLM
-from strandline.engine.sampling_params import SamplingParams
+from strandline.records.sampling_params import SamplingParams
 
 MODES = ("off", "on", "resumed")
 GREEDY = SamplingParams(temperature=0, max_tokens=64)

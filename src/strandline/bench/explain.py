@@ -20,10 +20,10 @@ from strandline.cache import Account, PrefixCache, Reason
 from strandline.cache.explanation import explain_lookup
 from strandline.cache.lookups import Lookup
 from strandline.config import parse_bytes
-from strandline.engine.cache_report import account_data, answer_data
-from strandline.engine.cache_watch import CacheAnswer
-from strandline.engine.plan import StepPlan
 from strandline.errors import ConfigError
+from strandline.records.cache_questions import CacheAnswer
+from strandline.records.plan import StepPlan
+from strandline.text.cache_report import account_data, answer_data
 
 TIMEOUT_S: Final = 30.0
 CONVERSATION: Final = frozenset({"messages", "tools", "chat_template_kwargs", "add_generation_prompt"})

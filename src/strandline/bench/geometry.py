@@ -12,7 +12,7 @@ from strandline.errors import ConfigError
 from strandline.specs import AttentionSpec, LayerSpec, ModelSpec, RecurrentSpec
 
 if TYPE_CHECKING:
-    from strandline.engine.geometry import ModelSize
+    from strandline.models.geometry import ModelSize
 
 GDN_KEY_HEADS: Final = 16
 GDN_VALUE_HEADS: Final = 32
@@ -64,6 +64,6 @@ def cost_model(name: str) -> CostModel:
 def _model_size(path: str) -> "ModelSize":
     if not Path(path).exists():
         raise ConfigError(f"no geometry or file named {path!r}; known are {', '.join(GEOMETRIES)}")
-    from strandline.engine.geometry import read_model_size
+    from strandline.models.geometry import read_model_size
 
     return read_model_size(path)

@@ -16,12 +16,12 @@ from strandline.bench.ideal import SeenPrefixes
 from strandline.bench.traces import Call, Lane
 from strandline.cache import CopyTokens, MoveBlock, PrefixCache, Reason
 from strandline.cache.tokens import TOKEN_BYTES
-from strandline.engine.plan import NewRequest, StepPlan, StepResult
 from strandline.engine.request import Request
-from strandline.engine.sampling_params import SamplingParams
 from strandline.engine.scheduler import Scheduler
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.records.plan import NewRequest, StepPlan, StepResult
+from strandline.records.sampling_params import SamplingParams
 from strandline.specs import ModelSpec
 
 NOTHING = SamplingParams(temperature=0, ignore_eos=True)

@@ -11,8 +11,8 @@ from random import Random
 from statistics import fmean
 
 from strandline.engine.llm import LLM
-from strandline.engine.outputs import RequestOutput
-from strandline.engine.sampling_params import SamplingParams
+from strandline.records.outputs import RequestOutput
+from strandline.records.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from math import inf, isnan
 from random import Random
 from typing import Final
 
-from strandline.engine.plan import NewRequest, StepPlan, StepResult, TokenLogprobs
 from strandline.engine.request import Request
-from strandline.engine.sampling_params import SamplingParams
 from strandline.ids import RequestId
+from strandline.records.plan import NewRequest, StepPlan, StepResult, TokenLogprobs
+from strandline.records.sampling_params import SamplingParams
 
 PREFIX: Final = "audit of "
 COLD: Final = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)

@@ -6,86 +6,25 @@ salt something is cached is shown as a label, and what lies there only to who na
 """
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2s
-from typing import Final, NamedTuple
+from typing import Final
 
-from strandline.cache import Account, PrefixCache, TokenBuffer
+from strandline.cache import PrefixCache, TokenBuffer
 from strandline.cache.explanation import Explanation, explain_lookup, explain_prompt
 from strandline.cache.lookups import Lookup, LookupLog
-from strandline.cache.view import TreeView, view
+from strandline.cache.view import view
 from strandline.clock import SYSTEM_CLOCK, Clock
-from strandline.engine.events import CoreStats
-from strandline.engine.plan import StepPlan
 from strandline.engine.scheduler import Scheduler
+from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState, LookupRow, MemorySample
+from strandline.records.events import CoreStats
+from strandline.records.plan import StepPlan
 from strandline.specs import ModelSpec
 
 MAX_SAMPLES: Final = 240
 SAMPLE_S: Final = 1.0
 KEY_BYTES: Final = 16
 LABEL_BYTES: Final = 4
-
-
-class MemorySample(NamedTuple):
-    """Who held the memory at one time. The rest of the arena was free."""
-
-    age_s: float
-    slots_in_use: int
-    """Bytes, as all that follow."""
-    slots_evictable: int
-    blocks_in_use: int
-    blocks_evictable: int
-
-
-@dataclass(frozen=True, slots=True)
-class LookupRow:
-    """One of the last lookups."""
-
-    request_id: str
-    salt_label: str
-    """Empty: without a salt."""
-    age_s: float
-    account: Account
-
-
-@dataclass(frozen=True, slots=True)
-class CacheState:
-    """What the page shows."""
-
-    is_enabled: bool
-    mode: str
-    total_bytes: int
-    block_bytes: int
-    slot_bytes: int
-    stats: CoreStats
-    tree: TreeView
-    lookups: list[LookupRow]
-    """Newest first."""
-    memory: list[MemorySample]
-    """Oldest first, the last one of now. From one to the next nothing changes but in the second before."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheQuestion:
-    """Why did a request miss, or what would a prompt hit?"""
-
-    salt: str = ""
-    request_id: str | None = None
-    tokens: list[int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CacheAnswer:
-    """The answer to a question."""
-
-    request_id: str | None = None
-    age_s: float | None = None
-    """Of a past request."""
-    explanation: Explanation | None = None
-    now: Account | None = None
-    """Of a past request: what it would find now."""
-    problem: str | None = None
-    """Why there is no explanation."""
 
 
 class MemoryHistory:

@@ -12,26 +12,35 @@ from strandline.cache import OnGrid, PrefixCache, Reason, placement
 from strandline.cache.invariants import check
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
-from strandline.engine.auditor import Auditor, Audits
-from strandline.engine.cache_watch import CacheWatch
-from strandline.engine.events import CoreStats, Limits, PromptLogprobs, StepEvents, Submission, TokenEvent
-from strandline.engine.graphs import graph_sizes
-from strandline.engine.plan import StepPlan, StepResult
-from strandline.engine.request import FinishReason, Request
-from strandline.engine.runner import LanguageModel, LaunchedStep, Runner
-from strandline.engine.scheduler import Scheduler
-from strandline.engine.sizing import (
+from strandline.device.cpu_start import prepare_cpu
+from strandline.device.graphs import graph_sizes
+from strandline.device.runner import LanguageModel, LaunchedStep, Runner
+from strandline.device.sizing import (
     choose_batched_tokens,
     choose_logged_from,
     choose_max_model_len,
     choose_memory_bytes,
     require_determinism,
 )
-from strandline.engine.structured import Matcher
-from strandline.engine.warm_up import WarmUp, prepare_cpu
+from strandline.engine.auditor import Auditor, Audits
+from strandline.engine.cache_watch import CacheWatch
+from strandline.engine.request import Request
+from strandline.engine.scheduler import Scheduler
+from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
 from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.kernels.platform import runs_triton, set_deterministic, why_torch_serves
+from strandline.records.events import (
+    CoreStats,
+    FinishReason,
+    Limits,
+    PromptLogprobs,
+    StepEvents,
+    Submission,
+    TokenEvent,
+)
+from strandline.records.grammars import TokenMatcher
+from strandline.records.plan import StepPlan, StepResult
 from strandline.specs import ModelSpec
 
 
@@ -99,7 +108,7 @@ class EngineCore:
         yield
         self.start_s[phase] = SYSTEM_CLOCK() - start_s
 
-    def add(self, submission: Submission, matcher: Matcher | None = None) -> None:
+    def add(self, submission: Submission, matcher: TokenMatcher | None = None) -> None:
         """Queue a sequence.
 
         Args:

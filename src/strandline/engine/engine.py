@@ -6,12 +6,12 @@ A bad request raises where it is added and touches nothing else.
 from collections.abc import Sequence
 
 from strandline.cache import PrefixCache
+from strandline.device.runner import Runner
 from strandline.engine.core import EngineCore
-from strandline.engine.frontend import Frontend
-from strandline.engine.outputs import RequestOutput
-from strandline.engine.runner import Runner
-from strandline.engine.sampling_params import SamplingParams
 from strandline.engine.scheduler import Scheduler
+from strandline.records.outputs import RequestOutput
+from strandline.records.sampling_params import SamplingParams
+from strandline.text.frontend import Frontend
 
 
 class Engine:

@@ -9,14 +9,15 @@ from typing import Any
 from tqdm import tqdm
 
 from strandline.config import EngineConfig
-from strandline.engine.cache_report import answer_data
-from strandline.engine.cache_watch import CacheQuestion
-from strandline.engine.conversations import ChatRenderer
-from strandline.engine.loading import default_sampling_params, find_model, load_engine
-from strandline.engine.outputs import RequestOutput
-from strandline.engine.prompts import encode_text
-from strandline.engine.sampling_params import SamplingParams
+from strandline.engine.loading import load_engine
 from strandline.errors import RequestError
+from strandline.records.cache_questions import CacheQuestion
+from strandline.records.outputs import RequestOutput
+from strandline.records.sampling_params import SamplingParams
+from strandline.text.cache_report import answer_data
+from strandline.text.conversations import ChatRenderer
+from strandline.text.prompts import encode_text
+from strandline.text.vocabulary import default_sampling_params, find_model
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]

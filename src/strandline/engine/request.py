@@ -1,25 +1,18 @@
 """A running request: one sequence of tokens, and where it stands."""
 
-from enum import Enum, StrEnum
+from enum import Enum
 
 from strandline.cache import Account, Lead, Lease, TokenBuffer
-from strandline.engine.plan import NewRequest
-from strandline.engine.sampling_params import SamplingParams
 from strandline.ids import RequestId
+from strandline.records.events import FinishReason
+from strandline.records.plan import NewRequest
+from strandline.records.sampling_params import SamplingParams
 
 
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-class FinishReason(StrEnum):
-    """Why a request ended, in the OpenAI API's words."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
 
 
 class Request:

@@ -21,11 +21,12 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from strandline.cache import Lease, PrefixCache, SnapshotKind
-from strandline.engine.plan import SequencePlan, StepPlan, StepResult
-from strandline.engine.request import FinishReason, Request, Status
+from strandline.engine.request import Request, Status
 from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, LogId, PendingToken, RequestId
+from strandline.records.events import FinishReason
+from strandline.records.plan import SequencePlan, StepPlan, StepResult
 
 LOOK_AHEAD_REQUESTS = 32
 """Waiting requests that may ask for a snapshot on the way of a running one, though there is no room for them yet."""

@@ -8,21 +8,15 @@ long contexts are, and how tokens are chosen; so that is what the requests diffe
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from itertools import count
-from threading import Thread
 from typing import Any, Final
 
-from tqdm import tqdm
-
-from strandline.engine.plan import NewRequest, StepPlan
+from strandline.device.runner import LaunchedStep, Runner
 from strandline.engine.request import Request
-from strandline.engine.runner import LaunchedStep, Runner
-from strandline.engine.sampling_params import SamplingParams
 from strandline.engine.scheduler import Scheduler
 from strandline.ids import RequestId
-from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.platform import numba_modules, runs_numba
+from strandline.records.plan import NewRequest, StepPlan
+from strandline.records.sampling_params import SamplingParams
 
 PROMPT_TOKENS: Final = (1, 2, 5, 16, 65, 600, 2100)
 """Some beyond every number of rows at which an operation takes another kernel, and some multiples of 16."""
@@ -55,30 +49,6 @@ SAMPLERS: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 0.0, "logit_bias": {0: 1.0}, "min_tokens": 2},
     {"temperature": 0.0, "prompt_logprobs": 2},
 )
-
-
-PATIENCE_S: Final = 1.0
-"""So long nobody needs to be told what is going on."""
-
-
-TOUCHED_BYTES: Final = 512 * 2**20
-"""Of a CPU's memory for the cache, from its beginning, whence slots and blocks are taken first. The system zeroes a
-page before it hands it out, a virtual machine asks its host for it besides: 2 to 12 ms per slot of 3 MiB."""
-
-
-def prepare_cpu(arena: ArenaTensors, *, progress: bool) -> None:
-    """Touch the memory that is used first, and meanwhile load the compiled kernels."""
-    touching = Thread(target=arena.touch, args=(TOUCHED_BYTES,), name="touch memory")
-    touching.start()
-    if runs_numba():
-        compile_loops(progress=progress)
-    touching.join()
-
-
-def compile_loops(*, progress: bool) -> None:
-    """Load the CPU's compiled kernels, or compile them: once per machine and version, for half a minute."""
-    for module in tqdm(numba_modules(), "Compiling kernels", disable=not progress, delay=PATIENCE_S):
-        import_module(module)
 
 
 class WarmUp:

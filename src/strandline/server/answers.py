@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from strandline.engine.cache_report import account_data
-from strandline.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from strandline.records.outputs import CompletionOutput, Logprob, RequestOutput
+from strandline.text.cache_report import account_data
 
 LOWEST_LOGPROB: Final = -9999.0
 """JSON has no infinity."""

@@ -8,8 +8,8 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from strandline.engine.outputs import CompletionOutput, RequestOutput
-from strandline.engine.sampling_params import SamplingParams
+from strandline.records.outputs import CompletionOutput, RequestOutput
+from strandline.records.sampling_params import SamplingParams
 from strandline.server.answers import Growth, Json
 from strandline.server.anthropic_blocks import Blocks, chat_messages, chat_tools
 from strandline.server.bodies import Objects, Strings, check_extra

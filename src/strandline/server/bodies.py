@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from strandline.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.errors import RequestError
+from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.server.structures import GUIDED, structure_of
 
 LOGGER: Final = logging.getLogger("strandline.server")

@@ -17,14 +17,14 @@ from fastapi import FastAPI, Header, Request
 from fastapi.responses import HTMLResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from strandline.engine.cache_report import Json, TextOf, account_data, answer_data
-from strandline.engine.cache_watch import CacheQuestion, CacheState
 from strandline.errors import RequestError
+from strandline.records.cache_questions import CacheQuestion, CacheState
 from strandline.server.anthropic import CountBody, render
 from strandline.server.bodies import Objects, Tokens
 from strandline.server.gate import salt_of
 from strandline.server.service import Service
 from strandline.server.streams import json_response
+from strandline.text.cache_report import Json, TextOf, account_data, answer_data
 
 PAGE: Final = Path(__file__).parent / "static" / "cache.html"
 LOCAL_NAMES: Final = frozenset({"127.0.0.1", "::1", "localhost"})

@@ -7,9 +7,9 @@ from uuid import uuid4
 from fastapi import Request
 from fastapi.responses import Response
 
-from strandline.engine.outputs import CompletionOutput, RequestOutput
-from strandline.engine.sampling_params import SamplingParams
 from strandline.errors import RequestError
+from strandline.records.outputs import CompletionOutput, RequestOutput
+from strandline.records.sampling_params import SamplingParams
 from strandline.server.answers import Growth, Json, chat_logprobs, usage, usage_so_far
 from strandline.server.bodies import ChatBody
 from strandline.server.client import Prompt

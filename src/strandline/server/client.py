@@ -10,16 +10,11 @@ from typing import Any, Final, Self
 import zmq.asyncio
 
 from strandline.clock import SYSTEM_CLOCK
-from strandline.engine.cache_watch import CacheAnswer, CacheQuestion, CacheState
-from strandline.engine.collector import Collector
-from strandline.engine.events import CoreStats, Limits, StepEvents
-from strandline.engine.frontend import Frontend
-from strandline.engine.outputs import RequestOutput
-from strandline.engine.prompts import check_text
-from strandline.engine.sampling_params import SamplingParams
 from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId
-from strandline.server.messages import (
+from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
+from strandline.records.events import CoreStats, Limits, StepEvents
+from strandline.records.messages import (
     ENCODER,
     FROM_CORE,
     AskCache,
@@ -34,7 +29,12 @@ from strandline.server.messages import (
     Submit,
     ToCore,
 )
+from strandline.records.outputs import RequestOutput
+from strandline.records.sampling_params import SamplingParams
 from strandline.server.metrics import Metrics
+from strandline.text.collector import Collector
+from strandline.text.frontend import Frontend
+from strandline.text.prompts import check_text
 
 STATS_TIMEOUT_S: Final = 5.0
 

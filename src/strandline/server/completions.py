@@ -8,9 +8,9 @@ from uuid import uuid4
 from fastapi import Request
 from fastapi.responses import Response
 
-from strandline.engine.outputs import CompletionOutput, RequestOutput
-from strandline.engine.sampling_params import SamplingParams
 from strandline.errors import RequestError
+from strandline.records.outputs import CompletionOutput, RequestOutput
+from strandline.records.sampling_params import SamplingParams
 from strandline.server.answers import Entry, Growth, Json, completion_logprobs, usage, usage_so_far
 from strandline.server.bodies import CompletionBody
 from strandline.server.client import Prompt

@@ -15,10 +15,10 @@ from typing import Final
 import zmq.asyncio
 
 from strandline.config import EngineConfig
-from strandline.engine.events import Limits
 from strandline.errors import ConfigError, EngineError, StrandlineError
+from strandline.records.events import Limits
+from strandline.records.messages import ENCODER, FROM_CORE, Ready, Refused, Start
 from strandline.server.client import EngineClient
-from strandline.server.messages import ENCODER, FROM_CORE, Ready, Refused, Start
 
 LOGGER: Final = logging.getLogger("strandline.server")
 STOP_TIMEOUT_S: Final = 5.0
@@ -103,7 +103,7 @@ async def core_life(engine: EngineConfig) -> AsyncIterator[tuple[CoreLife, Limit
         socket.set_hwm(0)
         socket.linger = 0
         socket.bind(address)
-        command = [sys.executable, "-m", "strandline.server.core_process", address]
+        command = [sys.executable, "-m", "strandline.engine.core_process", address]
         life = CoreLife(socket, subprocess.Popen(command, stdin=subprocess.PIPE))
         try:
             limits = await life.greet(engine)

@@ -14,19 +14,19 @@ from typing import Final
 import uvicorn
 
 from strandline.config import EngineConfig
-from strandline.engine.loading import default_sampling_params, find_model, load_frontend, load_vocabulary
 from strandline.env import API_KEY, read_api_key
 from strandline.errors import ConfigError
+from strandline.gc_policy import spare_collector
 from strandline.server.app import build_app
 from strandline.server.cache_page import LOCAL_NAMES
 from strandline.server.client import EngineClient
-from strandline.server.collector import spare_collector
 from strandline.server.core_life import core_life, live_on
 from strandline.server.gate import salt_of_key
 from strandline.server.metrics import Metrics
 from strandline.server.patience import Patience
 from strandline.server.replies import choose_format
 from strandline.server.service import Service
+from strandline.text.vocabulary import default_sampling_params, find_model, load_frontend, load_vocabulary
 
 LOGGER: Final = logging.getLogger("strandline.server")
 INTERRUPTED: Final = 130

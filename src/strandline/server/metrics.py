@@ -10,8 +10,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from strandline.engine.collector import Collector
-from strandline.engine.events import CoreStats
+from strandline.records.events import CoreStats
+from strandline.text.collector import Collector
 
 PREFIX: Final = "strandline:"
 LABEL: Final = "model_name"

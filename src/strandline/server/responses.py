@@ -10,9 +10,9 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
-from strandline.engine.outputs import CompletionOutput, RequestOutput
-from strandline.engine.sampling_params import SamplingParams
 from strandline.errors import RequestError
+from strandline.records.outputs import CompletionOutput, RequestOutput
+from strandline.records.sampling_params import SamplingParams
 from strandline.server.answers import Growth, Json, cache_account
 from strandline.server.bodies import Objects, Strings, check_extra
 from strandline.server.client import Prompt

@@ -11,16 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
-from strandline.engine.conversations import ChatRenderer
-from strandline.engine.prompts import check_length, encode_text
-from strandline.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.errors import RequestError
+from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.server.client import EngineClient, Prompt
-from strandline.server.compiling import NUM_THREADS
 from strandline.server.faults import UnknownModelError
 from strandline.server.reasoning import CLOSE
 from strandline.server.replies import ReplyFormat
 from strandline.server.tools import Toolbox
+from strandline.text.compiling import NUM_THREADS
+from strandline.text.conversations import ChatRenderer
+from strandline.text.prompts import check_length, encode_text
 
 T = TypeVar("T")
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from strandline.engine.sampling_params import StructuredOutputsParams
 from strandline.errors import RequestError
+from strandline.records.sampling_params import StructuredOutputsParams
 
 GUIDED: Final[Mapping[str, str]] = {
     "guided_json": "json",

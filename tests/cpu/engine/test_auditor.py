@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.engine.outputs import RequestOutput
 from strandline.errors import ConfigError
+from strandline.records.outputs import RequestOutput
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import tokens
 

@@ -8,7 +8,8 @@ import pytest
 from strandline import LLM, SamplingParams
 from strandline.cache import Reason
 from strandline.cache.tokens import encode
-from strandline.engine.cache_watch import CacheAnswer, CacheQuestion, CacheState, CacheWatch, MemoryHistory
+from strandline.engine.cache_watch import CacheWatch, MemoryHistory
+from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
 from tests.cpu.engine.conftest import MakeLLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

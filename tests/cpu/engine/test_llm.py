@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from strandline import LLM, SamplingParams, env
-from strandline.engine import dtypes, runner
-from strandline.engine.warm_up import TOUCHED_BYTES
+from strandline.device import dtypes, runner
+from strandline.device.cpu_start import TOUCHED_BYTES
 from strandline.errors import ConfigError, RequestError
 from strandline.kernels import platform
 from tests.cpu.engine.conftest import MakeLLM

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from strandline import SamplingParams
-from strandline.engine.plan import StepPlan
-from strandline.engine.runner import LaunchedStep, Runner
+from strandline.device.runner import LaunchedStep, Runner
+from strandline.records.plan import StepPlan
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.tiny import VOCAB_SIZE
 

@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 from strandline.cache import PrefixCache
 from strandline.cache.invariants import check
 from strandline.cache.reuse import habit_after
-from strandline.engine.plan import NewRequest, StepPlan, StepResult
-from strandline.engine.request import FinishReason, Request
-from strandline.engine.sampling_params import SamplingParams
+from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.engine.waiting import MAX_OVERTAKEN
 from strandline.errors import RequestError
 from strandline.ids import RequestId
+from strandline.records.events import FinishReason
+from strandline.records.plan import NewRequest, StepPlan, StepResult
+from strandline.records.sampling_params import SamplingParams
 
 EOS = 9
 

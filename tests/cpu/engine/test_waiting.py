@@ -8,11 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from strandline.cache import Account, Lead, Lease, TokenBuffer
 from strandline.cache.tree import Run
 from strandline.engine import waiting
-from strandline.engine.plan import NewRequest
 from strandline.engine.request import Request
-from strandline.engine.sampling_params import SamplingParams
 from strandline.engine.waiting import WaitingQueue
 from strandline.ids import RequestId
+from strandline.records.plan import NewRequest
+from strandline.records.sampling_params import SamplingParams
 
 MAX_OVERTAKEN = 2
 MAX_RECHECKS = 2

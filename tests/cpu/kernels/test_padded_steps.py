@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.engine.batch import HostBatch, build_host_batch, to_device
-from strandline.engine.padded_step import PaddedStep, StepSize
-from strandline.engine.plan import SequencePlan
+from strandline.device.batch import HostBatch, build_host_batch, to_device
+from strandline.device.padded_step import PaddedStep, StepSize
 from strandline.ids import BLOCK_TOKENS, RequestId, SlotId
 from strandline.kernels.batch import KVMemory, StepBatch
+from strandline.records.plan import SequencePlan
 from tests.interpreter import multiply_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
 

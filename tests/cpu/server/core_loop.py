@@ -8,13 +8,13 @@ from typing import Any
 import zmq
 
 from strandline.engine.core import EngineCore
-from strandline.engine.events import Submission
-from strandline.engine.plan import NewRequest
-from strandline.engine.sampling_params import SamplingParams, StructuredOutputsParams
-from strandline.engine.structured import Grammars
+from strandline.engine.core_process import CoreLoop
 from strandline.ids import RequestId
-from strandline.server.core_process import CoreLoop
-from strandline.server.messages import ENCODER, FROM_CORE, AskStats, Stats, Stepped, Submit, ToCore
+from strandline.records.events import Submission
+from strandline.records.messages import ENCODER, FROM_CORE, AskStats, Stats, Stepped, Submit, ToCore
+from strandline.records.plan import NewRequest
+from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
+from strandline.text.structured import Grammars
 
 TIMEOUT_S = 120.0
 

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from strandline.engine.events import Limits
-from strandline.engine.frontend import Frontend
 from strandline.errors import RequestError
+from strandline.records.events import Limits
 from strandline.server.service import LONG_CHARACTERS, Service
+from strandline.text.frontend import Frontend
 from tests.cpu.engine.tokenizers import byte_tokenizer
 from tests.cpu.server.conftest import VOCAB_SIZE
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess

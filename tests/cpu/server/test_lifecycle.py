@@ -119,7 +119,7 @@ def test_the_engine_does_not_outlive_its_front_end(doomed: ServerProcess) -> Non
 
 
 def test_an_engine_that_its_front_end_never_spoke_to_does_not_outlive_it_either(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "strandline.server.core_process", f"ipc://{tmp_path}/core"]
+    command = [sys.executable, "-m", "strandline.engine.core_process", f"ipc://{tmp_path}/core"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as core:
         assert core.stdin is not None
         core.stdin.close()

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.engine.outputs import RequestOutput
+from strandline.records.outputs import RequestOutput
 from tests.cpu.server.process import ServerProcess
 
 PROMPT = "Once upon a time"

@@ -9,15 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from strandline.engine.events import CoreStats, Limits
-from strandline.engine.frontend import Frontend
-from strandline.engine.structured import Grammars
+from strandline.records.events import CoreStats, Limits
+from strandline.records.messages import ENCODER as TO_FRONT_END
+from strandline.records.messages import TO_CORE, AskStats, FromCore, Stats, Submit
 from strandline.server.app import build_app
 from strandline.server.client import EngineClient
-from strandline.server.messages import ENCODER as TO_FRONT_END
-from strandline.server.messages import TO_CORE, AskStats, FromCore, Stats, Submit
 from strandline.server.metrics import Metrics
 from strandline.server.service import Service
+from strandline.text.frontend import Frontend
+from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import TEMPLATE, byte_tokenizer
 from tests.cpu.server.conftest import VOCAB_SIZE
 

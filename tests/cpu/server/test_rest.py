@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from strandline.engine.structured import Grammars
-from strandline.server import core_process
+from strandline.engine import core_process
+from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import byte_tokenizer
 from tests.cpu.server.conftest import VOCAB_SIZE
 from tests.cpu.server.core_loop import TIMEOUT_S, MakeLoop

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.engine.graphs import StepGraphs
+from strandline.device.graphs import StepGraphs
 from strandline.env import TRITON
 from strandline.kernels.platform import runs_triton
 from tests.cpu.engine.conftest import MakeLLM

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from strandline.engine.prompts import encode_text, render_chat
 from strandline.errors import ConfigError
+from strandline.text.prompts import encode_text, render_chat
 
 
 class Vocabulary:
@@ -83,7 +83,7 @@ def load_vocabulary(tokenizer_name: str | None, vocab_size: int | None) -> Vocab
         return Vocabulary(range(vocab_size))
     if tokenizer_name is None:
         return Vocabulary(())
-    from strandline.engine.loading import DEMO_DIRECTORY, DEMO_MODEL, load_tokenizer
+    from strandline.text.vocabulary import DEMO_DIRECTORY, DEMO_MODEL, load_tokenizer
 
     tokenizer = load_tokenizer(str(DEMO_DIRECTORY) if tokenizer_name == DEMO_MODEL else tokenizer_name)
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)

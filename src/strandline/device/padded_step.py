@@ -1,0 +1,204 @@
+"""A step laid out in fixed places, with room to spare, so that a recording of it can be replayed for other steps.
+
+All integers of a step but the block tables lie in one buffer, so that one copy brings them to the device. Of what a
+step leaves free
+
+- *decodes* read and write null slots and have an empty context;
+- *prompts* are empty;
+- rows of prompts belong to one more prompt, the *filler*, behind all others: it starts from nothing, attends to the
+  null block, and is stored nowhere. So no row is left unwritten that a later operation would read;
+- *chunks* are empty.
+
+Shape suffixes as in ``kernels/batch.py``; I integers of the buffer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from torch import Tensor
+
+from strandline.device.batch import HostBatch
+from strandline.device.upload import ALIGN_ITEMS
+from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, StepBatch
+from strandline.kernels.chunk_table import CHUNK_TOKENS, Chunks
+
+MAX_PROMPTS: Final = 15
+"""Prompts of a padded step: sixteen sequences with the filler, of which attention looks up a tile's in one go."""
+
+SPARE_CHUNKS: Final = 48
+"""Chunks beyond one per 64 rows: what cuts and the two ends of prompts add."""
+
+TYPICAL_CONTEXT_TOKENS: Final = 8192
+"""For which the programs of attention are shaped; any context is right."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a padded step has room for."""
+
+    num_decodes: int
+    num_prompt_rows: int = 0
+    """Tokens of prompts in all; 0: none are computed."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts, the filler included."""
+        return MAX_PROMPTS + 1 if self.num_prompt_rows else 0
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_decodes + self.num_prompts
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + self.num_prompt_rows
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.num_prompt_rows // CHUNK_TOKENS) + SPARE_CHUNKS if self.num_prompt_rows else 0
+
+    def num_blocks(self, max_model_len: int) -> int:
+        """Return the columns of the step's block table: as many as the longest request has blocks, or the filler."""
+        return -(-max(max_model_len, self.num_prompt_rows) // BLOCK_TOKENS)
+
+    def has_room_for(self, host: HostBatch) -> bool:
+        """Whether a step fits in. A step without prompts fits where there is no room for any, and only there."""
+        num_prompts = host.num_sequences - host.num_decodes
+        if host.num_decodes > self.num_decodes or (num_prompts == 0) != (self.num_prompts == 0):
+            return False
+        num_free_rows = self.num_prompt_rows - host.num_prompt_rows
+        num_chunks = len(host.chunks.starts) + -(-num_free_rows // CHUNK_TOKENS)
+        # One chunk stays empty: empty prompts begin there.
+        return not num_prompts or (num_prompts <= MAX_PROMPTS and num_free_rows >= 0 and num_chunks < self.num_chunks)
+
+
+class PaddedStep:
+    """The places of a step of one size."""
+
+    def __init__(self, size: StepSize) -> None:
+        self.size = size
+        lengths = {
+            **dict.fromkeys(("token_ids", "positions", "write_blocks", "write_offsets"), size.num_rows),
+            **dict.fromkeys(("context_lens", "src", "dst", "window_src", "window_offset"), size.num_sequences),
+            **dict.fromkeys(("pending", "source_rows", "stop_sets", "last_rows"), size.num_sequences),
+            "query_starts": size.num_sequences + 1,
+            **dict.fromkeys(("log", "log_tokens"), size.num_decodes),
+            "first_chunks": size.num_prompts + 1,
+            **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), size.num_chunks),
+        }
+        self._places = dict[str, slice]()
+        start = 0
+        for name, length in lengths.items():
+            self._places[name] = slice(start, start + length)
+            start += -(-length // ALIGN_ITEMS) * ALIGN_ITEMS
+        self.num_integers = start
+
+    def named(self, buffer_I: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a buffer."""
+        return {name: buffer_I[place] for name, place in self._places.items()}
+
+    def batch(self, buffer_I: Tensor, block_table_NM: Tensor, max_context: int) -> StepBatch:
+        """Return the step whose integers lie in a buffer.
+
+        What it has on the host says how much room there is: it is for kernels that look there for numbers of programs,
+        not for those that loop over sequences.
+
+        Args:
+            max_context: of any sequence, in tokens.
+        """
+        size, named = self.size, self.named(buffer_I)
+        num_prompts = size.num_prompts
+        # As many tiles of rows as there can be: each prompt's last one may hold a single row.
+        most_rows = [*range(size.num_decodes + max(num_prompts, 1)), size.num_rows + max(num_prompts - 1, 0)]
+        attention = AttentionBatch(
+            query_starts=tuple(most_rows) if num_prompts else (),
+            context_lens=(min(TYPICAL_CONTEXT_TOKENS, max_context),) * size.num_sequences,
+            query_starts_N1=named["query_starts"],
+            context_lens_N=named["context_lens"],
+            block_table_NM=block_table_NM,
+            write_blocks_T=named["write_blocks"],
+            write_offsets_T=named["write_offsets"],
+            is_all_written=False,
+        )
+        places, any_chunk = (0,) * (num_prompts + 1), (1,) * size.num_chunks
+        columns = [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
+        chunks = Chunks(places, any_chunk, any_chunk, any_chunk).with_tensors(columns)
+        slots = (named["src"], named["dst"], named["window_src"], named["window_offset"])
+        logs = LogBatch(named["log"], named["log_tokens"], rows=named["log"], lens=(), folds=())
+        recurrent = RecurrentBatch(*slots, chunks, logs)
+        return StepBatch(named["token_ids"], named["positions"], size.num_decodes, attention, recurrent)
+
+    def fill(self, buffer_I: np.ndarray, host: HostBatch, source_rows: np.ndarray, stop_sets: np.ndarray) -> None:
+        """Write a step that there is room for into a buffer of zeros.
+
+        Args:
+            source_rows, stop_sets: per sequence, as ``PendingTokens.places`` returns them.
+        """
+        size, num_decodes = self.size, host.num_decodes
+        named = {name: buffer_I[place] for name, place in self._places.items()}
+        for name, column in _rows(host):
+            named[name][:num_decodes] = column[:num_decodes]
+            named[name][size.num_decodes : size.num_decodes + host.num_prompt_rows] = column[num_decodes:]
+        # A sequence's last row, counted from the first row of its kind.
+        last_rows = host.query_starts_N1[1:] - 1
+        last_rows[num_decodes:] += size.num_decodes - num_decodes
+        columns = [*_sequences(host), ("source_rows", source_rows), ("stop_sets", stop_sets), ("last_rows", last_rows)]
+        for name, column in columns:
+            named[name][:num_decodes] = column[:num_decodes]
+            named[name][size.num_decodes : size.num_decodes + len(column) - num_decodes] = column[num_decodes:]
+        named["log"][:num_decodes] = host.log_D
+        named["log_tokens"][:num_decodes] = host.log_tokens_D
+        named["query_starts"][: size.num_decodes + 1] = np.arange(size.num_decodes + 1)
+        if size.num_prompts:
+            self._fill_prompts(named, host)
+
+    def _fill_prompts(self, named: dict[str, np.ndarray], host: HostBatch) -> None:
+        """Write where prompts and chunks begin, and the filler."""
+        size, num_decodes, num_rows = self.size, host.num_decodes, host.num_prompt_rows
+        num_prompts = host.num_sequences - num_decodes
+        starts = named["query_starts"][size.num_decodes :]
+        starts[: num_prompts + 1] = host.query_starts_N1[num_decodes:] + (size.num_decodes - num_decodes)
+        starts[num_prompts + 1 : -1] = size.num_decodes + num_rows
+        starts[-1] = size.num_rows
+        named["context_lens"][-1] = size.num_prompt_rows - num_rows
+
+        chunks = host.chunks
+        num_chunks = len(chunks.starts)
+        filler = np.arange(num_rows, size.num_prompt_rows, CHUNK_TOKENS)
+        end = num_chunks + len(filler)
+        named["first_chunks"][: num_prompts + 1] = chunks.first_chunks
+        named["first_chunks"][num_prompts + 1 : -1] = num_chunks
+        named["first_chunks"][-1] = end
+        named["starts"][:num_chunks] = chunks.starts
+        named["starts"][num_chunks:end] = filler
+        named["starts"][end:] = size.num_prompt_rows
+        named["lengths"][:num_chunks] = chunks.lengths
+        named["lengths"][num_chunks:end] = np.minimum(size.num_prompt_rows - filler, CHUNK_TOKENS)
+        named["cut_slots"][:num_chunks] = chunks.cut_slots
+        named["cut_rows"][:num_chunks] = named["starts"][:num_chunks] + named["lengths"][:num_chunks]
+        named["cut_rows"][:num_chunks] += size.num_decodes - 1
+
+    def places(self, host: HostBatch) -> np.ndarray:
+        """Return each sequence's place among those of the padded step."""
+        places = np.arange(host.num_sequences)
+        places[host.num_decodes :] += self.size.num_decodes - host.num_decodes
+        return places
+
+
+def _rows(host: HostBatch) -> Iterator[tuple[str, np.ndarray]]:
+    yield "token_ids", host.token_ids_T
+    yield "positions", host.positions_T
+    yield "write_blocks", host.write_blocks_T
+    yield "write_offsets", host.write_offsets_T
+
+
+def _sequences(host: HostBatch) -> Iterator[tuple[str, np.ndarray]]:
+    yield "context_lens", host.context_lens_N
+    yield "src", host.src_N
+    yield "dst", host.dst_N
+    yield "window_src", host.window_src_N
+    yield "window_offset", host.window_offset_N
+    yield "pending", host.pending_N

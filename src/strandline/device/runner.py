@@ -1,0 +1,360 @@
+"""Carries out steps: moves what the cache asked for, runs the model, samples.
+
+The runner obeys the plan. It keeps nothing of a request but its sampling state. Every sequence's final hidden
+state is stored in its slot, so that a slot that becomes a snapshot can give its next token without a forward.
+
+``launch`` does not wait for the device: what is sampled stays there, for the next step to read, and comes to the
+host behind it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock
+from strandline.device.batch import DeviceBatch, build_host_batch, to_device
+from strandline.device.graphs import StepGraphs
+from strandline.device.heap import keep_scratch_memory
+from strandline.device.padded_step import StepSize
+from strandline.device.pending import PendingTokens
+from strandline.device.sampler import LogprobTensors, SamplingState, choose_tokens
+from strandline.device.upload import download, upload_together
+from strandline.errors import EngineError
+from strandline.ids import BlockId, RequestId
+from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.batch import LayerMemory, StepBatch
+from strandline.kernels.gdn_log import gdn_fold
+from strandline.kernels.platform import set_deterministic
+from strandline.kernels.step import store_hidden
+from strandline.records.grammars import GrammarCompiler, TokenMatcher
+from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
+from strandline.specs import ModelSpec
+
+LAUNCH_BOUND_TOKENS = 1024
+"""A GPU computes steps of so few tokens in less time than it takes to launch them kernel by kernel: 17 ms for the 4B
+model on an H200's host."""
+
+LOGPROB_ROWS = 256
+"""Prompt tokens whose logits are in memory at a time: a step's scratch memory must not depend on what is asked for."""
+
+SERIAL_STEP_TOKENS = 4
+"""Steps of so few tokens run on one CPU thread. Their operations are too small to gain from more, and on a busy
+machine each would wait for the others to be scheduled: 690 ms a step were seen where one thread takes 4."""
+
+
+class LanguageModel(Protocol):
+    """What the runner needs of a model (rows ``T``, hidden size ``E``, vocabulary ``V``)."""
+
+    spec: ModelSpec
+    vocab_size: int
+    max_position: int
+
+    def forward(self, batch: StepBatch, memory: Sequence[LayerMemory]) -> Tensor:
+        """Return the final, normalised hidden state of every row, ``[T, E]``."""
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """Return logits ``[N, V]``, in the dtype of the model."""
+
+
+class LaunchedStep:
+    """A step that the device has been told to do."""
+
+    def __init__(self, num_sequences: int, device: torch.device) -> None:
+        self.is_launch_bound = False
+        """Whether the device has all but done it by the time it is launched."""
+        self._result = StepResult([None] * num_sequences)
+        self._device = device
+        self._tokens_N: Tensor | None = None
+        self._sampled: list[tuple[int, SamplingState]] = []
+        self._logprobs: dict[int, LogprobTensors] = {}
+        self._prompt_logprobs: dict[int, list[LogprobTensors]] = {}
+        self._done: torch.cuda.Event | None = None
+
+    def take_tokens(
+        self, tokens_N: Tensor, sampled: list[tuple[int, SamplingState]], logprobs: dict[int, LogprobTensors]
+    ) -> None:
+        """Fetch what was sampled.
+
+        Args:
+            sampled: index of the sequence in the plan and its state, per row of ``tokens_N``.
+            logprobs: by row.
+        """
+        self._tokens_N = download(tokens_N)
+        self._sampled = sampled
+        self._logprobs = {sampled[row][0]: tensors for row, tensors in logprobs.items()}
+
+    def take_prompt_logprobs(self, index: int, tensors: LogprobTensors) -> None:
+        """Fetch the log-probabilities of the next tokens of a sequence's prompt."""
+        self._prompt_logprobs.setdefault(index, []).append(tensors)
+
+    def close(self) -> None:
+        """Mark the end of the step on the device."""
+        if self._device.type == "cuda":
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def result(self) -> StepResult:
+        """Wait for the device, and return what the step produced."""
+        if self._done is not None:
+            self._done.synchronize()
+        result = self._result
+        if self._tokens_N is not None:
+            for (index, state), token in zip(self._sampled, self._tokens_N.tolist(), strict=True):
+                result.token_ids[index] = token
+                state.append(token)
+        result.logprobs = {index: tensors.read()[0] for index, tensors in self._logprobs.items()}
+        result.prompt_logprobs = {
+            index: [entry for tensors in parts for entry in tensors.read()]
+            for index, parts in self._prompt_logprobs.items()
+        }
+        return result
+
+
+class Runner:
+    """Runs steps on one device.
+
+    Args:
+        poison: fill what the cache drops with NaN, so that reading it is found out.
+        deterministic: launch batch-invariant kernels.
+        keeps_logs: let decoding sequences keep logs; the scheduler must know.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        num_slabs: int,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        poison: bool = False,
+        deterministic: bool = False,
+        keeps_logs: bool = False,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.grammars: GrammarCompiler | None = None
+        """What compiles the grammars of requests; there is none without a tokenizer."""
+        self.matchers: dict[RequestId, TokenMatcher] = {}
+        """Of requests to come; those without one are compiled when they come."""
+        if device.type == "cpu":
+            keep_scratch_memory()
+        self.arena = ArenaTensors(model.spec, num_slabs, device, num_logs=1 + max_num_seqs if keeps_logs else 0)
+        self._pending = PendingTokens(max_num_seqs, device)
+        self._poison = poison
+        self._is_deterministic = deterministic
+        self._graphs: StepGraphs | None = None
+        self._states: dict[RequestId, SamplingState] = {}
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Carry out a plan and wait for what it produces."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Tell the device to carry out a plan. Its actions and writes come after those of the steps before."""
+        set_deterministic(self._is_deterministic)
+        for request_id in plan.gone:
+            del self._states[request_id]
+        for new in plan.new:
+            self._states[new.request_id] = SamplingState(new, self.model.vocab_size, self.device, self._matcher(new))
+        self.carry_out(plan.actions)
+        if self.device.type == "cpu" and plan.num_tokens <= SERIAL_STEP_TOKENS:
+            with _one_thread():
+                return self._compute(plan)
+        return self._compute(plan)
+
+    def _matcher(self, new: NewRequest) -> TokenMatcher | None:
+        wanted = new.params.structured_outputs
+        if wanted is None:
+            return None
+        prepared = self.matchers.pop(new.request_id, None)
+        if prepared is not None:
+            return prepared
+        if self.grammars is None:
+            raise EngineError("a request with structured outputs came to a runner without a tokenizer")
+        return self.grammars.matcher(wanted, new.stop_ids)
+
+    def forget_requests(self) -> None:
+        """Drop what is remembered of requests; there must be none under way."""
+        self._states.clear()
+
+    def record_steps(self, sizes: Iterable[StepSize], max_model_len: int, *, progress: bool = False) -> None:
+        """Record steps of these sizes, to replay them from now on."""
+        set_deterministic(self._is_deterministic)
+        with torch.inference_mode():
+            self._graphs = StepGraphs(
+                self.model.forward,
+                self.model.logits,
+                self.arena,
+                self._pending,
+                sizes=sizes,
+                max_model_len=max_model_len,
+                progress=progress,
+            )
+
+    def _compute(self, plan: StepPlan) -> LaunchedStep:
+        sequences = plan.sequences
+        order, num_decodes = _order(sequences)
+        launched = LaunchedStep(len(sequences), self.device)
+        if not self._replay_decodes(sequences, num_decodes, launched):
+            hidden_NE = self._last_hidden(sequences, order, num_decodes, launched)
+            sampled = [index for index, sequence in enumerate(sequences) if sequence.is_sampled]
+            if sampled:
+                if len(sampled) < len(sequences):
+                    (rows_N,) = upload_together([sampled], self.device)
+                    hidden_NE = hidden_NE[rows_N]
+                self._sample(sequences, self.model.logits(hidden_NE), launched)
+        launched.close()
+        return launched
+
+    def _replay_decodes(self, sequences: Sequence[SequencePlan], num_decodes: int, launched: LaunchedStep) -> bool:
+        """Replay a step of decodes that are all sampled; whether it was one, and recorded."""
+        if self._graphs is None or num_decodes < len(sequences) or not all(s.is_sampled for s in sequences):
+            return False
+        host = build_host_batch(sequences, num_decodes)
+        logits_NV = self._graphs.decode(host, *self._pending.places(sequences, self._states))
+        if logits_NV is None:
+            return False
+        self._sample(sequences, logits_NV, launched, self._pending.sampled_M[: len(sequences)])
+        return True
+
+    @torch.inference_mode()
+    def carry_out(self, actions: Iterable[Action]) -> None:
+        """Do what the cache asked for, in order."""
+        for kind, group in groupby(actions, key=type):
+            if kind is FoldLog:
+                self._fold([action for action in group if isinstance(action, FoldLog)])
+            else:
+                for action in group:
+                    self._apply(action)
+
+    def _apply(self, action: Action) -> None:
+        match action:
+            case CopyTokens(src, dst, num_tokens):
+                self.arena.copy_block(src, dst, num_tokens)
+            case MoveBlock(src, dst):
+                self.arena.move_block(src, dst)
+                if self._poison:
+                    self.arena.poison([src], [])
+            case DropBlocks(blocks) if self._poison:
+                self.arena.poison(map(BlockId, blocks), [])
+            case DropSlot(slot) if self._poison:
+                self.arena.poison([], [slot])
+
+    def _fold(self, folds: Sequence[FoldLog]) -> None:
+        columns = list(zip(*((fold.slot, fold.log, fold.num_tokens) for fold in folds), strict=True))
+        slot_N, log_N, len_N = upload_together(columns, self.device)
+        for layers in self.arena.logged_layers:
+            gdn_fold(layers.state_RSHKV, layers.logs, slot_N, log_N, len_N)
+
+    def _last_hidden(
+        self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: LaunchedStep
+    ) -> Tensor:
+        """Run the model; return the hidden state behind each sequence's next token, in the plan's order."""
+        if not order:
+            return self._stored_hidden(sequences)
+        ordered = [sequences[index] for index in order]
+        host = build_host_batch(ordered, num_decodes)
+        rows = host.query_starts_N1.tolist()
+        replayed = None
+        if self._graphs is not None:
+            replayed = self._graphs.prefill(host, *self._pending.places(ordered, self._states))
+        if replayed is not None:
+            hidden_TE, last_NE, gap = replayed
+            rows[num_decodes:] = [row + gap for row in rows[num_decodes:]]
+        else:
+            launched.is_launch_bound = self.device.type == "cuda" and len(host.token_ids_T) <= LAUNCH_BOUND_TOKENS
+            batch = to_device(host, self.device)
+            if host.has_pending:
+                self._pending.resolve(batch, ordered, self._states)
+            hidden_TE = self.model.forward(batch.step, self.arena.layers)
+            self._store_hidden(ordered, rows, hidden_TE, batch)
+            last_NE = hidden_TE if len(hidden_TE) == len(ordered) else hidden_TE[batch.last_rows_N]
+        self._prompt_logprobs(ordered, order, rows, hidden_TE, launched)
+        if order == list(range(len(sequences))):
+            return last_NE
+        hidden_NE = self._stored_hidden(sequences)
+        (order_N,) = upload_together([order], self.device)
+        return hidden_NE.index_copy_(0, order_N, last_NE)
+
+    def _stored_hidden(self, sequences: Sequence[SequencePlan]) -> Tensor:
+        """Return the hidden states that lie in the sequences' source slots."""
+        (slots_N,) = upload_together([[sequence.state_src for sequence in sequences]], self.device)
+        return self.arena.hidden_SE[slots_N]
+
+    def _store_hidden(
+        self, sequences: list[SequencePlan], rows: list[int], hidden_TE: Tensor, batch: DeviceBatch
+    ) -> None:
+        """Store the hidden states behind the sequences' ends and cuts in their slots."""
+        store_hidden(hidden_TE, batch.last_rows_N, self.arena.hidden_SE, batch.step.recurrent.dst_N)
+        pairs = [
+            (row + position - sequence.start - 1, slot)
+            for row, sequence in zip(rows, sequences, strict=False)
+            for position, slot in sequence.cuts
+        ]
+        if pairs:
+            cut_rows, slots = upload_together([list(column) for column in zip(*pairs, strict=True)], self.device)
+            store_hidden(hidden_TE, cut_rows, self.arena.hidden_SE, slots)
+
+    def _prompt_logprobs(
+        self,
+        sequences: list[SequencePlan],
+        order: list[int],
+        rows: list[int],
+        hidden_TE: Tensor,
+        launched: LaunchedStep,
+    ) -> None:
+        for row, sequence, index in zip(rows, sequences, order, strict=False):
+            state = self._states[sequence.request_id]
+            num_top = state.params.prompt_logprobs
+            prompt = state.new.prompt_ids
+            end = min(sequence.end, len(prompt) - 1)
+            if num_top is None or end <= sequence.start:
+                continue
+            (tokens_N,) = upload_together([prompt[sequence.start + 1 : end + 1]], self.device)
+            rows_NE = hidden_TE[row : row + len(tokens_N)]
+            for hidden_NE, token_N in zip(rows_NE.split(LOGPROB_ROWS), tokens_N.split(LOGPROB_ROWS), strict=True):
+                tensors = LogprobTensors(self.model.logits(hidden_NE), token_N, [num_top] * len(token_N))
+                launched.take_prompt_logprobs(index, tensors)
+
+    def _sample(
+        self,
+        sequences: Sequence[SequencePlan],
+        logits_NV: Tensor,
+        launched: LaunchedStep,
+        greedy_N: Tensor | None = None,
+    ) -> None:
+        """Choose a token for each sequence that is sampled; ``logits_NV`` has a row for each of them."""
+        sampled = [
+            (index, self._states[sequence.request_id])
+            for index, sequence in enumerate(sequences)
+            if sequence.is_sampled
+        ]
+        tokens_N, logprobs = choose_tokens(logits_NV, [state for _, state in sampled], greedy_N)
+        self._pending.remember(tokens_N, [sequences[index].request_id for index, _ in sampled])
+        launched.take_tokens(tokens_N, sampled, logprobs)
+
+
+def _order(sequences: Sequence[SequencePlan]) -> tuple[list[int], int]:
+    """Return the indices of the sequences that compute something, decodes first, and how many are decodes."""
+    decodes = [index for index, sequence in enumerate(sequences) if sequence.is_decode]
+    if len(decodes) == len(sequences):
+        return decodes, len(decodes)
+    prefills = [
+        index for index, sequence in enumerate(sequences) if sequence.end > sequence.start and not sequence.is_decode
+    ]
+    return decodes + prefills, len(decodes)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

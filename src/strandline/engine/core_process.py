@@ -1,0 +1,175 @@
+"""The process that computes: ``python -m strandline.engine.core_process ADDRESS``, started by the front end.
+
+It ends when its standard input closes, which happens when the front end ends, whatever the reason.
+Signals are the front end's business, so that Ctrl-C in a terminal does not end what a drain still needs.
+"""
+
+import signal
+import sys
+import time
+from dataclasses import replace
+
+import zmq
+
+from strandline.device.heap import give_back_free_memory
+from strandline.engine.core import EngineCore
+from strandline.engine.loading import load_core
+from strandline.errors import ConfigError
+from strandline.gc_policy import spare_collector
+from strandline.records.events import CoreStats
+from strandline.records.messages import (
+    ENCODER,
+    TO_CORE,
+    AskCache,
+    AskStats,
+    AskWhy,
+    CacheShown,
+    Died,
+    Explained,
+    Finish,
+    FromCore,
+    Ready,
+    Refused,
+    Start,
+    Stats,
+    Stepped,
+    Submit,
+    ToCore,
+)
+from strandline.text.compiling import Compiling
+from strandline.text.structured import Grammars
+from strandline.text.vocabulary import load_vocabulary
+
+Socket = zmq.Socket[bytes]
+LINGER_MS = 2000
+REST_AFTER_S = 5.0
+"""Without work for so long, the engine gives back the memory that it keeps for the next step's scratch."""
+
+
+class CoreLoop:
+    """Steps while there is work; takes in messages before every step, so that an abort waits for one at most.
+
+    Sequences with a grammar wait aside until it is compiled, so that no step waits for that.
+    """
+
+    def __init__(self, core: EngineCore, grammars: Grammars, socket: Socket, lifeline: int) -> None:
+        """
+        Args:
+            lifeline: a file descriptor; when it closes, the loop ends.
+        """
+        self._core = core
+        self._compiling = Compiling(grammars)
+        self._socket = socket
+        self._lifeline = lifeline
+        self._poller = zmq.Poller()
+        for source in (socket, lifeline, self._compiling.fileno()):
+            self._poller.register(source, zmq.POLLIN)
+        self._is_stopped = False
+        self._rest_at_s: float | None = None
+        """When to give back memory, by ``time.monotonic``; None once that is done."""
+
+    def run(self) -> None:
+        """Serve until the lifeline closes."""
+        try:
+            self._take_messages()
+            while not self._is_stopped:
+                if self._core.has_unfinished:
+                    self._send(Stepped(self._core.step()))
+                    self._rest_at_s = time.monotonic() + REST_AFTER_S
+                self._take_messages()
+        finally:
+            self._compiling.close()
+
+    def _take_messages(self) -> None:
+        """Obey what has come; wait for something when there is no work."""
+        ready = dict(self._poller.poll(self._patience_ms()))
+        if not ready and not self._core.has_unfinished:
+            self._rest_at_s = None
+            give_back_free_memory()
+        if self._lifeline in ready:
+            self._is_stopped = True
+        if self._compiling.fileno() in ready:
+            for submission, matcher in self._compiling.take():
+                self._core.add(submission, matcher)
+        while self._socket in ready and not self._is_stopped:
+            try:
+                self._obey(TO_CORE.decode(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return
+
+    def _patience_ms(self) -> int | None:
+        """Return how long to wait for a message: not at all while there is work, and then until it is time to rest."""
+        if self._core.has_unfinished:
+            return 0
+        if self._rest_at_s is None:
+            return None
+        return max(int((self._rest_at_s - time.monotonic()) * 1000) + 1, 0)
+
+    def _obey(self, message: ToCore) -> None:
+        match message:
+            case Submit(submissions):
+                for submission in submissions:
+                    if submission.new.params.structured_outputs is None:
+                        self._core.add(submission)
+                    else:
+                        self._compiling.put(submission)
+            case Finish(request_ids):
+                for request_id in request_ids:
+                    self._compiling.discard(request_id)
+                    self._core.finish(request_id)
+            case AskStats():
+                self._send(Stats(self._stats()))
+            case AskCache(number, salt):
+                self._send(CacheShown(number, self._core.watch.state(salt, self._stats())))
+            case AskWhy(number, question):
+                self._send(Explained(number, self._core.watch.answer(question)))
+
+    def _stats(self) -> CoreStats:
+        stats = self._core.stats()
+        return replace(stats, num_waiting=stats.num_waiting + len(self._compiling))
+
+    def _send(self, message: FromCore) -> None:
+        self._socket.send(ENCODER.encode(message))
+
+
+def serve_core(socket: Socket, lifeline: int) -> int:
+    """Load what the first message names, and serve it; return the exit code."""
+    poller = zmq.Poller()
+    for source in (socket, lifeline):
+        poller.register(source, zmq.POLLIN)
+    if lifeline in dict(poller.poll()):
+        return 0
+    start = TO_CORE.decode(socket.recv())
+    if not isinstance(start, Start):
+        return 2
+    try:
+        grammars = load_vocabulary(start.config).grammars
+        grammars.begin()  # while the weights are read
+        core = load_core(start.config)
+    except ConfigError as error:
+        socket.send(ENCODER.encode(Refused(str(error))))
+        return 2
+    spare_collector()
+    socket.send(ENCODER.encode(Ready(core.limits, core.describe())))
+    try:
+        CoreLoop(core, grammars, socket, lifeline).run()
+    except Exception as error:
+        # The process's edge: whatever it was, it is ours, and a doubtful state is never served.
+        socket.send(ENCODER.encode(Died(f"{type(error).__name__}: {error}")))
+        raise
+    return 0
+
+
+def main() -> int:
+    """Run the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.set_hwm(0)
+        socket.linger = LINGER_MS
+        socket.connect(sys.argv[1])
+        return serve_core(socket, sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""What the device needs of structured outputs: a matcher per output, and something that compiles grammars."""
+
+from collections.abc import Collection
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strandline.records.sampling_params import StructuredOutputsParams
+
+
+class TokenMatcher(Protocol):
+    """The position of one output in its grammar."""
+
+    def append(self, token: int) -> None:
+        """Advance by the sampled token."""
+
+    def fill(self, words: NDArray[np.int32], row: int) -> None:
+        """Set the bits of the tokens allowed next in ``words[row]``, 32 tokens a word; clear all others."""
+
+
+class GrammarCompiler(Protocol):
+    """Compiles the grammars of requests."""
+
+    def matcher(self, params: StructuredOutputsParams, stop_ids: Collection[int]) -> TokenMatcher:
+        """Return a matcher at the start of the grammar.
+
+        Args:
+            stop_ids: tokens that end the output; allowed once the grammar is satisfied.
+
+        Raises:
+            RequestError: the grammar cannot be compiled.
+        """

@@ -1,0 +1,100 @@
+"""What the front end and the core process say to each other: msgpack over one pair of ZeroMQ sockets."""
+
+from typing import Final
+
+import msgspec
+
+from strandline.config import EngineConfig
+from strandline.ids import RequestId
+from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
+from strandline.records.events import CoreStats, Limits, StepEvents, Submission
+
+
+class Start(msgspec.Struct, tag=True):
+    """The first message: what to load."""
+
+    config: EngineConfig
+
+
+class Submit(msgspec.Struct, tag=True):
+    """Run these sequences."""
+
+    submissions: list[Submission]
+
+
+class Finish(msgspec.Struct, tag=True):
+    """End these sequences, before the next step."""
+
+    request_ids: list[RequestId]
+
+
+class AskStats(msgspec.Struct, tag=True):
+    """Answer with ``Stats``."""
+
+
+class AskCache(msgspec.Struct, tag=True):
+    """Answer with ``CacheShown`` of the same number."""
+
+    number: int
+    salt: str
+
+
+class AskWhy(msgspec.Struct, tag=True):
+    """Answer with ``Explained`` of the same number."""
+
+    number: int
+    question: CacheQuestion
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The model is loaded; requests may come."""
+
+    limits: Limits
+    lines: list[str]
+    """What the cache has room for, for people."""
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The configuration does not allow a start; the process ends."""
+
+    message: str
+
+
+class Stepped(msgspec.Struct, tag=True):
+    """A step is done."""
+
+    events: StepEvents
+
+
+class Stats(msgspec.Struct, tag=True):
+    """The answer to ``AskStats``."""
+
+    stats: CoreStats
+
+
+class CacheShown(msgspec.Struct, tag=True):
+    """The answer to ``AskCache``."""
+
+    number: int
+    state: CacheState
+
+
+class Explained(msgspec.Struct, tag=True):
+    """The answer to ``AskWhy``."""
+
+    number: int
+    answer: CacheAnswer
+
+
+class Died(msgspec.Struct, tag=True):
+    """An error of ours; the process ends."""
+
+    message: str
+
+
+ToCore = Start | Submit | Finish | AskStats | AskCache | AskWhy
+FromCore = Ready | Refused | Stepped | Stats | CacheShown | Explained | Died
+
+ENCODER: Final = msgspec.msgpack.Encoder()
+TO_CORE: Final = msgspec.msgpack.Decoder(ToCore)
+FROM_CORE: Final = msgspec.msgpack.Decoder(FromCore)

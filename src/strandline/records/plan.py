@@ -1,0 +1,111 @@
+"""One step as data: what the scheduler decides and the runner obeys, and what comes back.
+
+A plan is enough to run the step in another process: ids, positions and token ids, no references to the
+scheduler's objects. Lists and arrays in it are not changed once the step has been handed over.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from strandline.cache import Action
+from strandline.ids import NULL_LOG, LogId, PendingToken, RequestId, SlotId
+from strandline.records.sampling_params import SamplingParams
+
+MAX_STOP_IDS: Final = 8
+"""Stop tokens of a request that a device compares with what it sampled; of a request with more the host must."""
+
+
+class SequencePlan(NamedTuple):
+    """What one sequence does in the step."""
+
+    request_id: RequestId
+    start: int
+    """First token to compute. ``start == end``: nothing; the next token is sampled from ``state_src``."""
+    end: int
+    token_ids: Sequence[int]
+    """Tokens ``[start, end)``."""
+    block_table: "array[int]"
+    kv_start: int
+    """Keys and values before this position are in shared blocks: not written."""
+    state_src: SlotId
+    state_dst: SlotId
+    window_src: SlotId
+    window_offset: int
+    cuts: tuple[tuple[int, SlotId], ...]
+    """Position and slot of each snapshot to emit in passing."""
+    is_sampled: bool
+    """Whether the step ends at the sequence's last token, so that a next one is sampled."""
+    pending: PendingToken = PendingToken.NONE
+    """Whether ``token_ids`` says nothing, since the token is on the device alone."""
+    is_prefill: bool = False
+    """Whether the prefill kernels compute it even if it is a single token: deterministic, all of a prompt's are."""
+    log: LogId = NULL_LOG
+    """The log that the token is appended to, or that is folded; the null log: the token goes into the state at once."""
+    log_tokens: int = 0
+    """Tokens in the log, the last ones before ``start``."""
+    folds_log: bool = True
+    """Whether the step folds log and token into the state: the log is full or the null log, or the state moves."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the decode kernels compute it: one token, no cut, not to be prefilled."""
+        return self.end - self.start == 1 and not self.cuts and not self.is_prefill
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """What the runner must know of a request beyond its tokens in the step."""
+
+    request_id: RequestId
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    """Tokens that end the request; banned until ``min_tokens`` are out."""
+    bad_words_ids: tuple[tuple[int, ...], ...]
+
+    @property
+    def needs_host_tokens(self) -> bool:
+        """Whether the host must know every token before the next one can be computed."""
+        return self.params.needs_host_tokens or len(self.stop_ids) > MAX_STOP_IDS
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step of the whole batch."""
+
+    sequences: list[SequencePlan]
+    actions: list[Action]
+    """Copies and moves to carry out first, in order."""
+    new: list[NewRequest]
+    gone: list[RequestId]
+    """Requests of which nothing more will come."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sequence.end - sequence.start for sequence in self.sequences)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probability of one token, and of the likeliest at its place."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the likeliest token."""
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the step produced, in the order of the plan's sequences."""
+
+    token_ids: list[int | None]
+    """The sampled token; None where nothing was sampled."""
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By index of the sequence, where asked for."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By index: of the prompt's tokens ``[start + 1, end + 1)`` as far as they are the prompt's."""

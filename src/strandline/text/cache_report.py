@@ -1,0 +1,60 @@
+"""Accounts and explanations as data for JSON: what the API, the cache page and ``strandline explain`` show."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from strandline.cache import Account
+from strandline.records.cache_questions import CacheAnswer
+
+Json = dict[str, Any]
+TextOf = Callable[[Sequence[int]], str | None]
+"""Turns tokens into text; returns None where no text is to be shown."""
+
+
+def account_data(account: Account) -> Json:
+    """Return an account. ``queried`` is ``hit`` plus the tokens of the misses."""
+    return {
+        "queried": account.queried,
+        "hit": account.hit,
+        "kv_tokens": account.kv_tokens,
+        "snapshot_kind": account.snapshot_kind,
+        "misses": [
+            {"reason": miss.reason, "start": miss.start, "end": miss.end, "tokens": miss.num_tokens}
+            | ({} if miss.request_id is None else {"request_id": miss.request_id})
+            for miss in account.misses
+        ],
+    }
+
+
+def answer_data(answer: CacheAnswer, text_of: TextOf) -> Json:
+    """Return the answer to a question about the cache; it must have an explanation."""
+    explanation = answer.explanation
+    if explanation is None:
+        raise ValueError(f"there is no explanation: {answer.problem}")
+    parting = explanation.parting
+
+    def stretch(tokens: Sequence[int]) -> Json:
+        return {"tokens": list(tokens), "text": text_of(tokens)}
+
+    return {
+        "request_id": answer.request_id,
+        "age_s": answer.age_s,
+        "account": account_data(explanation.account),
+        "now": None if answer.now is None else account_data(answer.now),
+        "kv_now": explanation.kv_now,
+        "snapshots": [{"position": found.position, "kind": found.kind} for found in explanation.snapshots],
+        "num_snapshots_left_out": explanation.num_snapshots_left_out,
+        "next_snapshot": explanation.next_snapshot,
+        "parting": None
+        if parting is None
+        else {
+            "position": parting.position,
+            "before": stretch(parting.before),
+            "prompt": stretch(parting.prompt),
+            "cached": [stretch(tokens) for tokens in parting.cached],
+        },
+        "advice": [
+            {"help": advice.help, "position": advice.position, "tokens": advice.num_tokens, "text": advice.text}
+            for advice in explanation.advice
+        ],
+    }

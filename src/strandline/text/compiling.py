@@ -1,0 +1,57 @@
+"""Sequences whose grammar is being compiled, in threads beside the core's steps."""
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+from strandline.ids import RequestId
+from strandline.records.events import Submission
+from strandline.text.structured import Grammars, Matcher
+
+NUM_THREADS: Final = 2
+"""So that one grammar that takes long does not hold up all others."""
+
+
+class Compiling:
+    """Keeps sequences until their grammars are compiled. All but the compiling happens in the caller's thread."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars")
+        self._waiting: dict[RequestId, tuple[Submission, Future[Matcher]]] = {}
+        self._done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def fileno(self) -> int:
+        """Return a file descriptor that can be read when there may be something to take."""
+        return self._done
+
+    def put(self, submission: Submission) -> None:
+        """Begin to compile a sequence's grammar."""
+        structure = submission.new.params.structured_outputs
+        if structure is None:
+            raise ValueError(f"sequence {submission.new.request_id!r} has no grammar")
+        future = self._threads.submit(self._grammars.matcher, structure, submission.new.stop_ids)
+        self._waiting[submission.new.request_id] = submission, future
+        future.add_done_callback(lambda _: os.eventfd_write(self._done, 1))
+
+    def take(self) -> list[tuple[Submission, Matcher]]:
+        """Return the sequences whose grammars are compiled by now. Raises what compiling one raised."""
+        os.eventfd_read(self._done)
+        ready = [name for name, (_, future) in self._waiting.items() if future.done()]
+        taken = [self._waiting.pop(name) for name in ready]
+        return [(submission, future.result()) for submission, future in taken]
+
+    def discard(self, request_id: RequestId) -> None:
+        """Forget a sequence. Unknown ids are ignored."""
+        found = self._waiting.pop(request_id, None)
+        if found is not None:
+            found[1].cancel()
+
+    def close(self) -> None:
+        """End the threads once what they compile is done, and drop the rest."""
+        self._waiting.clear()
+        self._threads.shutdown(cancel_futures=True)
+        os.close(self._done)

@@ -1,0 +1,247 @@
+"""From a conversation to a prompt: the chat template's text, its tokens, and the positions worth a snapshot.
+
+``cache_control`` on a message, on a part of one or on a tool marks its end. The template is rendered once more with a
+word behind every mark; where that rendering and the plain one part is the mark's place, whatever the template does.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from strandline.errors import RequestError
+from strandline.text.marks import Characters, Messages, Turns, common_length, find_turns, next_start
+from strandline.text.prompts import check_length, check_text, render_chat
+
+MARK: Final = "cache_control"
+MAX_MARKS: Final = 4
+"""Of one request; Anthropic's limit."""
+SENTINEL: Final = "Zq7strandlinemark9x"
+MIN_TOOLS_TOKENS: Final = 64
+"""What comes before the system prompt and is shorter than this is no more than the turn's opening."""
+PROBE_TOOL: Final[Mapping[str, Any]] = {
+    "type": "function",
+    "function": {"name": SENTINEL, "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as a prompt."""
+
+    text: str
+    token_ids: list[int]
+    marks: tuple[int, ...]
+    """Token positions, ascending."""
+
+
+@dataclass(slots=True)
+class _Marked:
+    """A plain message, and the characters of its content behind which there is a mark."""
+
+    message: dict[str, Any]
+    places: list[int] = field(default_factory=list)
+
+
+class ChatRenderer:
+    """Renders conversations by one template.
+
+    Args:
+        chat_template: instead of the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._turns: Turns | None = None
+        self._knows_tools: bool | None = None
+
+    @property
+    def turns(self) -> Turns:
+        """How the template separates turns; found at the first look."""
+        if self._turns is None:
+            self._turns = find_turns(self._tokenizer, self._render)
+        return self._turns
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template tells the model of tools; found at the first look."""
+        if self._knows_tools is None:
+            messages = [{"role": "user", "content": "x"}]
+            try:
+                self._knows_tools = SENTINEL in self._render(messages, True, [dict(PROBE_TOOL)])
+            except RequestError:
+                self._knows_tools = False
+        return self._knows_tools
+
+    def render(
+        self,
+        messages: Iterable[Any],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+        max_characters: int | None = None,
+    ) -> RenderedChat:
+        """Return a conversation as a prompt.
+
+        Args:
+            max_characters: longer texts are refused before they are tokenized.
+
+        Raises:
+            RequestError: messages or tools are malformed, or the template cannot render them.
+        """
+        if tools and not self.knows_tools:
+            raise RequestError("the model's chat template knows no tools; leave tools out, or give --chat-template")
+        marked = [_without_marks(message) for message in messages]
+        plain = [entry.message for entry in marked]
+        bare_tools = [{name: value for name, value in tool.items() if name != MARK} for tool in tools]
+
+        def text_of(messages: Messages, tools: list[dict[str, Any]]) -> str:
+            return self._render(messages, add_generation_prompt, tools, template_options)
+
+        text = text_of(plain, bare_tools)
+        check_length(text, max_characters)
+        check_text(text)
+        encoding = self._tokenizer(text, add_special_tokens=False)
+        token_ids = list(encoding["input_ids"])
+        characters = Characters(self._tokenizer, text, encoding)
+        has_system = bool(plain and plain[0].get("role") in ("system", "developer"))
+        marks = set(
+            self.turns.marks(token_ids, has_system=has_system or bool(tools), is_answer_next=add_generation_prompt)
+        )
+        if tools and has_system:
+            marks |= _tools_end(text, plain[0].get("content"), characters)
+        _check_count(marked, tools)
+        if any(entry.places for entry in marked):
+            sown = text_of([_sown(entry) for entry in marked], bare_tools)
+            ends = [place == len(_content(entry)) for entry in marked for place in entry.places]
+            marks |= self._marked(_found(sown, text), ends, characters, token_ids)
+        for index, tool in enumerate(tools):
+            if _is_marked(tool):
+                cut = text_of(plain, [*bare_tools[: index + 1], dict(PROBE_TOOL)])
+                marks.add(characters.position(common_length(cut, text)))
+        return RenderedChat(text, token_ids, tuple(sorted(mark for mark in marks if 0 < mark < len(token_ids))))
+
+    def _marked(
+        self, places: Sequence[int], ends: Sequence[bool], characters: Characters, token_ids: list[int]
+    ) -> set[int]:
+        """Return the positions of marked characters; of those that end a message, where the next turn begins."""
+        starts = self.turns.positions(token_ids)
+        marks = set[int]()
+        for place, is_end in zip(places, ends, strict=False):
+            position = characters.position(place)
+            marks.add((next_start(position, starts) if is_end else None) or position)
+        return marks
+
+    def _render(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> str:
+        return render_chat(
+            self._tokenizer,
+            messages,
+            self._chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools or None,
+            template_options=template_options,
+        )
+
+
+def _check_count(marked: Sequence[_Marked], tools: Sequence[Mapping[str, Any]]) -> None:
+    num_marked = sum(len(entry.places) for entry in marked) + sum(_is_marked(tool) for tool in tools)
+    if num_marked > MAX_MARKS:
+        raise RequestError(f"at most {MAX_MARKS} {MARK} marks may be set, got {num_marked}")
+
+
+def _is_marked(thing: Mapping[str, Any]) -> bool:
+    """Say whether there is a mark.
+
+    Raises:
+        RequestError: there is one of an unknown kind.
+    """
+    mark = thing.get(MARK)
+    if mark is None:
+        return False
+    if not isinstance(mark, Mapping) or mark.get("type") != "ephemeral":
+        raise RequestError(f"{MARK} must be {{'type': 'ephemeral'}}, got {json.dumps(mark)[:100]}")
+    return True
+
+
+def _without_marks(message: Any) -> _Marked:
+    """Join a message's text parts by newlines, as vLLM does for templates that know text alone; take out the marks."""
+    if not isinstance(message, Mapping):
+        return _Marked(message)  # refused where messages are checked
+    plain = {name: value for name, value in message.items() if name != MARK}
+    entry = _Marked(plain)
+    content = message.get("content")
+    if message.get("tool_calls"):
+        plain["tool_calls"] = _calls(message["tool_calls"])
+        plain["content"] = content or ""
+    if isinstance(content, list):
+        texts: list[str] = []
+        for part in content:
+            is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            if not is_text:
+                raise RequestError(
+                    "a message's content parts must be {'type': 'text', 'text': …}; others are not served"
+                )
+            texts.append(part["text"])
+            if _is_marked(part):
+                entry.places.append(sum(map(len, texts)) + len(texts) - 1)
+        plain["content"] = "\n".join(texts)
+    elif not (content is None or isinstance(content, str)):
+        raise RequestError("a message's content must be a string or a list of parts")
+    if _is_marked(message) and len(_content(entry)) not in entry.places:
+        entry.places.append(len(_content(entry)))
+    return entry
+
+
+def _calls(calls: Any) -> list[dict[str, Any]]:
+    """Return earlier calls with their arguments as objects, as templates want them; what is no object stays."""
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                "a message's tool_calls must be a list of {'id': …, 'type': 'function', 'function': {'name': …, "
+                f"'arguments': …}}}}, got {json.dumps(call, default=str)[:200]}"
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                value = json.loads(arguments or "{}")
+                arguments = value if isinstance(value, dict) else arguments
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found
+
+
+def _content(entry: _Marked) -> str:
+    content: str = entry.message.get("content") or ""
+    return content
+
+
+def _sown(entry: _Marked) -> dict[str, Any]:
+    """Return the message with a sentinel behind every mark."""
+    if not entry.places:
+        return entry.message
+    content = _content(entry)
+    pieces = [content[start:end] for start, end in zip([0, *entry.places], [*entry.places, None], strict=True)]
+    return {**entry.message, "content": SENTINEL.join(pieces)}
+
+
+def _found(sown: str, text: str) -> list[int]:
+    """Return the characters of the plain text before which the sentinels stand in the other one."""
+    pieces = sown.split(SENTINEL)
+    return [common_length("".join(pieces[:count]), text) for count in range(1, len(pieces))]
+
+
+def _tools_end(text: str, system: Any, characters: Characters) -> set[int]:
+    """Return where a system prompt begins that comes behind the tools: others may have these tools and another one."""
+    place = text.find(system.strip()) if isinstance(system, str) and system.strip() else -1
+    position = characters.position(place) if place > 0 else 0
+    return {position} if position >= MIN_TOOLS_TOKENS else set()

@@ -1,0 +1,71 @@
+"""From token ids to text as they come, and stop strings in it.
+
+The text only ever grows, except that a stop string is cut off at the end. While a request runs, as much text
+is held back as could be the beginning of a stop string, so that what was streamed is never taken back.
+"""
+
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from strandline.records.sampling_params import SamplingParams
+
+
+class Detokenizer:
+    """The text of one output."""
+
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+        """
+        Args:
+            tokenizer: a transformers tokenizer with a ``tokenizers`` backend.
+            params: whose stop strings and special-token handling to use.
+        """
+        self._backend = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
+        self._skip_special_tokens = params.skip_special_tokens
+        self._stops = params.stop_strings
+        self._keep_stop = params.include_stop_str_in_output
+        self._held_back = max((len(stop) for stop in self._stops), default=1) - 1
+        self._token_ids: list[int] = []
+        self._text = ""
+        self._is_done = False
+
+    @property
+    def text(self) -> str:
+        """What may be shown: all of it once finished, otherwise without what could become a stop string."""
+        if self._is_done or not self._held_back:
+            return self._text
+        return self._text[: -self._held_back]
+
+    def append(self, token: int, *, may_stop: bool) -> str | None:
+        """Add a token; return the stop string that it completes, if any.
+
+        Args:
+            may_stop: False while fewer than ``min_tokens`` are out.
+        """
+        self._token_ids.append(token)
+        piece = self._stream.step(self._backend, token)
+        if not piece:
+            return None
+        searched = max(len(self._text) - self._held_back, 0)
+        self._text += piece
+        return self._find_stop(searched) if may_stop else None
+
+    def finish(self) -> None:
+        """Bring the text up to the last token: bytes that never became a character are shown as U+FFFD."""
+        if self._is_done:
+            return
+        self._is_done = True
+        whole = self._backend.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
+        if len(whole) > len(self._text) and whole.startswith(self._text):
+            self._text = whole
+
+    def _find_stop(self, start: int) -> str | None:
+        found = [(self._text.find(stop, start), stop) for stop in self._stops]
+        places = [(place, stop) for place, stop in found if place >= 0]
+        if not places:
+            return None
+        place, stop = min(places)
+        self._text = self._text[: place + (len(stop) if self._keep_stop else 0)]
+        self._is_done = True
+        return stop

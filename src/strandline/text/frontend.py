@@ -1,0 +1,195 @@
+"""The text part: users' requests in, sequences for the core out; token events in, users' outputs out.
+
+It checks requests, chooses seeds, makes ``n`` sequences of one request, and turns tokens into text. It holds no
+tensors and calls no core, so that the offline ``Engine`` and a server in another process share it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any, Final
+
+from strandline.clock import SYSTEM_CLOCK, Clock
+from strandline.errors import RequestError
+from strandline.ids import RequestId
+from strandline.records.events import Limits, StepEvents, Submission
+from strandline.records.plan import NewRequest
+from strandline.records.sampling_params import SamplingParams
+from strandline.text.collector import Collector, OutputStream
+from strandline.text.structured import Grammars
+
+SEED_BITS: Final = 63
+
+
+class Frontend:
+    """Keeps every unfinished request's outputs.
+
+    Args:
+        limits: of the core that will run the requests.
+        tokenizer: a transformers tokenizer, or None to work with token ids alone.
+        eos_ids: tokens that end a request unless it says ``ignore_eos``.
+        grammars: of the same tokenizer; by default they are made here.
+        seed: of the requests that bring none.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        tokenizer: Any | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        grammars: Grammars | None = None,
+        seed: int = 0,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.grammars = grammars or Grammars(lambda: (tokenizer, eos_ids), limits.vocab_size)
+        self._longest_token = max(map(len, tokenizer.get_vocab())) if tokenizer is not None else 0
+        self.collectors: dict[str, Collector] = {}
+        self._streams: dict[RequestId, OutputStream] = {}
+        self._seeds = Random(seed)
+        self._clock = clock
+
+    @property
+    def max_characters(self) -> int:
+        """Most characters that a prompt can have: those of so many longest tokens, twice for what is normalized."""
+        return 2 * self.limits.max_model_len * self._longest_token
+
+    def __len__(self) -> int:
+        """Return how many sequences are unfinished."""
+        return len(self._streams)
+
+    def open(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        salt: str = "",
+        marks: tuple[int, ...] = (),
+    ) -> list[Submission]:
+        """Take in a request; return what the core is to run for it.
+
+        Args:
+            prompt: the text behind ``prompt_ids``, to be handed back with the output.
+            salt: requests share cached prefixes only with requests of the same salt.
+            marks: positions where others are likely to share the prompt's beginning.
+
+        Raises:
+            RequestError: the prompt or a parameter cannot be served; nothing has changed.
+        """
+        self.check(prompt_ids, params)
+        if request_id in self.collectors:
+            raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
+        submissions = self._submissions(request_id, list(prompt_ids), params, salt, marks)
+        collector = Collector(
+            request_id, prompt, [submission.new for submission in submissions], self.tokenizer, self._clock()
+        )
+        self.collectors[request_id] = collector
+        self._streams.update((stream.request_id, stream) for stream in collector.streams)
+        return submissions
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise a RequestError if such a request cannot be served."""
+        vocab_size, max_model_len = self.limits.vocab_size, self.limits.max_model_len
+        if not prompt_ids:
+            raise RequestError("the prompt is empty; at least one token is needed")
+        if len(prompt_ids) >= max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens; with at least one token of output it must stay within "
+                f"max_model_len {max_model_len}"
+            )
+        if set(map(type, prompt_ids)) != {int} or min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+            wrong = next(token for token in prompt_ids if type(token) is not int or not 0 <= token < vocab_size)
+            raise RequestError(f"prompt token {wrong!r} is not in the vocabulary [0, {vocab_size})")
+        named = [*(params.stop_token_ids or ()), *(params.logit_bias or ())]
+        for token in named:
+            if token >= vocab_size:
+                raise RequestError(f"token {token} of the sampling parameters is not in [0, {vocab_size})")
+        if self.tokenizer is None and (params.stop_strings or params.bad_words):
+            raise RequestError("stop strings and bad_words need a tokenizer; the engine runs without one")
+
+        if params.structured_outputs is not None:
+            if not self._stop_ids(params):
+                raise RequestError(
+                    "structured_outputs needs a token that ends the output: the model names none, or ignore_eos is "
+                    "set; give stop_token_ids"
+                )
+            self.grammars.check(params.structured_outputs)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
+
+    def _submissions(
+        self, request_id: str, prompt_ids: list[int], params: SamplingParams, salt: str, marks: tuple[int, ...]
+    ) -> list[Submission]:
+        max_total = self.limits.max_model_len
+        if params.max_tokens is not None:
+            max_total = min(max_total, len(prompt_ids) + max(params.max_tokens, 1))
+        seed = self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
+        stop_ids = self._stop_ids(params)
+        bad_words_ids = self._encode_bad_words(params)
+        submissions: list[Submission] = []
+        for index in range(params.n):
+            name = request_id if params.n == 1 else f"{request_id}#{index}"
+            new = NewRequest(RequestId(name), prompt_ids, params, _wrap_seed(seed + index), stop_ids, bad_words_ids)
+            submissions.append(Submission(new, max_total, salt, marks))
+            if params.prompt_logprobs is not None and params.max_tokens != 0:
+                params = replace(params, prompt_logprobs=None)  # of the first output; the others share its prompt
+        return submissions
+
+    def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of the banned words, at the start of a text and after a space."""
+        if not params.bad_words or self.tokenizer is None:
+            return ()
+        forms = [form for word in params.bad_words for form in (word, " " + word.lstrip())]
+        encoded = (self.tokenizer.encode(form, add_special_tokens=False) for form in forms)
+        return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
+
+    def close(self, request_id: str) -> list[RequestId]:
+        """Forget a request; return its sequences that still run, for the core to end. Unknown ids are ignored."""
+        collector = self.collectors.pop(request_id, None)
+        if collector is None:
+            return []
+        names = [stream.request_id for stream in collector.streams if not stream.is_finished]
+        for name in names:
+            del self._streams[name]
+        return names
+
+    def take(self, events: StepEvents) -> tuple[list[Collector], list[RequestId]]:
+        """Take in a step's events.
+
+        Events of sequences that are closed or stopped are ignored: the core may run ahead.
+
+        Returns:
+            The requests that got tokens; they are forgotten here if that finished them. And the sequences that
+            ended at a stop string, for the core to end: it may not know.
+        """
+        streams = self._streams
+        for name, start, entries in events.prompts:
+            if name in streams:
+                streams[name].collector.put_prompt_logprobs(start, entries)
+        touched: dict[str, Collector] = {}
+        stopped: list[RequestId] = []
+        for event in events.tokens:
+            stream = streams.get(event.request_id)
+            if stream is None:
+                continue
+            collector = stream.collector
+            touched[collector.request_id] = collector
+            if stream.append(event):
+                stopped.append(event.request_id)
+            if stream.is_finished:
+                del streams[event.request_id]
+                if collector.is_finished:
+                    del self.collectors[collector.request_id]
+            collector.note_token(self._clock)
+        return list(touched.values()), stopped
+
+
+def _wrap_seed(seed: int) -> int:
+    """Bring any integer into the range of int64."""
+    return (seed + 2**63) % 2**64 - 2**63

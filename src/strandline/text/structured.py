@@ -1,0 +1,268 @@
+"""Answers that obey a grammar: a JSON schema, a regular expression, a list of choices, or a grammar proper.
+
+The text part compiles a grammar before a request is admitted, so that a wrong one harms nobody. The core keeps one
+matcher per output beside its sampling state; before a token is chosen, the matcher says which ones may come, and
+all others are banned in that row. Compiling and matching are llguidance's. Compiling lets other threads run, so that
+a server does it beside its steps and streams.
+"""
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from threading import Lock, Thread
+from typing import Any, Final
+
+import llguidance.hf
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import fill_next_token_bitmask
+from numpy.typing import NDArray
+
+from strandline.errors import RequestError
+from strandline.records.sampling_params import StructuredOutputsParams
+from strandline.text.prompts import check_text
+
+MAX_GRAMMAR_CHARACTERS: Final = 512 * 1024
+MAX_KEPT: Final = 64
+"""Compiled grammars that are kept for the next request with the same one."""
+
+LIMITS: Final = LLParserLimits(max_items_in_row=50_000, precompute_large_lexemes=False, verbose_errors=False)
+"""What llguidance would prepare of a large expression takes it seconds, and saves milliseconds later. A row may have
+all the items that a step may have: objects with thousands of optional properties need them."""
+UNSATISFIABLE: Final = "NoExtensionBias"
+"""How llguidance says that nothing can be said."""
+
+TERMINAL: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
+"""A string, comment or regular expression in Lark's form."""
+SET_OPERATION: Final = re.compile(r"&|~(?!\s*\d)")
+"""Intersection and complement of terminals; a ``~`` before a number says how often something comes."""
+
+Source = Callable[[], tuple[Any, frozenset[int]]]
+"""Loads the tokenizer, and the tokens that end an answer."""
+
+
+class Matcher:
+    """Where one output stands in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, eos_ids: Collection[int], stop_ids: Collection[int]) -> None:
+        self._matcher = matcher
+        self._stop_ids = stop_ids
+        self._foreign_ids = [token for token in eos_ids if token not in stop_ids]
+        self._is_done = False
+
+    def append(self, token: int) -> None:
+        """Take note of the token that was chosen."""
+        if self._may_end() and token in self._stop_ids:
+            self._is_done = True
+        elif not self._is_done:
+            self._matcher.consume_token(token)
+
+    def fill(self, words: NDArray[np.int32], row: int) -> None:
+        """Set the bits of the tokens that may come next, clear the others."""
+        if self._is_done or self._matcher.is_error():
+            words[row] = 0
+        else:
+            fill_next_token_bitmask(self._matcher, words, row)
+        for token in self._foreign_ids:
+            _set_bit(words[row], token, False)
+        if self._may_end():
+            for token in self._stop_ids:
+                _set_bit(words[row], token, True)
+
+    def _may_end(self) -> bool:
+        """Whether the grammar is fulfilled; also when the matcher gave up, for nothing can be said any more."""
+        return self._is_done or self._matcher.is_error() or self._matcher.is_accepting()
+
+
+class _Words:
+    """The tokens of a tokenizer as bytes, in the form that llguidance asks for.
+
+    Text that a grammar spells out is never a tag's own token, though it may read like one.
+    """
+
+    bos_token_id: int | None = None
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        plain = llguidance.hf.from_tokenizer(tokenizer, vocab_size, eos_token=0, slices=[])
+        self.eos_token_id = eos_ids[0]
+        self.tokens = [plain.decode_bytes([token]) for token in range(vocab_size)]
+        self.special_token_ids = [token for token in range(vocab_size) if plain.is_special_token(token)]
+        self._special_ids = frozenset(self.special_token_ids)
+        self._backend = tokenizer.backend_tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        token_ids: list[int] = []
+        for token in self._encode(text.decode()):
+            if token in self._special_ids:
+                tag = self.tokens[token].decode()
+                token_ids += self._encode(tag[:1]) + self._encode(tag[1:])
+            else:
+                token_ids.append(token)
+        return token_ids
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary. Any thread may call it.
+
+    Args:
+        source: called once, when the vocabulary is prepared.
+        vocab_size: of the model; what lies beyond the tokenizer's is never allowed.
+    """
+
+    def __init__(self, source: Source, vocab_size: int) -> None:
+        self._source = source
+        self._vocab_size = vocab_size
+        self._lock = Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._tokenizer: Any = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def begin(self) -> None:
+        """Prepare the vocabulary in a thread of its own. A grammar that comes earlier waits for it."""
+        Thread(target=self._load_if_possible, name="vocabulary", daemon=True).start()
+
+    def _load_if_possible(self) -> None:
+        try:
+            self.load()
+        except RequestError:
+            return  # said to every request that needs it
+
+    def load(self) -> LLTokenizer:
+        """Prepare the vocabulary: seconds for the largest. Without this, the first grammar waits for it.
+
+        Raises:
+            RequestError: there is no tokenizer, or it is not a fast one.
+        """
+        with self._lock:
+            if self._vocabulary is None:
+                self._tokenizer, eos_ids = self._source()
+                if self._tokenizer is None or not getattr(self._tokenizer, "is_fast", False):
+                    raise RequestError("structured outputs need a tokenizer, and a fast one; the engine has none")
+                # A token that the model lacks stands for the end where it has none.
+                end = sorted(eos_ids) or [self._vocab_size]
+                words = _Words(self._tokenizer, self._vocab_size + 1, end)
+                self._vocabulary = LLTokenizer(TokenizerWrapper(words), eos_token=end)
+            return self._vocabulary
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Compile a grammar.
+
+        Raises:
+            RequestError: it is wrong; the message says why.
+        """
+        self._prototype(params)
+
+    def matcher(self, params: StructuredOutputsParams, stop_ids: Collection[int]) -> Matcher:
+        """Return a matcher at the grammar's beginning.
+
+        Args:
+            stop_ids: tokens that end the output; allowed where the grammar is fulfilled.
+        """
+        return Matcher(self._prototype(params).deep_copy(), self.load().eos_tokens, stop_ids)
+
+    def _prototype(self, params: StructuredOutputsParams) -> LLMatcher:
+        grammar = self._source_text(params)
+        vocabulary = self.load()
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+                return found
+        found = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+        begun = found.deep_copy()
+        if not begun.is_error():
+            begun.compute_bitmask()  # some grammars are found too large no earlier
+        if begun.is_error():
+            reason = _first_lines(begun.get_error())
+            reason = "nothing can fulfil it" if reason.startswith(UNSATISFIABLE) else reason
+            raise RequestError(f"the {params.kind} of structured_outputs cannot be used: {reason}")
+        with self._lock:
+            self._compiled[grammar] = found
+            if len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+        return found
+
+    def _source_text(self, params: StructuredOutputsParams) -> str:
+        """Return the grammar in llguidance's form."""
+        for part in (params.regex, params.grammar, params.after):
+            check_text(part or "")
+        grammars = [_body(params)]
+        if params.after is not None:
+            grammars = [{"lark_grammar": self._preamble(params.after)}, {"name": "body", **grammars[0]}]
+        text = json.dumps({"grammars": grammars})
+        if len(text) > MAX_GRAMMAR_CHARACTERS:
+            raise RequestError(
+                f"structured_outputs has {len(text)} characters, at most {MAX_GRAMMAR_CHARACTERS} may be"
+            )
+        return text
+
+    def tag(self, text: str) -> str:
+        """Return how a grammar in Lark's form says a tag, which may be a token of its own."""
+        vocabulary = self.load()
+        token = self._tokenizer.get_added_vocab().get(text)
+        return text if token is not None and vocabulary.is_special_token(token) else json.dumps(text)
+
+    def _preamble(self, end: str) -> str:
+        """Return a grammar of any text up to ``end``, and then the body."""
+        if self.tag(end) == end:
+            return f"start: /(?s:.*)/ {end} SPACE @body\nSPACE: /[ \\n]{{0,4}}/"
+        return f"start: free SPACE @body\nfree[suffix={json.dumps(end)}]: /(?s:.*)/\nSPACE: /[ \\n]{{0,4}}/"
+
+
+def _body(params: StructuredOutputsParams) -> dict[str, Any]:
+    """Return one grammar in llguidance's form."""
+    if params.json is not None or params.json_object:
+        return {"json_schema": _schema(params)}
+    if params.regex is not None:
+        regex: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(params.regex))["grammars"][0]
+        return {"lark_grammar": regex["lark_grammar"]}
+    if params.choice is not None:
+        # One terminal: as many rules, they would soon be more than a parser follows at once.
+        return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in params.choice)}
+    return {"lark_grammar": _lark(params.grammar or "")}
+
+
+def _schema(params: StructuredOutputsParams) -> Any:
+    schema: Any = {"type": "object"} if params.json is None else params.json
+    try:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+    except ValueError as error:
+        raise RequestError(f"the json of structured_outputs is no JSON schema: {error}") from error
+    spaces: dict[str, Any] = {}
+    if params.disable_any_whitespace:
+        spaces = {"whitespace_flexible": False}
+    elif params.whitespace_pattern is not None:
+        spaces = {"whitespace_pattern": params.whitespace_pattern}
+    return {**schema, "x-guidance": spaces} if spaces and isinstance(schema, dict) else schema
+
+
+def _lark(grammar: str) -> str:
+    """Return a grammar in Lark's form; GBNF is translated."""
+    if "::=" not in grammar:
+        if SET_OPERATION.search(TERMINAL.sub("", grammar)):
+            raise RequestError(
+                "the grammar of structured_outputs must not use & or ~ on terminals: a short one may take hours "
+                "to compile"
+            )
+        return grammar
+    try:
+        lark: str = any_to_lark(grammar)
+    except Exception as error:
+        # The translation is a program over the caller's text: it raises what it likes.
+        raise RequestError(f"the grammar of structured_outputs is not GBNF: {error}") from error
+    return lark
+
+
+def _set_bit(words: NDArray[np.int32], token: int, value: bool) -> None:
+    unsigned = words.view(np.uint32)
+    bit = np.uint32(1 << token % 32)
+    unsigned[token // 32] = unsigned[token // 32] | bit if value else unsigned[token // 32] & ~bit
+
+
+def _first_lines(message: str) -> str:
+    return " ".join(message.split())[:500]

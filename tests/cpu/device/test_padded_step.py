@@ -1,0 +1,177 @@
+"""A step laid out with room to spare: what is real is where it belongs, and the rest is filler and nothing."""
+
+from array import array
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strandline.device.batch import build_host_batch
+from strandline.device.graphs import graph_sizes
+from strandline.device.padded_step import MAX_PROMPTS, SPARE_CHUNKS, PaddedStep, StepSize
+from strandline.ids import BLOCK_TOKENS, BlockId, LogId, PendingToken, RequestId, SlotId
+from strandline.kernels.chunk_table import CHUNK_TOKENS
+from strandline.records.plan import SequencePlan
+
+PLACES = {"token_ids", "positions", "write_blocks", "write_offsets"}
+
+
+def sequence(
+    index: int, start: int, end: int, cuts: tuple[int, ...] = (), *, log: int = 0, pending: int = 0
+) -> SequencePlan:
+    """Return a sequence whose ids all tell which it is."""
+    num_blocks = -(-end // BLOCK_TOKENS)
+    return SequencePlan(
+        request_id=RequestId(f"{index}"),
+        start=start,
+        end=end,
+        token_ids=[100 * index + position for position in range(start, end)],
+        block_table=array("i", (BlockId(1000 * index + block) for block in range(1, 1 + num_blocks))),
+        kv_start=start,
+        state_src=SlotId(10 * index + 1),
+        state_dst=SlotId(10 * index + 2),
+        window_src=SlotId(10 * index + 3),
+        window_offset=index % 2,
+        cuts=tuple((position, SlotId(10 * index + 4)) for position in cuts),
+        is_sampled=True,
+        pending=PendingToken(pending),
+        log=LogId(log),
+        log_tokens=log % 8,
+        folds_log=not log,
+    )
+
+
+def padded(sequences: list[SequencePlan], num_decodes: int, size: StepSize) -> dict[str, np.ndarray]:
+    """Return the parts of a filled buffer."""
+    step = PaddedStep(size)
+    buffer_I = torch.zeros(step.num_integers, dtype=torch.int64)
+    host = build_host_batch(sequences, num_decodes)
+    assert size.has_room_for(host)
+    sources = np.arange(1, 1 + len(sequences))
+    step.fill(buffer_I.numpy(), host, sources, 2 * sources)
+    assert step.places(host).tolist() == [
+        index if index < num_decodes else index + size.num_decodes - num_decodes for index in range(len(sequences))
+    ]
+    return {name: part.numpy() for name, part in step.named(buffer_I).items()}
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[SequencePlan], int, StepSize]:
+    """Draw decodes, prompts and a size that has room for them."""
+    num_decodes = draw(st.integers(0, 4))
+    sequences = []
+    for index in range(num_decodes):
+        start = draw(st.integers(0, 200))
+        log, pending = draw(st.integers(0, 9)), draw(st.integers(0, 2))
+        sequences.append(sequence(index, start, start + 1, log=log, pending=pending))
+    for index in range(num_decodes, num_decodes + draw(st.integers(1, 6))):
+        start = draw(st.integers(0, 200))
+        end = start + draw(st.integers(1, 90))
+        cuts = sorted(draw(st.sets(st.integers(start + 1, end), max_size=3)))
+        sequences.append(sequence(index, start, end, tuple(cuts)))
+    num_rows = sum(s.end - s.start for s in sequences[num_decodes:])
+    size = StepSize(num_decodes + draw(st.integers(0, 3)), num_rows + draw(st.integers(0, 200)))
+    return sequences, num_decodes, size
+
+
+@given(steps())
+def test_everything_real_is_where_it_belongs_and_the_rest_belongs_to_nobody(
+    drawn: tuple[list[SequencePlan], int, StepSize],
+) -> None:
+    sequences, num_decodes, size = drawn
+    found = padded(sequences, num_decodes, size)
+    starts = found["query_starts"].tolist()
+    assert starts == sorted(starts)
+    assert (starts[0], starts[-1]) == (0, size.num_rows)
+    is_free_row = np.ones(size.num_rows, dtype=bool)
+    is_free = np.ones(size.num_sequences, dtype=bool)
+    for index, plan in enumerate(sequences):
+        place = index if index < num_decodes else size.num_decodes + index - num_decodes
+        rows = slice(starts[place], starts[place + 1])
+        is_free[place] = is_free_row[rows] = False
+        positions = np.arange(plan.start, plan.end)
+        assert found["token_ids"][rows].tolist() == list(plan.token_ids)
+        assert found["positions"][rows].tolist() == positions.tolist()
+        assert found["write_offsets"][rows].tolist() == (positions % BLOCK_TOKENS).tolist()
+        assert (found["write_blocks"][rows] // 1000 == index).all()
+        assert found["last_rows"][place] == starts[place + 1] - 1
+        assert found["context_lens"][place] == plan.end
+        assert found["source_rows"][place] == index + 1
+        assert found["stop_sets"][place] == 2 * (index + 1)
+        assert found["pending"][place] == plan.pending
+        slots = [int(found[name][place]) for name in ("src", "dst", "window_src", "window_offset")]
+        assert slots == [plan.state_src, plan.state_dst, plan.window_src, plan.window_offset]
+    for index in range(num_decodes):
+        assert (found["log"][index], found["log_tokens"][index]) == (sequences[index].log, sequences[index].log_tokens)
+    for name in ("src", "dst", "window_src", "pending"):
+        assert not found[name][is_free].any()
+    assert not found["write_blocks"][is_free_row].any()
+    assert not found["log"][num_decodes:].any()
+    assert not found["context_lens"][: size.num_decodes][num_decodes:].any()
+    assert found["context_lens"][-1] == starts[-1] - starts[-2]
+
+
+@given(steps())
+def test_chunks_cover_all_rows_of_prompts_in_order(drawn: tuple[list[SequencePlan], int, StepSize]) -> None:
+    sequences, num_decodes, size = drawn
+    found = padded(sequences, num_decodes, size)
+    starts = found["query_starts"][size.num_decodes :] - size.num_decodes
+    firsts = found["first_chunks"]
+    for prompt in range(size.num_prompts):
+        chunks = slice(firsts[prompt], firsts[prompt + 1])
+        ends = found["starts"][chunks] + found["lengths"][chunks]
+        edges = [int(starts[prompt]), *ends.tolist()]
+        assert edges == [*found["starts"][chunks].tolist(), int(starts[prompt + 1])]
+        assert all(0 < length <= CHUNK_TOKENS for length in found["lengths"][chunks])
+    assert not found["lengths"][firsts[-1] :].any()
+    assert not found["cut_slots"][firsts[-2] :].any()
+    for index, plan in enumerate(sequences[num_decodes:]):
+        chunks = slice(firsts[index], firsts[index + 1])
+        is_cut = found["cut_slots"][chunks] != 0
+        ends = found["cut_rows"][chunks][is_cut] + 1 - size.num_decodes - starts[index] + plan.start
+        pairs = zip(ends.tolist(), found["cut_slots"][chunks][is_cut].tolist(), strict=True)
+        assert tuple(pairs) == plan.cuts
+
+
+def test_a_step_of_decodes_fits_where_there_is_no_room_for_prompts_and_only_there() -> None:
+    decodes = build_host_batch([sequence(index, 5, 6) for index in range(3)], 3)
+    prompts = build_host_batch([sequence(0, 5, 6), sequence(1, 0, 10)], 1)
+    assert StepSize(3).has_room_for(decodes)
+    assert not StepSize(2).has_room_for(decodes)
+    assert not StepSize(4, 64).has_room_for(decodes)
+    assert StepSize(1, 64).has_room_for(prompts)
+    assert not StepSize(2).has_room_for(prompts)
+    assert not StepSize(0, 64).has_room_for(prompts)
+    assert not StepSize(1, 9).has_room_for(prompts)
+
+
+def test_neither_too_many_prompts_nor_too_many_chunks_fit() -> None:
+    many = [sequence(index, 0, 1) for index in range(MAX_PROMPTS + 1)]
+    assert StepSize(0, 64).has_room_for(build_host_batch(many[:-1], 0))
+    assert not StepSize(0, 64).has_room_for(build_host_batch(many, 0))
+    cut = [sequence(0, 0, 64, tuple(range(1, 65)))]
+    assert not StepSize(0, 64).has_room_for(build_host_batch(cut, 0))
+    cut = [sequence(0, 0, 64, tuple(range(1, SPARE_CHUNKS)))]
+    assert StepSize(0, 64).has_room_for(build_host_batch(cut, 0))
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(1, 64), (8, 128), (256, 8192), (100, 100)])
+def test_every_number_of_decodes_has_a_size_and_no_size_is_named_twice(
+    max_num_seqs: int, max_num_batched_tokens: int
+) -> None:
+    sizes = graph_sizes(max_num_seqs, max_num_batched_tokens)
+    assert len(set(sizes)) == len(sizes)
+    assert max(size.num_decodes for size in sizes if not size.num_prompt_rows) == max_num_seqs
+    beside = {size.num_decodes for size in sizes if size.num_prompt_rows}
+    assert {0, max_num_seqs} <= beside
+    assert max(beside) == max_num_seqs
+    assert all(size.num_prompt_rows <= max(64, 2 * max_num_batched_tokens) for size in sizes)
+
+
+def test_the_table_has_room_for_a_filler_that_is_longer_than_any_request() -> None:
+    assert StepSize(3).num_blocks(448) == 7
+    assert StepSize(3, 256).num_blocks(448) == 7
+    assert StepSize(3, 1024).num_blocks(448) == 16
+    assert StepSize(3, 1024).num_blocks(16384) == 256

@@ -1,0 +1,75 @@
+"""What a step leaves behind in the process."""
+
+import pytest
+import torch
+
+from strandline import LLM, SamplingParams
+from strandline.device import runner
+from strandline.device.sizing import LOGGED_FROM_CPU
+from strandline.kernels.gdn_log import LOG_TOKENS
+from tests.cpu.engine.conftest import MakeLLM
+
+
+def test_small_steps_run_on_one_thread_and_larger_ones_and_the_caller_keep_theirs(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    build = runner.build_host_batch
+
+    def spy(sequences: list[runner.SequencePlan], *rest: object) -> object:
+        seen.append((sum(s.end - s.start for s in sequences), torch.get_num_threads()))
+        return build(sequences, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "build_host_batch", spy)
+    llm = make_llm()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        llm.generate([[1] * 20], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+        assert seen == [(20, 2), (1, 1), (1, 1)]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_decoded_is_logged_and_folded_when_the_log_is_full_unless_deterministic(
+    make_llm: MakeLLM, deterministic: bool
+) -> None:
+    llm = make_llm(deterministic=deterministic)
+    params = SamplingParams(temperature=0, max_tokens=2 * LOG_TOKENS + 3, ignore_eos=True)
+    for index in range(LOGGED_FROM_CPU):
+        llm.engine.add_request(str(index), [1 + index] * 20, params)
+    llm.engine.step()
+    request = llm.engine.scheduler.running[-1]
+    assert request.lease is not None
+    logged = []
+    for _ in range(2 * LOG_TOKENS + 1):
+        llm.engine.step()
+        logged.append(request.lease.log_tokens)
+    # The first step moves the state out of the snapshot of the prompt.
+    cycle = [0, *range(1, LOG_TOKENS + 1)]
+    assert logged == ([0] * len(logged) if deterministic else [*cycle, *cycle][: len(logged)])
+
+
+def test_logs_are_folded_when_few_sequences_are_left_and_kept_again_when_there_are_more(make_llm: MakeLLM) -> None:
+    def serve(llm: LLM) -> dict[str, list[int]]:
+        answers: dict[str, list[int]] = {}
+        for index in range(LOGGED_FROM_CPU):
+            params = SamplingParams(temperature=0, max_tokens=(8, 12, 40, 40)[index], ignore_eos=True)
+            llm.engine.add_request(f"early {index}", [1 + index] * 20, params)
+        for step in range(120):
+            if step == 20:
+                for index in range(2):
+                    llm.engine.add_request(f"late {index}", [9 + index] * 20, params)
+            for output in llm.engine.step():
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+            logged.append({r.lease.log_tokens for r in llm.engine.scheduler.running if r.lease is not None})
+        return answers
+
+    logged: list[set[int]] = []
+    found = serve(make_llm())
+    assert {0} in logged[10:20]
+    assert any(max(each, default=0) > 0 for each in logged[:8])
+    assert any(max(each, default=0) > 0 for each in logged[22:])
+    assert found == serve(make_llm(enable_prefix_caching=False, max_num_seqs=LOGGED_FROM_CPU - 1))

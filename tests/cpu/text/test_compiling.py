@@ -1,0 +1,89 @@
+"""Grammars that take long: the streams of others go on."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from strandline.ids import RequestId
+from strandline.records.events import Limits
+from strandline.records.messages import Finish
+from strandline.records.sampling_params import StructuredOutputsParams
+from strandline.server.service import Service
+from strandline.text.frontend import Frontend
+from strandline.text.structured import Grammars
+from tests.cpu.engine.tokenizers import byte_tokenizer
+from tests.cpu.server.conftest import VOCAB_SIZE
+from tests.cpu.server.core_loop import TIMEOUT_S, MakeLoop
+
+YES = StructuredOutputsParams(choice=["yes"])
+
+
+class HeldTokenizer:
+    """A source of a tokenizer that gives none until it is let."""
+
+    def __init__(self) -> None:
+        self.is_asked = threading.Event()
+        self.may_go = threading.Event()
+
+    def __call__(self) -> tuple[Any, frozenset[int]]:
+        self.is_asked.set()
+        assert self.may_go.wait(TIMEOUT_S)
+        return byte_tokenizer(), frozenset({0})
+
+
+@pytest.fixture
+def held() -> Iterator[HeldTokenizer]:
+    source = HeldTokenizer()
+    yield source
+    source.may_go.set()
+
+
+def test_a_grammar_whose_vocabulary_is_not_ready_lets_others_finish_first(
+    held: HeldTokenizer, make_loop: MakeLoop
+) -> None:
+    grammars = Grammars(held, VOCAB_SIZE)
+    grammars.begin()
+    loop = make_loop(grammars)
+    loop.submit("bound", YES)
+    for name in ("first", "second"):
+        loop.submit(name)
+        assert loop.finished() == name
+    assert held.is_asked.is_set()
+    assert loop.num_waiting() == 1
+    held.may_go.set()
+    assert loop.finished() == "bound"
+    assert loop.num_waiting() == 0
+
+
+def test_a_request_that_ends_while_its_grammar_is_compiled_never_runs(held: HeldTokenizer, make_loop: MakeLoop) -> None:
+    loop = make_loop(Grammars(held, VOCAB_SIZE))
+    loop.submit("gone", YES)
+    loop.submit("other", YES)
+    assert loop.num_waiting() == 2
+    loop.say(Finish([RequestId("gone")]))
+    assert loop.num_waiting() == 1
+    held.may_go.set()
+    assert loop.finished() == "other"
+    assert loop.num_waiting() == 0
+    assert not loop.core.runner.matchers
+
+
+def test_a_grammar_is_compiled_where_it_holds_up_no_tokenizing(held: HeldTokenizer) -> None:
+    class Client:
+        frontend = Frontend(Limits(VOCAB_SIZE, 100), tokenizer=byte_tokenizer(), grammars=Grammars(held, VOCAB_SIZE))
+
+    service = Service(Client(), ["tiny"])  # type: ignore[arg-type]
+
+    async def ask() -> list[int]:
+        checking = asyncio.ensure_future(service.check(YES))
+        prompt = await service.encode("abc")
+        assert await asyncio.to_thread(held.is_asked.wait, TIMEOUT_S)
+        assert not checking.done()
+        held.may_go.set()
+        await checking
+        return prompt.token_ids
+
+    assert asyncio.run(ask()) == byte_tokenizer().encode("abc")

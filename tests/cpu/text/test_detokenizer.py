@@ -1,0 +1,68 @@
+"""Text as it comes is the text of the whole, whatever the tokens' borders."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strandline.records.sampling_params import SamplingParams
+from strandline.text.detokenizer import Detokenizer
+from tests.cpu.engine.tokenizers import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def feed(text: str, params: SamplingParams, *, may_stop: bool = True) -> tuple[list[str], str | None, str]:
+    """Return what was shown after each token, the stop string that was hit, and the final text."""
+    detokenizer, shown, stop = Detokenizer(TOKENIZER, params), list[str](), None
+    for token in TOKENIZER.encode(text):
+        stop = detokenizer.append(token, may_stop=may_stop)
+        shown.append(detokenizer.text)
+        if stop:
+            break
+    detokenizer.finish()
+    return shown, stop, detokenizer.text
+
+
+@given(st.text(max_size=40))
+def test_streams_grow_and_end_with_the_whole_text(text: str) -> None:
+    shown, _, final = feed(text, SamplingParams(stop=["never in it \x00\x01"]))
+    assert final == text
+    for earlier, later in zip(shown, [*shown[1:], final], strict=False):
+        assert later.startswith(earlier)
+
+
+@given(st.text(max_size=20), st.text(min_size=1, max_size=4), st.text(max_size=20))
+def test_a_stop_string_is_found_across_token_borders_and_never_shown(head: str, stop: str, tail: str) -> None:
+    whole = head + stop + tail
+    shown, found, final = feed(whole, SamplingParams(stop=[stop]))
+    assert found == stop
+    assert final == whole[: whole.index(stop)]
+    assert all(final.startswith(text) for text in shown)
+
+
+def test_the_stop_string_can_be_kept() -> None:
+    assert feed("one two three", SamplingParams(stop=["two"], include_stop_str_in_output=True))[2] == "one two"
+
+
+def test_the_earliest_of_several_stop_strings_counts() -> None:
+    assert feed("a, b. c", SamplingParams(stop=[".", ","]))[1:] == (",", "a")
+
+
+def test_a_stop_string_is_ignored_while_tokens_are_owed() -> None:
+    assert feed("stop", SamplingParams(stop=["stop"]), may_stop=False)[1:] == (None, "stop")
+
+
+def test_bytes_that_never_become_a_character_are_shown_at_the_end() -> None:
+    detokenizer = Detokenizer(TOKENIZER, SamplingParams())
+    for token in TOKENIZER.encode("aé")[:-1]:
+        detokenizer.append(token, may_stop=True)
+    assert detokenizer.text == "a"
+    detokenizer.finish()
+    assert detokenizer.text == "a\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize("text", ["naïve café", "日本語", "👩‍👩‍👧", "a\n\tb"])
+def test_characters_of_several_bytes_appear_whole(text: str) -> None:
+    shown, _, final = feed(text, SamplingParams())
+    assert final == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in part for part in shown)

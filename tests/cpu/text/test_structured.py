@@ -1,0 +1,234 @@
+"""Answers that obey a grammar, from a random model that would say anything."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from strandline import LLM, SamplingParams, StructuredOutputsParams
+from strandline.device.grammar_mask import mask_logits
+from strandline.errors import RequestError
+from strandline.text.structured import Grammars, Matcher
+from tests.cpu.engine.tiny import save_tiny_model
+from tests.cpu.engine.tokenizers import CALLS_IN_JSON, CHAT_VOCAB_SIZE, byte_tokenizer, chat_template, chat_tokenizer
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "size": {"enum": ["small", "large"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "size", "count"],
+    "additionalProperties": False,
+}
+COMPACT = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+
+
+@pytest.fixture(scope="module")
+def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save_tiny_model(tmp_path_factory.mktemp("chat"), vocab_size=CHAT_VOCAB_SIZE)
+    chat_tokenizer(chat_template(CALLS_IN_JSON, thinks=False)).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(chat_dir: Path) -> LLM:
+    return LLM(str(chat_dir), memory="16MiB", device="cpu")
+
+
+def outputs(llm: LLM, structure: StructuredOutputsParams | None, prompt: str = "x", **wishes: Any) -> list[Any]:
+    params = SamplingParams(
+        **{"temperature": 1.0, "seed": 3, "max_tokens": 200, **wishes, "structured_outputs": structure}
+    )
+    return llm.generate(prompt, params, use_tqdm=False)[0].outputs
+
+
+def test_a_json_schema_is_obeyed_whatever_the_seed(llm: LLM) -> None:
+    for seed in range(5):
+        [output] = outputs(llm, COMPACT, seed=seed)
+        value = json.loads(output.text)
+        assert output.finish_reason == "stop"
+        assert set(value) == set(SCHEMA["required"])
+        assert value["size"] in ("small", "large")
+        assert 0 <= value["count"] <= 99
+        assert len(value["name"]) <= 5
+
+
+def test_greedy_answers_obey_too(llm: LLM) -> None:
+    [output] = outputs(llm, COMPACT, temperature=0)
+    assert set(json.loads(output.text)) == set(SCHEMA["required"])
+
+
+@pytest.mark.parametrize(
+    ("structure", "pattern"),
+    [
+        (StructuredOutputsParams(regex="[a-c]{3}-[0-9]{2}"), "[a-c]{3}-[0-9]{2}"),
+        (StructuredOutputsParams(choice=["yes", "no", 'a "quoted" one']), 'yes|no|a "quoted" one'),
+        (StructuredOutputsParams(grammar='start: "<" N ">"\nN: /[0-9]{1,3}/'), "<[0-9]{1,3}>"),
+        (StructuredOutputsParams(grammar='root ::= "a" b\nb ::= "x" | "yz"'), "a(x|yz)"),
+    ],
+)
+def test_each_kind_of_grammar_is_obeyed(llm: LLM, structure: StructuredOutputsParams, pattern: str) -> None:
+    for seed in range(3):
+        [output] = outputs(llm, structure, seed=seed)
+        assert re.fullmatch(pattern, output.text), output.text
+        assert output.finish_reason == "stop"
+
+
+def test_the_other_rows_of_the_batch_are_what_they_are_alone(llm: LLM) -> None:
+    plain = SamplingParams(temperature=1.2, seed=1, max_tokens=30)
+    bound = SamplingParams(seed=2, max_tokens=100, structured_outputs=COMPACT)
+    alone = [llm.generate("hello", params, use_tqdm=False)[0].outputs[0].token_ids for params in (plain, bound)]
+    together = llm.generate(["hello", "hello", "hello"], [plain, bound, plain], use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in together] == [alone[0], alone[1], alone[0]]
+
+
+def test_each_of_several_outputs_obeys_by_itself(llm: LLM) -> None:
+    texts = {output.text for output in outputs(llm, StructuredOutputsParams(regex="[a-z]{6}"), n=4)}
+    assert len(texts) > 1
+    assert all(re.fullmatch("[a-z]{6}", text) for text in texts)
+
+
+def test_the_answer_is_the_same_after_a_hit(llm: LLM) -> None:
+    texts = [outputs(llm, COMPACT, prompt="the same prompt, twice")[0].text for _ in range(2)]
+    assert texts[0] == texts[1]
+
+
+def test_the_answer_is_the_same_after_a_preemption(chat_dir: Path) -> None:
+    params = SamplingParams(seed=5, max_tokens=150, structured_outputs=StructuredOutputsParams(regex="[a-z]{140}"))
+    prompts = [f"prompt {index} " * 9 for index in range(4)]
+    roomy = LLM(str(chat_dir), memory="16MiB", device="cpu")
+    expected = [output.outputs[0].text for output in roomy.generate(prompts, params, use_tqdm=False)]
+    tight = LLM(str(chat_dir), memory="192KiB", max_model_len=256, device="cpu")
+    found = [output.outputs[0].text for output in tight.generate(prompts, params, use_tqdm=False)]
+    assert tight.engine.scheduler.num_preemptions > 0
+    assert found == expected
+
+
+def test_a_grammar_may_begin_after_free_text(llm: LLM) -> None:
+    structure = StructuredOutputsParams(choice=["yes", "no"], after="</think>")
+    bias = {llm.get_tokenizer().convert_tokens_to_ids("</think>"): 4.0}
+    [output] = outputs(llm, structure, logit_bias=bias, seed=8, max_tokens=400)
+    thought, _, answer = output.text.partition("</think>")
+    assert thought
+    assert re.fullmatch(r"\s{0,4}(yes|no)", answer)
+
+
+def test_a_grammar_that_is_fulfilled_ends_the_output_though_more_tokens_were_wished_for(llm: LLM) -> None:
+    [output] = outputs(llm, StructuredOutputsParams(choice=["yes"]), min_tokens=6)
+    assert output.text == "yes"
+    assert len(output.token_ids) > 6
+
+
+def test_text_that_reads_like_a_tag_is_spelled_out(llm: LLM) -> None:
+    text = 'so <tool_call> and <|im_end|> and "</think>"'
+    [output] = outputs(llm, StructuredOutputsParams(choice=[text]))
+    assert output.text == text
+    assert len(output.token_ids) == len(text) + 1
+
+
+def test_bans_that_leave_nothing_give_way_to_the_grammar(llm: LLM) -> None:
+    [output] = outputs(llm, StructuredOutputsParams(choice=["bab"]), bad_words=["a", "b"])
+    assert output.text == "bab"
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"json": {"type": "strin"}}, "the json of structured_outputs cannot be used: Invalid type: strin"),
+        ({"json": "{"}, "is no JSON schema"),
+        ({"regex": "(["}, "the regex of structured_outputs cannot be used: .*regex parse error"),
+        ({"grammar": "start: missing"}, 'unknown name: "missing"'),
+        ({"grammar": "root ::= ("}, "structured_outputs"),
+        ({"regex": "a", "choice": ["b"]}, "exactly one of json, regex"),
+        ({"choice": []}, "non-empty"),
+        ({"regex": "a" * 600_000}, "characters, at most"),
+        ({"json": {"$ref": "#"}}, "nothing can fulfil it"),
+        ({"grammar": "start: A\nA: /(.*a.{30})/ & ~/(.*b.{30})/"}, "must not use & or ~"),
+        ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "nothing can fulfil it"),
+    ],
+)
+def test_a_wrong_grammar_is_refused_and_says_why(llm: LLM, wish: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        outputs(llm, StructuredOutputsParams(**wish))
+    assert not llm.engine.has_unfinished
+
+
+def test_repetitions_in_a_grammar_and_signs_in_its_strings_are_no_operations_on_sets(llm: LLM) -> None:
+    [output] = outputs(llm, StructuredOutputsParams(grammar='start: "a&b~"~3 /[&~]{2}/  // & and ~'))
+    assert re.fullmatch("(a&b~){3}[&~]{2}", output.text)
+
+
+def test_of_very_many_choices_one_is_made(llm: LLM) -> None:
+    choices = [f"v{index}" for index in range(20_000)]
+    [output] = outputs(llm, StructuredOutputsParams(choice=choices))
+    assert output.text in choices
+
+
+def test_a_choice_may_begin_with_another(llm: LLM) -> None:
+    structure = StructuredOutputsParams(choice=["a", "ab", "abc"])
+    end = llm.get_tokenizer().eos_token_id
+    for bias, text in ((100.0, "a"), (-100.0, "abc")):
+        [output] = outputs(llm, structure, logit_bias={end: bias}, temperature=0)
+        assert output.text == text
+
+
+def test_an_object_may_have_thousands_of_optional_properties(llm: LLM) -> None:
+    properties = {f"p{index}": {"const": 1} for index in range(4000)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    structure = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    [output] = outputs(llm, structure, max_tokens=4000, logit_bias={llm.get_tokenizer().encode("}")[0]: 2.0})
+    assert set(json.loads(output.text)) <= set(properties)
+
+
+def test_without_a_token_that_ends_it_a_structured_output_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="needs a token that ends the output"):
+        outputs(llm, StructuredOutputsParams(regex="a"), ignore_eos=True)
+    eos = llm.get_tokenizer().eos_token_id
+    [output] = outputs(llm, StructuredOutputsParams(regex="a"), ignore_eos=True, stop_token_ids=[eos])
+    assert output.text == "a"
+
+
+def test_a_vocabulary_without_an_end_has_grammars_all_the_same() -> None:
+    grammars = Grammars(lambda: (byte_tokenizer(), frozenset()), 256)
+    matcher = grammars.matcher(StructuredOutputsParams(choice=["a"]), {7})
+    words = np.zeros((1, 9), dtype=np.int32)
+    matcher.fill(words, 0)
+    assert np.unpackbits(words.view(np.uint8)).sum() == 1
+    [first] = byte_tokenizer().encode("a")
+    matcher.append(first)
+    matcher.fill(words, 0)
+    assert words.view(np.uint32)[0].tolist() == [1 << 7, *[0] * 8]
+
+
+def test_without_a_tokenizer_structured_outputs_are_refused(chat_dir: Path) -> None:
+    bare = LLM(str(chat_dir), memory="16MiB", device="cpu", skip_tokenizer_init=True)
+    params = SamplingParams(stop_token_ids=[1], structured_outputs=StructuredOutputsParams(regex="a"))
+    with pytest.raises(RequestError, match="need a tokenizer"):
+        bare.generate([[1, 2]], params, use_tqdm=False)
+
+
+class _Fixed(Matcher):
+    """Allows the same tokens always."""
+
+    def __init__(self, *allowed: int) -> None:
+        self._allowed = allowed
+
+    def fill(self, words: Any, row: int) -> None:
+        words[row] = 0
+        for token in self._allowed:
+            words.view(np.uint32)[row, token // 32] |= np.uint32(1 << token % 32)
+
+
+def test_masks_touch_their_rows_alone_up_to_the_last_token_of_the_vocabulary() -> None:
+    logits = torch.arange(3 * 70, dtype=torch.float32).reshape(3, 70)
+    expected = logits.clone()
+    mask_logits(logits, [1], [_Fixed(0, 31, 63, 69)])
+    assert torch.equal(logits[[0, 2]], expected[[0, 2]])
+    assert torch.nonzero(torch.isfinite(logits[1])).flatten().tolist() == [0, 31, 63, 69]
+    assert logits[1, 69] == expected[1, 69]
