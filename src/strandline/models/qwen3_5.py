@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.batch import LayerMemory, StepBatch
-from strandline.models.layers import MIXERS, Decoder, DecoderLayer, GatedDeltaNet, GatedMlp, SparseMoe
+from strandline.models.layers.decoder import MIXERS, Decoder, DecoderLayer
+from strandline.models.layers.gated_delta import GatedDeltaNet
+from strandline.models.layers.mlp import GatedMlp
+from strandline.models.layers.moe import SparseMoe
 from strandline.models.targets import NamedTargets, whole
 
 

@@ -115,7 +115,7 @@ def test_steps_must_have_room_for_a_block(make_llm: MakeLLM) -> None:
 
 
 def test_states_must_be_kept_in_float32(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from strandline.models.layers import GatedDeltaNet
+    from strandline.models.layers.gated_delta import GatedDeltaNet
 
     usual = GatedDeltaNet.__init__
 

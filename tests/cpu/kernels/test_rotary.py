@@ -10,7 +10,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from strandline.errors import ConfigError
 from strandline.kernels.rotary import apply_rotary, rotary_table
-from strandline.models.layers import rotary_frequencies
+from strandline.models.layers.rotary import rotary_frequencies
 
 KINDS: list[dict[str, Any]] = [
     {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},

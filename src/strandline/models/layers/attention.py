@@ -1,0 +1,73 @@
+"""Gated softmax attention (Qwen3-Next, Qwen3.5).
+
+Projections that read the same input are one matrix (comments name the order of its rows); the published tensors are
+split into it while loading.
+
+Source: ``transformers`` (``qwen3_next``, ``qwen3_5``).
+
+Shape suffixes: T tokens of the step, E hidden size, D head dim, O rows of a fused projection.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.activation import sigmoid_gate
+from strandline.kernels.attention import paged_attention
+from strandline.kernels.batch import KVMemory, LayerMemory, StepBatch
+from strandline.kernels.linear import linear
+from strandline.kernels.qkv import prepare_qkv
+from strandline.models.layers.parameters import dtype_name, parameter
+from strandline.models.layers.rotary import RotaryTable
+from strandline.models.targets import NamedTargets, interleaved, whole
+from strandline.specs import AttentionSpec
+
+
+class GatedAttention(nn.Module):
+    """Softmax attention with normalised queries and keys, partial rotary embedding and a sigmoid gate."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim: int = config.head_dim
+        self.eps = config.rms_norm_eps
+        hidden_size = config.hidden_size
+        query_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.sizes = [query_rows, kv_rows, kv_rows, query_rows]
+        self.in_proj_OE = parameter(sum(self.sizes), hidden_size, dtype=dtype, device=device)
+        """Rows: query, key, value, gate."""
+        self.out_proj_EO = parameter(hidden_size, query_rows, dtype=dtype, device=device)
+        self.in_bias_O = self.out_bias_E = None
+        if config.attention_bias:
+            self.in_bias_O = parameter(sum(self.sizes), dtype=dtype, device=device)
+            self.out_bias_E = parameter(hidden_size, dtype=dtype, device=device)
+        self.q_norm_D = parameter(self.head_dim, dtype=dtype, device=device)
+        self.k_norm_D = parameter(self.head_dim, dtype=dtype, device=device)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(self.num_kv_heads, self.head_dim, dtype_name(self.in_proj_OE.dtype))
+
+    def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: LayerMemory) -> Tensor:
+        assert isinstance(memory, KVMemory)
+        projected_TO = linear(hidden_TE, self.in_proj_OE, self.in_bias_O)
+        norms = (self.q_norm_D, self.k_norm_D, self.eps)
+        q_THD = prepare_qkv(projected_TO, self.num_heads, *norms, rotary, memory, batch.attention)
+        out_THD = paged_attention(q_THD, memory, batch.attention, batch.num_decodes, scale=self.head_dim**-0.5)
+        gated_TO = sigmoid_gate(out_THD.flatten(1), projected_TO[:, -self.sizes[3] :])
+        return linear(gated_TO, self.out_proj_EO, self.out_bias_E)
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors; a head's gate rows follow its query rows there."""
+        pairs = [("weight", self.in_proj_OE, self.out_proj_EO), ("bias", self.in_bias_O, self.out_bias_E)]
+        for kind, fused, out_proj in pairs:
+            if fused is not None and out_proj is not None:
+                q, k, v, gate = fused.split(self.sizes)
+                by_head = (self.num_heads, self.head_dim)
+                yield f"{prefix}q_proj.{kind}", interleaved(q.unflatten(0, by_head), gate.unflatten(0, by_head))
+                yield f"{prefix}k_proj.{kind}", whole(k)
+                yield f"{prefix}v_proj.{kind}", whole(v)
+                yield f"{prefix}o_proj.{kind}", whole(out_proj)
+        yield f"{prefix}q_norm.weight", whole(self.q_norm_D)
+        yield f"{prefix}k_norm.weight", whole(self.k_norm_D)

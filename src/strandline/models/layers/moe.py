@@ -1,0 +1,63 @@
+"""A mixture of experts with a shared expert.
+
+Projections that read the same input are one matrix (comments name the order of its rows); the published tensors are
+split into it while loading.
+
+Shape suffixes: T tokens of the step, E hidden size, F intermediate size, X experts, O rows of a fused projection.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.linear import linear
+from strandline.kernels.moe import mixture
+from strandline.models.layers.parameters import parameter
+from strandline.models.targets import NamedTargets, whole
+
+PROJECTION_ROWS = 8
+"""A fused projection's rows are a multiple of this, so that every row of what it returns starts on 16 bytes."""
+
+
+class SparseMoe(nn.Module):
+    """A mixture of experts with one shared expert behind a sigmoid gate."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device | str, *, is_normalised: bool) -> None:
+        super().__init__()
+        hidden_size, size = config.hidden_size, config.moe_intermediate_size
+        shared_size: int = config.shared_expert_intermediate_size
+        self.top_k = config.num_experts_per_tok
+        self.is_normalised = is_normalised
+        self.sizes = [2 * shared_size, config.num_experts, 1]
+        self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
+        self.in_proj_OE = parameter(sum(self.sizes), hidden_size, dtype=dtype, device=device)
+        """Rows: the shared expert's gate and up projections, the router, the shared expert's gate, and zeros."""
+        self.in_proj_OE[-self.sizes[-1] :].zero_()
+        self.shared_down_EF = parameter(hidden_size, shared_size, dtype=dtype, device=device)
+        self.gate_up_XFE = parameter(config.num_experts, 2 * size, hidden_size, dtype=dtype, device=device)
+        self.down_XEF = parameter(config.num_experts, hidden_size, size, dtype=dtype, device=device)
+
+    def forward(self, hidden_TE: Tensor) -> Tensor:
+        projected_TO = linear(hidden_TE, self.in_proj_OE)
+        experts = (self.gate_up_XFE, self.down_XEF, self.shared_down_EF)
+        return mixture(hidden_TE, projected_TO, *experts, self.top_k, is_normalised=self.is_normalised)
+
+    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
+        """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
+        shared, router, shared_gate, _ = self.in_proj_OE.split(self.sizes)
+        gate, up = shared.chunk(2)
+        yield f"{prefix}gate.weight", whole(router)
+        yield f"{prefix}shared_expert_gate.weight", whole(shared_gate)
+        yield f"{prefix}shared_expert.gate_proj.weight", whole(gate)
+        yield f"{prefix}shared_expert.up_proj.weight", whole(up)
+        yield f"{prefix}shared_expert.down_proj.weight", whole(self.shared_down_EF)
+        if f"{prefix}experts.gate_up_proj" in names:
+            yield f"{prefix}experts.gate_up_proj", whole(self.gate_up_XFE)
+            yield f"{prefix}experts.down_proj", whole(self.down_XEF)
+            return
+        for expert, (gate_up_FE, down_EF) in enumerate(zip(self.gate_up_XFE, self.down_XEF, strict=True)):
+            gate, up = gate_up_FE.chunk(2)
+            yield f"{prefix}experts.{expert}.gate_proj.weight", whole(gate)
+            yield f"{prefix}experts.{expert}.up_proj.weight", whole(up)
+            yield f"{prefix}experts.{expert}.down_proj.weight", whole(down_EF)

@@ -1,0 +1,33 @@
+"""The frequencies of rotary position embeddings, as configurations describe them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from strandline.errors import ConfigError
+from strandline.kernels.rotary import default_frequencies
+
+RotaryTable = tuple[Tensor, Tensor]
+
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Kinds of rotary embedding that turn the same position differently in a longer prompt: cached keys would be wrong."""
+
+
+def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
+    """Return ``inv_freq_F`` and the attention factor of a text configuration.
+
+    Raises:
+        ConfigError: its kind of rotary embedding is unknown, or depends on the prompt's length.
+    """
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        rotary_dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        return default_frequencies(rope["rope_theta"], rotary_dim), 1.0
+    if kind not in ROPE_INIT_FUNCTIONS or kind in LENGTH_DEPENDENT_ROPE:
+        supported = ["default", *(k for k in ROPE_INIT_FUNCTIONS if k not in LENGTH_DEPENDENT_ROPE)]
+        raise ConfigError(f"rope_type {kind!r} is not supported; supported: {', '.join(supported)}")
+    inv_freq_F, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return inv_freq_F.float(), attention_factor
