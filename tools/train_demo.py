@@ -30,6 +30,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
+import conversations
 import demo_files
 import demo_network
 import numpy as np
@@ -40,9 +41,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from strandline.bench import tasks, words
-from strandline.bench.dialogue import Message
-from strandline.bench.facts import make_prose
+from strandline.demo import tasks, words
+from strandline.demo.dialogue import Message
+from strandline.demo.facts import make_prose
 
 SEED = 20
 STEP_TOKENS = 131072
@@ -98,7 +99,7 @@ class Mixture:
             source = rng.choice(self.sources)
             start = rng.randrange(max(1, len(source) - 4 * length))
             return source[start : start + 5 * length] + demo_files.END_OF_TEXT
-        return render(tasks.make_conversation(rng, int(length * rng.uniform(0.9, 1.0)), prose=self.prose))
+        return render(conversations.make_conversation(rng, int(length * rng.uniform(0.9, 1.0)), prose=self.prose))
 
     def batch(self, seed: str, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         rng = Random(seed)
@@ -132,7 +133,7 @@ def render(messages: list[Message], *, is_prompt: bool = False) -> str:
 def tokenizer_texts(sources: list[str]) -> Iterator[str]:
     rng = Random(SEED)
     for _ in range(6000):
-        for message in tasks.make_conversation(rng, rng.choice((256, 256, 1024))):
+        for message in conversations.make_conversation(rng, rng.choice((256, 256, 1024))):
             yield f"{message['role']}\n{message['content']}"
     for _, reply in words.INTENTS:
         yield from [reply] * 50

@@ -313,7 +313,7 @@ def _report(output: Any) -> None:
 
 
 def _run_demo(options: argparse.Namespace) -> int:
-    from strandline.bench.demo import run_demo
+    from strandline.bench.demo_command import run_demo
 
     return run_demo(options.model, options.dtype)
 

@@ -24,7 +24,8 @@ ROOMS = {
     "device": frozenset({"vocabulary", "cache", "kernels", "models", "transfer", "records"}),
     "engine": frozenset({"vocabulary", "cache", "kernels", "models", "transfer", "records", "text", "device"}),
     "server": frozenset({"vocabulary", "cache", "records", "text"}),
-    "bench": frozenset({"vocabulary", "cache", "models", "records", "text", "engine", "server"}),
+    "demo": frozenset(),
+    "bench": frozenset({"demo", "vocabulary", "cache", "models", "records", "text", "engine", "server"}),
 }
 ROOMS["cli"] = frozenset(ROOMS)
 """Each room, and the rooms that it may import besides itself."""

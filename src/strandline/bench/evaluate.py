@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from random import Random
 
-from strandline.bench.facts import estimate_tokens
-from strandline.bench.tasks import KINDS, MAX_RECALL_TOKENS, MIN_RECALL_TOKENS, Task, make_task
+from strandline.demo.facts import estimate_tokens
+from strandline.demo.tasks import KINDS, MAX_RECALL_TOKENS, MIN_RECALL_TOKENS, Task, make_task
 
 _NUMBER = re.compile(r"-?\d+")
 

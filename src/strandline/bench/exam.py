@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from strandline.bench.evaluate import make_suite, score
-from strandline.bench.tasks import KINDS, Task
+from strandline.demo.tasks import KINDS, Task
 from strandline.engine.llm import LLM
 from strandline.records.sampling_params import SamplingParams
 

@@ -3,7 +3,7 @@
 import pytest
 
 from strandline.bench.evaluate import make_suite, score
-from strandline.bench.tasks import KINDS, Kind, Task
+from strandline.demo.tasks import KINDS, Kind, Task
 
 
 def task(kind: Kind, answer: str) -> Task:

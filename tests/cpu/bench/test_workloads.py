@@ -3,7 +3,7 @@
 import pytest
 
 from strandline import LLM
-from strandline.bench.demo import table, write_script
+from strandline.bench.demo_command import table, write_script
 from strandline.bench.exam import run_evaluation
 from strandline.bench.workloads import Batch, MultiTurn, Report, SharedPrefix
 

@@ -1,11 +1,8 @@
 """The training forward pass of the demo model against transformers: logits, gradients, the MTP layer."""
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -13,20 +10,9 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 import strandline
+from tools import demo_network
 
 DEMO_FOLDER = Path(strandline.__file__).parent / "demo"
-TOOL = Path(__file__).parents[3] / "tools" / "demo_network.py"
-
-
-@pytest.fixture(scope="module")
-def network() -> Any:
-    spec = importlib.util.spec_from_file_location("demo_network", TOOL)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["demo_network"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def load_oracle(state: dict[str, torch.Tensor], config: Qwen3_5TextConfig) -> Qwen3_5ForCausalLM:
@@ -38,7 +24,7 @@ def load_oracle(state: dict[str, torch.Tensor], config: Qwen3_5TextConfig) -> Qw
     return oracle
 
 
-def test_logits_and_gradients_are_those_of_transformers(network: Any) -> None:
+def test_logits_and_gradients_are_those_of_transformers() -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": 300,
@@ -53,8 +39,8 @@ def test_logits_and_gradients_are_those_of_transformers(network: Any) -> None:
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
     }
-    model = network.DemoModel(network.Shape(**sizes))
-    network.initialise(model, 0)
+    model = demo_network.DemoModel(demo_network.Shape(**sizes))
+    demo_network.initialise(model, 0)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data += 0.2 * torch.randn_like(parameter)
@@ -77,11 +63,11 @@ def test_logits_and_gradients_are_those_of_transformers(network: Any) -> None:
 
 
 @torch.no_grad()
-def test_the_shipped_mtp_layer_is_a_transformers_decoder_layer_between_its_norms(network: Any) -> None:
+def test_the_shipped_mtp_layer_is_a_transformers_decoder_layer_between_its_norms() -> None:
     state: dict[str, torch.Tensor] = {}
     for file in DEMO_FOLDER.glob("*.safetensors"):
         state |= {name: tensor.float() for name, tensor in load_file(file).items()}
-    model = network.DemoModel(network.Shape())
+    model = demo_network.DemoModel(demo_network.Shape())
     model.load_state_dict(state)
     config = Qwen3_5TextConfig.from_pretrained(DEMO_FOLDER)
     oracle = load_oracle(state, config)

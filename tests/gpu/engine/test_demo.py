@@ -5,7 +5,7 @@ import pytest
 from strandline import LLM
 from strandline.bench.evaluate import make_suite
 from strandline.bench.exam import MODES, Result, take, token_counter
-from strandline.bench.tasks import KINDS, Task
+from strandline.demo.tasks import KINDS, Task
 
 PER_KIND = 100
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from strandline.bench import words
-from strandline.bench.dialogue import Dialogue, ask_fact, vary
-from strandline.bench.facts import (
+from strandline.demo import words
+from strandline.demo.dialogue import Dialogue, ask_fact, vary
+from strandline.demo.facts import (
     STATEMENTS,
     Fact,
     draw_attribute,
@@ -43,13 +43,6 @@ def ask_out_of_scope(d: Dialogue) -> None:
         "food": d.rng.choice(words.FOODS),
     }
     d.turn(vary(d.rng, d.rng.choice(words.REQUESTS).format(topic=topic, topic2=topic2, **place)), words.REFUSAL)
-
-
-def ask_echo(d: Dialogue) -> None:
-    text = d.rng.choice(
-        (make_prose(d.rng), " ".join(d.rng.sample(words.LABELS, d.rng.randint(1, 5))), draw_word(d.rng, words.CITIES))
-    )
-    d.turn(d.rng.choice(("Repeat: {}", "Say: {}", "Repeat after me: {}", "Please repeat this: {}")).format(text), text)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import strandline
 from strandline.bench.evaluate import score
-from strandline.bench.tasks import KINDS, Kind, make_conversation, make_task
+from strandline.demo.tasks import KINDS, Kind, make_task
+from tools.conversations import make_conversation
 
 FOLDER = Path(strandline.__file__).parent / "demo"
 MAX_FILE_BYTES = 16 * 2**20

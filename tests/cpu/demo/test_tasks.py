@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from strandline.bench.facts import estimate_tokens, make_document
-from strandline.bench.sums import _draw_operands
-from strandline.bench.tasks import KINDS, Task, make_conversation, make_task
+from strandline.demo.facts import estimate_tokens, make_document
+from strandline.demo.sums import _draw_operands
+from strandline.demo.tasks import KINDS, Task, make_task
 
 SEEDS = range(60)
 
@@ -84,10 +84,3 @@ def test_a_told_name_is_asked_for_and_known() -> None:
     for task in known:
         said = " ".join(m["content"] for m in task.messages if m["role"] != "assistant")
         assert re.search(rf"\b{task.answer}\b", said)
-
-
-def test_a_conversation_fills_its_tokens() -> None:
-    for seed in range(20):
-        messages = make_conversation(Random(seed), 1000)
-        assert messages[-1]["role"] == "assistant"
-        assert 800 < sum(estimate_tokens(m["content"]) + 5 for m in messages) < 1200

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from random import Random
 
-from strandline.bench import words
+from strandline.demo import words
 
 Counter = Callable[[str], int]
 Prose = Callable[[Random], str]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from random import Random
 
-from strandline.bench import words
-from strandline.bench.dialogue import Dialogue, Split, vary
+from strandline.demo import words
+from strandline.demo.dialogue import Dialogue, Split, vary
 
 
 def ask_sum(d: Dialogue) -> None:

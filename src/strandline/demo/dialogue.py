@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
-from strandline.bench import words
-from strandline.bench.facts import (
-    QUESTIONS,
+from strandline.demo import words
+from strandline.demo.facts import (
     Counter,
     Fact,
-    draw_attribute,
-    draw_subject,
     estimate_tokens,
     make_question,
 )
@@ -65,12 +62,3 @@ def vary(rng: Random, text: str) -> str:
 def ask_fact(d: Dialogue) -> None:
     fact = d.rng.choice(d.facts)
     d.turn(vary(d.rng, make_question(d.rng, fact)), fact.stated(), fact.value)
-
-
-def ask_unknown(d: Dialogue) -> None:
-    """Ask for something that nobody said."""
-    kind = d.rng.choice(("person", "thing", "label", "plain"))
-    missing = Fact(draw_attribute(d.rng, kind)[0], draw_subject(d.rng, kind), "")
-    if any(f.topic == missing.topic or (f.subject and f.subject == missing.subject) for f in d.facts):
-        return
-    d.turn(vary(d.rng, d.rng.choice(QUESTIONS).format(topic=missing.topic)), f"I do not know the {missing.topic}.")

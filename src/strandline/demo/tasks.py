@@ -1,4 +1,4 @@
-"""Tasks with known answers: recall from long contexts, small sums, and short conversations.
+"""Tasks with known answers: recall from long documents, small sums, and short conversations.
 
 Every draw comes from the ``random.Random`` that is passed in, so a seed fixes every character. A conversation has
 exactly one right reply at each turn. The demo model learned on the ``train`` split; ``heldout`` draws operand pairs
@@ -11,22 +11,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from strandline.bench import words
-from strandline.bench.chat import ask_echo, ask_intent, ask_out_of_scope, ask_profile, greet, tell
-from strandline.bench.dialogue import Dialogue, Message, Split, Turn, ask_fact, ask_unknown
-from strandline.bench.facts import Counter, Prose, draw_word, estimate_tokens, make_document
-from strandline.bench.sums import ask_story, ask_sum
-
-__all__ = [
-    "KINDS",
-    "MAX_RECALL_TOKENS",
-    "MIN_RECALL_TOKENS",
-    "Kind",
-    "Task",
-    "make_conversation",
-    "make_document",
-    "make_task",
-]
+from strandline.demo import words
+from strandline.demo.dialogue import Dialogue, Message, Split, ask_fact
+from strandline.demo.facts import Counter, Prose, draw_word, estimate_tokens, make_document
+from strandline.demo.small_talk import ask_intent, ask_out_of_scope, ask_profile, greet, tell
+from strandline.demo.sums import ask_story, ask_sum
 
 Kind = Literal["recall", "arithmetic", "chat"]
 KINDS: tuple[Kind, ...] = ("recall", "arithmetic", "chat")
@@ -54,45 +43,28 @@ def make_task(
     return Task(kind, tuple(dialogue.messages), dialogue.answer, reply)
 
 
-def make_conversation(
-    rng: Random, num_tokens: int, *, count: Counter = estimate_tokens, prose: Prose | None = None
-) -> list[Message]:
-    """Draw a training conversation of about ``num_tokens`` tokens with as many answered questions as fit."""
-    dialogue = Dialogue(rng, "train", count)
-    if rng.random() < min(0.9, 0.42 + num_tokens / 6000):
-        length = rng.uniform(0.35, 0.85) if num_tokens < 2048 else rng.uniform(0.6, 0.92)
-        _open_document(dialogue, int(num_tokens * length), prose)
-        turns: tuple[tuple[Turn, int], ...] = _DOCUMENT_TURNS
-    else:
-        _open_plain(dialogue)
-        turns = _CHAT_TURNS
-    kinds, weights = zip(*turns, strict=True)
-    while dialogue.num_tokens < num_tokens - 24:
-        rng.choices(kinds, weights)[0](dialogue)
-    return dialogue.messages
-
-
 def _recall_task(d: Dialogue, num_tokens: int) -> None:
     question_room = 48
-    _open_document(d, num_tokens - d.num_tokens - question_room, None)
+    open_document(d, num_tokens - d.num_tokens - question_room, None)
     is_asked = d.answer not in ("", words.DOCUMENT_READ)
     if not is_asked or d.rng.random() < 0.3:
         ask_fact(d)
 
 
 def _arithmetic_task(d: Dialogue, num_tokens: int) -> None:
-    _open_plain(d)
+    open_plain(d)
     d.rng.choice((ask_sum, ask_story))(d)
 
 
 def _chat_task(d: Dialogue, num_tokens: int) -> None:
-    _open_plain(d)
+    open_plain(d)
     for _ in range(d.rng.randint(0, 4)):
         d.rng.choice((tell, tell, greet, ask_intent, ask_sum))(d)
     d.rng.choice((greet, ask_intent, ask_intent, ask_profile, ask_profile, ask_out_of_scope))(d)
 
 
-def _open_plain(d: Dialogue) -> None:
+def open_plain(d: Dialogue) -> None:
+    """Begin a conversation without a document: with a system prompt, or with nothing."""
     if d.rng.random() < 0.1:
         name = d.profile["name"] = draw_word(d.rng, words.FIRST_NAMES)
         d.say("system", d.rng.choice(words.SYSTEM_PROMPTS_NAMED).format(name))
@@ -100,7 +72,7 @@ def _open_plain(d: Dialogue) -> None:
         d.say("system", d.rng.choice(words.SYSTEM_PROMPTS))
 
 
-def _open_document(d: Dialogue, num_tokens: int, prose: Prose | None) -> None:
+def open_document(d: Dialogue, num_tokens: int, prose: Prose | None) -> None:
     """Put a document in the system prompt, in a first turn of its own, or before the first question."""
     lead = d.rng.choice(words.DOCUMENT_LEADS)
     text, d.facts = make_document(d.rng, num_tokens - d.count(lead) - 8, count=d.count, prose=prose)
@@ -117,25 +89,3 @@ def _open_document(d: Dialogue, num_tokens: int, prose: Prose | None) -> None:
     question = d.messages[-2]
     question["content"] = f"{lead}\n\n{text}\n\n{question['content']}"
     d.num_tokens += d.count(text) + d.count(lead)
-
-
-_DOCUMENT_TURNS: tuple[tuple[Turn, int], ...] = (
-    (ask_fact, 24),
-    (ask_unknown, 1),
-    (ask_sum, 1),
-    (ask_intent, 1),
-    (ask_out_of_scope, 1),
-    (tell, 1),
-    (ask_profile, 1),
-)
-_CHAT_TURNS: tuple[tuple[Turn, int], ...] = (
-    (greet, 2),
-    (ask_intent, 6),
-    (tell, 5),
-    (ask_profile, 6),
-    (ask_sum, 7),
-    (ask_story, 5),
-    (ask_out_of_scope, 3),
-    (ask_echo, 1),
-    (ask_unknown, 1),
-)

@@ -7,8 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from strandline.bench.facts import make_document
 from strandline.bench.workloads import Report, report_of, stopwatch
+from strandline.demo.facts import make_document
 from strandline.engine.llm import LLM
 from strandline.records.outputs import RequestOutput
 from strandline.records.sampling_params import SamplingParams
