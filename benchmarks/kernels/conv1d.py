@@ -61,9 +61,7 @@ def prefill_calls(num_tokens: int, num_sequences: int) -> list[Call]:
     src_N = dst_N * (dst_N % 2 == 0)
     weight_CW = torch.randn(CHANNELS, TAPS, device="cuda", dtype=torch.bfloat16)
     return [
-        partial(
-            run_prefill, tokens(num_tokens), weight_CW, None, window_SLRC[:, layer], src_N, src_N * 0, dst_N, chunks
-        )
+        partial(run_prefill, tokens(num_tokens), weight_CW, None, window_SLRC[:, layer], src_N, dst_N, chunks)
         for layer in range(num_layers)
     ]
 
@@ -80,7 +78,7 @@ def update_calls(batch_size: int) -> list[Call]:
     slots = torch.randperm(batch_size, device="cuda") + 1
     weights = torch.randn(num_layers, CHANNELS, TAPS, device="cuda", dtype=torch.bfloat16)
     return [
-        partial(run_update, tokens(batch_size), weights[layer], None, window_SLRC[:, layer], slots, slots * 0, slots)
+        partial(run_update, tokens(batch_size), weights[layer], None, window_SLRC[:, layer], slots, slots)
         for layer in range(num_layers)
     ]
 

@@ -32,8 +32,6 @@ class HostBatch:
     context_lens_N: np.ndarray
     src_N: np.ndarray
     dst_N: np.ndarray
-    window_src_N: np.ndarray
-    window_offset_N: np.ndarray
     pending_N: np.ndarray
     block_table_NM: np.ndarray
     """int32."""
@@ -75,16 +73,14 @@ def build_host_batch(sequences: Sequence[SequencePlan], num_decodes: int) -> Hos
     columns = zip(
         *(
             (
-                *(s.start, s.end, s.kv_start, s.state_src, s.state_dst, s.window_src, s.window_offset),
+                *(s.start, s.end, s.kv_start, s.state_src, s.state_dst),
                 *(s.log, s.log_tokens, s.folds_log),
             )
             for s in sequences
         ),
         strict=True,
     )
-    starts, ends, kv_starts, src, dst, window_src, window_offset, logs, log_tokens, folds_log = np.array(
-        list(columns), dtype=np.int64
-    )
+    starts, ends, kv_starts, src, dst, logs, log_tokens, folds_log = np.array(list(columns), dtype=np.int64)
     lengths = ends - starts
     query_starts = np.zeros(len(sequences) + 1, dtype=np.int64)
     np.cumsum(lengths, out=query_starts[1:])
@@ -108,8 +104,6 @@ def build_host_batch(sequences: Sequence[SequencePlan], num_decodes: int) -> Hos
         context_lens_N=ends,
         src_N=src,
         dst_N=dst,
-        window_src_N=window_src,
-        window_offset_N=window_offset,
         pending_N=np.array([sequence.pending for sequence in sequences], dtype=np.int64),
         block_table_NM=tables,
         chunks=plan_chunks([(s.start, s.end) for s in prefills], [s.cuts for s in prefills]),
@@ -124,13 +118,11 @@ def to_device(host: HostBatch, device: torch.device) -> DeviceBatch:
     arrays = (
         *(host.token_ids_T, host.positions_T, host.write_blocks_T, host.write_offsets_T),
         *(host.query_starts_N1, host.context_lens_N),
-        *(host.src_N, host.dst_N, host.window_src_N, host.window_offset_N),
+        *(host.src_N, host.dst_N),
         *(host.query_starts_N1[1:] - 1, host.pending_N),
         *(np.array(column, dtype=np.int64) for column in host.chunks.columns),
     )
-    tokens, positions, blocks, offsets, starts, lens, src, dst, window_src, window_offset, last, pending, *chunks = (
-        upload_together(arrays, device)
-    )
+    tokens, positions, blocks, offsets, starts, lens, src, dst, last, pending, *chunks = upload_together(arrays, device)
     attention = AttentionBatch(
         query_starts=tuple(host.query_starts_N1.tolist()),
         context_lens=tuple(host.context_lens_N.tolist()),
@@ -142,7 +134,7 @@ def to_device(host: HostBatch, device: torch.device) -> DeviceBatch:
         is_all_written=bool(host.write_blocks_T.all()),
     )
     log = _logs(host, device) if host.log_D.any() else None
-    recurrent = RecurrentBatch(src, dst, window_src, window_offset, host.chunks.with_tensors(chunks), log)
+    recurrent = RecurrentBatch(src, dst, host.chunks.with_tensors(chunks), log)
     return DeviceBatch(StepBatch(tokens, positions, host.num_decodes, attention, recurrent), last, pending)
 
 

@@ -82,7 +82,7 @@ class PaddedStep:
         self.size = size
         lengths = {
             **dict.fromkeys(("token_ids", "positions", "write_blocks", "write_offsets"), size.num_rows),
-            **dict.fromkeys(("context_lens", "src", "dst", "window_src", "window_offset"), size.num_sequences),
+            **dict.fromkeys(("context_lens", "src", "dst"), size.num_sequences),
             **dict.fromkeys(("pending", "source_rows", "stop_sets", "last_rows"), size.num_sequences),
             "query_starts": size.num_sequences + 1,
             **dict.fromkeys(("log", "log_tokens"), size.num_decodes),
@@ -126,9 +126,8 @@ class PaddedStep:
         places, any_chunk = (0,) * (num_prompts + 1), (1,) * size.num_chunks
         columns = [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
         chunks = Chunks(places, any_chunk, any_chunk, any_chunk).with_tensors(columns)
-        slots = (named["src"], named["dst"], named["window_src"], named["window_offset"])
         logs = LogBatch(named["log"], named["log_tokens"], rows=named["log"], lens=(), folds=())
-        recurrent = RecurrentBatch(*slots, chunks, logs)
+        recurrent = RecurrentBatch(named["src"], named["dst"], chunks, logs)
         return StepBatch(named["token_ids"], named["positions"], size.num_decodes, attention, recurrent)
 
     def fill(self, buffer_I: np.ndarray, host: HostBatch, source_rows: np.ndarray, stop_sets: np.ndarray) -> None:
@@ -199,6 +198,4 @@ def _sequences(host: HostBatch) -> Iterator[tuple[str, np.ndarray]]:
     yield "context_lens", host.context_lens_N
     yield "src", host.src_N
     yield "dst", host.dst_N
-    yield "window_src", host.window_src_N
-    yield "window_offset", host.window_offset_N
     yield "pending", host.pending_N

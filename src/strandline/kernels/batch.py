@@ -111,12 +111,8 @@ class RecurrentBatch:
     """Where the sequences' states come from and go to (contract 3): read ``src``, write ``dst``."""
 
     src_N: Tensor
-    """int64 slots; the null slot means a fresh zero state."""
+    """int64 slots; the null slot means a fresh state: zeros, and a window of zeros."""
     dst_N: Tensor
-    window_src_N: Tensor
-    """int64 slots the convolution windows come from: the null slot means zeros."""
-    window_offset_N: Tensor
-    """int64 first row of the window inside its source slot (0 unless the slot holds a log)."""
     chunks: ChunkTable
     """Of the prefills only; rows count from the first prefill token."""
     log: LogBatch | None = None

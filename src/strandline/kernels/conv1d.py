@@ -31,18 +31,17 @@ def causal_conv1d_prefill(
     bias_C: Tensor | None,
     window_SRC: Tensor,
     src_N: Tensor,
-    offset_N: Tensor,
     dst_N: Tensor,
     chunks: ChunkTable,
     activation: Activation,
 ) -> Tensor:
     """Convolve the new tokens of N sequences; return ``y_TC`` in x's dtype.
 
-    Reads each sequence's window from rows ``[offset, offset + W - 1)`` of slot ``src``, writes the window after
-    its last token to rows ``[0, W - 1)`` of slot ``dst``, and the window at each cut to the cut's slot.
+    Reads each sequence's window from the first W - 1 rows of slot ``src``, writes the window after its last token to
+    those of slot ``dst``, and the window at each cut to the cut's slot.
     """
     y_TC, weight_WC = torch.empty_like(x_TC), _transpose(weight_CW)
-    window_NPC = _read_windows(window_SRC, src_N, offset_N, len(weight_WC) - 1).to(x_TC.dtype)
+    window_NPC = _read_windows(window_SRC, src_N, len(weight_WC) - 1).to(x_TC.dtype)
     for i, (first_window_PC, dst) in enumerate(zip(window_NPC, dst_N.tolist(), strict=True)):
         window_PC = first_window_PC
         for chunk in range(chunks.first_chunks[i], chunks.first_chunks[i + 1]):
@@ -65,25 +64,21 @@ def causal_conv1d_update(
     bias_C: Tensor | None,
     window_SRC: Tensor,
     src_N: Tensor,
-    offset_N: Tensor,
     dst_N: Tensor,
     activation: Activation,
 ) -> Tensor:
     """Convolve one new token of each of N sequences; return ``y_NC``. Windows as in the prefill."""
     weight_WC = _transpose(weight_CW)
-    window_NPC = _read_windows(window_SRC, src_N, offset_N, len(weight_WC) - 1).to(x_NC.dtype)
+    window_NPC = _read_windows(window_SRC, src_N, len(weight_WC) - 1).to(x_NC.dtype)
     inputs_NWC = torch.cat((window_NPC, x_NC.unsqueeze(1)), dim=1)
     for inputs_WC, dst in zip(inputs_NWC, dst_N.tolist(), strict=True):
         _write_window(window_SRC, dst, inputs_WC[1:])
     return _activate(_filter(inputs_NWC.unbind(1), weight_WC, bias_C), activation)
 
 
-def _read_windows(window_SRC: Tensor, src_N: Tensor, offset_N: Tensor, num_rows: int) -> Tensor:
+def _read_windows(window_SRC: Tensor, src_N: Tensor, num_rows: int) -> Tensor:
     zeros_PC = torch.zeros_like(window_SRC[0, :num_rows])
-    places = zip(src_N.tolist(), offset_N.tolist(), strict=True)
-    return torch.stack(
-        [window_SRC[slot, row : row + num_rows] if slot != NULL_SLOT else zeros_PC for slot, row in places]
-    )
+    return torch.stack([window_SRC[slot, :num_rows] if slot != NULL_SLOT else zeros_PC for slot in src_N.tolist()])
 
 
 def _write_window(window_SRC: Tensor, slot: int, window_PC: Tensor) -> None:

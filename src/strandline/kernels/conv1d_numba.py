@@ -48,14 +48,13 @@ def causal_conv1d_prefill(
     bias_C: Tensor | None,
     window_SRC: Tensor,
     src_N: Tensor,
-    offset_N: Tensor,
     dst_N: Tensor,
     chunks: ChunkTable,
     activation: Activation,
 ) -> Tensor:
     """Numba twin of :func:`strandline.kernels.conv1d.causal_conv1d_prefill`."""
     if not _can_run(weight_CW, bias_C, window_SRC):
-        inputs = (x_TC, weight_CW, bias_C, window_SRC, src_N, offset_N, dst_N)
+        inputs = (x_TC, weight_CW, bias_C, window_SRC, src_N, dst_N)
         return conv1d.causal_conv1d_prefill.__wrapped__(*inputs, chunks, activation)
     num_sequences, (num_channels, width) = len(src_N), weight_CW.shape
     x_TC = packed_rows(x_TC)
@@ -64,7 +63,7 @@ def causal_conv1d_prefill(
     rows_XC = torch.empty((width + 1 + num_sequences * (width - 1), num_channels))
     layer = {**_layer_arguments(weight_CW, window_SRC), "dtype": kind(x_TC), "rows": rows_XC.data_ptr()}
     weights, _held = _weight_arguments(weight_CW, bias_C)
-    _read_kernel(num_sequences + 1, **layer, **weights, src=src_N.data_ptr(), offset=offset_N.data_ptr())
+    _read_kernel(num_sequences + 1, **layer, **weights, src=src_N.data_ptr())
     _convolve_kernel(
         len(chunks.starts),
         **layer,
@@ -88,13 +87,12 @@ def causal_conv1d_update(
     bias_C: Tensor | None,
     window_SRC: Tensor,
     src_N: Tensor,
-    offset_N: Tensor,
     dst_N: Tensor,
     activation: Activation,
 ) -> Tensor:
     """Numba twin of :func:`strandline.kernels.conv1d.causal_conv1d_update`."""
     if not _can_run(weight_CW, bias_C, window_SRC):
-        inputs = (x_NC, weight_CW, bias_C, window_SRC, src_N, offset_N, dst_N)
+        inputs = (x_NC, weight_CW, bias_C, window_SRC, src_N, dst_N)
         return conv1d.causal_conv1d_update.__wrapped__(*inputs, activation)
     num_sequences, num_channels = x_NC.shape
     x_NC = packed_rows(x_NC)
@@ -110,7 +108,6 @@ def causal_conv1d_update(
         x_stride=x_NC.stride(0),
         y=y_NC.data_ptr(),
         src=src_N.data_ptr(),
-        offset=offset_N.data_ptr(),
         dst=dst_N.data_ptr(),
         num_sequences=num_sequences,
     )
@@ -176,30 +173,30 @@ def _read_taps(args, first, size, taps, row_size):
 
 
 @helper
-def _read_window(args, src, offset, row, first, x):
+def _read_window(args, src, row, first, x):
     """Fill a row with the inputs of one step of a window, from channel ``first`` on."""
     if src == NULL_SLOT:
         fill(x, 0.0)
     else:
-        load(args.windows, args.window_dtype, src * args.slot_stride + (offset + row) * args.row_stride + first, x)
+        load(args.windows, args.window_dtype, src * args.slot_stride + row * args.row_stride + first, x)
         if args.window_dtype != args.dtype:
             round_to(args.dtype, x)
 
 
-@kernel(LAYER + WEIGHTS + "rows src offset")
+@kernel(LAYER + WEIGHTS + "rows src")
 def _read_kernel(tasks):
     """Copy the window of every sequence; the last task turns the weights into rows of one tap."""
     args = arguments(tasks)
     num_channels, width = args.num_channels, args.width
     num_rows, num_sequences = width - 1, args.num_tasks - 1
-    src, offset = ints(args.src, num_sequences), ints(args.offset, num_sequences)
+    src = ints(args.src, num_sequences)
     task = claim(tasks)
     while task < args.num_tasks:
         if task < num_sequences:
             for row in range(num_rows):
                 place = (width + 1 + task * num_rows + row) * num_channels
                 copied = floats(args.rows + 4 * place, num_channels)
-                _read_window(args, src[task], offset[task], row, 0, copied)
+                _read_window(args, src[task], row, 0, copied)
         else:
             _read_taps(args, 0, num_channels, floats(args.rows, (width + 1) * num_channels), num_channels)
         task = claim(tasks)
@@ -241,13 +238,12 @@ def _write_window(args, slot, rows, first, size):
         store(args.windows, args.window_dtype, place, _row(rows, row, size))
 
 
-@kernel(LAYER + WEIGHTS + "is_silu x x_stride y src offset dst num_sequences")
+@kernel(LAYER + WEIGHTS + "is_silu x x_stride y src dst num_sequences")
 def _update_kernel(tasks):
     """Take one token of every sequence; a task is a block of channels."""
     args = arguments(tasks)
     num_channels, width, num_sequences = args.num_channels, args.width, args.num_sequences
-    src, offset = ints(args.src, num_sequences), ints(args.offset, num_sequences)
-    dst = ints(args.dst, num_sequences)
+    src, dst = ints(args.src, num_sequences), ints(args.dst, num_sequences)
     taps = np.empty((width + 1) * BLOCK_CHANNELS, np.float32)
     rows = np.empty(num_sequences * width * BLOCK_CHANNELS, np.float32)
     sums = np.empty(BLOCK_CHANNELS, np.float32)
@@ -259,7 +255,7 @@ def _update_kernel(tasks):
         for sequence in range(num_sequences):
             for row in range(width - 1):
                 x = _row(rows, sequence * width + row, size)
-                _read_window(args, src[sequence], offset[sequence], row, first, x)
+                _read_window(args, src[sequence], row, first, x)
             x = _row(rows, sequence * width + width - 1, size)
             load(args.x, args.dtype, sequence * args.x_stride + first, x)
         for sequence in range(num_sequences):

@@ -55,7 +55,6 @@ def causal_conv1d_prefill(
     bias_C: Tensor | None,
     window_SRC: Tensor,
     src_N: Tensor,
-    offset_N: Tensor,
     dst_N: Tensor,
     chunks: ChunkTable,
     activation: Activation,
@@ -84,7 +83,7 @@ def causal_conv1d_prefill(
     num_sequences = chunks.num_sequences
     num_places = num_sequences + (len(chunks.starts) if any(chunks.cut_slots) else 0)
     _edges_kernel[(cdiv(num_channels, EDGE_BLOCK_C), num_places)](
-        x_TC, weight_CW, bias_or_any_C, y_TC, window_SRC, src_N, offset_N, dst_N,
+        x_TC, weight_CW, bias_or_any_C, y_TC, window_SRC, src_N, dst_N,
         chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, num_sequences,
         window_SRC.stride(0), window_SRC.stride(1), **shared,
         BLOCK_N=SEARCH_BLOCK_N, BLOCK_C=EDGE_BLOCK_C, num_warps=EDGE_NUM_WARPS,
@@ -98,7 +97,6 @@ def causal_conv1d_update(
     bias_C: Tensor | None,
     window_SRC: Tensor,
     src_N: Tensor,
-    offset_N: Tensor,
     dst_N: Tensor,
     activation: Activation,
 ) -> Tensor:
@@ -107,7 +105,7 @@ def causal_conv1d_update(
     y_NC = torch.empty((num_sequences, num_channels), dtype=x_NC.dtype, device=x_NC.device)
     block_n, block_c, num_warps = _update_launch(num_sequences)
     _update_kernel[(cdiv(num_channels, block_c), cdiv(num_sequences, block_n))](
-        x_NC, weight_CW, weight_CW if bias_C is None else bias_C, y_NC, window_SRC, src_N, offset_N, dst_N,
+        x_NC, weight_CW, weight_CW if bias_C is None else bias_C, y_NC, window_SRC, src_N, dst_N,
         num_sequences, x_NC.stride(0), weight_CW.stride(0), weight_CW.stride(1),
         window_SRC.stride(0), window_SRC.stride(1),
         C=num_channels, W=weight_CW.shape[1], HAS_BIAS=bias_C is not None, IS_SILU=activation == "silu",
@@ -169,7 +167,7 @@ def _convolve_kernel(
 @triton.jit(
     do_not_specialize=["num_sequences"],
     do_not_specialize_on_alignment=[
-        "src_ptr", "offset_ptr", "dst_ptr", "first_chunks_ptr", "starts_ptr", "lengths_ptr", "cut_slots_ptr"
+        "src_ptr", "dst_ptr", "first_chunks_ptr", "starts_ptr", "lengths_ptr", "cut_slots_ptr"
     ],
 )  # fmt: skip
 def _edges_kernel(
@@ -179,7 +177,6 @@ def _edges_kernel(
     y_ptr,
     window_ptr,
     src_ptr,
-    offset_ptr,
     dst_ptr,
     first_chunks_ptr,
     starts_ptr,
@@ -211,10 +208,9 @@ def _edges_kernel(
         start = tl.load(starts_ptr + first_chunk)
         num_tokens = tl.load(starts_ptr + end_chunk - 1) + tl.load(lengths_ptr + end_chunk - 1) - start
         src = tl.load(src_ptr + place)
-        offset = tl.load(offset_ptr + place)
         dst = tl.load(dst_ptr + place)
         x_ptrs = x_ptr + start * x_row_stride + channel_C
-        old_ptrs = window_ptr + src * slot_stride + offset * window_row_stride + channel_C
+        old_ptrs = window_ptr + src * slot_stride + channel_C
         # The window, then the first tokens: row j of these is the input W - 1 - j before the sequence's start.
         rows = ()
         for j in tl.static_range(W - 1):
@@ -278,7 +274,7 @@ def _edges_kernel(
 
 @triton.jit(
     do_not_specialize=["num_sequences"],
-    do_not_specialize_on_alignment=["src_ptr", "offset_ptr", "dst_ptr"],
+    do_not_specialize_on_alignment=["src_ptr", "dst_ptr"],
 )
 def _update_kernel(
     x_ptr,
@@ -287,7 +283,6 @@ def _update_kernel(
     y_ptr,
     window_ptr,
     src_ptr,
-    offset_ptr,
     dst_ptr,
     num_sequences,
     x_row_stride,
@@ -310,10 +305,8 @@ def _update_kernel(
     is_channel_C = first_channel + channel_C < C
     is_tile_NC = is_sequence_N[:, None] & is_channel_C[None, :]
     src_N = tl.load(src_ptr + sequence_N, mask=is_sequence_N, other=0)
-    offset_N = tl.load(offset_ptr + sequence_N, mask=is_sequence_N, other=0)
     dst_N = tl.load(dst_ptr + sequence_N, mask=is_sequence_N, other=0)
-    old_N = src_N * slot_stride + offset_N * window_row_stride
-    old_ptrs = window_ptr + first_channel + old_N[:, None] + channel_C[None, :]
+    old_ptrs = window_ptr + first_channel + (src_N * slot_stride)[:, None] + channel_C[None, :]
     rows = ()
     for j in tl.static_range(W - 1):
         is_old_NC = is_tile_NC & (src_N != 0)[:, None]

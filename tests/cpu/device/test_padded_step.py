@@ -101,11 +101,11 @@ def test_everything_real_is_where_it_belongs_and_the_rest_belongs_to_nobody(
         assert found["source_rows"][place] == index + 1
         assert found["stop_sets"][place] == 2 * (index + 1)
         assert found["pending"][place] == plan.pending
-        slots = [int(found[name][place]) for name in ("src", "dst", "window_src", "window_offset")]
-        assert slots == [plan.state_src, plan.state_dst, plan.window_src, plan.window_offset]
+        slots = [int(found[name][place]) for name in ("src", "dst")]
+        assert slots == [plan.state_src, plan.state_dst]
     for index in range(num_decodes):
         assert (found["log"][index], found["log_tokens"][index]) == (sequences[index].log, sequences[index].log_tokens)
-    for name in ("src", "dst", "window_src", "pending"):
+    for name in ("src", "dst", "pending"):
         assert not found[name][is_free].any()
     assert not found["write_blocks"][is_free_row].any()
     assert not found["log"][num_decodes:].any()

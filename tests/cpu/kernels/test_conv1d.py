@@ -41,7 +41,6 @@ class Prompt:
     end: int
     src: int
     dst: int
-    offset: int = 0
     cuts: tuple[tuple[int, int], ...] = ()
 
 
@@ -71,10 +70,10 @@ def reference(inputs_XC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activ
     return F.silu(y_TC) if activation == "silu" else y_TC
 
 
-def initial_window(window_SRC: Tensor, slot: int, offset: int, num_rows: int) -> Tensor:
+def initial_window(window_SRC: Tensor, slot: int, num_rows: int) -> Tensor:
     if slot == 0:
         return torch.zeros(num_rows, window_SRC.shape[2], dtype=window_SRC.dtype)
-    return window_SRC[slot, offset : offset + num_rows].clone()
+    return window_SRC[slot, :num_rows].clone()
 
 
 def prefill(
@@ -86,8 +85,8 @@ def prefill(
     activation: Activation = "silu",
 ) -> Tensor:
     chunks = build_chunk_table([(p.start, p.end) for p in prompts], [p.cuts for p in prompts])
-    src_N, offset_N, dst_N = (torch.tensor([getattr(p, name) for p in prompts]) for name in ("src", "offset", "dst"))
-    return causal_conv1d_prefill(x_TC, weight_CW, bias_C, window_SRC, src_N, offset_N, dst_N, chunks, activation)
+    src_N, dst_N = (torch.tensor([getattr(p, name) for p in prompts]) for name in ("src", "dst"))
+    return causal_conv1d_prefill(x_TC, weight_CW, bias_C, window_SRC, src_N, dst_N, chunks, activation)
 
 
 def check_prefill(
@@ -104,7 +103,7 @@ def check_prefill(
     expected_ys, row = [], 0
     for prompt in prompts:
         x = x_TC[row : row + prompt.end - prompt.start]
-        inputs_XC = torch.cat((initial_window(window_SRC, prompt.src, prompt.offset, num_rows), x))
+        inputs_XC = torch.cat((initial_window(window_SRC, prompt.src, num_rows), x))
         expected_ys.append(reference(inputs_XC, weight_CW, bias_C, activation))
         for position, slot in (*prompt.cuts, (prompt.end, prompt.dst)):
             if slot:
@@ -134,20 +133,18 @@ def test_any_width_bias_activation_and_channels(
 ) -> None:
     bias_C = torch.randn(channels) if has_bias else None
     x_TC, weight_CW = torch.randn(9, channels), make_filter(width, channels)
-    prompts = [Prompt(0, 5, 1, 1, offset=1), Prompt(3, 7, 0, 2, cuts=((4, 3),))]
+    prompts = [Prompt(0, 5, 1, 1), Prompt(3, 7, 0, 2, cuts=((4, 3),))]
     check_prefill(x_TC, weight_CW, make_arena([1], channels=channels), prompts, bias_C, activation)
-    check_update(
-        x_TC[:3], weight_CW, make_arena([1, 2], channels=channels), [1, 2, 0], [1, 0, 0], [1, 3, 4], bias_C, activation
-    )
+    check_update(x_TC[:3], weight_CW, make_arena([1, 2], channels=channels), [1, 2, 0], [1, 3, 4], bias_C, activation)
 
 
 def test_prefill_of_a_mixed_batch_treats_each_sequence_alone() -> None:
     prompts = [
-        Prompt(37, 38, src=1, dst=1, offset=3),
+        Prompt(37, 38, src=1, dst=1),
         Prompt(0, 130, src=0, dst=2, cuts=((1, 3), (64, 4), (65, 5), (130, 6))),
-        Prompt(64, 66, src=7, dst=8, offset=2, cuts=((65, 9),)),
+        Prompt(64, 66, src=7, dst=8, cuts=((65, 9),)),
         Prompt(63, 200, src=7, dst=10),
-        Prompt(5, 8, src=7, dst=11, offset=1, cuts=((6, 12), (8, 13))),
+        Prompt(5, 8, src=7, dst=11, cuts=((6, 12), (8, 13))),
         Prompt(0, 1, src=0, dst=14),
         Prompt(0, 2, src=7, dst=0, cuts=((1, 15),)),
     ]
@@ -158,7 +155,7 @@ def test_prefill_of_a_mixed_batch_treats_each_sequence_alone() -> None:
 def test_windows_are_read_before_any_is_written() -> None:
     prompts = [Prompt(0, 4, 1, 2, cuts=((1, 3),)), Prompt(0, 2, 2, 1), Prompt(0, 1, 3, 4)]
     check_prefill(torch.randn(7, CHANNELS), make_filter(), make_arena([1, 2, 3]), prompts)
-    check_update(torch.randn(3, CHANNELS), make_filter(), make_arena([1, 2, 3]), [1, 2, 3], [0, 1, 2], [2, 3, 1])
+    check_update(torch.randn(3, CHANNELS), make_filter(), make_arena([1, 2, 3]), [1, 2, 3], [2, 3, 1])
 
 
 def test_nan_in_the_tokens_of_one_sequence_stays_there() -> None:
@@ -208,9 +205,9 @@ def test_bfloat16_costs_two_roundings(window_dtype: torch.dtype) -> None:
     x_TC, weight_CW = torch.randn(100, CHANNELS).bfloat16(), make_filter().bfloat16()
     window_SRC = make_arena([1], window_dtype)
     window_SRC[1] = window_SRC[1].bfloat16()
-    window = window_SRC[1, 2 : WIDTH + 1].bfloat16()
+    window = window_SRC[1, : WIDTH - 1].bfloat16()
     exact_TC = reference(torch.cat((window, x_TC)), weight_CW, None, "silu")
-    y_TC = prefill(x_TC, weight_CW, window_SRC, [Prompt(0, 100, 1, 2, offset=2)])
+    y_TC = prefill(x_TC, weight_CW, window_SRC, [Prompt(0, 100, 1, 2)])
     assert y_TC.dtype == torch.bfloat16
     assert (y_TC.float() - exact_TC).norm() < BFLOAT16_RELATIVE_NORM * exact_TC.norm()
     assert torch.equal(window_SRC[2, : WIDTH - 1].bfloat16(), x_TC[-WIDTH + 1 :])
@@ -228,7 +225,6 @@ def check_update(
     weight_CW: Tensor,
     window_SRC: Tensor,
     src: Sequence[int],
-    offset: Sequence[int],
     dst: Sequence[int],
     bias_C: Tensor | None = None,
     activation: Activation = "silu",
@@ -236,12 +232,12 @@ def check_update(
     num_rows = weight_CW.shape[1] - 1
     expected_SRC = window_SRC.clone()
     expected_ys = []
-    for x_C, src_slot, first, dst_slot in zip(x_NC, src, offset, dst, strict=True):
-        inputs_WC = torch.cat((initial_window(window_SRC, src_slot, first, num_rows), x_C.unsqueeze(0)))
+    for x_C, src_slot, dst_slot in zip(x_NC, src, dst, strict=True):
+        inputs_WC = torch.cat((initial_window(window_SRC, src_slot, num_rows), x_C.unsqueeze(0)))
         expected_ys.append(reference(inputs_WC, weight_CW, bias_C, activation))
         if dst_slot:
             expected_SRC[dst_slot, :num_rows] = inputs_WC[1:]
-    slots = (torch.tensor(src), torch.tensor(offset), torch.tensor(dst))
+    slots = (torch.tensor(src), torch.tensor(dst))
     y_NC = causal_conv1d_update(x_NC, weight_CW, bias_C, window_SRC, *slots, activation)
     torch.testing.assert_close(y_NC, torch.cat(expected_ys), **FLOAT32)
     assert torch.equal(window_SRC.nan_to_num(99.0), expected_SRC.nan_to_num(99.0))
@@ -253,19 +249,16 @@ def test_update_in_place_from_a_shared_window_and_from_nothing() -> None:
         make_filter(),
         make_arena([1, 2]),
         [1, 2, 2, 0, 2, 0],
-        [2, 0, 1, 0, 3, 0],
         [1, 3, 4, 5, 0, 0],
     )
 
 
 def test_updates_token_by_token_change_no_bit_of_a_prefill() -> None:
     x_TC, weight_CW, window_SRC = torch.randn(9, CHANNELS), make_filter(), make_arena([1])
-    y_TC = prefill(x_TC, weight_CW, window_SRC, [Prompt(0, 9, 1, 2, offset=1)])
+    y_TC = prefill(x_TC, weight_CW, window_SRC, [Prompt(0, 9, 1, 2)])
     for i in range(9):
-        src_N, offset_N = torch.tensor([3 if i else 1]), torch.tensor([0 if i else 1])
-        y_NC = causal_conv1d_update(
-            x_TC[i : i + 1], weight_CW, None, window_SRC, src_N, offset_N, torch.tensor([3]), "silu"
-        )
+        src_N = torch.tensor([3 if i else 1])
+        y_NC = causal_conv1d_update(x_TC[i : i + 1], weight_CW, None, window_SRC, src_N, torch.tensor([3]), "silu")
         assert torch.equal(y_NC[0], y_TC[i])
     assert torch.equal(window_SRC[3, : WIDTH - 1], window_SRC[2, : WIDTH - 1])
 

@@ -31,7 +31,7 @@ BFLOAT16_RATIO = {"cpu": 2e-2, "cuda": 4e-3}
 
 DTYPES = [torch.float32, torch.bfloat16]
 NUM_ROWS = 6
-"""Rows of a window's memory: room for offsets."""
+"""Rows of a window's memory: more than the filter needs, so that the others are seen to stay."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,19 @@ class Prompt:
     end: int
     src: int
     dst: int
-    offset: int = 0
     cuts: tuple[tuple[int, int], ...] = ()
 
 
 MIXED = [
-    Prompt(37, 38, src=1, dst=1, offset=3, cuts=((38, 17),)),
+    Prompt(37, 38, src=1, dst=1, cuts=((38, 17),)),
     Prompt(0, 130, src=0, dst=2, cuts=((1, 3), (2, 18), (3, 19), (64, 4), (65, 5), (130, 6))),
-    Prompt(64, 66, src=7, dst=8, offset=2, cuts=((65, 9),)),
+    Prompt(64, 66, src=7, dst=8, cuts=((65, 9),)),
     Prompt(63, 128, src=7, dst=10),
-    Prompt(5, 8, src=7, dst=11, offset=1, cuts=((6, 12), (8, 13))),
+    Prompt(5, 8, src=7, dst=11, cuts=((6, 12), (8, 13))),
     Prompt(0, 1, src=0, dst=14),
     Prompt(0, 2, src=7, dst=0, cuts=((1, 15),)),
-    Prompt(100, 163, src=16, dst=16, offset=2, cuts=((101, 20), (102, 21))),
-    Prompt(3, 5, src=22, dst=22, offset=1),
+    Prompt(100, 163, src=16, dst=16, cuts=((101, 20), (102, 21))),
+    Prompt(3, 5, src=22, dst=22),
 ]
 """Sequences of every kind: short of a window or not, in place or from a shared slot, with cuts at every distance."""
 
@@ -102,19 +101,18 @@ def check_prefill(
     window_SRC = make_arena(max(named) + 2, sorted({p.src for p in prompts} - {0}), channels, dtype, device)
     expected_SRC = window_SRC.cpu().clone()
     ranges, cuts = [(p.start, p.end) for p in prompts], [p.cuts for p in prompts]
-    src_N, offset_N, dst_N = (torch.tensor([getattr(p, name) for p in prompts]) for name in ("src", "offset", "dst"))
+    src_N, dst_N = (torch.tensor([getattr(p, name) for p in prompts]) for name in ("src", "dst"))
     expected_TC = conv1d.causal_conv1d_prefill(
         x_TC.cpu(),
         weight_CW.cpu(),
         None if bias_C is None else bias_C.cpu(),
         expected_SRC,
         src_N,
-        offset_N,
         dst_N,
         build_chunk_table(ranges, cuts),
         activation,
     )
-    slots = (src_N.to(device), offset_N.to(device), dst_N.to(device))
+    slots = (src_N.to(device), dst_N.to(device))
     chunks = build_chunk_table(ranges, cuts, device)
     with poisoned_memory():
         y_TC = causal_conv1d_prefill(x_TC, weight_CW, bias_C, window_SRC, *slots, chunks, activation)
@@ -124,7 +122,6 @@ def check_prefill(
 
 def check_update(
     src: Sequence[int],
-    offset: Sequence[int],
     dst: Sequence[int],
     channels: int,
     dtype: torch.dtype,
@@ -139,7 +136,7 @@ def check_update(
     bias_C = torch.randn(channels, device=device).to(dtype) if has_bias else None
     window_SRC = make_arena(max(*src, *dst) + 2, sorted({*src} - {0}), channels, dtype, device)
     expected_SRC = window_SRC.cpu().clone()
-    slots = [torch.tensor(x) for x in (src, offset, dst)]
+    slots = [torch.tensor(x) for x in (src, dst)]
     host_bias_C = None if bias_C is None else bias_C.cpu()
     expected_NC = conv1d.causal_conv1d_update(
         x_NC.cpu(), weight_CW.cpu(), host_bias_C, expected_SRC, *slots, activation
@@ -154,13 +151,12 @@ def check_updates_equal_a_prefill(channels: int, dtype: torch.dtype, device: str
     """Token by token or all at once, from one window: the same bits of outputs and windows."""
     x_TC, weight_CW = make_tokens(21, channels, dtype, device), torch.randn(channels, 4, device=device).to(dtype)
     window_SRC = make_arena(5, [1], channels, dtype, device)
-    src_N, offset_N, dst_N = (torch.tensor([value], device=device) for value in (1, 1, 2))
+    src_N, dst_N = (torch.tensor([value], device=device) for value in (1, 2))
     chunks = build_chunk_table([(5, 26)], [()], device)
-    y_TC = causal_conv1d_prefill(x_TC, weight_CW, None, window_SRC, src_N, offset_N, dst_N, chunks, "silu")
+    y_TC = causal_conv1d_prefill(x_TC, weight_CW, None, window_SRC, src_N, dst_N, chunks, "silu")
     for i in range(21):
-        slots = (torch.tensor([3 if i else 1], device=device), torch.tensor([0 if i else 1], device=device))
-        target_N = torch.tensor([3], device=device)
-        y_NC = causal_conv1d_update(x_TC[i : i + 1], weight_CW, None, window_SRC, *slots, target_N, "silu")
+        slots = (torch.tensor([3 if i else 1], device=device), torch.tensor([3], device=device))
+        y_NC = causal_conv1d_update(x_TC[i : i + 1], weight_CW, None, window_SRC, *slots, "silu")
         assert torch.equal(y_NC[0], y_TC[i])
     assert torch.equal(window_SRC[3, :3], window_SRC[2, :3])
 
@@ -172,7 +168,7 @@ def check_nan_stays_in_its_sequence(device: str) -> None:
     src_N, dst_N = torch.zeros(3, dtype=torch.int64, device=device), torch.arange(1, 4, device=device)
     chunks = build_chunk_table([(0, 4)] * 3, [()] * 3, device)
     weight_CW = torch.randn(64, 4, device=device)
-    y_TC = causal_conv1d_prefill(x_TC, weight_CW, None, window_SRC, src_N, src_N, dst_N, chunks, "silu")
+    y_TC = causal_conv1d_prefill(x_TC, weight_CW, None, window_SRC, src_N, dst_N, chunks, "silu")
     assert y_TC[:4].isfinite().all()
     assert y_TC[4:8].isnan().all()
     assert y_TC[8:].isfinite().all()
@@ -202,23 +198,22 @@ def test_cuts_find_their_sequence_among_many() -> None:
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_any_width_bias_and_activation(width: int, activation: Activation, has_bias: bool) -> None:
-    prompts = [Prompt(0, 5, 1, 1, offset=1), Prompt(3, 7, 0, 2, cuts=((4, 3), (5, 4)))]
+    prompts = [Prompt(0, 5, 1, 1), Prompt(3, 7, 0, 2, cuts=((4, 3), (5, 4)))]
     check_prefill(prompts, 37, torch.float32, "cpu", width, has_bias, activation)
-    check_update([1, 2, 0], [1, 0, 0], [1, 3, 4], 37, torch.float32, "cpu", width, has_bias, activation)
+    check_update([1, 2, 0], [1, 3, 4], 37, torch.float32, "cpu", width, has_bias, activation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_sequences", [1, 17, 65])
 def test_update_in_place_from_a_shared_window_and_from_nothing(num_sequences: int, dtype: torch.dtype) -> None:
     slots = list(range(1, num_sequences + 1))
-    offsets = [i % 4 for i in range(num_sequences)]
-    check_update(slots, offsets, slots, 72, dtype, "cpu")
-    check_update([num_sequences + 1] * num_sequences, offsets, slots, 72, dtype, "cpu")
-    check_update([0] * num_sequences, [0] * num_sequences, slots, 72, dtype, "cpu")
+    check_update(slots, slots, 72, dtype, "cpu")
+    check_update([num_sequences + 1] * num_sequences, slots, 72, dtype, "cpu")
+    check_update([0] * num_sequences, slots, 72, dtype, "cpu")
 
 
 def test_padded_rows_and_null_destinations_write_nothing() -> None:
-    check_update([1, 2, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], 72, torch.float32, "cpu")
+    check_update([1, 2, 0, 0], [1, 0, 0, 0], 72, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

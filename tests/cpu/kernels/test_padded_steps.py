@@ -143,7 +143,7 @@ def test_the_convolution_gives_the_same_and_leaves_the_same(size: StepSize) -> N
 
     def run(batch: StepBatch, x_TC: Tensor, window_SRC: Tensor) -> Tensor:
         first, slots = batch.num_decodes, batch.recurrent
-        places = (slots.window_src_N[first:], slots.window_offset_N[first:], slots.dst_N[first:])
+        places = (slots.src_N[first:], slots.dst_N[first:])
         with poisoned_memory():
             y_TC = conv1d_triton.causal_conv1d_prefill(
                 x_TC[first:], weight_CW, None, window_SRC, *places, slots.chunks, "silu"

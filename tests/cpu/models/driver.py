@@ -108,8 +108,6 @@ class Driver:
             recurrent=RecurrentBatch(
                 src_N=sources,
                 dst_N=torch.tensor(targets),
-                window_src_N=sources.clone(),
-                window_offset_N=torch.zeros_like(sources),
                 chunks=build_chunk_table(
                     [(starts[i], ends[i]) for i in prefills], [list(snapshots[i].items()) for i in prefills]
                 ),

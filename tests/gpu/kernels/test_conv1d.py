@@ -43,9 +43,9 @@ def test_cuts_find_their_sequence_among_many() -> None:
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_any_width_bias_and_activation(width: int, activation: Activation, has_bias: bool) -> None:
-    prompts = [Prompt(0, 5, 1, 1, offset=1), Prompt(3, 7, 0, 2, cuts=((4, 3), (5, 4)))]
+    prompts = [Prompt(0, 5, 1, 1), Prompt(3, 7, 0, 2, cuts=((4, 3), (5, 4)))]
     check_prefill(prompts, 37, torch.float32, "cuda", width, has_bias, activation)
-    check_update([1, 2, 0], [1, 0, 0], [1, 3, 4], 37, torch.float32, "cuda", width, has_bias, activation)
+    check_update([1, 2, 0], [1, 3, 4], 37, torch.float32, "cuda", width, has_bias, activation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -55,10 +55,9 @@ def test_update_in_place_from_a_shared_window_and_padded_rows(
     num_sequences: int, channels: int, dtype: torch.dtype
 ) -> None:
     slots = list(range(1, num_sequences + 1))
-    offsets = [i % 4 for i in range(num_sequences)]
-    check_update(slots, offsets, slots, channels, dtype, "cuda")
-    check_update([num_sequences + 1] * num_sequences, offsets, slots, channels, dtype, "cuda")
-    check_update([*slots, 0, 0], [*offsets, 0, 0], [*slots, 0, 0], channels, dtype, "cuda")
+    check_update(slots, slots, channels, dtype, "cuda")
+    check_update([num_sequences + 1] * num_sequences, slots, channels, dtype, "cuda")
+    check_update([*slots, 0, 0], [*slots, 0, 0], channels, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,8 +74,8 @@ def test_a_graph_replays_the_update_on_new_slots_and_inputs() -> None:
     weight_CW = weight_CW.bfloat16()
     window_SRC = make_arena(9, range(1, 9), CHANNELS, torch.bfloat16, "cuda", 3)
     eager_SRC = window_SRC.clone()
-    src_N, offset_N, dst_N = (torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(3))
-    arguments = (src_N, offset_N, dst_N, "silu")
+    src_N, dst_N = (torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(2))
+    arguments = (src_N, dst_N, "silu")
     causal_conv1d_update(x_NC, weight_CW, None, window_SRC, *arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -75,7 +75,7 @@ class GatedDeltaNet(nn.Module):
     def _decode(self, x_NC: Tensor, a_NH: Tensor, b_NH: Tensor, batch: StepBatch, memory: RecurrentMemory) -> Tensor:
         decodes, slots = slice(0, len(x_NC)), batch.recurrent
         src_N, dst_N = slots.src_N[decodes], slots.dst_N[decodes]
-        window = (memory.window_SRC, slots.window_src_N[decodes], slots.window_offset_N[decodes], dst_N)
+        window = (memory.window_SRC, src_N, dst_N)
         y_NC = causal_conv1d_update(x_NC, self.conv_CW, None, *window, "silu")
         q_NGK, k_NGK, v_NHV = self._heads(y_NC)
         inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, self.A_log_H, self.dt_bias_H, memory.state_SHKV, src_N, dst_N)
@@ -86,7 +86,7 @@ class GatedDeltaNet(nn.Module):
     def _prefill(self, x_TC: Tensor, a_TH: Tensor, b_TH: Tensor, batch: StepBatch, memory: RecurrentMemory) -> Tensor:
         prefills, slots = slice(batch.num_decodes, None), batch.recurrent
         src_N, dst_N = slots.src_N[prefills], slots.dst_N[prefills]
-        window = (memory.window_SRC, slots.window_src_N[prefills], slots.window_offset_N[prefills], dst_N)
+        window = (memory.window_SRC, src_N, dst_N)
         y_TC = causal_conv1d_prefill(x_TC, self.conv_CW, None, *window, slots.chunks, "silu")
         q_TGK, k_TGK, v_THV = self._heads(y_TC)
         gates = (a_TH, b_TH, self.A_log_H, self.dt_bias_H)
