@@ -79,8 +79,8 @@ def prefill(cache: PrefixCache, lease: Lease, chunk: int) -> None:
     while lease.computed < len(lease.tokens):
         end = min(len(lease.tokens), lease.computed + chunk)
         cache.extend(lease, end)
-        cache.plan_cuts(lease, end)
-        cache.commit(lease, end)
+        grant = cache.reserve_step(lease, end, wants_log=False)
+        cache.commit(lease, end, grant.num_folded)
 
 
 def converse(cache: PrefixCache, prompt_tokens: int, turn_tokens: int, num_turns: int, choose: random.Random) -> Clock:

@@ -3,7 +3,7 @@
 from strandline.cache.account import Account, CacheCounters, Miss, Reason, SnapshotKind
 from strandline.cache.actions import Action, CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock
 from strandline.cache.core import PrefixCache
-from strandline.cache.lease import Cut, Lead, Lease
+from strandline.cache.lease import Cut, Lead, Lease, StepGrant
 from strandline.cache.placement import OnGrid, Placement, placement
 from strandline.cache.tokens import TokenBuffer
 
@@ -25,6 +25,7 @@ __all__ = [
     "PrefixCache",
     "Reason",
     "SnapshotKind",
+    "StepGrant",
     "TokenBuffer",
     "placement",
 ]

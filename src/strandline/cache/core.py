@@ -1,8 +1,9 @@
 """The prefix cache: which blocks and slots a request gets, what it may skip, and what stays behind.
 
-A request *leases* room (``admit``), grows it (``extend``), reports what was computed (``commit``), may leave
-snapshots behind on the way (``leave_snapshot``), and gives the lease back (``release``). The cache never touches
-memory: it issues actions (``take_actions``), to be carried out in order before the next step.
+A request *leases* room (``admit``), grows it (``extend``), reserves what a step reads and writes
+(``reserve_step``), reports what was computed (``commit``), may leave snapshots behind on the way
+(``leave_snapshot``), and gives the lease back (``release``). The cache never touches memory: it issues actions
+(``take_actions``), to be carried out in order before the next step.
 
 Invariants, held by ``strandline.cache.invariants.check``: a published slot is never a lease's ``dst``; a block
 has one owner; the path of a lease is never evicted; byte accounting is exact.
@@ -22,30 +23,32 @@ from strandline.cache.arena import Arena
 from strandline.cache.eviction import EvictionOrder, WorthPerByte
 from strandline.cache.explain import Explainer
 from strandline.cache.finder import Finder
-from strandline.cache.lease import Cut, Lead, Lease
+from strandline.cache.hits import record_hit
+from strandline.cache.lease import Cut, Lead, Lease, StepGrant
+from strandline.cache.logs import LogPool
 from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement
 from strandline.cache.publish import Publisher
-from strandline.cache.reuse import NO_HABIT, ReuseHistory, habit_after
+from strandline.cache.reuse import ReuseHistory, habit_after
 from strandline.cache.tokens import TokenBuffer
 from strandline.cache.tree import (
     Run,
     Snapshot,
     Walk,
-    branch_snapshots,
     copied_run,
     find_home,
-    num_continuations,
-    snapshot_above,
     snapshot_at,
     snapshots_below,
     split,
 )
 from strandline.clock import Clock
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, BlockId, RequestId
+from strandline.ids import BLOCK_TOKENS, NULL_LOG, BlockId, RequestId, SlotId
 
 T = TypeVar("T")
+
+_grant = tuple.__new__
+"""Makes a ``StepGrant`` from its fields in half the time of its constructor, for every sequence and step."""
 
 AUTO = Auto()
 MAX_EMPTY_ROOTS = 256
@@ -65,6 +68,8 @@ class PrefixCache:
         max_slots: divide the memory: so many slabs are slots, the others blocks. A baseline; None shares it.
         enabled: when False, requests get blocks and slots but nothing is kept or found.
         clock: tells the seconds, to learn how long conversations rest; None: admissions stand for them.
+        num_logs: logs to grant, one per lease, numbered from 1; a lease that gets none folds every token.
+        log_tokens: capacity of a log.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class PrefixCache:
         max_slots: int | None = None,
         enabled: bool = True,
         clock: Clock | None = None,
+        num_logs: int = 0,
+        log_tokens: int = 0,
     ) -> None:
         self.enabled = enabled
         self.placement = placement
@@ -90,6 +97,9 @@ class PrefixCache:
         self._roots: dict[str, Run] = {}
         self.expected: dict[RequestId, Snapshot] = {}
         """By waiting request: where it would have resumed when it came."""
+        self._is_stepwise = enabled and placement.is_stepwise
+        self.logs = LogPool(num_logs)
+        self._log_tokens = log_tokens
 
     # Finding
 
@@ -128,14 +138,14 @@ class PrefixCache:
         if snapshot is not None:
             self.memory.forget_waiter(snapshot)
 
-    def follow(self, tokens: TokenBuffer, salt: str = "", *, beyond: int = 0, grid_tokens: int = 1) -> Lead | None:
-        """Find a running request that is about to compute the beginning of this prompt, to wait for it.
+    def find_leader(self, tokens: TokenBuffer, salt: str = "", *, beyond: int = 0, grid_tokens: int = 1) -> Lead | None:
+        """Find a running request that is about to compute the beginning of this prompt. Changes nothing.
 
-        It is made to leave a snapshot where the two part. Waiting must be worth it: at least a block's tokens more
-        than what is cached, or all of the prompt.
+        Waiting for it must be worth it: it computes at least a block's tokens more than are cached, or all of the
+        prompt.
 
         Args:
-            beyond: ignore who shares no more than this.
+            beyond: ignore requests that share no more than this.
             grid_tokens: part from it at a multiple of this.
         """
         root = self._roots.get(salt)
@@ -151,8 +161,11 @@ class PrefixCache:
         position -= position % grid_tokens
         if lease.computed >= position or (position - known < BLOCK_TOKENS and position < len(tokens)):
             return None
-        lease.wanted[position] = SnapshotKind.BRANCH
         return Lead(lease, position)
+
+    def follow(self, lead: Lead) -> None:
+        """Have a leader leave a snapshot at its lead's position, for the requests that wait to resume there."""
+        lead.lease.wanted[lead.position] = SnapshotKind.BRANCH
 
     # Admitting
 
@@ -169,14 +182,14 @@ class PrefixCache:
         habit: int | None = None,
         is_counted: bool = True,
     ) -> Lease | None:
-        """Lease a slot for a request and the blocks of what is cached; start it at the deepest snapshot.
+        """Lease a slot and a log for a request and the blocks of what is cached; start it at the deepest snapshot.
 
         Args:
             tokens: all tokens known so far. The lease keeps the buffer, and sees tokens appended later.
             step_tokens: room to ask for beyond what is cached: the tokens of the request's first step.
             read: when False the request computes everything (it may still leave snapshots behind).
             marks: positions where others are likely to share the prompt's beginning.
-            shared_end: others find its keys and values up to here only; None: all of them.
+            shared_end: others find its blocks up to here only, and no step that starts later takes cuts; None: all.
             habit: what its lease said before it was preempted; None: it has had no lease.
             is_counted: whether anybody asked for it. When False it has an account of nothing, and nothing is learned
                 from it.
@@ -204,6 +217,7 @@ class PrefixCache:
             if not self._hold(upper, end, snapshot, tokens, step_tokens):
                 return None
         lease = Lease(request_id, tokens, salt, root, upper, account)
+        lease.log = self.logs.grant()
         if shared_end is not None:
             lease.shared_end = shared_end
         self.leases[request_id] = lease
@@ -272,7 +286,7 @@ class PrefixCache:
         lease.dst = _granted(self.memory.take_slot())
         if snapshot is not None:
             lease.source, lease.src = snapshot, snapshot.slot
-            self._touch_snapshots(lease, snapshot)
+            record_hit(lease, snapshot, self.memory, self.reuse)
         lease.run.last_used = self.memory.next_tick()
         if (partial := copied_run(end, snapshot)) is not None:
             self._copy_partial(lease, partial)
@@ -286,31 +300,6 @@ class PrefixCache:
             lease.computed, len(lease.tokens), kv_tokens, marks, num_spare, self.arena.blocks_per_slab * BLOCK_TOKENS
         )
         lease.wanted = self.placement.on_admission(admission)
-
-    def _touch_snapshots(self, lease: Lease, source: Snapshot) -> None:
-        """Count the hit as a use also of what it shares with others, though it lies above what was hit.
-
-        Else a larger cache, which hits deeper, would forget the prefixes that many share, and hit less. A path that
-        comes back shares nothing by that; it will not go on again from where its last turn ended, or its prompt did.
-        Whatever the snapshot was taken for, a prompt that it is the whole of ends there, and goes on from there.
-        """
-        tick = self.memory.next_tick()
-        is_return = lease.habit != NO_HABIT
-        if not is_return:
-            self.reuse.count_hit(num_continuations(source))
-        if source.position == len(lease.tokens):
-            if source.kind is not SnapshotKind.PREEMPTION:
-                source.kind, source.is_passed = SnapshotKind.PROMPT_END, False
-        elif is_return:
-            for passed in (source, snapshot_above(source)):
-                if passed is not None:
-                    passed.is_passed = True
-        for snapshot in (source, *branch_snapshots(lease.run, lease.tokens.data)):
-            snapshot.is_shared |= not is_return
-            if snapshot.last_used != tick and (snapshot is source or snapshot.is_shared):
-                snapshot.habit = habit_after(self.reuse.now - snapshot.used_at)
-                snapshot.used_at = self.reuse.now
-            snapshot.last_used = tick
 
     def _copy_partial(self, lease: Lease, run: Run) -> None:
         """Give the lease its own copy of the block that it resumes in; ``run`` was held for that."""
@@ -338,13 +327,35 @@ class PrefixCache:
             raise CacheInvariantError(TAKEN)
         lease.table += taken
 
-    def plan_cuts(self, lease: Lease, end: int) -> list[Cut]:
-        """Return the snapshots that the step to ``end`` is to emit in passing; their slots are reserved.
+    def reserve_step(self, lease: Lease, end: int, *, wants_log: bool) -> StepGrant:
+        """Grant what the step that computes tokens up to ``end`` reads and writes.
+
+        Reserves slots for the cuts that are due and decides what the step folds. A step that appends nothing to the
+        log finds it empty: what the log holds is folded before, by an action.
+
+        Args:
+            wants_log: append a single token to the log rather than write the state. The token is folded at once all
+                the same when the step emits a cut.
+        """
+        computed, src, dst = lease.computed, lease.src, lease.dst
+        cuts: tuple[tuple[int, SlotId], ...] = ()
+        if (lease.wanted or self._is_stepwise) and computed < lease.shared_end:
+            cuts = self._reserve_cuts(lease, end)
+        num_logged = computed - lease.folded
+        if wants_log and lease.log and end - computed == 1 and not cuts:
+            is_appended = src == dst and num_logged < self._log_tokens
+            return _grant(StepGrant, (src, dst, cuts, lease.log, num_logged, 0 if is_appended else num_logged + 1))
+        if num_logged:
+            self._fold(lease)
+        return _grant(StepGrant, (src, dst, cuts, NULL_LOG, 0, end - computed))
+
+    def _reserve_cuts(self, lease: Lease, end: int) -> tuple[tuple[int, SlotId], ...]:
+        """Reserve slots for the snapshots that the step to ``end`` is to emit in passing.
 
         A cut is left out when no slot can be had: the request goes on without it.
         """
         if not self.enabled:
-            return lease.cuts
+            return ()
         due = {position: kind for position, kind in lease.wanted.items() if lease.computed < position <= end}
         if (boundary := self.placement.in_step(lease.computed, end)) is not None:
             due.setdefault(boundary, SnapshotKind.BOUNDARY)
@@ -353,15 +364,16 @@ class PrefixCache:
             slot = self.memory.take_slot() if self.memory.can_take(0, 1) else None
             if slot is not None:
                 lease.cuts.append(Cut(position, slot, due[position]))
-        return lease.cuts
+        return tuple((cut.position, cut.slot) for cut in lease.cuts)
 
     # Keeping
 
-    def commit(self, lease: Lease, computed: int, folded: int | None = None) -> None:
-        """Take note that the state after ``computed`` tokens is in ``lease.dst``, and their KV in its blocks.
+    def commit(self, lease: Lease, computed: int, num_folded: int | None = None) -> None:
+        """Record that ``computed`` tokens are computed: their KV is in the lease's blocks, the state in ``lease.dst``.
 
         Args:
-            folded: the state is that after so many tokens, the others are in ``lease.log``; None: after all.
+            num_folded: ``StepGrant.num_folded`` of the step: tokens beyond ``lease.folded`` that are in the state, the
+                others are in the log; None: all.
         """
         room = min(len(lease.tokens), len(lease.table) * BLOCK_TOKENS)
         if not lease.computed < computed <= room:
@@ -369,7 +381,7 @@ class PrefixCache:
                 f"{lease.request_id} computed {computed} tokens: it had {lease.computed}, and room for {room}"
             )
         lease.computed = computed
-        lease.folded = computed if folded is None else folded
+        lease.folded = computed if num_folded is None else lease.folded + num_folded
         if lease.src != lease.dst:
             self._settle(lease)
         if computed >= (lease.num_published + 1) * BLOCK_TOKENS and self.enabled:
@@ -377,10 +389,10 @@ class PrefixCache:
         if lease.cuts:
             self._publisher.publish_cuts(lease)
 
-    def fold(self, lease: Lease) -> None:
+    def _fold(self, lease: Lease) -> None:
         """Have the lease's log, if there is anything in it, folded into the state in ``lease.dst``."""
-        if lease.log_tokens:
-            self.memory.actions.append(FoldLog(lease.dst, lease.log, lease.log_tokens))
+        if lease.num_logged:
+            self.memory.actions.append(FoldLog(lease.dst, lease.log, lease.num_logged))
             lease.folded = lease.computed
 
     def _settle(self, lease: Lease) -> None:
@@ -402,13 +414,13 @@ class PrefixCache:
         slot = self.memory.take_slot() if self.memory.can_take(max(num_blocks, 0), 1) else None
         if slot is None:
             return False
-        self.fold(lease)
+        self._fold(lease)
         snapshot = self._publisher.publish(lease, lease.dst, lease.computed, kind, num_readers=1)
         lease.source, lease.src, lease.dst = snapshot, snapshot.slot, slot
         return True
 
     def release(self, lease: Lease, kind: SnapshotKind) -> None:
-        """Take the lease back. Its slot becomes a snapshot at ``lease.computed``; unpublished blocks are freed."""
+        """Take the lease back: its slot becomes a snapshot at ``lease.computed``, its log and own blocks are freed."""
         memory = self.memory
         if self.leases.get(lease.request_id) is not lease:
             raise CacheInvariantError(f"{lease.request_id} has no lease to give back")
@@ -432,11 +444,12 @@ class PrefixCache:
             tail.is_live = False
             memory.quit_run(tail)
         memory.unpin_run(lease.run)
+        self.logs.free(lease.log)
 
     def _leave_last_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
         if not self._may_leave(lease, kind):
             return False
-        self.fold(lease)
+        self._fold(lease)
         self._publisher.publish(lease, lease.dst, lease.computed, kind)
         return True
 

@@ -10,7 +10,7 @@ from strandline.cache.memory import standing
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, deepest_snapshot, find_home, walk
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS
+from strandline.ids import BLOCK_TOKENS, NULL_LOG
 
 
 def check(cache: PrefixCache) -> None:
@@ -26,6 +26,7 @@ def check(cache: PrefixCache) -> None:
     _check_owners(cache, runs)
     _check_evictable(cache, runs)
     _check_waiters(cache, runs)
+    _check_logs(cache)
     for lease in cache.leases.values():
         _check_lease(lease)
     _check_finder(cache.finder)
@@ -136,6 +137,12 @@ def _check_waiters(cache: PrefixCache, runs: list[Run]) -> None:
         if snapshot.is_attached:
             _require(snapshot.num_waiters == waiters[id(snapshot)], f"snapshot {snapshot.slot}: waiters miscounted")
     _require(not cache.expected.keys() & cache.leases.keys(), "a request that runs is held to wait")
+
+
+def _check_logs(cache: PrefixCache) -> None:
+    logs = [lease.log for lease in cache.leases.values() if lease.log != NULL_LOG]
+    _require(len(set(logs)) == len(logs), f"logs granted twice: {sorted(logs)}")
+    _require(set(logs) == cache.logs.used(), f"logs leaked or lost: {set(logs) ^ cache.logs.used()}")
 
 
 def _check_lease(lease: Lease) -> None:

@@ -3,6 +3,7 @@
 import sys
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from strandline.cache.account import Account, SnapshotKind
 from strandline.cache.tokens import TokenBuffer
@@ -17,6 +18,26 @@ class Cut:
     position: int
     slot: SlotId
     kind: SnapshotKind
+
+
+class StepGrant(NamedTuple):
+    """What one step of a lease reads and writes."""
+
+    src: SlotId
+    """The slot that the state is read from."""
+    dst: SlotId
+    """The slot that the state is written to, when anything is folded."""
+    cuts: tuple[tuple[int, SlotId], ...]
+    """Position and slot of each snapshot to emit in passing."""
+    log: LogId
+    """The log that the step reads and appends to; the null log: none."""
+    num_logged: int
+    """Tokens in the log before the step."""
+    num_folded: int
+    """Tokens that go into ``dst``, counted from the position of the state in ``src``.
+
+    0: the step's token is only appended to the log. ``num_logged`` plus the step's tokens: all of them.
+    """
 
 
 class Lease:
@@ -70,7 +91,7 @@ class Lease:
         self.kv_start = 0
         """Keys and values of tokens before this position are in shared blocks: they are read, never written."""
         self.shared_end = sys.maxsize
-        """Blocks beyond this position are not published."""
+        """Blocks beyond this position are not published, and steps that start at or beyond it emit no cuts."""
         self.wanted: dict[int, SnapshotKind] = {}
         """Positions worth a cut, and why: what the placement wished for, and where others wait to part from it."""
         self.source: Snapshot | None = None
@@ -82,12 +103,13 @@ class Lease:
         """The tail in the index that shows the block being filled, after a snapshot inside that block."""
         self.is_active = True
         self.log: LogId = NULL_LOG
-        """Where it keeps tokens that are not folded into its state; the null log: nowhere."""
+        """Where tokens wait that are not folded into the state; the null log: every token is folded at once."""
         self.folded = 0
         """Tokens that are folded into the state; those up to ``computed`` are in the log."""
 
     @property
-    def log_tokens(self) -> int:
+    def num_logged(self) -> int:
+        """Tokens in the log, the last ones before ``computed``."""
         return self.computed - self.folded
 
     @property

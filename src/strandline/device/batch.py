@@ -74,13 +74,13 @@ def build_host_batch(sequences: Sequence[SequencePlan], num_decodes: int) -> Hos
         *(
             (
                 *(s.start, s.end, s.kv_start, s.state_src, s.state_dst),
-                *(s.log, s.log_tokens, s.folds_log),
+                *(s.log, s.num_logged, s.num_folded),
             )
             for s in sequences
         ),
         strict=True,
     )
-    starts, ends, kv_starts, src, dst, logs, log_tokens, folds_log = np.array(list(columns), dtype=np.int64)
+    starts, ends, kv_starts, src, dst, logs, num_logged, num_folded = np.array(list(columns), dtype=np.int64)
     lengths = ends - starts
     query_starts = np.zeros(len(sequences) + 1, dtype=np.int64)
     np.cumsum(lengths, out=query_starts[1:])
@@ -108,8 +108,8 @@ def build_host_batch(sequences: Sequence[SequencePlan], num_decodes: int) -> Hos
         block_table_NM=tables,
         chunks=plan_chunks([(s.start, s.end) for s in prefills], [s.cuts for s in prefills]),
         log_D=logs[:num_decodes],
-        log_tokens_D=log_tokens[:num_decodes],
-        folds_log_D=folds_log[:num_decodes],
+        log_tokens_D=num_logged[:num_decodes],
+        folds_log_D=num_folded[:num_decodes] > 0,
     )
 
 

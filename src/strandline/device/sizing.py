@@ -10,7 +10,7 @@ from strandline.device.batch import build_host_batch, to_device
 from strandline.device.dtypes import machine_bytes
 from strandline.device.runner import LanguageModel
 from strandline.errors import ConfigError
-from strandline.ids import BLOCK_TOKENS, NULL_SLOT, RequestId, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, PendingToken, RequestId, SlotId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.platform import runs_triton
 from strandline.kernels.sampling import greedy
@@ -99,10 +99,13 @@ def measure_scratch_bytes(model: LanguageModel, num_tokens: int, num_rows: int, 
         kv_start=0,
         state_src=NULL_SLOT,
         state_dst=slot,
-        window_src=NULL_SLOT,
-        window_offset=0,
         cuts=(),
         is_sampled=True,
+        pending=PendingToken.NONE,
+        is_prefill=False,
+        log=NULL_LOG,
+        num_logged=0,
+        num_folded=num_tokens,
     )
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)

@@ -254,13 +254,14 @@ def new_scheduler(
         placement=OnGrid(chosen) if config.deterministic else chosen,
         enabled=config.enable_prefix_caching,
         clock=SYSTEM_CLOCK,
+        num_logs=config.max_num_seqs if keeps_logs else 0,
+        log_tokens=spec.log_tokens if keeps_logs else 0,
     )
     return Scheduler(
         cache,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=choose_batched_tokens(config, device),
         deterministic=config.deterministic,
-        log_tokens=spec.log_tokens if keeps_logs else 0,
         logged_from=choose_logged_from(device),
     )
 

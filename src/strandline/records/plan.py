@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from strandline.cache import Action
-from strandline.ids import NULL_LOG, LogId, PendingToken, RequestId, SlotId
+from strandline.ids import LogId, PendingToken, RequestId, SlotId
 from strandline.records.sampling_params import SamplingParams
 
 MAX_STOP_IDS: Final = 8
@@ -31,22 +31,23 @@ class SequencePlan(NamedTuple):
     """Keys and values before this position are in shared blocks: not written."""
     state_src: SlotId
     state_dst: SlotId
-    window_src: SlotId
-    window_offset: int
     cuts: tuple[tuple[int, SlotId], ...]
     """Position and slot of each snapshot to emit in passing."""
     is_sampled: bool
     """Whether the step ends at the sequence's last token, so that a next one is sampled."""
-    pending: PendingToken = PendingToken.NONE
+    pending: PendingToken
     """Whether ``token_ids`` says nothing, since the token is on the device alone."""
-    is_prefill: bool = False
+    is_prefill: bool
     """Whether the prefill kernels compute it even if it is a single token: deterministic, all of a prompt's are."""
-    log: LogId = NULL_LOG
-    """The log that the token is appended to, or that is folded; the null log: the token goes into the state at once."""
-    log_tokens: int = 0
+    log: LogId
+    """The log that the step reads and appends its token to; the null log: none."""
+    num_logged: int
     """Tokens in the log, the last ones before ``start``."""
-    folds_log: bool = True
-    """Whether the step folds log and token into the state: the log is full or the null log, or the state moves."""
+    num_folded: int
+    """Tokens that the step folds into ``state_dst``, counted from the position of the state in ``state_src``.
+
+    0: the step's token is only appended to the log. ``num_logged`` plus the step's tokens: all of them.
+    """
 
     @property
     def is_decode(self) -> bool:

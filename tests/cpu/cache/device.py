@@ -8,7 +8,17 @@ found at once.
 
 from collections.abc import Iterator, Sequence
 
-from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, FoldLog, Lease, MoveBlock, PrefixCache
+from strandline.cache import (
+    Action,
+    CopyTokens,
+    DropBlocks,
+    DropSlot,
+    FoldLog,
+    Lease,
+    MoveBlock,
+    PrefixCache,
+    StepGrant,
+)
 from strandline.cache.tokens import decode
 from strandline.cache.tree import Run
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, LogId, SlotId
@@ -58,12 +68,8 @@ class Device:
                         self._states[slot] = state + self._logs[log][:num_tokens]
                         self.num_writes[slot] += 1
 
-    def run_step(self, lease: Lease, end: int, cache: PrefixCache, *, folded: int) -> None:
-        """Compute the lease's tokens up to ``end``, as a model would, and check all that it reads and writes.
-
-        Args:
-            folded: the state that is left is that after so many tokens; the others are in the lease's log.
-        """
+    def run_step(self, lease: Lease, end: int, cache: PrefixCache, grant: StepGrant) -> None:
+        """Compute the lease's tokens up to ``end``, as a model would, and check all that it reads and writes."""
         tokens = tuple(decode(lease.tokens.data))
         assert lease.computed < end <= len(tokens)
         self._check_state(lease, tokens)
@@ -77,17 +83,23 @@ class Device:
             self._write_cells(block, cell, tokens[position : position + 1])
         published = {snapshot.slot for _, _, snapshot in cache.snapshots()}
         in_use = {other.src for other in cache.leases.values() if other.src != other.dst}
-        targets = {c.slot: c.position for c in lease.cuts if lease.computed < c.position <= end}
-        if folded != lease.folded or lease.src != lease.dst:
-            targets[lease.dst] = folded
+        start = len(self.state(grant.src) or ()) + grant.num_logged
+        assert start == lease.computed, f"the state and the log end at {start}, the step starts at {lease.computed}"
+        assert grant.num_folded in (0, grant.num_logged + end - start), f"{grant} folds part of the tokens"
+        folded = lease.folded + grant.num_folded
+        targets = {slot: position for position, slot in grant.cuts}
+        if grant.num_folded:
+            targets[grant.dst] = folded
+        else:
+            assert grant.src == grant.dst, "nothing is folded, and the state moves"
         for slot, position in targets.items():
             assert slot not in published | in_use, f"the step overwrites the published slot {slot}"
             self._write_state(slot, tokens[:position])
-        self._logs[lease.log] = tokens[folded:end]
+        self._logs[grant.log] = tokens[folded:end]
 
     def _check_state(self, lease: Lease, tokens: Tokens) -> None:
         assert self.state(lease.src) == tokens[: lease.folded], f"{lease.request_id} has another state"
-        if lease.log_tokens:
+        if lease.num_logged:
             assert self._logs[lease.log] == tokens[lease.folded : lease.computed], f"{lease.request_id}: another log"
 
     def _write_cells(self, block: BlockId, start: int, tokens: Sequence[int]) -> None:

@@ -1,14 +1,13 @@
 """Plays the engine for the cache's tests: the cache, a simulated device, and the order in which they are asked."""
 
 from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
 
-from strandline.cache import Account, Lease, Miss, Placement, PrefixCache, Reason, SnapshotKind, TokenBuffer
+from strandline.cache import Account, Lease, Miss, Placement, PrefixCache, Reason, SnapshotKind, StepGrant, TokenBuffer
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import EvictionOrder
 from strandline.cache.invariants import check
 from strandline.cache.tokens import decode
-from strandline.ids import LogId, RequestId
+from strandline.ids import RequestId
 from tests.cpu.cache.device import Device, Tokens
 
 LOG_TOKENS = 3
@@ -27,10 +26,17 @@ class Driver:
         placement: Placement = AUTO,
         enabled: bool = True,
     ) -> None:
-        self.cache = PrefixCache(num_slabs, blocks_per_slab, order=order, placement=placement, enabled=enabled)
+        self.cache = PrefixCache(
+            num_slabs,
+            blocks_per_slab,
+            order=order,
+            placement=placement,
+            enabled=enabled,
+            num_logs=num_slabs - 1,
+            log_tokens=LOG_TOKENS,
+        )
         self.device = Device(num_slabs, blocks_per_slab)
         self._num_requests = 0
-        self._free_logs = [LogId(number) for number in range(1, num_slabs)]
 
     def lookup(self, tokens: Iterable[int], salt: str = "") -> Account:
         return self.cache.lookup(TokenBuffer(tokens), salt)
@@ -41,8 +47,6 @@ class Driver:
         self._num_requests += 1
         name = RequestId(request_id or f"request-{self._num_requests}")
         lease = self.cache.admit(name, TokenBuffer(tokens), salt=salt, step_tokens=step_tokens, read=read)
-        if lease is not None:
-            lease.log = heappop(self._free_logs)
         check(self.cache)
         return lease
 
@@ -57,24 +61,19 @@ class Driver:
 
     def step_together(self, wanted: Sequence[tuple[Lease, int]]) -> list[Lease]:
         """Plan all, then run all, then commit all, as one batch. Return those that got memory."""
-        planned = [(lease, end, self._plan(lease, end)) for lease, end in wanted if self.cache.extend(lease, end)]
+        planned = [(lease, end, self._reserve(lease, end)) for lease, end in wanted if self.cache.extend(lease, end)]
         self.flush()
-        for lease, end, folded in planned:
-            self.device.run_step(lease, end, self.cache, folded=folded)
-        for lease, end, folded in planned:
-            self.cache.commit(lease, end, folded)
+        for lease, end, grant in planned:
+            self.device.run_step(lease, end, self.cache, grant)
+        for lease, end, grant in planned:
+            self.cache.commit(lease, end, grant.num_folded)
             check(self.cache)
         return [lease for lease, *_ in planned]
 
-    def _plan(self, lease: Lease, end: int) -> int:
-        """Plan a step as the engine does; return how many tokens will be folded into the state that it leaves."""
-        cuts = self.cache.plan_cuts(lease, end)
+    def _reserve(self, lease: Lease, end: int) -> StepGrant:
+        grant = self.cache.reserve_step(lease, end, wants_log=True)
         check(self.cache)
-        if end - lease.computed == 1 and not cuts:
-            folds = not lease.has_own_state or lease.log_tokens == LOG_TOKENS
-            return end if folds else lease.folded
-        self.cache.fold(lease)
-        return end
+        return grant
 
     def flush(self) -> None:
         """Carry out what the cache has asked for, and compare the device with what the cache believes."""
@@ -97,7 +96,6 @@ class Driver:
 
     def release(self, lease: Lease, kind: SnapshotKind = SnapshotKind.GENERATION_END) -> None:
         self.cache.release(lease, kind)
-        heappush(self._free_logs, lease.log)
         check(self.cache)
         self.flush()
 

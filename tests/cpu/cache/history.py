@@ -92,8 +92,9 @@ class History:
         """Let a prompt that shares a running request's beginning wait for it: this may ask for any number of cuts."""
         salt, lease = self.running[index % len(self.running)]
         prompt = (*decode(lease.tokens.slice(0, num_tokens)), *pattern(pattern_seed, num_more))
-        lead = self.cache.follow(TokenBuffer(prompt), salt)
+        lead = self.cache.find_leader(TokenBuffer(prompt), salt)
         if lead is not None:
+            self.cache.follow(lead)
             assert lead.is_pending
             assert lead.lease in [lease for _, lease in self.running]
             shared = tuple(decode(lead.lease.tokens.slice(0, lead.position)))

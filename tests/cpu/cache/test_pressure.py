@@ -113,7 +113,7 @@ def test_cut_that_gets_no_slot_evicts_nothing_and_the_request_goes_on() -> None:
     assert driver.cache.extend(lease, 384)
     driver.flush()
     assert driver.cache.memory.num_evictable_blocks == 1
-    assert driver.cache.plan_cuts(lease, 384) == []
+    assert driver.cache.reserve_step(lease, 384, wants_log=False).cuts == ()
     assert driver.cache.take_actions() == []
     assert driver.step(lease, 384)
 
@@ -124,7 +124,7 @@ def test_cut_of_a_step_that_is_never_committed_leaks_nothing() -> None:
     before = driver.cache.arena.used()
     lease = driver.admit(prompt(90) + prompt(100, 6000))
     assert driver.cache.extend(lease, 190)
-    assert [cut.position for cut in driver.cache.plan_cuts(lease, 190)] == [90]
+    assert [position for position, _ in driver.cache.reserve_step(lease, 190, wants_log=False).cuts] == [90]
     driver.release(lease)
     assert driver.cache.arena.used() == before
 

@@ -169,14 +169,15 @@ def test_prompt_that_is_a_whole_hit_waits_for_nobody() -> None:
     driver = Driver()
     driver.serve(prompt(100))
     driver.admit(prompt(100), read=False)
-    assert driver.cache.follow(TokenBuffer(prompt(100))) is None
+    assert driver.cache.find_leader(TokenBuffer(prompt(100))) is None
 
 
 def test_follower_waits_for_the_leader_and_resumes_where_they_part() -> None:
     driver = Driver()
     leader = driver.admit(prompt(500), "leader")
-    lead = driver.cache.follow(TokenBuffer(prompt(150) + prompt(60, 5000)))
+    lead = driver.cache.find_leader(TokenBuffer(prompt(150) + prompt(60, 5000)))
     assert lead is not None
+    driver.cache.follow(lead)
     assert (lead.lease, lead.position, lead.is_pending) == (leader, 150, True)
     driver.prefill(leader, 100)
     assert not lead.is_pending
@@ -187,7 +188,9 @@ def test_followers_that_part_at_many_places_get_a_cut_each_in_one_step() -> None
     driver = Driver()
     leader = driver.admit(prompt(500))
     for position in (100, 128, 200, 201, 333):
-        driver.cache.follow(TokenBuffer([*prompt(position), 1]))
+        lead = driver.cache.find_leader(TokenBuffer([*prompt(position), 1]))
+        assert lead is not None
+        driver.cache.follow(lead)
     driver.prefill(leader)
     hits = [driver.lookup([*prompt(position), 1]).hit for position in (100, 128, 200, 201, 333)]
     assert hits == [100, 128, 200, 201, 333]
@@ -196,8 +199,8 @@ def test_followers_that_part_at_many_places_get_a_cut_each_in_one_step() -> None
 def test_nobody_waits_for_a_leader_that_is_gone() -> None:
     driver = Driver()
     leader = driver.admit(prompt(500))
-    lead = driver.cache.follow(TokenBuffer(prompt(300)))
+    lead = driver.cache.find_leader(TokenBuffer(prompt(300)))
     assert lead is not None
     driver.release(leader)
     assert not lead.is_pending
-    assert driver.cache.follow(TokenBuffer(prompt(300))) is None
+    assert driver.cache.find_leader(TokenBuffer(prompt(300))) is None

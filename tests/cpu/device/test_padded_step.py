@@ -32,14 +32,13 @@ def sequence(
         kv_start=start,
         state_src=SlotId(10 * index + 1),
         state_dst=SlotId(10 * index + 2),
-        window_src=SlotId(10 * index + 3),
-        window_offset=index % 2,
         cuts=tuple((position, SlotId(10 * index + 4)) for position in cuts),
         is_sampled=True,
         pending=PendingToken(pending),
+        is_prefill=False,
         log=LogId(log),
-        log_tokens=log % 8,
-        folds_log=not log,
+        num_logged=log % 8,
+        num_folded=0 if log else end - start,
     )
 
 
@@ -104,7 +103,7 @@ def test_everything_real_is_where_it_belongs_and_the_rest_belongs_to_nobody(
         slots = [int(found[name][place]) for name in ("src", "dst")]
         assert slots == [plan.state_src, plan.state_dst]
     for index in range(num_decodes):
-        assert (found["log"][index], found["log_tokens"][index]) == (sequences[index].log, sequences[index].log_tokens)
+        assert (found["log"][index], found["log_tokens"][index]) == (sequences[index].log, sequences[index].num_logged)
     for name in ("src", "dst", "pending"):
         assert not found[name][is_free].any()
     assert not found["write_blocks"][is_free_row].any()

@@ -46,7 +46,7 @@ def test_what_is_decoded_is_logged_and_folded_when_the_log_is_full_unless_determ
     logged = []
     for _ in range(2 * LOG_TOKENS + 1):
         llm.engine.step()
-        logged.append(request.lease.log_tokens)
+        logged.append(request.lease.num_logged)
     # The first step moves the state out of the snapshot of the prompt.
     cycle = [0, *range(1, LOG_TOKENS + 1)]
     assert logged == ([0] * len(logged) if deterministic else [*cycle, *cycle][: len(logged)])
@@ -64,7 +64,7 @@ def test_logs_are_folded_when_few_sequences_are_left_and_kept_again_when_there_a
                     llm.engine.add_request(f"late {index}", [9 + index] * 20, params)
             for output in llm.engine.step():
                 answers[output.request_id] = list(output.outputs[0].token_ids)
-            logged.append({r.lease.log_tokens for r in llm.engine.scheduler.running if r.lease is not None})
+            logged.append({r.lease.num_logged for r in llm.engine.scheduler.running if r.lease is not None})
         return answers
 
     logged: list[set[int]] = []

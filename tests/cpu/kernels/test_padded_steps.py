@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strandline.device.batch import HostBatch, build_host_batch, to_device
 from strandline.device.padded_step import PaddedStep, StepSize
-from strandline.ids import BLOCK_TOKENS, RequestId, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_LOG, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.records.plan import SequencePlan
 from tests.interpreter import multiply_bfloat16, take_loop_bounds_from_memory
@@ -77,10 +77,13 @@ def make_step(size: StepSize) -> Step:
                 kv_start=start,
                 state_src=SlotId(src),
                 state_dst=SlotId(dst),
-                window_src=SlotId(src),
-                window_offset=0,
                 cuts=tuple((position, SlotId(dst + 1 + i)) for i, position in enumerate(here)),
                 is_sampled=True,
+                pending=PendingToken.NONE,
+                is_prefill=False,
+                log=NULL_LOG,
+                num_logged=0,
+                num_folded=end - start,
             )
         )
         next_slot += 2 + len(here)

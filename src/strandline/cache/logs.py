@@ -1,0 +1,31 @@
+"""Logs: one per running request, for decoded tokens that are not folded into its state yet."""
+
+from heapq import heappop, heappush
+
+from strandline.ids import NULL_LOG, LogId
+
+
+class LogPool:
+    """Grants logs, the smallest id first, so that those in use lie together.
+
+    Args:
+        num_logs: logs there are, numbered from 1.
+    """
+
+    def __init__(self, num_logs: int) -> None:
+        self._free = [LogId(number) for number in range(1, num_logs + 1)]
+        """A heap."""
+        self._num_logs = num_logs
+
+    def grant(self) -> LogId:
+        """Return a free log, or the null log when there is none."""
+        return heappop(self._free) if self._free else NULL_LOG
+
+    def free(self, log: LogId) -> None:
+        """Take a log back; the null log is ignored."""
+        if log != NULL_LOG:
+            heappush(self._free, log)
+
+    def used(self) -> set[LogId]:
+        """Return the logs that are granted (for checks; linear in their number)."""
+        return {LogId(number) for number in range(1, self._num_logs + 1)} - set(self._free)
