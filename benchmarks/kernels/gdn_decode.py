@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from strandline.kernels import gdn, gdn_decode_triton
-from strandline.kernels.batch import LogBatch, LogMemory
-from strandline.kernels.gdn_log import LOG_TOKENS
+from strandline.kernels.batch import LogBatch
+from strandline.kernels.gdn_log import LOG_TOKENS, LogMemory
 
 KEY_HEADS, VALUE_HEADS, HEAD_DIM = 16, 32, 128
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -1,10 +1,9 @@
-"""What one layer keeps between tokens, in bytes, and what follows from it for blocks and slots.
+"""What one layer keeps between tokens, as named tensors, and the sizes of blocks and slots that follow from it.
 
-A model declares one spec per layer; every size in the engine is derived from these. Pure Python: dtypes are
-named by strings so that the cache and the replay tools need no tensor library.
+A model declares one spec per layer; every size in the engine is derived from these. What a name means is known to the
+layer alone. Pure Python: dtypes are named by strings so that the cache and the replay tools need no tensor library.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -12,7 +11,15 @@ from typing import Final
 
 from strandline.ids import BLOCK_TOKENS
 
-ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES: Final = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
 
 ALIGN_BYTES: Final = 256
 """Every tensor in a block or slot starts on this boundary, so that vector loads and typed views are legal."""
@@ -24,62 +31,75 @@ def align(num_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """A softmax-attention layer: keys and values of every token, ``[num_kv_heads, head_dim]`` each."""
+class TensorSpec:
+    """A tensor that a layer keeps, by name: of one token, of one sequence, or of one log."""
 
-    num_kv_heads: int
-    head_dim: int
+    name: str
+    shape: tuple[int, ...]
     dtype: str
+    is_recurrent: bool = False
+    """Whether a state is computed from the state before, rather than a copy of inputs: rounding it adds up."""
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes of one block's keys (and of its values), aligned."""
-        return align(BLOCK_TOKENS * self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype])
+    def num_bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class LogSpec:
-    """What a recurrent layer can keep of a token before it is folded into the state, in float32.
-
-    A key for each of its ``num_keys`` key heads, a value for each head of the state, and the decay up to there.
-    """
+    """What a layer can keep of tokens before they are folded into its states."""
 
     num_tokens: int
     """Most tokens before a fold."""
-    num_keys: int
+    tensors: tuple[TensorSpec, ...]
+    """Each holds ``num_tokens`` tokens."""
 
-    def shapes(self, state_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of one log's keys, values and decays."""
-        num_heads, key_dim, value_dim = state_shape
-        return (
-            (self.num_keys, self.num_tokens, key_dim),
-            (num_heads, self.num_tokens, value_dim),
-            (num_heads, self.num_tokens),
-        )
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentSpec:
-    """A recurrent layer: a state of any shape, and the last inputs of its short convolution."""
+class LayerSpec:
+    """What one layer keeps. One without memory keeps nothing."""
 
-    state_shape: tuple[int, ...]
-    state_dtype: str
-    window_shape: tuple[int, int]
-    """``[conv_width - 1, channels]``: token-major, oldest first."""
-    window_dtype: str
+    streams: tuple[TensorSpec, ...] = ()
+    """Kept of every token (keys, values, a latent), in blocks; the shapes are those of one token."""
+    states: tuple[TensorSpec, ...] = ()
+    """Kept of every sequence (a recurrent state, the last inputs of a convolution), in slots."""
     log: LogSpec | None = field(default=None, compare=False)
-    """None: every token is folded into the state at once. No size depends on it: specs that differ here are equal."""
+    """None: every token goes into the states at once. Blocks and slots do not depend on it: specs that differ here are
+    equal."""
 
     @property
-    def state_bytes(self) -> int:
-        return align(prod(self.state_shape) * ITEM_BYTES[self.state_dtype])
+    def block_bytes(self) -> int:
+        """Bytes of the layer's streams in one block."""
+        return sum(map(stream_bytes, self.streams))
 
     @property
-    def window_bytes(self) -> int:
-        return align(prod(self.window_shape) * ITEM_BYTES[self.window_dtype])
+    def slot_bytes(self) -> int:
+        """Bytes of the layer's states in one slot."""
+        return sum(map(state_bytes, self.states))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether one of the states is."""
+        return any(state.is_recurrent for state in self.states)
 
 
-LayerSpec = AttentionSpec | RecurrentSpec
+def stream_bytes(stream: TensorSpec) -> int:
+    """Return the bytes of one block's share of a stream, aligned."""
+    return align(BLOCK_TOKENS * stream.num_bytes)
+
+
+def state_bytes(state: TensorSpec) -> int:
+    """Return the bytes of one slot's share of a state, aligned."""
+    return align(state.num_bytes)
+
+
+def kv_spec(num_heads: int, head_dim: int, dtype: str) -> LayerSpec:
+    """Return the spec of softmax attention: streams ``key`` and ``value``, ``[num_heads, head_dim]`` each."""
+    return LayerSpec(streams=tuple(TensorSpec(name, (num_heads, head_dim), dtype) for name in ("key", "value")))
 
 
 @dataclass(frozen=True)
@@ -92,19 +112,18 @@ class ModelSpec:
 
     @cached_property
     def raw_block_bytes(self) -> int:
-        """Bytes of one block: keys then values, layer after layer."""
-        total = sum(2 * layer.kv_bytes for layer in self.layers if isinstance(layer, AttentionSpec))
-        return max(total, ALIGN_BYTES)
+        """Bytes of one block: stream after stream, layer after layer."""
+        return max(sum(layer.block_bytes for layer in self.layers), ALIGN_BYTES)
 
     @cached_property
     def raw_slot_bytes(self) -> int:
-        """Bytes of one slot: state then window, layer after layer, then the hidden state."""
+        """Bytes of one slot: state after state, layer after layer, then the hidden state."""
         return self.hidden_offset + align(self.hidden_size * ITEM_BYTES[self.hidden_dtype])
 
     @cached_property
     def hidden_offset(self) -> int:
         """Where in a slot the final hidden state of the last token lies, in bytes."""
-        return sum(layer.state_bytes + layer.window_bytes for _, layer in self.recurrent_layers())
+        return sum(layer.slot_bytes for layer in self.layers)
 
     @cached_property
     def blocks_per_slab(self) -> int:
@@ -124,26 +143,9 @@ class ModelSpec:
     @cached_property
     def log_tokens(self) -> int:
         """Most tokens that all recurrent layers can keep before a fold; 0: one of them keeps no log."""
-        logs = [layer.log for _, layer in self.recurrent_layers()]
-        return min((log.num_tokens if log else 0 for log in logs), default=0)
+        return min((layer.log.num_tokens if layer.log else 0 for layer in self.layers if layer.is_recurrent), default=0)
 
     @cached_property
     def log_bytes(self) -> int:
         """Bytes of one running sequence's log, where logs are kept."""
-        return sum(
-            ITEM_BYTES["float32"] * sum(map(prod, layer.log.shapes(layer.state_shape)))
-            for _, layer in self.recurrent_layers()
-            if layer.log
-        )
-
-    def recurrent_layers(self) -> Iterator[tuple[int, RecurrentSpec]]:
-        """Layer index and spec of each recurrent layer, in order."""
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, RecurrentSpec):
-                yield index, layer
-
-    def attention_layers(self) -> Iterator[tuple[int, AttentionSpec]]:
-        """Layer index and spec of each attention layer, in order."""
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, AttentionSpec):
-                yield index, layer
+        return sum(layer.log.num_bytes for layer in self.layers if layer.log)

@@ -59,12 +59,13 @@ OF_THE_FLOOR: Final = 2.0
 
 def estimated(spec: ModelSpec, num_active_weights: int, num_query_heads: int) -> CostModel:
     """Return what a model in bfloat16 costs on one H200, from its sizes and the rates of those that were measured."""
-    attention = [layer for _, layer in spec.attention_layers()]
+    # A query head multiplies with one vector of each stream: a key, a value.
+    pair_flop = sum(2 * num_query_heads * stream.shape[-1] for layer in spec.layers for stream in layer.streams)
     kv_token_bytes = spec.block_bytes / BLOCK_TOKENS
     return CostModel(
         step_s=OF_THE_FLOOR * 2 * num_active_weights / COPY_BYTES_PER_S,
         prefill_token_s=2 * num_active_weights / PREFILL_FLOP_PER_S,
-        attention_pair_s=sum(4 * num_query_heads * layer.head_dim for layer in attention) / ATTENTION_FLOP_PER_S,
+        attention_pair_s=pair_flop / ATTENTION_FLOP_PER_S,
         decode_sequence_s=OF_THE_FLOOR * 2 * spec.raw_slot_bytes / COPY_BYTES_PER_S,
         decode_kv_token_s=kv_token_bytes / COPY_BYTES_PER_S,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from strandline.bench.cost import H200, CostModel, estimated
 from strandline.errors import ConfigError
-from strandline.specs import AttentionSpec, LayerSpec, ModelSpec, RecurrentSpec
+from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
 
 if TYPE_CHECKING:
     from strandline.models.geometry import ModelSize
@@ -23,11 +23,11 @@ CONV_WIDTH: Final = 4
 def hybrid_spec(num_layers: int, num_attention: int, num_kv_heads: int, head_dim: int, hidden_size: int) -> ModelSpec:
     """Return the spec of a model of gated DeltaNet layers, every n-th of which is attention instead."""
     channels = GDN_KEY_HEADS * GDN_HEAD_DIM * 2 + GDN_VALUE_HEADS * GDN_HEAD_DIM
-    state_shape = (GDN_VALUE_HEADS, GDN_HEAD_DIM, GDN_HEAD_DIM)
-    recurrent = RecurrentSpec(state_shape, "float32", (CONV_WIDTH - 1, channels), "bfloat16")
-    attention = AttentionSpec(num_kv_heads, head_dim, "bfloat16")
+    state = TensorSpec("state", (GDN_VALUE_HEADS, GDN_HEAD_DIM, GDN_HEAD_DIM), "float32", is_recurrent=True)
+    recurrent = LayerSpec(states=(state, TensorSpec("window", (CONV_WIDTH - 1, channels), "bfloat16")))
+    attention = kv_spec(num_kv_heads, head_dim, "bfloat16")
     every = num_layers // num_attention
-    layers: list[LayerSpec] = [attention if (i + 1) % every == 0 else recurrent for i in range(num_layers)]
+    layers = [attention if (i + 1) % every == 0 else recurrent for i in range(num_layers)]
     return ModelSpec(tuple(layers), hidden_size, "bfloat16")
 
 

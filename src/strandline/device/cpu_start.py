@@ -20,7 +20,7 @@ page before it hands it out, a virtual machine asks its host for it besides: 2 t
 
 def prepare_cpu(arena: ArenaTensors, *, progress: bool) -> None:
     """Touch the memory that is used first, and meanwhile load the compiled kernels."""
-    touching = Thread(target=arena.touch, args=(TOUCHED_BYTES,), name="touch memory")
+    touching = Thread(target=arena.prefault, args=(TOUCHED_BYTES,), name="touch memory")
     touching.start()
     if runs_numba():
         compile_loops(progress=progress)

@@ -21,7 +21,7 @@ from strandline.device.padded_step import PaddedStep, StepSize
 from strandline.device.pending import PendingTokens
 from strandline.device.upload import upload, upload_together
 from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.batch import LayerMemory, StepBatch
+from strandline.kernels.batch import StepBatch
 from strandline.kernels.sampling import greedy
 from strandline.kernels.step import resolve_pending, store_hidden
 
@@ -33,7 +33,7 @@ DECODES_BESIDE_PROMPTS: Final = (0, 16, 64, 128)
 
 WARM_UP_RUNS: Final = 2
 
-Forward = Callable[[StepBatch, Sequence[LayerMemory]], Tensor]
+Forward = Callable[[StepBatch], Tensor]
 
 
 def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepSize]:
@@ -122,7 +122,7 @@ class StepGraphs:
             named["stop_sets"],
             self._pending.stop_ids_XI,
         )
-        hidden_TE = recorded.hidden_TE = self._forward(batch, self._arena.layers)
+        hidden_TE = recorded.hidden_TE = self._forward(batch)
         store_hidden(hidden_TE, named["last_rows"], self._arena.hidden_SE, batch.recurrent.dst_N)
         if recorded.padded.size.num_prompts:
             store_hidden(hidden_TE, named["cut_rows"], self._arena.hidden_SE, named["cut_slots"])

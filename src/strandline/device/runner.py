@@ -10,7 +10,6 @@ host behind it.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +25,12 @@ from strandline.device.upload import download, upload_together
 from strandline.errors import EngineError
 from strandline.ids import BlockId, RequestId
 from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.batch import LayerMemory, StepBatch
-from strandline.kernels.gdn_log import gdn_fold
+from strandline.kernels.batch import StepBatch
 from strandline.kernels.platform import set_deterministic
 from strandline.kernels.step import store_hidden
+from strandline.models.protocol import LanguageModel
 from strandline.records.grammars import GrammarCompiler, TokenMatcher
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
-from strandline.specs import ModelSpec
 
 LAUNCH_BOUND_TOKENS = 1024
 """A GPU computes steps of so few tokens in less time than it takes to launch them kernel by kernel: 17 ms for the 4B
@@ -44,20 +42,6 @@ LOGPROB_ROWS = 256
 SERIAL_STEP_TOKENS = 4
 """Steps of so few tokens run on one CPU thread. Their operations are too small to gain from more, and on a busy
 machine each would wait for the others to be scheduled: 690 ms a step were seen where one thread takes 4."""
-
-
-class LanguageModel(Protocol):
-    """What the runner needs of a model (rows ``T``, hidden size ``E``, vocabulary ``V``)."""
-
-    spec: ModelSpec
-    vocab_size: int
-    max_position: int
-
-    def forward(self, batch: StepBatch, memory: Sequence[LayerMemory]) -> Tensor:
-        """Return the final, normalised hidden state of every row, ``[T, E]``."""
-
-    def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Return logits ``[N, V]``, in the dtype of the model."""
 
 
 class LaunchedStep:
@@ -143,6 +127,7 @@ class Runner:
         if device.type == "cpu":
             keep_scratch_memory()
         self.arena = ArenaTensors(model.spec, num_slabs, device, num_logs=1 + max_num_seqs if keeps_logs else 0)
+        self._memory = model.bind(self.arena)
         self._pending = PendingTokens(max_num_seqs, device)
         self._poison = poison
         self._is_deterministic = deterministic
@@ -187,7 +172,7 @@ class Runner:
         set_deterministic(self._is_deterministic)
         with torch.inference_mode():
             self._graphs = StepGraphs(
-                self.model.forward,
+                self._forward,
                 self.model.logits,
                 self.arena,
                 self._pending,
@@ -248,8 +233,11 @@ class Runner:
     def _fold(self, folds: Sequence[FoldLog]) -> None:
         columns = list(zip(*((fold.slot, fold.log, fold.num_tokens) for fold in folds), strict=True))
         slot_N, log_N, len_N = upload_together(columns, self.device)
-        for layers in self.arena.logged_layers:
-            gdn_fold(layers.state_RSHKV, layers.logs, slot_N, log_N, len_N)
+        for fold in self._memory.folds:
+            fold(slot_N, log_N, len_N)
+
+    def _forward(self, batch: StepBatch) -> Tensor:
+        return self.model.forward(batch, self._memory)
 
     def _last_hidden(
         self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: LaunchedStep
@@ -271,7 +259,7 @@ class Runner:
             batch = to_device(host, self.device)
             if host.has_pending:
                 self._pending.resolve(batch, ordered, self._states)
-            hidden_TE = self.model.forward(batch.step, self.arena.layers)
+            hidden_TE = self._forward(batch.step)
             self._store_hidden(ordered, rows, hidden_TE, batch)
             last_NE = hidden_TE if len(hidden_TE) == len(ordered) else hidden_TE[batch.last_rows_N]
         self._prompt_logprobs(ordered, order, rows, hidden_TE, launched)

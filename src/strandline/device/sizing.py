@@ -8,14 +8,14 @@ import torch
 from strandline.config import EngineConfig, parse_bytes
 from strandline.device.batch import build_host_batch, to_device
 from strandline.device.dtypes import machine_bytes
-from strandline.device.runner import LanguageModel
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, PendingToken, RequestId, SlotId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.platform import runs_triton
 from strandline.kernels.sampling import greedy
+from strandline.models.protocol import LanguageModel
 from strandline.records.plan import SequencePlan
-from strandline.specs import ModelSpec, RecurrentSpec
+from strandline.specs import ModelSpec
 
 DEFAULT_BYTES = 4 * 2**30
 BATCHED_TOKENS_CPU, BATCHED_TOKENS_GPU = 2048, 8192
@@ -43,11 +43,11 @@ def require_determinism(spec: ModelSpec, device: torch.device) -> None:
     Raises:
         ConfigError: a state is rounded where it is stored, or the GPU has no batch-invariant kernels.
     """
-    for layer in spec.layers:
-        if isinstance(layer, RecurrentSpec) and layer.state_dtype != "float32":
+    for state in (state for layer in spec.layers for state in layer.states):
+        if state.is_recurrent and state.dtype != "float32":
             raise ConfigError(
-                f"deterministic needs states in float32, the model's are {layer.state_dtype}: one that is stored and "
-                "read again differs from one that stays in registers"
+                f"deterministic needs states in float32, the model's are {state.dtype}: one that is stored and read "
+                "again differs from one that stays in registers"
             )
     if device.type == "cuda" and not runs_triton("cuda"):
         raise ConfigError("deterministic needs Triton kernels on a GPU: Triton is missing, or STRANDLINE_TRITON is 0")
@@ -112,7 +112,7 @@ def measure_scratch_bytes(model: LanguageModel, num_tokens: int, num_rows: int, 
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
         batch = to_device(build_host_batch([sequence], 0), device)
-        hidden_TE = model.forward(batch.step, arena.layers)
+        hidden_TE = model.forward(batch.step, model.bind(arena))
         greedy(model.logits(hidden_TE[:1].expand(num_rows, -1).contiguous()))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)

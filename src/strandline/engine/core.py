@@ -14,7 +14,7 @@ from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.cpu_start import prepare_cpu
 from strandline.device.graphs import graph_sizes
-from strandline.device.runner import LanguageModel, LaunchedStep, Runner
+from strandline.device.runner import LaunchedStep, Runner
 from strandline.device.sizing import (
     choose_batched_tokens,
     choose_logged_from,
@@ -30,6 +30,7 @@ from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
 from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.kernels.platform import runs_triton, set_deterministic, why_torch_serves
+from strandline.models.protocol import LanguageModel
 from strandline.records.events import (
     CoreStats,
     FinishReason,

@@ -1,17 +1,19 @@
 """The device memory of blocks and slots: one tensor of bytes, and typed views of it for every layer.
 
-Slot ``s`` starts at byte ``s * slab_bytes``, block ``b`` at byte ``b * block_bytes``; both ranges overlap, and
-whoever hands out the ids keeps them apart. In a block lie keys then values, layer after layer; in a slot lie state
-then window, layer after layer, then the final hidden state. One block or one slot is one contiguous range.
+Slot ``s`` starts at byte ``s * slab_bytes``, block ``b`` at byte ``b * block_bytes``; both ranges overlap, and the
+allocator of ids keeps them apart. A block holds stream after stream, layer after layer; a slot holds state after state,
+layer after layer, then the final hidden state. One block or one slot is one contiguous range. What a tensor's name
+means is known to its layer alone.
 
 Invariants: a view never copies; the null block and the null slot are never written here.
 
-Shape suffixes: B blocks, L keys and values of a run of equal layers (2 per layer), P tokens in a block, G key/value
-heads, D head dim, S slots, R rows of a convolution window, C channels, E hidden size.
+Shape suffixes: B blocks, L layers of a run of equal ones, I equal streams side by side in a layer, P tokens in a block,
+S slots, E hidden size; X stands for the further dimensions of any tensor.
 """
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 from math import prod
 
 import numpy as np
@@ -20,11 +22,37 @@ from torch import Tensor
 
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
-from strandline.kernels.batch import KVMemory, LayerMemory, LoggedLayers, LogMemory, RecurrentMemory
-from strandline.specs import AttentionSpec, ModelSpec, RecurrentSpec
+from strandline.specs import LayerSpec, LogSpec, ModelSpec, TensorSpec, state_bytes, stream_bytes
 
 NAN_BYTE = 0xFF
 """Memory filled with this byte reads as NaN in float32, bfloat16 and float16."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """One layer's tensors, by the names of its spec."""
+
+    streams: Mapping[str, Tensor]
+    """Strided over blocks: ``[blocks, BLOCK_TOKENS, *shape]``."""
+    states: Mapping[str, Tensor]
+    """Strided over slots: ``[slots, *shape]``. Slot 0 reads as zeros: it is neither read nor written."""
+    log: Mapping[str, Tensor] | None
+    """``[logs, *shape]``. None: no log is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStack:
+    """Equal layers that keep logs: all that each of them sees, as tensors with one more dimension in front."""
+
+    layers: tuple[int, ...]
+    """Their indices in the model."""
+    states: Mapping[str, Tensor]
+    log: Mapping[str, Tensor]
+
+    def part(self, start: int, end: int) -> "LayerStack":
+        """Return the stack of layers ``[start, end)`` of this one."""
+        states, log = ({name: view[start:end] for name, view in x.items()} for x in (self.states, self.log))
+        return LayerStack(self.layers[start:end], states, log)
 
 
 class ArenaTensors:
@@ -37,23 +65,23 @@ class ArenaTensors:
         self, spec: ModelSpec, num_slabs: int, device: torch.device | str = "cpu", *, num_logs: int = 0
     ) -> None:
         self.spec = spec
-        self._num_logs = num_logs
         self.num_slabs = num_slabs
         self.num_blocks = num_slabs * spec.blocks_per_slab
         self.bytes = _zeros(num_slabs * spec.slab_bytes, torch.device(device))
-        self._kv_runs = [self._kv_run(offset, run) for offset, run in _runs_of_equal_layers(spec)]
-        """``kv_BLPGD`` of each run of attention layers with one shape."""
-        self.logged_layers = tuple(self._logged_layers()) if num_logs else ()
-        """Each run of equal recurrent layers, with its logs."""
+        self._block_offsets = [0, *accumulate(layer.block_bytes for layer in spec.layers)]
+        self._slot_offsets = [0, *accumulate(layer.slot_bytes for layer in spec.layers)]
+        self._stream_runs = tuple(self._runs_of_streams())
+        self.stacks = tuple(self._stacked_layers(num_logs)) if num_logs else ()
+        """The layers that keep logs, as stacks of equal ones."""
         self.layers: tuple[LayerMemory, ...] = tuple(self._layer_views())
-        """Per layer of the model, its share of all blocks or of all slots."""
+        """Per layer of the model, its share of all blocks and of all slots."""
         self.hidden_SE = self._view(
             spec.hidden_dtype, (num_slabs, spec.hidden_size), spec.slab_bytes, spec.hidden_offset
         )
         """Per slot, the final hidden state of the last token that a snapshot covers."""
 
-    def touch(self, num_bytes: int) -> None:
-        """Have the system hand out the pages of the first bytes on a CPU; nobody may have written to them yet."""
+    def prefault(self, num_bytes: int) -> None:
+        """Have the system back the first bytes with memory, on a CPU. Nothing may have been written there yet."""
         self.bytes[:num_bytes].numpy().fill(0)
 
     def block(self, block: BlockId) -> Tensor:
@@ -67,20 +95,20 @@ class ArenaTensors:
         return self.bytes[start : start + self.spec.raw_slot_bytes]
 
     def copy_block(self, src: BlockId, dst: BlockId, num_tokens: int) -> None:
-        """Copy the first ``num_tokens`` tokens of a block: keys and values of all layers, and nothing else."""
+        """Copy the first ``num_tokens`` tokens of a block: all streams of all layers, and nothing else."""
         if NULL_BLOCK in (src, dst) or not 0 < num_tokens <= BLOCK_TOKENS:
             raise CacheInvariantError(f"asked to copy {num_tokens} tokens of block {src} to block {dst}")
-        for kv_BLPGD in self._kv_runs:
-            kv_BLPGD[dst, :, :num_tokens].copy_(kv_BLPGD[src, :, :num_tokens])
+        for run_BLIPX in self._stream_runs:
+            run_BLIPX[dst, :, :, :num_tokens].copy_(run_BLIPX[src, :, :, :num_tokens])
 
     def move_block(self, src: BlockId, dst: BlockId) -> None:
-        """Copy a whole block; the old place keeps its bytes."""
+        """Copy a whole block; the old one keeps its bytes."""
         if NULL_BLOCK in (src, dst):
             raise CacheInvariantError(f"asked to move block {src} to block {dst}")
         self.block(dst).copy_(self.block(src))
 
     def poison(self, blocks: Iterable[BlockId], slots: Iterable[SlotId]) -> None:
-        """Fill blocks and slots with NaN, so that whoever reads what is free or unwritten is found out."""
+        """Fill blocks and slots with NaN, so that reading what is free or unwritten shows."""
         for block in blocks:
             if block == NULL_BLOCK:
                 raise CacheInvariantError("asked to poison the null block")
@@ -91,53 +119,63 @@ class ArenaTensors:
             self.slot(slot).fill_(NAN_BYTE)
 
     def _layer_views(self) -> Iterator[LayerMemory]:
-        kv_views = (view for run in self._kv_runs for view in run.unbind(1))
-        slot_offset = 0
-        logs = (run.logs.of_layer(index) for run in self.logged_layers for index in range(len(run.state_RSHKV)))
-        for layer in self.spec.layers:
-            if isinstance(layer, AttentionSpec):
-                yield KVMemory(next(kv_views), next(kv_views))
-            else:
-                yield self._recurrent_views(layer, slot_offset, next(logs, None))
-                slot_offset += layer.state_bytes + layer.window_bytes
+        logs = {
+            layer: {name: log[row] for name, log in stack.log.items()}
+            for stack in self.stacks
+            for row, layer in enumerate(stack.layers)
+        }
+        for index, layer in enumerate(self.spec.layers):
+            yield LayerMemory(self._stream_views(layer, index), self._state_views(layer, index), logs.get(index))
 
-    def _recurrent_views(self, layer: RecurrentSpec, offset: int, log: LogMemory | None) -> RecurrentMemory:
-        state_shape = (self.num_slabs, *layer.state_shape)
-        window_shape = (self.num_slabs, *layer.window_shape)
-        stride = self.spec.slab_bytes
-        return RecurrentMemory(
-            self._view(layer.state_dtype, state_shape, stride, offset),
-            self._view(layer.window_dtype, window_shape, stride, offset + layer.state_bytes),
-            log,
-        )
+    def _stream_views(self, layer: LayerSpec, index: int) -> dict[str, Tensor]:
+        offset, views = self._block_offsets[index], {}
+        for stream in layer.streams:
+            shape = (self.num_blocks, BLOCK_TOKENS, *stream.shape)
+            views[stream.name] = self._view(stream.dtype, shape, self.spec.block_bytes, offset)
+            offset += stream_bytes(stream)
+        return views
 
-    def _logged_layers(self) -> Iterator[LoggedLayers]:
-        offset = 0
-        for layer, group in groupby(layer for _, layer in self.spec.recurrent_layers()):
-            num_layers = len(list(group))
-            layer_bytes = layer.state_bytes + layer.window_bytes
-            first_SHKV = self._view(
-                layer.state_dtype, (self.num_slabs, *layer.state_shape), self.spec.slab_bytes, offset
-            )
-            strides = (layer_bytes // first_SHKV.element_size(), *first_SHKV.stride())
-            state_RSHKV = first_SHKV.as_strided((num_layers, *first_SHKV.shape), strides, first_SHKV.storage_offset())
-            assert layer.log is not None
-            tensors = (
-                _zeros(num_layers * self._num_logs * prod(shape) * torch.float32.itemsize, self.bytes.device)
-                .view(torch.float32)
-                .view(num_layers, self._num_logs, *shape)
-                for shape in layer.log.shapes(layer.state_shape)
-            )
-            yield LoggedLayers(state_RSHKV, LogMemory(*tensors))
-            offset += num_layers * layer_bytes
+    def _state_views(self, layer: LayerSpec, index: int) -> dict[str, Tensor]:
+        offset, views = self._slot_offsets[index], {}
+        for state in layer.states:
+            views[state.name] = self._view(state.dtype, (self.num_slabs, *state.shape), self.spec.slab_bytes, offset)
+            offset += state_bytes(state)
+        return views
 
-    def _kv_run(self, offset: int, run: list[AttentionSpec]) -> Tensor:
-        layer = run[0]
-        inner = (BLOCK_TOKENS, layer.num_kv_heads, layer.head_dim)
-        first = self._view(layer.dtype, (self.num_blocks, *inner), self.spec.block_bytes, offset)
-        shape = (self.num_blocks, 2 * len(run), *inner)
-        between = layer.kv_bytes // first.element_size()
-        return first.as_strided(shape, (first.stride(0), between, *first.stride()[1:]), first.storage_offset())
+    def _runs_of_streams(self) -> Iterator[Tensor]:
+        """Yield ``run_BLIPX`` of equal streams that lie side by side, in each of several equal layers."""
+        with_streams = [(index, layer.streams) for index, layer in enumerate(self.spec.layers) if layer.streams]
+        for streams, group in groupby(with_streams, key=lambda pair: pair[1]):
+            indices = [index for index, _ in group]
+            offset = self._block_offsets[indices[0]]
+            layer_bytes = self.spec.layers[indices[0]].block_bytes
+            for (shape, dtype), equal in groupby(streams, key=lambda stream: (stream.shape, stream.dtype)):
+                side_by_side = list(equal)
+                between = stream_bytes(side_by_side[0])
+                first_BPX = self._view(dtype, (self.num_blocks, BLOCK_TOKENS, *shape), self.spec.block_bytes, offset)
+                run_BIPX = _repeated(first_BPX, 1, len(side_by_side), between)
+                yield _repeated(run_BIPX, 1, len(indices), layer_bytes)
+                offset += between * len(side_by_side)
+
+    def _stacked_layers(self, num_logs: int) -> Iterator[LayerStack]:
+        with_states = [(index, layer) for index, layer in enumerate(self.spec.layers) if layer.states]
+        for (_, log), group in groupby(with_states, key=lambda pair: (pair[1].states, pair[1].log)):
+            if log is None:
+                continue
+            run = list(group)
+            first, layer = run[0]
+            states = {
+                name: _repeated(view, 0, len(run), layer.slot_bytes)
+                for name, view in self._state_views(layer, first).items()
+            }
+            yield LayerStack(tuple(index for index, _ in run), states, self._new_logs(log, len(run), num_logs))
+
+    def _new_logs(self, log: LogSpec, num_layers: int, num_logs: int) -> dict[str, Tensor]:
+        return {tensor.name: self._new_log(tensor, num_layers, num_logs) for tensor in log.tensors}
+
+    def _new_log(self, tensor: TensorSpec, num_layers: int, num_logs: int) -> Tensor:
+        filled = _zeros(num_layers * num_logs * tensor.num_bytes, self.bytes.device)
+        return filled.view(getattr(torch, tensor.dtype)).view(num_layers, num_logs, *tensor.shape)
 
     def _view(self, dtype_name: str, shape: tuple[int, ...], stride_bytes: int, offset_bytes: int) -> Tensor:
         """Return ``shape[0]`` dense tensors of ``shape[1:]``, ``stride_bytes`` apart, as one strided tensor."""
@@ -148,17 +186,16 @@ class ArenaTensors:
         return typed.as_strided(shape, strides, offset_bytes // item)
 
 
+def _repeated(view: Tensor, axis: int, count: int, stride_bytes: int) -> Tensor:
+    """Return a view with a new dimension: ``count`` views like this one, ``stride_bytes`` apart."""
+    shape, strides = list(view.shape), list(view.stride())
+    shape.insert(axis, count)
+    strides.insert(axis, stride_bytes // view.element_size())
+    return view.as_strided(shape, strides, view.storage_offset())
+
+
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Allocate zeroed bytes; on a CPU the system hands the pages out when they are first touched."""
+    """Allocate zeroed bytes; on a CPU the system backs them with memory when they are first used."""
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-
-
-def _runs_of_equal_layers(spec: ModelSpec) -> Iterator[tuple[int, list[AttentionSpec]]]:
-    """Yield byte offset and layers of each run of equal attention layers in a block."""
-    offset = 0
-    for _, group in groupby(layer for _, layer in spec.attention_layers()):
-        run = list(group)
-        yield offset, run
-        offset += sum(2 * layer.kv_bytes for layer in run)

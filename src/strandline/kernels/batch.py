@@ -27,49 +27,6 @@ class KVMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class LogMemory:
-    """One recurrent layer's share of the logs of running sequences, in float32; log 0 takes what nobody needs.
-
-    Where a function says so, every tensor has one more dimension before these: layers.
-    """
-
-    key_JGLK: Tensor
-    value_JHLV: Tensor
-    decay_JHL: Tensor
-    """Log decays."""
-
-    def empty(self, log_N: Tensor) -> None:
-        """Zero some logs."""
-        for tensor in (self.key_JGLK, self.value_JHLV, self.decay_JHL):
-            tensor.index_fill_(0, log_N, 0)
-
-    def of_layer(self, layer: int) -> "LogMemory":
-        """Return one layer's logs of those of several."""
-        return LogMemory(self.key_JGLK[layer], self.value_JHLV[layer], self.decay_JHL[layer])
-
-
-@dataclass(frozen=True, slots=True)
-class LoggedLayers:
-    """All of a model's recurrent layers of one shape that keep logs: layers first, views of what each layer sees."""
-
-    state_RSHKV: Tensor
-    logs: LogMemory
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentMemory:
-    """One recurrent layer's share of all slots: strided views into the arena. Slot 0 reads as zeros."""
-
-    state_SHKV: Tensor
-    window_SRC: Tensor
-    log: LogMemory | None = None
-    """None: every token is folded into the state at once."""
-
-
-LayerMemory = KVMemory | RecurrentMemory
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Which tokens attend to which blocks, and where the step's own keys and values go."""
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from strandline.ids import NULL_LOG, NULL_SLOT
 from strandline.kernels import gdn, gdn_log
-from strandline.kernels.batch import LogBatch, LogMemory
+from strandline.kernels.batch import LogBatch
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
+from strandline.kernels.gdn_log import LogMemory
 from strandline.kernels.runtime_numba import (
     arguments,
     claim,

@@ -27,8 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.batch import LogBatch, LogMemory
+from strandline.kernels.batch import LogBatch
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
+from strandline.kernels.gdn_log import LogMemory
 from strandline.kernels.gdn_log_triton import add_logged, load_logged, weights_of_logged
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.platform import is_deterministic

@@ -15,18 +15,41 @@ Shape suffixes: N sequences, X two rows per token (key, query), G key heads, H v
 channels, V value channels, S slots, J logs, L places of a log, R layers.
 """
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from strandline.ids import NULL_LOG, NULL_SLOT
-from strandline.kernels.batch import LogBatch, LogMemory
+from strandline.kernels.batch import LogBatch
 from strandline.kernels.gdn import MIN_EXPONENT, gates, normalise
 from strandline.kernels.platform import has_twins
 
 LOG_TOKENS: Final = 8
 """More make writes rarer, and each read of the log longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogMemory:
+    """One layer's logs, in float32; log 0 takes what nobody needs.
+
+    Where a function says so, every tensor has one more dimension before these: layers.
+    """
+
+    key_JGLK: Tensor
+    value_JHLV: Tensor
+    decay_JHL: Tensor
+    """Log decays."""
+
+    def empty(self, log_N: Tensor) -> None:
+        """Zero some logs."""
+        for tensor in (self.key_JGLK, self.value_JHLV, self.decay_JHL):
+            tensor.index_fill_(0, log_N, 0)
+
+    def of_layer(self, layer: int) -> "LogMemory":
+        """Return one layer's logs of those of several."""
+        return LogMemory(self.key_JGLK[layer], self.value_JHLV[layer], self.decay_JHL[layer])
 
 
 @has_twins(triton="gdn_decode_triton", numba="gdn_decode_numba")

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.batch import LogMemory
+from strandline.kernels.gdn_log import LogMemory
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 FOLD_BLOCK_V, FOLD_WARPS = 32, 1

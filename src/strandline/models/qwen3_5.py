@@ -5,17 +5,18 @@ Published tensors lie under ``model.``, or under ``model.language_model.`` next 
 a Gated DeltaNet layer are published one by one.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from strandline.kernels.batch import LayerMemory, StepBatch
+from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.batch import StepBatch
 from strandline.models.layers.decoder import MIXERS, Decoder, DecoderLayer
 from strandline.models.layers.gated_delta import GatedDeltaNet
 from strandline.models.layers.mlp import GatedMlp
 from strandline.models.layers.moe import SparseMoe
+from strandline.models.protocol import ModelMemory
 from strandline.models.targets import NamedTargets, whole
 
 
@@ -34,7 +35,11 @@ class Qwen3_5ForCausalLM(nn.Module):
         self.decoder = Decoder(text, layers, dtype, device, is_tied=config.tie_word_embeddings)
         self.spec = self.decoder.spec
 
-    def forward(self, batch: StepBatch, memory: Sequence[LayerMemory]) -> Tensor:
+    def bind(self, arena: ArenaTensors) -> ModelMemory:
+        """Return the arena as ``forward`` takes it."""
+        return self.decoder.bind(arena)
+
+    def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         """Return the final, normalised ``hidden_TE`` of every row of the step, and advance the memory."""
         hidden_TE: Tensor = self.decoder(batch, memory)
         return hidden_TE

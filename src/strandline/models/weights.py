@@ -20,7 +20,8 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from strandline.errors import ConfigError, WeightsError
-from strandline.models.registry import CausalLM, builder_for
+from strandline.models.protocol import LoadableModel
+from strandline.models.registry import builder_for
 from strandline.models.targets import Target
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -60,7 +61,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     progress: bool = False,
-) -> CausalLM:
+) -> LoadableModel:
     """Build the model of a local directory and fill it with its weights.
 
     The model has an attribute ``weights_report``, a :class:`WeightsReport`.
@@ -88,11 +89,11 @@ def load_model(
     else:
         raise ConfigError(f"load_format {load_format!r} is unknown; known: auto, safetensors, dummy")
     model.pack()
-    filled: CausalLM = model.eval()
+    filled: LoadableModel = model.eval()
     return filled
 
 
-def fill_with_random_weights(model: CausalLM, seed: int, dtype: torch.dtype) -> None:
+def fill_with_random_weights(model: LoadableModel, seed: int, dtype: torch.dtype) -> None:
     """Fill every parameter with values that keep activations and decays in a realistic range.
 
     Args:
@@ -146,7 +147,7 @@ def published_dtype(config: Any) -> torch.dtype:
     return torch.bfloat16
 
 
-def _fill_from_files(model: CausalLM, directory: Path, *, progress: bool) -> WeightsReport:
+def _fill_from_files(model: LoadableModel, directory: Path, *, progress: bool) -> WeightsReport:
     with ExitStack() as stack:
         files = [(path, stack.enter_context(_open(path))) for path in _find_files(directory)]
         names = frozenset(name for _, file in files for name in file.keys())  # noqa: SIM118 - not a dict

@@ -113,7 +113,7 @@ def test_weights_keys_and_values_follow_the_choice(
     def dtypes_of(**options: Any) -> set[str]:
         llm = LLM(str(directory), memory="8MiB", device="cpu", skip_tokenizer_init=True, **options)
         spec = llm.engine.core.runner.arena.spec
-        return {spec.hidden_dtype, *(layer.dtype for _, layer in spec.attention_layers())}
+        return {spec.hidden_dtype, *(stream.dtype for layer in spec.layers for stream in layer.streams)}
 
     assert dtypes_of() == {"float32"}
     assert [record.message.partition(":")[0] for record in caplog.records] == ["dtype"]

@@ -45,8 +45,8 @@ def test_a_wrong_snapshot_is_found_out(make_llm: MakeLLM) -> None:
     ask(llm, PROMPT)
     for _, _, snapshot in llm.engine.cache.snapshots():
         for layer in llm.engine.runner.arena.layers:
-            if hasattr(layer, "state_SHKV"):
-                layer.state_SHKV[snapshot.slot] += 30.0
+            if "state" in layer.states:
+                layer.states["state"][snapshot.slot] += 30.0
     ask(llm, PROMPT + tokens(5, seed=3))
     rest(llm)
     audits = llm.engine.core.audits

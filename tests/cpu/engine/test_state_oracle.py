@@ -12,7 +12,6 @@ import torch
 from strandline import LLM, SamplingParams
 from strandline.cache.tokens import decode
 from strandline.ids import SlotId
-from strandline.specs import RecurrentSpec
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.tiny import VOCAB_SIZE
 
@@ -23,9 +22,7 @@ def contents(llm: LLM, slot: SlotId) -> torch.Tensor:
     """Return all recurrent states, windows and the hidden state in a slot, flat."""
     arena = llm.engine.runner.arena
     parts = [arena.hidden_SE[slot].flatten()]
-    for spec, memory in zip(arena.spec.layers, arena.layers, strict=True):
-        if isinstance(spec, RecurrentSpec):
-            parts += [memory.state_SHKV[slot].flatten(), memory.window_SRC[slot].flatten()]
+    parts += [state[slot].flatten() for memory in arena.layers for state in memory.states.values()]
     return torch.cat(parts)
 
 

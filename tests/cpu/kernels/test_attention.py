@@ -11,7 +11,7 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.arena import NAN_BYTE, ArenaTensors
 from strandline.kernels.attention import paged_attention
 from strandline.kernels.batch import AttentionBatch, KVMemory
-from strandline.specs import AttentionSpec, ModelSpec
+from strandline.specs import ModelSpec, kv_spec
 
 pytestmark = pytest.mark.usefixtures("each_version")
 
@@ -81,12 +81,12 @@ def make_case(
         heads: key/value heads, query heads per key/value head, head dim.
     """
     num_kv_heads, heads_per_key, head_dim = heads
-    layer = AttentionSpec(num_kv_heads, head_dim, str(dtype).removeprefix("torch."))
+    layer = kv_spec(num_kv_heads, head_dim, str(dtype).removeprefix("torch."))
     num_blocks = sum(-(-end // BLOCK_TOKENS) for _, end in ranges) + 4
     arena = ArenaTensors(ModelSpec((layer, layer), 4, "float32"), num_blocks)
     arena.bytes.fill_(NAN_BYTE)
-    memory = arena.layers[1]
-    assert isinstance(memory, KVMemory)
+    streams = arena.layers[1].streams
+    memory = KVMemory(streams["key"], streams["value"])
     free = (torch.randperm(num_blocks - 1) + 1).tolist()
     width = max(-(-end // BLOCK_TOKENS) for _, end in ranges) + 1
     table = torch.zeros(len(ranges), width, dtype=torch.int32)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from strandline.ids import NULL_LOG, NULL_SLOT
 from strandline.kernels import gdn_log
-from strandline.kernels.batch import LogBatch, LogMemory
+from strandline.kernels.batch import LogBatch
 from strandline.kernels.gdn import gdn_recurrent_reference
-from strandline.kernels.gdn_log import LOG_TOKENS
+from strandline.kernels.gdn_log import LOG_TOKENS, LogMemory
 from tests.cpu.kernels.test_gdn import FLOAT32, Shape, make_arena, make_layer
 from tests.poison import poisoned_memory
 

@@ -11,7 +11,7 @@ from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.norm import rms_norm_zero_centered
 from strandline.kernels.qkv import prepare_qkv
 from strandline.kernels.rotary import apply_rotary, default_frequencies, rotary_table
-from strandline.specs import AttentionSpec, ModelSpec
+from strandline.specs import ModelSpec, kv_spec
 
 pytestmark = pytest.mark.usefixtures("each_version")
 
@@ -41,11 +41,11 @@ def make_case(
     dtype: torch.dtype = torch.float32,
 ) -> Case:
     num_heads, num_kv_heads, head_dim = heads
-    layer = AttentionSpec(num_kv_heads, head_dim, str(dtype).removeprefix("torch."))
+    layer = kv_spec(num_kv_heads, head_dim, str(dtype).removeprefix("torch."))
     arena = ArenaTensors(ModelSpec((layer, layer), 4, "float32"), NUM_BLOCKS)
     arena.bytes.fill_(NAN_BYTE)
-    memory = arena.layers[1]
-    assert isinstance(memory, KVMemory)
+    streams = arena.layers[1].streams
+    memory = KVMemory(streams["key"], streams["value"])
     num_tokens = len(blocks)
     projected_TO = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim + 5).to(dtype)
     positions_T = torch.randint(0, 5000, (num_tokens,))

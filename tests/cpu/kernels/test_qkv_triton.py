@@ -13,7 +13,7 @@ from strandline.kernels import qkv
 from strandline.kernels.arena import NAN_BYTE, ArenaTensors
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.rotary import default_frequencies, rotary_table
-from strandline.specs import AttentionSpec, ModelSpec
+from strandline.specs import ModelSpec, kv_spec
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
@@ -35,11 +35,11 @@ class Shape:
 
 
 def make_memory(shape: Shape, dtype: torch.dtype, device: str) -> KVMemory:
-    layer = AttentionSpec(shape.num_kv_heads, shape.head_dim, str(dtype).removeprefix("torch."))
+    layer = kv_spec(shape.num_kv_heads, shape.head_dim, str(dtype).removeprefix("torch."))
     arena = ArenaTensors(ModelSpec((layer, layer), 4, "float32"), max(shape.blocks) + 2, device)
     arena.bytes.fill_(NAN_BYTE)
-    memory = arena.layers[1]
-    assert isinstance(memory, KVMemory)
+    streams = arena.layers[1].streams
+    memory = KVMemory(streams["key"], streams["value"])
     return memory
 
 

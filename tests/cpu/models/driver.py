@@ -38,6 +38,7 @@ class Driver:
     def __init__(self, model: Any, num_slabs: int = 40) -> None:
         self.model = model
         self.arena = ArenaTensors(model.spec, num_slabs)
+        self._memory = model.bind(self.arena)
         per_slab = model.spec.blocks_per_slab
         half = num_slabs // 2
         # Slabs of the lower half hold blocks, the others slots; scattered, so that no order is taken for granted.
@@ -68,7 +69,7 @@ class Driver:
         targets = [self.new_slot() for _ in ordered]
         snapshots = [{position: self.new_slot() for position in part.cuts} for part in ordered]
         batch = self._batch(ordered, len(decodes), targets, snapshots)
-        logits = self.model.logits(self.model.forward(batch, self.arena.layers))
+        logits = self.model.logits(self.model.forward(batch, self._memory))
         for part, target in zip(ordered, targets, strict=True):
             part.sequence.slot = target
             part.sequence.num_tokens += len(part.tokens)

@@ -171,11 +171,12 @@ def test_auto_takes_the_dtype_of_the_configuration(saved: Path) -> None:
 def test_the_spec_counts_every_layer(saved: Path) -> None:
     config = AutoConfig.from_pretrained(saved / "qwen3_5")
     spec = load_model(saved / "qwen3_5", dtype=torch.bfloat16).spec
-    assert [index for index, _ in spec.attention_layers()] == [1, 3]
-    (_, recurrent), _ = spec.recurrent_layers()
-    assert recurrent.state_shape == (4, 16, 12)
-    assert recurrent.window_shape == (config.linear_conv_kernel_dim - 1, 2 * 32 + 48)
-    assert (recurrent.state_dtype, recurrent.window_dtype) == ("float32", "bfloat16")
+    assert [index for index, layer in enumerate(spec.layers) if layer.streams] == [1, 3]
+    assert spec.layers[0] == spec.layers[2]
+    state, window = spec.layers[0].states
+    assert (state.shape, state.dtype, state.is_recurrent) == ((4, 16, 12), "float32", True)
+    assert window.shape == (config.linear_conv_kernel_dim - 1, 2 * 32 + 48)
+    assert (window.dtype, window.is_recurrent) == ("bfloat16", False)
 
 
 def drop(tensors: dict[str, Tensor]) -> None:

@@ -14,24 +14,34 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.activation import sigmoid_gate
+from strandline.kernels.arena import LayerMemory
 from strandline.kernels.attention import paged_attention
-from strandline.kernels.batch import KVMemory, LayerMemory, StepBatch
+from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.linear import linear
 from strandline.kernels.qkv import prepare_qkv
 from strandline.models.layers.parameters import dtype_name, parameter
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.targets import NamedTargets, interleaved, whole
-from strandline.specs import AttentionSpec
+from strandline.specs import LayerSpec, kv_spec
 
 
 class GatedAttention(nn.Module):
-    """Softmax attention with normalised queries and keys, partial rotary embedding and a sigmoid gate."""
+    """Softmax attention with normalised queries and keys, partial rotary embedding and a sigmoid gate.
+
+    Its recurrence is None: it keeps streams alone.
+
+    Args:
+        dtype: of activations, keys and values, and of the weights until they are packed.
+    """
+
+    recurrence = None
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim: int = config.head_dim
         self.eps = config.rms_norm_eps
+        self.dtype = dtype
         hidden_size = config.hidden_size
         query_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.sizes = [query_rows, kv_rows, kv_rows, query_rows]
@@ -46,11 +56,14 @@ class GatedAttention(nn.Module):
         self.k_norm_D = parameter(self.head_dim, dtype=dtype, device=device)
 
     @property
-    def spec(self) -> AttentionSpec:
-        return AttentionSpec(self.num_kv_heads, self.head_dim, dtype_name(self.in_proj_OE.dtype))
+    def spec(self) -> LayerSpec:
+        return kv_spec(self.num_kv_heads, self.head_dim, dtype_name(self.dtype))
 
-    def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: LayerMemory) -> Tensor:
-        assert isinstance(memory, KVMemory)
+    def bind(self, memory: LayerMemory) -> KVMemory:
+        """Return the layer's memory as ``forward`` takes it."""
+        return KVMemory(memory.streams["key"], memory.streams["value"])
+
+    def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: KVMemory) -> Tensor:
         projected_TO = linear(hidden_TE, self.in_proj_OE, self.in_bias_O)
         norms = (self.q_norm_D, self.k_norm_D, self.eps)
         q_THD = prepare_qkv(projected_TO, self.num_heads, *norms, rotary, memory, batch.attention)

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strandline.errors import ConfigError
-from strandline.kernels.batch import LayerMemory, StepBatch
+from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.batch import StepBatch
 from strandline.kernels.linear import can_halve, can_pack, halve, linear, pack
 from strandline.kernels.norm import add_rms_norm_zero_centered, rms_norm_zero_centered
+from strandline.kernels.recurrence import bind_folds
 from strandline.kernels.rotary import rotary_table
 from strandline.models.layers.attention import GatedAttention
 from strandline.models.layers.gated_delta import GatedDeltaNet
@@ -23,6 +25,7 @@ from strandline.models.layers.mlp import GatedMlp
 from strandline.models.layers.moe import SparseMoe
 from strandline.models.layers.parameters import dtype_name, parameter
 from strandline.models.layers.rotary import RotaryTable, rotary_frequencies
+from strandline.models.protocol import ModelMemory
 from strandline.models.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, ModelSpec
 
@@ -55,7 +58,7 @@ class DecoderLayer(nn.Module):
         self.mlp_norm_E = parameter(config.hidden_size, dtype=dtype, device=device)
 
     def forward(
-        self, normed_TE: Tensor, residual_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: LayerMemory
+        self, normed_TE: Tensor, residual_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: Any
     ) -> tuple[Tensor, Tensor]:
         """Return what the layer adds to the residual stream at its end, and the stream without that."""
         mixed_TE = self.mixer(normed_TE, rotary, batch, memory)
@@ -75,6 +78,7 @@ class Decoder(nn.Module):
     """Embedding, layers, final norm and output head.
 
     Args:
+        dtype: of activations, and of the weights until they are packed.
         is_tied: whether the output head is the embedding.
     """
 
@@ -91,6 +95,7 @@ class Decoder(nn.Module):
         if config.hidden_act != "silu":
             raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported; supported: silu")
         self.eps = config.rms_norm_eps
+        self.dtype = dtype
         self.embed_ZE = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = nn.ModuleList(layers)
         self.norm_E = parameter(config.hidden_size, dtype=dtype, device=device)
@@ -102,20 +107,26 @@ class Decoder(nn.Module):
     @property
     def spec(self) -> ModelSpec:
         specs: list[LayerSpec] = [layer.mixer.spec for layer in self._layers()]
-        return ModelSpec(tuple(specs), self.embed_ZE.shape[1], dtype_name(self.embed_ZE.dtype))
+        return ModelSpec(tuple(specs), self.embed_ZE.shape[1], dtype_name(self.dtype))
+
+    def bind(self, arena: ArenaTensors) -> ModelMemory:
+        """Return the arena as ``forward`` takes it."""
+        mixers = [layer.mixer for layer in self._layers()]
+        layers = tuple(mixer.bind(memory) for mixer, memory in zip(mixers, arena.layers, strict=True))
+        return ModelMemory(layers, bind_folds([mixer.recurrence for mixer in mixers], arena.stacks))
 
     def _layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     @torch.no_grad()
-    def forward(self, batch: StepBatch, memory: Sequence[LayerMemory]) -> Tensor:
+    def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         """Return the final, normalised hidden state of every row of the step, and advance the memory."""
         residual_TE = F.embedding(batch.token_ids_T, self.embed_ZE)
         rotary = rotary_table(batch.positions_T, self.inv_freq_F, self.attention_factor)
         layers = self._layers()
         norms = [*(layer.mixer_norm_E for layer in layers[1:]), self.norm_E]
         normed_TE = rms_norm_zero_centered(residual_TE, layers[0].mixer_norm_E, self.eps)
-        for layer, layer_memory, norm_E in zip(layers, memory, norms, strict=True):
+        for layer, layer_memory, norm_E in zip(layers, memory.layers, norms, strict=True):
             added_TE, residual_TE = layer(normed_TE, residual_TE, rotary, batch, layer_memory)
             normed_TE, residual_TE = add_rms_norm_zero_centered(added_TE, residual_TE, norm_E, self.eps)
         return normed_TE

@@ -6,36 +6,51 @@ split into it while loading. ``A_log`` and ``dt_bias`` are float32.
 Source: Yang et al., "Gated Delta Networks"; ``transformers`` (``qwen3_next``, ``qwen3_5``) for the composition.
 
 Shape suffixes: T tokens of the step, D those of decodes, R those of prefills, N sequences, E hidden size, G key heads,
-H value heads, K and V channels of a key and of a value head, C channels of the convolution, W its taps, O rows of a
-fused projection.
+H value heads, K and V channels of a key and of a value head, C channels of the convolution, W its taps, S slots,
+O rows of a fused projection; of a window's memory R are the rows.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from strandline.kernels.batch import LayerMemory, RecurrentMemory, StepBatch
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import StepBatch
 from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_update
-from strandline.kernels.gdn import gdn_decode, gdn_prefill
-from strandline.kernels.gdn_log import LOG_TOKENS, gdn_decode_logged
+from strandline.kernels.gdn_recurrence import GatedDelta, GatedDeltaInputs, GatedDeltaMemory
 from strandline.kernels.linear import linear
 from strandline.kernels.norm import rms_norm_gated
 from strandline.models.layers.parameters import dtype_name, parameter
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.targets import NamedTargets, whole
-from strandline.specs import LogSpec, RecurrentSpec
+from strandline.specs import LayerSpec, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNetMemory:
+    """A layer's share of all slots and logs."""
+
+    recurrent: GatedDeltaMemory
+    window_SRC: Tensor
 
 
 class GatedDeltaNet(nn.Module):
-    """The recurrent layer: a short convolution over queries, keys and values, then the gated delta rule."""
+    """The recurrent layer: a short convolution over queries, keys and values, then the gated delta rule.
+
+    Args:
+        dtype: of activations and the convolution's window, and of the weights until they are packed.
+    """
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.num_key_heads, self.num_heads = config.linear_num_key_heads, config.linear_num_value_heads
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.eps = config.rms_norm_eps
-        self.state_dtype: str = getattr(config, "mamba_ssm_dtype", None) or "float32"
+        self.dtype = dtype
+        state_dtype: str = getattr(config, "mamba_ssm_dtype", None) or "float32"
+        self.recurrence = GatedDelta(self.num_key_heads, self.num_heads, self.key_dim, self.value_dim, state_dtype)
         key_rows, value_rows = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         self.conv_sizes = [key_rows, key_rows, value_rows]
         self.sizes = [sum(self.conv_sizes), value_rows, self.num_heads, self.num_heads]
@@ -48,15 +63,17 @@ class GatedDeltaNet(nn.Module):
         self.out_proj_EO = parameter(config.hidden_size, value_rows, dtype=dtype, device=device)
 
     @property
-    def spec(self) -> RecurrentSpec:
+    def spec(self) -> LayerSpec:
         channels, taps = self.conv_CW.shape
-        state_shape = (self.num_heads, self.key_dim, self.value_dim)
-        window_dtype, log = dtype_name(self.conv_CW.dtype), LogSpec(LOG_TOKENS, self.num_key_heads)
-        return RecurrentSpec(state_shape, self.state_dtype, (taps - 1, channels), window_dtype, log)
+        window = TensorSpec("window", (taps - 1, channels), dtype_name(self.dtype))
+        return LayerSpec(states=(*self.recurrence.states, window), log=self.recurrence.log)
 
-    def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: LayerMemory) -> Tensor:
+    def bind(self, memory: LayerMemory) -> GatedDeltaNetMemory:
+        """Return the layer's memory as ``forward`` takes it."""
+        return GatedDeltaNetMemory(self.recurrence.bind(memory.states, memory.log), memory.states["window"])
+
+    def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: GatedDeltaNetMemory) -> Tensor:
         del rotary
-        assert isinstance(memory, RecurrentMemory)
         x_TC, z_TO, b_TH, a_TH = linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
         num_decodes = batch.num_decodes
         if num_decodes == len(hidden_TE):
@@ -72,25 +89,24 @@ class GatedDeltaNet(nn.Module):
         out_THV = rms_norm_gated(out_THV, z_TO.view(out_THV.shape), self.norm_V, self.eps)
         return linear(out_THV.flatten(1), self.out_proj_EO)
 
-    def _decode(self, x_NC: Tensor, a_NH: Tensor, b_NH: Tensor, batch: StepBatch, memory: RecurrentMemory) -> Tensor:
+    def _decode(
+        self, x_NC: Tensor, a_NH: Tensor, b_NH: Tensor, batch: StepBatch, memory: GatedDeltaNetMemory
+    ) -> Tensor:
         decodes, slots = slice(0, len(x_NC)), batch.recurrent
         src_N, dst_N = slots.src_N[decodes], slots.dst_N[decodes]
-        window = (memory.window_SRC, src_N, dst_N)
-        y_NC = causal_conv1d_update(x_NC, self.conv_CW, None, *window, "silu")
-        q_NGK, k_NGK, v_NHV = self._heads(y_NC)
-        inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, self.A_log_H, self.dt_bias_H, memory.state_SHKV, src_N, dst_N)
-        if memory.log is not None and slots.log is not None:
-            return gdn_decode_logged(*inputs, memory.log, slots.log)
-        return gdn_decode(*inputs)
+        y_NC = causal_conv1d_update(x_NC, self.conv_CW, None, memory.window_SRC, src_N, dst_N, "silu")
+        inputs = GatedDeltaInputs(*self._heads(y_NC), a_NH, b_NH, self.A_log_H, self.dt_bias_H)
+        return self.recurrence.decode(inputs, memory.recurrent, src_N, dst_N, slots.log)
 
-    def _prefill(self, x_TC: Tensor, a_TH: Tensor, b_TH: Tensor, batch: StepBatch, memory: RecurrentMemory) -> Tensor:
+    def _prefill(
+        self, x_TC: Tensor, a_TH: Tensor, b_TH: Tensor, batch: StepBatch, memory: GatedDeltaNetMemory
+    ) -> Tensor:
         prefills, slots = slice(batch.num_decodes, None), batch.recurrent
         src_N, dst_N = slots.src_N[prefills], slots.dst_N[prefills]
         window = (memory.window_SRC, src_N, dst_N)
         y_TC = causal_conv1d_prefill(x_TC, self.conv_CW, None, *window, slots.chunks, "silu")
-        q_TGK, k_TGK, v_THV = self._heads(y_TC)
-        gates = (a_TH, b_TH, self.A_log_H, self.dt_bias_H)
-        return gdn_prefill(q_TGK, k_TGK, v_THV, *gates, memory.state_SHKV, src_N, dst_N, slots.chunks)
+        inputs = GatedDeltaInputs(*self._heads(y_TC), a_TH, b_TH, self.A_log_H, self.dt_bias_H)
+        return self.recurrence.prefill(inputs, memory.recurrent, src_N, dst_N, slots.chunks)
 
     def _heads(self, y_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = y_TC.split(self.conv_sizes, dim=-1)

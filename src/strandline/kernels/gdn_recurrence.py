@@ -1,0 +1,85 @@
+"""Gated DeltaNet as a :class:`strandline.kernels.recurrence.Recurrence`.
+
+Shape suffixes: T tokens, N sequences, G key heads, H value heads, K key channels, V value channels, S slots.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+
+from strandline.kernels.batch import LogBatch
+from strandline.kernels.chunk_table import ChunkTable
+from strandline.kernels.gdn import gdn_decode, gdn_prefill
+from strandline.kernels.gdn_log import LOG_TOKENS, LogMemory, gdn_decode_logged, gdn_fold
+from strandline.specs import LogSpec, TensorSpec
+
+
+class GatedDeltaInputs(NamedTuple):
+    """Some tokens' raw queries, keys and values, what their gates are made of, and the layer's part in these."""
+
+    q_TGK: Tensor
+    k_TGK: Tensor
+    v_THV: Tensor
+    a_TH: Tensor
+    b_TH: Tensor
+    A_log_H: Tensor
+    dt_bias_H: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaMemory:
+    """One layer's states and logs, or those of several stacked layers."""
+
+    state_SHKV: Tensor
+    log: LogMemory | None
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """The gated delta rule of one size."""
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    state_dtype: str
+
+    @cached_property
+    def states(self) -> tuple[TensorSpec, ...]:
+        shape = (self.num_heads, self.key_dim, self.value_dim)
+        return (TensorSpec("state", shape, self.state_dtype, is_recurrent=True),)
+
+    @cached_property
+    def log(self) -> LogSpec:
+        shapes = {
+            "key": (self.num_key_heads, LOG_TOKENS, self.key_dim),
+            "value": (self.num_heads, LOG_TOKENS, self.value_dim),
+            "decay": (self.num_heads, LOG_TOKENS),
+        }
+        return LogSpec(LOG_TOKENS, tuple(TensorSpec(name, shape, "float32") for name, shape in shapes.items()))
+
+    def bind(self, states: Mapping[str, Tensor], log: Mapping[str, Tensor] | None) -> GatedDeltaMemory:
+        """Return the layer's memory as the kernels take it."""
+        return GatedDeltaMemory(states["state"], LogMemory(log["key"], log["value"], log["decay"]) if log else None)
+
+    def prefill(
+        self, inputs: GatedDeltaInputs, memory: GatedDeltaMemory, src_N: Tensor, dst_N: Tensor, chunks: ChunkTable
+    ) -> Tensor:
+        """Run over the new tokens of N sequences; return ``out_THV``."""
+        return gdn_prefill(*inputs, memory.state_SHKV, src_N, dst_N, chunks)
+
+    def decode(
+        self, inputs: GatedDeltaInputs, memory: GatedDeltaMemory, src_N: Tensor, dst_N: Tensor, log: LogBatch | None
+    ) -> Tensor:
+        """Advance N sequences by one token each; return ``out_THV``."""
+        if log is not None and memory.log is not None:
+            return gdn_decode_logged(*inputs, memory.state_SHKV, src_N, dst_N, memory.log, log)
+        return gdn_decode(*inputs, memory.state_SHKV, src_N, dst_N)
+
+    def fold(self, memory: GatedDeltaMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
+        """Fold N logs into the states in N slots, in all stacked layers."""
+        if memory.log is not None:
+            gdn_fold(memory.state_SHKV, memory.log, slot_N, log_N, len_N)

@@ -1,0 +1,60 @@
+"""What the engine and the loader ask of a model.
+
+Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.recurrence import Fold
+from strandline.models.targets import NamedTargets
+from strandline.specs import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """An arena as one model's kernels take it: bound once, read at every step."""
+
+    layers: tuple[Any, ...]
+    """Per layer, what its ``bind`` returned."""
+    folds: tuple[Fold, ...]
+    """Between them they fold the logs of all layers."""
+
+
+class LanguageModel(Protocol):
+    """A causal language model."""
+
+    spec: ModelSpec
+    """One layer spec per layer; every size in the engine follows from it."""
+    vocab_size: int
+    max_position: int
+
+    def bind(self, arena: ArenaTensors) -> ModelMemory:
+        """Return the arena as ``forward`` takes it."""
+
+    def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
+        """Return the final, normalised ``hidden_TE`` of every row of the step, and advance the memory."""
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
+
+
+class LoadableModel(LanguageModel, Protocol):
+    """A language model whose weights come from published files."""
+
+    def pack(self) -> None:
+        """Lay the weights out for fast GEMMs; they cannot be loaded or moved afterwards."""
+
+    def halve(self) -> None:
+        """Keep weights in float16 where that loses nothing; as after ``pack``."""
+
+    def targets(self, names: frozenset[str]) -> NamedTargets:
+        """Yield where the tensors go that the published weights, which hold ``names``, must have."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of ``torch.nn.Module``."""

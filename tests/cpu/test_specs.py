@@ -1,0 +1,82 @@
+"""Sizes of blocks, slots and logs follow from the tensors that layers declare."""
+
+from pathlib import Path
+
+import pytest
+
+import strandline
+from strandline.bench.geometry import GEOMETRIES
+from strandline.ids import BLOCK_TOKENS
+from strandline.models.geometry import read_model_size
+from strandline.specs import ALIGN_BYTES, LayerSpec, LogSpec, ModelSpec, TensorSpec, kv_spec
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+DEMO_FOLDER = Path(strandline.__file__).parent / "demo"
+
+STATE = TensorSpec("state", (3, 5), "float32", is_recurrent=True)
+WINDOW = TensorSpec("window", (3, 7), "bfloat16")
+LOG = LogSpec(4, (TensorSpec("key", (4, 3), "float32"), TensorSpec("value", (4, 5), "bfloat16")))
+
+
+def model(*layers: LayerSpec) -> ModelSpec:
+    return ModelSpec(layers, hidden_size=16, hidden_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (CONFIGS / "qwen3.5-35b-a3b", (1310720, 65536000, 64393216, 64389120, 5928960)),
+        (CONFIGS / "qwen3.5-4b", (2097152, 52428800, 51516416, 51511296, 4743168)),
+        (CONFIGS / "tiny-qwen3.5", (131072, 3276800, 3219968, 3219456, 296448)),
+        (DEMO_FOLDER, (65536, 851968, 823808, 823296, 148992)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Path) else "",
+)
+def test_sizes_of_published_models_stay_what_they_were(config: Path, sizes: tuple[int, ...]) -> None:
+    spec = read_model_size(config).spec
+    assert (spec.block_bytes, spec.slab_bytes, spec.raw_slot_bytes, spec.hidden_offset, spec.log_bytes) == sizes
+    assert spec.log_tokens == 8
+
+
+def test_sizes_of_named_geometries_stay_what_they_were() -> None:
+    assert {name: (spec.block_bytes, spec.slab_bytes) for name, spec in GEOMETRIES.items()} == {
+        "Qwen3.5-35B-A3B": (1310720, 65536000),
+        "Qwen3.5-9B": (2097152, 52428800),
+        "Qwen3.5-4B": (2097152, 52428800),
+    }
+
+
+def test_every_tensor_of_a_block_or_slot_is_aligned_by_itself() -> None:
+    layer = LayerSpec(
+        streams=(TensorSpec("latent", (5,), "bfloat16"), TensorSpec("index", (1,), "int8")), states=(STATE, WINDOW)
+    )
+    spec = model(layer, layer)
+    assert spec.raw_block_bytes == 2 * (3 * ALIGN_BYTES + ALIGN_BYTES)
+    assert spec.hidden_offset == 2 * (ALIGN_BYTES + ALIGN_BYTES)
+    assert spec.raw_slot_bytes == spec.hidden_offset + ALIGN_BYTES
+    assert BLOCK_TOKENS * 5 * 2 <= 3 * ALIGN_BYTES
+
+
+def test_layers_without_memory_add_nothing() -> None:
+    mixers = (kv_spec(2, 8, "bfloat16"), LayerSpec(states=(STATE,), log=LOG))
+    plain, mixed = model(*mixers), model(LayerSpec(), mixers[0], LayerSpec(), LayerSpec(), mixers[1])
+    for size in ("block_bytes", "slab_bytes", "raw_slot_bytes", "hidden_offset", "log_bytes", "log_tokens"):
+        assert getattr(plain, size) == getattr(mixed, size)
+
+
+def test_model_without_streams_or_states_still_has_blocks_and_slots() -> None:
+    spec = model(LayerSpec())
+    assert (spec.block_bytes, spec.slab_bytes, spec.log_tokens, spec.log_bytes) == (ALIGN_BYTES, ALIGN_BYTES, 0, 0)
+
+
+def test_log_bytes_count_all_tensors_of_all_logs() -> None:
+    spec = model(LayerSpec(states=(STATE,), log=LOG), LayerSpec(states=(STATE,), log=LOG))
+    assert spec.log_bytes == 2 * (4 * 3 * 4 + 4 * 5 * 2)
+
+
+def test_log_tokens_is_the_least_of_all_recurrent_layers() -> None:
+    logged = LayerSpec(states=(STATE, WINDOW), log=LOG)
+    shorter = LayerSpec(states=(STATE,), log=LogSpec(2, ()))
+    assert model(logged, LayerSpec(states=(WINDOW,))).log_tokens == 4
+    assert model(logged, shorter).log_tokens == 2
+    assert model(logged, LayerSpec(states=(STATE,))).log_tokens == 0
