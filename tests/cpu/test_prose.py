@@ -12,7 +12,12 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 }
-PLAIN = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/clients.md", "docs/glossary.md"]
+PLAIN = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{name}.md" for name in ("cache", "cache-configuration", "clients", "glossary", "server")),
+]
 CODE = re.compile(r"^(```|~~~).*?^\1$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
 AVOIDED: Mapping[str, str] = {

@@ -53,7 +53,7 @@ def test_the_shell_examples_run(demo: ServerProcess) -> None:
 
 def test_every_flag_and_metric_is_on_the_page(demo: ServerProcess) -> None:
     flags = set(build_parser().parse_args(["serve"]).parser._option_string_actions)
-    assert flags - set(re.findall(r"--[a-z-]+", PAGE)) == {"-h", "--no-enable-prefix-caching"}
+    assert flags - set(re.findall(r"--[a-z-]+", PAGE)) == {"-h"}
     metrics = re.findall(r"^# TYPE strandline:(\w+)", demo.get("/metrics").text, re.MULTILINE)
     assert {name for name in metrics if not name.endswith("_created")} == set(
         re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in metrics_table()))
