@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from strandline import __version__
 from strandline.bench.serving.flags import add_report_flags, add_serve_flags
-from strandline.config import CACHE_MODES, DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+from strandline.config import CACHE_MODES, DEVICES, DTYPES, EXECUTORS, LOAD_FORMATS, EngineConfig
 from strandline.errors import StrandlineError
 
 MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
@@ -206,6 +206,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     text = "of weights and activations; auto: the model's, or float32 on a CPU that is slow in that"
     add("--dtype", choices=DTYPES, default="auto", help=text)
     add("--device", choices=DEVICES, default="auto")
+    text = "where steps run: in the engine's process, or in a worker process (default: %(default)s)"
+    add("--distributed-executor-backend", choices=EXECUTORS, default="uni", help=text)
     add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights")
     add("--max-model-len", type=int, metavar="TOKENS", help="longest request, prompt and output together")
     add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")

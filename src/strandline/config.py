@@ -13,6 +13,7 @@ DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS: Final = ("auto", "safetensors", "dummy")
 CACHE_MODES: Final = ("auto", "align", "all", "none")
 DEVICES: Final = ("auto", "cpu", "cuda")
+EXECUTORS: Final = ("uni", "mp")
 
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -34,6 +35,8 @@ class EngineConfig:
     dtype: str = "auto"
     """Of weights and activations; ``auto`` takes the model configuration's, on a CPU that is slow in it float32."""
     device: str = "auto"
+    distributed_executor_backend: str = "uni"
+    """Where steps run: ``uni``: in the engine's process; ``mp``: in a worker process of its own."""
     load_format: str = "auto"
     """``dummy``: random weights from the configuration alone."""
     max_model_len: int | None = None
@@ -69,6 +72,7 @@ class EngineConfig:
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         _require_choice("mamba_cache_mode", self.mamba_cache_mode, CACHE_MODES)
         _require_choice("device", self.device, DEVICES)
+        _require_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTORS)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

@@ -102,6 +102,7 @@ class Runner:
     """Runs steps on one device.
 
     Args:
+        grammars: compiles the grammars of structured outputs; None without a tokenizer.
         poison: fill what the cache drops with NaN, so that reading it is found out.
         deterministic: launch batch-invariant kernels.
         keeps_logs: let decoding sequences keep logs; the scheduler must know.
@@ -114,16 +115,14 @@ class Runner:
         device: torch.device,
         *,
         max_num_seqs: int,
+        grammars: GrammarCompiler | None = None,
         poison: bool = False,
         deterministic: bool = False,
         keeps_logs: bool = False,
     ) -> None:
         self.model = model
         self.device = device
-        self.grammars: GrammarCompiler | None = None
-        """What compiles the grammars of requests; there is none without a tokenizer."""
-        self.matchers: dict[RequestId, TokenMatcher] = {}
-        """Of requests to come; those without one are compiled when they come."""
+        self._grammars = grammars
         if device.type == "cpu":
             keep_scratch_memory()
         self.arena = ArenaTensors(model.spec, num_slabs, device, num_logs=1 + max_num_seqs if keeps_logs else 0)
@@ -156,19 +155,16 @@ class Runner:
         wanted = new.params.structured_outputs
         if wanted is None:
             return None
-        prepared = self.matchers.pop(new.request_id, None)
-        if prepared is not None:
-            return prepared
-        if self.grammars is None:
+        if self._grammars is None:
             raise EngineError("a request with structured outputs came to a runner without a tokenizer")
-        return self.grammars.matcher(wanted, new.stop_ids)
+        return self._grammars.matcher(wanted, new.stop_ids)
 
     def forget_requests(self) -> None:
         """Drop what is remembered of requests; there must be none under way."""
         self._states.clear()
 
-    def record_steps(self, sizes: Iterable[StepSize], max_model_len: int, *, progress: bool = False) -> None:
-        """Record steps of these sizes, to replay them from now on."""
+    def capture_graphs(self, sizes: Iterable[StepSize], max_model_len: int, *, progress: bool = False) -> None:
+        """Capture CUDA graphs of steps of these sizes, to replay them from now on."""
         set_deterministic(self._is_deterministic)
         with torch.inference_mode():
             self._graphs = StepGraphs(

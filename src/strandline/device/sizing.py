@@ -27,14 +27,14 @@ SLOTS_PER_REQUEST = 2
 """A running request writes one slot and may read another."""
 
 
-def choose_batched_tokens(config: EngineConfig, device: torch.device) -> int:
+def choose_batched_tokens(config: EngineConfig, device_type: str) -> int:
     """Return the most tokens of a step."""
-    return config.max_num_batched_tokens or (BATCHED_TOKENS_CPU if device.type == "cpu" else BATCHED_TOKENS_GPU)
+    return config.max_num_batched_tokens or (BATCHED_TOKENS_CPU if device_type == "cpu" else BATCHED_TOKENS_GPU)
 
 
-def choose_logged_from(device: torch.device) -> int:
+def choose_logged_from(device_type: str) -> int:
     """Return the fewest decodes of a step that keep logs."""
-    return LOGGED_FROM_CPU if device.type == "cpu" else LOGGED_FROM_GPU
+    return LOGGED_FROM_CPU if device_type == "cpu" else LOGGED_FROM_GPU
 
 
 def require_determinism(spec: ModelSpec, device: torch.device) -> None:
@@ -67,7 +67,7 @@ def choose_memory_bytes(config: EngineConfig, model: LanguageModel, device: torc
     if device.type != "cuda":
         free_bytes = int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
         return min(DEFAULT_BYTES, free_bytes // 2, machine_bytes() // 2)
-    num_tokens = min(choose_batched_tokens(config, device), config.max_model_len or model.max_position)
+    num_tokens = min(choose_batched_tokens(config, device.type), config.max_model_len or model.max_position)
     scratch_bytes = measure_scratch_bytes(model, num_tokens, config.max_num_seqs, device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share_bytes = int(config.gpu_memory_utilization * total_bytes)

@@ -6,22 +6,12 @@ An error inside a step is ours and ends the core: a doubtful state is never serv
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from strandline.cache import OnGrid, PrefixCache, Reason, placement
 from strandline.cache.invariants import check
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
-from strandline.device.cpu_start import prepare_cpu
-from strandline.device.graphs import graph_sizes
-from strandline.device.runner import LaunchedStep, Runner
-from strandline.device.sizing import (
-    choose_batched_tokens,
-    choose_logged_from,
-    choose_max_model_len,
-    choose_memory_bytes,
-    require_determinism,
-)
+from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
+from strandline.device.sizing import choose_batched_tokens, choose_logged_from
 from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
 from strandline.engine.request import Request
@@ -29,8 +19,6 @@ from strandline.engine.scheduler import Scheduler
 from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
 from strandline.ids import BLOCK_TOKENS, RequestId
-from strandline.kernels.platform import runs_triton, set_deterministic, why_torch_serves
-from strandline.models.protocol import LanguageModel
 from strandline.records.events import (
     CoreStats,
     FinishReason,
@@ -40,67 +28,39 @@ from strandline.records.events import (
     Submission,
     TokenEvent,
 )
-from strandline.records.grammars import TokenMatcher
 from strandline.records.plan import StepPlan, StepResult
-from strandline.specs import ModelSpec
 
 
 class EngineCore:
     """Runs sequences on one model. Synchronous; one step per call.
 
     Args:
-        model: loaded weights on ``device``.
-        config: limits and memory.
-
-    Raises:
-        ConfigError: the memory does not hold one request of ``max_model_len`` tokens.
+        executor: runs the steps.
+        config: limits and policies.
     """
 
-    def __init__(
-        self, model: LanguageModel, config: EngineConfig, device: torch.device, *, progress: bool = False
-    ) -> None:
-        spec = model.spec
-        if config.deterministic:
-            require_determinism(spec, device)
-        set_deterministic(config.deterministic)
-        self.start_s: dict[str, float] = {}
+    def __init__(self, executor: Executor, config: EngineConfig) -> None:
+        facts = executor.facts
+        self.executor = executor
+        self.spec = facts.spec
+        self.start_s = dict(facts.start_s)
         """How long each phase of the start took."""
-        # Deterministic, a token's bits must not depend on when the log was folded.
-        keeps_logs = spec.log_tokens > 0 and not config.deterministic
-        with self._timed("memory"):
-            num_logs = 1 + config.max_num_seqs if keeps_logs else 0
-            num_slabs = choose_memory_bytes(config, model, device, num_logs) // spec.slab_bytes
-        self.limits = Limits(model.vocab_size, choose_max_model_len(config, spec, model.max_position, num_slabs))
-        self.scheduler = new_scheduler(config, spec, num_slabs, device, keeps_logs=keeps_logs)
+        self.limits = Limits(facts.vocab_size, facts.max_model_len)
+        self.scheduler = new_scheduler(config, facts)
         self.cache = self.scheduler.cache
-        self.watch = CacheWatch(self.cache, self.scheduler, spec, config.mamba_cache_mode)
+        self.watch = CacheWatch(self.cache, self.scheduler, facts.spec, config.mamba_cache_mode)
         self._cache_mode, self._cache_block_tokens = config.mamba_cache_mode, config.mamba_block_size
         self._shortest_auto = f"{BLOCK_TOKENS} tokens" if config.deterministic else "1 token"
         self._is_debugged = is_cache_debugged()
-        self.runner = Runner(
-            model,
-            num_slabs,
-            device,
-            max_num_seqs=config.max_num_seqs,
-            poison=self._is_debugged,
-            deterministic=config.deterministic,
-            keeps_logs=keeps_logs,
-        )
-        # Torch's operations are not compiled, and ask the host for what a recorded step cannot know.
-        if runs_triton(device.type):
+        if facts.needs_warm_up:
             with self._timed("kernels"):
-                made_up = new_scheduler(config, spec, num_slabs, device, keeps_logs=keeps_logs)
-                WarmUp(self.runner, made_up, self.limits.max_model_len).run()
-                torch.cuda.empty_cache()
+                WarmUp(executor, new_scheduler(config, facts), facts.max_model_len).run()
             if not config.enforce_eager:
-                with self._timed("recording"):
-                    sizes = graph_sizes(config.max_num_seqs, self.scheduler.max_num_batched_tokens)
-                    self.runner.record_steps(sizes, self.limits.max_model_len, progress=progress)
-        elif device.type == "cpu":
-            with self._timed("kernels"):
-                prepare_cpu(self.runner.arena, progress=progress)
-        self._auditor = Auditor(config.audit_rate, self.limits.max_model_len, seed=config.seed)
-        self._is_overlapped = device.type != "cpu" if config.async_scheduling is None else config.async_scheduling
+                with self._timed("graphs"):
+                    executor.capture_graphs()
+        self._auditor = Auditor(config.audit_rate, facts.max_model_len, seed=config.seed)
+        is_cpu = facts.device_type == "cpu"
+        self._is_overlapped = not is_cpu if config.async_scheduling is None else config.async_scheduling
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
 
     @contextmanager
@@ -109,27 +69,29 @@ class EngineCore:
         yield
         self.start_s[phase] = SYSTEM_CLOCK() - start_s
 
-    def add(self, submission: Submission, matcher: TokenMatcher | None = None) -> None:
+    def add(self, submission: Submission, grammar: object = None) -> None:
         """Queue a sequence.
 
         Args:
-            matcher: of its grammar, if it has one; without it, the step that begins with the sequence compiles it.
+            grammar: what ``Executor.compile_grammar`` returned for it; without that, the step that begins with the
+                sequence may have to compile its grammar.
 
         Raises:
             RequestError: a sequence of that id is unfinished.
         """
-        self.scheduler.add(
-            Request(submission.new, max_total=submission.max_total, salt=submission.salt, marks=submission.marks)
-        )
-        if matcher is not None:
-            self.runner.matchers[submission.new.request_id] = matcher
+        request = Request(submission.new, max_total=submission.max_total, salt=submission.salt, marks=submission.marks)
+        request.grammar = grammar
+        self.scheduler.add(request)
 
     def finish(self, request_id: RequestId) -> None:
         """End a sequence between steps and free what it holds. Unknown ids are ignored."""
         self.scheduler.finish(request_id, FinishReason.ABORT)
         self._auditor.forget(request_id)
         self._tidy_up()
-        self.runner.matchers.pop(request_id, None)
+
+    def close(self) -> None:
+        """Release the device; no step follows."""
+        self.executor.close()
 
     @property
     def has_unfinished(self) -> bool:
@@ -160,7 +122,7 @@ class EngineCore:
         self.watch.after_plan(plan)
         if plan.new:
             self._auditor.choose(plan, {request.request_id: request for request in self.scheduler.running})
-        launched = self.runner.launch(plan)
+        launched = self.executor.launch(plan)
         self._settle(events)
         self.scheduler.advance(plan)
         self._in_flight = (plan, launched)
@@ -184,15 +146,14 @@ class EngineCore:
     def _tidy_up(self) -> None:
         """Make what the last requests left behind what it claims to be, though nobody may come for it."""
         if not len(self.scheduler):
-            self.runner.carry_out(self.cache.take_actions())
+            self.executor.carry_out(self.cache.take_actions())
 
     # Reading
 
     def describe(self) -> list[str]:
         """Say in a few lines what the cache has room for, and what makes the engine slow."""
-        spec = self.runner.arena.spec
+        spec, why_slow = self.spec, self.executor.facts.why_slow
         total = self.cache.arena.num_slabs * spec.slab_bytes
-        why_slow = why_torch_serves(self.runner.device.type, getattr(torch, spec.hidden_dtype))
         return [
             *([f"kernels: torch's own operations, which are slower, since {why_slow}"] if why_slow else []),
             f"cache: {total / 2**20:,.0f} MiB for blocks and snapshots together, prefix caching "
@@ -233,7 +194,7 @@ class EngineCore:
         )
 
     def _tenant_bytes(self) -> dict[str, int]:
-        spec, arena, memory = self.runner.arena.spec, self.cache.arena, self.cache.memory
+        spec, arena, memory = self.spec, self.cache.arena, self.cache.memory
         idle_slots, idle_blocks = memory.num_evictable_slots, memory.num_evictable_blocks
         held = {
             "slots_in_use": (arena.num_slots - idle_slots) * spec.slab_bytes,
@@ -244,26 +205,24 @@ class EngineCore:
         return {**held, "free": arena.num_slabs * spec.slab_bytes - sum(held.values())}
 
 
-def new_scheduler(
-    config: EngineConfig, spec: ModelSpec, num_slabs: int, device: torch.device, *, keeps_logs: bool = False
-) -> Scheduler:
+def new_scheduler(config: EngineConfig, facts: ExecutorFacts) -> Scheduler:
     """Return a scheduler over an empty cache."""
     chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
     cache = PrefixCache(
-        num_slabs,
-        spec.blocks_per_slab,
+        facts.num_slabs,
+        facts.spec.blocks_per_slab,
         placement=OnGrid(chosen) if config.deterministic else chosen,
         enabled=config.enable_prefix_caching,
         clock=SYSTEM_CLOCK,
-        num_logs=config.max_num_seqs if keeps_logs else 0,
-        log_tokens=spec.log_tokens if keeps_logs else 0,
+        num_logs=config.max_num_seqs if facts.log_tokens else 0,
+        log_tokens=facts.log_tokens,
     )
     return Scheduler(
         cache,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=choose_batched_tokens(config, device),
+        max_num_batched_tokens=choose_batched_tokens(config, facts.device_type),
         deterministic=config.deterministic,
-        logged_from=choose_logged_from(device),
+        logged_from=choose_logged_from(facts.device_type),
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import zmq
 
-from strandline.device.heap import give_back_free_memory
 from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_core
 from strandline.errors import ConfigError
@@ -37,8 +36,6 @@ from strandline.records.messages import (
     ToCore,
 )
 from strandline.text.compiling import Compiling
-from strandline.text.structured import Grammars
-from strandline.text.vocabulary import load_vocabulary
 
 Socket = zmq.Socket[bytes]
 LINGER_MS = 2000
@@ -52,13 +49,13 @@ class CoreLoop:
     Sequences with a grammar wait aside until it is compiled, so that no step waits for that.
     """
 
-    def __init__(self, core: EngineCore, grammars: Grammars, socket: Socket, lifeline: int) -> None:
+    def __init__(self, core: EngineCore, socket: Socket, lifeline: int) -> None:
         """
         Args:
             lifeline: a file descriptor; when it closes, the loop ends.
         """
         self._core = core
-        self._compiling = Compiling(grammars)
+        self._compiling = Compiling(core.executor.compile_grammar)
         self._socket = socket
         self._lifeline = lifeline
         self._poller = zmq.Poller()
@@ -85,12 +82,12 @@ class CoreLoop:
         ready = dict(self._poller.poll(self._patience_ms()))
         if not ready and not self._core.has_unfinished:
             self._rest_at_s = None
-            give_back_free_memory()
+            self._core.executor.release_free_memory()
         if self._lifeline in ready:
             self._is_stopped = True
         if self._compiling.fileno() in ready:
-            for submission, matcher in self._compiling.take():
-                self._core.add(submission, matcher)
+            for submission, grammar in self._compiling.take():
+                self._core.add(submission, grammar)
         while self._socket in ready and not self._is_stopped:
             try:
                 self._obey(TO_CORE.decode(self._socket.recv(zmq.NOBLOCK)))
@@ -143,8 +140,6 @@ def serve_core(socket: Socket, lifeline: int) -> int:
     if not isinstance(start, Start):
         return 2
     try:
-        grammars = load_vocabulary(start.config).grammars
-        grammars.begin()  # while the weights are read
         core = load_core(start.config)
     except ConfigError as error:
         socket.send(ENCODER.encode(Refused(str(error))))
@@ -152,11 +147,13 @@ def serve_core(socket: Socket, lifeline: int) -> int:
     spare_collector()
     socket.send(ENCODER.encode(Ready(core.limits, core.describe())))
     try:
-        CoreLoop(core, grammars, socket, lifeline).run()
+        CoreLoop(core, socket, lifeline).run()
     except Exception as error:
         # The process's edge: whatever it was, it is ours, and a doubtful state is never served.
         socket.send(ENCODER.encode(Died(f"{type(error).__name__}: {error}")))
         raise
+    finally:
+        core.close()
     return 0
 
 

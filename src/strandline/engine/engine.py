@@ -6,7 +6,6 @@ A bad request raises where it is added and touches nothing else.
 from collections.abc import Sequence
 
 from strandline.cache import PrefixCache
-from strandline.device.runner import Runner
 from strandline.engine.core import EngineCore
 from strandline.engine.scheduler import Scheduler
 from strandline.records.outputs import RequestOutput
@@ -28,10 +27,6 @@ class Engine:
     @property
     def scheduler(self) -> Scheduler:
         return self.core.scheduler
-
-    @property
-    def runner(self) -> Runner:
-        return self.core.runner
 
     @property
     def vocab_size(self) -> int:

@@ -8,11 +8,15 @@ import torch
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.dtypes import choose_dtype
+from strandline.device.executor import Executor
 from strandline.device.threads import limit_threads
+from strandline.device.uni_executor import UniExecutor
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
+from strandline.engine.mp_executor import MpExecutor
 from strandline.errors import ConfigError
 from strandline.models.weights import load_model
+from strandline.records.grammars import GrammarCompiler
 from strandline.text.vocabulary import find_model, load_frontend, load_vocabulary, read_model_config
 
 LOGGER: Final = logging.getLogger("strandline.engine")
@@ -20,21 +24,45 @@ LOGGER: Final = logging.getLogger("strandline.engine")
 
 def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
     """Load a model and build an engine around it; as ``load_core`` and ``load_vocabulary``."""
-    core = load_core(config, progress=progress)
-    frontend = load_frontend(config, core.limits, load_vocabulary(config))
-    core.runner.grammars = frontend.grammars
-    return Engine(core, frontend)
+    vocabulary = load_vocabulary(config)
+    core = load_core(config, vocabulary.grammars, progress=progress)
+    return Engine(core, load_frontend(config, core.limits, vocabulary))
 
 
-def load_core(config: EngineConfig, *, progress: bool = False) -> EngineCore:
-    """Load a model and build a core around it.
+def load_core(config: EngineConfig, grammars: GrammarCompiler | None = None, *, progress: bool = False) -> EngineCore:
+    """Load a model and build a core around it; as ``load_executor``."""
+    executor = load_executor(config, grammars, progress=progress)
+    try:
+        return EngineCore(executor, config)
+    except BaseException:
+        executor.close()
+        raise
+
+
+def load_executor(config: EngineConfig, grammars: GrammarCompiler | None = None, *, progress: bool = False) -> Executor:
+    """Load a model into the executor that the configuration names.
 
     Args:
+        grammars: compiles structured outputs where steps run in this process; by default it is made here.
         progress: show a progress bar while weights load.
 
     Raises:
         ConfigError: model, weights or memory do not allow it.
     """
+    if config.distributed_executor_backend == "mp":
+        return MpExecutor(config, progress=progress)
+    return load_uni_executor(config, grammars, progress=progress)
+
+
+def load_uni_executor(
+    config: EngineConfig, grammars: GrammarCompiler | None = None, *, progress: bool = False
+) -> UniExecutor:
+    """Load a model into an executor in this process; as ``load_executor``."""
+    if grammars is None:
+        vocabulary = load_vocabulary(config)
+        grammars = vocabulary.grammars
+        if vocabulary.tokenizer is not None:
+            vocabulary.grammars.begin()  # while the weights are read
     directory = find_model(config.model)
     device = resolve_device(config.device)
     model_config = read_model_config(directory)
@@ -55,9 +83,7 @@ def load_core(config: EngineConfig, *, progress: bool = False) -> EngineCore:
     if choice.is_widened:
         model.halve()
     weights_s = SYSTEM_CLOCK() - start_s
-    core = EngineCore(model, config, device, progress=progress)
-    core.start_s = {"weights": weights_s, **core.start_s}
-    return core
+    return UniExecutor(model, config, device, grammars, weights_s=weights_s, progress=progress)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -21,6 +21,7 @@ class Request:
     __slots__ = (
         "account",
         "finish_reason",
+        "grammar",
         "habit",
         "is_audit",
         "is_introduced",
@@ -62,6 +63,8 @@ class Request:
         self.max_total = max_total
         """Prompt and output together end here, by ``max_tokens`` or ``max_model_len``."""
         self.salt = salt
+        self.grammar: object = None
+        """Keeps the compiled grammar of structured outputs while the request exists (``Executor.compile_grammar``)."""
         self.marks = marks
         """Positions where others are likely to share its beginning: ends of tools, system prompt and turns."""
         self.lead: Lead | None = None

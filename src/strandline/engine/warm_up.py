@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Final
 
-from strandline.device.runner import LaunchedStep, Runner
+from strandline.device.executor import Executor, LaunchedStep
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.ids import RequestId
@@ -59,8 +59,8 @@ class WarmUp:
         max_model_len: no request is longer.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, max_model_len: int) -> None:
-        self._runner = runner
+    def __init__(self, executor: Executor, scheduler: Scheduler, max_model_len: int) -> None:
+        self._executor = executor
         self._scheduler = scheduler
         self._max_model_len = max_model_len
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
@@ -76,7 +76,7 @@ class WarmUp:
         self._sample()
         self._add(self._scheduler.max_num_batched_tokens + 1, 1)
         self._run_until(lambda: not len(self._scheduler))
-        self._runner.forget_requests()
+        self._executor.forget_requests()
 
     def _prefill_beside(self, num_decodes: int) -> None:
         """Compute prompts of all lengths, one by one, while so many sequences decode."""
@@ -136,7 +136,7 @@ class WarmUp:
             if plan is None:
                 self._settle()
                 continue
-            launched = self._runner.launch(plan)
+            launched = self._executor.launch(plan)
             self._settle()
             self._scheduler.advance(plan)
             self._in_flight = (plan, launched)

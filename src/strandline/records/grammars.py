@@ -20,7 +20,17 @@ class TokenMatcher(Protocol):
 
 
 class GrammarCompiler(Protocol):
-    """Compiles the grammars of requests."""
+    """Compiles the grammars of requests, and keeps those that were used last. Any thread may call it."""
+
+    def compile(self, params: StructuredOutputsParams) -> object:
+        """Compile a grammar.
+
+        Returns:
+            An object to hold on to: as long as it exists, a matcher is made without compiling the grammar again.
+
+        Raises:
+            RequestError: the grammar cannot be compiled.
+        """
 
     def matcher(self, params: StructuredOutputsParams, stop_ids: Collection[int]) -> TokenMatcher:
         """Return a matcher at the start of the grammar.

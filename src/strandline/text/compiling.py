@@ -1,12 +1,13 @@
 """Sequences whose grammar is being compiled, in threads beside the core's steps."""
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from strandline.ids import RequestId
 from strandline.records.events import Submission
-from strandline.text.structured import Grammars, Matcher
+from strandline.records.sampling_params import StructuredOutputsParams
 
 NUM_THREADS: Final = 2
 """So that one grammar that takes long does not hold up all others."""
@@ -15,10 +16,14 @@ NUM_THREADS: Final = 2
 class Compiling:
     """Keeps sequences until their grammars are compiled. All but the compiling happens in the caller's thread."""
 
-    def __init__(self, grammars: Grammars) -> None:
-        self._grammars = grammars
+    def __init__(self, compile_grammar: Callable[[StructuredOutputsParams], object]) -> None:
+        """
+        Args:
+            compile_grammar: returns what keeps the compiled grammar (``Executor.compile_grammar``); threads call it.
+        """
+        self._compile_grammar = compile_grammar
         self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars")
-        self._waiting: dict[RequestId, tuple[Submission, Future[Matcher]]] = {}
+        self._waiting: dict[RequestId, tuple[Submission, Future[object]]] = {}
         self._done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def __len__(self) -> int:
@@ -33,12 +38,15 @@ class Compiling:
         structure = submission.new.params.structured_outputs
         if structure is None:
             raise ValueError(f"sequence {submission.new.request_id!r} has no grammar")
-        future = self._threads.submit(self._grammars.matcher, structure, submission.new.stop_ids)
+        future = self._threads.submit(self._compile_grammar, structure)
         self._waiting[submission.new.request_id] = submission, future
         future.add_done_callback(lambda _: os.eventfd_write(self._done, 1))
 
-    def take(self) -> list[tuple[Submission, Matcher]]:
-        """Return the sequences whose grammars are compiled by now. Raises what compiling one raised."""
+    def take(self) -> list[tuple[Submission, object]]:
+        """Return the sequences whose grammars are compiled by now, each with what keeps its grammar compiled.
+
+        Raises what compiling one raised.
+        """
         os.eventfd_read(self._done)
         ready = [name for name, (_, future) in self._waiting.items() if future.done()]
         taken = [self._waiting.pop(name) for name in ready]

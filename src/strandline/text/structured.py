@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from threading import Lock, Thread
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import llguidance.hf
 import numpy as np
@@ -26,7 +27,7 @@ from strandline.text.prompts import check_text
 
 MAX_GRAMMAR_CHARACTERS: Final = 512 * 1024
 MAX_KEPT: Final = 64
-"""Compiled grammars that are kept for the next request with the same one."""
+"""Compiled grammars that are kept for the next request with the same one, though no request holds them."""
 
 LIMITS: Final = LLParserLimits(max_items_in_row=50_000, precompute_large_lexemes=False, verbose_errors=False)
 """What llguidance would prepare of a large expression takes it seconds, and saves milliseconds later. A row may have
@@ -76,6 +77,14 @@ class Matcher:
         return self._is_done or self._matcher.is_error() or self._matcher.is_accepting()
 
 
+class CompiledGrammar:
+    """A grammar that matchers start from."""
+
+    def __init__(self, start: LLMatcher) -> None:
+        self.start = start
+        """A matcher at the beginning, to be copied; it is never advanced."""
+
+
 class _Words:
     """The tokens of a tokenizer as bytes, in the form that llguidance asks for.
 
@@ -120,7 +129,9 @@ class Grammars:
         self._lock = Lock()
         self._vocabulary: LLTokenizer | None = None
         self._tokenizer: Any = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._recent: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._held: WeakValueDictionary[str, CompiledGrammar] = WeakValueDictionary()
+        """All compiled grammars that exist: those used last, and those that a caller of ``compile`` holds."""
 
     def begin(self) -> None:
         """Prepare the vocabulary in a thread of its own. A grammar that comes earlier waits for it."""
@@ -155,7 +166,7 @@ class Grammars:
         Raises:
             RequestError: it is wrong; the message says why.
         """
-        self._prototype(params)
+        self.compile(params)
 
     def matcher(self, params: StructuredOutputsParams, stop_ids: Collection[int]) -> Matcher:
         """Return a matcher at the grammar's beginning.
@@ -163,29 +174,41 @@ class Grammars:
         Args:
             stop_ids: tokens that end the output; allowed where the grammar is fulfilled.
         """
-        return Matcher(self._prototype(params).deep_copy(), self.load().eos_tokens, stop_ids)
+        return Matcher(self.compile(params).start.deep_copy(), self.load().eos_tokens, stop_ids)
 
-    def _prototype(self, params: StructuredOutputsParams) -> LLMatcher:
+    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        """Compile a grammar, unless that is done; it stays compiled as long as the returned object exists.
+
+        Raises:
+            RequestError: it is wrong; the message says why.
+        """
         grammar = self._source_text(params)
         vocabulary = self.load()
         with self._lock:
-            found = self._compiled.get(grammar)
+            found = self._held.get(grammar)
             if found is not None:
-                self._compiled.move_to_end(grammar)
+                self._keep(grammar, found)
                 return found
-        found = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
-        begun = found.deep_copy()
+        start = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+        begun = start.deep_copy()
         if not begun.is_error():
             begun.compute_bitmask()  # some grammars are found too large no earlier
         if begun.is_error():
             reason = _first_lines(begun.get_error())
             reason = "nothing can fulfil it" if reason.startswith(UNSATISFIABLE) else reason
             raise RequestError(f"the {params.kind} of structured_outputs cannot be used: {reason}")
+        compiled = CompiledGrammar(start)
         with self._lock:
-            self._compiled[grammar] = found
-            if len(self._compiled) > MAX_KEPT:
-                self._compiled.popitem(last=False)
-        return found
+            self._held[grammar] = compiled
+            self._keep(grammar, compiled)
+        return compiled
+
+    def _keep(self, grammar: str, compiled: CompiledGrammar) -> None:
+        """Make a grammar the one used last; release the one used least recently where there are too many."""
+        self._recent[grammar] = compiled
+        self._recent.move_to_end(grammar)
+        if len(self._recent) > MAX_KEPT:
+            self._recent.popitem(last=False)
 
     def _source_text(self, params: StructuredOutputsParams) -> str:
         """Return the grammar in llguidance's form."""

@@ -112,7 +112,7 @@ def test_weights_keys_and_values_follow_the_choice(
 
     def dtypes_of(**options: Any) -> set[str]:
         llm = LLM(str(directory), memory="8MiB", device="cpu", skip_tokenizer_init=True, **options)
-        spec = llm.engine.core.runner.arena.spec
+        spec = llm.engine.core.spec
         return {spec.hidden_dtype, *(stream.dtype for layer in spec.layers for stream in layer.streams)}
 
     assert dtypes_of() == {"float32"}
@@ -137,7 +137,7 @@ def test_weights_from_bfloat16_are_halved_unless_the_user_names_a_dtype(
         )
 
     def halved(llm: LLM) -> set[str]:
-        model: Any = llm.engine.core.runner.model
+        model: Any = llm.engine.core.executor.runner.model
         return {name.rpartition(".")[2] for name, weight in model.named_parameters() if hasattr(weight, "halved")}
 
     auto, wide = load("auto"), load("float32")

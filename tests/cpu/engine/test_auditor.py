@@ -44,7 +44,7 @@ def test_a_wrong_snapshot_is_found_out(make_llm: MakeLLM) -> None:
     llm = make_llm(audit_rate=1.0)
     ask(llm, PROMPT)
     for _, _, snapshot in llm.engine.cache.snapshots():
-        for layer in llm.engine.runner.arena.layers:
+        for layer in llm.engine.core.executor.runner.arena.layers:
             if "state" in layer.states:
                 layer.states["state"][snapshot.slot] += 30.0
     ask(llm, PROMPT + tokens(5, seed=3))
@@ -58,7 +58,7 @@ def test_what_is_no_number_is_found_out_and_stays_so(make_llm: MakeLLM) -> None:
     llm = make_llm(audit_rate=1.0)
     ask(llm, PROMPT)
     for _, _, snapshot in llm.engine.cache.snapshots():
-        llm.engine.runner.arena.hidden_SE[snapshot.slot] = float("nan")
+        llm.engine.core.executor.runner.arena.hidden_SE[snapshot.slot] = float("nan")
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
     for _ in range(2):
         ask(llm, PROMPT, params)

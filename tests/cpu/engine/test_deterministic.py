@@ -74,7 +74,7 @@ def test_prompts_are_cut_on_the_grid_and_what_was_generated_comes_one_by_one(mak
                 assert sequence.end == sequence.start + 1
                 assert not sequence.is_prefill
                 assert not sequence.cuts
-        core.scheduler.commit(plan, core.runner.run(plan))
+        core.scheduler.commit(plan, core.executor.runner.run(plan))
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
@@ -82,7 +82,7 @@ def test_preempted_requests_start_over_and_give_the_same_tokens(make_llm: MakeLL
     prompts = [tokens(60, seed=seed) for seed in range(6)]
     params = SamplingParams(temperature=0, max_tokens=150)
     expected = answers(make_llm(enable_prefix_caching=False), prompts, params)
-    slab = make_llm().engine.runner.arena.spec.slab_bytes
+    slab = make_llm().engine.core.spec.slab_bytes
     llm = make_llm(deterministic=True, memory=16 * slab, max_model_len=256, async_scheduling=is_overlapped)
     assert answers(llm, prompts, params) == expected
     assert llm.engine.scheduler.num_preemptions > 0

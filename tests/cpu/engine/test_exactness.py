@@ -55,7 +55,7 @@ def test_an_identical_prompt_is_a_whole_hit_and_runs_no_forward(make_llm: MakeLL
     plan = llm.engine.scheduler.plan()
     assert plan is not None
     assert plan.num_tokens == 0
-    result = llm.engine.runner.run(plan)
+    result = llm.engine.core.executor.runner.run(plan)
     assert result.token_ids == first.outputs[0].token_ids[:1]
 
 
@@ -90,7 +90,7 @@ def test_preempted_requests_give_the_same_tokens_and_recompute_one(make_llm: Mak
     prompts = [tokens(60, seed=seed) for seed in range(6)]
     params = SamplingParams(temperature=0, max_tokens=150)
     expected = answers(make_llm(enable_prefix_caching=False), prompts, params)
-    slab = make_llm().engine.runner.arena.spec.slab_bytes
+    slab = make_llm().engine.core.spec.slab_bytes
     llm = make_llm(memory=16 * slab, max_model_len=256)
     assert answers(llm, prompts, params) == expected
     assert llm.engine.scheduler.num_preemptions > 0

@@ -312,12 +312,12 @@ def test_a_cache_of_no_given_size_takes_half_of_what_a_container_allows(
     limit = tmp_path / "memory.max"
     limit.write_text(f"{64 * 2**20}\n")
     monkeypatch.setattr(dtypes, "MEMORY_LIMITS", (limit,))
-    num_bytes = make_llm(memory=None).engine.core.runner.arena.bytes.numel()
+    num_bytes = make_llm(memory=None).engine.core.executor.runner.arena.bytes.numel()
     assert 31 * 2**20 < num_bytes <= 32 * 2**20
 
 
 @needs_pagemap
 def test_an_engine_on_a_cpu_touches_the_memory_that_is_used_first(make_llm: MakeLLM) -> None:
-    arena = make_llm(memory="1GiB").engine.core.runner.arena
+    arena = make_llm(memory="1GiB").engine.core.executor.runner.arena
     assert resident_share(arena.bytes[:TOUCHED_BYTES]) == 1
     assert resident_share(arena.bytes[TOUCHED_BYTES:]) < 0.01

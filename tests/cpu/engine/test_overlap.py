@@ -86,7 +86,7 @@ def test_steps_that_are_done_once_launched_are_settled_at_once_and_give_the_same
 
 @pytest.mark.parametrize("seed", [5, 6, 7])
 def test_overlapped_steps_preempt_in_little_memory_and_give_the_same_answers(make_llm: MakeLLM, seed: int) -> None:
-    slab = make_llm().engine.runner.arena.spec.slab_bytes
+    slab = make_llm().engine.core.spec.slab_bytes
     little = {"memory": 14 * slab, "max_model_len": 256, "max_num_batched_tokens": 100}
     expected = serve(make_llm, seed, async_scheduling=False)
     assert serve(make_llm, seed, async_scheduling=True, **little) == expected

@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 
 def contents(llm: LLM, slot: SlotId) -> torch.Tensor:
     """Return all recurrent states, windows and the hidden state in a slot, flat."""
-    arena = llm.engine.runner.arena
+    arena = llm.engine.core.executor.runner.arena
     parts = [arena.hidden_SE[slot].flatten()]
     parts += [state[slot].flatten() for memory in arena.layers for state in memory.states.values()]
     return torch.cat(parts)
@@ -47,7 +47,7 @@ def live_through_much(llm: LLM, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_published_slot_holds_the_state_of_its_tokens(make_llm: MakeLLM, seed: int) -> None:
-    slab = make_llm().engine.runner.arena.spec.slab_bytes
+    slab = make_llm().engine.core.spec.slab_bytes
     llm = make_llm(memory=24 * slab, max_model_len=512, max_num_batched_tokens=100)
     live_through_much(llm, seed)
     assert llm.engine.scheduler.num_preemptions > 0

@@ -9,7 +9,6 @@ import pytest
 from strandline.engine.core import new_scheduler
 from strandline.engine.warm_up import WarmUp
 from strandline.kernels.platform import runs_numba
-from strandline.specs import ModelSpec
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import answers, tokens
 
@@ -21,12 +20,11 @@ def test_warming_up_changes_no_answer_and_leaves_nothing_behind(make_llm: MakeLL
     expected = answers(make_llm(**options), prompts)
     llm = make_llm(**options)
     core = llm.engine.core
-    spec: ModelSpec = core.runner.arena.spec
-    made_up = new_scheduler(llm.config, spec, core.cache.arena.num_slabs, core.runner.device)
-    WarmUp(core.runner, made_up, core.limits.max_model_len).run()
-    assert not made_up.running
-    assert not made_up.waiting
-    assert not core.runner._states
+    scheduler = new_scheduler(llm.config, core.executor.facts)
+    WarmUp(core.executor, scheduler, core.limits.max_model_len).run()
+    assert not scheduler.running
+    assert not scheduler.waiting
+    assert not core.executor.runner._states
     assert not list(core.cache.snapshots())
     assert answers(llm, prompts) == expected
 

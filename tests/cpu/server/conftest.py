@@ -86,11 +86,11 @@ def make_loop(bytes_dir: Path) -> Iterator[MakeLoop]:
     """Run a core of the tiny model in a thread."""
     loops = []
     threads = torch.get_num_threads()
-    core = load_core(EngineConfig(model=str(bytes_dir), memory="16MiB", device="cpu"))
+    config = EngineConfig(model=str(bytes_dir), memory="16MiB", device="cpu")
     with zmq.Context() as context:
 
         def make(grammars: Grammars) -> LoopInThread:
-            loops.append(LoopInThread(core, grammars, context))
+            loops.append(LoopInThread(load_core(config, grammars), context))
             return loops[-1]
 
         yield make

@@ -22,7 +22,7 @@ TIMEOUT_S = 120.0
 class LoopInThread:
     """A core's loop, and the front end's end of its socket."""
 
-    def __init__(self, core: EngineCore, grammars: Grammars, context: zmq.Context[Any]) -> None:
+    def __init__(self, core: EngineCore, context: zmq.Context[Any]) -> None:
         self.core = core
         self.socket = context.socket(zmq.PAIR)
         self.socket.rcvtimeo = int(TIMEOUT_S * 1000)
@@ -33,7 +33,7 @@ class LoopInThread:
 
         def run() -> None:
             with theirs:
-                CoreLoop(core, grammars, theirs, lifeline).run()
+                CoreLoop(core, theirs, lifeline).run()
             os.close(lifeline)
 
         self._thread = ThreadPoolExecutor(1)

@@ -11,7 +11,7 @@ from strandline.server.launch import ServerConfig
 
 FLAGS = [
     "--api-key", "--async-scheduling", "--audit-rate", "--cache-page", "--chat-template", "--client-timeout-s",
-    "--deterministic", "--device", "--dtype", "--enable-auto-tool-choice",
+    "--deterministic", "--device", "--distributed-executor-backend", "--dtype", "--enable-auto-tool-choice",
     "--enable-prefix-caching", "--enforce-eager",
     "--gpu-memory-utilization", "--host",
     "--load-format", "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",

@@ -31,7 +31,7 @@ def slot_at_end(llm: LLM, prompt: list[int]) -> SlotId:
 
 
 def logits(llm: LLM, slot: SlotId) -> torch.Tensor:
-    runner = llm.engine.runner
+    runner = llm.engine.core.executor.runner
     with torch.inference_mode():
         return runner.model.logits(runner.arena.hidden_SE[slot][None])
 

@@ -1,0 +1,82 @@
+"""What runs the steps that the core plans: the seam between the engine and its devices.
+
+An executor owns weights, the memory of blocks and slots, and what is known of running requests on the device. It obeys
+plans, which are all that it hears of requests; so it may be in this process or in another one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from strandline.cache import Action
+from strandline.records.plan import StepPlan, StepResult
+from strandline.records.sampling_params import StructuredOutputsParams
+from strandline.specs import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorFacts:
+    """What the core must know of a model on its device in order to plan steps."""
+
+    spec: ModelSpec
+    vocab_size: int
+    max_model_len: int
+    """The longest request that configuration, model and memory allow, in tokens."""
+    device_type: str
+    num_slabs: int
+    """The memory for blocks and slots."""
+    log_tokens: int
+    """Tokens in a full log; 0: decoding sequences keep none."""
+    needs_warm_up: bool
+    """Whether kernels are compiled when a step first needs them, so that every kind of step must run once."""
+    why_slow: str | None
+    """Why reference implementations run in place of faster backends; None: they do not."""
+    start_s: dict[str, float] = field(default_factory=dict)
+    """How long each phase of the start took."""
+
+
+class LaunchedStep(Protocol):
+    """A step in flight."""
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """Whether launching the step took longer than the device needs to run it."""
+
+    def result(self) -> StepResult:
+        """Wait for the device, and return what the step produced. Called once."""
+
+
+class Executor(Protocol):
+    """Runs steps, in the order in which they are launched."""
+
+    @property
+    def facts(self) -> ExecutorFacts:
+        """What the core must know of model and device."""
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step without waiting for the device. Its actions and writes come after those of earlier steps."""
+
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        """Apply the cache's actions, in order, outside a step."""
+
+    def compile_grammar(self, params: StructuredOutputsParams) -> object:
+        """Compile a grammar in the calling thread, so that no step has to; any thread may call.
+
+        Returns:
+            An object to hold on to: as long as it exists, the compiled grammar is kept.
+
+        Raises:
+            RequestError: the grammar cannot be compiled.
+        """
+
+    def forget_requests(self) -> None:
+        """Drop what is known of requests, all of which have ended, and the scratch memory of their steps."""
+
+    def capture_graphs(self) -> None:
+        """Capture CUDA graphs of frequent steps, to be replayed from now on."""
+
+    def release_free_memory(self) -> None:
+        """Return memory that is kept for the next step's intermediate results to the system."""
+
+    def close(self) -> None:
+        """Release the device. Nothing is launched afterwards; a second call does nothing."""

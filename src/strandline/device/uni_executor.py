@@ -1,0 +1,138 @@
+"""The executor that runs steps in this process."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from strandline.cache import Action
+from strandline.clock import SYSTEM_CLOCK
+from strandline.config import EngineConfig
+from strandline.device.cpu_start import prepare_cpu
+from strandline.device.executor import ExecutorFacts, LaunchedStep
+from strandline.device.graphs import graph_sizes
+from strandline.device.heap import give_back_free_memory
+from strandline.device.runner import Runner
+from strandline.device.sizing import (
+    choose_batched_tokens,
+    choose_max_model_len,
+    choose_memory_bytes,
+    require_determinism,
+)
+from strandline.env import is_cache_debugged
+from strandline.errors import EngineError
+from strandline.kernels.platform import runs_triton, set_deterministic, why_torch_serves
+from strandline.models.protocol import LanguageModel
+from strandline.records.grammars import GrammarCompiler
+from strandline.records.plan import StepPlan
+from strandline.records.sampling_params import StructuredOutputsParams
+
+
+class UniExecutor:
+    """Owns a runner, and the memory that it computes in.
+
+    Args:
+        model: loaded weights on ``device``.
+        grammars: compiles the grammars of structured outputs; None: no request may have one.
+        weights_s: how long loading the model took.
+        progress: show progress bars while kernels are compiled and graphs captured.
+
+    Raises:
+        ConfigError: the model cannot run as configured, or the memory does not hold one request.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: EngineConfig,
+        device: torch.device,
+        grammars: GrammarCompiler | None = None,
+        *,
+        weights_s: float = 0.0,
+        progress: bool = False,
+    ) -> None:
+        spec = model.spec
+        if config.deterministic:
+            require_determinism(spec, device)
+        set_deterministic(config.deterministic)
+        self._config = config
+        self._grammars = grammars
+        self._progress = progress
+        start_s = {"weights": weights_s}
+        # Deterministic, a token's bits must not depend on when the log was folded.
+        keeps_logs = spec.log_tokens > 0 and not config.deterministic
+        with _timed(start_s, "memory"):
+            num_logs = 1 + config.max_num_seqs if keeps_logs else 0
+            num_slabs = choose_memory_bytes(config, model, device, num_logs) // spec.slab_bytes
+            max_model_len = choose_max_model_len(config, spec, model.max_position, num_slabs)
+            self.runner = Runner(
+                model,
+                num_slabs,
+                device,
+                max_num_seqs=config.max_num_seqs,
+                grammars=grammars,
+                poison=is_cache_debugged(),
+                deterministic=config.deterministic,
+                keeps_logs=keeps_logs,
+            )
+        if device.type == "cpu":
+            with _timed(start_s, "kernels"):
+                prepare_cpu(self.runner.arena, progress=progress)
+        self.facts = ExecutorFacts(
+            spec,
+            model.vocab_size,
+            max_model_len,
+            device.type,
+            num_slabs,
+            spec.log_tokens if keeps_logs else 0,
+            # Torch's operations are not compiled.
+            needs_warm_up=runs_triton(device.type),
+            why_slow=why_torch_serves(device.type, getattr(torch, spec.hidden_dtype)),
+            start_s=start_s,
+        )
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step without waiting for the device."""
+        return self.runner.launch(plan)
+
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        """Apply the cache's actions, in order, outside a step."""
+        self.runner.carry_out(actions)
+
+    def compile_grammar(self, params: StructuredOutputsParams) -> object:
+        """Compile a grammar in the calling thread; any thread may call.
+
+        Raises:
+            RequestError: the grammar cannot be compiled.
+        """
+        if self._grammars is None:
+            raise EngineError("a request with structured outputs came to an executor without a tokenizer")
+        return self._grammars.compile(params)
+
+    def forget_requests(self) -> None:
+        """Drop what is known of requests, and the scratch memory of their steps."""
+        self.runner.forget_requests()
+        if self.facts.device_type == "cuda":
+            torch.cuda.empty_cache()
+
+    def capture_graphs(self) -> None:
+        """Capture CUDA graphs, unless the configuration asks for eager steps or operations need the host."""
+        if self._config.enforce_eager or not self.facts.needs_warm_up:
+            return
+        batched_tokens = choose_batched_tokens(self._config, self.facts.device_type)
+        sizes = graph_sizes(self._config.max_num_seqs, batched_tokens)
+        self.runner.capture_graphs(sizes, self.facts.max_model_len, progress=self._progress)
+
+    def release_free_memory(self) -> None:
+        """Return the heap's free memory to the system."""
+        give_back_free_memory()
+
+    def close(self) -> None:
+        """Do nothing: memory is freed with the executor."""
+
+
+@contextmanager
+def _timed(start_s: dict[str, float], phase: str) -> Iterator[None]:
+    start = SYSTEM_CLOCK()
+    yield
+    start_s[phase] = SYSTEM_CLOCK() - start
