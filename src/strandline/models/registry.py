@@ -4,20 +4,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from strandline.errors import ConfigError
-from strandline.models.qwen3_5 import Qwen3_5ForCausalLM
-from strandline.models.qwen3_next import Qwen3NextForCausalLM
+from strandline.models.causal_lm import CausalLM
+from strandline.models.qwen3_5 import build_qwen3_5
+from strandline.models.qwen3_next import build_qwen3_next
 
-Builder = Callable[[Any, torch.dtype, torch.device | str], nn.Module]
+Builder = Callable[[Any, torch.dtype, torch.device | str], CausalLM]
 
 ARCHITECTURES: dict[str, Builder] = {
-    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
-    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
-    "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
-    "Qwen3_5MoeForCausalLM": Qwen3_5ForCausalLM,
-    "Qwen3_5MoeForConditionalGeneration": Qwen3_5ForCausalLM,
+    "Qwen3NextForCausalLM": build_qwen3_next,
+    "Qwen3_5ForCausalLM": build_qwen3_5,
+    "Qwen3_5ForConditionalGeneration": build_qwen3_5,
+    "Qwen3_5MoeForCausalLM": build_qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": build_qwen3_5,
 }
 
 

@@ -7,11 +7,14 @@ kernels are batch-invariant besides, and tests/gpu compares bits.
 import random
 
 import pytest
+import torch
 
 from strandline import LLM, SamplingParams
 from strandline.cache import TokenBuffer
+from strandline.device.sizing import require_determinism
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
+from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
 from tests.cpu.engine.tiny import VOCAB_SIZE
@@ -114,15 +117,11 @@ def test_steps_must_have_room_for_a_block(make_llm: MakeLLM) -> None:
         make_llm(deterministic=True, max_num_batched_tokens=63)
 
 
-def test_states_must_be_kept_in_float32(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from strandline.models.layers.gated_delta import GatedDeltaNet
+def test_recurrent_states_must_be_kept_in_float32() -> None:
+    def spec(state: str) -> ModelSpec:
+        kept = (TensorSpec("state", (2, 3), state, is_recurrent=True), TensorSpec("window", (3, 2), "bfloat16"))
+        return ModelSpec((kv_spec(1, 8, "bfloat16"), LayerSpec(states=kept)), 4, "bfloat16")
 
-    usual = GatedDeltaNet.__init__
-
-    def init(self: GatedDeltaNet, *args: object) -> None:
-        usual(self, *args)  # type: ignore[arg-type]
-        self.state_dtype = "bfloat16"
-
-    monkeypatch.setattr(GatedDeltaNet, "__init__", init)
-    with pytest.raises(ConfigError, match="needs states in float32"):
-        make_llm(deterministic=True)
+    require_determinism(spec("float32"), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="needs states in float32, the model's are bfloat16"):
+        require_determinism(spec("bfloat16"), torch.device("cpu"))

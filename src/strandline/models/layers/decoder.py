@@ -1,138 +1,191 @@
-"""The decoder: embedding, layers of a mixer and a feed-forward part, final norm and output head.
+"""The decoder: embedding, layers on a normalised residual stream, final norm and output head.
 
 Parameters need no gradient.
 
 Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden size, F frequencies, Z vocabulary.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strandline.errors import ConfigError
-from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.linear import can_halve, can_pack, halve, linear, pack
 from strandline.kernels.norm import add_rms_norm_zero_centered, rms_norm_zero_centered
-from strandline.kernels.recurrence import bind_folds
+from strandline.kernels.recurrence import Recurrence, bind_folds
 from strandline.kernels.rotary import rotary_table
-from strandline.models.layers.attention import GatedAttention
-from strandline.models.layers.gated_delta import GatedDeltaNet
-from strandline.models.layers.mlp import GatedMlp
-from strandline.models.layers.moe import SparseMoe
 from strandline.models.layers.parameters import dtype_name, parameter
-from strandline.models.layers.rotary import RotaryTable, rotary_frequencies
+from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
 from strandline.models.protocol import ModelMemory
-from strandline.models.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, ModelSpec
 
 PACKED = ("in_proj_OE", "out_proj_EO", "gate_up_FE", "down_EF", "shared_down_EF", "head_ZE")
 """Parameters that are only ever multiplied with."""
 
-MIXERS: dict[str, type[GatedAttention] | type[GatedDeltaNet]] = {
-    "linear_attention": GatedDeltaNet,
-    "full_attention": GatedAttention,
-}
-"""By the names that a configuration's ``layer_types`` has for them."""
+
+class Mixer(Protocol):
+    """The part of a layer that reads other tokens: attention, a recurrence."""
+
+    @property
+    def spec(self) -> LayerSpec:
+        """What it keeps."""
+
+    @property
+    def recurrence(self) -> Recurrence[Any, Any] | None:
+        """What its log is folded by; None: it keeps no log."""
+
+    def bind(self, memory: LayerMemory) -> Any:
+        """Return the layer's memory as a call takes it."""
+
+    def __call__(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
+        """Mix the step's tokens, and advance the memory."""
+
+
+FeedForward = Callable[[Tensor], Tensor]
+"""The part of a layer that works on every token by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualNorm:
+    """How a family normalises its residual stream."""
+
+    norm: Callable[[Tensor, Tensor, float], Tensor]
+    """Of the stream, a weight and ``eps``."""
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    """Of what a part adds, the stream, a weight and ``eps``; also returns the new stream."""
+    eps: float
+
+
+def zero_centered(eps: float) -> ResidualNorm:
+    """Return the RMS norm whose weight is added to 1."""
+    return ResidualNorm(rms_norm_zero_centered, add_rms_norm_zero_centered, eps)
 
 
 class DecoderLayer(nn.Module):
-    """A mixer of tokens and a feed-forward layer, each on the normalised residual stream."""
+    """A mixer, a feed-forward part, or one and then the other, each on the normalised residual stream.
+
+    Args:
+        mixer: a module; None: the layer has none.
+        mlp: a module; None: the layer has none.
+        dtype: of the weights of its norms.
+    """
 
     def __init__(
         self,
-        config: Any,
-        mixer: GatedAttention | GatedDeltaNet,
-        mlp: GatedMlp | SparseMoe,
+        mixer: Mixer | None,
+        mlp: FeedForward | None,
+        norm: ResidualNorm,
+        hidden_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.eps = config.rms_norm_eps
-        self.mixer = mixer
-        self.mlp = mlp
-        self.mixer_norm_E = parameter(config.hidden_size, dtype=dtype, device=device)
-        self.mlp_norm_E = parameter(config.hidden_size, dtype=dtype, device=device)
+        self.norm, self.mixer, self.mlp = norm, mixer, mlp
+        if mixer is not None:
+            self.mixer_norm_E = parameter(hidden_size, dtype=dtype, device=device)
+        if mlp is not None:
+            self.mlp_norm_E = parameter(hidden_size, dtype=dtype, device=device)
+
+    @property
+    def spec(self) -> LayerSpec:
+        return LayerSpec() if self.mixer is None else self.mixer.spec
+
+    @property
+    def recurrence(self) -> Recurrence[Any, Any] | None:
+        return None if self.mixer is None else self.mixer.recurrence
+
+    def bind(self, memory: LayerMemory) -> Any:
+        """Return the layer's memory as ``forward`` takes it."""
+        return None if self.mixer is None else self.mixer.bind(memory)
+
+    @property
+    def first_norm_E(self) -> Tensor:
+        """Weight of the norm before the layer's first part."""
+        return self.mlp_norm_E if self.mixer is None else self.mixer_norm_E
 
     def forward(
-        self, normed_TE: Tensor, residual_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: Any
+        self, normed_TE: Tensor, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return what the layer adds to the residual stream at its end, and the stream without that."""
-        mixed_TE = self.mixer(normed_TE, rotary, batch, memory)
-        normed_TE, residual_TE = add_rms_norm_zero_centered(mixed_TE, residual_TE, self.mlp_norm_E, self.eps)
-        return self.mlp(normed_TE), residual_TE
-
-    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
-        """Yield the published tensors but for those that the mixer leaves to the family."""
-        yield f"{prefix}input_layernorm.weight", whole(self.mixer_norm_E)
-        yield f"{prefix}post_attention_layernorm.weight", whole(self.mlp_norm_E)
-        yield from self.mlp.targets(f"{prefix}mlp.", names)
-        mixer = "self_attn." if isinstance(self.mixer, GatedAttention) else "linear_attn."
-        yield from self.mixer.targets(f"{prefix}{mixer}")
+        """Return what the layer's last part adds to the residual stream, and the stream without that."""
+        mixer, mlp = self.mixer, self.mlp
+        mixed_TE = normed_TE if mixer is None else mixer(normed_TE, rotary, batch, memory)
+        if mlp is None:
+            return mixed_TE, residual_TE
+        if mixer is not None:
+            normed_TE, residual_TE = self.norm.add_norm(mixed_TE, residual_TE, self.mlp_norm_E, self.norm.eps)
+        return mlp(normed_TE), residual_TE
 
 
 class Decoder(nn.Module):
     """Embedding, layers, final norm and output head.
 
     Args:
+        rotary: of positions, for mixers that take them; None: no mixer does.
         dtype: of activations, and of the weights until they are packed.
         is_tied: whether the output head is the embedding.
     """
 
+    inv_freq_F: Tensor | None
+
     def __init__(
         self,
-        config: Any,
         layers: Sequence[DecoderLayer],
+        norm: ResidualNorm,
+        rotary: RotaryFrequencies | None,
+        shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device | str,
         *,
         is_tied: bool,
     ) -> None:
         super().__init__()
-        if config.hidden_act != "silu":
-            raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported; supported: silu")
-        self.eps = config.rms_norm_eps
-        self.dtype = dtype
-        self.embed_ZE = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.norm, self.dtype = norm, dtype
+        self.embed_ZE = parameter(*shape, dtype=dtype, device=device)
         self.layers = nn.ModuleList(layers)
-        self.norm_E = parameter(config.hidden_size, dtype=dtype, device=device)
+        self.norm_E = parameter(shape[1], dtype=dtype, device=device)
         self.is_tied = is_tied
-        self.head_ZE = self.embed_ZE if is_tied else parameter(*self.embed_ZE.shape, dtype=dtype, device=device)
-        inv_freq_F, self.attention_factor = rotary_frequencies(config)
-        self.inv_freq_F = nn.Buffer(inv_freq_F.to(device), persistent=False)
+        self.head_ZE = self.embed_ZE if is_tied else parameter(*shape, dtype=dtype, device=device)
+        self.attention_factor = 1.0 if rotary is None else rotary.attention_factor
+        inv_freq_F = None if rotary is None else rotary.inv_freq_F.to(device)
+        self.register_buffer("inv_freq_F", inv_freq_F, persistent=False)
+        self._layers = tuple(layers)
 
     @property
     def spec(self) -> ModelSpec:
-        specs: list[LayerSpec] = [layer.mixer.spec for layer in self._layers()]
-        return ModelSpec(tuple(specs), self.embed_ZE.shape[1], dtype_name(self.dtype))
+        return ModelSpec(tuple(layer.spec for layer in self._layers), self.embed_ZE.shape[1], dtype_name(self.dtype))
 
     def bind(self, arena: ArenaTensors) -> ModelMemory:
         """Return the arena as ``forward`` takes it."""
-        mixers = [layer.mixer for layer in self._layers()]
-        layers = tuple(mixer.bind(memory) for mixer, memory in zip(mixers, arena.layers, strict=True))
-        return ModelMemory(layers, bind_folds([mixer.recurrence for mixer in mixers], arena.stacks))
-
-    def _layers(self) -> list[DecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        bound = (layer.bind(memory) for layer, memory in zip(self._layers, arena.layers, strict=True))
+        return ModelMemory(tuple(bound), bind_folds([layer.recurrence for layer in self._layers], arena.stacks))
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         """Return the final, normalised hidden state of every row of the step, and advance the memory."""
         residual_TE = F.embedding(batch.token_ids_T, self.embed_ZE)
-        rotary = rotary_table(batch.positions_T, self.inv_freq_F, self.attention_factor)
-        layers = self._layers()
-        norms = [*(layer.mixer_norm_E for layer in layers[1:]), self.norm_E]
-        normed_TE = rms_norm_zero_centered(residual_TE, layers[0].mixer_norm_E, self.eps)
+        rotary = None
+        if self.inv_freq_F is not None:
+            rotary = rotary_table(batch.positions_T, self.inv_freq_F, self.attention_factor)
+        layers, norm = self._layers, self.norm
+        norms = [*(layer.first_norm_E for layer in layers[1:]), self.norm_E]
+        normed_TE = norm.norm(residual_TE, layers[0].first_norm_E, norm.eps)
         for layer, layer_memory, norm_E in zip(layers, memory.layers, norms, strict=True):
             added_TE, residual_TE = layer(normed_TE, residual_TE, rotary, batch, layer_memory)
-            normed_TE, residual_TE = add_rms_norm_zero_centered(added_TE, residual_TE, norm_E, self.eps)
+            normed_TE, residual_TE = norm.add_norm(added_TE, residual_TE, norm_E, norm.eps)
         return normed_TE
 
+    @torch.no_grad()
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
+        return linear(hidden_NE, self.head_ZE)
+
     def pack(self) -> None:
-        """Lay the weights out for fast products, where that exists; they cannot be loaded or moved afterwards."""
+        """Lay the weights out for fast GEMMs, where that exists; they cannot be loaded or moved afterwards."""
         for module in self.modules():
             for name, weight in module.named_parameters(recurse=False):
                 # The embedding is indexed, too: a head tied to it stays as it is.
@@ -145,18 +198,3 @@ class Decoder(nn.Module):
             for name, weight in module.named_parameters(recurse=False):
                 if name in PACKED and weight is not self.embed_ZE and can_halve(weight):
                     setattr(module, name, halve(weight.data))
-
-    @torch.no_grad()
-    def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Return logits ``[N, vocabulary]``, in the model's dtype."""
-        return linear(hidden_NE, self.head_ZE)
-
-    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
-        """Yield the published tensors but for those that mixers leave to the family."""
-        yield f"{prefix}embed_tokens.weight", whole(self.embed_ZE)
-        yield f"{prefix}norm.weight", whole(self.norm_E)
-        for index, layer in enumerate(self._layers()):
-            yield from layer.targets(f"{prefix}layers.{index}.", names)
-        # A tied head may be published all the same: it is the embedding once more.
-        if not self.is_tied or "lm_head.weight" in names:
-            yield "lm_head.weight", whole(self.head_ZE)

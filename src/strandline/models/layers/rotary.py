@@ -1,6 +1,9 @@
-"""The frequencies of rotary position embeddings, as configurations describe them."""
+"""The frequencies of rotary position embeddings, as configurations describe them.
 
-from typing import Any
+Shape suffixes: F pairs of channels.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,13 +13,21 @@ from strandline.errors import ConfigError
 from strandline.kernels.rotary import default_frequencies
 
 RotaryTable = tuple[Tensor, Tensor]
+"""Cosines and signed sines of the step's positions, as :func:`strandline.kernels.rotary.rotary_table` returns them."""
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds of rotary embedding that turn the same position differently in a longer prompt: cached keys would be wrong."""
 
 
-def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
-    """Return ``inv_freq_F`` and the attention factor of a text configuration.
+class RotaryFrequencies(NamedTuple):
+    """How fast each pair of channels turns, and what its cosine and sine are multiplied by."""
+
+    inv_freq_F: Tensor
+    attention_factor: float
+
+
+def rotary_frequencies(config: Any) -> RotaryFrequencies:
+    """Return the frequencies of a text configuration.
 
     Raises:
         ConfigError: its kind of rotary embedding is unknown, or depends on the prompt's length.
@@ -25,9 +36,9 @@ def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
     kind = rope.get("rope_type", "default")
     if kind == "default":
         rotary_dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
-        return default_frequencies(rope["rope_theta"], rotary_dim), 1.0
+        return RotaryFrequencies(default_frequencies(rope["rope_theta"], rotary_dim), 1.0)
     if kind not in ROPE_INIT_FUNCTIONS or kind in LENGTH_DEPENDENT_ROPE:
         supported = ["default", *(k for k in ROPE_INIT_FUNCTIONS if k not in LENGTH_DEPENDENT_ROPE)]
         raise ConfigError(f"rope_type {kind!r} is not supported; supported: {', '.join(supported)}")
     inv_freq_F, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return inv_freq_F.float(), attention_factor
+    return RotaryFrequencies(inv_freq_F.float(), attention_factor)
