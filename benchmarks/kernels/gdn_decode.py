@@ -61,7 +61,8 @@ def time_logged_us(all_calls: list[Call], num_places: int = LOG_TOKENS) -> tuple
     batch_size = len(all_calls[0][0])
     log_N = torch.randperm(batch_size, device="cuda") + 1
     len_N = torch.zeros(batch_size, dtype=torch.int64, device="cuda")
-    logs = LogBatch(log_N, len_N, log_N, (), ())
+    num_folded_N = torch.zeros_like(len_N)
+    logs = LogBatch(log_N, len_N, log_N, (), num_folded_N, ())
     sizes = ((KEY_HEADS, num_places, HEAD_DIM), (VALUE_HEADS, num_places, HEAD_DIM), (VALUE_HEADS, num_places))
     logged = [
         (*call, LogMemory(*(-torch.rand(batch_size + 1, *size, device="cuda") for size in sizes)), logs)
@@ -71,8 +72,10 @@ def time_logged_us(all_calls: list[Call], num_places: int = LOG_TOKENS) -> tuple
     times = []
     for length in range(num_places + 1):
         len_N.fill_(length)
+        num_folded_N.fill_(length + 1 if length == num_places else 0)
         times.append(replay_us(graph, len(logged)))
     len_N.copy_(torch.arange(batch_size, device="cuda") % (num_places + 1))
+    num_folded_N.copy_((len_N + 1) * (len_N == num_places))
     return sum(times) / len(times), replay_us(graph, len(logged))
 
 

@@ -38,7 +38,7 @@ class HostBatch:
     chunks: Chunks
     log_D: np.ndarray
     log_tokens_D: np.ndarray
-    folds_log_D: np.ndarray
+    num_folded_D: np.ndarray
 
     @property
     def num_sequences(self) -> int:
@@ -109,7 +109,7 @@ def build_host_batch(sequences: Sequence[SequencePlan], num_decodes: int) -> Hos
         chunks=plan_chunks([(s.start, s.end) for s in prefills], [s.cuts for s in prefills]),
         log_D=logs[:num_decodes],
         log_tokens_D=num_logged[:num_decodes],
-        folds_log_D=num_folded[:num_decodes] > 0,
+        num_folded_D=num_folded[:num_decodes],
     )
 
 
@@ -141,13 +141,14 @@ def to_device(host: HostBatch, device: torch.device) -> DeviceBatch:
 def _logs(host: HostBatch, device: torch.device) -> LogBatch:
     first = int(host.log_D[0])
     counts_up = bool((host.log_D == np.arange(first, first + len(host.log_D))).all())
-    log_D, len_D = upload_together([host.log_D, host.log_tokens_D], device)
+    log_D, len_D, num_folded_D = upload_together([host.log_D, host.log_tokens_D, host.num_folded_D], device)
     return LogBatch(
         log_D,
         len_D,
         slice(first, first + len(host.log_D)) if counts_up else log_D,
         tuple(host.log_tokens_D.tolist()),
-        tuple(map(bool, host.folds_log_D.tolist())),
+        num_folded_D,
+        tuple(host.num_folded_D.tolist()),
     )
 
 

@@ -85,7 +85,7 @@ class PaddedStep:
             **dict.fromkeys(("context_lens", "src", "dst"), size.num_sequences),
             **dict.fromkeys(("pending", "source_rows", "stop_sets", "last_rows"), size.num_sequences),
             "query_starts": size.num_sequences + 1,
-            **dict.fromkeys(("log", "log_tokens"), size.num_decodes),
+            **dict.fromkeys(("log", "log_tokens", "num_folded"), size.num_decodes),
             "first_chunks": size.num_prompts + 1,
             **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), size.num_chunks),
         }
@@ -126,7 +126,7 @@ class PaddedStep:
         places, any_chunk = (0,) * (num_prompts + 1), (1,) * size.num_chunks
         columns = [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
         chunks = Chunks(places, any_chunk, any_chunk, any_chunk).with_tensors(columns)
-        logs = LogBatch(named["log"], named["log_tokens"], rows=named["log"], lens=(), folds=())
+        logs = LogBatch(named["log"], named["log_tokens"], named["log"], (), named["num_folded"], ())
         recurrent = RecurrentBatch(named["src"], named["dst"], chunks, logs)
         return StepBatch(named["token_ids"], named["positions"], size.num_decodes, attention, recurrent)
 
@@ -150,6 +150,7 @@ class PaddedStep:
             named[name][size.num_decodes : size.num_decodes + len(column) - num_decodes] = column[num_decodes:]
         named["log"][:num_decodes] = host.log_D
         named["log_tokens"][:num_decodes] = host.log_tokens_D
+        named["num_folded"][:num_decodes] = host.num_folded_D
         named["query_starts"][: size.num_decodes + 1] = np.arange(size.num_decodes + 1)
         if size.num_prompts:
             self._fill_prompts(named, host)

@@ -49,7 +49,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class LogBatch:
-    """The decodes' logs (contract 4), to which the step's tokens are appended, or which it folds."""
+    """The decodes' logs (contract 4), and how much of each the step folds: the plan decides, every backend obeys."""
 
     log_N: Tensor
     """int64; the null log is empty, and stays so."""
@@ -59,8 +59,10 @@ class LogBatch:
     """``log_N`` again; a slice where it counts up, so that nothing is copied."""
     lens: tuple[int, ...]
     """``len_N`` on the host."""
-    folds: tuple[bool, ...]
-    """Where the step folds: the log is full or the null log, or the state moves to another slot."""
+    num_folded_N: Tensor
+    """int64 tokens that the step folds into ``dst``: 0, and its token is appended to the log; or all, log and token."""
+    num_folded: tuple[int, ...]
+    """``num_folded_N`` on the host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Gated DeltaNet decode, with and without a log, on a CPU: one pass over each head's state (``gdn_log.py``).
 
 A task is one head of one sequence. It reads the state row by row, once for key and query together, and what the log
-adds; where it folds, it then writes the state, once. Without logs every step folds.
+adds; where the plan folds, it then writes the state, once. Without logs every step folds.
 
 Shape suffixes as in ``gdn_log.py``.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.ids import NULL_LOG, NULL_SLOT
+from strandline.ids import NULL_SLOT
 from strandline.kernels import gdn, gdn_log
 from strandline.kernels.batch import LogBatch
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
@@ -46,7 +46,7 @@ LAYER_FIELDS = (
 )
 
 LOG_FIELDS = "log_keys log_key_stride log_values log_value_stride log_decays log_decay_stride places "
-NO_LOGS = dict.fromkeys(f"{LOG_FIELDS} logs log_lens".split(), 0)
+NO_LOGS = dict.fromkeys(f"{LOG_FIELDS} logs log_lens num_folded".split(), 0)
 
 
 def gdn_decode(
@@ -86,7 +86,11 @@ def gdn_decode_logged(
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N)
     if state_SHKV.dtype != torch.float32:
         return gdn_log.gdn_decode_logged.__wrapped__(*inputs, memory, logs)
-    where = {"logs": logs.log_N.data_ptr(), "log_lens": logs.len_N.data_ptr()}
+    where = {
+        "logs": logs.log_N.data_ptr(),
+        "log_lens": logs.len_N.data_ptr(),
+        "num_folded": logs.num_folded_N.data_ptr(),
+    }
     return _decode(inputs, {**where, **_log_arguments(memory)})
 
 
@@ -299,7 +303,7 @@ def _log(args, log, key_head, head):
     )
 
 
-@kernel(LAYER_FIELDS + "src logs log_lens " + LOG_FIELDS)
+@kernel(LAYER_FIELDS + "src logs log_lens num_folded " + LOG_FIELDS)
 def _decode_kernel(tasks):
     args = arguments(tasks)
     num_heads, key_dim, value_dim, dtype, places = args.num_heads, args.key_dim, args.value_dim, args.dtype, args.places
@@ -322,9 +326,10 @@ def _decode_kernel(tasks):
 
         source, target = ints(args.src, sequence + 1)[sequence], ints(args.dst, sequence + 1)[sequence]
         state = floats(args.states + 4 * (source * args.state_stride + head * state_size), state_size)
-        log = num_logged = 0
+        log, num_logged, num_folded = 0, 0, 1
         if args.logs:
             log, num_logged = ints(args.logs, sequence + 1)[sequence], ints(args.log_lens, sequence + 1)[sequence]
+            num_folded = ints(args.num_folded, sequence + 1)[sequence]
         log_keys, log_values, log_decays = _log(args, log, key_head, head)
 
         by_key[:] = 0.0
@@ -345,7 +350,7 @@ def _decode_kernel(tasks):
             by_query[channel] += overlap * delta
         store(args.out, dtype, (sequence * num_heads + head) * value_dim, by_query)
 
-        if target != NULL_SLOT and (log == NULL_LOG or num_logged == places or source != target):
+        if target != NULL_SLOT and num_folded != 0:
             folded = floats(args.states + 4 * (target * args.state_stride + head * state_size), state_size)
             is_zero, left = source == NULL_SLOT, weights[:num_logged]
             _carry(state, folded, carried, is_zero, log_keys, log_values, left, key_dim)

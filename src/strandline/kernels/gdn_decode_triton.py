@@ -6,7 +6,7 @@ other, so no program reads what another one writes, as long as no sequence's ``s
 callers see to that (the torch version copies such a source first). ``src`` may be shared, and may equal the same
 sequence's ``dst``.
 
-Without logs the tile is written in every step. With them (``gdn_log.py``) it is written where the step folds, else the
+Without logs the tile is written in every step. With them (``gdn_log.py``) it is written where the plan folds, else the
 channels' share of the token's log entry. Several programs read a log's keys and decays, and one of them writes them: to
 a place that no other one reads, since a step that folds appends nothing.
 
@@ -82,7 +82,7 @@ def gdn_decode(
     """
     launch = FEW if len(q_NGK) <= FEW_SEQUENCES and not is_deterministic() else MANY
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H)
-    return _decode(inputs, state_SHKV, src_N, dst_N, (None,) * 5, 0, launch)
+    return _decode(inputs, state_SHKV, src_N, dst_N, (None,) * 6, 0, launch)
 
 
 def gdn_decode_logged(
@@ -102,7 +102,7 @@ def gdn_decode_logged(
     """As ``gdn_log.gdn_decode_logged``, and strides as in :func:`gdn_decode`; logs are contiguous."""
     launch = FEW if len(q_NGK) <= FEW_LOGGED_SEQUENCES else MANY_LOGGED
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H)
-    log = (memory.key_JGLK, memory.value_JHLV, memory.decay_JHL, logs.log_N, logs.len_N)
+    log = (memory.key_JGLK, memory.value_JHLV, memory.decay_JHL, logs.log_N, logs.len_N, logs.num_folded_N)
     return _decode(inputs, state_SHKV, src_N, dst_N, log, memory.decay_JHL.shape[2], launch)
 
 
@@ -154,7 +154,7 @@ def _decode(
 
 
 # Slices of the tables start at any sequence: without this, each alignment would compile a kernel of its own.
-@triton.jit(do_not_specialize_on_alignment=["src_ptr", "dst_ptr", "log_ptr", "len_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["src_ptr", "dst_ptr", "log_ptr", "len_ptr", "num_folded_ptr"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -171,6 +171,7 @@ def _decode_kernel(
     decays_ptr,
     log_ptr,
     len_ptr,
+    num_folded_ptr,
     out_ptr,
     q_row_stride,
     q_head_stride,
@@ -212,6 +213,7 @@ def _decode_kernel(
     if L > 0:
         log = tl.load(log_ptr + sequence)
         length = tl.load(len_ptr + sequence)
+        num_folded = tl.load(num_folded_ptr + sequence)
     state_KV = tl.load(tile_ptr + src * slot_stride + tile_KV, mask=is_tile_KV & (src != 0), other=0.0).to(tl.float32)
     if L > 0:
         key_ptrs_K = keys_ptr + (log * G + key_head) * (L * K) + row_K
@@ -252,7 +254,7 @@ def _decode_kernel(
     out_ptrs = out_ptr + (sequence * H + head) * V + first_column + column_V
     tl.store(out_ptrs, out_V.to(out_ptr.dtype.element_ty), mask=is_column_V)
 
-    if L == 0 or (src != dst) | (length == L) | (log == 0):
+    if L == 0 or (num_folded != 0):
         state_KV *= carried
         if L > 0:
             state_KV = add_logged(state_KV, key_ptrs_K, is_row_K, K, value_ptrs_V, is_column_V, V, weight_L, length)

@@ -6,7 +6,8 @@ A running sequence is its *committed* state, after the first ``c`` tokens, and a
 from the log. To *fold* is to form that sum, in ``dst``; the log is empty afterwards.
 
 A step either appends its token to the log or folds: log and token together, so that no program of a kernel reads what
-another one writes. It folds where the log is full, and where the state moves to another slot.
+another one writes. Which of the two is data (``LogBatch.num_folded_N``); it must fold where the log is full or the null
+log, and where the state moves to another slot.
 
 Invariants: of a log that holds something, the places past its end are zeros (the twins do not read them); a
 sequence that has no ``dst``, because it has ended, changes neither state nor log.
@@ -95,14 +96,14 @@ def gdn_decode_logged(
     delta_NHV = (v_NHV - read_NHXV[:, :, 0]) * beta_NH.unsqueeze(-1)
     overlap_NH1 = torch.linalg.vecdot(key_query_NHXK[:, :, 0], key_query_NHXK[:, :, 1]).unsqueeze(-1)
     log_N, place_N = logs.log_N.masked_fill(dst_N == NULL_SLOT, NULL_LOG), logs.len_N
-    if any(logs.folds):
+    if any(logs.num_folded):
         for i, (src, dst, num_tokens) in enumerate(zip(srcs, dst_N.tolist(), logs.lens, strict=True)):
-            if logs.folds[i] and dst != NULL_SLOT:
+            if logs.num_folded[i] and dst != NULL_SLOT:
                 state_HKV = _carry(state_SHKV[src] if src != NULL_SLOT else None, state_SHKV[dst], carried_NH[i])
                 if num_tokens:
                     _add_logged(state_HKV, memory, int(logs.log_N[i]), weight_NHL[i], num_tokens)
                 state_HKV.baddbmm_(key_query_NHXK[i, :, :1].transpose(1, 2), delta_NHV[i].unsqueeze(1))
-        is_folded_N = torch.tensor(logs.folds, device=log_N.device)
+        is_folded_N = logs.num_folded_N > 0
         log_N, place_N = log_N.masked_fill_(is_folded_N, NULL_LOG), place_N.masked_fill(is_folded_N, 0)
     memory.key_JGLK[log_N, :, place_N] = key_query_NGXK[:, :, 0]
     memory.value_JHLV[log_N, :, place_N] = delta_NHV

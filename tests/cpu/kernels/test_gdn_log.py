@@ -58,8 +58,8 @@ def on_device(memory: LogMemory, device: str) -> LogMemory:
     return LogMemory(*(x.to(device) for x in (memory.key_JGLK, memory.value_JHLV, memory.decay_JHL)))
 
 
-def batch(logs: Sequence[int], lens: Sequence[int], folds: Sequence[bool], device: str) -> LogBatch:
-    """Say where the logs of a step's sequences are, how much is in them, and which are folded."""
+def batch(logs: Sequence[int], lens: Sequence[int], num_folded: Sequence[int], device: str) -> LogBatch:
+    """Return where the logs of a step's sequences are, how much is in them, and how much is folded."""
     log_N = torch.tensor(logs, device=device)
     counts_up = list(logs) == list(range(logs[0], logs[0] + len(logs)))
     return LogBatch(
@@ -67,7 +67,8 @@ def batch(logs: Sequence[int], lens: Sequence[int], folds: Sequence[bool], devic
         torch.tensor(lens, device=device),
         slice(logs[0], logs[0] + len(logs)) if counts_up else log_N,
         tuple(lens),
-        tuple(folds),
+        torch.tensor(num_folded, device=device),
+        tuple(num_folded),
     )
 
 
@@ -97,8 +98,20 @@ class Decoding:
         self.logged = [0] * num_sequences
         self.outs: list[list[Tensor]] = [[] for _ in range(num_sequences)]
 
-    def step(self, members: Sequence[int], dst: Sequence[int] | None = None, *, num_padding: int = 0) -> None:
-        """Advance some sequences by a token; ``dst`` says where their states go, if not to where they are."""
+    def step(
+        self,
+        members: Sequence[int],
+        dst: Sequence[int] | None = None,
+        *,
+        num_padding: int = 0,
+        early: Sequence[int] = (),
+    ) -> None:
+        """Advance some sequences by a token.
+
+        Args:
+            dst: where their states go, if not to where they are.
+            early: the sequences that fold although their logs have room.
+        """
         device = self.setting.device
         rows = [self.layers[i].rows(self.done[i], self.done[i] + 1).arguments() for i in members]
         rows += [rows[0]] * num_padding
@@ -107,10 +120,11 @@ class Decoding:
         src = [self.slots[i] for i in members]
         dst = src if dst is None else dst
         padding = [NULL_SLOT] * num_padding
+        folds = {i: i in early or self._must_fold(i, target) for i, target in zip(members, dst, strict=True)}
         logs = batch(
             [*(self.logs[i] for i in members), *padding],
             [*(self.logged[i] for i in members), *padding],
-            [*(self._folds(i, target) for i, target in zip(members, dst, strict=True)), *(True for _ in padding)],
+            [*(self.logged[i] + 1 if folds[i] else 0 for i in members), *padding],
             device,
         )
         slots = [torch.tensor([*column, *padding], device=device) for column in (src, dst)]
@@ -120,12 +134,12 @@ class Decoding:
         for i, target, out_HV in zip(members, dst, out_NHV.cpu(), strict=False):
             if target == NULL_SLOT:
                 continue
-            self.logged[i] = 0 if self._folds(i, target) else self.logged[i] + 1
+            self.logged[i] = 0 if folds[i] else self.logged[i] + 1
             self.slots[i] = target
             self.outs[i].append(out_HV)
             self.done[i] += 1
 
-    def _folds(self, i: int, target: int) -> bool:
+    def _must_fold(self, i: int, target: int) -> bool:
         return self.logs[i] == NULL_LOG or self.logged[i] == LOG_TOKENS or self.slots[i] != target
 
     def check(self, i: int) -> None:
@@ -223,6 +237,23 @@ def check_a_sequence_without_a_log(setting: Setting) -> None:
     decoding.check(1)
 
 
+def check_fold_obeys_the_plan(setting: Setting) -> None:
+    """Fold one log that has room and append to another one that is as full: the plan decides, not the kernel."""
+    decoding = Decoding(2, 12, [3, 5], setting)
+    for _ in range(3):
+        decoding.step([0, 1])
+    before_SHKV = decoding.state_SHKV.cpu()
+    decoding.step([0, 1], early=[0])
+    assert decoding.logged == [0, 4]
+    _, folded_HKV = gdn_recurrent_reference(*decoding.layers[0].rows(0, 4).arguments(), decoding.initial[0])
+    torch.testing.assert_close(decoding.state_SHKV[1].cpu(), folded_HKV, **FLOAT32)
+    assert torch.equal(decoding.state_SHKV[2].cpu(), before_SHKV[2])
+    for _ in range(4):
+        decoding.step([0, 1], early=[0, 1])
+    decoding.check(0)
+    decoding.check(1)
+
+
 def check_extreme_decays(gate: str, setting: Setting) -> None:
     decoding = Decoding(1, 2 * LOG_TOKENS, [1], setting)
     a_TH = decoding.layers[0].a_TH
@@ -315,6 +346,10 @@ def test_a_sequence_that_has_ended_changes_neither_its_state_nor_its_log(logged:
 
 def test_the_state_of_a_sequence_without_a_log_is_written_in_every_step() -> None:
     check_a_sequence_without_a_log(USUAL_SETTING)
+
+
+def test_fold_obeys_the_plan() -> None:
+    check_fold_obeys_the_plan(USUAL_SETTING)
 
 
 @pytest.mark.parametrize("gate", ["vanishing", "absent", "strong once"])

@@ -70,6 +70,10 @@ def test_the_state_of_a_sequence_without_a_log_is_written_in_every_step() -> Non
     checks.check_a_sequence_without_a_log(TRITON)
 
 
+def test_fold_obeys_the_plan() -> None:
+    checks.check_fold_obeys_the_plan(TRITON)
+
+
 def test_nan_in_one_sequence_stays_there_and_out_of_the_logs_next_holder() -> None:
     checks.check_nan_stays_in_its_sequence(TRITON)
 
