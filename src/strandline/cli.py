@@ -253,11 +253,14 @@ def _sampling_params(options: argparse.Namespace, llm: Any, **more: Any) -> Any:
 
 
 def _run_serve(options: argparse.Namespace) -> int:
-    from strandline.server.launch import ServerConfig, serve
+    from strandline.server.config import ServerConfig
 
     names = [field.name for field in fields(ServerConfig)]
     server: dict[str, Any] = {name: getattr(options, name) for name in names}
-    return serve(EngineConfig(**_engine_options(options)), ServerConfig(**server))
+    configs = EngineConfig(**_engine_options(options)), ServerConfig(**server)
+    from strandline.server.launch import serve  # takes a second to import: wrong flags are found before
+
+    return serve(*configs)
 
 
 def _run_generate(options: argparse.Namespace) -> int:

@@ -150,6 +150,12 @@ def test_the_cache_is_pure_python(module: str) -> None:
     assert impurities(SOURCES[module], module) == []
 
 
+@pytest.mark.parametrize("module", [m for m in SOURCES if room_of(m) in ("records", "text", "server")])
+def test_records_text_and_server_import_no_tensor_library(module: str) -> None:
+    roots = {name.split(".")[0] for name in modules_imported(SOURCES[module], module, is_package=module in PACKAGES)}
+    assert roots & {"torch", "triton", "numba", "safetensors"} == set()
+
+
 def test_importing_the_cache_loads_no_tensor_library() -> None:
     modules = [m for m in SOURCES if m.startswith("strandline.cache") or m.partition(".")[2] in VOCABULARY]
     program = f"import sys, {', '.join(modules)}; print(*sys.modules)"

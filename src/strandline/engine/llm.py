@@ -16,8 +16,8 @@ from strandline.records.outputs import RequestOutput
 from strandline.records.sampling_params import SamplingParams
 from strandline.text.cache_report import answer_data
 from strandline.text.conversations import ChatRenderer
+from strandline.text.model_files import default_sampling_params, find_model
 from strandline.text.prompts import encode_text
-from strandline.text.vocabulary import default_sampling_params, find_model
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]

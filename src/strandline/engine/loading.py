@@ -17,7 +17,8 @@ from strandline.engine.mp_executor import MpExecutor
 from strandline.errors import ConfigError
 from strandline.models.weights import load_model
 from strandline.records.grammars import GrammarCompiler
-from strandline.text.vocabulary import find_model, load_frontend, load_vocabulary, read_model_config
+from strandline.text.model_files import find_model
+from strandline.text.vocabulary import load_frontend, load_vocabulary, read_model_config
 
 LOGGER: Final = logging.getLogger("strandline.engine")
 

@@ -21,13 +21,13 @@ from strandline.errors import RequestError
 from strandline.records.cache_questions import CacheQuestion, CacheState
 from strandline.server.anthropic import CountBody, render
 from strandline.server.bodies import Objects, Tokens
+from strandline.server.config import LOCAL_NAMES
 from strandline.server.gate import salt_of
 from strandline.server.service import Service
 from strandline.server.streams import json_response
 from strandline.text.cache_report import Json, TextOf, account_data, answer_data
 
 PAGE: Final = Path(__file__).parent / "static" / "cache.html"
-LOCAL_NAMES: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 MAX_TEXTS: Final = 8192
 
 

@@ -2,7 +2,6 @@
 
 import hmac
 from collections.abc import Mapping
-from hashlib import blake2s
 from typing import Final
 
 from fastapi import Request
@@ -16,11 +15,6 @@ OPEN_PATHS: Final = frozenset({"/health", "/version", "/metrics", "/cache"})
 
 KEY_SALT: Final = "strandline.key_salt"
 """Where a request's scope has what its key's salts begin with."""
-
-
-def salt_of_key(key: str) -> str:
-    """Return what the salts of a key's requests begin with: the same wherever and whenever the key is used."""
-    return blake2s(key.encode(), digest_size=16, person=b"salt").hexdigest() + "/"
 
 
 def salt_of(request: Request, given: str | None) -> str:

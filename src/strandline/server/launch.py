@@ -2,99 +2,33 @@
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import uvicorn
 
 from strandline.config import EngineConfig
-from strandline.env import API_KEY, read_api_key
 from strandline.errors import ConfigError
 from strandline.gc_policy import spare_collector
 from strandline.server.app import build_app
-from strandline.server.cache_page import LOCAL_NAMES
 from strandline.server.client import EngineClient
+from strandline.server.config import ServerConfig
 from strandline.server.core_life import core_life, live_on
-from strandline.server.gate import salt_of_key
 from strandline.server.metrics import Metrics
 from strandline.server.patience import Patience
 from strandline.server.replies import choose_format
 from strandline.server.service import Service
-from strandline.text.vocabulary import default_sampling_params, find_model, load_frontend, load_vocabulary
+from strandline.text.model_files import default_sampling_params, find_model
+from strandline.text.vocabulary import load_frontend, load_vocabulary
 
 LOGGER: Final = logging.getLogger("strandline.server")
 INTERRUPTED: Final = 130
-CACHE_PAGES: Final = ("auto", "text", "counts", "off")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """How to serve; what to serve is the engine's configuration."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0: any that is free."""
-    served_model_name: Sequence[str] = ()
-    """Names that requests may use; none: the model's."""
-    api_key: Sequence[str] = ()
-    salt_per_key: bool = False
-    """Requests share cached prefixes only with requests of the same key."""
-    chat_template: str | None = None
-    """A file, or the template itself."""
-    tool_call_parser: str = "auto"
-    """How the model writes calls of tools; ``auto`` goes by the chat template."""
-    reasoning_parser: str = "auto"
-    """How it writes its reasoning; ``auto`` goes by the chat template."""
-    enable_auto_tool_choice: bool = False
-    """Changes nothing: tools are chosen whenever a request has some."""
-    max_queue: int = 1024
-    """Most outputs that wait beside those that run."""
-    max_body_bytes: int = 8 * 2**20
-    request_timeout_s: float | None = None
-    client_timeout_s: float = 60.0
-    """Most time for a client to take a piece of its answer; 0: no limit."""
-    restart: bool = False
-    """Start the engine again when its process has ended."""
-    cache_page: str = "auto"
-    """What ``/cache`` shows. ``auto``: what prompts say if the server listens on this machine alone, else counts."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
-        if self.max_queue < 0 or self.max_body_bytes < 1:
-            raise ConfigError("max_queue must be at least 0 and max_body_bytes at least 1")
-        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
-            raise ConfigError(f"request_timeout_s must be above 0, got {self.request_timeout_s:g}")
-        if not self.client_timeout_s >= 0:
-            raise ConfigError(f"client_timeout_s must be at least 0, got {self.client_timeout_s:g}")
-        if self.cache_page not in CACHE_PAGES:
-            raise ConfigError(f"cache_page must be one of {', '.join(CACHE_PAGES)}; got {self.cache_page!r}")
-
-    def key_salts(self) -> dict[str, str]:
-        """Return the keys that let in, the environment's too, each with what its requests' salts begin with.
-
-        Raises:
-            ConfigError: each key is to have a salt, and there is none.
-        """
-        key = read_api_key()
-        keys = [*self.api_key, *([key] if key else [])]
-        if self.salt_per_key and not keys:
-            raise ConfigError(
-                f"--salt-per-key gives each API key a salt, and there is none; add --api-key or {API_KEY}"
-            )
-        return {key: salt_of_key(key) if self.salt_per_key else "" for key in keys}
-
-    def page_mode(self) -> str:
-        """Return what the cache page shows; ``auto`` shows texts only to this machine."""
-        if self.cache_page != "auto":
-            return self.cache_page
-        return "local" if self.host in LOCAL_NAMES else "counts"
 
 
 def serve(engine: EngineConfig, server: ServerConfig) -> int:
@@ -103,11 +37,22 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
     Raises:
         ConfigError: the address is taken, or model, weights, tokenizer or memory do not allow a start.
     """
+    _keep_torch_out()
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("strandline").setLevel(logging.INFO)
     listener = listen(server.host, server.port)
     with listener:
         return asyncio.run(_serve(engine, server, listener))
+
+
+def _keep_torch_out() -> None:
+    """Make torch unimportable in this process, which computes nothing.
+
+    transformers imports torch where it can, and loads tokenizers and chat templates without it as well, which takes
+    seconds and hundreds of megabytes less.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch
 
 
 async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> int:

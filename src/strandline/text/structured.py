@@ -10,11 +10,11 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from threading import Lock, Thread
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
-import llguidance.hf
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
@@ -94,7 +94,10 @@ class _Words:
     bos_token_id: int | None = None
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        plain = llguidance.hf.from_tokenizer(tokenizer, vocab_size, eos_token=0, slices=[])
+        backend = copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        plain = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=0, slices=[])
         self.eos_token_id = eos_ids[0]
         self.tokens = [plain.decode_bytes([token]) for token in range(vocab_size)]
         self.special_token_ids = [token for token in range(vocab_size) if plain.is_special_token(token)]

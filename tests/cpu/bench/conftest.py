@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from strandline.cli import build_parser
-from strandline.text.vocabulary import DEMO_DIRECTORY
+from strandline.text.model_files import DEMO_DIRECTORY
 from tests.cpu.server.process import ServerProcess, running_server
 
 

@@ -12,7 +12,7 @@ import pytest
 from strandline import LLM, SamplingParams
 from strandline.errors import RequestError
 from strandline.server.cache_page import PAGE
-from strandline.server.launch import ServerConfig
+from strandline.server.config import ServerConfig
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
 KEY = {"Authorization": "Bearer secret"}

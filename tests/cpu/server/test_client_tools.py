@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from strandline.text.vocabulary import DEMO_DIRECTORY
+from strandline.text.model_files import DEMO_DIRECTORY
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
 ROOT = Path(__file__).parents[3]

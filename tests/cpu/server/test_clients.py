@@ -21,7 +21,7 @@ import pytest
 from strandline import LLM, SamplingParams
 from strandline.records.outputs import Logprob
 from strandline.server.answers import completion_logprobs
-from strandline.text.vocabulary import DEMO_DIRECTORY
+from strandline.text.model_files import DEMO_DIRECTORY
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
 PAGE = (Path(__file__).parents[3] / "docs" / "clients.md").read_text()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from strandline.cli import build_parser
-from strandline.text.vocabulary import DEMO_DIRECTORY
+from strandline.text.model_files import DEMO_DIRECTORY
 from tests.cpu.server.process import ServerProcess, running_server
 
 PAGE = (Path(__file__).parents[3] / "docs" / "server.md").read_text()

@@ -7,7 +7,7 @@ import pytest
 
 from strandline.cli import build_parser
 from strandline.config import EngineConfig
-from strandline.server.launch import ServerConfig
+from strandline.server.config import ServerConfig
 
 FLAGS = [
     "--api-key", "--async-scheduling", "--audit-rate", "--cache-page", "--chat-template", "--client-timeout-s",

@@ -9,8 +9,7 @@ import pytest
 
 from strandline.env import API_KEY
 from strandline.errors import ConfigError
-from strandline.server.gate import salt_of_key
-from strandline.server.launch import ServerConfig
+from strandline.server.config import ServerConfig, salt_of_key
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
 ADA, BOB = {"Authorization": "Bearer adas"}, {"Authorization": "Bearer bobs"}

@@ -10,7 +10,8 @@ from strandline import LLM, SamplingParams
 from strandline.errors import RequestError
 from strandline.text.conversations import ChatRenderer
 from strandline.text.marks import common_length
-from strandline.text.vocabulary import DEMO_DIRECTORY, load_tokenizer
+from strandline.text.model_files import DEMO_DIRECTORY
+from strandline.text.vocabulary import load_tokenizer
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.engine.tokenizers import CALLS_IN_XML, CHAT_VOCAB_SIZE, byte_tokenizer, chat_template, chat_tokenizer
 

@@ -83,7 +83,8 @@ def load_vocabulary(tokenizer_name: str | None, vocab_size: int | None) -> Vocab
         return Vocabulary(range(vocab_size))
     if tokenizer_name is None:
         return Vocabulary(())
-    from strandline.text.vocabulary import DEMO_DIRECTORY, DEMO_MODEL, load_tokenizer
+    from strandline.text.model_files import DEMO_DIRECTORY, DEMO_MODEL
+    from strandline.text.vocabulary import load_tokenizer
 
     tokenizer = load_tokenizer(str(DEMO_DIRECTORY) if tokenizer_name == DEMO_MODEL else tokenizer_name)
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)

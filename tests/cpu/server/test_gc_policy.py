@@ -25,18 +25,19 @@ engine = EngineConfig(model=sys.argv[1], memory="16MiB", device="cpu")
 
 FRONT_END = """
 from strandline.server import launch
+from strandline.server.config import ServerConfig
 
 async def run_http(app, listener):
     say_what_is_frozen()
     return 0
 
 launch._run_http = run_http
-sys.exit(launch.serve(engine, launch.ServerConfig(port=0)))
+sys.exit(launch.serve(engine, ServerConfig(port=0)))
 """
 
 CORE = """
 import zmq
-from strandline.server import core_process
+from strandline.engine import core_process
 from strandline.records.messages import ENCODER, Start
 
 core_process.CoreLoop.run = lambda loop: say_what_is_frozen()
