@@ -52,7 +52,7 @@ def fill(cache: PrefixCache, num_blocks: int, choose: random.Random) -> None:
     """Cache conversations of many, until so many blocks are in use."""
     system_prompts = [new_tokens(choose, 1000) for _ in range(8)]
     index = 0
-    while cache.arena.num_blocks < num_blocks and cache.memory.num_blocks_evicted == 0:
+    while cache.memory_use().num_blocks < num_blocks and cache.stats().num_blocks_evicted == 0:
         index += 1
         tokens = [*choose.choice(system_prompts), *new_tokens(choose, CHAT_TOKENS)]
         serve(cache, f"fill-{index}", TokenBuffer(tokens), Clock())
@@ -155,10 +155,12 @@ def main() -> None:
         cache = PrefixCache(num_slabs, BLOCKS_PER_SLAB)
         fill(cache, args.blocks, choose)
         gc.freeze()
-        print(f"{title}: {cache.arena.num_blocks} blocks and {cache.arena.num_slots} snapshots; microseconds")
+        stats = cache.stats()
+        print(f"{title}: {stats.memory.num_blocks} blocks and {stats.num_snapshots} snapshots; microseconds")
         for prompt_tokens in args.prompt_tokens:
             report(cache, prompt_tokens, args.turn_tokens, args.turns, choose)
-        print(f"  {cache.memory.num_snapshots_evicted} snapshots and {cache.memory.num_blocks_evicted} blocks evicted")
+        stats = cache.stats()
+        print(f"  {stats.num_snapshots_evicted} snapshots and {stats.num_blocks_evicted} blocks evicted")
 
 
 def report(cache: PrefixCache, prompt_tokens: int, turn_tokens: int, num_turns: int, choose: random.Random) -> None:

@@ -12,15 +12,14 @@ from urllib.request import urlopen
 
 from strandline.bench.explain_text import MEANINGS, lines
 from strandline.bench.geometry import cost_model, geometry
-from strandline.bench.policies import make_cache, policy
 from strandline.bench.replay import Machine, Replay
 from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
 from strandline.bench.traces import read_trace
-from strandline.cache import Account, PrefixCache, Reason
+from strandline.cache import Account, Reason
 from strandline.cache.explanation import explain_lookup
 from strandline.cache.lookups import Lookup
 from strandline.config import parse_bytes
-from strandline.errors import ConfigError
+from strandline.errors import ConfigError, EngineError
 from strandline.records.cache_questions import CacheAnswer
 from strandline.records.plan import StepPlan
 from strandline.text.cache_report import account_data, answer_data
@@ -120,8 +119,8 @@ def _told(error: HTTPError) -> str:
 class ExplainedReplay(Replay):
     """A replay that notes each request's lookup, and explains one at the moment when it starts."""
 
-    def __init__(self, machine: Machine, cache: PrefixCache, policy_name: str, wanted: int | None) -> None:
-        super().__init__(machine, cache, policy_name)
+    def __init__(self, machine: Machine, policy_name: str, wanted: int | None) -> None:
+        super().__init__(machine, policy_name)
         self.accounts: list[Account] = []
         """In the order in which the requests start."""
         self.answer: CacheAnswer | None = None
@@ -130,11 +129,13 @@ class ExplainedReplay(Replay):
     def _count(self, plan: StepPlan) -> None:
         super()._count(plan)
         for new in plan.new:
-            lease = self.cache.leases[new.request_id]
-            self.accounts.append(lease.account)
+            request = self.request(new.request_id)
+            if request.account is None:
+                raise EngineError(f"request {new.request_id} starts without an account")
+            self.accounts.append(request.account)
             if len(self.accounts) == self._wanted:
-                prompt = lease.tokens.slice(0, len(new.prompt_ids))
-                lookup = Lookup(new.request_id, "", 0.0, lease.account)
+                prompt = request.tokens.slice(0, request.num_prompt_tokens)
+                lookup = Lookup(new.request_id, "", 0.0, request.account)
                 block_bytes = self.machine.spec.block_bytes
                 self.answer = CacheAnswer(
                     explanation=explain_lookup(self.cache, lookup, prompt, block_bytes=block_bytes)
@@ -172,8 +173,7 @@ def _replay(question: TraceQuestion) -> ExplainedReplay:
         synthetic_lanes(question.trace) if is_named else read_trace(question.trace, max_sessions=question.max_sessions)
     )
     machine = Machine(spec, cost_model(question.geometry), memory_bytes)
-    cache = make_cache(policy(question.policy), num_slabs, spec.blocks_per_slab)
-    replay = ExplainedReplay(machine, cache, question.policy, question.request)
+    replay = ExplainedReplay(machine, question.policy, question.request)
     replay.run(lanes)
     return replay
 

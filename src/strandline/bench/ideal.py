@@ -3,7 +3,8 @@
 from array import array
 
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
-from strandline.cache.tree import Run, add_child, remove_child, split, tail_that_begins, walk
+from strandline.cache.tree import Run, add_child, remove_child, split, tail_that_begins
+from strandline.cache.walk import walk
 from strandline.ids import NULL_BLOCK
 
 
@@ -31,8 +32,7 @@ class SeenPrefixes:
         inside = len(rest) % BLOCK_KEY_BYTES
         whole, partial = rest[: len(rest) - inside], rest[len(rest) - inside :]
         if whole and run.parent is not None and not run.children:
-            run.tokens += whole
-            run.blocks += _null_blocks(whole)
+            run.append(whole, _null_blocks(whole))
         elif whole:
             add_child(run, child := _run(run, run.end_block, whole))
             run = child

@@ -8,6 +8,7 @@ from strandline.cache import Placement, PrefixCache, SnapshotKind
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import LeastRecentlyUsed
 from strandline.cache.placement import Align, EveryBoundary, Nothing
+from strandline.clock import Clock
 from strandline.errors import ConfigError
 
 
@@ -49,8 +50,8 @@ def policy(name: str) -> Policy:
     return POLICIES[name]
 
 
-def make_cache(chosen: Policy, num_slabs: int, blocks_per_slab: int) -> PrefixCache:
-    """Return an empty cache that behaves so."""
+def make_cache(chosen: Policy, num_slabs: int, blocks_per_slab: int, clock: Clock) -> PrefixCache:
+    """Return an empty cache that follows a policy."""
     return PrefixCache(
         num_slabs,
         blocks_per_slab,
@@ -58,4 +59,5 @@ def make_cache(chosen: Policy, num_slabs: int, blocks_per_slab: int) -> PrefixCa
         placement=chosen.placement,
         max_slots=None if chosen.slot_share is None else int(chosen.slot_share * num_slabs),
         enabled=chosen.is_enabled,
+        clock=clock,
     )

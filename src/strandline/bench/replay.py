@@ -9,13 +9,14 @@ trace, policy and budget give the same figures.
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import assert_never, overload
 
 from strandline.bench.cost import CostModel
 from strandline.bench.ideal import SeenPrefixes
+from strandline.bench.policies import make_cache, policy
 from strandline.bench.traces import Call, Lane
-from strandline.cache import CopyTokens, MoveBlock, PrefixCache, Reason
-from strandline.cache.tokens import TOKEN_BYTES
+from strandline.cache import CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock, Reason
+from strandline.cache.tokens import TOKEN_BYTES, decode
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.errors import EngineError
@@ -123,30 +124,52 @@ class _Running:
     has_first: bool = False
 
     def token(self) -> int:
-        place = self.num_given * TOKEN_BYTES
-        self.num_given += 1
-        return int.from_bytes(self.call.output[place : place + TOKEN_BYTES], "big")
+        """Return the next token that the request generates."""
+        [token] = self.tokens(1)
+        return token
+
+    def tokens(self, num_tokens: int) -> list[int]:
+        """Return the next tokens that the request generates; zeros after the last one of the trace."""
+        start = self.num_given * TOKEN_BYTES
+        self.num_given += num_tokens
+        return decode(self.call.output[start : self.num_given * TOKEN_BYTES].ljust(num_tokens * TOKEN_BYTES, b"\0"))
+
+
+class SimulatedClock:
+    """The seconds that have passed on the simulated machine."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 class Replay:
-    """One trace on one machine under one policy."""
+    """One trace on one machine under one policy.
 
-    def __init__(self, machine: Machine, cache: PrefixCache, policy: str) -> None:
+    Raises:
+        ConfigError: no policy has that name.
+    """
+
+    def __init__(self, machine: Machine, policy_name: str) -> None:
         self.machine = machine
-        self.cache = cache
-        self.result = Result(policy, machine.memory_bytes)
+        self._clock = SimulatedClock()
+        spec = machine.spec
+        num_slabs = machine.memory_bytes // spec.slab_bytes
+        self.cache = make_cache(policy(policy_name), num_slabs, spec.blocks_per_slab, self._clock)
+        self.result = Result(policy_name, machine.memory_bytes)
         self._scheduler = Scheduler(
-            cache, max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
+            self.cache, max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
         )
-        self._now_s = 0.0
-        cache.reuse.clock = lambda: self._now_s
         self._seen = SeenPrefixes()
         self._running: dict[RequestId, _Running] = {}
         self._arrivals: list[tuple[float, int, int, Call]] = []
         self._lanes: list[tuple[float, Iterator[Call]]] = []
         self._num_calls = 0
-        slabs_for_blocks = cache.arena.max_block_slabs - 4
-        self._most_tokens = slabs_for_blocks * cache.arena.blocks_per_slab * BLOCK_TOKENS
+        # Three slabs stay for a request's own state, a snapshot and the slab that is not whole.
+        slabs_for_blocks = self.cache.memory_use().max_blocks // spec.blocks_per_slab - 3
+        self._most_tokens = slabs_for_blocks * spec.blocks_per_slab * BLOCK_TOKENS
 
     def run(self, lanes: Sequence[Lane], progress: Callable[[int], object] = lambda _: None) -> Result:
         """Replay the lanes to their end.
@@ -159,13 +182,17 @@ class Replay:
             self._call_next(index, start_s)
         while self._arrivals or len(self._scheduler):
             if not len(self._scheduler):
-                self._now_s = max(self._now_s, self._arrivals[0][0])
+                self._clock.now_s = max(self._clock.now_s, self._arrivals[0][0])
             self._receive()
             if len(self._scheduler):
                 self._step(progress)
         return self._finish()
 
     # Requests
+
+    def request(self, request_id: RequestId) -> Request:
+        """Return a request that has arrived and has not ended."""
+        return self._running[request_id].request
 
     def _call_next(self, lane: int, ended_s: float) -> None:
         start_s, calls = self._lanes[lane]
@@ -180,7 +207,7 @@ class Replay:
 
     def _receive(self) -> None:
         """Take in what has arrived by now."""
-        while self._arrivals and self._arrivals[0][0] <= self._now_s:
+        while self._arrivals and self._arrivals[0][0] <= self._clock.now_s:
             arrival_s, number, lane, call = heapq.heappop(self._arrivals)
             num_prompt, num_output = len(call.prompt) // TOKEN_BYTES, max(len(call.output) // TOKEN_BYTES, 1)
             new = NewRequest(RequestId(str(number)), NoTokens(num_prompt), NOTHING, 0, frozenset(), ())
@@ -199,14 +226,14 @@ class Replay:
         plan = self._scheduler.plan()
         if plan is None:
             raise EngineError("requests wait, and none of them runs")
-        self._now_s += self._cost_s(plan)
+        self._clock.now_s += self._cost_s(plan)
         self._count(plan)
         tokens = [self._running[s.request_id].token() if s.is_sampled else None for s in plan.sequences]
         for request in self._scheduler.commit(plan, StepResult(tokens)):
             running = self._running[request.request_id]
             if not running.has_first:
                 running.has_first = True
-                self.result.ttft_s.append(self._now_s - running.arrival_s)
+                self.result.ttft_s.append(self._clock.now_s - running.arrival_s)
             if request.is_finished:
                 self._end(running)
                 progress(1)
@@ -222,17 +249,12 @@ class Replay:
                 return
             num_left.append(request.max_total - request.num_tokens)
         step_s = self.machine.cost.step_s + sum(self.machine.cost.decode_s(request.num_tokens) for request in running)
-        until_s = self._arrivals[0][0] - self._now_s if self._arrivals else float("inf")
+        until_s = self._arrivals[0][0] - self._clock.now_s if self._arrivals else float("inf")
         steps = min(*num_left, self.machine.max_num_batched_tokens // len(running), until_s / step_s + 1)
         for request in running:
             more = int(steps) - 1
             if more > 0:
-                one = self._running[request.request_id]
-                place = one.num_given * TOKEN_BYTES
-                request.tokens.data += one.call.output[place : place + more * TOKEN_BYTES]
-                request.output_ids += [0] * more
-                request.num_tokens += more
-                one.num_given += more
+                self._scheduler.append_known(request, self._running[request.request_id].tokens(more))
 
     def _cost_s(self, plan: StepPlan) -> float:
         """Return how long the step takes; with several decoded tokens per sequence, how long so many steps take."""
@@ -260,6 +282,10 @@ class Replay:
                     self.result.copied_tokens += num_tokens
                 case MoveBlock():
                     self.result.moved_blocks += 1
+                case DropBlocks() | DropSlot() | FoldLog():
+                    pass
+                case _:
+                    assert_never(action)
 
     def _end(self, running: _Running) -> None:
         request = running.request
@@ -270,13 +296,13 @@ class Replay:
         for miss in request.account.misses:
             self.result.missed_tokens[miss.reason] += miss.num_tokens
         self._seen.add(request.tokens.data)
-        self._call_next(running.lane, self._now_s)
+        self._call_next(running.lane, self._clock.now_s)
 
     def _finish(self) -> Result:
-        result, arena = self.result, self.cache.arena
-        result.simulated_s = self._now_s
+        result, cache = self.result, self.cache.stats()
+        result.simulated_s = self._clock.now_s
         result.num_preemptions = self._scheduler.num_preemptions
-        result.num_snapshots = sum(self.cache.counters.snapshots_taken.values())
-        result.slot_bytes = arena.num_slots * self.machine.spec.slab_bytes
-        result.block_bytes = arena.num_blocks * self.machine.spec.block_bytes
+        result.num_snapshots = sum(cache.snapshots_taken.values())
+        result.slot_bytes = cache.memory.num_slots * self.machine.spec.slab_bytes
+        result.block_bytes = cache.memory.num_blocks * self.machine.spec.block_bytes
         return result

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from strandline.bench.geometry import cost_model, geometry
 from strandline.bench.plot import check_plot_path, write_plot
-from strandline.bench.policies import make_cache, policy
+from strandline.bench.policies import policy
 from strandline.bench.replay import Machine, Replay, Result
 from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
 from strandline.bench.traces import Lane, read_trace
@@ -98,9 +98,8 @@ def _replay(lanes: list[Lane], memory_bytes: int, policy_name: str, options: Rep
         options.max_num_seqs,
         options.max_num_batched_tokens,
     )
-    cache = make_cache(policy(policy_name), num_slabs, spec.blocks_per_slab)
     with tqdm(desc=policy_name, disable=None, unit="request", leave=False, delay=2) as bar:
-        return Replay(machine, cache, policy_name).run(lanes, bar.update)
+        return Replay(machine, policy_name).run(lanes, bar.update)
 
 
 COLUMNS = (

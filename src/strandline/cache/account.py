@@ -76,6 +76,12 @@ class Account(NamedTuple):
     snapshot_kind: SnapshotKind | None
     misses: tuple[Miss, ...]
 
+    @classmethod
+    def not_asked(cls, num_tokens: int) -> "Account":
+        """Return the account of a request that does not read the cache."""
+        misses = (Miss(Reason.NOT_ASKED, 0, num_tokens),) if num_tokens else ()
+        return cls(num_tokens, 0, 0, None, misses)
+
     def without_room(self) -> "Account":
         """Return the account of a request that has to do without the snapshot that it found."""
         miss = Miss(Reason.NO_ROOM, 0, self.hit)
@@ -92,6 +98,10 @@ class Account(NamedTuple):
                 told = Miss(reason, miss.start, self.misses[-1].end)
                 return Account(self.queried, self.hit, self.kv_tokens, self.snapshot_kind, (*self.misses[:place], told))
         return self
+
+
+NO_ACCOUNT = Account(0, 0, 0, None, ())
+"""The account of an admission that is not counted."""
 
 
 @dataclass(slots=True)

@@ -13,34 +13,27 @@ match, also those beyond ``p`` (it recomputes the state there, not the keys and 
 a block it gets a copy of that block's first ``p % 64`` tokens.
 """
 
-from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
-from strandline.cache.account import Account, CacheCounters, Miss, Reason, SnapshotKind
+from strandline.cache.account import NO_ACCOUNT, Account, CacheCounters, SnapshotKind
 from strandline.cache.actions import Action, CopyTokens, FoldLog
 from strandline.cache.arena import Arena
 from strandline.cache.eviction import EvictionOrder, WorthPerByte
 from strandline.cache.explain import Explainer
-from strandline.cache.finder import Finder
 from strandline.cache.hits import record_hit
+from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Cut, Lead, Lease, StepGrant
 from strandline.cache.logs import LogPool
 from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement
 from strandline.cache.publish import Publisher
 from strandline.cache.reuse import ReuseHistory, habit_after
+from strandline.cache.stats import CacheStats, MemoryUse
 from strandline.cache.tokens import TokenBuffer
-from strandline.cache.tree import (
-    Run,
-    Snapshot,
-    Walk,
-    copied_run,
-    find_home,
-    snapshot_at,
-    snapshots_below,
-    split,
-)
+from strandline.cache.tree import Run, Snapshot, find_home, snapshot_at
+from strandline.cache.walk import Walk, copied_run
 from strandline.clock import Clock
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, BlockId, RequestId, SlotId
@@ -51,10 +44,22 @@ _grant = tuple.__new__
 """Makes a ``StepGrant`` from its fields in half the time of its constructor, for every sequence and step."""
 
 AUTO = Auto()
-MAX_EMPTY_ROOTS = 256
-NO_ACCOUNT = Account(0, 0, 0, None, ())
-"""Of a lease that nobody asked for."""
 TAKEN = "memory that was counted as available could not be taken"
+
+
+@dataclass(frozen=True, slots=True)
+class Internals:
+    """The parts of a cache. Nothing outside this package reaches for them."""
+
+    arena: Arena
+    memory: CacheMemory
+    leases: dict[RequestId, Lease]
+    placement: Placement
+    index: PrefixIndex
+    expected: dict[RequestId, Snapshot]
+    """By waiting request: the snapshot that it would have resumed from when it was queued."""
+    reuse: ReuseHistory
+    logs: LogPool
 
 
 class PrefixCache:
@@ -85,58 +90,54 @@ class PrefixCache:
         num_logs: int = 0,
         log_tokens: int = 0,
     ) -> None:
-        self.enabled = enabled
-        self.placement = placement
-        self.arena = Arena(num_slabs, blocks_per_slab, max_slots)
-        self.leases: dict[RequestId, Lease] = {}
-        self.reuse = ReuseHistory(clock)
-        self.memory = CacheMemory(self.arena, order or WorthPerByte(blocks_per_slab, self.reuse), self.leases.values)
-        self.finder = Finder(self.memory)
-        self.counters = CacheCounters()
-        self._publisher = Publisher(self.memory, self.reuse, self.counters, self.leases.values)
-        self._roots: dict[str, Run] = {}
-        self.expected: dict[RequestId, Snapshot] = {}
+        self.is_enabled = enabled
+        self._placement = placement
+        self._arena = Arena(num_slabs, blocks_per_slab, max_slots)
+        self._leases: dict[RequestId, Lease] = {}
+        self._reuse = ReuseHistory(clock)
+        order = order or WorthPerByte(blocks_per_slab, self._reuse)
+        self._memory = CacheMemory(self._arena, order, self._leases.values)
+        self._index = PrefixIndex(self._memory, self._leases.values)
+        self._counters = CacheCounters()
+        self._publisher = Publisher(self._memory, self._reuse, self._counters, self._leases.values)
+        self._expected: dict[RequestId, Snapshot] = {}
         """By waiting request: where it would have resumed when it came."""
         self._is_stepwise = enabled and placement.is_stepwise
-        self.logs = LogPool(num_logs)
+        self._logs = LogPool(num_logs)
         self._log_tokens = log_tokens
 
     # Finding
 
     def lookup(self, tokens: TokenBuffer, salt: str = "") -> Account:
         """Say what a request with these tokens would hit, and why not more. Changes nothing."""
-        if not self.enabled:
-            return _nothing_asked(tokens)
-        root = self._roots.get(salt)
-        explainer = Explainer(self._roots, self.leases.values())
+        if not self.is_enabled:
+            return Account.not_asked(len(tokens))
+        root = self._index.roots.get(salt)
+        explainer = Explainer(self._index.roots, self._leases.values())
         if root is None:
             return explainer.account(tokens, salt, None, None)
-        end, snapshot = self.finder.find(root, tokens.data)
+        end, snapshot = self._index.find(root, tokens.data)
         return explainer.account(tokens, salt, end, snapshot)
 
     def hit_tokens(self, tokens: TokenBuffer, salt: str = "") -> int:
         """Return how many tokens a request would hit, and nothing else. Changes nothing."""
-        root = self._roots.get(salt)
-        if root is None or not self.enabled:
-            return 0
-        _, snapshot = self.finder.find(root, tokens.data)
+        snapshot = self._index.deepest(salt, tokens.data) if self.is_enabled else None
         return snapshot.position if snapshot else 0
 
     def expect(self, request_id: RequestId, tokens: TokenBuffer, salt: str = "") -> None:
         """Take note that a request waits: what it would hit is kept for it, as long as anything else can go."""
-        root = self._roots.get(salt)
-        if root is None or not self.enabled or request_id in self.expected:
+        if not self.is_enabled or request_id in self._expected:
             return
-        _, snapshot = self.finder.find(root, tokens.data)
+        snapshot = self._index.deepest(salt, tokens.data)
         if snapshot is not None:
             snapshot.num_waiters += 1
-            self.expected[request_id] = snapshot
+            self._expected[request_id] = snapshot
 
     def forget(self, request_id: RequestId) -> None:
         """Take note that a request does not wait any more. Who is admitted is forgotten by that."""
-        snapshot = self.expected.pop(request_id, None)
+        snapshot = self._expected.pop(request_id, None)
         if snapshot is not None:
-            self.memory.forget_waiter(snapshot)
+            self._memory.forget_waiter(snapshot)
 
     def find_leader(self, tokens: TokenBuffer, salt: str = "", *, beyond: int = 0, grid_tokens: int = 1) -> Lead | None:
         """Find a running request that is about to compute the beginning of this prompt. Changes nothing.
@@ -148,13 +149,12 @@ class PrefixCache:
             beyond: ignore requests that share no more than this.
             grid_tokens: part from it at a multiple of this.
         """
-        root = self._roots.get(salt)
-        if not self.enabled or root is None or not self.leases or not self.placement.takes_branches():
+        if not self.is_enabled or not self._leases or not self._placement.takes_branches():
             return None
-        _, snapshot = self.finder.find(root, tokens.data)
+        snapshot = self._index.deepest(salt, tokens.data)
         known = max(snapshot.position if snapshot else 0, beyond)
-        prefilling = [lease for lease in self.leases.values() if lease.computed + 1 < len(lease.tokens)]
-        found = Explainer(self._roots, prefilling).running_with(tokens, salt, known)
+        prefilling = [lease for lease in self._leases.values() if lease.computed + 1 < len(lease.tokens)]
+        found = Explainer(self._index.roots, prefilling).running_with(tokens, salt, known)
         if found is None:
             return None
         lease, position = found
@@ -200,37 +200,37 @@ class PrefixCache:
         Returns:
             The lease, or None when memory does not suffice; then nothing has changed.
         """
-        if request_id in self.leases:
+        if request_id in self._leases:
             raise CacheInvariantError(f"request {request_id} has a lease already")
-        root = self._root(salt)
-        is_asked = read and self.enabled
-        end, snapshot = self.finder.find(root, tokens.data) if is_asked else (Walk(root, 0, None, 0), None)
-        upper = self._split_at(end)
-        explainer = Explainer(self._roots, self.leases.values())
-        account = explainer.account(tokens, salt, end, snapshot) if is_asked else _nothing_asked(tokens)
+        root = self._index.root(salt)
+        is_asked = read and self.is_enabled
+        end, snapshot = self._index.find(root, tokens.data) if is_asked else (Walk(root, 0, None, 0), None)
+        upper = self._index.split_at(end)
+        explainer = Explainer(self._index.roots, self._leases.values())
+        account = explainer.account(tokens, salt, end, snapshot) if is_asked else Account.not_asked(len(tokens))
         if not is_counted:
             account = NO_ACCOUNT
         if not self._hold(upper, end, snapshot, tokens, step_tokens):
-            if snapshot is None or self.leases:
+            if snapshot is None or self._leases:
                 return None
             end, snapshot, account = Walk(upper, end.num_blocks, None, 0), None, account.without_room()
             if not self._hold(upper, end, snapshot, tokens, step_tokens):
                 return None
         lease = Lease(request_id, tokens, salt, root, upper, account)
-        lease.log = self.logs.grant()
+        lease.log = self._logs.grant()
         if shared_end is not None:
             lease.shared_end = shared_end
-        self.leases[request_id] = lease
+        self._leases[request_id] = lease
         self.forget(request_id)
         if habit is not None:
             lease.habit = habit
         elif is_asked:
-            self.reuse.tick()
-            lease.habit = self.reuse.come_back(salt, tokens.data)
+            self._reuse.tick()
+            lease.habit = self._reuse.come_back(salt, tokens.data)
         self._fill_lease(lease, end, snapshot)
         self._wish(lease, end.kv_tokens, marks)
         if is_counted:
-            self.counters.count(account)
+            self._counters.count(account)
         return lease
 
     def _hold(self, upper: Run, end: Walk, snapshot: Snapshot | None, tokens: TokenBuffer, step_tokens: int) -> bool:
@@ -239,42 +239,25 @@ class PrefixCache:
         self._pin(upper, end, snapshot)
         last = min(max(position + step_tokens, end.num_blocks * BLOCK_TOKENS), max(len(tokens), 1))
         num_blocks = -(-last // BLOCK_TOKENS) - end.num_blocks
-        if self.memory.can_take(max(num_blocks, 0), 1):
+        if self._memory.can_take(max(num_blocks, 0), 1):
             return True
         self._unpin(upper, end, snapshot)
         return False
 
-    def _root(self, salt: str) -> Run:
-        root = self._roots.get(salt)
-        if root is None:
-            if len(self._roots) >= MAX_EMPTY_ROOTS:
-                in_use = {id(lease.root) for lease in self.leases.values()}
-                self._roots = {n: r for n, r in self._roots.items() if r.children or id(r) in in_use}
-            root = self._roots[salt] = Run(None, 0, b"", array("i"))
-        return root
-
-    def _split_at(self, end: Walk) -> Run:
-        """Make the walk end with a run; return the run that ends there."""
-        if end.num_blocks in (end.run.end_block, 0):
-            return end.run
-        upper = split(end.run, end.num_blocks)
-        self.memory.own(upper, upper.blocks)
-        return upper
-
     def _pin(self, upper: Run, end: Walk, snapshot: Snapshot | None) -> None:
         """Hold what the request will use while memory is taken for it."""
-        self.memory.pin_run(upper)
+        self._memory.pin_run(upper)
         if (partial := copied_run(end, snapshot)) is not None:
-            self.memory.join_run(partial)
+            self._memory.join_run(partial)
         if snapshot is not None:
-            self.memory.pin_snapshot(snapshot)
+            self._memory.pin_snapshot(snapshot)
 
     def _unpin(self, upper: Run, end: Walk, snapshot: Snapshot | None) -> None:
         if (partial := copied_run(end, snapshot)) is not None:
-            self.memory.quit_run(partial)
-        self.memory.unpin_run(upper)
+            self._memory.quit_run(partial)
+        self._memory.unpin_run(upper)
         if snapshot is not None:
-            self.memory.unpin_snapshot(snapshot)
+            self._memory.unpin_snapshot(snapshot)
 
     def _fill_lease(self, lease: Lease, end: Walk, snapshot: Snapshot | None) -> None:
         for run in reversed(list(lease.run.ancestry())):
@@ -283,31 +266,31 @@ class PrefixCache:
         lease.computed = lease.folded = snapshot.position if snapshot else 0
         shared = lease.num_published * BLOCK_TOKENS
         lease.kv_start = max(shared, lease.computed)
-        lease.dst = _granted(self.memory.take_slot())
+        lease.dst = _granted(self._memory.take_slot())
         if snapshot is not None:
             lease.source, lease.src = snapshot, snapshot.slot
-            record_hit(lease, snapshot, self.memory, self.reuse)
-        lease.run.last_used = self.memory.next_tick()
+            record_hit(lease, snapshot, self._memory, self._reuse)
+        lease.run.last_used = self._memory.next_tick()
         if (partial := copied_run(end, snapshot)) is not None:
             self._copy_partial(lease, partial)
 
     def _wish(self, lease: Lease, kv_tokens: int, marks: tuple[int, ...]) -> None:
         """Ask the placement where the lease is to leave snapshots."""
-        if not self.enabled:
+        if not self.is_enabled:
             return
-        num_spare = self.arena.num_free_slabs - int(RESERVE_SHARE * self.arena.num_slabs)
+        num_spare = self._arena.num_free_slabs - int(RESERVE_SHARE * self._arena.num_slabs)
         admission = Admission(
-            lease.computed, len(lease.tokens), kv_tokens, marks, num_spare, self.arena.blocks_per_slab * BLOCK_TOKENS
+            lease.computed, len(lease.tokens), kv_tokens, marks, num_spare, self._arena.blocks_per_slab * BLOCK_TOKENS
         )
-        lease.wanted = self.placement.on_admission(admission)
+        lease.wanted = self._placement.on_admission(admission)
 
     def _copy_partial(self, lease: Lease, run: Run) -> None:
         """Give the lease its own copy of the block that it resumes in; ``run`` was held for that."""
         self._take_blocks(lease, 1)
         source = BlockId(run.blocks[lease.num_published - run.start_block])
         copy = CopyTokens(source, BlockId(lease.table[-1]), lease.computed % BLOCK_TOKENS)
-        self.memory.actions.append(copy)
-        self.memory.quit_run(run)
+        self._memory.actions.append(copy)
+        self._memory.quit_run(run)
 
     # Growing
 
@@ -316,13 +299,13 @@ class PrefixCache:
         missing = -(-end // BLOCK_TOKENS) - len(lease.table)
         if missing <= 0:
             return True
-        if not self.memory.can_take(missing, 0):
+        if not self._memory.can_take(missing, 0):
             return False
         self._take_blocks(lease, missing)
         return True
 
     def _take_blocks(self, lease: Lease, num_blocks: int) -> None:
-        taken = self.memory.take_blocks(num_blocks)
+        taken = self._memory.take_blocks(num_blocks)
         if len(taken) < num_blocks:
             raise CacheInvariantError(TAKEN)
         lease.table += taken
@@ -354,14 +337,14 @@ class PrefixCache:
 
         A cut is left out when no slot can be had: the request goes on without it.
         """
-        if not self.enabled:
+        if not self.is_enabled:
             return ()
         due = {position: kind for position, kind in lease.wanted.items() if lease.computed < position <= end}
-        if (boundary := self.placement.in_step(lease.computed, end)) is not None:
+        if (boundary := self._placement.in_step(lease.computed, end)) is not None:
             due.setdefault(boundary, SnapshotKind.BOUNDARY)
         lease.wanted = {position: kind for position, kind in lease.wanted.items() if position > end}
         for position in sorted(due):
-            slot = self.memory.take_slot() if self.memory.can_take(0, 1) else None
+            slot = self._memory.take_slot() if self._memory.can_take(0, 1) else None
             if slot is not None:
                 lease.cuts.append(Cut(position, slot, due[position]))
         return tuple((cut.position, cut.slot) for cut in lease.cuts)
@@ -384,7 +367,7 @@ class PrefixCache:
         lease.folded = computed if num_folded is None else lease.folded + num_folded
         if lease.src != lease.dst:
             self._settle(lease)
-        if computed >= (lease.num_published + 1) * BLOCK_TOKENS and self.enabled:
+        if computed >= (lease.num_published + 1) * BLOCK_TOKENS and self.is_enabled:
             self._publisher.publish_blocks(lease)
         if lease.cuts:
             self._publisher.publish_cuts(lease)
@@ -392,13 +375,13 @@ class PrefixCache:
     def _fold(self, lease: Lease) -> None:
         """Have the lease's log, if there is anything in it, folded into the state in ``lease.dst``."""
         if lease.num_logged:
-            self.memory.actions.append(FoldLog(lease.dst, lease.log, lease.num_logged))
+            self._memory.actions.append(FoldLog(lease.dst, lease.log, lease.num_logged))
             lease.folded = lease.computed
 
     def _settle(self, lease: Lease) -> None:
         lease.src = lease.dst
         if lease.source is not None:
-            self.memory.unpin_snapshot(lease.source)
+            self._memory.unpin_snapshot(lease.source)
             lease.source = None
 
     def leave_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
@@ -411,7 +394,7 @@ class PrefixCache:
             return False
         # The snapshot is held until the next step has read it: that step must find room for its token beside it.
         num_blocks = -(-(lease.computed + 1) // BLOCK_TOKENS) - len(lease.table)
-        slot = self.memory.take_slot() if self.memory.can_take(max(num_blocks, 0), 1) else None
+        slot = self._memory.take_slot() if self._memory.can_take(max(num_blocks, 0), 1) else None
         if slot is None:
             return False
         self._fold(lease)
@@ -421,16 +404,16 @@ class PrefixCache:
 
     def release(self, lease: Lease, kind: SnapshotKind) -> None:
         """Take the lease back: its slot becomes a snapshot at ``lease.computed``, its log and own blocks are freed."""
-        memory = self.memory
-        if self.leases.get(lease.request_id) is not lease:
+        memory = self._memory
+        if self._leases.get(lease.request_id) is not lease:
             raise CacheInvariantError(f"{lease.request_id} has no lease to give back")
-        del self.leases[lease.request_id]
+        del self._leases[lease.request_id]
         lease.is_active = False
-        lease.run.last_used = self.memory.next_tick()
+        lease.run.last_used = self._memory.next_tick()
         if kind is SnapshotKind.PREEMPTION:
             lease.habit = habit_after(0)
-        elif self.enabled and lease.account is not NO_ACCOUNT:
-            self.reuse.leave(lease.salt, lease.tokens.data, lease.account.queried, lease.computed, lease.habit)
+        elif self.is_enabled and lease.account is not NO_ACCOUNT:
+            self._reuse.leave(lease.salt, lease.tokens.data, lease.account.queried, lease.computed, lease.habit)
         if lease.source is not None:
             memory.unpin_snapshot(lease.source)
         for cut in lease.cuts:
@@ -444,7 +427,7 @@ class PrefixCache:
             tail.is_live = False
             memory.quit_run(tail)
         memory.unpin_run(lease.run)
-        self.logs.free(lease.log)
+        self._logs.free(lease.log)
 
     def _leave_last_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
         if not self._may_leave(lease, kind):
@@ -455,33 +438,57 @@ class PrefixCache:
 
     def _may_leave(self, lease: Lease, kind: SnapshotKind) -> bool:
         """Whether a snapshot at ``lease.computed`` is wanted, possible, and not there yet."""
-        if not self.enabled or not lease.has_own_state or lease.computed == 0 or not self.placement.keeps(kind):
+        if not self.is_enabled or not lease.has_own_state or lease.computed == 0 or not self._placement.keeps(kind):
             return False
         home, stub_key = find_home(lease.run, lease.tokens.data, lease.computed)
         return snapshot_at(home, lease.computed, stub_key) is None
 
     def take_actions(self) -> list[Action]:
         """Return the actions issued since the last call, in order."""
-        actions = self.memory.actions
-        self.memory.actions = []
+        actions = self._memory.actions
+        self._memory.actions = []
         return actions
 
     # Reading
 
+    def memory_use(self) -> MemoryUse:
+        """Return how much memory is allocated. Cheap enough for every step."""
+        return self._memory.use()
+
+    def stats(self) -> CacheStats:
+        """Return all figures of the cache."""
+        counters, memory = self._counters, self._memory
+        return CacheStats(
+            memory=self.memory_use(),
+            num_leases=len(self._leases),
+            num_snapshots=self._arena.num_slots - sum(1 + len(lease.cuts) for lease in self._leases.values()),
+            num_snapshots_evicted=memory.num_snapshots_evicted,
+            num_blocks_evicted=memory.num_blocks_evicted,
+            queries=counters.queries,
+            queried_tokens=counters.queried_tokens,
+            hit_tokens=counters.hit_tokens,
+            missed_tokens=dict(counters.missed_tokens),
+            told_tokens=dict(counters.told_tokens),
+            hits_by_kind=dict(counters.hits_by_kind),
+            snapshots_taken=dict(counters.snapshots_taken),
+        )
+
     def snapshots(self) -> Iterator[tuple[str, bytes, Snapshot]]:
-        """Yield salt, tokens (as a key) and snapshot of everything published. For checks and for people."""
-        for salt, root in self._roots.items():
-            for tokens, snapshot in snapshots_below(root):
-                yield salt, tokens, snapshot
+        """Return salt, tokens (as a key) and snapshot of everything published, for checks and for people."""
+        return self._index.snapshots()
 
-    def roots(self) -> dict[str, Run]:
-        """Return the root of every salt's tree. Read only."""
-        return self._roots
-
-
-def _nothing_asked(tokens: TokenBuffer) -> Account:
-    misses = (Miss(Reason.NOT_ASKED, 0, len(tokens)),) if len(tokens) else ()
-    return Account(len(tokens), 0, 0, None, misses)
+    def internals(self) -> Internals:
+        """Return the parts of the cache, for the checks, views and tests of this package."""
+        return Internals(
+            self._arena,
+            self._memory,
+            self._leases,
+            self._placement,
+            self._index,
+            self._expected,
+            self._reuse,
+            self._logs,
+        )
 
 
 def _granted(value: T | None) -> T:

@@ -7,7 +7,8 @@ from typing import Final
 from strandline.cache.account import Account, Miss, Reason
 from strandline.cache.lease import Lease
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
-from strandline.cache.tree import Run, Snapshot, Walk, walk
+from strandline.cache.tree import Run, Snapshot
+from strandline.cache.walk import Walk, walk
 from strandline.ids import BLOCK_TOKENS
 
 MAX_OTHER_SALTS: Final = 32

@@ -14,7 +14,8 @@ from strandline.cache.account import Account, Miss, Reason, SnapshotKind
 from strandline.cache.core import PrefixCache
 from strandline.cache.lookups import Lookup
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens, decode
-from strandline.cache.tree import Run, Snapshot, Walk, deepest_snapshot, snapshot_above, walk
+from strandline.cache.tree import Run, Snapshot, snapshot_above
+from strandline.cache.walk import Walk, deepest_snapshot, walk
 from strandline.ids import BLOCK_TOKENS
 
 MAX_SNAPSHOTS: Final = 64
@@ -122,7 +123,7 @@ def explain_lookup(cache: PrefixCache, lookup: Lookup, prompt: bytes, *, block_b
 
 
 def _explain(cache: PrefixCache, tokens: TokenBuffer, salt: str, account: Account, block_bytes: int) -> Explanation:
-    root = cache.roots().get(salt)
+    root = cache.internals().index.roots.get(salt)
     if root is None:
         return Explanation(account, 0, (), 0, None, None, tuple(_advice(account, (), None, cache, block_bytes)))
     data = tokens.data
@@ -291,15 +292,15 @@ def _on_miss(
                 text = f"no more is needed: there is a snapshot at {miss.end:,} now, for the next such prompt"
             else:
                 text = f"a mark at {miss.end:,}: the first prompt to pass it then leaves a snapshot there"
-                if cache.placement.takes_branches():
+                if cache.internals().placement.takes_branches():
                     text += "; without one, the first prompt to leave there takes it, for those that follow"
             return Advice(Help.MARK, miss.end, size, text)
         case Reason.SNAPSHOT_EVICTED:
-            slot_bytes = block_bytes * cache.arena.blocks_per_slab
+            slot_bytes = block_bytes * cache.internals().arena.blocks_per_slab
             text = f"more memory: the snapshot that went took {_mib(slot_bytes)}; raise --memory"
             return Advice(Help.MEMORY, miss.end, size, text)
         case Reason.EVICTED:
-            num_bytes = -(-size // BLOCK_TOKENS) * block_bytes + block_bytes * cache.arena.blocks_per_slab
+            num_bytes = -(-size // BLOCK_TOKENS) * block_bytes + block_bytes * cache.internals().arena.blocks_per_slab
             text = f"more memory: what went took at least {_mib(num_bytes)}, a snapshot included; raise --memory"
             return Advice(Help.MEMORY, miss.start, size, text)
         case Reason.NO_ROOM:

@@ -4,7 +4,8 @@ from strandline.cache.account import SnapshotKind
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.reuse import NO_HABIT, ReuseHistory, habit_after
-from strandline.cache.tree import Snapshot, branch_snapshots, num_continuations, snapshot_above
+from strandline.cache.tree import Snapshot, num_continuations, snapshot_above
+from strandline.cache.walk import branch_snapshots
 
 
 def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: ReuseHistory) -> None:

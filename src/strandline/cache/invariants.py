@@ -2,24 +2,26 @@
 
 from collections import Counter
 
-from strandline.cache.core import PrefixCache
+from strandline.cache.core import Internals, PrefixCache
 from strandline.cache.eviction import Entry
-from strandline.cache.finder import Finder
+from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Lease
 from strandline.cache.memory import standing
 from strandline.cache.tokens import BLOCK_KEY_BYTES
-from strandline.cache.tree import Run, Snapshot, child_with_prefix, deepest_snapshot, find_home, walk
+from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home
+from strandline.cache.walk import deepest_snapshot, walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG
 
 
-def check(cache: PrefixCache) -> None:
+def check(checked: PrefixCache) -> None:
     """Verify every invariant of the cache.
 
     Raises:
         CacheInvariantError: one does not hold; the message names the first.
     """
-    runs = [run for root in cache.roots().values() for run in _runs_below(root)]
+    cache = checked.internals()
+    runs = [run for root in cache.index.roots.values() for run in _runs_below(root)]
     for run in runs:
         _check_run(run)
     _check_users(cache, runs)
@@ -29,7 +31,7 @@ def check(cache: PrefixCache) -> None:
     _check_logs(cache)
     for lease in cache.leases.values():
         _check_lease(lease)
-    _check_finder(cache.finder)
+    _check_index(cache.index)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -72,7 +74,7 @@ def _check_snapshots(run: Run, where: str) -> None:
         _require(snapshot.home is run and snapshot.stub_key == key, f"{where}: stub at {snapshot.position} detached")
 
 
-def _check_users(cache: PrefixCache, runs: list[Run]) -> None:
+def _check_users(cache: Internals, runs: list[Run]) -> None:
     users = Counter[int]()
     for lease in cache.leases.values():
         for run in lease.run.ancestry():
@@ -85,7 +87,7 @@ def _check_users(cache: PrefixCache, runs: list[Run]) -> None:
         _require(run.is_live == is_shown, f"tail at {run.start_block}: live without a lease")
 
 
-def _check_owners(cache: PrefixCache, runs: list[Run]) -> None:
+def _check_owners(cache: Internals, runs: list[Run]) -> None:
     slots, blocks = cache.arena.used()
     block_owners = Counter(block for run in runs if not run.is_live for block in run.blocks)
     slot_owners = Counter(snapshot.slot for snapshot in _all_snapshots(cache, runs))
@@ -110,13 +112,13 @@ def _check_owners(cache: PrefixCache, runs: list[Run]) -> None:
     _require(not doubles, f"owned twice: {doubles}")
 
 
-def _all_snapshots(cache: PrefixCache, runs: list[Run]) -> list[Snapshot]:
+def _all_snapshots(cache: Internals, runs: list[Run]) -> list[Snapshot]:
     attached = [s for run in runs for s in (*run.snapshots.values(), *run.stubs.values())]
     sources = {id(lease.source): lease.source for lease in cache.leases.values() if lease.source is not None}
     return attached + [s for s in sources.values() if not s.is_attached]
 
 
-def _check_evictable(cache: PrefixCache, runs: list[Run]) -> None:
+def _check_evictable(cache: Internals, runs: list[Run]) -> None:
     memory = cache.memory
     num_blocks = sum(len(run.blocks) for run in runs if run.num_users == 0)
     _require(memory.num_evictable_blocks == num_blocks, f"{memory.num_evictable_blocks} evictable, not {num_blocks}")
@@ -131,7 +133,7 @@ def _check_evictable(cache: PrefixCache, runs: list[Run]) -> None:
         _require(snapshot.num_readers == readers[id(snapshot)], f"snapshot {snapshot.slot}: readers miscounted")
 
 
-def _check_waiters(cache: PrefixCache, runs: list[Run]) -> None:
+def _check_waiters(cache: Internals, runs: list[Run]) -> None:
     waiters = Counter(id(standing(snapshot)) for snapshot in cache.expected.values())
     for snapshot in _all_snapshots(cache, runs):
         if snapshot.is_attached:
@@ -139,7 +141,7 @@ def _check_waiters(cache: PrefixCache, runs: list[Run]) -> None:
     _require(not cache.expected.keys() & cache.leases.keys(), "a request that runs is held to wait")
 
 
-def _check_logs(cache: PrefixCache) -> None:
+def _check_logs(cache: Internals) -> None:
     logs = [lease.log for lease in cache.leases.values() if lease.log != NULL_LOG]
     _require(len(set(logs)) == len(logs), f"logs granted twice: {sorted(logs)}")
     _require(set(logs) == cache.logs.used(), f"logs leaked or lost: {set(logs) ^ cache.logs.used()}")
@@ -161,9 +163,9 @@ def _check_lease(lease: Lease) -> None:
             _require((home, key) == (lease.source.home, lease.source.stub_key), f"{name}: snapshot of another path")
 
 
-def _check_finder(finder: Finder) -> None:
-    if finder.last is not None:
-        root, data = finder.last
+def _check_index(index: PrefixIndex) -> None:
+    if index.last is not None:
+        root, data = index.last
         end = walk(root, data)
-        is_right = finder.find(root, data) == (end, deepest_snapshot(end, data))
+        is_right = index.find(root, data) == (end, deepest_snapshot(end, data))
         _require(is_right, "the index has changed, and the last answer about it is still given")

@@ -12,6 +12,7 @@ from strandline.cache.actions import Action, DropBlocks, DropSlot, MoveBlock
 from strandline.cache.arena import Arena
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue
 from strandline.cache.lease import Lease
+from strandline.cache.stats import MemoryUse
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import (
     Run,
@@ -60,6 +61,19 @@ class CacheMemory:
         """Count a use and return its number."""
         self.tick += 1
         return self.tick
+
+    def use(self) -> MemoryUse:
+        """Return how much memory is allocated."""
+        arena = self.arena
+        return MemoryUse(
+            arena.num_slabs,
+            arena.num_free_slabs,
+            arena.max_block_slabs * arena.blocks_per_slab - 1,
+            arena.num_slots,
+            arena.num_blocks,
+            self.num_evictable_slots,
+            self.num_evictable_blocks,
+        )
 
     # What fits
 

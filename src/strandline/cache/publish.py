@@ -68,9 +68,7 @@ class Publisher:
         else:
             take_stubs_in(run, first_key)
             self._subsume_tail(run, first_key, blocks[0])
-            run.tokens += key
-            run.blocks += blocks
-            run.evicted.clear()
+            run.append(key, blocks)
         self._memory.own(lease.run, blocks)
         lease.num_published += len(blocks)
 

@@ -62,6 +62,9 @@ class TokenBuffer:
     def append(self, token: int) -> None:
         self.data += token.to_bytes(TOKEN_BYTES, "big")
 
+    def extend(self, tokens: Iterable[int]) -> None:
+        self.data += encode(tokens)
+
     def slice(self, start: int, end: int) -> bytes:
         """Return the key of tokens ``[start, end)``."""
         return bytes(self.data[start * TOKEN_BYTES : end * TOKEN_BYTES])

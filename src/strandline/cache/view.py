@@ -99,7 +99,8 @@ def view(cache: PrefixCache, *, salt: str = "", max_runs: int = 400, key: bytes 
         max_runs: show so many runs: those in use, then those used last.
         key: of the digests, at most 32 bytes. Without it nobody can find by trying what was digested.
     """
-    roots, leases = cache.roots(), cache.leases.values()
+    parts, stats = cache.internals(), cache.stats()
+    roots, leases = parts.index.roots, parts.leases.values()
     root = roots.get(salt)
     look = _Look(leases, key)
     if root is not None:
@@ -108,8 +109,8 @@ def view(cache: PrefixCache, *, salt: str = "", max_runs: int = 400, key: bytes 
         runs=tuple(look.runs()),
         leases=tuple(look.lease(lease) for lease in leases if lease.root is root),
         num_runs_left_out=look.num_left_out,
-        num_blocks=cache.arena.num_blocks,
-        num_snapshots=cache.arena.num_slots - sum(1 + len(lease.cuts) for lease in leases),
+        num_blocks=stats.memory.num_blocks,
+        num_snapshots=stats.num_snapshots,
         num_other_salts=sum(bool(other.children) for other in roots.values() if other is not root),
     )
 

@@ -13,6 +13,7 @@ from typing import Final
 from strandline.cache import PrefixCache, TokenBuffer
 from strandline.cache.explanation import Explanation, explain_lookup, explain_prompt
 from strandline.cache.lookups import Lookup, LookupLog
+from strandline.cache.stats import TenantBytes
 from strandline.cache.view import view
 from strandline.clock import SYSTEM_CLOCK, Clock
 from strandline.engine.scheduler import Scheduler
@@ -33,10 +34,10 @@ class MemoryHistory:
     def __init__(self, max_samples: int = MAX_SAMPLES, interval_s: float = SAMPLE_S) -> None:
         self._max_samples = max_samples
         self._interval_s = interval_s
-        self._samples: list[tuple[float, tuple[int, int, int, int]]] = []
-        self._last: tuple[float, tuple[int, int, int, int]] | None = None
+        self._samples: list[tuple[float, TenantBytes]] = []
+        self._last: tuple[float, TenantBytes] | None = None
 
-    def note(self, now_s: float, held_bytes: tuple[int, int, int, int]) -> None:
+    def note(self, now_s: float, held_bytes: TenantBytes) -> None:
         """Take note of what is held now."""
         if self._samples and now_s - self._samples[-1][0] < self._interval_s:
             self._last = now_s, held_bytes
@@ -86,9 +87,9 @@ class CacheWatch:
         """Return what the page shows to who names this salt."""
         now_s = self._clock()
         return CacheState(
-            is_enabled=self._cache.enabled,
+            is_enabled=self._cache.is_enabled,
             mode=self._mode,
-            total_bytes=self._cache.arena.num_slabs * self._spec.slab_bytes,
+            total_bytes=self._cache.memory_use().num_slabs * self._spec.slab_bytes,
             block_bytes=self._spec.block_bytes,
             slot_bytes=self._spec.slab_bytes,
             stats=stats,
@@ -132,16 +133,8 @@ class CacheWatch:
         """Name a salt without telling it: who knew it could look inside."""
         return blake2s(salt.encode(), digest_size=LABEL_BYTES, key=self._key).hexdigest() if salt else ""
 
-    def _held_bytes(self) -> tuple[int, int, int, int]:
-        arena, memory = self._cache.arena, self._cache.memory
-        slot_bytes, block_bytes = self._spec.slab_bytes, self._spec.block_bytes
-        idle_slots, idle_blocks = memory.num_evictable_slots, memory.num_evictable_blocks
-        return (
-            (arena.num_slots - idle_slots) * slot_bytes,
-            idle_slots * slot_bytes,
-            (arena.num_blocks - idle_blocks) * block_bytes,
-            idle_blocks * block_bytes,
-        )
+    def _held_bytes(self) -> TenantBytes:
+        return self._cache.memory_use().tenant_bytes(self._spec)
 
 
 def _for_callers(explanation: Explanation) -> Explanation:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from strandline.cache import OnGrid, PrefixCache, Reason, placement
 from strandline.cache.invariants import check
+from strandline.cache.stats import MemoryUse
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
@@ -29,6 +30,7 @@ from strandline.records.events import (
     TokenEvent,
 )
 from strandline.records.plan import StepPlan, StepResult
+from strandline.specs import ModelSpec
 
 
 class EngineCore:
@@ -153,11 +155,11 @@ class EngineCore:
     def describe(self) -> list[str]:
         """Say in a few lines what the cache has room for, and what makes the engine slow."""
         spec, why_slow = self.spec, self.executor.facts.why_slow
-        total = self.cache.arena.num_slabs * spec.slab_bytes
+        total = self.cache.memory_use().num_slabs * spec.slab_bytes
         return [
             *([f"kernels: torch's own operations, which are slower, since {why_slow}"] if why_slow else []),
             f"cache: {total / 2**20:,.0f} MiB for blocks and snapshots together, prefix caching "
-            + ("on" if self.cache.enabled else "off"),
+            + ("on" if self.cache.is_enabled else "off"),
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; "
             f"a snapshot takes the room of {spec.blocks_per_slab} blocks",
             f"start: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.start_s.items())}",
@@ -165,44 +167,33 @@ class EngineCore:
         ]
 
     def _shortest_hit(self) -> str:
-        if not self.cache.enabled or self._cache_mode == "none":
+        if not self.cache.is_enabled or self._cache_mode == "none":
             return "nothing can hit"
         shortest = self._shortest_auto if self._cache_mode == "auto" else f"{self._cache_block_tokens} tokens"
         return f"snapshots placed by '{self._cache_mode}'; shortest prefix that can hit: {shortest}"
 
     def stats(self) -> CoreStats:
         """Return the counters and the use of memory."""
-        counters, memory = self.cache.counters, self.cache.memory
+        cache = self.cache.stats()
         return CoreStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_preemptions=self.scheduler.num_preemptions,
-            queried_tokens=counters.queried_tokens,
-            hit_tokens=counters.hit_tokens,
+            queried_tokens=cache.queried_tokens,
+            hit_tokens=cache.hit_tokens,
             missed_tokens={
-                reason.value: count for reason, count in counters.told_tokens.items() if reason is not Reason.OTHER_SALT
+                reason.value: count for reason, count in cache.told_tokens.items() if reason is not Reason.OTHER_SALT
             },
-            hits_by_kind={kind.value: count for kind, count in counters.hits_by_kind.items()},
-            snapshots_taken={kind.value: count for kind, count in counters.snapshots_taken.items()},
-            num_snapshots=self.cache.arena.num_slots - sum(1 + len(e.cuts) for e in self.cache.leases.values()),
-            num_snapshots_evicted=memory.num_snapshots_evicted,
-            num_blocks_evicted=memory.num_blocks_evicted,
-            tenant_bytes=self._tenant_bytes(),
+            hits_by_kind={kind.value: count for kind, count in cache.hits_by_kind.items()},
+            snapshots_taken={kind.value: count for kind, count in cache.snapshots_taken.items()},
+            num_snapshots=cache.num_snapshots,
+            num_snapshots_evicted=cache.num_snapshots_evicted,
+            num_blocks_evicted=cache.num_blocks_evicted,
+            tenant_bytes=_tenant_bytes(cache.memory, self.spec),
             num_audited=self.audits.num_requests,
             num_audited_tokens=self.audits.num_tokens,
             largest_audit_difference=self.audits.largest_difference,
         )
-
-    def _tenant_bytes(self) -> dict[str, int]:
-        spec, arena, memory = self.spec, self.cache.arena, self.cache.memory
-        idle_slots, idle_blocks = memory.num_evictable_slots, memory.num_evictable_blocks
-        held = {
-            "slots_in_use": (arena.num_slots - idle_slots) * spec.slab_bytes,
-            "slots_evictable": idle_slots * spec.slab_bytes,
-            "blocks_in_use": (arena.num_blocks - idle_blocks) * spec.block_bytes,
-            "blocks_evictable": idle_blocks * spec.block_bytes,
-        }
-        return {**held, "free": arena.num_slabs * spec.slab_bytes - sum(held.values())}
 
 
 def new_scheduler(config: EngineConfig, facts: ExecutorFacts) -> Scheduler:
@@ -224,6 +215,11 @@ def new_scheduler(config: EngineConfig, facts: ExecutorFacts) -> Scheduler:
         deterministic=config.deterministic,
         logged_from=choose_logged_from(facts.device_type),
     )
+
+
+def _tenant_bytes(memory: MemoryUse, spec: ModelSpec) -> dict[str, int]:
+    held = memory.tenant_bytes(spec)
+    return {**held._asdict(), "free": memory.num_slabs * spec.slab_bytes - sum(held)}
 
 
 def _add_events(events: StepEvents, plan: StepPlan, result: StepResult, advanced: list[Request]) -> None:

@@ -1,5 +1,6 @@
 """A running request: one sequence of tokens, and where it stands."""
 
+from collections.abc import Sequence
 from enum import Enum
 
 from strandline.cache import Account, Lead, Lease, TokenBuffer
@@ -90,6 +91,11 @@ class Request:
     @property
     def params(self) -> SamplingParams:
         return self.new.params
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Append generated tokens."""
+        self.output_ids += token_ids
+        self.tokens.extend(token_ids)
 
     @property
     def is_following(self) -> bool:

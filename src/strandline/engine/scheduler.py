@@ -49,7 +49,7 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting = WaitingQueue(self._hit_tokens if cache.enabled else None)
+        self.waiting = WaitingQueue(self._hit_tokens if cache.is_enabled else None)
         self.running: list[Request] = []
         self.num_preemptions = 0
         """Since the start."""
@@ -106,6 +106,19 @@ class Scheduler:
         if request.is_introduced:
             self._gone.append(request.request_id)
 
+    def append_known(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Append tokens to a decoding request as if they had been sampled; the next step computes them together.
+
+        For replays, which know beforehand what a request generates. Between steps only.
+
+        Raises:
+            EngineError: a step is not settled yet, or the request has no room left for the token after these.
+        """
+        if self._planned or request.num_tokens + len(token_ids) >= request.max_total:
+            raise EngineError(f"request {request.request_id} cannot take {len(token_ids)} known tokens now")
+        request.append(token_ids)
+        request.num_tokens += len(token_ids)
+
     # Planning
 
     @property
@@ -128,9 +141,10 @@ class Scheduler:
         if not sequences:
             if self._planned:
                 return None
+            memory = self.cache.memory_use()
             raise EngineError(
                 f"{len(self.waiting)} requests wait, none can run: the cache has "
-                f"{self.cache.arena.num_free_slabs} free slabs of {self.cache.arena.num_slabs}"
+                f"{memory.num_free_slabs} free slabs of {memory.num_slabs}"
             )
         new = []
         planned = [span[0] for span in spans]

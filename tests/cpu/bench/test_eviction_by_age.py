@@ -6,7 +6,6 @@ from random import Random
 import pytest
 
 from strandline.bench.geometry import cost_model, geometry
-from strandline.bench.policies import make_cache, policy
 from strandline.bench.replay import Machine, Replay
 from strandline.bench.traces import Call, Lane, random_tokens
 
@@ -153,8 +152,7 @@ def two_agents(seed: int) -> Iterator[Lane]:
 def hit_share(lanes: list[Lane], memory_gib: float, name: str) -> float:
     spec = geometry(MODEL)
     machine = Machine(spec, cost_model(MODEL), int(memory_gib * 2**30))
-    cache = make_cache(policy(name), machine.memory_bytes // spec.slab_bytes, spec.blocks_per_slab)
-    return Replay(machine, cache, name).run(lanes).hit_share
+    return Replay(machine, name).run(lanes).hit_share
 
 
 @pytest.mark.parametrize(

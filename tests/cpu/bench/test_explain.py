@@ -14,7 +14,6 @@ from strandline.bench.cost import H200
 from strandline.bench.explain import ExplainedReplay
 from strandline.bench.explain_text import MEANINGS, lines
 from strandline.bench.geometry import geometry
-from strandline.bench.policies import make_cache, policy
 from strandline.bench.replay import Machine, Replay, Result
 from strandline.bench.synthetic import synthetic_lanes
 from strandline.bench.traces import random_tokens, read_trace
@@ -203,9 +202,7 @@ def machine() -> Machine:
 
 
 def replayed(kind: type[Replay], *more: Any) -> tuple[Replay, Result]:
-    spec = machine().spec
-    cache = make_cache(policy("auto"), machine().memory_bytes // spec.slab_bytes, spec.blocks_per_slab)
-    replay = kind(machine(), cache, "auto", *more)
+    replay = kind(machine(), "auto", *more)
     return replay, replay.run(synthetic_lanes("forks"))
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from strandline.bench.cost import H200
 from strandline.bench.geometry import GEOMETRIES, cost_model, geometry
 from strandline.bench.ideal import SeenPrefixes
-from strandline.bench.policies import make_cache, policy
 from strandline.bench.replay import Machine, Replay, Result
 from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
 from strandline.bench.traces import Lane, random_tokens, read_trace
@@ -27,9 +26,9 @@ MODEL = "Qwen3.5-35B-A3B"
 def replay(lanes: list[Lane], *, gib: float = 40, name: str = "auto") -> Result:
     spec = geometry(MODEL)
     machine = Machine(spec, H200[MODEL], int(gib * 2**30))
-    cache = make_cache(policy(name), machine.memory_bytes // spec.slab_bytes, spec.blocks_per_slab)
-    result = Replay(machine, cache, name).run(lanes)
-    check(cache)
+    replay = Replay(machine, name)
+    result = replay.run(lanes)
+    check(replay.cache)
     return result
 
 

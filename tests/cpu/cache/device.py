@@ -82,7 +82,7 @@ class Device:
             assert cell >= claimed.get(block, 0), f"token {position} overwrites the published block {block}"
             self._write_cells(block, cell, tokens[position : position + 1])
         published = {snapshot.slot for _, _, snapshot in cache.snapshots()}
-        in_use = {other.src for other in cache.leases.values() if other.src != other.dst}
+        in_use = {other.src for other in cache.internals().leases.values() if other.src != other.dst}
         start = len(self.state(grant.src) or ()) + grant.num_logged
         assert start == lease.computed, f"the state and the log end at {start}, the step starts at {lease.computed}"
         assert grant.num_folded in (0, grant.num_logged + end - start), f"{grant} folds part of the tokens"
@@ -119,7 +119,7 @@ class Device:
         """Check that all that is published, and all that running requests hold, is what it claims to be."""
         for _, key, snapshot in cache.snapshots():
             assert self.state(snapshot.slot) == tuple(decode(key)), f"slot {snapshot.slot} is not what it claims"
-        for lease in cache.leases.values():
+        for lease in cache.internals().leases.values():
             self._check_state(lease, tuple(decode(lease.tokens.data)))
             ready = tuple(decode(lease.tokens.slice(0, max(lease.kv_start, lease.computed))))
             for block, _, expected in _by_block(lease, ready):
@@ -138,7 +138,7 @@ def _by_block(lease: Lease, tokens: Tokens) -> Iterator[tuple[BlockId, int, Toke
 
 def runs(cache: PrefixCache) -> list[Run]:
     """Return all runs of the index, the roots left out."""
-    found = [child for root in cache.roots().values() for child in root.children.values()]
+    found = [child for root in cache.internals().index.roots.values() for child in root.children.values()]
     for run in found:
         found.extend(run.children.values())
     return found

@@ -111,9 +111,9 @@ class Driver:
 
     def drain(self) -> None:
         """Release everything, then evict everything: all memory must come back."""
-        for lease in list(self.cache.leases.values()):
+        for lease in list(self.cache.internals().leases.values()):
             self.release(lease, SnapshotKind.PREEMPTION)
-        memory, arena = self.cache.memory, self.cache.arena
+        memory, arena = self.cache.internals().memory, self.cache.internals().arena
         slots = list(iter(memory.take_slot, None))
         assert len(slots) == arena.num_slabs - 1
         assert list(self.cache.snapshots()) == []

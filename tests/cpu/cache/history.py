@@ -109,7 +109,7 @@ class History:
 
     def stop_waiting(self, index: int) -> None:
         """Give up, or be admitted at last."""
-        names = list(self.cache.expected)
+        names = list(self.cache.internals().expected)
         if names:
             self.cache.forget(names[index % len(names)])
 
@@ -162,7 +162,7 @@ class History:
 
     def take(self, num_blocks: int, num_slots: int, order: TakeOrder) -> None:
         """Take memory and give it back: what ``can_take`` says is exact."""
-        memory = self.cache.memory
+        memory = self.cache.internals().memory
         granted = memory.can_take(num_blocks, num_slots)
         blocks, slots = list[BlockId](), list[SlotId]()
         for wants_slot in _wishes(num_blocks, num_slots, order):
@@ -188,8 +188,8 @@ class History:
 
     def check(self) -> None:
         check(self.cache)
-        taken = sum(self.cache.counters.snapshots_taken.values())
-        assert len(published(self.cache)) == taken - self.cache.memory.num_snapshots_evicted
+        taken = sum(self.cache.stats().snapshots_taken.values())
+        assert len(published(self.cache)) == taken - self.cache.internals().memory.num_snapshots_evicted
         if self._is_flushed:
             self.driver.device.verify(self.cache)
             self._check_that_published_slots_stand_still()
@@ -214,7 +214,7 @@ class History:
 
     def _check_account(self, account: Account, prompt: Tokens, found: set[Tokens], salt: str) -> None:
         assert account.hit == max((len(t) for t in found if prompt[: len(t)] == t), default=0)
-        root = self.cache.roots().get(salt)
+        root = self.cache.internals().index.roots.get(salt)
         assert account.kv_tokens == (longest_match(root, prompt) if root else 0)
         assert account.queried == len(prompt) == account.hit + sum(miss.num_tokens for miss in account.misses)
         position = account.hit
@@ -236,11 +236,11 @@ def _wishes(num_blocks: int, num_slots: int, order: TakeOrder) -> list[bool]:
 
 def fingerprint(driver: Driver) -> list[Any]:
     """Return all that a lookup could change."""
-    cache = driver.cache
+    cache, parts = driver.cache, driver.cache.internals()
     tree = [(run.start_block, bytes(run.tokens), list(run.blocks), run.num_users, run.last_used) for run in runs(cache)]
     slots = [(salt, key, s.slot, s.num_readers, s.last_used, s.kind) for salt, key, s in cache.snapshots()]
-    memory = (len(cache.memory.actions), cache.memory.num_evictable_blocks, cache.memory.num_evictable_slots)
-    return [tree, slots, memory, list(cache.roots()), str(cache.counters), cache.arena.used()]
+    memory = (len(parts.memory.actions), parts.memory.use())
+    return [tree, slots, memory, list(parts.index.roots), str(cache.stats()), parts.arena.used()]
 
 
 def longest_match(root: Run, prompt: Tokens) -> int:

@@ -19,13 +19,13 @@ class Scene:
     def __init__(self) -> None:
         driver = Driver(40, 5)
         self.cache = driver.cache
-        self.memory = driver.cache.memory
+        self.memory = driver.cache.internals().memory
         driver.serve(prompt(256))
         driver.serve(prompt(300))
         self.lease: Lease = driver.admit(prompt(150) + prompt(80, 5000))
         driver.prefill(self.lease)
         self.follower: Lease = driver.admit([*prompt(150), *prompt(80, 5000), 1])
-        self.root = driver.cache.roots()[""]
+        self.root = driver.cache.internals().index.roots[""]
         (self.upper,) = self.root.children.values()
         self.run: Run = self.lease.run
         self.idle = next(run for run in runs(self.cache) if run.num_users == 0 and not run.is_tail)
@@ -39,33 +39,33 @@ def test_the_scene_itself_is_sound() -> None:
 
 
 def take_block(scene: Scene) -> None:
-    scene.cache.arena.take_blocks(1)
+    scene.cache.internals().arena.take_blocks(1)
 
 
 def take_slot(scene: Scene) -> None:
-    scene.cache.arena.take_slot()
+    scene.cache.internals().arena.take_slot()
 
 
 def free_a_published_block(scene: Scene) -> None:
-    scene.cache.arena.free_blocks(scene.idle.blocks[-1:])
+    scene.cache.internals().arena.free_blocks(scene.idle.blocks[-1:])
 
 
 def free_a_published_slot(scene: Scene) -> None:
-    scene.cache.arena.free_slot(scene.idle_snapshot.slot)
+    scene.cache.internals().arena.free_slot(scene.idle_snapshot.slot)
 
 
 def share_a_block(scene: Scene) -> None:
-    scene.cache.arena.free_blocks(scene.idle.blocks[-1:])
+    scene.cache.internals().arena.free_blocks(scene.idle.blocks[-1:])
     scene.idle.blocks[-1] = scene.run.blocks[0]
 
 
 def share_a_slot(scene: Scene) -> None:
-    scene.cache.arena.free_slot(scene.idle_snapshot.slot)
+    scene.cache.internals().arena.free_slot(scene.idle_snapshot.slot)
     scene.idle_snapshot.slot = scene.stub.slot
 
 
 def write_to_a_published_slot(scene: Scene) -> None:
-    scene.cache.arena.free_slot(scene.lease.dst)
+    scene.cache.internals().arena.free_slot(scene.lease.dst)
     scene.lease.dst = scene.stub.slot
 
 
@@ -78,7 +78,7 @@ def miscount_slots(scene: Scene) -> None:
 
 
 def miscount_free_blocks(scene: Scene) -> None:
-    scene.cache.arena.num_free_blocks += 1
+    scene.cache.internals().arena.num_free_blocks += 1
 
 
 def miscount_users(scene: Scene) -> None:
@@ -94,7 +94,7 @@ def miscount_waiters(scene: Scene) -> None:
 
 
 def forget_a_lease(scene: Scene) -> None:
-    del scene.cache.leases[scene.follower.request_id]
+    del scene.cache.internals().leases[scene.follower.request_id]
 
 
 def change_the_tokens_of_a_path(scene: Scene) -> None:
@@ -181,7 +181,7 @@ def swap_two_owners(scene: Scene) -> None:
 
 
 def change_the_index_unnoticed(scene: Scene) -> None:
-    _, snapshot = scene.cache.finder.find(scene.root, TokenBuffer(prompt(300)).data)
+    _, snapshot = scene.cache.internals().index.find(scene.root, TokenBuffer(prompt(300)).data)
     assert snapshot is not None
     scene.memory.drop_snapshot(snapshot)
     scene.memory.revision -= 1

@@ -132,7 +132,7 @@ def test_cache_that_is_off_keeps_and_finds_nothing() -> None:
         assert account.hit == 0
         assert only_miss(account).reason is Reason.NOT_ASKED
     assert list(driver.cache.snapshots()) == []
-    assert driver.cache.arena.num_blocks == driver.cache.arena.num_slots == 0
+    assert driver.cache.internals().arena.num_blocks == driver.cache.internals().arena.num_slots == 0
 
 
 def test_request_that_does_not_read_still_leaves_snapshots() -> None:
@@ -148,7 +148,7 @@ def test_request_that_does_not_read_still_leaves_snapshots() -> None:
 def test_counters_add_up() -> None:
     driver = Driver()
     accounts = [driver.serve(prompt(n), salt=salt) for n in (100, 150, 150, 70) for salt in ("", "x")]
-    counters = driver.cache.counters
+    counters = driver.cache.stats()
     assert counters.queries == len(accounts)
     assert counters.hit_tokens == sum(account.hit for account in accounts)
     assert counters.queried_tokens == counters.hit_tokens + sum(counters.missed_tokens.values())
@@ -158,13 +158,14 @@ def test_counters_add_up() -> None:
 def test_the_index_is_walked_once_for_the_same_tokens_until_they_or_it_change() -> None:
     driver = Driver()
     driver.serve(prompt(300))
-    finder, root, tokens = driver.cache.finder, driver.cache.roots()[""], TokenBuffer(prompt(299))
-    end, snapshot = found = finder.find(root, tokens.data)
+    index, tokens = driver.cache.internals().index, TokenBuffer(prompt(299))
+    root = index.roots[""]
+    end, snapshot = found = index.find(root, tokens.data)
     assert (end.kv_tokens, snapshot) == (299, None)
-    assert finder.find(root, tokens.data) is found
+    assert index.find(root, tokens.data) is found
     tokens.append(1299)
-    _, snapshot = found = finder.find(root, tokens.data)
+    _, snapshot = found = index.find(root, tokens.data)
     assert snapshot is not None
-    assert finder.find(root, tokens.data) is found
-    driver.cache.memory.drop_snapshot(snapshot)
-    assert finder.find(root, tokens.data)[1] is None
+    assert index.find(root, tokens.data) is found
+    driver.cache.internals().memory.drop_snapshot(snapshot)
+    assert index.find(root, tokens.data)[1] is None

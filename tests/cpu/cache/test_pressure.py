@@ -61,7 +61,7 @@ def scatter(driver: Driver) -> tuple[Lease, Lease]:
 
 def num_moves(driver: Driver) -> int:
     """Return how many blocks are to be moved, and move them."""
-    moves = [action for action in driver.cache.memory.actions if isinstance(action, MoveBlock)]
+    moves = [action for action in driver.cache.internals().memory.actions if isinstance(action, MoveBlock)]
     driver.flush()
     return len(moves)
 
@@ -70,7 +70,7 @@ def test_compaction_makes_room_for_a_slot_and_tables_follow() -> None:
     driver = Driver(5, 4)
     stays, goes = scatter(driver)
     driver.release(goes, SnapshotKind.PREEMPTION)
-    assert (driver.cache.arena.num_free_slabs, driver.cache.arena.num_free_blocks) == (1, 6)
+    assert (driver.cache.internals().arena.num_free_slabs, driver.cache.internals().arena.num_free_blocks) == (1, 6)
     before = list(stays.table)
     newcomers = [driver.admit(prompt(10, 7000)), driver.admit(prompt(10, 8000))]
     assert sum(old != new for old, new in zip(before, stays.table, strict=True)) == num_moves(driver) == 2
@@ -112,7 +112,7 @@ def test_cut_that_gets_no_slot_evicts_nothing_and_the_request_goes_on() -> None:
     lease = driver.admit(prompt(90) + prompt(300, 6000))
     assert driver.cache.extend(lease, 384)
     driver.flush()
-    assert driver.cache.memory.num_evictable_blocks == 1
+    assert driver.cache.internals().memory.num_evictable_blocks == 1
     assert driver.cache.reserve_step(lease, 384, wants_log=False).cuts == ()
     assert driver.cache.take_actions() == []
     assert driver.step(lease, 384)
@@ -121,12 +121,12 @@ def test_cut_that_gets_no_slot_evicts_nothing_and_the_request_goes_on() -> None:
 def test_cut_of_a_step_that_is_never_committed_leaks_nothing() -> None:
     driver = Driver()
     driver.serve(prompt(100))
-    before = driver.cache.arena.used()
+    before = driver.cache.internals().arena.used()
     lease = driver.admit(prompt(90) + prompt(100, 6000))
     assert driver.cache.extend(lease, 190)
     assert [position for position, _ in driver.cache.reserve_step(lease, 190, wants_log=False).cuts] == [90]
     driver.release(lease)
-    assert driver.cache.arena.used() == before
+    assert driver.cache.internals().arena.used() == before
 
 
 def test_snapshot_is_left_only_when_the_next_token_finds_room_beside_it() -> None:
@@ -165,7 +165,7 @@ def test_of_blocks_that_no_snapshot_needs_a_slot_s_worth_goes_at_once_if_that_is
 ) -> None:
     driver = Driver(num_slabs, 5)
     driver.serve(prompt(640))
-    memory, arena = driver.cache.memory, driver.cache.arena
+    memory, arena = driver.cache.internals().memory, driver.cache.internals().arena
     for _, _, snapshot in list(driver.cache.snapshots()):
         memory.drop_snapshot(snapshot)
     memory.take_blocks(arena.num_free_blocks + 5 * arena.num_free_slabs)
@@ -276,7 +276,7 @@ def test_a_conversation_stays_one_run_of_the_index() -> None:
     for turn in range(40):
         driver.serve(tokens)
         tokens = tokens + prompt(37, 1000 * turn + 5000)
-    runs = [run for root in driver.cache.roots().values() for run in root.children.values()]
+    runs = [run for root in driver.cache.internals().index.roots.values() for run in root.children.values()]
     assert len(runs) == 1
     assert sum(not child.is_tail for child in runs[0].children.values()) == 0
     assert len(published(driver.cache)) == 40
@@ -343,8 +343,8 @@ def test_whom_a_request_waits_for_stands_in_when_its_snapshot_is_evicted() -> No
     waiter = RequestId("waiter")
     driver.cache.expect(waiter, TokenBuffer(prompt(310)))
     [deepest] = [snapshot for _, _, snapshot in driver.cache.snapshots() if snapshot.position == 300]
-    driver.cache.memory.drop_snapshot(deepest)
+    driver.cache.internals().memory.drop_snapshot(deepest)
     check(driver.cache)
     assert standing(deepest) not in (None, deepest)
     driver.admit(prompt(310), waiter)
-    assert driver.cache.expected == {}
+    assert driver.cache.internals().expected == {}

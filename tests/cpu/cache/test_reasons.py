@@ -159,16 +159,16 @@ def test_reasons_of_one_request_add_up_in_the_counters() -> None:
     driver.serve(prompt(150))
     account = driver.serve(prompt(100) + prompt(30, 4000))
     assert reasons(account) == {Reason.NO_SNAPSHOT: 100, Reason.DIVERGED: 30}
-    counted = {reason: tokens for reason, tokens in driver.cache.counters.missed_tokens.items() if tokens}
+    counted = {reason: tokens for reason, tokens in driver.cache.stats().missed_tokens.items() if tokens}
     assert counted == {Reason.FIRST_SEEN: 150, Reason.NO_SNAPSHOT: 100, Reason.DIVERGED: 30}
-    assert driver.cache.counters.snapshots_taken[SnapshotKind.BRANCH] == 1
+    assert driver.cache.stats().snapshots_taken[SnapshotKind.BRANCH] == 1
 
 
 def test_memory_of_what_was_evicted_is_bounded() -> None:
     driver = Driver(3, 2)
     for index in range(500):
         driver.serve(prompt(60 + index % 20, 1000 * index))
-    root = driver.cache.roots()[""]
+    root = driver.cache.internals().index.roots[""]
     assert len(root.evicted) <= 64
     assert len(root.lost) <= 64
 
@@ -177,7 +177,7 @@ def test_roots_of_idle_salts_are_forgotten() -> None:
     driver = Driver(3, 2)
     for index in range(400):
         driver.serve(prompt(5), salt=f"salt-{index}")
-    assert len(driver.cache.roots()) <= 300
+    assert len(driver.cache.internals().index.roots) <= 300
 
 
 def test_callers_are_told_nothing_of_other_salts_not_even_by_where_a_range_ends() -> None:
@@ -207,7 +207,7 @@ def test_counters_of_what_callers_are_told_add_up_and_tell_no_more_than_accounts
     driver = Driver()
     for salt, tokens in (("alice", prompt(150)), ("bob", [*prompt(100), *prompt(60, 5000)]), ("bob", prompt(120))):
         driver.serve(tokens, salt=salt)
-    counters = driver.cache.counters
+    counters = driver.cache.stats()
     assert counters.missed_tokens[Reason.OTHER_SALT] > 0
     assert counters.told_tokens[Reason.OTHER_SALT] == 0
     assert counters.told_tokens[Reason.FIRST_SEEN] == 150 + 160

@@ -54,7 +54,7 @@ def test_owner_and_follower_of_a_block_do_not_see_each_other() -> None:
 def test_follower_aborted_before_its_first_step_leaks_nothing() -> None:
     driver = Driver()
     driver.serve(prompt(100))
-    arena = driver.cache.arena
+    arena = driver.cache.internals().arena
     before = (arena.num_blocks, arena.num_slots, published(driver.cache))
     follower = driver.admit([*prompt(100), 1])
     driver.release(follower)
@@ -80,11 +80,11 @@ def test_two_requests_that_compute_the_same_tokens_end_with_one_copy() -> None:
     driver.step_together([(lease, 100) for lease in leases])
     driver.step_together([(lease, 200) for lease in leases])
     assert leases[0].table[:3] == leases[1].table[:3]
-    assert driver.cache.arena.num_blocks == 3 + 2
+    assert driver.cache.internals().arena.num_blocks == 3 + 2
     for lease in leases:
         driver.release(lease)
-    assert driver.cache.arena.num_blocks == 4
-    assert driver.cache.arena.num_slots == len(published(driver.cache)) == 1
+    assert driver.cache.internals().arena.num_blocks == 4
+    assert driver.cache.internals().arena.num_slots == len(published(driver.cache)) == 1
 
 
 def test_latecomer_follows_only_as_far_as_the_tokens_are_the_same() -> None:

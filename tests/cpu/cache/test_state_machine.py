@@ -67,7 +67,7 @@ class CacheMachine(RuleBasedStateMachine):
     def wait(self, base: int, kept: int, seed: int, num_more: int) -> None:
         self.history.wait(base, kept, seed, num_more)
 
-    @precondition(lambda self: self.history.cache.expected)
+    @precondition(lambda self: self.history.cache.internals().expected)
     @rule(index=st.integers(0, 3))
     def stop_waiting(self, index: int) -> None:
         self.history.stop_waiting(index)

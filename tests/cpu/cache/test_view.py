@@ -18,15 +18,16 @@ from tests.cpu.cache.test_lookup import prompt
 
 def fingerprint(cache: PrefixCache) -> list[Any]:
     """Everything that a use of the cache would change."""
-    found: list[Any] = [vars(cache.memory.arena) | {}, cache.counters.queries, dict(cache.counters.missed_tokens)]
-    waiting = list(cache.roots().values())
+    parts = cache.internals()
+    found: list[Any] = [vars(parts.arena) | {}, cache.stats()]
+    waiting = list(parts.index.roots.values())
     while waiting:
         run = waiting.pop()
         found.append((run.last_used, run.num_users, bytes(run.tokens), list(run.order), list(run.lost)))
         snapshots = [*run.snapshots.values(), *run.stubs.values()]
         found.append([(s.position, s.last_used, s.used_at, s.num_readers, s.slot) for s in snapshots])
         waiting.extend(run.children.values())
-    return [repr(found), len(cache.memory.actions), cache.memory.tick, cache.reuse.now]
+    return [repr(found), len(parts.memory.actions), parts.memory.tick, parts.reuse.now]
 
 
 def kinds(tree: TreeView) -> set[tuple[int, SnapshotKind]]:

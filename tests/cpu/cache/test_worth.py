@@ -1,12 +1,14 @@
 """What is evicted first: what saves the least computation per byte, and never what covers for something deeper."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.cache import PrefixCache, Reason, SnapshotKind
+from strandline.cache import Placement, PrefixCache, Reason, SnapshotKind
+from strandline.cache.core import AUTO
 from strandline.cache.eviction import CERTAIN, EvictionOrder, LeastRecentlyUsed, WorthPerByte
 from strandline.cache.invariants import check
 from strandline.cache.placement import Nothing
@@ -21,6 +23,15 @@ BLOCKS_PER_SLAB = 5
 
 def positions(driver: Driver) -> list[int]:
     return sorted(len(tokens) for _, tokens in published(driver.cache))
+
+
+class Switch:
+    """A placement that a test replaces while requests run."""
+
+    chosen: Placement = AUTO
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.chosen, name)
 
 
 def conversation(driver: Driver, first: int, num_turns: int, turn_tokens: int = 100) -> list[int]:
@@ -38,13 +49,14 @@ def test_snapshots_that_a_path_goes_on_from_give_way_to_the_last_one_of_an_older
     for index in range(2):
         conversation(driver, 100_000 * (index + 1), 6)
     assert driver.lookup(old).hit == 300
-    assert driver.cache.memory.num_snapshots_evicted > 0
+    assert driver.cache.internals().memory.num_snapshots_evicted > 0
 
 
 def test_keys_and_values_that_no_snapshot_needs_go_first() -> None:
-    driver = Driver(6, BLOCKS_PER_SLAB)
+    placement = Switch()
+    driver = Driver(6, BLOCKS_PER_SLAB, placement=placement)
     kept = conversation(driver, 0, 1, 128)
-    driver.cache.placement = Nothing()
+    placement.chosen = Nothing()
     bare = driver.admit(prompt(640, 50_000), read=False)
     driver.prefill(bare, leave=False)
     driver.release(bare)
@@ -63,7 +75,7 @@ def test_the_last_snapshot_of_a_path_and_its_keys_go_together() -> None:
         account = driver.lookup(prompt(640, first))
         assert account.hit in (0, 640)
     snapshots = sum(1 for _ in driver.cache.snapshots())
-    assert driver.cache.arena.num_blocks >= 10 * snapshots
+    assert driver.cache.internals().arena.num_blocks >= 10 * snapshots
 
 
 def test_what_saves_much_outlives_what_saves_little_though_used_earlier() -> None:
@@ -84,11 +96,11 @@ def test_unused_entries_age_however_much_they_save() -> None:
 
 def test_divided_memory_keeps_its_shares() -> None:
     cache = PrefixCache(21, BLOCKS_PER_SLAB, max_slots=8)
-    assert cache.memory.can_take(13 * BLOCKS_PER_SLAB - 1, 8)
-    assert not cache.memory.can_take(13 * BLOCKS_PER_SLAB, 0)
-    assert not cache.memory.can_take(0, 9)
-    blocks = cache.memory.take_blocks(21 * BLOCKS_PER_SLAB)
-    slots = list(iter(cache.memory.take_slot, None))
+    assert cache.internals().memory.can_take(13 * BLOCKS_PER_SLAB - 1, 8)
+    assert not cache.internals().memory.can_take(13 * BLOCKS_PER_SLAB, 0)
+    assert not cache.internals().memory.can_take(0, 9)
+    blocks = cache.internals().memory.take_blocks(21 * BLOCKS_PER_SLAB)
+    slots = list(iter(cache.internals().memory.take_slot, None))
     assert (len(blocks), len(slots)) == (13 * BLOCKS_PER_SLAB - 1, 8)
 
 
@@ -175,7 +187,7 @@ def test_prompts_that_a_path_has_gone_on_from_go_before_the_one_it_may_go_on_fro
             history = prompt(70, 10_000 * turn)
         history += prompt(100, 1000 * turn)
         driver.serve(history, prompt(20, 500_000 + 1000 * turn))
-    order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.reuse)
+    order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.internals().reuse)
     passed, last = (snapshot_after(driver, history[: len(history) - back]) for back in (100, 0))
     assert passed.is_passed
     assert not last.is_passed
@@ -196,16 +208,17 @@ def test_a_snapshot_that_a_prompt_ends_at_is_a_prompts_end_whatever_it_was_taken
 
 def test_a_prompts_end_counts_the_keys_that_go_with_it_though_its_last_block_holds_an_answer_that_has_gone() -> None:
     driver = Driver(60, BLOCKS_PER_SLAB)
-    order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.reuse)
+    order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.internals().reuse)
     asked, said = prompt(462), prompt(20, 500_000)
     driver.serve(asked, said)
     driver.serve(prompt(40, 900_000))
     answered, asked_end = snapshot_after(driver, asked + said), snapshot_after(driver, asked)
     assert num_continuations(asked_end) == 1
-    driver.cache.memory.drop_snapshot(answered)
+    driver.cache.internals().memory.drop_snapshot(answered)
     assert num_continuations(asked_end) == 0
     saved_share = 462 / (462 + 64 * BLOCKS_PER_SLAB)
-    assert order.worth(asked_end) == pytest.approx(saved_share * driver.cache.reuse.density(asked_end.habit, 1))
+    density = driver.cache.internals().reuse.density(asked_end.habit, 1)
+    assert order.worth(asked_end) == pytest.approx(saved_share * density)
 
 
 def test_where_a_prompt_ends_that_begins_a_cached_one_is_shared() -> None:
@@ -218,7 +231,7 @@ def test_where_a_prompt_ends_that_begins_a_cached_one_is_shared() -> None:
 
 def test_the_last_snapshot_of_the_last_request_goes_after_what_saves_as_much() -> None:
     driver = Driver(60, BLOCKS_PER_SLAB)
-    order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.reuse)
+    order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.internals().reuse)
     for turn in range(10):
         driver.serve(prompt(100, 1000 * turn))
     last, before = (snapshot_after(driver, prompt(100, 1000 * turn)) for turn in (9, 8))

@@ -74,8 +74,8 @@ def test_senders_see_nothing_of_it(make_llm: MakeLLM) -> None:
             output = ask(llm, PROMPT + tokens(seed, seed=seed), params)
             found.append((output.outputs[0].token_ids, output.outputs[0].logprobs, output.num_cached_tokens))
         rest(llm)
-        counters = llm.engine.cache.counters
-        found.append(len(llm.engine.cache.reuse))
+        counters = llm.engine.cache.stats()
+        found.append(len(llm.engine.cache.internals().reuse))
         return [*found, counters.queried_tokens, counters.hit_tokens, counters.missed_tokens, counters.queries]
 
     audited = make_llm(audit_rate=1.0)

@@ -99,7 +99,7 @@ def test_forks_share_the_prompt_as_far_as_whole_blocks_go(make_llm: MakeLLM) -> 
     [forked] = llm.generate([prompt], params, use_tqdm=False)
     [usual] = make_llm().generate([prompt], params, use_tqdm=False)
     assert [o.token_ids for o in forked.outputs] == [o.token_ids for o in usual.outputs]
-    assert llm.engine.cache.counters.hit_tokens == 2 * 64
+    assert llm.engine.cache.stats().hit_tokens == 2 * 64
 
 
 def test_a_marked_position_is_rounded_down(make_llm: MakeLLM) -> None:

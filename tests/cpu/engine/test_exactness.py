@@ -83,7 +83,7 @@ def test_forks_equal_requests_with_their_seeds_and_share_the_prompt(make_llm: Ma
     single = make_llm(enable_prefix_caching=False).generate([prompt] * 4, params, use_tqdm=False)
     assert [o.token_ids for o in forked.outputs] == [o.outputs[0].token_ids for o in single]
     assert len({tuple(o.token_ids) for o in forked.outputs}) > 1
-    assert llm.engine.cache.counters.hit_tokens == 3 * 100
+    assert llm.engine.cache.stats().hit_tokens == 3 * 100
 
 
 def test_preempted_requests_give_the_same_tokens_and_recompute_one(make_llm: MakeLLM) -> None:

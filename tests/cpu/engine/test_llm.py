@@ -179,7 +179,7 @@ def test_closing_a_stream_frees_what_it_held(llm: LLM) -> None:
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert not llm.engine.has_unfinished
-    assert not llm.engine.cache.leases
+    assert not llm.engine.cache.internals().leases
 
 
 BAD_PROMPTS: list[tuple[Any, str]] = [

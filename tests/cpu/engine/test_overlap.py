@@ -56,7 +56,7 @@ def serve(make_llm: MakeLLM, seed: int, *, async_scheduling: bool, **options: ob
     if llm.engine.core.has_unfinished:
         step()
     assert not llm.engine.core.has_unfinished
-    assert not llm.engine.cache.leases
+    assert not llm.engine.cache.internals().leases
     return answers
 
 

@@ -99,7 +99,7 @@ def test_an_aborted_request_frees_everything_whether_it_waits_or_runs() -> None:
         scheduler.finish(RequestId(name), FinishReason.ABORT)
     check(scheduler.cache)
     assert scheduler.plan() is None
-    assert not scheduler.cache.leases
+    assert not scheduler.cache.internals().leases
 
 
 def test_an_id_in_use_is_refused() -> None:
@@ -277,8 +277,8 @@ def test_what_waiting_requests_would_hit_is_expected_until_they_run_or_go() -> N
     step(scheduler)
     scheduler.add(make_request("waits", [1] * 120))
     scheduler.add(make_request("goes", [1] * 130))
-    assert set(scheduler.cache.expected) == {"waits", "goes"}
+    assert set(scheduler.cache.internals().expected) == {"waits", "goes"}
     scheduler.finish(RequestId("goes"), FinishReason.ABORT)
     scheduler.finish(RequestId("runs"), FinishReason.ABORT)
     step(scheduler)
-    assert scheduler.cache.expected == {}
+    assert scheduler.cache.internals().expected == {}

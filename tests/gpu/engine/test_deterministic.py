@@ -69,7 +69,7 @@ def test_answers_have_the_same_bits_whatever_is_cached_or_computed_beside_them(m
         llm = make_exact(**options)
         assert traces(llm, prompts) == expected, options
         assert traces(llm, prompts[::-1]) == expected[::-1], options
-        assert llm.engine.cache.counters.hit_tokens > 0
+        assert llm.engine.cache.stats().hit_tokens > 0
 
 
 def test_preempted_answers_have_the_same_bits(make_exact: MakeLLM) -> None:
@@ -112,7 +112,7 @@ def test_the_demo_model_gives_the_same_bits(dtype: str) -> None:
     llm = LLM("demo", deterministic=True, max_num_batched_tokens=700, **options)
     assert traces(llm, prompts) == expected
     assert traces(llm, prompts) == expected
-    assert llm.engine.cache.counters.hit_tokens > 10_000
+    assert llm.engine.cache.stats().hit_tokens > 10_000
     # What the test would miss if it could not fail: without the flag bits do depend on the batch.
     if dtype == "bfloat16":
         loose = LLM("demo", enable_prefix_caching=False, **options)

@@ -1,0 +1,70 @@
+"""The prefix index: a tree of cached runs for every salt, and where a prompt leaves its tree.
+
+A request is looked up several times: to compare it with others that wait, to find a leader, and when it is admitted;
+mostly nothing has changed in between. To compare all its tokens each time would cost more than the rest of its
+admission, so the last answer is kept for as long as the index stays as it was.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+
+from strandline.cache.lease import Lease
+from strandline.cache.memory import CacheMemory
+from strandline.cache.tree import Run, Snapshot, snapshots_below, split
+from strandline.cache.walk import Walk, deepest_snapshot, walk
+
+MAX_EMPTY_ROOTS = 256
+
+
+class PrefixIndex:
+    """Walks the trees, but not twice in a row for the same tokens."""
+
+    def __init__(self, memory: CacheMemory, leases: Callable[[], Iterable[Lease]]) -> None:
+        self._memory = memory
+        self._leases = leases
+        self.roots: dict[str, Run] = {}
+        """By salt; the newest last."""
+        self._asked: tuple[int, int] | None = None
+        """Revision of the index, and length of the prompt, that the last answer holds for."""
+        self.last: tuple[Run, bytearray] | None = None
+        """The root and the prompt that were asked about last. A prompt only ever grows."""
+        self._answer: tuple[Walk, Snapshot | None]
+
+    def find(self, root: Run, data: bytearray) -> tuple[Walk, Snapshot | None]:
+        """Return how far ``data`` follows a tree, and the deepest snapshot on the way. Changes nothing."""
+        asked = (self._memory.revision, len(data))
+        last = self.last
+        if last is None or last[0] is not root or last[1] is not data or self._asked != asked:
+            end = walk(root, data)
+            self._answer = end, deepest_snapshot(end, data)
+            self.last, self._asked = (root, data), asked
+        return self._answer
+
+    def deepest(self, salt: str, data: bytearray) -> Snapshot | None:
+        """Return the deepest snapshot that a prompt can resume from, or None. Changes nothing."""
+        root = self.roots.get(salt)
+        return None if root is None else self.find(root, data)[1]
+
+    def root(self, salt: str) -> Run:
+        """Return the root of a salt's tree; make one if there is none."""
+        root = self.roots.get(salt)
+        if root is None:
+            if len(self.roots) >= MAX_EMPTY_ROOTS:
+                in_use = {id(lease.root) for lease in self._leases()}
+                self.roots = {n: r for n, r in self.roots.items() if r.children or id(r) in in_use}
+            root = self.roots[salt] = Run(None, 0, b"", array("i"))
+        return root
+
+    def split_at(self, end: Walk) -> Run:
+        """Make the walk end with a run; return the run that ends there."""
+        if end.num_blocks in (end.run.end_block, 0):
+            return end.run
+        upper = split(end.run, end.num_blocks)
+        self._memory.own(upper, upper.blocks)
+        return upper
+
+    def snapshots(self) -> Iterator[tuple[str, bytes, Snapshot]]:
+        """Yield salt, tokens (as a key) and snapshot of everything published."""
+        for salt, root in self.roots.items():
+            for tokens, snapshot in snapshots_below(root):
+                yield salt, tokens, snapshot

@@ -1,0 +1,64 @@
+"""What a cache holds and what it has counted, as plain figures."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from strandline.cache.account import Reason, SnapshotKind
+from strandline.specs import ModelSpec
+
+
+class TenantBytes(NamedTuple):
+    """Bytes of the arena by tenant."""
+
+    slots_in_use: int
+    slots_evictable: int
+    blocks_in_use: int
+    blocks_evictable: int
+
+
+class MemoryUse(NamedTuple):
+    """Slots and blocks that are allocated, null ones left out."""
+
+    num_slabs: int
+    """Size of the arena, the null slab included."""
+    num_free_slabs: int
+    """Slabs that hold neither a slot nor blocks."""
+    max_blocks: int
+    """Blocks that fit when no slot is allocated."""
+    num_slots: int
+    num_blocks: int
+    num_evictable_slots: int
+    """Slots that eviction could free: snapshots that no running request reads."""
+    num_evictable_blocks: int
+    """Blocks that eviction could free: those that no running request uses."""
+
+    def tenant_bytes(self, spec: ModelSpec) -> TenantBytes:
+        """Return the bytes that slots and blocks take."""
+        return TenantBytes(
+            (self.num_slots - self.num_evictable_slots) * spec.slab_bytes,
+            self.num_evictable_slots * spec.slab_bytes,
+            (self.num_blocks - self.num_evictable_blocks) * spec.block_bytes,
+            self.num_evictable_blocks * spec.block_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """A cache's figures at one moment; totals count from its construction."""
+
+    memory: MemoryUse
+    num_leases: int
+    """Requests that are running."""
+    num_snapshots: int
+    """Slots that are neither a running request's own nor reserved for a cut."""
+    num_snapshots_evicted: int
+    num_blocks_evicted: int
+    queries: int
+    queried_tokens: int
+    hit_tokens: int
+    missed_tokens: Mapping[Reason, int]
+    told_tokens: Mapping[Reason, int]
+    """As ``missed_tokens``, by the reasons that callers may know (``Account.for_callers``)."""
+    hits_by_kind: Mapping[SnapshotKind, int]
+    snapshots_taken: Mapping[SnapshotKind, int]

@@ -1,0 +1,135 @@
+"""Where a prompt leaves the prefix tree, and the snapshots on the way there. Changes nothing.
+
+A walk compares one run at a time (one ``memcmp``), so a long cached prompt costs its branches, not its tokens.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
+from strandline.cache.tree import Run, Snapshot
+from strandline.ids import BLOCK_TOKENS
+
+
+class Walk(NamedTuple):
+    """How far a prompt's tokens follow the tree."""
+
+    run: Run
+    """The deepest run of which at least one whole block matched (or the root)."""
+    num_blocks: int
+    """Whole blocks that match, from the root."""
+    partial_run: Run | None
+    """The run whose next block matches in its first ``partial_tokens`` tokens."""
+    partial_tokens: int
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_blocks * BLOCK_TOKENS + self.partial_tokens
+
+
+def walk(root: Run, data: bytearray) -> Walk:
+    """Follow the tokens of ``data`` from the root as far as cached keys and values go. Changes nothing."""
+    run, offset = root, 0
+    while True:
+        if len(run.order) == 1:
+            (child,) = run.children.values()
+            if len(child.tokens) >= BLOCK_KEY_BYTES and data.startswith(child.tokens, offset):
+                run = child
+                offset += len(child.tokens)
+                continue
+        key = bytes(data[offset : offset + BLOCK_KEY_BYTES])
+        next_run = run.children.get(key) if len(key) == BLOCK_KEY_BYTES else None
+        if next_run is None:
+            return _end_between_runs(run, key)
+        if not data.startswith(next_run.tokens, offset):
+            return _end_inside_run(next_run, data, offset)
+        run = next_run
+        offset += len(next_run.tokens)
+
+
+def _end_between_runs(run: Run, key: bytes) -> Walk:
+    best_key, best_tokens = None, 0
+    place = bisect_left(run.order, key)
+    for neighbour in run.order[max(place - 1, 0) : place + 1]:
+        tokens = common_tokens(neighbour, key)
+        if tokens > best_tokens:
+            best_key, best_tokens = neighbour, tokens
+    partial = run.children[best_key] if best_key is not None else None
+    return Walk(run, run.end_block, partial, best_tokens)
+
+
+def _end_inside_run(run: Run, data: bytearray, offset: int) -> Walk:
+    """The run's first block matches and some later one does not: find which by bisection."""
+    low, high = 1, len(run.blocks)
+    with memoryview(run.tokens) as mine:
+        while high - low > 1:
+            middle = (low + high) // 2
+            piece = mine[low * BLOCK_KEY_BYTES : middle * BLOCK_KEY_BYTES]
+            if data.startswith(piece, offset + low * BLOCK_KEY_BYTES):
+                low = middle
+            else:
+                high = middle
+            piece.release()
+    known = bytes(run.tokens[low * BLOCK_KEY_BYTES : (low + 1) * BLOCK_KEY_BYTES])
+    asked = bytes(data[offset + low * BLOCK_KEY_BYTES : offset + (low + 1) * BLOCK_KEY_BYTES])
+    tokens = common_tokens(known, asked)
+    return Walk(run, run.start_block + low, run if tokens else None, tokens)
+
+
+def deepest_snapshot(end: Walk, data: bytearray) -> Snapshot | None:
+    """Return the deepest snapshot on the walked path, or None. Changes nothing."""
+    for run in end.run.ancestry():
+        is_whole = run is not end.run or end.num_blocks == run.end_block
+        stub = _longest_stub(run, data) if is_whole else None
+        if stub is not None:
+            return stub
+        if place := bisect_right(run.positions, end.kv_tokens):
+            return run.snapshots[run.positions[place - 1]]
+    return None
+
+
+def copied_run(end: Walk, snapshot: Snapshot | None) -> Run | None:
+    """Return the run whose next block a request copies: when its snapshot lies inside the block that ends the walk."""
+    is_inside = snapshot is not None and snapshot.position > end.num_blocks * BLOCK_TOKENS
+    return end.partial_run if is_inside else None
+
+
+def branch_snapshots(run: Run, data: bytearray) -> "Iterator[Snapshot]":
+    """Yield the deepest snapshot before each place where the path to the end of ``run`` branches; deepest first."""
+    for node in run.ancestry():
+        if len(node.order) > 1:
+            stubs = [s for s in _matching_stubs(node, data) if _num_children_with_prefix(node, s.stub_key or b"") > 1]
+            if (stub := _deepest(stubs)) is not None:
+                yield stub
+            elif node.positions:
+                yield node.snapshots[node.positions[-1]]
+
+
+def _num_children_with_prefix(run: Run, prefix: bytes) -> int:
+    """Count the children whose first block begins with ``prefix``, up to two."""
+    place = bisect_left(run.order, prefix)
+    return sum(key.startswith(prefix) for key in run.order[place : place + 2])
+
+
+def _longest_stub(run: Run, data: bytearray) -> Snapshot | None:
+    """Return the stub of ``run`` whose key is the longest prefix of the data that follows the run."""
+    return _deepest(_matching_stubs(run, data)) if run.stubs else None
+
+
+def _matching_stubs(run: Run, data: bytearray) -> list[Snapshot]:
+    """Return the stubs of ``run`` whose keys are prefixes of the data that follows the run."""
+    offset = run.end_block * BLOCK_KEY_BYTES
+    if len(run.stubs) < BLOCK_TOKENS:
+        return [stub for key, stub in run.stubs.items() if data.startswith(key, offset)]
+    after = bytes(data[offset : offset + BLOCK_KEY_BYTES - TOKEN_BYTES])
+    keys = {after[:size] for size in range(TOKEN_BYTES, len(after) + 1, TOKEN_BYTES)}
+    return [run.stubs[key] for key in keys if key in run.stubs]
+
+
+def _deepest(snapshots: list[Snapshot]) -> Snapshot | None:
+    deepest: Snapshot | None = None
+    for snapshot in snapshots:
+        if deepest is None or snapshot.position > deepest.position:
+            deepest = snapshot
+    return deepest
