@@ -177,7 +177,7 @@ def verify(model: str) -> None:
             out = attention_triton.paged_attention(
                 q_THD, memory, batch, num_decodes, scale=SCALE, window_tokens=window
             ).float()
-            expected = attention.paged_attention.__wrapped__(  # type: ignore[attr-defined]
+            expected = attention.paged_attention.reference(  # type: ignore[attr-defined]
                 q_THD.float(), wide, batch, num_decodes, scale=SCALE, window_tokens=window
             )
             error = float((out - expected).norm() / expected.norm())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from strandline.kernels import conv1d, conv1d_triton
 from strandline.kernels.chunk_table import build_chunk_table
+from strandline.kernels.operation import Operation
 
 CHANNELS, TAPS, ROW = 8192, 4, 12_352
 BYTES_PER_S = 4.28e12
@@ -89,8 +90,8 @@ def run_update(*arguments: object) -> Tensor:
 
 
 def operation(module: object, name: str) -> Callable[..., Tensor]:
-    found: Callable[..., Tensor] = getattr(module, name)
-    return getattr(found, "__wrapped__", found)
+    found = getattr(module, name)
+    return found.reference if isinstance(found, Operation) else found
 
 
 def time_us(all_calls: Sequence[Call]) -> float:

@@ -107,7 +107,7 @@ def check(batch_size: int, state_dtype: torch.dtype) -> None:
     """Compare one call with the torch version on the same device, in float32."""
     *inputs, state_SHKV, src_N, dst_N = calls(batch_size, state_dtype)[1]
     expected_SHKV = state_SHKV.to(torch.float32, copy=True)
-    expected_NHV = gdn.gdn_decode.__wrapped__(*(x.float() for x in inputs), expected_SHKV, src_N, dst_N)
+    expected_NHV = gdn.gdn_decode.reference(*(x.float() for x in inputs), expected_SHKV, src_N, dst_N)
     out_NHV = gdn_decode_triton.gdn_decode(*inputs, state_SHKV, src_N, dst_N)
     out, state = error_ratio(out_NHV, expected_NHV), error_ratio(state_SHKV, expected_SHKV)
     is_right = out < 4e-3 and state < (1e-5 if state_dtype == torch.float32 else 4e-3)

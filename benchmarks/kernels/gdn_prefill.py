@@ -103,7 +103,7 @@ def verify() -> None:
         chunks = build_chunk_table(*cuts_of(case.chunks))
         q, k, v, a, b, A_log, dt_bias = (x.cpu().float() for x in case.inputs)
         slots = case.src_N.cpu(), case.dst_N.cpu()
-        expected = gdn.gdn_prefill(q, k, v, a, b, A_log, dt_bias, expected_SHKV, *slots, chunks)
+        expected = gdn.gdn_prefill.reference(q, k, v, a, b, A_log, dt_bias, expected_SHKV, *slots, chunks)
         out = kernels.gdn_prefill(*case.inputs, case.state_SHKV, case.src_N, case.dst_N, case.chunks).cpu().float()
         errors = [
             float((x - y).norm() / y.norm()) for x, y in ((out, expected), (case.state_SHKV.cpu(), expected_SHKV))
@@ -145,7 +145,8 @@ def report(case: Case) -> float:
     whole = time_ms(lambda: kernels.gdn_prefill(*case.inputs, *slots))
     prepare = time_ms(lambda: kernels.prepare(q, k, *gates, case.chunks))
     prepared = kernels.prepare(q, k, *gates, case.chunks)
-    advance = time_ms(lambda: kernels.advance(q, k, v, prepared, *slots))
+    launch = kernels.choose_launch(case.num_sequences, *v.shape[1:])
+    advance = time_ms(lambda: kernels.advance(q, k, v, prepared, *slots, launch))
     peers = PEERS_MS.get((case.num_tokens, case.num_sequences))
     print(
         f"gdn_prefill {case.name}: {1e3 * whole:.1f} µs (prepare {1e3 * prepare:.1f}, advance {1e3 * advance:.1f}); "

@@ -42,7 +42,7 @@ def cases() -> list[Case]:
                 f"add_rms_norm {size}",
                 lambda t, s=size: (randn(t, s), randn(t, s)),
                 lambda x, r, w=weight: norm_triton.add_rms_norm_zero_centered(x, r, w, EPS),
-                lambda x, r, w=weight: norm.add_rms_norm_zero_centered.__wrapped__(x, r, w, EPS),
+                lambda x, r, w=weight: norm.add_rms_norm_zero_centered.reference(x, r, w, EPS),
                 4 * size * 2,
             )
         )
@@ -51,7 +51,7 @@ def cases() -> list[Case]:
                 f"rms_norm {size}",
                 lambda t, s=size: (randn(t, s),),
                 lambda x, w=weight: norm_triton.rms_norm_zero_centered(x, w, EPS),
-                lambda x, w=weight: norm.rms_norm_zero_centered.__wrapped__(x, w, EPS),
+                lambda x, w=weight: norm.rms_norm_zero_centered.reference(x, w, EPS),
                 2 * size * 2,
             )
         )
@@ -61,15 +61,15 @@ def cases() -> list[Case]:
             "rms_norm_gated 32 x 128",
             lambda t: (randn(t, 32, 128), view(t, 4096, 32, 128)),
             lambda x, g: norm_triton.rms_norm_gated(x, g, weight_V, EPS),
-            lambda x, g: norm.rms_norm_gated.__wrapped__(x, g, weight_V, EPS),
+            lambda x, g: norm.rms_norm_gated.reference(x, g, weight_V, EPS),
             3 * 4096 * 2,
         )
     )
     for size in (512, 9216):
-        swiglu = (activation_triton.swiglu, activation.swiglu.__wrapped__)
+        swiglu = (activation_triton.swiglu, activation.swiglu.reference)
         found.append((f"swiglu {size}", lambda t, s=size: (view(t, 2 * s),), *swiglu, 3 * size * 2))
     # Open gates: the values, gated in place again and again, must not fade to zeros.
-    gate = (activation_triton.sigmoid_gate, activation.sigmoid_gate.__wrapped__)
+    gate = (activation_triton.sigmoid_gate, activation.sigmoid_gate.reference)
     found.append(("sigmoid_gate 4096", lambda t: (randn(t, 4096), view(t, 4096).add_(8)), *gate, 3 * 4096 * 2))
     return found
 

@@ -93,7 +93,7 @@ def verify(work: Work) -> None:
     """Compare queries, keys and values with the torch version's."""
     projected_TO = work.projections[0]
     results = []
-    for operation in (qkv_triton.prepare_qkv, qkv.prepare_qkv.__wrapped__):  # type: ignore[attr-defined]
+    for operation in (qkv_triton.prepare_qkv, qkv.prepare_qkv.reference):  # type: ignore[attr-defined]
         work.memory.k_BPGD.zero_()
         work.memory.v_BPGD.zero_()
         q_THD = work.prepare(operation, projected_TO)

@@ -76,11 +76,11 @@ def check() -> None:
     for name, values in FILTERS.items():
         args = parameters(8, values)
         kept_NV = sampling_triton.mask_top_k_top_p_min_p(logits_NV, *args).isfinite()
-        expected_NV = sampling.mask_top_k_top_p_min_p.__wrapped__(logits_NV, *args).isfinite()
+        expected_NV = sampling.mask_top_k_top_p_min_p.reference(logits_NV, *args).isfinite()
         verdict = "ok" if torch.equal(kept_NV, expected_NV) else f"{int((kept_NV != expected_NV).sum())} differ"
         print(f"check {name}: {int(expected_NV.sum())} kept: {verdict}", flush=True)
     uniform_N = torch.rand(8, device="cuda", dtype=torch.float64)
-    same = torch.equal(sampling_triton.sample(logits_NV, uniform_N), sampling.sample.__wrapped__(logits_NV, uniform_N))
+    same = torch.equal(sampling_triton.sample(logits_NV, uniform_N), sampling.sample.reference(logits_NV, uniform_N))
     print(f"check sample: {'ok' if same else 'differs'}", flush=True)
     same = torch.equal(sampling_triton.greedy(logits_NV), logits_NV.argmax(dim=-1))
     print(f"check greedy: {'ok' if same else 'ERROR'}", flush=True)
@@ -94,7 +94,7 @@ def measure(num_rows: int) -> None:
     report("greedy bfloat16", half_NV, lambda: sampling_triton.greedy(half_NV))
     report("argmax of torch", logits_NV, lambda: logits_NV.argmax(dim=-1))
     report("sample", logits_NV, lambda: sampling_triton.sample(logits_NV, uniform_N))
-    report("sample of torch", logits_NV, lambda: sampling.sample.__wrapped__(logits_NV, uniform_N), in_graph=False)
+    report("sample of torch", logits_NV, lambda: sampling.sample.reference(logits_NV, uniform_N), in_graph=False)
     for name, values in FILTERS.items():
         args = parameters(num_rows, values)
         report(name, logits_NV, lambda a=args: sampling_triton.mask_top_k_top_p_min_p(logits_NV, *a))
@@ -102,7 +102,7 @@ def measure(num_rows: int) -> None:
     args = parameters(num_rows, (0, 0.95, 0.0))
     report("top-p 0.95, flat", flat_NV, lambda: sampling_triton.mask_top_k_top_p_min_p(flat_NV, *args))
     if num_rows <= 16:
-        call = sampling.mask_top_k_top_p_min_p.__wrapped__
+        call = sampling.mask_top_k_top_p_min_p.reference
         report("top-p 0.95 of torch", logits_NV, lambda: call(logits_NV, *args), in_graph=False)
 
 

@@ -6,17 +6,17 @@ Shape suffixes: F intermediate size, O features; the dimensions before them are 
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.platform import has_twins
+from strandline.kernels.operation import operation, triton
 
 
-@has_twins(triton="activation_triton")
+@operation(triton("activation_triton"))
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
-@has_twins(triton="activation_triton")
+@operation(triton("activation_triton"))
 def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
     """Return ``x * sigmoid(gate)``, the sigmoid rounded to its input's dtype; ``x_TO`` is overwritten."""
     return x_TO.mul_(gate_TO.sigmoid())

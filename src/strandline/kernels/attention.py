@@ -19,13 +19,16 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, KVMemory
-from strandline.kernels.platform import has_twins
+from strandline.kernels.operation import KEYS_AND_VALUES, numba, operation, triton
 
 QUERY_TOKENS = 256
 """Queries of a sequence that are masked together: bounds the mask of a prompt of any length."""
 
 
-@has_twins(triton="attention_triton", numba="attention_numba")
+@operation(
+    triton("attention_triton", invariant="attention_triton"),
+    numba("attention_numba", memory=KEYS_AND_VALUES, channel_multiples={"key": 2}),
+)
 def paged_attention(
     q_THD: Tensor,
     memory: KVMemory,

@@ -26,14 +26,12 @@ from numba.extending import overload
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
-from strandline.kernels import attention
 from strandline.kernels.attention import attend_sequence, gathered_sequences, seen_span
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.linear import has_fast_products
 from strandline.kernels.runtime_numba import (
     BFLOAT16,
     BLOCK_FIELDS,
-    KINDS,
     arguments,
     block_arguments,
     claim,
@@ -77,9 +75,8 @@ def paged_attention(
     window_tokens: int | None = None,
 ) -> Tensor:
     """Numba twin of :func:`strandline.kernels.attention.paged_attention`."""
-    if memory.k_BPGD.dtype not in KINDS or q_THD.shape[2] % 2:
-        inputs = (q_THD, memory, batch, num_decodes)
-        return attention.paged_attention.__wrapped__(*inputs, scale=scale, window_tokens=window_tokens)
+    if q_THD.shape[2] % 2:
+        raise ValueError(f"heads have {q_THD.shape[2]} channels; these kernels read them in halves")
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
     if num_decodes:
         _attend_decodes(packed_rows(q_THD), memory, batch, num_decodes, out_THD, scale, window_tokens)

@@ -29,7 +29,7 @@ Shape suffixes: as in ``attention.py``; further M rows of a tile, K keys of a ti
 from functools import lru_cache
 from itertools import pairwise
 from math import log2
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -39,8 +39,7 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.platform import is_deterministic
-from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 
 
 class Tile(NamedTuple):
@@ -51,9 +50,6 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
 
-
-NUM_SMS: Final = 132
-"""Of the H200, for which grids are shaped; other devices run the same grids."""
 
 DECODE_TILE = Tile(rows=16, keys=32, num_warps=4, num_stages=3)
 """Two tiles of 32 KiB in flight per program, three programs per SM. With three tiles and two programs, 16 sequences of
@@ -517,14 +513,40 @@ def paged_attention(
     Raises:
         ValueError: keys and values are laid out differently.
     """
+    return _attend_all(q_THD, memory, batch, num_decodes, scale, window_tokens, is_invariant=False)
+
+
+def paged_attention_invariant(
+    q_THD: Tensor,
+    memory: KVMemory,
+    batch: AttentionBatch,
+    num_decodes: int,
+    *,
+    scale: float,
+    window_tokens: int | None = None,
+) -> Tensor:
+    """As :func:`paged_attention`, with splits whose length and order depend on nothing but the sequence."""
+    return _attend_all(q_THD, memory, batch, num_decodes, scale, window_tokens, is_invariant=True)
+
+
+def _attend_all(
+    q_THD: Tensor,
+    memory: KVMemory,
+    batch: AttentionBatch,
+    num_decodes: int,
+    scale: float,
+    window_tokens: int | None,
+    *,
+    is_invariant: bool,
+) -> Tensor:
     if memory.k_BPGD.stride() != memory.v_BPGD.stride():
         raise ValueError(f"strides of keys {memory.k_BPGD.stride()} are not those of values {memory.v_BPGD.stride()}")
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     scale_log2 = scale * log2(torch.e)
     if num_decodes:
-        _attend_decodes(q_THD, memory, batch, num_decodes, out_THD, scale_log2, window_tokens)
+        _attend_decodes(q_THD, memory, batch, num_decodes, out_THD, scale_log2, window_tokens, is_invariant)
     if q_THD.shape[0] > num_decodes:
-        _attend_prefills(q_THD, memory, batch, num_decodes, out_THD, scale_log2, window_tokens)
+        _attend_prefills(q_THD, memory, batch, num_decodes, out_THD, scale_log2, window_tokens, is_invariant)
     return out_THD
 
 
@@ -536,6 +558,7 @@ def _attend_decodes(
     out_THD: Tensor,
     scale_log2: float,
     window_tokens: int | None,
+    is_invariant: bool,
 ) -> None:
     """Write the rows of the decodes."""
     _, num_heads, head_dim = q_THD.shape
@@ -545,7 +568,6 @@ def _attend_decodes(
     num_blocks = batch.block_table_NM.shape[1]
     if window_tokens is not None:
         num_blocks = min(num_blocks, window_tokens // BLOCK_TOKENS + 2)
-    is_invariant = is_deterministic()
     if is_invariant:
         num_splits = -(-num_blocks // INVARIANT_SPLIT_BLOCKS)
     else:
@@ -596,6 +618,7 @@ def _attend_prefills(
     out_THD: Tensor,
     scale_log2: float,
     window_tokens: int | None,
+    is_invariant: bool,
 ) -> None:
     """Write the rows behind the decodes'."""
     num_tokens, num_heads, head_dim = q_THD.shape
@@ -606,7 +629,6 @@ def _attend_prefills(
     max_keys = max(batch.context_lens[num_decodes:])
     if window_tokens is not None:
         max_keys = min(max_keys, window_tokens + tile.rows // group)
-    is_invariant = is_deterministic()
     num_splits = 1 if is_invariant else _num_prefill_splits(num_tiles * num_kv_heads, -(-max_keys // tile.keys))
     num_prefills = len(batch.query_starts) - 1 - num_decodes
     partial, lse = _scratch(out_THD, num_tokens - num_decodes, num_splits, is_needed=num_splits > 1)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from strandline.ids import NULL_SLOT
 from strandline.kernels.chunk_table import ChunkTable
-from strandline.kernels.platform import has_twins
+from strandline.kernels.operation import FLOATS, numba, operation, triton
 
 Activation = Literal["silu"] | None
 
 
-@has_twins(triton="conv1d_triton", numba="conv1d_numba")
+@operation(triton("conv1d_triton"), numba("conv1d_numba", memory={"window": FLOATS}))
 def causal_conv1d_prefill(
     x_TC: Tensor,
     weight_CW: Tensor,
@@ -57,7 +57,7 @@ def causal_conv1d_prefill(
     return _activate(y_TC, activation)
 
 
-@has_twins(triton="conv1d_triton", numba="conv1d_numba")
+@operation(triton("conv1d_triton"), numba("conv1d_numba", memory={"window": FLOATS}))
 def causal_conv1d_update(
     x_NC: Tensor,
     weight_CW: Tensor,

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
-from strandline.kernels import conv1d
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.conv1d import Activation
 from strandline.kernels.runtime_numba import (
-    KINDS,
     arguments,
     claim,
     copy,
@@ -53,9 +51,6 @@ def causal_conv1d_prefill(
     activation: Activation,
 ) -> Tensor:
     """Numba twin of :func:`strandline.kernels.conv1d.causal_conv1d_prefill`."""
-    if not _can_run(weight_CW, bias_C, window_SRC):
-        inputs = (x_TC, weight_CW, bias_C, window_SRC, src_N, dst_N)
-        return conv1d.causal_conv1d_prefill.__wrapped__(*inputs, chunks, activation)
     num_sequences, (num_channels, width) = len(src_N), weight_CW.shape
     x_TC = packed_rows(x_TC)
     y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
@@ -91,9 +86,6 @@ def causal_conv1d_update(
     activation: Activation,
 ) -> Tensor:
     """Numba twin of :func:`strandline.kernels.conv1d.causal_conv1d_update`."""
-    if not _can_run(weight_CW, bias_C, window_SRC):
-        inputs = (x_NC, weight_CW, bias_C, window_SRC, src_N, dst_N)
-        return conv1d.causal_conv1d_update.__wrapped__(*inputs, activation)
     num_sequences, num_channels = x_NC.shape
     x_NC = packed_rows(x_NC)
     y_NC = torch.empty(x_NC.shape, dtype=x_NC.dtype)
@@ -114,15 +106,12 @@ def causal_conv1d_update(
     return y_NC
 
 
-def _can_run(weight_CW: Tensor, bias_C: Tensor | None, window_SRC: Tensor) -> bool:
-    tensors = (weight_CW, window_SRC) if bias_C is None else (weight_CW, window_SRC, bias_C)
-    return window_SRC.stride(2) == 1 and all(x.dtype in KINDS for x in tensors)
-
-
 LAYER = "num_channels width dtype windows window_dtype slot_stride row_stride "
 
 
 def _layer_arguments(weight_CW: Tensor, window_SRC: Tensor) -> dict[str, int]:
+    if window_SRC.stride(2) != 1:
+        raise ValueError(f"the channels of a window's row must lie together; strides are {window_SRC.stride()}")
     return {
         "num_channels": weight_CW.shape[0],
         "width": weight_CW.shape[1],

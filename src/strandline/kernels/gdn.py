@@ -20,6 +20,7 @@ channels, V value channels, S slots.
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +29,12 @@ from torch import Tensor
 from strandline.ids import NULL_SLOT
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.norm import l2_norm
-from strandline.kernels.platform import has_twins
+from strandline.kernels.operation import numba, operation, triton
 
 L2_NORM_EPS = 1e-6
+
+FLOAT32_STATE: Final = {"state": ("float32",)}
+"""What Numba kernels support: they read and write a state where it lies."""
 
 MIN_LOG_DECAY = -1e6
 """Stands for minus infinity: ``exp`` of it is 0, and differences of sums of it are numbers."""
@@ -40,7 +44,9 @@ MIN_EXPONENT = -80.0
 number, which takes a CPU ten times as long."""
 
 
-@has_twins(triton="gdn_prefill_triton", numba="gdn_prefill_numba")
+@operation(
+    triton("gdn_prefill_triton", invariant="gdn_prefill_triton"), numba("gdn_prefill_numba", memory=FLOAT32_STATE)
+)
 def gdn_prefill(
     q_TGK: Tensor,
     k_TGK: Tensor,
@@ -84,7 +90,7 @@ def gdn_prefill(
     return out_THV
 
 
-@has_twins(triton="gdn_decode_triton", numba="gdn_decode_numba")
+@operation(triton("gdn_decode_triton", invariant="gdn_decode_triton"), numba("gdn_decode_numba", memory=FLOAT32_STATE))
 def gdn_decode(
     q_NGK: Tensor,
     k_NGK: Tensor,
@@ -99,7 +105,7 @@ def gdn_decode(
 ) -> Tensor:
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``q_NGK``.
 
-    Slots as in :func:`gdn_prefill`.
+    Slots as in :func:`gdn_prefill`. Backends need not bear a ``src`` that is another sequence's ``dst``.
     """
     out_NHV = torch.empty(v_NHV.shape, dtype=q_NGK.dtype, device=v_NHV.device)
     dst = dst_N.tolist()

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
-from strandline.kernels import gdn, gdn_log
 from strandline.kernels.batch import LogBatch
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
 from strandline.kernels.gdn_log import LogMemory
@@ -63,8 +62,8 @@ def gdn_decode(
 ) -> Tensor:
     """Numba twin of :func:`strandline.kernels.gdn.gdn_decode`."""
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N)
-    if state_SHKV.dtype != torch.float32 or _is_overwritten(src_N, dst_N):
-        return gdn.gdn_decode.__wrapped__(*inputs)
+    if _is_overwritten(src_N, dst_N):
+        raise ValueError(f"a sequence writes where another one reads: from slots {src_N} to {dst_N}")
     return _decode(inputs, NO_LOGS)
 
 
@@ -84,8 +83,6 @@ def gdn_decode_logged(
 ) -> Tensor:
     """Numba twin of :func:`strandline.kernels.gdn_log.gdn_decode_logged`."""
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N)
-    if state_SHKV.dtype != torch.float32:
-        return gdn_log.gdn_decode_logged.__wrapped__(*inputs, memory, logs)
     where = {
         "logs": logs.log_N.data_ptr(),
         "log_lens": logs.len_N.data_ptr(),
@@ -96,9 +93,6 @@ def gdn_decode_logged(
 
 def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
     """Numba twin of :func:`strandline.kernels.gdn_log.gdn_fold`."""
-    if state_RSHKV.dtype != torch.float32:
-        gdn_log.gdn_fold.__wrapped__(state_RSHKV, memory, slot_N, log_N, len_N)
-        return
     num_heads, num_key_heads = state_RSHKV.shape[2], memory.key_JGLK.shape[2]
     for layer, state_SHKV in enumerate(state_RSHKV):
         _fold_kernel(
@@ -149,6 +143,8 @@ def layer_arguments(
 
 
 def _state_arguments(state_SHKV: Tensor, num_key_heads: int) -> dict[str, int]:
+    if state_SHKV.dtype != torch.float32:
+        raise ValueError(f"states are {state_SHKV.dtype}; these kernels read and write float32")
     _, num_heads, key_dim, value_dim = state_SHKV.shape
     return {
         "num_heads": num_heads,

@@ -32,7 +32,6 @@ from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
 from strandline.kernels.gdn_log import LogMemory
 from strandline.kernels.gdn_log_triton import add_logged, load_logged, weights_of_logged
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.platform import is_deterministic
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 
@@ -80,9 +79,26 @@ def gdn_decode(
     The last dimension of every tensor must be contiguous, and each slot's ``[H, K, V]``. No sequence's ``src`` may be
     another sequence's ``dst``.
     """
-    launch = FEW if len(q_NGK) <= FEW_SEQUENCES and not is_deterministic() else MANY
+    launch = FEW if len(q_NGK) <= FEW_SEQUENCES else MANY
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H)
     return _decode(inputs, state_SHKV, src_N, dst_N, (None,) * 6, 0, launch)
+
+
+def gdn_decode_invariant(
+    q_NGK: Tensor,
+    k_NGK: Tensor,
+    v_NHV: Tensor,
+    a_NH: Tensor,
+    b_NH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+) -> Tensor:
+    """As :func:`gdn_decode`, with one launch for any number of sequences."""
+    inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H)
+    return _decode(inputs, state_SHKV, src_N, dst_N, (None,) * 5, 0, MANY)
 
 
 def gdn_decode_logged(

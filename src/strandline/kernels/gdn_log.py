@@ -24,8 +24,8 @@ from torch import Tensor
 
 from strandline.ids import NULL_LOG, NULL_SLOT
 from strandline.kernels.batch import LogBatch
-from strandline.kernels.gdn import MIN_EXPONENT, gates, normalise
-from strandline.kernels.platform import has_twins
+from strandline.kernels.gdn import FLOAT32_STATE, MIN_EXPONENT, gates, normalise
+from strandline.kernels.operation import numba, operation, triton
 
 LOG_TOKENS: Final = 8
 """More make writes rarer, and each read of the log longer."""
@@ -53,7 +53,7 @@ class LogMemory:
         return LogMemory(self.key_JGLK[layer], self.value_JHLV[layer], self.decay_JHL[layer])
 
 
-@has_twins(triton="gdn_decode_triton", numba="gdn_decode_numba")
+@operation(triton("gdn_decode_triton"), numba("gdn_decode_numba", memory=FLOAT32_STATE))
 def gdn_decode_logged(
     q_NGK: Tensor,
     k_NGK: Tensor,
@@ -111,7 +111,7 @@ def gdn_decode_logged(
     return torch.addcmul(read_NHXV[:, :, 1], overlap_NH1, delta_NHV).to(q_NGK.dtype)
 
 
-@has_twins(triton="gdn_log_triton", numba="gdn_decode_numba")
+@operation(triton("gdn_log_triton"), numba("gdn_decode_numba", memory=FLOAT32_STATE))
 def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
     """Fold N logs into the committed states in N slots, for R layers at once.
 

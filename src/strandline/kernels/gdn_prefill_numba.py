@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
-from strandline.kernels import gdn
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_EXPONENT
 from strandline.kernels.gdn_decode_numba import LAYER_FIELDS, gates, layer_arguments
@@ -58,8 +57,6 @@ def gdn_prefill(
 ) -> Tensor:
     """Numba twin of :func:`strandline.kernels.gdn.gdn_prefill`."""
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH)
-    if state_SHKV.dtype != torch.float32:
-        return gdn.gdn_prefill.__wrapped__(*inputs, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N, chunks)
     rows = tuple(packed_rows(x) for x in inputs)
     out_THV = torch.empty(v_THV.shape, dtype=q_TGK.dtype)
     copies, source_N = _sources(state_SHKV, src_N.tolist(), dst_N.tolist(), chunks.cut_slots)

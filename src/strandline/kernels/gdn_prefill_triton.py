@@ -39,8 +39,7 @@ from torch import Tensor
 
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
-from strandline.kernels.platform import is_deterministic
-from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 
 PREPARE_WARPS = 4
 """One warpgroup per 64 x 64 matrix."""
@@ -65,8 +64,6 @@ FEW_PROGRAMS = Advance(columns=64, num_warps=4, num_stages=3)
 MANY_PROGRAMS = Advance(columns=128, num_warps=8, num_stages=3)
 """Beyond: keys and matrices are read once per head. 117 µs for 8 sequences of 1,024 tokens, where 64 columns take 149.
 Three chunks in flight fill a multiprocessor; with two, 137."""
-
-NUM_MULTIPROCESSORS = 132
 
 FLOAT32_PRECISION = "tf32x3"
 """Of all products where the inputs are float32: three products of tf32 parts keep 21 bits. As plain float32 products
@@ -357,9 +354,46 @@ def gdn_prefill(
     As :func:`strandline.kernels.gdn.gdn_prefill`. The last dimension of q, k and v must be contiguous, and each slot's
     ``[H, K, V]``. Copies q, k or v whose rows or heads do not start at multiples of 16 bytes.
     """
+    launch = choose_launch(chunks.num_sequences, *v_THV.shape[1:])
+    inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH, A_log_H, dt_bias_H)
+    return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, launch)
+
+
+def gdn_prefill_invariant(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THV: Tensor,
+    a_TH: Tensor,
+    b_TH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    chunks: ChunkTable,
+) -> Tensor:
+    """As :func:`gdn_prefill`, with one kernel that carries a state, whatever other sequences there are."""
+    inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH, A_log_H, dt_bias_H)
+    return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, FEW_PROGRAMS)
+
+
+def _prefill(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THV: Tensor,
+    a_TH: Tensor,
+    b_TH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    chunks: ChunkTable,
+    launch: Advance,
+) -> Tensor:
     q_TGK, k_TGK, v_THV = _aligned(q_TGK), _aligned(k_TGK), _aligned(v_THV)
     prepared = prepare(q_TGK, k_TGK, a_TH, b_TH, A_log_H, dt_bias_H, chunks)
-    return advance(q_TGK, k_TGK, v_THV, prepared, state_SHKV, src_N, dst_N, chunks)
+    return advance(q_TGK, k_TGK, v_THV, prepared, state_SHKV, src_N, dst_N, chunks, launch)
 
 
 def prepare(
@@ -424,13 +458,11 @@ def advance(
     src_N: Tensor,
     dst_N: Tensor,
     chunks: ChunkTable,
-    launch: Advance | None = None,
+    launch: Advance,
 ) -> Tensor:
     """Carry the states through the chunks; return ``out_THV``."""
     num_tokens, num_heads, value_dim = v_THV.shape
     _, num_key_heads, key_dim = k_TGK.shape
-    if launch is None:
-        launch = _advance_launch(chunks.num_sequences, num_heads, value_dim)
     block_w = min(launch.columns, max(16, next_power_of_2(value_dim)))
     out_THV = torch.empty(v_THV.shape, dtype=q_TGK.dtype, device=q_TGK.device)
     # The tiles' descriptions are made by the kernel: on the host they would take longer than the launch.
@@ -471,11 +503,10 @@ def advance(
     return out_THV
 
 
-def _advance_launch(num_sequences: int, num_heads: int, value_dim: int) -> Advance:
+def choose_launch(num_sequences: int, num_heads: int, value_dim: int) -> Advance:
+    """Return how to carry the states of so many heads."""
     programs = num_sequences * num_heads * cdiv(value_dim, FEW_PROGRAMS.columns)
-    # Deterministic, one kernel carries a state, whatever other sequences there are.
-    is_few = is_deterministic() or programs <= NUM_MULTIPROCESSORS
-    return FEW_PROGRAMS if is_few else MANY_PROGRAMS
+    return FEW_PROGRAMS if programs <= NUM_SMS else MANY_PROGRAMS
 
 
 def _aligned(x_THD: Tensor) -> Tensor:

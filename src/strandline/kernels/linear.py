@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strandline.kernels.activation import swiglu
-from strandline.kernels.platform import has_invariant_twin, has_twins
+from strandline.kernels.operation import operation, triton
 
 MAX_HALF_ERROR: Final = 2.0**-25
 """Most that a halved weight may differ: half the distance of the smallest float16 numbers."""
@@ -81,8 +81,7 @@ def halve(weight_OI: Tensor) -> nn.Parameter:
     return stand_in
 
 
-@has_invariant_twin("matmul_triton")
-@has_twins(triton="linear_triton")
+@operation(triton("linear_triton", invariant="matmul_triton"))
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x weight^T + bias``; the weight may be packed or halved."""
     halved = getattr(weight_OI, "halved", None)
@@ -95,7 +94,7 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     return F.linear(x, weight_OI, bias_O)
 
 
-@has_twins(triton="linear_triton")
+@operation(triton("linear_triton", invariant="linear_triton"))
 def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
     """Return ``silu(gate x) * up x``, the gate's rows before the up projection's; the weight as in ``linear``."""
-    return swiglu(linear(x, gate_up_OI))
+    return swiglu.reference(linear.reference(x, gate_up_OI))

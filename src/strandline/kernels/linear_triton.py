@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels import linear as product
 from strandline.kernels.activation_triton import swiglu
+from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.platform import is_deterministic
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 MAX_ROWS_GEMV = 4
@@ -243,10 +242,15 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
     """Return ``silu(gate x) * up x``, the gate's rows before the up projection's."""
-    plan = None if is_deterministic() else plan_product(x, gate_up_OI, is_gated=True)
+    plan = plan_product(x, gate_up_OI, is_gated=True)
     if plan is None:
-        return swiglu(product.linear(x, gate_up_OI))
+        return swiglu(linear(x, gate_up_OI))
     return _launch(x, gate_up_OI, None, plan, is_gated=True)
+
+
+def gated_linear_invariant(x: Tensor, gate_up_OI: Tensor) -> Tensor:
+    """As :func:`gated_linear`, with the same order of sums for any number of rows."""
+    return swiglu(linear_invariant(x, gate_up_OI))
 
 
 def plan_product(x: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Gemv | Skinny | None:

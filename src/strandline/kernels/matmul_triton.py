@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.sizes import cdiv
+from strandline.kernels.sizes import NUM_SMS, cdiv
 
 
 class Tile(NamedTuple):
@@ -41,7 +41,7 @@ TILE_MANY = Tile(128, 256, 64, 8, 3)
 TILE_FLOAT32 = Tile(64, 64, 16, 4, 2)
 """Products of plain float32 leave the tensor cores aside: for tests and small models."""
 
-NARROW_OUTPUTS = 64 * 132
+NARROW_OUTPUTS = 64 * NUM_SMS
 """Below so many outputs, tiles of 64 columns would leave multiprocessors idle."""
 
 GROUP_ROWS = 8
@@ -96,7 +96,7 @@ def _linear_kernel(
     tl.store(out_MN_ptr, acc_MN.to(out_ptr.dtype.element_ty), mask=is_row_M[:, None] & is_col_N[None, :])
 
 
-def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def linear_invariant(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x weight^T + bias``. Rows of x and of the weight may lie apart, their elements lie together."""
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
     return launch(rows, weight_OI, bias_O, choose_tile(len(rows), len(weight_OI), x.dtype)).view(*x.shape[:-1], -1)

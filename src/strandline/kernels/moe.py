@@ -13,10 +13,10 @@ from torch import Tensor
 
 from strandline.kernels.activation import swiglu
 from strandline.kernels.linear import linear
-from strandline.kernels.platform import has_twins
+from strandline.kernels.operation import operation, triton
 
 
-@has_twins(triton="moe_triton")
+@operation(triton("moe_triton", invariant="moe_triton"))
 def mixture(
     x_TD: Tensor,
     projected_TO: Tensor,
@@ -39,12 +39,12 @@ def mixture(
     num_experts, shared_size = len(down_EDF), shared_down_DS.shape[1]
     sizes = [2 * shared_size, num_experts, 1, projected_TO.shape[1] - 2 * shared_size - num_experts - 1]
     shared_TS, logits_TE, shared_gate_T1, _ = projected_TO.split(sizes, dim=-1)
-    weights_TK, experts_TK = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
-    shared_TD = linear(swiglu(shared_TS), shared_down_DS)
-    return experts_glu(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1)
+    weights_TK, experts_TK = route_top_k.reference(logits_TE, top_k, is_normalised=is_normalised)
+    shared_TD = linear.reference(swiglu.reference(shared_TS), shared_down_DS)
+    return experts_glu.reference(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1)
 
 
-@has_twins(triton="moe_triton")
+@operation(triton("moe_triton"))
 def route_top_k(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
     """Return the ``top_k`` most likely experts per token as ``(weights_TK, experts_TK)``, in float32 and int64.
 
@@ -57,7 +57,7 @@ def route_top_k(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[
     return weights_TK, experts_TK
 
 
-@has_twins(triton="moe_triton")
+@operation(triton("moe_triton", invariant="moe_triton"))
 def experts_glu(
     x_TD: Tensor,
     gate_up_EFD: Tensor,
@@ -82,7 +82,7 @@ def experts_glu(
     for expert, count in enumerate(counts_E.tolist()):
         if count:
             rows = slice(start, start + count)
-            hidden = swiglu(F.linear(x_AD[rows], gate_up_EFD[expert]))
+            hidden = swiglu.reference(F.linear(x_AD[rows], gate_up_EFD[expert]))
             torch.mm(hidden, down_EDF[expert].t(), out=out_AD[rows])
             start += count
     # Back into the order of the tokens: the sum over a token's experts does not depend on its neighbours.

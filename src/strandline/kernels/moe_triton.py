@@ -21,12 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.activation_triton import swiglu
-from strandline.kernels.linear import linear
-from strandline.kernels.linear_triton import silu_times
+from strandline.kernels.linear_triton import linear, silu_times
+from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.moe_few_triton import Few, mixture_few, take_top
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.platform import is_deterministic
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 MAX_TOKENS_FEW = 4
@@ -258,15 +257,39 @@ def mixture(
 
     The weights are dense; ``x_TD`` and ``projected_TO`` may be views with dense rows.
     """
-    if len(x_TD) <= MAX_TOKENS_FEW and not is_deterministic():
+    if len(x_TD) <= MAX_TOKENS_FEW:
         weights = (gate_up_EFD, down_EDF, shared_down_DS)
         return mixture_few(x_TD, projected_TO, *weights, top_k, FEW[len(x_TD) > 1], is_normalised=is_normalised)
+    chosen, shared_TS, shared_gate_T1 = _split(projected_TO, down_EDF, shared_down_DS, top_k, is_normalised)
+    shared_TD = linear(swiglu(shared_TS), shared_down_DS)
+    return experts_glu(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1)
+
+
+def mixture_invariant(
+    x_TD: Tensor,
+    projected_TO: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    shared_down_DS: Tensor,
+    top_k: int,
+    *,
+    is_normalised: bool,
+) -> Tensor:
+    """As :func:`mixture`, expert by expert however few tokens there are."""
+    chosen, shared_TS, shared_gate_T1 = _split(projected_TO, down_EDF, shared_down_DS, top_k, is_normalised)
+    shared_TD = linear_invariant(swiglu(shared_TS), shared_down_DS)
+    return experts_glu_invariant(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1)
+
+
+def _split(
+    projected_TO: Tensor, down_EDF: Tensor, shared_down_DS: Tensor, top_k: int, is_normalised: bool
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Return the choices of experts, and the shared expert's ``gate_up_TS`` and gate."""
     num_experts, shared_size = len(down_EDF), shared_down_DS.shape[1]
     logits_TE = projected_TO[:, 2 * shared_size : 2 * shared_size + num_experts]
     shared_gate_T1 = projected_TO[:, 2 * shared_size + num_experts :][:, :1]
     chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
-    shared_TD = linear(swiglu(projected_TO[:, : 2 * shared_size]), shared_down_DS)
-    return experts_glu(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1)
+    return chosen, projected_TO[:, : 2 * shared_size], shared_gate_T1
 
 
 def experts_glu(
@@ -282,17 +305,34 @@ def experts_glu(
 
     Weights, choices and both experts' tensors are dense; the rest may be views with dense rows.
     """
+    tiles = _tiles(x_TD, experts_TK, gate_up_EFD, TILES_DECODE)
     arguments = (x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1)
-    num_tokens, top_k = experts_TK.shape
-    choices_per_expert = num_tokens * top_k // len(gate_up_EFD)
-    if x_TD.dtype == torch.float32:
-        tiles = TILES_FLOAT32
-    elif choices_per_expert >= CHOICES_PER_EXPERT_PREFILL:
-        tiles = TILES_PREFILL
-    else:
-        is_middle = choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE or is_deterministic()
-        tiles = TILES_MIDDLE if is_middle else TILES_DECODE
     return experts_glu_many(*arguments, *tiles)
+
+
+def experts_glu_invariant(
+    x_TD: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    shared_TD: Tensor,
+    shared_gate_T1: Tensor,
+) -> Tensor:
+    """As :func:`experts_glu`, with tiles that all add in one order."""
+    tiles = _tiles(x_TD, experts_TK, gate_up_EFD, TILES_MIDDLE)
+    arguments = (x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1)
+    return experts_glu_many(*arguments, *tiles)
+
+
+def _tiles(x_TD: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, few: tuple[Tile, Tile]) -> tuple[Tile, Tile]:
+    """Return the tiles of both GEMMs; ``few`` are those for few choices per expert."""
+    if x_TD.dtype == torch.float32:
+        return TILES_FLOAT32
+    choices_per_expert = experts_TK.numel() // len(gate_up_EFD)
+    if choices_per_expert >= CHOICES_PER_EXPERT_PREFILL:
+        return TILES_PREFILL
+    return TILES_MIDDLE if choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE else few
 
 
 def experts_glu_many(

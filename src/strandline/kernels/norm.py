@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.platform import has_twins
+from strandline.kernels.operation import numba, operation, triton
 
 ELEMENTS_PER_PASS_CPU = 2**17
 """Of a large input a CPU normalises so many elements at a time: what lies between the operations stays in cache."""
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _in_passes(lambda x: _normalised(x, eps).to(x.dtype) * weight_D, x)
 
 
-@has_twins(triton="norm_triton", numba="norm_numba")
+@operation(triton("norm_triton"), numba("norm_numba"))
 def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise and multiply by ``1 + weight`` in float32, then round to x's dtype (Qwen3-Next, Gemma)."""
     return rms_norm_heads_zero_centered(x, weight_D, eps)
@@ -41,14 +41,14 @@ def rms_norm_heads_zero_centered(x: Tensor, weight: Tensor, eps: float) -> Tenso
     return _in_passes(norm, x)
 
 
-@has_twins(triton="norm_triton", numba="norm_numba")
+@operation(triton("norm_triton"), numba("norm_numba"))
 def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add the residual stream, round the sum; return it normalised as above, and itself. ``x`` is overwritten."""
     total = x.add_(residual)
-    return rms_norm_zero_centered(total, weight_D, eps), total
+    return rms_norm_zero_centered.reference(total, weight_D, eps), total
 
 
-@has_twins(triton="norm_triton", numba="norm_numba")
+@operation(triton("norm_triton"), numba("norm_numba"))
 def rms_norm_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise, round, multiply by the weight, then by ``silu(gate)`` in float32; return x's dtype."""
 

@@ -9,24 +9,19 @@ which it wants. Twins choose their tiles accordingly; torch functions on a CPU a
 """
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Final, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from strandline.env import NUMBA, TRITON, is_numba_off, is_triton_off
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-TWINS: Final[list[tuple[str, str]]] = []
-"""Module and name of every function that stands in for a torch function of the same name and signature."""
-
-INVARIANT_TWINS: Final[list[tuple[str, str]]] = []
-"""The same of those that stand in for it in deterministic mode."""
+from strandline.kernels import operation
+from strandline.kernels.binding import bind_kernels
+from strandline.kernels.operation import Operation, Workload
+from strandline.specs import TensorSpec
 
 
 @cache
@@ -71,7 +66,8 @@ def why_torch_serves(device_type: str, dtype: torch.dtype) -> str | None:
 
 def numba_modules() -> list[str]:
     """Return the modules of all Numba twins. To import one is to compile its kernels, unless that has been done."""
-    return sorted({module for module, _ in TWINS if module.endswith("_numba")})
+    names = (path.stem for path in Path(__file__).parent.glob("*_numba.py"))
+    return sorted(f"strandline.kernels.{name}" for name in names if name not in ("runtime_numba", "tile_numba"))
 
 
 class _Mode:
@@ -90,54 +86,23 @@ def is_deterministic() -> bool:
     return _Mode.is_deterministic
 
 
-def has_twins(triton: str | None = None, numba: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Name modules of ``strandline.kernels`` whose functions of the same name run where Triton or Numba does.
-
-    The function's first argument must be a tensor on the device that it computes on. The torch version stays within
-    reach as ``__wrapped__``.
-    """
-
-    def decorate(reference: Callable[P, R]) -> Callable[P, R]:
-        name = reference.__name__
-        TWINS.extend((f"strandline.kernels.{module}", name) for module in (triton, numba) if module)
-
-        @cache
-        def twin(module: str) -> Callable[P, R]:
-            found: Callable[P, R] = getattr(import_module(f"strandline.kernels.{module}"), name)
-            return found
-
-        @wraps(reference)
-        def choose(*args: P.args, **kwargs: P.kwargs) -> R:
-            first = args[0]
-            assert isinstance(first, Tensor)
-            if triton and first.is_cuda and runs_triton("cuda"):
-                return twin(triton)(*args, **kwargs)
-            if numba and first.is_cpu and first.dtype in NUMBA_DTYPES and runs_numba():
-                return twin(numba)(*args, **kwargs)
-            return reference(*args, **kwargs)
-
-        return choose
-
-    return decorate
+@cache
+def _chosen(called: Operation[..., Any], workload: Workload) -> Callable[..., Any]:
+    return bind_kernels([called], workload)[called]
 
 
-def has_invariant_twin(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Name the module whose function of the same name runs in deterministic mode, where Triton does."""
+def _choose(called: Operation[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return what runs a call whose backend nobody has bound."""
+    first = args[0]
+    memory: tuple[TensorSpec, ...] = ()
+    if called.name.startswith("gdn_"):
+        state = args[0] if called.name == "gdn_fold" else args[7]
+        memory = (TensorSpec("state", (state.shape[-1],), _name(state.dtype)),)
+    return _chosen(called, Workload(first.device.type, _name(first.dtype), memory, _Mode.is_deterministic))
 
-    def decorate(usual: Callable[P, R]) -> Callable[P, R]:
-        INVARIANT_TWINS.append((f"strandline.kernels.{module}", usual.__name__))
 
-        @wraps(usual)
-        def choose(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not _Mode.is_deterministic:
-                return usual(*args, **kwargs)
-            first = args[0]
-            assert isinstance(first, Tensor)
-            if not first.is_cuda or not runs_triton("cuda"):
-                return usual(*args, **kwargs)
-            twin: Callable[P, R] = getattr(import_module(f"strandline.kernels.{module}"), usual.__name__)
-            return twin(*args, **kwargs)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
-        return choose
 
-    return decorate
+operation.Unbound.choose = staticmethod(_choose)

@@ -12,11 +12,11 @@ from torch import Tensor
 from strandline.ids import NULL_BLOCK
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.norm import rms_norm_heads_zero_centered
-from strandline.kernels.platform import has_twins
+from strandline.kernels.operation import KEYS_AND_VALUES, numba, operation, triton
 from strandline.kernels.rotary import apply_rotary
 
 
-@has_twins(triton="qkv_triton", numba="qkv_numba")
+@operation(triton("qkv_triton", invariant="qkv_triton"), numba("qkv_numba", memory=KEYS_AND_VALUES))
 def prepare_qkv(
     projected_TO: Tensor,
     num_heads: int,

@@ -11,7 +11,6 @@ import numpy as np
 from torch import Tensor
 
 from strandline.ids import NULL_BLOCK
-from strandline.kernels import qkv
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.runtime_numba import (
     BLOCK_FIELDS,
@@ -43,8 +42,8 @@ def prepare_qkv(
     """Numba twin of :func:`strandline.kernels.qkv.prepare_qkv`."""
     k_BPGD, v_BPGD = memory.k_BPGD, memory.v_BPGD
     if k_BPGD.dtype != projected_TO.dtype or q_norm_D.dtype != k_norm_D.dtype:
-        inputs = (projected_TO, num_heads, q_norm_D, k_norm_D, eps, rotary, memory, batch)
-        return qkv.prepare_qkv.__wrapped__(*inputs)
+        dtypes = (projected_TO.dtype, k_BPGD.dtype, q_norm_D.dtype, k_norm_D.dtype)
+        raise ValueError(f"inputs and keys must have one dtype, and both norms: {dtypes}")
     num_kv_heads, head_dim = k_BPGD.shape[2:]
     projected_TO, (cos_T12F, sin_T12F) = packed_rows(projected_TO), (packed_rows(table) for table in rotary)
     q_THD = projected_TO.new_empty((len(projected_TO), num_heads, head_dim))

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.platform import is_deterministic
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 FEW_TOKENS = 64
@@ -128,6 +127,35 @@ def prepare_qkv(
     Needs channels that lie together, in the projection's rows and in the tables'; rows may lie apart. No two rows
     may name one place to be written to, as in every step.
     """
+    launch = FEW_TOKENS_LAUNCH if len(projected_TO) <= FEW_TOKENS else MANY_TOKENS_LAUNCH
+    return _prepare(projected_TO, num_heads, q_norm_D, k_norm_D, eps, rotary, memory, batch, launch)
+
+
+def prepare_qkv_invariant(
+    projected_TO: Tensor,
+    num_heads: int,
+    q_norm_D: Tensor,
+    k_norm_D: Tensor,
+    eps: float,
+    rotary: tuple[Tensor, Tensor],
+    memory: KVMemory,
+    batch: AttentionBatch,
+) -> Tensor:
+    """As :func:`prepare_qkv`, with one launch for any number of tokens: others add a head's squares differently."""
+    return _prepare(projected_TO, num_heads, q_norm_D, k_norm_D, eps, rotary, memory, batch, MANY_TOKENS_LAUNCH)
+
+
+def _prepare(
+    projected_TO: Tensor,
+    num_heads: int,
+    q_norm_D: Tensor,
+    k_norm_D: Tensor,
+    eps: float,
+    rotary: tuple[Tensor, Tensor],
+    memory: KVMemory,
+    batch: AttentionBatch,
+    launch: tuple[int, int],
+) -> Tensor:
     k_BPGD, v_BPGD = memory.k_BPGD, memory.v_BPGD
     _, _, num_kv_heads, head_dim = k_BPGD.shape
     num_tokens = projected_TO.shape[0]
@@ -135,9 +163,7 @@ def prepare_qkv(
     if num_tokens == 0:
         return q_THD
     cos_T12F, sin_T12F = rotary
-    # Other launches add a head's squares in another order: deterministic, there is one.
-    is_few = num_tokens <= FEW_TOKENS and not is_deterministic()
-    block_w, num_warps = FEW_TOKENS_LAUNCH if is_few else MANY_TOKENS_LAUNCH
+    block_w, num_warps = launch
     grid = (num_tokens, cdiv(num_heads + 2 * num_kv_heads, block_w))
     _prepare_kernel[grid](
         projected_TO,

@@ -44,7 +44,7 @@ from numba import carray, cfunc, from_dtype, njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from strandline import env, ids
+from strandline import env, ids, specs
 
 FLOAT32: Final = 0
 BFLOAT16: Final = 1
@@ -54,6 +54,7 @@ KINDS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 SOURCES: Final = (
     Path(env.__file__),
     Path(ids.__file__),
+    Path(specs.__file__),
     *sorted(path for path in Path(__file__).parent.glob("*.py") if not path.stem.endswith("_triton")),
 )
 """What compiled kernels are made of, and more: a constant of any of these modules may be part of their code."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.platform import has_twins
+from strandline.kernels.operation import operation, triton
 
 NUM_CANDIDATES_CPU = (512, 8192)
 """How many of a row's likeliest tokens a CPU tries to decide by before it sorts the vocabulary, 50 times as slow."""
@@ -28,7 +28,7 @@ ROWS_PER_PASS_CPU = 4
 """Rows that a CPU takes through all passes over the vocabulary together, so that they stay in cache."""
 
 
-@has_twins(triton="sampling_triton")
+@operation(triton("sampling_triton"))
 def greedy(logits_NV: Tensor) -> Tensor:
     """Return each row's likeliest token, int64; of equals, the first."""
     # A CPU finds the largest value of a row with its place in a quarter of the time of argmax.
@@ -64,7 +64,7 @@ def apply_temperature(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
     return logits_NV / temperature_N.unsqueeze(-1)
 
 
-@has_twins(triton="sampling_triton")
+@operation(triton("sampling_triton"))
 def mask_top_k_top_p_min_p(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
     """Return logits with the tokens that a row's filters leave out at minus infinity.
 
@@ -92,7 +92,7 @@ def uniform_from_seed(seed_N: Tensor, position_N: Tensor) -> Tensor:
     return _shift_right(bits_N, 11).double() * 2.0**-53
 
 
-@has_twins(triton="sampling_triton")
+@operation(triton("sampling_triton"))
 def sample(logits_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """Return int64 tokens drawn by inverting each row's cumulated distribution at its uniform number."""
     if logits_NV.device.type != "cpu":

@@ -1,5 +1,10 @@
 """Sizes of tiles and grids. Triton's own functions do the same, for kernels too, and take ten times as long."""
 
+from typing import Final
+
+NUM_SMS: Final = 132
+"""Multiprocessors of the H200, for which grids are shaped; other GPUs run the same grids."""
+
 
 def cdiv(size: int, tile: int) -> int:
     """Return how many tiles cover a size."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT, PendingToken
-from strandline.kernels.platform import has_twins
+from strandline.kernels.operation import operation, triton
 
 NO_TOKEN = -1
 """Pads sets of stop tokens."""
 
 
-@has_twins(triton="step_triton")
+@operation(triton("step_triton"))
 def resolve_pending(
     token_ids_T: Tensor,
     dst_N: Tensor,
@@ -44,7 +44,7 @@ def resolve_pending(
     dst_N.masked_fill_(is_over_N, NULL_SLOT)
 
 
-@has_twins(triton="step_triton")
+@operation(triton("step_triton"))
 def store_hidden(hidden_TE: Tensor, rows_N: Tensor, hidden_SE: Tensor, slots_N: Tensor) -> None:
     """Store rows of the step's final hidden states in slots; the null slot drops its row."""
     if NULL_SLOT in slots_N.tolist():

@@ -294,9 +294,11 @@ def test_the_engine_says_when_slower_kernels_serve(
 ) -> None:
     def said(**options: Any) -> list[str]:
         platform.runs_numba.cache_clear()
+        platform._chosen.cache_clear()
         return [line for line in make_llm(**options).engine.describe() if line.startswith("kernels:")]
 
     request.addfinalizer(platform.runs_numba.cache_clear)
+    request.addfinalizer(platform._chosen.cache_clear)
     if platform.runs_numba():
         assert said() == []
         (line,) = said(dtype="float16")

@@ -18,10 +18,12 @@ def each_version(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(env.NUMBA, "0" if request.param == "torch" else "1")
         platform.runs_numba.cache_clear()
+        platform._chosen.cache_clear()
         if request.param == "numba" and not platform.runs_numba():
             pytest.skip("Numba is not installed, or torch's threads are not GNU OpenMP's")
         yield request.param
     platform.runs_numba.cache_clear()
+    platform._chosen.cache_clear()
 
 
 if find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1":

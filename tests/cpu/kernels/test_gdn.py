@@ -173,7 +173,15 @@ def test_source_that_another_sequence_overwrites_is_read_as_it_was() -> None:
     layer = make_layer(140)
     prompts = [Prompt(0, 70, src=1, dst=2, cuts=((64, 3),)), Prompt(0, 35, src=2, dst=1), Prompt(0, 35, src=3, dst=4)]
     check_prefill(layer, make_arena([1, 2, 3]), prompts)
-    check_decode(make_layer(40), make_arena(range(1, 22)), [*range(1, 21)] * 2, [*range(2, 22), *[0] * 19, 1])
+
+
+def test_decode_reads_an_overwritten_source_first_or_refuses(each_version: str) -> None:
+    arguments = (make_layer(40), make_arena(range(1, 22)), [*range(1, 21)] * 2, [*range(2, 22), *[0] * 19, 1])
+    if each_version == "torch":
+        check_decode(*arguments)
+    else:
+        with pytest.raises(ValueError, match="writes where another one reads"):
+            check_decode(*arguments)
 
 
 def test_null_destination_drops_the_state() -> None:

@@ -22,7 +22,7 @@ def check_product(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch
     bias_O = torch.randn(num_outputs, device=device, dtype=dtype)
     expected = x_TI.double() @ weight_OI.double().T
     for bias, right in ((None, expected), (bias_O, expected + bias_O.double())):
-        out = matmul_triton.linear(x_TI, weight_OI, bias)
+        out = matmul_triton.linear_invariant(x_TI, weight_OI, bias)
         assert out.dtype == dtype
         assert out.shape == right.shape
         assert (out.double() - right).norm() / right.norm() < MAX_ERROR[dtype]
@@ -38,7 +38,7 @@ def test_products_equal_float64s(num_rows: int, num_outputs: int, num_inputs: in
 @pytest.mark.skipif(not IS_INTERPRETED, reason="runs in Triton's interpreter")
 def test_leading_dimensions_are_kept() -> None:
     x = torch.randn(2, 3, 16)
-    assert matmul_triton.linear(x, torch.randn(5, 16)).shape == (2, 3, 5)
+    assert matmul_triton.linear_invariant(x, torch.randn(5, 16)).shape == (2, 3, 5)
 
 
 @pytest.mark.parametrize(("num_rows", "num_outputs"), [(1, 2560), (1, 248_320), (65, 2560), (8192, 12352)])

@@ -48,7 +48,7 @@ def inputs(
     gate_up = torch.randn(num_experts, 2 * size, hidden_size, device=device, dtype=dtype).mul_(hidden_size**-0.5)
     down = torch.randn(num_experts, hidden_size, size, device=device, dtype=dtype).mul_(size**-0.5)
     logits = torch.randn(num_tokens, num_experts, device=device)
-    weights, experts = moe.route_top_k.__wrapped__(logits, top_k, is_normalised=True)
+    weights, experts = moe.route_top_k.reference(logits, top_k, is_normalised=True)
     experts = experts if experts_TK is None else experts_TK
     is_idle_E = torch.ones(num_experts, dtype=torch.bool, device=device)
     is_idle_E[experts.flatten()] = False
@@ -91,7 +91,7 @@ def check_mixture(
     projected_TO = wide[:, 3 : 2 * shared_size + num_experts + 6]
     projected_TO[:, : 2 * shared_size + num_experts + 1].normal_()
     gate_TS, up_TS, logits_TE, gate_T1, _ = projected_TO.split([shared_size, shared_size, num_experts, 1, 2], dim=-1)
-    weights, experts = moe.route_top_k.__wrapped__(logits_TE, top_k, is_normalised=True)
+    weights, experts = moe.route_top_k.reference(logits_TE, top_k, is_normalised=True)
     x_TD, gate_up, down, *_ = inputs(num_tokens, num_experts, top_k, hidden_size, size, dtype, device, experts)
     hidden_TS = gate_TS.double() * gate_TS.double().sigmoid() * up_TS.double()
     shared_TD = hidden_TS @ shared_down.double().t()
@@ -106,7 +106,7 @@ def check_mixture(
 def check_router(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> None:
     with poisoned_memory():
         weights_TK, experts_TK = moe_triton.route_top_k(logits_TE, top_k, is_normalised=is_normalised)
-    expected_TK, _ = moe.route_top_k.__wrapped__(logits_TE, top_k, is_normalised=is_normalised)
+    expected_TK, _ = moe.route_top_k.reference(logits_TE, top_k, is_normalised=is_normalised)
     assert weights_TK.dtype == torch.float32
     assert experts_TK.dtype == torch.int64
     torch.testing.assert_close(weights_TK, expected_TK, rtol=1e-5, atol=1e-7)

@@ -47,10 +47,10 @@ def check_norms(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
     with poisoned_memory():
         near(
             norm_triton.rms_norm_zero_centered(x, weight_D, EPS),
-            norm.rms_norm_zero_centered.__wrapped__(x, weight_D, EPS),
+            norm.rms_norm_zero_centered.reference(x, weight_D, EPS),
         )
         for added in (residual, torch.randn(shape, device=device).to(dtype)):
-            expected, total = norm.add_rms_norm_zero_centered.__wrapped__(x.clone(), added, weight_D, EPS)
+            expected, total = norm.add_rms_norm_zero_centered.reference(x.clone(), added, weight_D, EPS)
             x_in = x.clone()
             actual, actual_total = norm_triton.add_rms_norm_zero_centered(x_in, added, weight_D, EPS)
             near(actual, expected)
@@ -63,15 +63,15 @@ def check_gated_norm(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: t
     weight_D = torch.randn(shape[-1], device=device).to(weight_dtype)
     with poisoned_memory():
         actual = norm_triton.rms_norm_gated(x, gate, weight_D, EPS)
-    near(actual, norm.rms_norm_gated.__wrapped__(x, gate, weight_D, EPS))
+    near(actual, norm.rms_norm_gated.reference(x, gate, weight_D, EPS))
 
 
 def check_gates(num_rows: int, size: int, dtype: torch.dtype, device: str) -> None:
     gate_up = view_of_wider((num_rows, 2 * size), dtype, device)
     with poisoned_memory():
-        near(activation_triton.swiglu(gate_up), activation.swiglu.__wrapped__(gate_up))
+        near(activation_triton.swiglu(gate_up), activation.swiglu.reference(gate_up))
     x_TO, gate_TO = view_of_wider((num_rows, size), dtype, device), view_of_wider((num_rows, size), dtype, device)
-    expected_TO = activation.sigmoid_gate.__wrapped__(x_TO.clone(), gate_TO)
+    expected_TO = activation.sigmoid_gate.reference(x_TO.clone(), gate_TO)
     actual_TO = activation_triton.sigmoid_gate(x_TO, gate_TO)
     near(actual_TO, expected_TO)
     assert actual_TO.data_ptr() == x_TO.data_ptr()

@@ -81,7 +81,7 @@ def check(shape: Shape, dtype: torch.dtype, device: str) -> None:
     rotary = rotary_table(positions_T, default_frequencies(1e4, shape.rotary_dim).to(device), 1.0)
     batch = make_batch(shape.blocks, device)
     results = []
-    for operation in (qkv_triton.prepare_qkv, qkv.prepare_qkv.__wrapped__):
+    for operation in (qkv_triton.prepare_qkv, qkv.prepare_qkv.reference):
         memory = make_memory(shape, dtype, device)
         before = projected_TO.clone()
         with poisoned_memory():

@@ -47,7 +47,7 @@ def check_filters(logits_NV: Tensor, rows: list[dict[str, float]]) -> None:
     parameters = filters(rows, str(logits_NV.device))
     with poisoned_memory():
         masked_NV = sampling_triton.mask_top_k_top_p_min_p(logits_NV, *parameters)
-    expected_NV = sampling.mask_top_k_top_p_min_p.__wrapped__(logits_NV.cpu(), *(x.cpu() for x in parameters))
+    expected_NV = sampling.mask_top_k_top_p_min_p.reference(logits_NV.cpu(), *(x.cpu() for x in parameters))
     masked_NV = masked_NV.cpu()
     is_kept_NV, is_expected_NV = masked_NV.isfinite(), expected_NV.isfinite()
     assert torch.equal(masked_NV[is_kept_NV], logits_NV.cpu()[is_kept_NV])
@@ -73,7 +73,7 @@ def check_draws(logits_V: Tensor, num_draws: int) -> None:
     assert (uniform_N > low_N - 1e-6).all()
     assert (uniform_N < sum_V[token_N] + 1e-6).all()
     assert logits_V[token_N].isfinite().all()
-    expected_N = sampling.sample.__wrapped__(logits_V.expand(num_draws, -1), uniform_N)
+    expected_N = sampling.sample.reference(logits_V.expand(num_draws, -1), uniform_N)
     assert (token_N != expected_N).float().mean() < 0.01
 
 

@@ -1,16 +1,15 @@
 """Deterministic, a kernel's result for a token has the same bits in any step that computes it. No tolerances."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from strandline.kernels.attention import paged_attention
+from strandline.kernels.attention_triton import paged_attention_invariant
 from strandline.kernels.chunk_table import build_chunk_table
-from strandline.kernels.gdn import gdn_decode, gdn_prefill
-from strandline.kernels.norm import rms_norm_gated, rms_norm_zero_centered
-from strandline.kernels.platform import set_deterministic
+from strandline.kernels.gdn_decode_triton import gdn_decode_invariant
+from strandline.kernels.gdn_prefill_triton import gdn_prefill_invariant
+from strandline.kernels.norm_triton import rms_norm_gated, rms_norm_zero_centered
 from tests.cpu.kernels.test_attention import Case, decodes, make_case
 from tests.cpu.kernels.test_attention_triton import to_device
 from tests.cpu.kernels.test_gdn_prefill_triton import REAL, Layer, Shape, make_arena, make_layer
@@ -18,15 +17,8 @@ from tests.cpu.kernels.test_gdn_prefill_triton import REAL, Layer, Shape, make_a
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
-    set_deterministic(True)
-    yield
-    set_deterministic(False)
-
-
 def attend(case: Case) -> torch.Tensor:
-    return paged_attention(case.q_THD, case.memory, case.batch, case.num_decodes, scale=0.3)
+    return paged_attention_invariant(case.q_THD, case.memory, case.batch, case.num_decodes, scale=0.3)
 
 
 def part(case: Case, index: int, start: int, end: int, *, is_decode: bool) -> Case:
@@ -76,7 +68,7 @@ def test_a_prompt_computed_in_steps_on_the_grid_has_the_same_bits(shape: Shape, 
     def run(start: int, end: int, src: int, dst: int, cuts: tuple[tuple[int, int], ...] = ()) -> torch.Tensor:
         table = build_chunk_table([(start, end)], [cuts], "cuda")
         slots = torch.tensor([src], device="cuda"), torch.tensor([dst], device="cuda")
-        return gdn_prefill(*rows_of(layer, start, end).arguments(), state, *slots, table)
+        return gdn_prefill_invariant(*rows_of(layer, start, end).arguments(), state, *slots, table)
 
     whole = run(0, num_tokens, 0, 1, ((64, 2), (640, 3)))
     for cut, slot in ((64, 2), (640, 3)):
@@ -86,7 +78,7 @@ def test_a_prompt_computed_in_steps_on_the_grid_has_the_same_bits(shape: Shape, 
         assert torch.equal(state[5], state[1])
     both = build_chunk_table([(0, num_tokens), (0, 300)], [(), ()], "cuda")
     slots = torch.tensor([0, 0], device="cuda"), torch.tensor([6, 7], device="cuda")
-    beside = gdn_prefill(*layer.arguments(), state, *slots, both)
+    beside = gdn_prefill_invariant(*layer.arguments(), state, *slots, both)
     assert torch.equal(beside[:num_tokens], whole)
     assert torch.equal(state[6], state[1])
 
@@ -98,7 +90,7 @@ def test_a_decoded_token_does_not_depend_on_its_neighbours(dtype: torch.dtype) -
 
     def run(start: int, end: int, dst: int) -> torch.Tensor:
         slots = torch.ones(end - start, dtype=torch.int64, device="cuda"), torch.arange(dst, dst + end - start).cuda()
-        return gdn_decode(*rows_of(layer, start, end).arguments(), state, *slots)
+        return gdn_decode_invariant(*rows_of(layer, start, end).arguments(), state, *slots)
 
     whole = run(0, 20, 2)
     expected = state[2 + 7].clone()

@@ -1,0 +1,106 @@
+"""Which function runs each operation of an engine: chosen once, when the engine starts.
+
+On a CUDA device with Triton that is the Triton version, on a CPU the Numba version where there is one, everywhere else
+the reference implementation: this is how a new accelerator starts. ``STRANDLINE_TRITON=0`` and ``STRANDLINE_NUMBA=0``
+choose reference implementations. A backend that cannot run a workload is left out, and the reason is kept to be shown.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final, ParamSpec, TypeVar
+
+import torch
+from tqdm import tqdm
+
+from strandline.env import NUMBA, TRITON, is_numba_off, is_triton_off
+from strandline.kernels.operation import Backend, Operation, Workload
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PROGRESS_DELAY_S: Final = 1.0
+"""Delay before the progress bar appears."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """An operation that runs its reference implementation, though it has a backend for this kind of device."""
+
+    operation: str
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The functions of one engine's operations. ``kernels[operation]`` is looked up at start, not in steps."""
+
+    workload: Workload
+    functions: Mapping[Operation[..., Any], Callable[..., Any]]
+    fallbacks: tuple[Fallback, ...]
+
+    def __getitem__(self, operation: Operation[P, R]) -> Callable[P, R]:
+        return self.functions[operation]
+
+    @property
+    def is_compiled_on_gpu(self) -> bool:
+        """Whether all operations are GPU kernels: compiled on first use, and without questions to the host."""
+        return self.workload.device_type == "cuda" and not self.fallbacks
+
+
+def bind_kernels(operations: Iterable[Operation[..., Any]], workload: Workload, *, progress: bool = False) -> Kernels:
+    """Choose a function for each operation, and load it. Numba kernels are compiled here, once per machine."""
+    functions: dict[Operation[..., Any], Callable[..., Any]] = {}
+    fallbacks = list[Fallback]()
+    wanted = "Numba" if workload.device_type == "cpu" else "Triton"
+    obstacle = why_unavailable(wanted, workload.device_type)
+    distinct = list(dict.fromkeys(operations))
+    for operation in tqdm(distinct, "Loading kernels", disable=not progress, delay=PROGRESS_DELAY_S):
+        functions[operation] = operation.reference
+        for backend in operation.backends:
+            if backend.name != wanted:
+                continue
+            reason = obstacle or backend.limit(workload)
+            if reason is None:
+                functions[operation] = _load(operation, backend, workload)
+            else:
+                fallbacks.append(Fallback(operation.name, backend.name, reason))
+    return Kernels(workload, functions, tuple(fallbacks))
+
+
+def reference_kernels(operations: Iterable[Operation[..., Any]]) -> Kernels:
+    """Return the reference implementations."""
+    functions = {operation: operation.reference for operation in operations}
+    return Kernels(Workload("any", "any"), functions, ())
+
+
+def why_unavailable(backend: str, device_type: str) -> str | None:
+    """Return why no function of a backend can run on devices of this type; None: they can."""
+    return _why_no_numba() if backend == "Numba" else _why_no_triton(device_type)
+
+
+def _why_no_numba() -> str | None:
+    if is_numba_off():
+        return f"{NUMBA} is 0"
+    if find_spec("numba") is None:
+        return "Numba is not installed"
+    if not import_module("strandline.kernels.runtime_numba").has_threads():
+        return "torch has brought no GNU OpenMP library along, whose threads they run on"
+    return None
+
+
+def _why_no_triton(device_type: str) -> str | None:
+    if is_triton_off():
+        return f"{TRITON} is 0"
+    is_there = find_spec("triton") is not None and torch.cuda.is_available() and torch.version.hip is None
+    return None if is_there and device_type == "cuda" else f"there is no working Triton for {device_type} here"
+
+
+def _load(operation: Operation[..., Any], backend: Backend, workload: Workload) -> Callable[..., Any]:
+    module, name = backend.module, operation.name
+    if workload.is_deterministic and backend.invariant_module is not None:
+        module, name = backend.invariant_module, f"{name}_invariant"
+    function: Callable[..., Any] = getattr(import_module(f"strandline.kernels.{module}"), name)
+    return function

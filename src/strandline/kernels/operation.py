@@ -1,0 +1,120 @@
+"""Operations: what layers compute with, each declared beside its reference implementation.
+
+An operation is a torch function that runs on every device, its reference implementation, and the backends that
+implement it faster: functions of the same name and signature in other modules of this package. A backend declares what
+it supports, so that ``bind_kernels`` (``binding.py``) can choose once per engine, before the first step::
+
+    @operation(triton("gdn_decode_triton"), numba("gdn_decode_numba", memory={"state": ("float32",)}))
+    def gdn_decode(...) -> Tensor:
+        ...
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import update_wrapper
+from typing import Any, Final, Generic, ParamSpec, TypeVar
+
+from strandline.specs import TensorSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FLOATS: Final = ("float32", "bfloat16")
+"""What Numba kernels load and store."""
+
+KEYS_AND_VALUES: Final = {"key": FLOATS, "value": FLOATS}
+"""The keys and values that Numba kernels read and write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What an engine asks of its kernels."""
+
+    device_type: str
+    dtype: str
+    """Of activations."""
+    memory: tuple[TensorSpec, ...] = ()
+    """What layers keep, by name; a name may occur with several shapes and dtypes."""
+    is_deterministic: bool = False
+    """Whether a row's result must depend on that row alone, to the last bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A faster implementation of an operation, and what it supports."""
+
+    name: str
+    """``Triton`` or ``Numba``."""
+    module: str
+    """In ``strandline.kernels``; has a function of the operation's name."""
+    dtypes: tuple[str, ...] | None = None
+    """Of activations; None: all."""
+    memory: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Dtypes of what a layer keeps, by name; all of those that are not named."""
+    channel_multiples: Mapping[str, int] = field(default_factory=dict)
+    """What the last dimension of tensors that a layer keeps must be a multiple of, by name."""
+    invariant_module: str | None = None
+    """Has the function for deterministic engines, ``<operation>_invariant``. None: the ordinary one is invariant."""
+
+    def limit(self, workload: Workload) -> str | None:
+        """Return what of a workload is beyond this backend; None: nothing."""
+        if self.dtypes is not None and workload.dtype not in self.dtypes:
+            return f"activations are {workload.dtype}, supported: {_either(self.dtypes)}"
+        for tensor in workload.memory:
+            dtypes, multiple = self.memory.get(tensor.name), self.channel_multiples.get(tensor.name, 1)
+            if dtypes is not None and tensor.dtype not in dtypes:
+                return f"the {tensor.name} is {tensor.dtype}, supported: {_either(dtypes)}"
+            if tensor.shape[-1] % multiple:
+                return f"the {tensor.name} has {tensor.shape[-1]} channels, supported: multiples of {multiple}"
+        return None
+
+
+def triton(module: str, *, invariant: str | None = None) -> Backend:
+    """Declare a Triton version, for GPUs.
+
+    Args:
+        invariant: module of the version for deterministic engines, where that is another one.
+    """
+    return Backend("Triton", module, invariant_module=invariant)
+
+
+def numba(
+    module: str,
+    *,
+    memory: Mapping[str, tuple[str, ...]] | None = None,
+    channel_multiples: Mapping[str, int] | None = None,
+) -> Backend:
+    """Declare a Numba version, for CPUs; arguments as the attributes of ``Backend``."""
+    return Backend("Numba", module, FLOATS, memory or {}, channel_multiples or {})
+
+
+class Unbound:
+    """Binds what is called without having been bound."""
+
+    choose: Callable[[Any, tuple[Any, ...]], Callable[..., Any]]
+
+
+class Operation(Generic[P, R]):
+    """A declared operation. Not called itself: either its ``reference`` is, or what ``Kernels`` binds for it."""
+
+    def __init__(self, reference: Callable[P, R], backends: Iterable[Backend]) -> None:
+        update_wrapper(self, reference)
+        self.name = reference.__name__
+        self.reference = reference
+        self.backends = tuple(backends)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = Unbound.choose(self, args)(*args, **kwargs)
+        return result
+
+    def __repr__(self) -> str:
+        return f"<operation {self.name}>"
+
+
+def operation(*backends: Backend) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """Declare the decorated function as the reference implementation of an operation with these backends."""
+    return lambda reference: Operation(reference, backends)
+
+
+def _either(names: Iterable[str]) -> str:
+    return " and ".join(names)

@@ -1,0 +1,137 @@
+"""Every operation has one signature, and an engine's kernels are chosen once, by what backends declare."""
+
+import inspect
+import pkgutil
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from strandline import kernels
+from strandline.kernels.attention import paged_attention
+from strandline.kernels.binding import bind_kernels, why_unavailable
+from strandline.kernels.gdn import gdn_decode, gdn_prefill
+from strandline.kernels.linear import linear
+from strandline.kernels.norm import rms_norm_zero_centered
+from strandline.kernels.operation import Operation, Workload, operation, triton
+from strandline.specs import TensorSpec
+
+MODULES = [
+    import_module(f"strandline.kernels.{found.name}")
+    for found in pkgutil.iter_modules(kernels.__path__)
+    if not found.name.endswith(("_triton", "_numba"))
+]
+
+OPERATIONS = {
+    found.name: found
+    for module in MODULES
+    for found in vars(module).values()
+    if isinstance(found, Operation) and found.reference.__module__ == module.__name__
+}
+
+FUNCTIONS = [
+    (name, module, function)
+    for name, declared in sorted(OPERATIONS.items())
+    for backend in declared.backends
+    for module, function in ((backend.module, name), (backend.invariant_module, f"{name}_invariant"))
+    if module is not None
+]
+
+HAS_NUMBA = why_unavailable("Numba", "cpu") is None
+NEEDS_NUMBA = pytest.mark.skipif(not HAS_NUMBA, reason="Numba is not installed, or torch's threads are not GNU's")
+
+
+def state(dtype: str) -> tuple[TensorSpec, ...]:
+    return (TensorSpec("state", (2, 8, 8), dtype),)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="the backends' files import Triton, which is not installed")
+@pytest.mark.parametrize(("name", "module", "function"), FUNCTIONS)
+def test_backend_has_the_signature_of_the_reference(name: str, module: str, function: str) -> None:
+    backend = getattr(import_module(f"strandline.kernels.{module}"), function)
+    parameters = [list(inspect.signature(x).parameters.values()) for x in (backend, OPERATIONS[name].reference)]
+    names = [[(p.name, p.kind, p.default) for p in signature] for signature in parameters]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("device_type", ["xpu", "cuda"])
+def test_devices_without_triton_run_references(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    bound = bind_kernels([gdn_decode, linear], Workload(device_type, "bfloat16", state("float32")))
+    assert (bound[gdn_decode], bound[linear]) == (gdn_decode.reference, linear.reference)
+    assert [(x.operation, x.backend, x.reason) for x in bound.fallbacks] == [
+        (name, "Triton", f"there is no working Triton for {device_type} here") for name in ("gdn_decode", "linear")
+    ]
+
+
+def test_cpu_never_loads_triton_versions() -> None:
+    @operation(triton("no_such_module", invariant="no_such_module"))
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    for is_deterministic in (False, True):
+        bound = bind_kernels([double], Workload("cpu", "float32", is_deterministic=is_deterministic))
+        assert bound[double] is double.reference
+        assert not bound.fallbacks
+
+
+@NEEDS_NUMBA
+def test_cpu_binds_numba_versions() -> None:
+    bound = bind_kernels([gdn_decode, linear], Workload("cpu", "bfloat16", state("float32")))
+    assert bound[gdn_decode] is import_module("strandline.kernels.gdn_decode_numba").gdn_decode
+    assert bound[linear] is linear.reference
+    assert not bound.fallbacks
+
+
+@NEEDS_NUMBA
+@pytest.mark.parametrize(
+    ("workload", "reason"),
+    [
+        (Workload("cpu", "float16"), "activations are float16, supported: float32 and bfloat16"),
+        (Workload("cpu", "bfloat16", state("bfloat16")), "the state is bfloat16, supported: float32"),
+    ],
+    ids=["activations", "state"],
+)
+def test_unsupported_dtype_is_reported_at_start(workload: Workload, reason: str) -> None:
+    bound = bind_kernels([gdn_prefill, gdn_decode], workload)
+    assert bound[gdn_prefill] is gdn_prefill.reference
+    assert [(x.operation, x.backend, x.reason) for x in bound.fallbacks] == [
+        (name, "Numba", reason) for name in ("gdn_prefill", "gdn_decode")
+    ]
+
+
+@NEEDS_NUMBA
+def test_unsupported_head_size_is_reported_at_start() -> None:
+    keys = TensorSpec("key", (2, 5), "float32")
+    bound = bind_kernels([paged_attention], Workload("cpu", "float32", (keys,)))
+    (fallback,) = bound.fallbacks
+    assert fallback.reason == "the key has 5 channels, supported: multiples of 2"
+
+
+def test_environment_is_read_when_kernels_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRANDLINE_NUMBA", "0")
+    bound = bind_kernels([rms_norm_zero_centered], Workload("cpu", "float32"))
+    assert bound[rms_norm_zero_centered] is rms_norm_zero_centered.reference
+    assert [x.reason for x in bound.fallbacks] == ["STRANDLINE_NUMBA is 0"]
+    monkeypatch.setenv("STRANDLINE_TRITON", "0")
+    assert why_unavailable("Triton", "cuda") == "STRANDLINE_TRITON is 0"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_deterministic_and_ordinary_kernels_coexist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STRANDLINE_TRITON", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    ordinary, invariant = (
+        bind_kernels([linear, rms_norm_zero_centered], Workload("cuda", "bfloat16", is_deterministic=is_deterministic))
+        for is_deterministic in (False, True)
+    )
+    assert ordinary[linear] is import_module("strandline.kernels.linear_triton").linear
+    assert invariant[linear] is import_module("strandline.kernels.matmul_triton").linear_invariant
+    assert ordinary[rms_norm_zero_centered] is invariant[rms_norm_zero_centered]
+
+
+def test_unbound_operation_is_an_error() -> None:
+    bound = bind_kernels([linear], Workload("cpu", "float32"))
+    with pytest.raises(KeyError, match="gdn_decode"):
+        bound[gdn_decode]
