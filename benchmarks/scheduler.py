@@ -30,7 +30,7 @@ def main() -> None:
         plan = scheduler.plan()
         planned = time.perf_counter()
         assert plan is not None
-        result = StepResult([7 + number % 11] * len(plan.sequences))
+        result = StepResult((7 + number % 11,) * len(plan.sequences))
         ready = time.perf_counter()
         scheduler.commit(plan, result)
         plans.append(planned - start)
@@ -47,7 +47,7 @@ def fill(num_running: int, prompt_tokens: int) -> Scheduler:
     params = SamplingParams(max_tokens=10**6)
     rng = Random(0)
     for index in range(num_running):
-        prompt = [index, *rng.choices(range(10_000), k=prompt_tokens - 1)]
+        prompt = (index, *rng.choices(range(10_000), k=prompt_tokens - 1))
         new = NewRequest(RequestId(str(index)), prompt, params, index, frozenset({5}), ())
         scheduler.add(Request(new, max_total=10**6))
     return scheduler

@@ -9,7 +9,7 @@ trace, policy and budget give the same figures.
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import assert_never, overload
+from typing import assert_never
 
 from strandline.bench.cost import CostModel
 from strandline.bench.ideal import SeenPrefixes
@@ -91,24 +91,20 @@ class Result:
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
-class NoTokens(Sequence[int]):
+class NoTokens(tuple[int, ...]):
     """Stands for a prompt's token ids where only their number counts: the cache has the bytes."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
+    _num_tokens: int
+
+    @classmethod
+    def of(cls, num_tokens: int) -> "NoTokens":
+        """Return a stand-in for so many tokens: an empty tuple, but for its length."""
+        stand_in = cls()
+        stand_in._num_tokens = num_tokens
+        return stand_in
 
     def __len__(self) -> int:
         return self._num_tokens
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        return 0 if isinstance(index, int) else ()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(())
 
 
 @dataclass(slots=True)
@@ -210,7 +206,7 @@ class Replay:
         while self._arrivals and self._arrivals[0][0] <= self._clock.now_s:
             arrival_s, number, lane, call = heapq.heappop(self._arrivals)
             num_prompt, num_output = len(call.prompt) // TOKEN_BYTES, max(len(call.output) // TOKEN_BYTES, 1)
-            new = NewRequest(RequestId(str(number)), NoTokens(num_prompt), NOTHING, 0, frozenset(), ())
+            new = NewRequest(RequestId(str(number)), NoTokens.of(num_prompt), NOTHING, 0, frozenset(), ())
             request = Request(new, max_total=num_prompt + num_output, marks=call.marks)
             request.tokens.data = call.prompt
             self.result.num_requests += 1
@@ -229,7 +225,7 @@ class Replay:
         self._clock.now_s += self._cost_s(plan)
         self._count(plan)
         tokens = [self._running[s.request_id].token() if s.is_sampled else None for s in plan.sequences]
-        for request in self._scheduler.commit(plan, StepResult(tokens)):
+        for request in self._scheduler.commit(plan, StepResult(tuple(tokens))):
             running = self._running[request.request_id]
             if not running.has_first:
                 running.has_first = True

@@ -4,7 +4,6 @@ Actions are carried out in the order they were issued, before the step they were
 whoever owns the memory moves the bytes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strandline.ids import BlockId, LogId, SlotId
@@ -31,7 +30,7 @@ class MoveBlock:
 class DropBlocks:
     """The content of these blocks is no longer needed. A debugging runner fills them with NaN."""
 
-    blocks: Sequence[int]
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class CacheMemory:
     def free_blocks(self, blocks: Sequence[int]) -> None:
         if blocks:
             self.arena.free_blocks(blocks)
-            self.actions.append(DropBlocks(blocks))
+            self.actions.append(DropBlocks(tuple(blocks)))
 
     def free_slot(self, slot: SlotId) -> None:
         self.arena.free_slot(slot)

@@ -50,7 +50,7 @@ class LaunchedStep:
     def __init__(self, num_sequences: int, device: torch.device) -> None:
         self.is_launch_bound = False
         """Whether the device has all but done it by the time it is launched."""
-        self._result = StepResult([None] * num_sequences)
+        self._num_sequences = num_sequences
         self._device = device
         self._tokens_N: Tensor | None = None
         self._sampled: list[tuple[int, SamplingState]] = []
@@ -85,17 +85,19 @@ class LaunchedStep:
         """Wait for the device, and return what the step produced."""
         if self._done is not None:
             self._done.synchronize()
-        result = self._result
+        token_ids: list[int | None] = [None] * self._num_sequences
         if self._tokens_N is not None:
             for (index, state), token in zip(self._sampled, self._tokens_N.tolist(), strict=True):
-                result.token_ids[index] = token
+                token_ids[index] = token
                 state.append(token)
-        result.logprobs = {index: tensors.read()[0] for index, tensors in self._logprobs.items()}
-        result.prompt_logprobs = {
-            index: [entry for tensors in parts for entry in tensors.read()]
-            for index, parts in self._prompt_logprobs.items()
-        }
-        return result
+        return StepResult(
+            tuple(token_ids),
+            {index: tensors.read()[0] for index, tensors in self._logprobs.items()},
+            {
+                index: [entry for tensors in parts for entry in tensors.read()]
+                for index, parts in self._prompt_logprobs.items()
+            },
+        )
 
 
 class Runner:

@@ -9,7 +9,7 @@ what the model's dtype rounds.
 Audits run when no other request waits, one at a time; what comes while one is due is not audited.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isnan
 from random import Random
@@ -42,8 +42,6 @@ class _Audited:
     """A request that is audited: while it runs, then while it is replayed."""
 
     request: Request
-    is_asked: bool
-    """Whether its sender wants log-probabilities."""
     logprobs: list[float] = field(default_factory=list)
     """Of its output's tokens."""
     cold: dict[int, float] = field(default_factory=dict)
@@ -70,23 +68,17 @@ class Auditor:
         """The one that has ended and is to be replayed, or is being replayed."""
         self._is_replayed = False
 
-    def choose(self, plan: StepPlan, requests: Mapping[RequestId, Request]) -> None:
-        """Choose among the requests that a step begins with, before it is launched.
+    def introduce(self, request: Request) -> NewRequest:
+        """Return what the executor is told of a request that begins; choose whether to audit it.
 
-        Args:
-            requests: those of the step, at least.
+        Of a request that is audited log-probabilities are computed, whether or not its sender asked for them.
         """
-        if not self._rate:
-            return
-        for index, new in enumerate(plan.new):
-            request = requests[new.request_id]
-            has_hit = request.account is not None and request.account.hit > 0
-            if request.is_audit or not has_hit or self._rng.random() >= self._rate:
-                continue
-            is_asked = new.params.logprobs is not None
-            self._audited[new.request_id] = _Audited(request, is_asked)
-            if not is_asked:
-                plan.new[index] = replace(new, params=replace(new.params, logprobs=0))
+        new = request.new
+        has_hit = request.account is not None and request.account.hit > 0
+        if not self._rate or request.is_audit or not has_hit or self._rng.random() >= self._rate:
+            return new
+        self._audited[new.request_id] = _Audited(request)
+        return new if new.params.logprobs is not None else replace(new, params=replace(new.params, logprobs=0))
 
     @property
     def is_due(self) -> bool:
@@ -100,34 +92,32 @@ class Auditor:
             return None
         self._is_replayed = True
         request = due.request
-        tokens = [*request.prompt_ids, *request.output_ids][: self._max_model_len - 1]
+        tokens = (*request.prompt_ids, *request.output_ids)[: self._max_model_len - 1]
         new = NewRequest(RequestId(PREFIX + request.request_id), tokens, COLD, 0, frozenset(), ())
         return Request(new, max_total=len(tokens) + 1, salt=request.salt, is_audit=True)
 
-    def take(self, plan: StepPlan, result: StepResult, advanced: list[Request]) -> list[Request]:
-        """Take from a step's result what concerns audits.
+    def is_replay(self, request_id: RequestId) -> bool:
+        """Whether a request is the auditor's own, which has no sender."""
+        return self._due is not None and request_id == PREFIX + self._due.request.request_id
+
+    def take(self, plan: StepPlan, result: StepResult, advanced: Sequence[Request]) -> None:
+        """Take note of what concerns audits in a step's result.
 
         Args:
             advanced: the requests that got a token, finished ones marked so.
-
-        Returns:
-            Those of them that have senders.
         """
         if not self._audited and self._due is None:
-            return advanced
+            return
         for index, sequence in enumerate(plan.sequences):
-            if (due := self._due) is not None and sequence.request_id == PREFIX + due.request.request_id:
-                self._compare(due, sequence.start, result.prompt_logprobs.pop(index, []))
+            if self._due is not None and self.is_replay(sequence.request_id):
+                self._compare(self._due, sequence.start, result.prompt_logprobs.get(index, ()))
             elif (audited := self._audited.get(sequence.request_id)) is not None and index in result.logprobs:
                 audited.logprobs.append(result.logprobs[index].logprob)
-                if not audited.is_asked:
-                    del result.logprobs[index]
         for request in advanced:
             if request.is_audit and request.is_finished:
                 self._conclude()
             elif request.is_finished:
                 self._end(request.request_id)
-        return [request for request in advanced if not request.is_audit]
 
     def _end(self, request_id: RequestId) -> None:
         """Have a request that has ended replayed, if it is audited and no other one is due."""
@@ -139,7 +129,7 @@ class Auditor:
         """Take note that a request was ended from outside: it is not replayed."""
         self._audited.pop(request_id, None)
 
-    def _compare(self, due: _Audited, start: int, entries: list[TokenLogprobs]) -> None:
+    def _compare(self, due: _Audited, start: int, entries: Sequence[TokenLogprobs]) -> None:
         """Take in log-probabilities of the replayed prompt's tokens from ``start + 1`` on."""
         first = due.request.num_prompt_tokens
         due.cold |= {at - first: entry.logprob for at, entry in enumerate(entries, start + 1) if at >= first}

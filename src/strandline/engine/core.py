@@ -3,8 +3,9 @@
 An error inside a step is ours and ends the core: a doubtful state is never served.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 from strandline.cache import OnGrid, PrefixCache, Reason, placement
 from strandline.cache.invariants import check
@@ -29,7 +30,7 @@ from strandline.records.events import (
     Submission,
     TokenEvent,
 )
-from strandline.records.plan import StepPlan, StepResult
+from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.specs import ModelSpec
 
 
@@ -48,7 +49,8 @@ class EngineCore:
         self.start_s = dict(facts.start_s)
         """How long each phase of the start took."""
         self.limits = Limits(facts.vocab_size, facts.max_model_len)
-        self.scheduler = new_scheduler(config, facts)
+        self._auditor = Auditor(config.audit_rate, facts.max_model_len, seed=config.seed)
+        self.scheduler = new_scheduler(config, facts, self._auditor.introduce)
         self.cache = self.scheduler.cache
         self.watch = CacheWatch(self.cache, self.scheduler, facts.spec, config.mamba_cache_mode)
         self._cache_mode, self._cache_block_tokens = config.mamba_cache_mode, config.mamba_block_size
@@ -60,7 +62,6 @@ class EngineCore:
             if not config.enforce_eager:
                 with self._timed("graphs"):
                     executor.capture_graphs()
-        self._auditor = Auditor(config.audit_rate, facts.max_model_len, seed=config.seed)
         is_cpu = facts.device_type == "cpu"
         self._is_overlapped = not is_cpu if config.async_scheduling is None else config.async_scheduling
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
@@ -122,8 +123,6 @@ class EngineCore:
             self._settle(events)
             return events
         self.watch.after_plan(plan)
-        if plan.new:
-            self._auditor.choose(plan, {request.request_id: request for request in self.scheduler.running})
         launched = self.executor.launch(plan)
         self._settle(events)
         self.scheduler.advance(plan)
@@ -139,11 +138,41 @@ class EngineCore:
         plan, launched = self._in_flight
         self._in_flight = None
         result = launched.result()
-        advanced = self._auditor.take(plan, result, self.scheduler.settle(plan, result))
-        _add_events(events, plan, result, advanced)
+        advanced = self.scheduler.settle(plan, result)
+        self._add_events(events, plan, result, advanced)
+        self._auditor.take(plan, result, advanced)
         self._tidy_up()
         if self._is_debugged:
             check(self.cache)
+
+    def _add_events(self, events: StepEvents, plan: StepPlan, result: StepResult, advanced: Sequence[Request]) -> None:
+        """Add what happened, as far as senders asked for it.
+
+        Args:
+            advanced: the requests that got a token, in the order of the plan.
+        """
+        for index, entries in result.prompt_logprobs.items():
+            sequence = plan.sequences[index]
+            if not self._auditor.is_replay(sequence.request_id):
+                events.prompts.append(PromptLogprobs(sequence.request_id, sequence.start, entries))
+        index_of: dict[RequestId, int] = {}
+        if result.logprobs:
+            index_of = {sequence.request_id: index for index, sequence in enumerate(plan.sequences)}
+        for request in advanced:
+            if request.is_audit:
+                continue
+            output_ids = request.output_ids
+            is_wanted = index_of and request.params.logprobs is not None
+            events.tokens.append(
+                TokenEvent(
+                    request.request_id,
+                    output_ids[-1],
+                    result.logprobs.get(index_of[request.request_id]) if is_wanted else None,
+                    request.finish_reason,
+                    request.stop_reason,
+                    request.account if len(output_ids) == 1 else None,
+                )
+            )
 
     def _tidy_up(self) -> None:
         """Make what the last requests left behind what it claims to be, though nobody may come for it."""
@@ -196,7 +225,9 @@ class EngineCore:
         )
 
 
-def new_scheduler(config: EngineConfig, facts: ExecutorFacts) -> Scheduler:
+def new_scheduler(
+    config: EngineConfig, facts: ExecutorFacts, introduce: Callable[[Request], NewRequest] = attrgetter("new")
+) -> Scheduler:
     """Return a scheduler over an empty cache."""
     chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
     cache = PrefixCache(
@@ -214,29 +245,10 @@ def new_scheduler(config: EngineConfig, facts: ExecutorFacts) -> Scheduler:
         max_num_batched_tokens=choose_batched_tokens(config, facts.device_type),
         deterministic=config.deterministic,
         logged_from=choose_logged_from(facts.device_type),
+        introduce=introduce,
     )
 
 
 def _tenant_bytes(memory: MemoryUse, spec: ModelSpec) -> dict[str, int]:
     held = memory.tenant_bytes(spec)
     return {**held._asdict(), "free": memory.num_slabs * spec.slab_bytes - sum(held)}
-
-
-def _add_events(events: StepEvents, plan: StepPlan, result: StepResult, advanced: list[Request]) -> None:
-    """Say what happened. ``advanced`` are the requests that got a token, in the order of the plan."""
-    for index, entries in result.prompt_logprobs.items():
-        sequence = plan.sequences[index]
-        events.prompts.append(PromptLogprobs(sequence.request_id, sequence.start, entries))
-    index_of = {sequence.request_id: index for index, sequence in enumerate(plan.sequences)} if result.logprobs else {}
-    for request in advanced:
-        output_ids = request.output_ids
-        events.tokens.append(
-            TokenEvent(
-                request.request_id,
-                output_ids[-1],
-                result.logprobs.get(index_of[request.request_id]) if index_of else None,
-                request.finish_reason,
-                request.stop_reason,
-                request.account if len(output_ids) == 1 else None,
-            )
-        )

@@ -63,7 +63,6 @@ class WorkerLink:
             number = theirs.fileno()
             command = [sys.executable, "-m", WORKER_MODULE, str(number)]
             self.process = subprocess.Popen(command, pass_fds=(number,), stdin=subprocess.DEVNULL)
-        self._calls = self._socket.makefile("wb")
         self._replies = self._socket.makefile("rb")
         self._sending = Lock()
         self._numbers = count()
@@ -95,8 +94,8 @@ class WorkerLink:
             return
         self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        for stream in (self._calls, self._replies, self._socket):
-            stream.close()
+        self._replies.close()
+        self._socket.close()
         try:
             self.process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -112,9 +111,8 @@ class WorkerLink:
                 raise self._ended()
             self._waiting[message.number] = future
             try:
-                self._calls.write(data)
-                self._calls.flush()
-            except (OSError, ValueError) as error:
+                self._socket.sendall(data)
+            except OSError as error:
                 raise self._ended() from error
         return future
 

@@ -17,7 +17,8 @@ request that stays within its last block takes the short way through both.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind
 from strandline.engine.request import Request, Status
@@ -25,7 +26,7 @@ from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
 from strandline.ids import BLOCK_TOKENS, PendingToken, RequestId
 from strandline.records.events import FinishReason
-from strandline.records.plan import SequencePlan, StepPlan, StepResult
+from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
 
 LOOK_AHEAD_REQUESTS = 32
 """Waiting requests that may ask for a snapshot on the way of a running one, though there is no room for them yet."""
@@ -45,7 +46,12 @@ class Scheduler:
         max_num_batched_tokens: int,
         deterministic: bool = False,
         logged_from: int = 1,
+        introduce: Callable[[Request], NewRequest] = attrgetter("new"),
     ) -> None:
+        """
+        Args:
+            introduce: returns what the executor is told of a request when it first runs.
+        """
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -62,6 +68,7 @@ class Scheduler:
         self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
         """Steps that are not settled yet, and the requests of their sequences."""
         self._num_on_host = 0
+        self._introduce = introduce
         self._logged_from = logged_from
         """The fewest decodes of a step that keep logs."""
 
@@ -151,9 +158,9 @@ class Scheduler:
         for request in planned:
             if not request.is_introduced:
                 request.is_introduced = True
-                new.append(request.new)
+                new.append(self._introduce(request))
         gone, self._gone = self._gone, []
-        plan = StepPlan(sequences, self.cache.take_actions(), new, gone)
+        plan = StepPlan(tuple(sequences), tuple(self.cache.take_actions()), tuple(new), tuple(gone))
         self._planned.append((plan, planned))
         return plan
 
@@ -295,7 +302,7 @@ class Scheduler:
             index = start - request.num_prompt_tokens
             output_ids = request.output_ids
             if index < len(output_ids):
-                token_ids: Sequence[int] = (output_ids[index],)
+                token_ids: tuple[int, ...] = (output_ids[index],)
             else:
                 token_ids = (0,)
                 pending = PendingToken.MAY_STOP if index >= request.params.min_tokens else PendingToken.GOES_ON
@@ -311,7 +318,7 @@ class Scheduler:
             start,
             end,
             token_ids,
-            lease.table,
+            lease.table.tobytes(),
             lease.kv_start,
             src,
             dst,
@@ -412,8 +419,8 @@ def _lease(request: Request) -> Lease:
     return request.lease
 
 
-def _tokens_between(request: Request, start: int, end: int) -> Sequence[int]:
+def _tokens_between(request: Request, start: int, end: int) -> tuple[int, ...]:
     num_prompt = request.num_prompt_tokens
     if end <= num_prompt:
         return request.prompt_ids[start:end]
-    return [*request.prompt_ids[start:num_prompt], *request.output_ids[max(start - num_prompt, 0) : end - num_prompt]]
+    return (*request.prompt_ids[start:num_prompt], *request.output_ids[max(start - num_prompt, 0) : end - num_prompt])

@@ -121,7 +121,7 @@ class WarmUp:
             1, min(num_tokens, self._max_model_len - 2, MAX_STEPS * self._scheduler.max_num_batched_tokens)
         )
         values = {"temperature": 0.0, **(options or {}), "max_tokens": max_tokens, "ignore_eos": True}
-        new = NewRequest(RequestId(name), [0] * num_tokens, SamplingParams(**values), 0, frozenset(), ())
+        new = NewRequest(RequestId(name), (0,) * num_tokens, SamplingParams(**values), 0, frozenset(), ())
         max_total = min(num_tokens + max_tokens, self._max_model_len)
         request = Request(new, max_total=max_total, salt=name if salt is None else salt)
         self._scheduler.add(request)

@@ -80,15 +80,14 @@ def portable(error: Exception) -> Exception:
     return sent
 
 
-def serve(calls: BinaryIO, replies: BinaryIO) -> int:
+def serve(calls: BinaryIO, connection: socket.socket) -> int:
     """Load what the first message names, and obey calls until there are no more; return the exit code."""
     lock = Lock()
 
     def send(reply: Reply) -> None:
         data = pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
         with lock:
-            replies.write(data)
-            replies.flush()
+            connection.sendall(data)
 
     start: Start = pickle.load(calls)
     try:
@@ -111,12 +110,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with (
-            socket.socket(fileno=int(sys.argv[1])) as connection,
-            connection.makefile("rb") as calls,
-            connection.makefile("wb") as replies,
-        ):
-            return serve(calls, replies)
+        with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rb") as calls:
+            return serve(calls, connection)
     except (EOFError, ConnectionError, pickle.UnpicklingError):
         return 0  # the other end is closed
 

@@ -1,11 +1,10 @@
-"""One step as data: what the scheduler decides and the runner obeys, and what comes back.
+"""One step as data: what the scheduler decides and the executor obeys, and what comes back.
 
-A plan is enough to run the step in another process: ids, positions and token ids, no references to the
-scheduler's objects. Lists and arrays in it are not changed once the step has been handed over.
+A plan is frozen and owns its data: enough to run the step in another process from its bytes, and unchanged when the
+scheduler and the cache go on. The same holds for a result.
 """
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -24,9 +23,10 @@ class SequencePlan(NamedTuple):
     start: int
     """First token to compute. ``start == end``: nothing; the next token is sampled from ``state_src``."""
     end: int
-    token_ids: Sequence[int]
+    token_ids: tuple[int, ...]
     """Tokens ``[start, end)``."""
-    block_table: "array[int]"
+    block_table: bytes
+    """The sequence's blocks in order, int32 each."""
     kv_start: int
     """Keys and values before this position are in shared blocks: not written."""
     state_src: SlotId
@@ -57,10 +57,10 @@ class SequencePlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """What the runner must know of a request beyond its tokens in the step."""
+    """What an executor must know of a request beyond its tokens in the step."""
 
     request_id: RequestId
-    prompt_ids: Sequence[int]
+    prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int]
@@ -73,16 +73,17 @@ class NewRequest:
         return self.params.needs_host_tokens or len(self.stop_ids) > MAX_STOP_IDS
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of the whole batch."""
 
-    sequences: list[SequencePlan]
-    actions: list[Action]
+    sequences: tuple[SequencePlan, ...]
+    actions: tuple[Action, ...]
     """Copies and moves to carry out first, in order."""
-    new: list[NewRequest]
-    gone: list[RequestId]
-    """Requests of which nothing more will come."""
+    new: tuple[NewRequest, ...]
+    """Requests that the executor has not heard of yet."""
+    gone: tuple[RequestId, ...]
+    """Requests that have ended, to be forgotten."""
 
     @property
     def num_tokens(self) -> int:
@@ -100,13 +101,13 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What the step produced, in the order of the plan's sequences."""
 
-    token_ids: list[int | None]
+    token_ids: tuple[int | None, ...]
     """The sampled token; None where nothing was sampled."""
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     """By index of the sequence, where asked for."""
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By index: of the prompt's tokens ``[start + 1, end + 1)`` as far as they are the prompt's."""

@@ -84,7 +84,7 @@ class Frontend:
         self.check(prompt_ids, params)
         if request_id in self.collectors:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
-        submissions = self._submissions(request_id, list(prompt_ids), params, salt, marks)
+        submissions = self._submissions(request_id, tuple(prompt_ids), params, salt, marks)
         collector = Collector(
             request_id, prompt, [submission.new for submission in submissions], self.tokenizer, self._clock()
         )
@@ -124,7 +124,7 @@ class Frontend:
         return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
 
     def _submissions(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams, salt: str, marks: tuple[int, ...]
+        self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, salt: str, marks: tuple[int, ...]
     ) -> list[Submission]:
         max_total = self.limits.max_model_len
         if params.max_tokens is not None:

@@ -56,7 +56,7 @@ def test_an_identical_prompt_is_a_whole_hit_and_runs_no_forward(make_llm: MakeLL
     assert plan is not None
     assert plan.num_tokens == 0
     result = llm.engine.core.executor.runner.run(plan)
-    assert result.token_ids == first.outputs[0].token_ids[:1]
+    assert list(result.token_ids) == first.outputs[0].token_ids[:1]
 
 
 def test_a_running_request_can_be_followed_and_neither_sees_the_other(make_llm: MakeLLM) -> None:

@@ -5,6 +5,7 @@ Engines are built around shared executors, one after the other: a worker process
 
 import gc
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import torch
 from strandline import SamplingParams, StructuredOutputsParams
 from strandline.cache import CopyTokens
 from strandline.config import EngineConfig
-from strandline.device.executor import Executor
+from strandline.device.executor import Executor, LaunchedStep
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor
@@ -28,6 +29,7 @@ from strandline.engine.mp_executor import MpExecutor, WorkerLink
 from strandline.env import DEBUG_CACHE
 from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
 from strandline.ids import BlockId
+from strandline.records.plan import StepPlan
 from strandline.text.vocabulary import load_frontend, load_vocabulary
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.engine.tokenizers import CALLS_IN_JSON, CHAT_VOCAB_SIZE, chat_template, chat_tokenizer
@@ -180,10 +182,41 @@ def test_worker_gives_the_same_answers_after_preemptions(
     assert run("mp") == (expected, num_preemptions)
 
 
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_plans_keep_their_content_and_run_from_their_bytes(
+    executor_of: MakeExecutor, chat_dir: Path, is_overlapped: bool
+) -> None:
+    executor = _FromBytes(executor_of("uni"))
+    pickled: Any = _WithFewSlabs(executor)
+    plain: Any = _WithFewSlabs(executor_of("uni"))
+    options = {"async_scheduling": is_overlapped, "mamba_cache_mode": "all", "mamba_block_size": 64}
+    found = serve(engine_around(pickled, chat_dir, **options), growing_requests)
+    assert executor.launched
+    assert all(plan == pickle.loads(data) for plan, data in executor.launched)
+    executor_of("uni")
+    assert found == serve(engine_around(plain, chat_dir, **options), growing_requests)
+
+
+class _FromBytes:
+    """Runs every step from a copy of its plan."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.launched: list[tuple[StepPlan, bytes]] = []
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        data = pickle.dumps(plan)
+        self.launched.append((plan, data))
+        return self._executor.launch(pickle.loads(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+
 class _WithFewSlabs:
     """An executor that says it has less memory than it has."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Any) -> None:
         self._executor = executor
         self.facts = replace(executor.facts, num_slabs=FEW_SLABS, max_model_len=256)
 
@@ -240,6 +273,7 @@ def test_calls_fail_when_the_worker_has_ended() -> None:
 
 ENDS_AT_ONCE = """
 import os
+import pickle
 from strandline.engine.mp_executor import WorkerLink
 print(WorkerLink().process.pid, flush=True)
 os._exit(0)

@@ -1,5 +1,8 @@
 """The scheduler alone, with a device that answers anything: fairness, budgets, progress."""
 
+import pickle
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,9 +22,26 @@ from strandline.records.sampling_params import SamplingParams
 EOS = 9
 
 
+@pytest.fixture(autouse=True)
+def _plans_keep_their_content(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compare every plan of a test with what it was when it was made, from its bytes."""
+    plans: list[tuple[StepPlan, bytes]] = []
+    plan_step = Scheduler.plan
+
+    def plan_and_pickle(scheduler: Scheduler) -> StepPlan | None:
+        plan = plan_step(scheduler)
+        if plan is not None:
+            plans.append((plan, pickle.dumps(plan)))
+        return plan
+
+    monkeypatch.setattr(Scheduler, "plan", plan_and_pickle)
+    yield
+    assert all(pickle.loads(data) == plan for plan, data in plans)
+
+
 def make_request(name: str, prompt: list[int], *, max_tokens: int = 8) -> Request:
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[5])
-    new = NewRequest(RequestId(name), prompt, params, 0, frozenset({5, EOS}), ())
+    new = NewRequest(RequestId(name), tuple(prompt), params, 0, frozenset({5, EOS}), ())
     return Request(new, max_total=len(prompt) + max_tokens)
 
 
@@ -33,7 +53,7 @@ def make_scheduler(
 
 
 def answer(plan: StepPlan, token: int = 1) -> StepResult:
-    return StepResult([token if sequence.is_sampled else None for sequence in plan.sequences])
+    return StepResult(tuple(token if sequence.is_sampled else None for sequence in plan.sequences))
 
 
 def step(scheduler: Scheduler, token: int = 1) -> StepPlan:

@@ -20,7 +20,7 @@ FOUND = Account(1, 0, 0, None, ())
 
 
 def make_request(number: int) -> Request:
-    return Request(NewRequest(RequestId(str(number)), [1], SamplingParams(), 0, frozenset(), ()), max_total=2)
+    return Request(NewRequest(RequestId(str(number)), (1,), SamplingParams(), 0, frozenset(), ()), max_total=2)
 
 
 def make_lead() -> Lead:

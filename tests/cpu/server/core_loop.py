@@ -44,7 +44,7 @@ class LoopInThread:
 
     def submit(self, name: str, structure: StructuredOutputsParams | None = None) -> None:
         params = SamplingParams(max_tokens=6, structured_outputs=structure)
-        new = NewRequest(RequestId(name), [1, 2, 3], params, 0, frozenset({0}), ())
+        new = NewRequest(RequestId(name), (1, 2, 3), params, 0, frozenset({0}), ())
         self.say(Submit([Submission(new, max_total=9)]))
 
     def finished(self) -> str:
