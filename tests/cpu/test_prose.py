@@ -8,9 +8,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MAX_COLUMNS = 120
+FOLDERS = ("docs", "src", "tests", "tools", "benchmarks")
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    for path in sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+    if "results" not in path.parts
 }
 CODE = re.compile(r"^(```|~~~).*?^\1$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
