@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 CLIENTS := .venv-clients
+# Two workers, a file's tests in one of them (tests/conftest.py); PYTEST_ARGS="-n 0" runs all in one process.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve demo test clients lint format clean
@@ -21,7 +23,7 @@ demo: setup ## ask the demo model something twice, and see what the second reque
 	$(BIN)/strandline demo
 
 test: lint ## everything that must hold before a commit: lint, then all tests (PYTEST_ARGS="-k name" picks)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 clients: $(CLIENTS)/.setup-done ## run the harness and the load generator of docs/clients.md against the demo model
 	PATH="$(CURDIR)/$(CLIENTS)/bin:$$PATH" $(BIN)/python -m pytest tests/cpu/server/test_client_tools.py $(PYTEST_ARGS)

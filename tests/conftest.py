@@ -1,8 +1,16 @@
-"""What every test gets: fixed seeds, one thread, and no test of the GPU where there is none."""
+"""What every test gets: fixed seeds, one thread, and no test of the GPU where there is none.
 
+With several workers (``-n 2 --dist loadfile``, as ``make test`` runs them) the tests of a file stay in one worker, and
+so do those of files that share servers. Numba's kernels are compiled before the workers start, and not once in each.
+"""
+
+import importlib.util
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +21,23 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-GPU_TESTS = Path(__file__).parent / "gpu"
+TESTS = Path(__file__).parent
+GPU_TESTS = TESTS / "gpu"
 
 # The same examples on every run, so that a failure is the change's fault. `HYPOTHESIS_PROFILE=search` looks for new
 # ones. No deadline: the first example of a test pays for imports, and shared machines stall.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.register_profile("search", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+SHARE_SERVERS = frozenset(
+    f"tests/cpu/server/test_{name}.py"
+    for name in "anthropic bad_bodies cache_page client_tools clients docs fuzz http openai responses tools".split()
+)
+"""Files whose tests ask the servers that session fixtures start; a second worker would start them again."""
+
+STARTED_FIRST = ("server", "bench", "kernels", "cache")
+"""Folders of ``tests/cpu`` that take longest, in the order in which several workers take them up."""
 
 # How many threads share a sum changes its last bits; and the tests' tensors are too small to share.
 torch.set_num_threads(1)
@@ -36,11 +54,51 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if is_gpu_test and not torch.cuda.is_available() else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies under tests/gpu."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile Numba's kernels unless that has been done, before two workers do it at the same time."""
+    is_worker = hasattr(config, "workerinput")
+    if config.getoption("numprocesses", None) and not is_worker and importlib.util.find_spec("numba") is not None:
+        compile_kernels()
+
+
+def compile_kernels() -> None:
+    """Fill Numba's cache if it is empty: for half a minute, in two processes."""
+    from strandline.kernels import platform, runtime_numba
+
+    directory = runtime_numba.cache_directory()
+    if directory is None or any(directory.iterdir()):
+        return
+    modules = platform.numba_modules()
+    programs = [f"import {', '.join(share)}" for share in (modules[::2], modules[1::2])]
+    for process in [subprocess.Popen([sys.executable, "-c", program]) for program in programs]:
+        process.wait()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what lies under tests/gpu; in a worker, put the folders that take longest first."""
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+    if hasattr(config, "workerinput"):
+        items.sort(key=rank)
+
+
+def rank(item: pytest.Item) -> int:
+    """Return when a test's turn is: by its folder."""
+    parts = item.path.relative_to(TESTS).parts
+    ranks = {("cpu", folder): rank for rank, folder in enumerate(STARTED_FIRST)}
+    return ranks.get(parts[:2], len(ranks))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``, keep also the files together that share servers."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    scheduler = importlib.import_module("xdist.scheduler").LoadFileScheduling(config, log)
+    scope_of = scheduler._split_scope
+    scheduler._split_scope = lambda nodeid: "servers" if scope_of(nodeid) in SHARE_SERVERS else scope_of(nodeid)
+    return scheduler
 
 
 @pytest.fixture(autouse=True)

@@ -46,6 +46,14 @@ def server(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="session")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of the demo model, named ``tiny`` and ``demo``."""
+    log = tmp_path_factory.mktemp("demo-server") / "log"
+    with running_server(DEMO_DIRECTORY, log, "--memory", "128MiB", "--served-model-name", "tiny", "demo") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def twin(bytes_dir: Path) -> LLM:
     """The same model, offline."""
     return LLM(str(bytes_dir), memory="16MiB", device="cpu")
