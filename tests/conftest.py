@@ -7,6 +7,7 @@ so do those of files that share servers. Numba's kernels are compiled before the
 import importlib.util
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +31,8 @@ settings.register_profile("fixed", derandomize=True, database=None, deadline=Non
 settings.register_profile("search", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
-SHARE_SERVERS = frozenset(
-    f"tests/cpu/server/test_{name}.py"
-    for name in "anthropic bad_bodies cache_page client_tools clients docs fuzz http openai responses tools".split()
+SHARE_SERVERS = re.compile(
+    r"tests/cpu/server/test_(anthropic|bad_bodies|cache_page|client_tools|clients|docs|fuzz|http|openai|responses|tools).py"
 )
 """Files whose tests ask the servers that session fixtures start; a second worker would start them again."""
 
@@ -97,7 +97,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     scheduler = importlib.import_module("xdist.scheduler").LoadFileScheduling(config, log)
     scope_of = scheduler._split_scope
-    scheduler._split_scope = lambda nodeid: "servers" if scope_of(nodeid) in SHARE_SERVERS else scope_of(nodeid)
+    scheduler._split_scope = lambda nodeid: "servers" if SHARE_SERVERS.match(nodeid) else scope_of(nodeid)
     return scheduler
 
 

@@ -11,6 +11,7 @@ import zmq
 from strandline import LLM
 from strandline.config import EngineConfig
 from strandline.engine.loading import load_core
+from strandline.text.model_files import DEMO_DIRECTORY
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.engine.tokenizers import (

@@ -9,14 +9,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strandline.text.model_files import DEMO_DIRECTORY
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "clients.md").read_text()
@@ -36,13 +34,6 @@ def needs(tool: str) -> pytest.MarkDecorator:
     """Return the mark that skips a test where the tool is not installed, and tells how to install it."""
     [install] = [line for line in PAGE.splitlines() if re.match(rf'pip install "?{tool}\b', line)]
     return pytest.mark.skipif(shutil.which(tool, path=SEARCHED) is None, reason=f"no {tool} on the path: {install}")
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("demo") / "log"
-    with running_server(DEMO_DIRECTORY, log, "--memory", "128MiB", "--served-model-name", "tiny", "demo") as server:
-        yield server
 
 
 @pytest.fixture
@@ -75,8 +66,8 @@ def test_the_page_has_two_command_lines_of_each_tool() -> None:
 
 @needs("lm_eval")
 @pytest.mark.parametrize("command", commands("lm_eval"), ids=["completions", "chat"])
-def test_the_harness_finds_every_sum_right(command: str, demo: ServerProcess, checkout: Path) -> None:
-    done = run(command, demo, checkout)
+def test_the_harness_finds_every_sum_right(command: str, demo_server: ServerProcess, checkout: Path) -> None:
+    done = run(command, demo_server, checkout)
     [tasks] = re.findall(r"--tasks (\S+)", command)
     rows = re.findall(r"^\|(\w+) *\|.*?\|(?:acc|exact_match) *\|[^|]*\| *([\d.]+)\|", done.stdout, re.MULTILINE)
     assert {task: float(value) for task, value in rows} == dict.fromkeys(tasks.split(","), 1.0)
@@ -86,8 +77,8 @@ def test_the_harness_finds_every_sum_right(command: str, demo: ServerProcess, ch
 
 @needs("guidellm")
 @pytest.mark.parametrize("command", commands("guidellm"), ids=["chat", "completions"])
-def test_guidellm_gets_every_answer_whole(command: str, demo: ServerProcess, checkout: Path) -> None:
-    run(command, demo, checkout)
+def test_guidellm_gets_every_answer_whole(command: str, demo_server: ServerProcess, checkout: Path) -> None:
+    run(command, demo_server, checkout)
     asked = {name: int(value) for name, value in re.findall(r"(count|prompt_tokens|output_tokens)=(\d+)", command)}
     [benchmark] = json.loads((checkout / "benchmarks.json").read_text())["benchmarks"]
     metrics: dict[str, Any] = benchmark["metrics"]

@@ -10,7 +10,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ import pytest
 from strandline import LLM, SamplingParams
 from strandline.records.outputs import Logprob
 from strandline.server.answers import completion_logprobs
-from strandline.text.model_files import DEMO_DIRECTORY
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 PAGE = (Path(__file__).parents[3] / "docs" / "clients.md").read_text()
 
@@ -31,27 +29,20 @@ def examples(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("demo") / "log"
-    with running_server(DEMO_DIRECTORY, log, "--memory", "128MiB", "--served-model-name", "tiny", "demo") as server:
-        yield server
-
-
-def test_the_python_examples_print_what_the_model_says(demo: ServerProcess) -> None:
+def test_the_python_examples_print_what_the_model_says(demo_server: ServerProcess) -> None:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         for example in examples("py"):
-            exec(compile(example.replace("http://127.0.0.1:8000", demo.url), "docs/clients.md", "exec"), {})
+            exec(compile(example.replace("http://127.0.0.1:8000", demo_server.url), "docs/clients.md", "exec"), {})
     assert said.getvalue().count("42") == 2
     assert "15" in said.getvalue()
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-def test_the_shell_examples_run(demo: ServerProcess) -> None:
+def test_the_shell_examples_run(demo_server: ServerProcess) -> None:
     whole, streamed = [
         subprocess.run(
-            ["bash", "-ec", example.replace("http://127.0.0.1:8000", demo.url)],
+            ["bash", "-ec", example.replace("http://127.0.0.1:8000", demo_server.url)],
             capture_output=True,
             text=True,
             check=True,
@@ -128,11 +119,11 @@ def test_the_harness_generates_in_batches_up_to_a_stop(server: ServerProcess, tw
     assert [choice["text"] for choice in answer["choices"]] == [text.split(stop[0])[0] for text in texts]
 
 
-def test_the_harness_chats(demo: ServerProcess) -> None:
+def test_the_harness_chats(demo_server: ServerProcess) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "model": "demo"}
     body["max_tokens"] = 32
     body |= {"temperature": 0, "stop": ["\n"], "seed": 1234}
-    status, answer = harness_asks(demo, "/v1/chat/completions", body)
+    status, answer = harness_asks(demo_server, "/v1/chat/completions", body)
     assert status == 200
     assert "42" in answer["choices"][0]["message"]["content"]
 

@@ -6,14 +6,12 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from strandline.cli import build_parser
-from strandline.text.model_files import DEMO_DIRECTORY
-from tests.cpu.server.process import ServerProcess, running_server
+from tests.cpu.server.process import ServerProcess
 
 PAGE = (Path(__file__).parents[3] / "docs" / "server.md").read_text()
 
@@ -22,19 +20,12 @@ def examples(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("demo") / "log"
-    with running_server(DEMO_DIRECTORY, log, "--memory", "128MiB", "--served-model-name", "tiny", "demo") as server:
-        yield server
-
-
-def test_the_python_examples_run_and_the_second_turn_hits(demo: ServerProcess) -> None:
+def test_the_python_examples_run_and_the_second_turn_hits(demo_server: ServerProcess) -> None:
     names: dict[str, object] = {}
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         for example in examples("py"):
-            exec(compile(example.replace("http://127.0.0.1:8000", demo.url), "docs/server.md", "exec"), names)
+            exec(compile(example.replace("http://127.0.0.1:8000", demo_server.url), "docs/server.md", "exec"), names)
     names["client"].close()  # type: ignore[attr-defined]
     assert "Your name is Ada." in said.getvalue()
     [(cached, total)] = re.findall(r"(\d+) of (\d+) tokens were cached", said.getvalue())
@@ -42,19 +33,19 @@ def test_the_python_examples_run_and_the_second_turn_hits(demo: ServerProcess) -
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-def test_the_shell_examples_run(demo: ServerProcess) -> None:
+def test_the_shell_examples_run(demo_server: ServerProcess) -> None:
     for example in examples("sh"):
-        command = example.replace("http://127.0.0.1:8000", demo.url)
+        command = example.replace("http://127.0.0.1:8000", demo_server.url)
         done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, check=True)
         answer = json.loads(done.stdout)
         assert "Ada" in answer["choices"][0]["message"]["content"]
         assert answer["usage"]["cache"]["queried"] == answer["usage"]["prompt_tokens"]
 
 
-def test_every_flag_and_metric_is_on_the_page(demo: ServerProcess) -> None:
+def test_every_flag_and_metric_is_on_the_page(demo_server: ServerProcess) -> None:
     flags = set(build_parser().parse_args(["serve"]).parser._option_string_actions)
     assert flags - set(re.findall(r"--[a-z-]+", PAGE)) == {"-h"}
-    metrics = re.findall(r"^# TYPE strandline:(\w+)", demo.get("/metrics").text, re.MULTILINE)
+    metrics = re.findall(r"^# TYPE strandline:(\w+)", demo_server.get("/metrics").text, re.MULTILINE)
     assert {name for name in metrics if not name.endswith("_created")} == set(
         re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in metrics_table()))
     )
