@@ -295,10 +295,10 @@ class Replay:
         self._call_next(running.lane, self._clock.now_s)
 
     def _finish(self) -> Result:
-        result, cache = self.result, self.cache.stats()
+        result, stats = self.result, self.cache.stats()
         result.simulated_s = self._clock.now_s
         result.num_preemptions = self._scheduler.num_preemptions
-        result.num_snapshots = sum(cache.snapshots_taken.values())
-        result.slot_bytes = cache.memory.num_slots * self.machine.spec.slab_bytes
-        result.block_bytes = cache.memory.num_blocks * self.machine.spec.block_bytes
+        result.num_snapshots = sum(stats.snapshots_taken.values())
+        result.slot_bytes = stats.memory.num_slots * self.machine.spec.slab_bytes
+        result.block_bytes = stats.memory.num_blocks * self.machine.spec.block_bytes
         return result

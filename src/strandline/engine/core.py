@@ -203,22 +203,22 @@ class EngineCore:
 
     def stats(self) -> CoreStats:
         """Return the counters and the use of memory."""
-        cache = self.cache.stats()
+        stats = self.cache.stats()
         return CoreStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_preemptions=self.scheduler.num_preemptions,
-            queried_tokens=cache.queried_tokens,
-            hit_tokens=cache.hit_tokens,
+            queried_tokens=stats.queried_tokens,
+            hit_tokens=stats.hit_tokens,
             missed_tokens={
-                reason.value: count for reason, count in cache.told_tokens.items() if reason is not Reason.OTHER_SALT
+                reason.value: count for reason, count in stats.told_tokens.items() if reason is not Reason.OTHER_SALT
             },
-            hits_by_kind={kind.value: count for kind, count in cache.hits_by_kind.items()},
-            snapshots_taken={kind.value: count for kind, count in cache.snapshots_taken.items()},
-            num_snapshots=cache.num_snapshots,
-            num_snapshots_evicted=cache.num_snapshots_evicted,
-            num_blocks_evicted=cache.num_blocks_evicted,
-            tenant_bytes=_tenant_bytes(cache.memory, self.spec),
+            hits_by_kind={kind.value: count for kind, count in stats.hits_by_kind.items()},
+            snapshots_taken={kind.value: count for kind, count in stats.snapshots_taken.items()},
+            num_snapshots=stats.num_snapshots,
+            num_snapshots_evicted=stats.num_snapshots_evicted,
+            num_blocks_evicted=stats.num_blocks_evicted,
+            tenant_bytes=_tenant_bytes(stats.memory, self.spec),
             num_audited=self.audits.num_requests,
             num_audited_tokens=self.audits.num_tokens,
             largest_audit_difference=self.audits.largest_difference,

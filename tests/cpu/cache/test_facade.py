@@ -1,0 +1,158 @@
+"""The façade of the cache: what may be called from outside, and which of its methods change nothing."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from strandline.cache import PrefixCache, SnapshotKind, TokenBuffer
+from strandline.cache.core import Internals
+from strandline.ids import NULL_LOG, RequestId
+from tests.cpu.cache.driver import LOG_TOKENS, Driver
+from tests.cpu.cache.history import fingerprint
+from tests.cpu.cache.test_lookup import prompt
+
+ROOT = Path(__file__).parents[3]
+CACHE = ROOT / "src" / "strandline" / "cache"
+OUTSIDE = [
+    path
+    for folder in ("src/strandline", "benchmarks", "tools")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if CACHE not in path.parents
+]
+FACADE = {name for name in dir(PrefixCache) if not name.startswith("_")} - {"internals"} | {"is_enabled"}
+
+
+def reaches(text: str) -> Iterator[str]:
+    """Yield the attributes that a module reads or writes of a cache though they are not of its façade."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
+            is_cache = owner in ("cache", "_cache")
+            if node.attr == "internals" or (is_cache and node.attr not in FACADE):
+                yield f"line {node.lineno}: {owner}.{node.attr}"
+
+
+def test_no_module_outside_the_cache_reaches_through_its_facade() -> None:
+    found = {path.name: list(reaches(path.read_text())) for path in OUTSIDE}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["self.cache.arena.num_slots", "cache.reuse.clock = now", "engine.cache._leases", "cache.internals()"]
+)
+def test_a_reach_through_the_facade_is_found(line: str) -> None:
+    assert len(list(reaches(line))) == 1
+
+
+def test_internals_name_every_part_once() -> None:
+    parts = PrefixCache(8, 5).internals()
+    assert isinstance(parts, Internals)
+    assert parts.memory.arena is parts.arena
+
+
+def test_queries_change_nothing() -> None:
+    driver = Driver()
+    driver.serve(prompt(200))
+    running = driver.admit(prompt(500))
+    driver.step(running, 300)
+    before, actions = fingerprint(driver), list(driver.cache.internals().memory.actions)
+    wanted = dict(running.wanted)
+    tokens = TokenBuffer(prompt(450))
+    for _ in range(2):
+        driver.cache.lookup(tokens)
+        driver.cache.hit_tokens(tokens)
+        assert driver.cache.find_leader(tokens) is not None
+        driver.cache.stats()
+        driver.cache.memory_use()
+        list(driver.cache.snapshots())
+    assert fingerprint(driver) == before
+    assert running.wanted == wanted
+    assert driver.cache.internals().memory.actions == actions
+
+
+def test_finding_a_leader_alone_cuts_nothing() -> None:
+    driver = Driver()
+    leader = driver.admit(prompt(500))
+    lead = driver.cache.find_leader(TokenBuffer(prompt(150) + prompt(60, 5000)))
+    assert lead is not None
+    assert 150 not in leader.wanted
+    driver.cache.follow(lead)
+    assert leader.wanted[150] is SnapshotKind.BRANCH
+
+
+# Logs
+
+
+def make_cache(num_logs: int) -> PrefixCache:
+    return PrefixCache(40, 5, num_logs=num_logs, log_tokens=LOG_TOKENS)
+
+
+def test_release_returns_the_log_and_the_smallest_is_granted_first() -> None:
+    cache = make_cache(3)
+    leases = [cache.admit(RequestId(name), TokenBuffer([index])) for index, name in enumerate("abc")]
+    assert [lease.log for lease in leases if lease] == [1, 2, 3]
+    for lease in (leases[2], leases[0]):
+        assert lease is not None
+        cache.release(lease, SnapshotKind.PREEMPTION)
+    again = cache.admit(RequestId("d"), TokenBuffer([9]))
+    assert again is not None
+    assert again.log == 1
+    assert cache.internals().logs.used() == {1, 2}
+
+
+def test_lease_without_a_free_log_folds_every_token() -> None:
+    cache = make_cache(1)
+    cache.admit(RequestId("a"), TokenBuffer([1]))
+    lease = cache.admit(RequestId("b"), TokenBuffer([2, 3]))
+    assert lease is not None
+    assert lease.log == NULL_LOG
+    assert cache.extend(lease, 2)
+    cache.commit(lease, 1, cache.reserve_step(lease, 1, wants_log=True).num_folded)
+    grant = cache.reserve_step(lease, 2, wants_log=True)
+    assert (grant.log, grant.num_logged, grant.num_folded) == (NULL_LOG, 0, 1)
+
+
+# What a step folds
+
+
+def test_tokens_are_appended_until_the_log_is_full_then_folded() -> None:
+    driver = Driver()
+    lease = driver.admit(prompt(100))
+    driver.prefill(lease, leave=False)
+    grants = []
+    for token in range(2 * LOG_TOKENS + 2):
+        lease.tokens.append(token)
+        assert driver.cache.extend(lease, len(lease.tokens))
+        grant = driver.cache.reserve_step(lease, len(lease.tokens), wants_log=True)
+        driver.cache.commit(lease, len(lease.tokens), grant.num_folded)
+        grants.append((grant.num_logged, grant.num_folded))
+    cycle = [*((logged, 0) for logged in range(LOG_TOKENS)), (LOG_TOKENS, LOG_TOKENS + 1)]
+    assert grants == cycle + cycle
+
+
+def test_first_token_behind_a_snapshot_is_folded() -> None:
+    driver = Driver()
+    lease = driver.admit(prompt(100))
+    driver.prefill(lease, leave=True)
+    lease.tokens.append(7)
+    assert driver.cache.extend(lease, 101)
+    grant = driver.cache.reserve_step(lease, 101, wants_log=True)
+    assert grant.src != grant.dst
+    assert (grant.log, grant.num_logged, grant.num_folded) == (lease.log, 0, 1)
+
+
+@pytest.mark.parametrize("end", [102, 130])
+def test_step_without_a_log_finds_it_folded(end: int) -> None:
+    driver = Driver()
+    lease = driver.admit(prompt(100))
+    driver.prefill(lease, leave=False)
+    driver.decode(lease, [7])
+    assert lease.num_logged == 1
+    for token in range(end - 101):
+        lease.tokens.append(token)
+    assert driver.cache.extend(lease, end)
+    grant = driver.cache.reserve_step(lease, end, wants_log=False)
+    assert (grant.log, grant.num_logged, grant.num_folded) == (NULL_LOG, 0, end - 101)
+    assert (lease.num_logged, len(driver.cache.take_actions())) == (0, 1)
