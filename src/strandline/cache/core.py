@@ -29,10 +29,11 @@ from strandline.cache.logs import LogPool
 from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement
 from strandline.cache.publish import Publisher
-from strandline.cache.reuse import ReuseHistory, habit_after
+from strandline.cache.reuse import ReuseHistory
 from strandline.cache.stats import CacheStats, MemoryUse
 from strandline.cache.tokens import TokenBuffer
 from strandline.cache.tree import Run, Snapshot, find_home, snapshot_at
+from strandline.cache.use import interarrival_bin
 from strandline.cache.walk import Walk, copied_run
 from strandline.clock import Clock
 from strandline.errors import CacheInvariantError
@@ -130,7 +131,7 @@ class PrefixCache:
             return
         snapshot = self._index.deepest(salt, tokens.data)
         if snapshot is not None:
-            snapshot.num_waiters += 1
+            self._memory.add_waiter(snapshot)
             self._expected[request_id] = snapshot
 
     def forget(self, request_id: RequestId) -> None:
@@ -179,7 +180,7 @@ class PrefixCache:
         read: bool = True,
         marks: tuple[int, ...] = (),
         shared_end: int | None = None,
-        habit: int | None = None,
+        past_bin: int | None = None,
         is_counted: bool = True,
     ) -> Lease | None:
         """Lease a slot and a log for a request and the blocks of what is cached; start it at the deepest snapshot.
@@ -190,7 +191,7 @@ class PrefixCache:
             read: when False the request computes everything (it may still leave snapshots behind).
             marks: positions where others are likely to share the prompt's beginning.
             shared_end: others find its blocks up to here only, and no step that starts later takes cuts; None: all.
-            habit: what its lease said before it was preempted; None: it has had no lease.
+            past_bin: ``Lease.interarrival_bin`` of before it was preempted; None: it has had no lease.
             is_counted: whether anybody asked for it. When False it has an account of nothing, and nothing is learned
                 from it.
 
@@ -222,11 +223,11 @@ class PrefixCache:
             lease.shared_end = shared_end
         self._leases[request_id] = lease
         self.forget(request_id)
-        if habit is not None:
-            lease.habit = habit
+        if past_bin is not None:
+            lease.interarrival_bin = past_bin
         elif is_asked:
             self._reuse.tick()
-            lease.habit = self._reuse.come_back(salt, tokens.data)
+            lease.interarrival_bin = self._reuse.come_back(salt, tokens.data)
         self._fill_lease(lease, end, snapshot)
         self._wish(lease, end.kv_tokens, marks)
         if is_counted:
@@ -270,7 +271,7 @@ class PrefixCache:
         if snapshot is not None:
             lease.source, lease.src = snapshot, snapshot.slot
             record_hit(lease, snapshot, self._memory, self._reuse)
-        lease.run.last_used = self._memory.next_tick()
+        lease.run.last_tick = self._memory.next_tick()
         if (partial := copied_run(end, snapshot)) is not None:
             self._copy_partial(lease, partial)
 
@@ -409,11 +410,13 @@ class PrefixCache:
             raise CacheInvariantError(f"{lease.request_id} has no lease to give back")
         del self._leases[lease.request_id]
         lease.is_active = False
-        lease.run.last_used = self._memory.next_tick()
+        lease.run.last_tick = self._memory.next_tick()
         if kind is SnapshotKind.PREEMPTION:
-            lease.habit = habit_after(0)
+            lease.interarrival_bin = interarrival_bin(0)
         elif self.is_enabled and lease.account is not NO_ACCOUNT:
-            self._reuse.leave(lease.salt, lease.tokens.data, lease.account.queried, lease.computed, lease.habit)
+            self._reuse.leave(
+                lease.salt, lease.tokens.data, lease.account.queried, lease.computed, lease.interarrival_bin
+            )
         if lease.source is not None:
             memory.unpin_snapshot(lease.source)
         for cut in lease.cuts:

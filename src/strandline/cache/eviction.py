@@ -48,7 +48,7 @@ class LeastRecentlyUsed:
     """Evict what was used longest ago. The baseline."""
 
     def worth(self, entry: Entry) -> float:
-        return entry.last_used
+        return entry.last_tick
 
 
 class WorthPerByte:
@@ -85,8 +85,8 @@ class WorthPerByte:
         snapshot = entry if isinstance(entry, Snapshot) else _needed_snapshot(entry)
         if snapshot is None:
             return NOTHING, None
-        age = self._reuse.now - snapshot.used_at
-        return self._worth(snapshot, age), snapshot.used_at + next_edge(age)
+        age = self._reuse.now - snapshot.use.at
+        return self._worth(snapshot, age), snapshot.use.at + next_edge(age)
 
     def _worth(self, snapshot: Snapshot, age: int) -> float:
         above = snapshot_above(snapshot)
@@ -101,13 +101,13 @@ class WorthPerByte:
     def _density(self, snapshot: Snapshot, ways_on: int, age: int) -> float:
         reuse = self._reuse
         if ways_on > 1 and snapshot.is_shared:
-            return reuse.density_of_shared(snapshot.habit, age)
+            return reuse.density_of_shared(snapshot.use.interarrival_bin, age)
         if ways_on == 0:
             is_answer = snapshot.kind is SnapshotKind.GENERATION_END
-            return (reuse.density_of_answer if is_answer else reuse.density)(snapshot.habit, age)
+            return (reuse.density_of_answer if is_answer else reuse.density)(snapshot.use.interarrival_bin, age)
         if snapshot.kind is SnapshotKind.PROMPT_END and not snapshot.is_passed:
-            return reuse.density_of_prompt(snapshot.habit, age)
-        return reuse.density_of_inner(snapshot.habit, age)
+            return reuse.density_of_prompt(snapshot.use.interarrival_bin, age)
+        return reuse.density_of_inner(snapshot.use.interarrival_bin, age)
 
 
 def _needed_snapshot(run: Run) -> Snapshot | None:

@@ -166,7 +166,7 @@ class _Rival:
         """Return how it goes on; where it branches, along what was used last."""
         run, data = self.run, bytes(self.run.tokens[self.offset : self.offset + num_tokens * TOKEN_BYTES])
         while run.children and len(data) < num_tokens * TOKEN_BYTES:
-            run = max(_some(run), key=lambda child: child.last_used)
+            run = max(_some(run), key=lambda child: child.last_tick)
             data += bytes(run.tokens[: num_tokens * TOKEN_BYTES - len(data)])
         return data
 
@@ -183,7 +183,7 @@ def _rivals(end: Walk, data: bytearray, position: int) -> Iterator[_Rival]:
         children = [child for child in _some(end.run) if child.tokens.startswith(shared)]
         if end.partial_run is not None and end.partial_run not in children:
             children.append(end.partial_run)
-        children.sort(key=lambda child: -child.last_used)
+        children.sort(key=lambda child: -child.last_tick)
         found = [_Rival(child, skipped) for child in children]
     others = (rival for rival in found if rival.tokens(1) not in (b"", mine))
     yield from islice(others, MAX_RIVALS)

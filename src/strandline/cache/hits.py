@@ -1,10 +1,10 @@
 """What a hit says about the snapshots on its path: the one that was resumed from, and those above it."""
 
-from strandline.cache.account import SnapshotKind
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
-from strandline.cache.reuse import NO_HABIT, ReuseHistory, habit_after
+from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tree import Snapshot, num_continuations, snapshot_above
+from strandline.cache.use import NO_INTERARRIVAL
 from strandline.cache.walk import branch_snapshots
 
 
@@ -16,19 +16,14 @@ def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: Reuse
     Whatever the snapshot was taken for, a prompt that it is the whole of ends there, and goes on from there.
     """
     tick = memory.next_tick()
-    is_return = lease.habit != NO_HABIT
+    is_return = lease.interarrival_bin != NO_INTERARRIVAL
     if not is_return:
         reuse.count_hit(num_continuations(source))
     if source.position == len(lease.tokens):
-        if source.kind is not SnapshotKind.PREEMPTION:
-            source.kind, source.is_passed = SnapshotKind.PROMPT_END, False
+        source.record_prompt_end()
     elif is_return:
         for passed in (source, snapshot_above(source)):
             if passed is not None:
                 passed.is_passed = True
     for snapshot in (source, *branch_snapshots(lease.run, lease.tokens.data)):
-        snapshot.is_shared |= not is_return
-        if snapshot.last_used != tick and (snapshot is source or snapshot.is_shared):
-            snapshot.habit = habit_after(reuse.now - snapshot.used_at)
-            snapshot.used_at = reuse.now
-        snapshot.last_used = tick
+        snapshot.record_hit(tick, reuse.now, is_source=snapshot is source, is_return=is_return)

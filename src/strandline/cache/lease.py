@@ -8,6 +8,7 @@ from typing import NamedTuple
 from strandline.cache.account import Account, SnapshotKind
 from strandline.cache.tokens import TokenBuffer
 from strandline.cache.tree import Run, Snapshot
+from strandline.cache.use import NO_INTERARRIVAL
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, RequestId, SlotId
 
 
@@ -53,7 +54,7 @@ class Lease:
         "cuts",
         "dst",
         "folded",
-        "habit",
+        "interarrival_bin",
         "is_active",
         "kv_start",
         "log",
@@ -81,8 +82,8 @@ class Lease:
         self.run = run
         """The deepest published run of its path. Its end is block ``num_published``."""
         self.account = account
-        self.habit = 0
-        """How long its path stayed away before (``ReuseHistory``)."""
+        self.interarrival_bin = NO_INTERARRIVAL
+        """The bin of the time since its path was last used."""
         self.table: array[int] = array("i")
         """Its blocks, in order: published (shared, immutable) ones first, then its own."""
         self.num_published = 0

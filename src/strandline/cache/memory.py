@@ -12,6 +12,7 @@ from strandline.cache.actions import Action, DropBlocks, DropSlot, MoveBlock
 from strandline.cache.arena import Arena
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue
 from strandline.cache.lease import Lease
+from strandline.cache.owners import BlockOwners
 from strandline.cache.stats import MemoryUse
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import (
@@ -23,7 +24,7 @@ from strandline.cache.tree import (
     snapshot_above,
     take_snapshot_away,
 )
-from strandline.ids import BLOCK_TOKENS, BlockId, SlotId
+from strandline.ids import BLOCK_TOKENS, SlotId
 
 STRETCH_SHARE: Final = 64
 """No more than this fraction of all blocks go at once that are not needed yet."""
@@ -48,10 +49,7 @@ class CacheMemory:
         self._leases = leases
         self._stretch_blocks = min(arena.blocks_per_slab, arena.num_slabs * arena.blocks_per_slab // STRETCH_SHARE)
         """Of blocks that no snapshot needs so many go at once, though fewer would do."""
-        self._run_of: list[Run | None] = [None] * (arena.num_slabs * arena.blocks_per_slab)
-        """By block: the run of the index that it belongs to."""
-        self._place_of = array("i", bytes(4 * len(self._run_of)))
-        """By block that belongs to a run: how many blocks lie above it, from the root."""
+        self._owners = BlockOwners(arena.num_slabs * arena.blocks_per_slab)
         self.revision = 0
         """Counts changes of the index: of its runs' tokens and children, and of its snapshots."""
         self.tick = 0
@@ -132,43 +130,21 @@ class CacheMemory:
     # The index's blocks
 
     def own(self, run: Run, blocks: Sequence[int]) -> None:
-        """Record that these, its last blocks, are ``run``'s from now on, so that they can be found when they move."""
+        """Record that these, the last blocks of ``run``, belong to it, so that they can be found when they move."""
         self.revision += 1
-        run_of, place_of = self._run_of, self._place_of
-        for place, block in enumerate(blocks, run.end_block - len(blocks)):
-            run_of[block] = run
-            place_of[block] = place
+        self._owners.own(run, blocks)
 
     def disown(self, blocks: Iterable[int]) -> None:
-        run_of = self._run_of
-        for block in blocks:
-            run_of[block] = None
-
-    def _compact(self) -> None:
-        own = dict[int, int]()
-        shared = list[tuple[int, BlockId, BlockId]]()
-        for src, dst in self.arena.compact():
-            self.actions.append(MoveBlock(src, dst))
-            run = self._run_of[src]
-            if run is None or run.is_live:
-                own[src] = dst
-            if run is not None:
-                place = self._place_of[dst] = self._place_of[src]
-                run.blocks[place - run.start_block] = dst
-                self._run_of[src], self._run_of[dst] = None, run
-                shared.append((place, src, dst))
-        for lease in self._leases():
-            table = lease.table
-            for index, src, dst in shared:
-                if index < lease.num_published and table[index] == src:
-                    table[index] = dst
-            if not own.keys().isdisjoint(table[lease.num_published :]):
-                for index in range(lease.num_published, len(table)):
-                    table[index] = own.get(table[index], table[index])
+        self._owners.disown(blocks)
 
     def owner(self, block: int) -> Run | None:
         """Return the run that a block of the index belongs to."""
-        return self._run_of[block]
+        return self._owners.owner(block)
+
+    def _compact(self) -> None:
+        moves = self.arena.compact()
+        self.actions += [MoveBlock(src, dst) for src, dst in moves]
+        self._owners.move(moves, self._leases())
 
     # Users and readers
 
@@ -220,6 +196,10 @@ class CacheMemory:
             self.offer(snapshot)
         else:
             self.free_slot(snapshot.slot)
+
+    def add_waiter(self, snapshot: Snapshot) -> None:
+        """Count a waiting request that will resume from the snapshot."""
+        snapshot.num_waiters += 1
 
     def forget_waiter(self, snapshot: Snapshot) -> None:
         """Take a waiting request away from the snapshot, or from where it would resume now that it is evicted."""
@@ -275,14 +255,11 @@ class CacheMemory:
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a snapshot from the index; its slot is freed now, or by its last reader.
 
-        Who would have resumed there resumes at the one above from now on, and as soon.
+        Requests that would have resumed there resume at the one above from now on.
         """
         above = snapshot_above(snapshot)
-        if above is not None and above.used_at < snapshot.used_at:
-            above.used_at, above.habit = snapshot.used_at, snapshot.habit
-        if above is not None and snapshot.num_waiters:
-            above.num_waiters += snapshot.num_waiters
-            snapshot.stand_in = above
+        if above is not None:
+            above.replace(snapshot)
         take_snapshot_away(snapshot)
         self.revision += 1
         self.num_snapshots_evicted += 1
@@ -347,7 +324,7 @@ class CacheMemory:
 def standing(snapshot: Snapshot | None) -> Snapshot | None:
     """Return a snapshot, or where those who wait for it would resume now that it is evicted."""
     while snapshot is not None and not snapshot.is_attached:
-        snapshot = snapshot.stand_in
+        snapshot = snapshot.replacement
     return snapshot
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from strandline.cache.account import CacheCounters, SnapshotKind
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
-from strandline.cache.reuse import NO_HABIT, ReuseHistory
+from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import (
     Run,
@@ -24,6 +24,7 @@ from strandline.cache.tree import (
     tail_that_begins,
     take_stubs_in,
 )
+from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.ids import BLOCK_TOKENS, SlotId
 
 
@@ -60,7 +61,7 @@ class Publisher:
         has_rivals = len(run.children) > (tail_that_begins(run, first_key) is not None)
         if run.parent is None or run.num_users > 1 or has_rivals:
             child = Run(run, run.end_block, key, blocks)
-            child.last_used = run.last_used
+            child.last_tick = run.last_tick
             child.num_users = 1
             add_child(run, child)
             self._subsume_tail(run, first_key, blocks[0])
@@ -125,12 +126,17 @@ class Publisher:
         home, stub_key = find_home(lease.run, lease.tokens.data, position)
         if stub_key is not None and child_with_prefix(home, stub_key) is None:
             self._show_tail(lease, stub_key)
-        snapshot = Snapshot(slot, position, kind)
-        snapshot.num_readers = num_readers
-        put_snapshot(home, snapshot, stub_key)
-        snapshot.last_used, snapshot.used_at, snapshot.habit = self._memory.next_tick(), self._reuse.now, lease.habit
         is_on_cached_path = kind is SnapshotKind.BRANCH or position <= lease.account.kv_tokens
-        snapshot.is_shared = is_on_cached_path and lease.habit == NO_HABIT
+        snapshot = Snapshot(
+            slot,
+            position,
+            kind,
+            Use(self._reuse.now, lease.interarrival_bin),
+            num_readers=num_readers,
+            is_shared=is_on_cached_path and lease.interarrival_bin == NO_INTERARRIVAL,
+        )
+        put_snapshot(home, snapshot, stub_key)
+        snapshot.last_tick = self._memory.next_tick()
         home.lost.pop(position if stub_key is None else stub_key, None)
         self._memory.enter_snapshot(snapshot)
         self._counters.snapshots_taken[kind] += 1
@@ -143,7 +149,7 @@ class Publisher:
         tail = Run(run, run.end_block, key, blocks)
         tail.is_live = True
         tail.num_users = 1
-        tail.last_used = self._memory.tick
+        tail.last_tick = self._memory.tick
         add_child(run, tail)
         self._subsume_tail(run, key, blocks[0])
         self._memory.own(tail, blocks)

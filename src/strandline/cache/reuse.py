@@ -19,10 +19,10 @@ from typing import Final, NamedTuple
 
 from strandline.cache.outcomes import EDGES, PRIOR_DENSITIES, PRIOR_LOSSES, PRIOR_RETURNS, Outcomes, bin_of
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.cache.use import NO_INTERARRIVAL, interarrival_bin
 from strandline.clock import Clock
 from strandline.ids import BLOCK_TOKENS
 
-NO_HABIT: Final = 0
 EVERY_HABIT: Final = -1
 TICKS_PER_S: Final = 2
 """So many admissions age a path as much as a second does."""
@@ -149,7 +149,7 @@ class ReuseHistory:
             found = [number for number in alike if _is_at(self._paths[number].marks[place], salt, data)]
             if found and (place == PROMPT or len(found) == 1):
                 return self._welcome(found[0], place)
-        return NO_HABIT
+        return NO_INTERARRIVAL
 
     def _that_begin_like(self, salt: str, data: bytearray) -> Iterator[int]:
         """Yield the paths that may be a prompt's, those with the longest prompts first, of these the last."""
@@ -169,11 +169,11 @@ class ReuseHistory:
         if not self._seen:
             self._seen = self._with_those_away()
         own, of_all = self._seen.get(habit), self._seen[EVERY_HABIT]
-        if own is None and habit == NO_HABIT:
+        if own is None and habit == NO_INTERARRIVAL:
             return of_all
         expected = (own or Outcomes()).plus(of_all, NUM_BORROWED / of_all.total)
         for neighbour in (habit - 1, habit + 1):
-            if min(habit, neighbour) > NO_HABIT and (alike := self._seen.get(neighbour)) is not None:
+            if min(habit, neighbour) > NO_INTERARRIVAL and (alike := self._seen.get(neighbour)) is not None:
                 expected = expected.plus(alike, NEIGHBOURS_SHARE)
         return expected
 
@@ -207,7 +207,7 @@ class ReuseHistory:
         for outcomes in self._of(path):
             outcomes.returns[bin_of(age)] += self._weight(path)
         self._count()
-        return habit_after(age)
+        return interarrival_bin(age)
 
     def _forget(self, number: int) -> None:
         path = self._take(number)
@@ -265,7 +265,7 @@ class ReuseHistory:
         When it has been unused for longer, that is as unlikely to go on as it has been longer. Of what was used once,
         the time since then is all that is known.
         """
-        gap = 1 + ((1 << habit) >> 1) if habit != NO_HABIT else 1 + age
+        gap = 1 + ((1 << habit) >> 1) if habit != NO_INTERARRIVAL else 1 + age
         return gap / max(gap, 1 + age) ** 2
 
     def _of(self, path: Path) -> tuple[Outcomes, Outcomes]:
@@ -283,11 +283,6 @@ class ReuseHistory:
             self._refresh_at += min(1 + self._num_observed // 4, MAX_STALE)
             self._densities.clear()
             self._seen.clear()
-
-
-def habit_after(age: int) -> int:
-    """Return the habit of what was used again after ``age`` admissions."""
-    return 1 + max(age, 1).bit_length()
 
 
 def _is_at(mark: Mark, salt: str, data: bytearray) -> bool:

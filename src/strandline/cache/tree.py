@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from strandline.cache.account import SnapshotKind
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.cache.use import Use
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, SlotId
 
@@ -30,50 +31,74 @@ MAX_GHOSTS = 64
 
 
 class Snapshot:
-    """A published slot: the state of all recurrent layers after exactly ``position`` tokens. Immutable."""
+    """A published slot: the state of all recurrent layers after exactly ``position`` tokens.
+
+    The slot is never written. What changes is the snapshot's place in the tree, and what is known of its use.
+    """
 
     __slots__ = (
-        "habit",
         "home",
         "is_attached",
         "is_passed",
         "is_shared",
         "kind",
         "last_push",
-        "last_used",
+        "last_tick",
         "num_readers",
         "num_waiters",
         "position",
+        "replacement",
         "slot",
-        "stand_in",
         "stub_key",
-        "used_at",
+        "use",
     )
 
-    def __init__(self, slot: SlotId, position: int, kind: SnapshotKind) -> None:
+    def __init__(
+        self, slot: SlotId, position: int, kind: SnapshotKind, use: Use, *, num_readers: int, is_shared: bool
+    ) -> None:
         self.slot = slot
         self.position = position
         self.kind = kind
         self.home: Run
         self.stub_key: bytes | None = None
         """The tokens inside its block when it is a stub of ``home``; None when it lies within ``home``."""
-        self.num_readers = 0
+        self.num_readers = num_readers
+        """Leases that read its slot in their next step: it is not evicted."""
         self.num_waiters = 0
         """Requests that wait, and would resume here."""
-        self.stand_in: Snapshot | None = None
-        """Evicted: where they would resume now."""
+        self.replacement: Snapshot | None = None
+        """Once evicted: where those requests would resume now."""
         self.last_push = 0
         """Its number in the eviction queue; 0: it is not there."""
-        self.last_used = 0
-        self.habit = 0
-        """How long it, or the path that it ends, stayed unused before it was last used (``ReuseHistory``)."""
-        self.used_at = 0
-        """When it was last used, by the reuse history's clock."""
+        self.last_tick = 0
+        """The number of its last use (``CacheMemory.tick``), which orders it among all others."""
+        self.use = use
+        """Its last use, or that of the path that it ends."""
         self.is_attached = False
         self.is_passed = False
         """Whether the path that left it has come back and gone on, from here or from the next snapshot below."""
-        self.is_shared = False
+        self.is_shared = is_shared
         """Whether a prompt that is no path's return went on from here or below, or parted here from another."""
+
+    def record_hit(self, tick: int, now: int, *, is_source: bool, is_return: bool) -> None:
+        """Record a prompt that resumed from this snapshot (``is_source``), or from below it."""
+        self.is_shared |= not is_return
+        if self.last_tick != tick and (is_source or self.is_shared):
+            self.use = self.use.next(now)
+        self.last_tick = tick
+
+    def record_prompt_end(self) -> None:
+        """Record that a prompt ends here, whatever the snapshot was taken for: the path goes on from here."""
+        if self.kind is not SnapshotKind.PREEMPTION:
+            self.kind, self.is_passed = SnapshotKind.PROMPT_END, False
+
+    def replace(self, evicted: "Snapshot") -> None:
+        """Take the place of an evicted snapshot below: its waiting requests resume here now, and as soon."""
+        if self.use.at < evicted.use.at:
+            self.use = evicted.use
+        if evicted.num_waiters:
+            self.num_waiters += evicted.num_waiters
+            evicted.replacement = self
 
 
 class Run:
@@ -85,7 +110,7 @@ class Run:
         "evicted",
         "is_live",
         "last_push",
-        "last_used",
+        "last_tick",
         "lost",
         "num_users",
         "order",
@@ -111,7 +136,7 @@ class Run:
         self.stubs: dict[bytes, Snapshot] = {}
         self.num_users = 0
         """Leases whose path goes through this run."""
-        self.last_used = 0
+        self.last_tick = 0
         """When it was last used other than through its children: theirs counts once they are gone."""
         self.is_live = False
         """A tail whose block a running request is still filling."""
@@ -253,7 +278,7 @@ def split(run: Run, at_block: int) -> Run:
     run.blocks = run.blocks[count:]
     del upper.tokens[count * BLOCK_KEY_BYTES :], upper.blocks[count:]
     upper.num_users = run.num_users
-    upper.last_used = run.last_used
+    upper.last_tick = run.last_tick
     run.parent.children[upper.first_key] = upper
     run.parent = upper
     run.start_block = at_block
@@ -355,7 +380,7 @@ def remove_child(child: Run, *, ghost_tokens: int) -> None:
     del parent.children[key]
     del parent.order[bisect_left(parent.order, key)]
     child.parent = None
-    parent.last_used = max(parent.last_used, child.last_used)
+    parent.last_tick = max(parent.last_tick, child.last_tick)
     if ghost_tokens and not child.is_tail:
         _remember(parent.evicted, hash(key), ghost_tokens + max(child.evicted.values(), default=0))
 

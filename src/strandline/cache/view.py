@@ -143,7 +143,7 @@ class _Look:
             for child in islice(reversed(run.children.values()), max(num_looks // 2, 1)):
                 num_looks -= 1
                 num_waiting += 1
-                heapq.heappush(waiting, (child.num_users == 0, -_last_used(child), num_waiting, child))
+                heapq.heappush(waiting, (child.num_users == 0, -_last_tick(child), num_waiting, child))
             if not waiting or len(self._places) == max_runs:
                 return
             run = heapq.heappop(waiting)[3]
@@ -153,7 +153,7 @@ class _Look:
         self._num_shown_below[run] = 0
         if run.parent is not None:
             self._num_shown_below[run.parent] += 1
-        self._now = max(self._now, _last_used(run))
+        self._now = max(self._now, _last_tick(run))
 
     @property
     def num_left_out(self) -> int:
@@ -183,7 +183,7 @@ class _Look:
             digest=digest.hex(),
             parts_at=start + parts_at,
             head=tuple(decode(head)),
-            age=self._now - _last_used(run),
+            age=self._now - _last_tick(run),
             num_users=run.num_users,
             snapshots=tuple(self._snapshot(snapshot) for snapshot in shown),
             num_snapshots_left_out=num_snapshots + len(shared) + num_unseen - len(shown),
@@ -207,17 +207,17 @@ class _Look:
 
     def _snapshot(self, snapshot: Snapshot) -> SnapshotView:
         readers = tuple(self._readers.get(snapshot, ()))
-        return SnapshotView(snapshot.position, snapshot.kind, max(self._now - snapshot.last_used, 0), readers)
+        return SnapshotView(snapshot.position, snapshot.kind, max(self._now - snapshot.last_tick, 0), readers)
 
     def lease(self, lease: Lease) -> LeaseView:
         place = self._places.get(lease.run)
         return LeaseView(lease.request_id, place, len(lease.tokens), lease.computed, lease.account.hit)
 
 
-def _last_used(run: Run) -> int:
+def _last_tick(run: Run) -> int:
     """Return when a run was last used; of one with children, as far as the newest of them tells."""
     newest = next(reversed(run.children.values()), None)
-    return run.last_used if newest is None else max(run.last_used, newest.last_used)
+    return run.last_tick if newest is None else max(run.last_tick, newest.last_tick)
 
 
 def _common_with_siblings(run: Run, parent: Run | None, first: bytes) -> int:

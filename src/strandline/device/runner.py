@@ -10,6 +10,7 @@ host behind it.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -223,10 +224,16 @@ class Runner:
                 self.arena.move_block(src, dst)
                 if self._poison:
                     self.arena.poison([src], [])
-            case DropBlocks(blocks) if self._poison:
-                self.arena.poison(map(BlockId, blocks), [])
-            case DropSlot(slot) if self._poison:
-                self.arena.poison([], [slot])
+            case DropBlocks(blocks):
+                if self._poison:
+                    self.arena.poison(map(BlockId, blocks), [])
+            case DropSlot(slot):
+                if self._poison:
+                    self.arena.poison([], [slot])
+            case FoldLog():
+                self._fold([action])
+            case _:
+                assert_never(action)
 
     def _fold(self, folds: Sequence[FoldLog]) -> None:
         columns = list(zip(*((fold.slot, fold.log, fold.num_tokens) for fold in folds), strict=True))

@@ -23,7 +23,7 @@ class Request:
         "account",
         "finish_reason",
         "grammar",
-        "habit",
+        "interarrival_bin",
         "is_audit",
         "is_introduced",
         "lead",
@@ -76,8 +76,8 @@ class Request:
         """What its first admission found in the cache."""
         self.num_admissions_seen = -1
         """The scheduler's count of admissions when it last looked for somebody to follow."""
-        self.habit: int | None = None
-        """How long its path had stayed away when it was first admitted; kept while it is preempted."""
+        self.interarrival_bin: int | None = None
+        """That of its lease when it was first admitted; kept while it is preempted."""
         self.queue_number = 0
         """Its place in the order of those that wait."""
         self.status = Status.WAITING

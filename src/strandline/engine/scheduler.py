@@ -272,12 +272,12 @@ class Scheduler:
             marks=request.marks,
             read=self._may_read(request),
             shared_end=request.num_prompt_tokens if self._is_exact else None,
-            habit=request.habit,
+            past_bin=request.interarrival_bin,
             is_counted=not request.is_audit,
         )
         if lease is None:
             return None
-        request.habit = lease.habit
+        request.interarrival_bin = lease.interarrival_bin
         if not self.cache.extend(lease, min(request.num_tokens, lease.computed + budget)):
             self.cache.release(lease, SnapshotKind.PREEMPTION)
             return None

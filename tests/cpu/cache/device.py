@@ -7,6 +7,7 @@ found at once.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import assert_never
 
 from strandline.cache import (
     Action,
@@ -67,6 +68,8 @@ class Device:
                     if (state := self.state(slot)) is not None:
                         self._states[slot] = state + self._logs[log][:num_tokens]
                         self.num_writes[slot] += 1
+                case _:
+                    assert_never(action)
 
     def run_step(self, lease: Lease, end: int, cache: PrefixCache, grant: StepGrant) -> None:
         """Compute the lease's tokens up to ``end``, as a model would, and check all that it reads and writes."""

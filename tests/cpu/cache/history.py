@@ -237,8 +237,8 @@ def _wishes(num_blocks: int, num_slots: int, order: TakeOrder) -> list[bool]:
 def fingerprint(driver: Driver) -> list[Any]:
     """Return all that a lookup could change."""
     cache, parts = driver.cache, driver.cache.internals()
-    tree = [(run.start_block, bytes(run.tokens), list(run.blocks), run.num_users, run.last_used) for run in runs(cache)]
-    slots = [(salt, key, s.slot, s.num_readers, s.last_used, s.kind) for salt, key, s in cache.snapshots()]
+    tree = [(run.start_block, bytes(run.tokens), list(run.blocks), run.num_users, run.last_tick) for run in runs(cache)]
+    slots = [(salt, key, s.slot, s.num_readers, s.last_tick, s.kind) for salt, key, s in cache.snapshots()]
     memory = (len(parts.memory.actions), parts.memory.use())
     return [tree, slots, memory, list(parts.index.roots), str(cache.stats()), parts.arena.used()]
 

@@ -9,17 +9,22 @@ from hypothesis import strategies as st
 from strandline.cache import SnapshotKind
 from strandline.cache.eviction import MAX_UNRANKED, Entry, EvictionQueue
 from strandline.cache.tree import Snapshot
+from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.ids import SlotId
 
 Step = tuple[str, int, int]
 STEPS = st.lists(st.tuples(st.sampled_from(["offer", "hold", "pop"]), st.integers(0, 5), st.integers(0, 9)))
 
 
+def new_snapshot(slot: SlotId) -> Snapshot:
+    return Snapshot(slot, 64, SnapshotKind.LADDER, Use(0, NO_INTERARRIVAL), num_readers=0, is_shared=False)
+
+
 class Shelf:
     """Entries whose worth and whether they are held are set by hand."""
 
     def __init__(self, num_entries: int) -> None:
-        self.entries = [Snapshot(SlotId(n), 64, SnapshotKind.LADDER) for n in range(num_entries)]
+        self.entries = [new_snapshot(SlotId(number)) for number in range(num_entries)]
         self.worths = dict.fromkeys(self.entries, 0)
         self.offered = set[Snapshot]()
         self.held = set[Snapshot]()
@@ -71,11 +76,11 @@ class Decay(Shelf):
     def appraise(self, entry: Entry) -> tuple[float, int | None]:
         assert isinstance(entry, Snapshot)
         every = 1 + entry.slot % 7
-        age = self.now - entry.used_at
-        return super().worth(entry) - age // every, entry.used_at + (age // every + 1) * every
+        age = self.now - entry.use.at
+        return super().worth(entry) - age // every, entry.use.at + (age // every + 1) * every
 
     def offer(self, entry: Snapshot, worth: int) -> None:
-        entry.used_at = self.now
+        entry.use = Use(self.now, NO_INTERARRIVAL)
         super().offer(entry, worth)
 
 

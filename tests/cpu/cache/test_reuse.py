@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from strandline.cache import reuse
 from strandline.cache.outcomes import EDGES, PRIOR_DENSITIES, PRIOR_RETURNS, WIDTHS, Outcomes, bin_of, next_edge
-from strandline.cache.reuse import NO_HABIT, TICKS_PER_S, ReuseHistory, habit_after
+from strandline.cache.reuse import TICKS_PER_S, ReuseHistory
 from strandline.cache.tokens import encode
+from strandline.cache.use import NO_INTERARRIVAL, interarrival_bin
 from tests.cpu.cache.test_lookup import prompt
 
 NUM_BINS = len(EDGES)
@@ -19,7 +20,7 @@ def data(tokens: list[int]) -> bytearray:
     return bytearray(encode(tokens))
 
 
-def leave(history: ReuseHistory, tokens: list[int], *, salt: str = "", habit: int = NO_HABIT) -> None:
+def leave(history: ReuseHistory, tokens: list[int], *, salt: str = "", habit: int = NO_INTERARRIVAL) -> None:
     history.leave(salt, data(tokens), len(tokens), len(tokens), habit)
 
 
@@ -33,8 +34,8 @@ def test_a_path_that_comes_back_is_known_by_how_long_it_was_away(num_tokens: int
     history = ReuseHistory()
     leave(history, prompt(num_tokens))
     away(history, 20)
-    assert history.come_back("", data(prompt(num_tokens + 50))) == habit_after(20)
-    assert history.come_back("", data(prompt(num_tokens + 50))) == NO_HABIT
+    assert history.come_back("", data(prompt(num_tokens + 50))) == interarrival_bin(20)
+    assert history.come_back("", data(prompt(num_tokens + 50))) == NO_INTERARRIVAL
 
 
 def test_seconds_age_a_path_as_admissions_do() -> None:
@@ -43,14 +44,14 @@ def test_seconds_age_a_path_as_admissions_do() -> None:
     leave(history, prompt(300))
     now_s += 60
     away(history, 3)
-    assert history.come_back("", data(prompt(350))) == habit_after(3 + 60 * TICKS_PER_S)
+    assert history.come_back("", data(prompt(350))) == interarrival_bin(3 + 60 * TICKS_PER_S)
 
 
 def test_a_prompt_that_rewinds_a_little_returns_and_one_that_parts_early_does_not() -> None:
     history = ReuseHistory()
     leave(history, prompt(1000))
-    assert history.come_back("", data(prompt(700) + prompt(400, 50_000))) == NO_HABIT
-    assert history.come_back("", data(prompt(900) + prompt(10, 50_000))) != NO_HABIT
+    assert history.come_back("", data(prompt(700) + prompt(400, 50_000))) == NO_INTERARRIVAL
+    assert history.come_back("", data(prompt(900) + prompt(10, 50_000))) != NO_INTERARRIVAL
 
 
 def test_of_paths_that_begin_alike_the_one_that_is_continued_returns() -> None:
@@ -59,20 +60,20 @@ def test_of_paths_that_begin_alike_the_one_that_is_continued_returns() -> None:
     for index, path in enumerate(paths):
         away(history, 2**index)
         leave(history, path)
-    assert history.come_back("", data(paths[1])) == habit_after(4 + 8)
-    assert history.come_back("", data(paths[3])) == habit_after(0)
+    assert history.come_back("", data(paths[1])) == interarrival_bin(4 + 8)
+    assert history.come_back("", data(paths[3])) == interarrival_bin(0)
 
 
 def test_other_salts_are_strangers() -> None:
     history = ReuseHistory()
     leave(history, prompt(500), salt="a")
-    assert history.come_back("b", data(prompt(500))) == NO_HABIT
-    assert history.come_back("a", data(prompt(500))) != NO_HABIT
+    assert history.come_back("b", data(prompt(500))) == NO_INTERARRIVAL
+    assert history.come_back("a", data(prompt(500))) != NO_INTERARRIVAL
 
 
 def test_what_was_used_longest_ago_is_worth_least_before_anything_was_observed() -> None:
     history = ReuseHistory()
-    densities = [history.density(NO_HABIT, age) for age in (0, 1, 3, 10, 100, 10_000, 500_000)]
+    densities = [history.density(NO_INTERARRIVAL, age) for age in (0, 1, 3, 10, 100, 10_000, 500_000)]
     assert densities == sorted(densities, reverse=True)
     assert len(set(densities)) == len(densities)
 
@@ -82,8 +83,8 @@ def test_a_path_is_worth_most_when_it_is_about_to_return() -> None:
     for index in range(600):
         leave(history, prompt(100, 1000 * index))
         away(history, 32)
-        assert history.come_back("", data(prompt(100, 1000 * index))) == habit_after(32)
-    before, due, overdue = (history.density(NO_HABIT, age) for age in (0, 31, 200))
+        assert history.come_back("", data(prompt(100, 1000 * index))) == interarrival_bin(32)
+    before, due, overdue = (history.density(NO_INTERARRIVAL, age) for age in (0, 31, 200))
     assert overdue < before < due
 
 
@@ -91,32 +92,32 @@ def test_habits_are_told_apart() -> None:
     history = ReuseHistory()
     for index in range(600):
         quick, slow = prompt(100, 2000 * index), prompt(100, 2000 * index + 1000)
-        leave(history, slow, habit=habit_after(200))
-        leave(history, quick, habit=habit_after(2))
+        leave(history, slow, habit=interarrival_bin(200))
+        leave(history, quick, habit=interarrival_bin(2))
         away(history, 2)
         history.come_back("", data(quick))
         away(history, 198)
         history.come_back("", data(slow))
-    assert history.density(habit_after(2), 1) > 10 * history.density(habit_after(200), 1)
-    assert history.density(habit_after(2), 150) < history.density(habit_after(200), 150)
+    assert history.density(interarrival_bin(2), 1) > 10 * history.density(interarrival_bin(200), 1)
+    assert history.density(interarrival_bin(2), 150) < history.density(interarrival_bin(200), 150)
 
 
 def test_a_habit_that_was_never_seen_is_judged_by_those_next_to_it() -> None:
     history = ReuseHistory()
     for index in range(600):
         quick, slow = prompt(100, 2000 * index), prompt(100, 2000 * index + 1000)
-        leave(history, slow, habit=habit_after(200))
-        leave(history, quick, habit=habit_after(2))
+        leave(history, slow, habit=interarrival_bin(200))
+        leave(history, quick, habit=interarrival_bin(2))
         away(history, 2)
         history.come_back("", data(quick))
         away(history, 198)
         history.come_back("", data(slow))
-    like_quick, like_slow, like_none = habit_after(4), habit_after(400), habit_after(2**18)
+    like_quick, like_slow, like_none = interarrival_bin(4), interarrival_bin(400), interarrival_bin(2**18)
     assert history.density(like_quick, 1) > 2 * history.density(like_none, 1) > 4 * history.density(like_slow, 1)
-    assert history.density(NO_HABIT, 1) == pytest.approx(history.density(like_none, 1))
+    assert history.density(NO_INTERARRIVAL, 1) == pytest.approx(history.density(like_none, 1))
 
 
-@given(st.lists(st.tuples(st.sampled_from([NO_HABIT, *range(2, 8)]), st.integers(0, 300)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from([NO_INTERARRIVAL, *range(2, 8)]), st.integers(0, 300)), max_size=40))
 def test_what_is_expected_of_a_habit_is_its_own_some_of_all_and_a_quarter_of_its_neighbours(
     seen: list[tuple[int, int]],
 ) -> None:
@@ -139,7 +140,7 @@ def test_paths_that_never_return_count_once_they_are_forgotten(monkeypatch: pyte
         history.tick()
         leave(history, prompt(100, 1000 * index))
     assert len(history) == 50
-    assert history.density(NO_HABIT, 0) < 0.1 * other.density(NO_HABIT, 0)
+    assert history.density(NO_INTERARRIVAL, 0) < 0.1 * other.density(NO_INTERARRIVAL, 0)
 
 
 def test_only_so_many_paths_that_begin_alike_are_remembered() -> None:
@@ -183,10 +184,10 @@ def test_what_prompts_go_on_from_is_learned_from_returns_whether_or_not_anything
         asked, said = prompt(200, 1000 * index), prompt(num_generated, 200_000 + 1000 * index)
         for history, kept in ((at_end, said), (inside, [])):
             tokens = data(asked + said)
-            history.leave("", tokens, len(asked), len(asked + said), NO_HABIT)
+            history.leave("", tokens, len(asked), len(asked + said), NO_INTERARRIVAL)
             away(history, 5)
-            assert history.come_back("", data(asked + kept + prompt(90, 400_000 + 1000 * index))) == habit_after(5)
-    assert inside.density_of_prompt(NO_HABIT, 1) > 50 * at_end.density_of_prompt(NO_HABIT, 1)
+            assert history.come_back("", data(asked + kept + prompt(90, 400_000 + 1000 * index))) == interarrival_bin(5)
+    assert inside.density_of_prompt(NO_INTERARRIVAL, 1) > 50 * at_end.density_of_prompt(NO_INTERARRIVAL, 1)
 
 
 def test_rewinds_make_what_lies_inside_a_path_worth_more_and_its_prompts_end_less() -> None:
@@ -194,11 +195,11 @@ def test_rewinds_make_what_lies_inside_a_path_worth_more_and_its_prompts_end_les
     for index in range(100):
         asked, said = prompt(1000, 10_000 * index), prompt(50, 5_000_000 + 1000 * index)
         for history, kept in ((rewinds, asked[:900]), (continues, asked)):
-            history.leave("", data(asked + said), len(asked), len(asked + said), NO_HABIT)
+            history.leave("", data(asked + said), len(asked), len(asked + said), NO_INTERARRIVAL)
             away(history, 5)
-            assert history.come_back("", data(kept + prompt(90, 9_000_000 + 1000 * index))) == habit_after(5)
-    assert rewinds.density_of_inner(NO_HABIT, 1) > 10 * rewinds.density_of_prompt(NO_HABIT, 1)
-    assert continues.density_of_prompt(NO_HABIT, 1) > 10 * continues.density_of_inner(NO_HABIT, 1)
+            assert history.come_back("", data(kept + prompt(90, 9_000_000 + 1000 * index))) == interarrival_bin(5)
+    assert rewinds.density_of_inner(NO_INTERARRIVAL, 1) > 10 * rewinds.density_of_prompt(NO_INTERARRIVAL, 1)
+    assert continues.density_of_prompt(NO_INTERARRIVAL, 1) > 10 * continues.density_of_inner(NO_INTERARRIVAL, 1)
 
 
 @pytest.mark.parametrize(("num_shared", "num_own"), [(200, 40), (600, 90), (4096, 900)])
@@ -206,7 +207,7 @@ def test_prompts_that_only_begin_alike_do_not_return(num_shared: int, num_own: i
     history = ReuseHistory()
     for index in range(10):
         tokens = prompt(num_shared) + prompt(num_own, 50_000 * (index + 1))
-        assert history.come_back("", data(tokens)) == NO_HABIT
+        assert history.come_back("", data(tokens)) == NO_INTERARRIVAL
         leave(history, tokens)
 
 
@@ -214,7 +215,7 @@ def test_a_beginning_that_several_paths_share_almost_to_their_ends_is_nobodys_re
     history = ReuseHistory()
     for index in range(2):
         leave(history, prompt(4096) + prompt(20, 50_000 * (index + 1)))
-    assert history.come_back("", data(prompt(4096) + prompt(20, 500_000))) == NO_HABIT
+    assert history.come_back("", data(prompt(4096) + prompt(20, 500_000))) == NO_INTERARRIVAL
 
 
 def test_of_a_path_repeated_whole_and_a_later_one_left_before_its_end_the_first_returns() -> None:
@@ -224,7 +225,7 @@ def test_of_a_path_repeated_whole_and_a_later_one_left_before_its_end_the_first_
     away(history, 100)
     leave(history, prompt(1000) + prompt(30, 90_000))
     away(history, 3)
-    assert history.come_back("", data(whole + prompt(10, 70_000))) == habit_after(103)
+    assert history.come_back("", data(whole + prompt(10, 70_000))) == interarrival_bin(103)
 
 
 def test_what_does_not_come_back_is_worth_little_long_before_it_is_forgotten() -> None:
@@ -234,9 +235,9 @@ def test_what_does_not_come_back_is_worth_little_long_before_it_is_forgotten() -
         leave(history, prompt(100, 500_000 + 1000 * index))
         leave(history, quick)
         away(history, 2)
-        assert history.come_back("", data(quick)) == habit_after(2)
+        assert history.come_back("", data(quick)) == interarrival_bin(2)
     assert len(history) == 100
-    assert history.density(NO_HABIT, 20) < 0.01 * history.density(NO_HABIT, 1)
+    assert history.density(NO_INTERARRIVAL, 20) < 0.01 * history.density(NO_INTERARRIVAL, 1)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 300)), max_size=60))
@@ -247,7 +248,7 @@ def test_every_path_counts_once_whether_it_is_away_or_came_back(steps: list[tupl
         leave(history, prompt(100, 1000 * index))
         away(history, age)
         if returns:
-            assert history.come_back("", data(prompt(100, 1000 * index))) == habit_after(age)
+            assert history.come_back("", data(prompt(100, 1000 * index))) == interarrival_bin(age)
     seen = history._with_those_away()
     assert seen[reuse.EVERY_HABIT].total == pytest.approx(prior + len(steps))
     assert sum(seen[reuse.EVERY_HABIT].returns) - sum(PRIOR_RETURNS) == pytest.approx(sum(r for r, _ in steps))
@@ -285,24 +286,27 @@ def test_the_more_hits_land_where_a_path_goes_on_the_more_such_snapshots_are_wor
     for _ in range(100):
         few.count_hit(0)
         many.count_hit(1)
-    rates = [history.density_of_inner(NO_HABIT, 5) for history in (few, ReuseHistory(), many)]
+    rates = [history.density_of_inner(NO_INTERARRIVAL, 5) for history in (few, ReuseHistory(), many)]
     assert rates == sorted(set(rates))
-    assert many.density_of_inner(NO_HABIT, 50) < many.density_of_inner(NO_HABIT, 5)
+    assert many.density_of_inner(NO_INTERARRIVAL, 50) < many.density_of_inner(NO_INTERARRIVAL, 5)
 
 
 def test_hits_that_are_no_paths_return_say_nothing_of_which_end_paths_go_on_from() -> None:
     history = ReuseHistory()
-    before = history.density_of_answer(NO_HABIT, 5), history.density_of_prompt(NO_HABIT, 5)
+    before = history.density_of_answer(NO_INTERARRIVAL, 5), history.density_of_prompt(NO_INTERARRIVAL, 5)
     for num_continuations in (0, 1, 2, 2):
         history.count_hit(num_continuations)
-    assert (history.density_of_answer(NO_HABIT, 5), history.density_of_prompt(NO_HABIT, 5)) == pytest.approx(before)
+    assert (
+        history.density_of_answer(NO_INTERARRIVAL, 5),
+        history.density_of_prompt(NO_INTERARRIVAL, 5),
+    ) == pytest.approx(before)
 
 
 def test_before_anything_returns_either_end_of_a_path_is_as_likely_to_be_gone_on_from() -> None:
     history = ReuseHistory()
-    either = history.density_of_answer(NO_HABIT, 5)
-    assert either == pytest.approx(history.density(NO_HABIT, 5) / 2)
-    assert history.density_of_prompt(NO_HABIT, 5) == pytest.approx(either)
+    either = history.density_of_answer(NO_INTERARRIVAL, 5)
+    assert either == pytest.approx(history.density(NO_INTERARRIVAL, 5) / 2)
+    assert history.density_of_prompt(NO_INTERARRIVAL, 5) == pytest.approx(either)
 
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(0, 5000))
@@ -310,20 +314,22 @@ def test_ends_of_prompts_and_of_answers_share_what_returns(repeats_answer: list[
     history = ReuseHistory()
     for index, repeats in enumerate(repeats_answer):
         asked, said = prompt(100, 1000 * index), prompt(20, 200_000 + 1000 * index)
-        history.leave("", data(asked + said), len(asked), len(asked + said), NO_HABIT)
+        history.leave("", data(asked + said), len(asked), len(asked + said), NO_INTERARRIVAL)
         away(history, 5)
         history.come_back("", data(asked + (said if repeats else []) + prompt(90, 400_000 + 1000 * index)))
-    returns = history.density(NO_HABIT, age)
-    assert history.density_of_answer(NO_HABIT, age) <= returns
-    either = history.density_of_answer(NO_HABIT, age) + history.density_of_prompt(NO_HABIT, age)
+    returns = history.density(NO_INTERARRIVAL, age)
+    assert history.density_of_answer(NO_INTERARRIVAL, age) <= returns
+    either = history.density_of_answer(NO_INTERARRIVAL, age) + history.density_of_prompt(NO_INTERARRIVAL, age)
     assert either >= returns * (1 - 1e-9)
-    assert history.density_of_prompt(NO_HABIT, age) <= max(returns, PRIOR_DENSITIES[bin_of(age)])
+    assert history.density_of_prompt(NO_INTERARRIVAL, age) <= max(returns, PRIOR_DENSITIES[bin_of(age)])
 
 
 def test_what_is_shared_falls_with_the_square_of_its_age_once_that_exceeds_the_time_before() -> None:
     history = ReuseHistory()
-    habit = habit_after(8)
+    habit = interarrival_bin(8)
     rates = [history.density_of_shared(habit, age) for age in (0, 16, 33, 67, 135)]
     assert rates[0] == rates[1]
     assert [earlier / later for earlier, later in pairwise(rates[2:])] == pytest.approx([4, 4])
-    assert history.density_of_shared(NO_HABIT, 71) == pytest.approx(history.density_of_shared(NO_HABIT, 35) / 2)
+    assert history.density_of_shared(NO_INTERARRIVAL, 71) == pytest.approx(
+        history.density_of_shared(NO_INTERARRIVAL, 35) / 2
+    )

@@ -23,9 +23,9 @@ def fingerprint(cache: PrefixCache) -> list[Any]:
     waiting = list(parts.index.roots.values())
     while waiting:
         run = waiting.pop()
-        found.append((run.last_used, run.num_users, bytes(run.tokens), list(run.order), list(run.lost)))
+        found.append((run.last_tick, run.num_users, bytes(run.tokens), list(run.order), list(run.lost)))
         snapshots = [*run.snapshots.values(), *run.stubs.values()]
-        found.append([(s.position, s.last_used, s.used_at, s.num_readers, s.slot) for s in snapshots])
+        found.append([(s.position, s.last_tick, s.use.at, s.num_readers, s.slot) for s in snapshots])
         waiting.extend(run.children.values())
     return [repr(found), len(parts.memory.actions), parts.memory.tick, parts.reuse.now]
 

@@ -217,7 +217,7 @@ def test_a_prompts_end_counts_the_keys_that_go_with_it_though_its_last_block_hol
     driver.cache.internals().memory.drop_snapshot(answered)
     assert num_continuations(asked_end) == 0
     saved_share = 462 / (462 + 64 * BLOCKS_PER_SLAB)
-    density = driver.cache.internals().reuse.density(asked_end.habit, 1)
+    density = driver.cache.internals().reuse.density(asked_end.use.interarrival_bin, 1)
     assert order.worth(asked_end) == pytest.approx(saved_share * density)
 
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from strandline.cache import PrefixCache
 from strandline.cache.invariants import check
-from strandline.cache.reuse import habit_after
+from strandline.cache.use import interarrival_bin
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.engine.waiting import MAX_OVERTAKEN
-from strandline.errors import RequestError
+from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId
 from strandline.records.events import FinishReason
 from strandline.records.plan import NewRequest, StepPlan, StepResult
@@ -275,7 +275,7 @@ def test_a_preempted_request_is_not_overtaken() -> None:
     assert order.index(preempted.request_id) < order.index("c")
 
 
-def test_a_preempted_request_keeps_the_habit_of_its_path() -> None:
+def test_preempted_request_keeps_the_interarrival_time_of_its_path() -> None:
     scheduler = make_scheduler(num_slabs=7, blocks_per_slab=2, max_tokens=256)
     for index, token in enumerate([2, *range(20, 31)]):
         scheduler.add(make_request(f"before{index}", [token] * 70, max_tokens=1))
@@ -286,7 +286,7 @@ def test_a_preempted_request_keeps_the_habit_of_its_path() -> None:
     run_to_the_end(scheduler)
     assert scheduler.num_preemptions
     [last] = [s for _, tokens, s in scheduler.cache.snapshots() if len(tokens) == 4 * 319 and tokens[3] == 2]
-    assert last.habit == habit_after(12)
+    assert last.use.interarrival_bin == interarrival_bin(12)
 
 
 def test_what_waiting_requests_would_hit_is_expected_until_they_run_or_go() -> None:
@@ -302,3 +302,26 @@ def test_what_waiting_requests_would_hit_is_expected_until_they_run_or_go() -> N
     scheduler.finish(RequestId("runs"), FinishReason.ABORT)
     step(scheduler)
     assert scheduler.cache.internals().expected == {}
+
+
+def test_known_tokens_are_computed_together_in_one_step() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", [1] * 10, max_tokens=8)
+    scheduler.add(request)
+    step(scheduler)
+    scheduler.append_known(request, [2, 3, 4])
+    [sequence] = step(scheduler).sequences
+    assert (sequence.start, sequence.end, list(sequence.token_ids)) == (10, 14, [1, 2, 3, 4])
+    assert (request.output_ids, len(request.tokens)) == ([1, 2, 3, 4, 1], 15)
+
+
+def test_known_tokens_are_refused_without_room_or_between_plan_and_settle() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", [1] * 10, max_tokens=8)
+    scheduler.add(request)
+    step(scheduler)
+    with pytest.raises(EngineError, match="cannot take 7 known tokens"):
+        scheduler.append_known(request, [2] * 7)
+    scheduler.plan()
+    with pytest.raises(EngineError, match="cannot take 1 known tokens"):
+        scheduler.append_known(request, [2])
