@@ -111,7 +111,7 @@ def test_resuming_at_every_position_gives_the_same_tokens(make_toy: MakeToy) -> 
 
 def test_snapshots_taken_within_a_prompt_can_be_resumed(make_toy: MakeToy) -> None:
     shared = tokens(90)
-    prompts = [shared + [seed, *tokens(20, seed=seed)] for seed in range(1, 5)]
+    prompts = [[*shared, seed, seed] for seed in range(1, 5)]
     expected = make_toy().expected(prompts)
     for options, hits in (({}, [0, 0, 90, 90]), ({"mamba_cache_mode": "all", "mamba_block_size": 64}, [0, 64, 64, 64])):
         toy = make_toy(**options)

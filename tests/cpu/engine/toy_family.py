@@ -291,7 +291,7 @@ class RecurrentWithWindows:
 
     def _project(self, hidden_TE: Tensor) -> DecayedInputs:
         query_TK, key_TK, value_TV, decay_T1 = (hidden_TE @ self.in_proj_OE.T).split(self.sizes, dim=-1)
-        return DecayedInputs(query_TK, key_TK, value_TV, decay_T1.squeeze(-1).sigmoid())
+        return DecayedInputs(query_TK, key_TK, value_TV, 1 - 0.1 * decay_T1.squeeze(-1).sigmoid())
 
 
 class StreamAndWindow:
