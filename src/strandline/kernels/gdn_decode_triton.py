@@ -98,7 +98,7 @@ def gdn_decode_invariant(
 ) -> Tensor:
     """As :func:`gdn_decode`, with one launch for any number of sequences."""
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H)
-    return _decode(inputs, state_SHKV, src_N, dst_N, (None,) * 5, 0, MANY)
+    return _decode(inputs, state_SHKV, src_N, dst_N, (None,) * 6, 0, MANY)
 
 
 def gdn_decode_logged(
