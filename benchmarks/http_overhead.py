@@ -28,11 +28,11 @@ from random import Random
 from statistics import fmean, median
 
 from strandline import LLM, SamplingParams
-from strandline.bench.serving.client import ServerUnderLoad
 from strandline.bench.serving.load import Load
+from strandline.bench.serving.load_client import ServerUnderLoad
 from strandline.bench.serving.options import Pace, Target
+from strandline.bench.serving.prompt_vocabulary import Vocabulary
 from strandline.bench.serving.session import Ask, single
-from strandline.bench.serving.vocabulary import Vocabulary
 
 LISTENING = re.compile(r"serving \S+ on (http://\S+)")
 VOCAB_SIZE = 3000

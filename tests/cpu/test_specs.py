@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import strandline
-from strandline.bench.geometry import GEOMETRIES
+from strandline.bench.known_models import GEOMETRIES
 from strandline.ids import BLOCK_TOKENS
 from strandline.models.geometry import read_model_size
 from strandline.specs import ALIGN_BYTES, LayerSpec, LogSpec, ModelSpec, TensorSpec, kv_spec

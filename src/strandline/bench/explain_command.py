@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from strandline.bench.explain import ServerQuestion, TraceQuestion, explain_in_trace, explain_on_server
+from strandline.bench.explain_queries import ServerQuestion, TraceQuestion, explain_in_trace, explain_on_server
 from strandline.env import read_api_key
 from strandline.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from strandline.bench.geometry import cost_model, geometry
+from strandline.bench.known_models import cost_model, geometry
 from strandline.bench.plot import check_plot_path, write_plot
 from strandline.bench.policies import policy
 from strandline.bench.replay import Machine, Replay, Result

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from strandline.bench.geometry import cost_model, geometry
+from strandline.bench.known_models import cost_model, geometry
 from strandline.bench.replay import Machine, Replay
 from strandline.bench.traces import Call, Lane, random_tokens
 

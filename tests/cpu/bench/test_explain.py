@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from strandline.bench.cost import H200
-from strandline.bench.explain import ExplainedReplay
+from strandline.bench.explain_queries import ExplainedReplay
 from strandline.bench.explain_text import MEANINGS, lines
-from strandline.bench.geometry import geometry
+from strandline.bench.known_models import geometry
 from strandline.bench.replay import Machine, Replay, Result
 from strandline.bench.synthetic import synthetic_lanes
 from strandline.bench.traces import random_tokens, read_trace

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.bench.cost import H200
-from strandline.bench.geometry import GEOMETRIES, cost_model, geometry
 from strandline.bench.ideal import SeenPrefixes
+from strandline.bench.known_models import GEOMETRIES, cost_model, geometry
 from strandline.bench.replay import Machine, Replay, Result
 from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
 from strandline.bench.traces import Lane, random_tokens, read_trace

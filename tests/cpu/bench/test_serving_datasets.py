@@ -8,8 +8,8 @@ import pytest
 
 from strandline.bench.serving.datasets import make_sessions
 from strandline.bench.serving.maker import Maker
+from strandline.bench.serving.prompt_vocabulary import Vocabulary, load_vocabulary
 from strandline.bench.serving.session import Answer, Ask, Session
-from strandline.bench.serving.vocabulary import Vocabulary, load_vocabulary
 from strandline.cache.tokens import decode, encode
 from strandline.errors import ConfigError
 from tests.cpu.bench.conftest import serve_options

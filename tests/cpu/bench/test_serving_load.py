@@ -9,8 +9,8 @@ import pytest
 
 from strandline.bench.serving.load import Load, Run, arrival_times
 from strandline.bench.serving.options import Pace
+from strandline.bench.serving.prompt_vocabulary import Vocabulary
 from strandline.bench.serving.session import Answer, Ask, Asks, Session, single
-from strandline.bench.serving.vocabulary import Vocabulary
 from strandline.cache.tokens import encode
 
 NOTHING = Vocabulary(())

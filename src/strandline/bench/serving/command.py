@@ -12,16 +12,16 @@ from uuid import uuid4
 
 from tqdm import tqdm
 
-from strandline.bench.serving.client import ServerUnderLoad
 from strandline.bench.serving.datasets import make_sessions
 from strandline.bench.serving.figures import figures_of
 from strandline.bench.serving.load import Load, Run
+from strandline.bench.serving.load_client import ServerUnderLoad
 from strandline.bench.serving.maker import Maker
 from strandline.bench.serving.options import Pace, base_url, pace_of, target_of, wanted_of
+from strandline.bench.serving.prompt_vocabulary import load_vocabulary
 from strandline.bench.serving.report import write_report
 from strandline.bench.serving.result import record, save, table, warnings
 from strandline.bench.serving.session import Session
-from strandline.bench.serving.vocabulary import load_vocabulary
 from strandline.cache.tokens import TOKEN_BYTES
 from strandline.env import read_client_key
 from strandline.errors import ConfigError

@@ -9,10 +9,10 @@ from math import inf
 import numpy as np
 
 from strandline.bench.ideal import SeenPrefixes
-from strandline.bench.serving.client import ServerUnderLoad
+from strandline.bench.serving.load_client import ServerUnderLoad
 from strandline.bench.serving.options import Pace
+from strandline.bench.serving.prompt_vocabulary import Vocabulary
 from strandline.bench.serving.session import Answer, Ask, Session
-from strandline.bench.serving.vocabulary import Vocabulary
 from strandline.cache.tokens import encode
 
 

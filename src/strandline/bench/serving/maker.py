@@ -2,8 +2,8 @@
 
 from argparse import Namespace
 
+from strandline.bench.serving.prompt_vocabulary import Vocabulary
 from strandline.bench.serving.session import Ask, Prompt
-from strandline.bench.serving.vocabulary import Vocabulary
 from strandline.cache.tokens import encode
 from strandline.errors import ConfigError
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from strandline.bench.serving.client import ServerUnderLoad
+from strandline.bench.serving.load_client import ServerUnderLoad
 from strandline.bench.serving.options import target_of
 from strandline.bench.serving.session import Answer, Ask
 from tests.cpu.bench.conftest import serve_options

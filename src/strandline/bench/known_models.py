@@ -1,4 +1,4 @@
-"""What the layers of known models keep, for replays that have no model to ask: sizes of blocks and slots, by name.
+"""The layer specs and step costs of known models, by name, for replays that load no model.
 
 Source: the models' published configurations.
 """

@@ -11,7 +11,7 @@ from urllib.request import Request as HTTPRequest
 from urllib.request import urlopen
 
 from strandline.bench.explain_text import MEANINGS, lines
-from strandline.bench.geometry import cost_model, geometry
+from strandline.bench.known_models import cost_model, geometry
 from strandline.bench.replay import Machine, Replay
 from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
 from strandline.bench.traces import read_trace
