@@ -10,7 +10,8 @@ from strandline.engine.core import EngineCore
 from strandline.engine.scheduler import Scheduler
 from strandline.records.outputs import RequestOutput
 from strandline.records.sampling_params import SamplingParams
-from strandline.text.frontend import Frontend
+from strandline.text.frontend import CheckedRequest, Frontend
+from strandline.text.output_streams import RequestStream
 
 
 class Engine:
@@ -19,6 +20,8 @@ class Engine:
     def __init__(self, core: EngineCore, frontend: Frontend) -> None:
         self.core = core
         self.frontend = frontend
+        self._outputs: dict[str, RequestOutput] = {}
+        """Of unfinished requests."""
 
     @property
     def cache(self) -> PrefixCache:
@@ -46,16 +49,34 @@ class Engine:
         salt: str = "",
         marks: tuple[int, ...] = (),
     ) -> None:
-        """Queue a request; the arguments are those of ``Frontend.open``.
+        """Check a request and queue it; the arguments are those of ``add_checked``.
 
         Raises:
             RequestError: the prompt or a parameter cannot be served; nothing has changed.
         """
-        for submission in self.frontend.open(request_id, prompt_ids, params, prompt=prompt, salt=salt, marks=marks):
+        request = self.frontend.check(prompt_ids, self.frontend.check_params(params))
+        self.add_checked(request_id, request, prompt=prompt, salt=salt, marks=marks)
+
+    def add_checked(
+        self,
+        request_id: str,
+        request: CheckedRequest,
+        *,
+        prompt: str | None = None,
+        salt: str = "",
+        marks: tuple[int, ...] = (),
+    ) -> None:
+        """Queue a request; the arguments are those of ``Frontend.open``.
+
+        Raises:
+            RequestError: the id is in use; nothing has changed.
+        """
+        for submission in self.frontend.open(request_id, request, prompt=prompt, salt=salt, marks=marks):
             self.core.add(submission)
 
     def abort(self, request_id: str) -> None:
         """End a request and free what it holds. Unknown ids are ignored."""
+        self._outputs.pop(request_id, None)
         for name in self.frontend.close(request_id):
             self.core.finish(name)
 
@@ -64,11 +85,24 @@ class Engine:
         return len(self.frontend) > 0
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; return the outputs so far of every request that got a token."""
-        collectors, stopped = self.frontend.take(self.core.step())
+        """Run one step; return the outputs so far of every request that got a token.
+
+        A request's output is one object that later steps extend.
+        """
+        streams, stopped = self.frontend.take(self.core.step())
         for name in stopped:
             self.core.finish(name)
-        return [collector.output() for collector in collectors]
+        return [self._extend(stream) for stream in streams]
+
+    def _extend(self, stream: RequestStream) -> RequestOutput:
+        """Extend a request's output by what it gained in a step."""
+        output = self._outputs.get(stream.request_id)
+        if output is None:
+            output = self._outputs[stream.request_id] = stream.empty_output()
+        output.extend(stream.take())
+        if output.finished:
+            del self._outputs[stream.request_id]
+        return output
 
     def describe(self) -> list[str]:
         """Say in a few lines what the cache has room for."""

@@ -16,6 +16,7 @@ from strandline.records.outputs import RequestOutput
 from strandline.records.sampling_params import SamplingParams
 from strandline.text.cache_report import answer_data
 from strandline.text.conversations import ChatRenderer
+from strandline.text.frontend import CheckedParams, CheckedRequest
 from strandline.text.model_files import default_sampling_params, find_model
 from strandline.text.prompts import encode_text
 
@@ -88,11 +89,11 @@ class LLM:
             RequestError: a prompt or parameter cannot be served. Then none is run.
         """
         parsed = [self._parse(prompt) for prompt in _as_list(prompts)]
-        params = self._params_for(len(parsed), sampling_params)
-        for prompt, wishes in zip(parsed, params, strict=True):
-            self.engine.frontend.check(prompt.token_ids, wishes)
+        params = self._check_params(len(parsed), sampling_params)
+        frontend = self.engine.frontend
+        requests = [frontend.check(prompt.token_ids, each) for prompt, each in zip(parsed, params, strict=True)]
         with contextlib.ExitStack() as stack:
-            names = [self._add(prompt, wishes, stack) for prompt, wishes in zip(parsed, params, strict=True)]
+            names = [self._add(prompt, request, stack) for prompt, request in zip(parsed, requests, strict=True)]
             return self._run(names, use_tqdm=use_tqdm)
 
     def chat(
@@ -126,15 +127,16 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the output so far after every step. Closing the iterator aborts."""
         parsed = self._parse(prompt)
-        params = sampling_params or self.get_default_sampling_params()
+        [params] = self._check_params(1, sampling_params)
+        request = self.engine.frontend.check(parsed.token_ids, params)
         with contextlib.ExitStack() as stack:
-            name = self._add(parsed, params, stack)
+            name = self._add(parsed, request, stack)
             is_finished = False
             while not is_finished:
                 for output in self.engine.step():
                     if output.request_id == name:
-                        yield output
                         is_finished = output.finished
+                        yield output.copy()
 
     def render(
         self,
@@ -163,8 +165,9 @@ class LLM:
             RequestError: the prompt could not be served.
         """
         parsed = self._parse(prompt)
-        self.engine.frontend.check(parsed.token_ids, SamplingParams())
-        tokenizer = self.engine.frontend.tokenizer
+        frontend = self.engine.frontend
+        frontend.check(parsed.token_ids, frontend.check_params(SamplingParams()))
+        tokenizer = frontend.tokenizer
 
         def text_of(tokens: Sequence[int]) -> str:
             return " ".join(map(str, tokens)) if tokenizer is None else str(tokenizer.decode(list(tokens)))
@@ -193,23 +196,23 @@ class LLM:
             raise RequestError(f"marks must be token positions above 0, got {marks!r}")
         return _ParsedPrompt(list(token_ids), text, salt, tuple(marks))
 
-    def _params_for(
+    def _check_params(
         self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
+    ) -> list[CheckedParams]:
+        """Return checked parameters, one for each prompt."""
+        check = self.engine.frontend.check_params
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
-            return [params] * num_prompts
+            return [check(params)] * num_prompts
         if len(params) != num_prompts:
             raise RequestError(f"{num_prompts} prompts came with {len(params)} sampling parameters")
-        return list(params)
+        return [check(each) for each in params]
 
-    def _add(self, prompt: _ParsedPrompt, params: SamplingParams, stack: contextlib.ExitStack) -> str:
+    def _add(self, prompt: _ParsedPrompt, request: CheckedRequest, stack: contextlib.ExitStack) -> str:
         """Add a request that is aborted when the stack unwinds before it has finished."""
         name = str(next(self._names))
-        self.engine.add_request(
-            name, prompt.token_ids, params, prompt=prompt.text, salt=prompt.salt, marks=prompt.marks
-        )
+        self.engine.add_checked(name, request, prompt=prompt.text, salt=prompt.salt, marks=prompt.marks)
         stack.callback(self.engine.abort, name)
         return name
 

@@ -1,7 +1,7 @@
-"""What a user gets back: vLLM's ``RequestOutput`` and its parts."""
+"""What a user gets back: vLLM's ``RequestOutput`` and its parts, and the deltas that they grow by."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from strandline.cache import Account
 
@@ -14,6 +14,43 @@ class Logprob:
     rank: int
     """1 for the likeliest token."""
     decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What one of a request's outputs gained since its last delta. The deltas of an output add up to the output."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    """A token may come before its text, which may need more of them."""
+    logprobs: list[dict[int, Logprob]] | None
+    num_tokens: int
+    """Tokens of the output so far."""
+    cumulative_logprob: float | None
+    """Log-probability of the output so far."""
+    finish_reason: str | None
+    """``stop``, ``length`` or ``abort`` in the delta that ends the output, None in all others."""
+    stop_reason: int | str | None
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether there is anything to show besides token ids."""
+        return bool(self.text or self.logprobs) or self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDelta:
+    """What a request's outputs gained since its last delta."""
+
+    outputs: list[OutputDelta]
+    """One per output, in their order, also of those that gained nothing."""
+    finished: bool
+    cache_account: Account | None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.cache_account.hit if self.cache_account is not None else 0
 
 
 @dataclass(slots=True)
@@ -29,6 +66,21 @@ class CompletionOutput:
     """``stop``, ``length`` or ``abort``; None while running."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for the end-of-sequence token."""
+
+    def extend(self, delta: OutputDelta) -> None:
+        """Append what the output gained."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.cumulative_logprob = delta.cumulative_logprob
+        if self.logprobs is not None:
+            self.logprobs += delta.logprobs or ()
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    def copy(self) -> "CompletionOutput":
+        """Return a copy that grows no more."""
+        logprobs = None if self.logprobs is None else list(self.logprobs)
+        return replace(self, token_ids=list(self.token_ids), logprobs=logprobs)
 
 
 @dataclass(slots=True)
@@ -60,3 +112,14 @@ class RequestOutput:
     cache_account: Account | None
     """What the lookup found, and why it found no more."""
     times: RequestTimes = field(repr=False)
+
+    def extend(self, delta: RequestDelta) -> None:
+        """Append what the outputs gained."""
+        for output, gained in zip(self.outputs, delta.outputs, strict=True):
+            output.extend(gained)
+        self.finished = delta.finished
+        self.num_cached_tokens, self.cache_account = delta.num_cached_tokens, delta.cache_account
+
+    def copy(self) -> "RequestOutput":
+        """Return a copy that grows no more."""
+        return replace(self, outputs=[output.copy() for output in self.outputs])

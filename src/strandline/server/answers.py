@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from strandline.records.outputs import CompletionOutput, Logprob, RequestOutput
+from strandline.records.outputs import Logprob, OutputDelta, RequestDelta
 from strandline.text.cache_report import account_data
+from strandline.text.output_streams import RequestStream
 
 LOWEST_LOGPROB: Final = -9999.0
 """JSON has no infinity."""
@@ -13,64 +14,35 @@ Json = dict[str, Any]
 Entry = dict[int, Logprob]
 
 
-class Growth:
-    """What is new of one output since the last look."""
-
-    def __init__(self) -> None:
-        self.num_characters = 0
-        self._num_tokens = 0
-        self._num_logprobs = 0
-        self._is_finished = False
-
-    def take(self, output: CompletionOutput) -> tuple[str, list[Entry], bool]:
-        """Return the new text, the new tokens' log-probabilities, and whether there is anything to say."""
-        text = output.text[self.num_characters :]
-        logprobs = (output.logprobs or [])[self._num_logprobs :]
-        has_news = bool(text or logprobs) or (output.finish_reason is not None and not self._is_finished)
-        self.num_characters += len(text)
-        self._num_logprobs += len(logprobs)
-        self._is_finished = output.finish_reason is not None
-        return text, logprobs, has_news
-
-    def take_token_ids(self, output: CompletionOutput) -> list[int]:
-        """Return the tokens since the last call. A token may come before its text, which may need more of them."""
-        token_ids = output.token_ids[self._num_tokens :]
-        self._num_tokens += len(token_ids)
-        return token_ids
-
-
-def usage(outputs: Sequence[RequestOutput], *, is_batch: bool, with_account: bool) -> Json:
-    """Count tokens; a prompt counts once however many outputs it has."""
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_completion = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    body: Json = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
-    }
+def usage(streams: Sequence[RequestStream], *, is_batch: bool, with_account: bool) -> Json:
+    """Count the tokens of finished requests; a prompt counts once however many outputs it has."""
+    num_prompt = sum(len(stream.prompt_ids) for stream in streams)
+    num_cached = sum(stream.account.hit for stream in streams if stream.account is not None)
+    body = token_counts(num_prompt, sum(stream.num_output_tokens for stream in streams), num_cached)
     if with_account:
-        accounts = [cache_account(output) for output in outputs]
+        accounts = [cache_account(stream) for stream in streams]
         body["cache"] = accounts if is_batch else accounts[0]
     return body
 
 
-def usage_so_far(output: RequestOutput, completion: CompletionOutput) -> Json:
-    """Count the tokens of a prompt and of one of its outputs, as far as it has come."""
-    num_prompt, num_completion = len(output.prompt_token_ids), len(completion.token_ids)
+def usage_so_far(stream: RequestStream, delta: RequestDelta, output: OutputDelta) -> Json:
+    """Count the tokens of a prompt and of one of its outputs, up to a delta."""
+    return token_counts(len(stream.prompt_ids), output.num_tokens, delta.num_cached_tokens)
+
+
+def token_counts(num_prompt: int, num_completion: int, num_cached: int) -> Json:
+    """Return numbers of tokens as the API's usage."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 
-def cache_account(output: RequestOutput) -> Json | None:
+def cache_account(stream: RequestStream) -> Json | None:
     """Return what the lookup found, and why it found no more. ``queried`` is ``hit`` plus the misses' tokens."""
-    if output.cache_account is None:
-        return None
-    return account_data(output.cache_account.for_callers())
+    return None if stream.account is None else account_data(stream.account.for_callers())
 
 
 def completion_logprobs(entries: Iterable[tuple[str, Entry | None]], offset: int) -> Json:

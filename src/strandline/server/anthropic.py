@@ -8,9 +8,9 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from strandline.records.outputs import CompletionOutput, RequestOutput
+from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.sampling_params import SamplingParams
-from strandline.server.answers import Growth, Json
+from strandline.server.answers import Json
 from strandline.server.anthropic_blocks import Blocks, chat_messages, chat_tools
 from strandline.server.bodies import Objects, Strings, check_extra
 from strandline.server.client import Prompt
@@ -26,6 +26,7 @@ from strandline.server.streams import (
 )
 from strandline.server.structures import structure_of
 from strandline.server.tools import Toolbox
+from strandline.text.frontend import CheckedParams
 
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
@@ -89,7 +90,7 @@ class MessagesBody(CountBody):
 class Message:
     """One request and its answer."""
 
-    def __init__(self, service: Service, body: MessagesBody, prompt: Prompt, params: SamplingParams, salt: str) -> None:
+    def __init__(self, service: Service, body: MessagesBody, prompt: Prompt, params: CheckedParams, salt: str) -> None:
         self._head = {
             "id": f"msg_{uuid4().hex}",
             "type": "message",
@@ -103,48 +104,45 @@ class Message:
     async def answer(self) -> Json:
         """Return the whole answer."""
         with self.job:
-            [output] = await self.job.outputs()
-        [completion] = output.outputs
-        self._blocks.take(joined([*self._reply.feed(completion.text), *self._reply.finish()]))
+            [delta] = await self.job.whole()
+        [output] = delta.outputs
+        self._blocks.take(joined([*self._reply.feed(output.text), *self._reply.finish()]))
         self._blocks.finish()
-        return {**self._head, "content": self._blocks.blocks, **self._end(completion), "usage": _usage(output)}
+        return {**self._head, "content": self._blocks.blocks, **self._end(output), "usage": self._usage(delta)}
 
     async def events(self) -> AsyncIterator[Json]:
         """Yield the answer as it grows."""
-        growth, is_started = Growth(), False
-        async for _, output in self.job.updates():
-            [completion] = output.outputs
+        is_started = False
+        async for _, delta in self.job.deltas():
+            [output] = delta.outputs
             if not is_started:
                 is_started = True
                 empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
-                yield {"type": "message_start", "message": {**self._head, **empty, "usage": _usage(output)}}
-            text, _, _ = growth.take(completion)
-            for event in self._blocks.take(self._reply.feed(text)):
+                yield {"type": "message_start", "message": {**self._head, **empty, "usage": self._usage(delta)}}
+            for event in self._blocks.take(self._reply.feed(output.text)):
                 yield event
-            if output.finished:
+            if delta.finished:
                 for event in self._blocks.take(self._reply.finish()) + self._blocks.finish():
                     yield event
-                yield {"type": "message_delta", "delta": self._end(completion), "usage": _usage(output)}
+                yield {"type": "message_delta", "delta": self._end(output), "usage": self._usage(delta)}
                 yield {"type": "message_stop"}
 
-    def _end(self, completion: CompletionOutput) -> Json:
-        """Say why it ended, in Anthropic's words."""
-        if isinstance(completion.stop_reason, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
-        reason = STOP_REASONS.get(completion.finish_reason or "")
-        is_call = completion.finish_reason == "stop" and self._blocks.has_calls
+    def _end(self, last: OutputDelta) -> Json:
+        """Return why the answer ended, in Anthropic's words."""
+        if isinstance(last.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
+        reason = STOP_REASONS.get(last.finish_reason or "")
+        is_call = last.finish_reason == "stop" and self._blocks.has_calls
         return {"stop_reason": "tool_use" if is_call else reason, "stop_sequence": None}
 
-
-def _usage(output: RequestOutput) -> Json:
-    """Count tokens; those from the cache are counted apart from the others, as Anthropic does."""
-    cached = output.num_cached_tokens
-    return {
-        "input_tokens": len(output.prompt_token_ids) - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": sum(len(completion.token_ids) for completion in output.outputs),
-    }
+    def _usage(self, delta: RequestDelta) -> Json:
+        """Count tokens up to a delta; those from the cache apart from the others, as Anthropic does."""
+        return {
+            "input_tokens": len(self.job.streams[0].prompt_ids) - delta.num_cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": delta.num_cached_tokens,
+            "output_tokens": sum(output.num_tokens for output in delta.outputs),
+        }
 
 
 async def create_message(service: Service, body: MessagesBody, request: Request) -> Response:
@@ -153,8 +151,8 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     params = body.sampling_params(service.defaults)
     with service.client.expect(params.n):
         prompt = await render(service, body)
-        params = await service.bind(params, body.toolbox(), prompt.text or "")
-    message = Message(service, body, prompt, params, salt_of(request, body.cache_salt))
+        checked = await service.bind(params, body.toolbox(), prompt.text or "")
+    message = Message(service, body, prompt, checked, salt_of(request, body.cache_salt))
     if body.stream:
         return EventStream(message.job, named_events(request.url.path, message.events()))
     answer = await while_connected(request, message.answer())

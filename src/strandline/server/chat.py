@@ -8,9 +8,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from strandline.errors import RequestError
-from strandline.records.outputs import CompletionOutput, RequestOutput
-from strandline.records.sampling_params import SamplingParams
-from strandline.server.answers import Growth, Json, chat_logprobs, usage, usage_so_far
+from strandline.records.outputs import OutputDelta, RequestDelta
+from strandline.server.answers import Json, chat_logprobs, usage, usage_so_far
 from strandline.server.bodies import ChatBody
 from strandline.server.client import Prompt
 from strandline.server.gate import salt_of
@@ -19,13 +18,14 @@ from strandline.server.replies import Reply, deltas, finish_reason, message
 from strandline.server.service import Service
 from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, plain_events, while_connected
 from strandline.server.tools import Toolbox, toolbox
+from strandline.text.frontend import CheckedParams
 
 
 class Chat:
     """One request and its answer."""
 
     def __init__(
-        self, service: Service, body: ChatBody, prompt: Prompt, params: SamplingParams, box: Toolbox, salt: str
+        self, service: Service, body: ChatBody, prompt: Prompt, params: CheckedParams, box: Toolbox, salt: str
     ) -> None:
         self._body = body
         self._num_top = body.top_logprobs or 0
@@ -35,59 +35,58 @@ class Chat:
             "created": int(time.time()),
             "model": service.model_names[0],
         }
-        self._replies = [service.reply_format.reply(prompt.text or "", box.schemas) for _ in range(params.n)]
+        self._replies = [service.reply_format.reply(prompt.text or "", box.schemas) for _ in range(params.params.n)]
+        self._token_ids: list[list[int]] = [[] for _ in self._replies]
+        """Of each output, those that the client has not been shown."""
         self.job = service.client.submit(str(self._head["id"]), [prompt], params, salt)
 
     async def answer(self) -> Json:
         """Return the whole answer."""
         with self.job:
-            [output] = await self.job.outputs()
+            [delta] = await self.job.whole()
         choices = []
-        for completion, reply in zip(output.outputs, self._replies, strict=True):
-            reply.feed(completion.text)
+        for output, reply in zip(delta.outputs, self._replies, strict=True):
+            reply.feed(output.text)
             reply.finish()
-            logprobs = chat_logprobs(completion.logprobs or [], self._num_top) if self._body.logprobs else None
+            logprobs = chat_logprobs(output.logprobs or [], self._num_top) if self._body.logprobs else None
             choices.append(
                 {
-                    "index": completion.index,
+                    "index": output.index,
                     "message": message(reply),
                     "logprobs": logprobs,
-                    "finish_reason": finish_reason(reply, completion.finish_reason),
-                    "stop_reason": completion.stop_reason,
-                    **({"token_ids": completion.token_ids} if self._body.return_token_ids else {}),
+                    "finish_reason": finish_reason(reply, output.finish_reason),
+                    "stop_reason": output.stop_reason,
+                    **({"token_ids": output.token_ids} if self._body.return_token_ids else {}),
                 }
             )
-        return {**self._head, "choices": choices, "usage": self._usage(output), **self._prompt_ids(output)}
+        return {**self._head, "choices": choices, "usage": self._usage(), **self._prompt_ids()}
 
     async def chunks(self) -> AsyncIterator[Json]:
         """Yield the answer as it grows."""
-        growths = [Growth() for _ in self._replies]
         is_begun = False
-        async for _, output in self.job.updates():
+        async for _, delta in self.job.deltas():
             # Not before the first token: load generators take the first event for it.
-            for index in () if is_begun else range(len(self._replies)):
-                delta = {"role": "assistant", "content": ""}
-                choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                yield {
-                    **self._head,
-                    "choices": [choice],
-                    **self._prompt_ids(output),
-                    **self._usage_so_far(output, index),
-                }
+            for output in () if is_begun else delta.outputs:
+                opening = {"role": "assistant", "content": ""}
+                choice = {"index": output.index, "delta": opening, "logprobs": None, "finish_reason": None}
+                usage = self._usage_so_far(delta, output)
+                yield {**self._head, "choices": [choice], **self._prompt_ids(), **usage}
             is_begun = True
-            for completion, growth, reply in zip(output.outputs, growths, self._replies, strict=True):
-                for choice in self._choices(completion, growth, reply):
-                    yield {**self._head, "choices": [choice], **self._usage_so_far(output, completion.index)}
+            for output, reply in zip(delta.outputs, self._replies, strict=True):
+                for choice in self._choices(output, reply):
+                    yield {**self._head, "choices": [choice], **self._usage_so_far(delta, output)}
         if self._body.wants_usage():
-            yield {**self._head, "choices": [], "usage": self._usage(self.job.collectors[0].output())}
+            yield {**self._head, "choices": [], "usage": self._usage()}
 
-    def _choices(self, completion: CompletionOutput, growth: Growth, reply: Reply) -> list[Json]:
-        """Return what is new of one output, a delta each; the last says why it ended, if it did."""
-        text, entries, has_news = growth.take(completion)
-        if not has_news:
+    def _choices(self, output: OutputDelta, reply: Reply) -> list[Json]:
+        """Return a delta of one output as choices, one per part; the last says why it ended, if it did."""
+        token_ids = self._token_ids[output.index]
+        token_ids += output.token_ids
+        if not output.is_visible:
             return []
-        is_end = completion.finish_reason is not None
-        pieces = reply.feed(text)
+        is_end = output.finish_reason is not None
+        entries = output.logprobs
+        pieces = reply.feed(output.text)
         found = deltas(reply, joined([*pieces, *reply.finish()] if is_end else pieces))
         wants_ids = bool(self._body.return_token_ids)
         if not found:
@@ -95,24 +94,27 @@ class Chat:
                 return []
             found = [{"content": ""} if entries else {}]
         choices: list[Json] = [
-            {"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
+            {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
             for delta in found
         ]
         choices[0]["logprobs"] = chat_logprobs(entries, self._num_top) if entries else None
-        choices[-1]["finish_reason"] = finish_reason(reply, completion.finish_reason)
-        choices[-1]["stop_reason"] = completion.stop_reason
+        choices[-1]["finish_reason"] = finish_reason(reply, output.finish_reason)
+        choices[-1]["stop_reason"] = output.stop_reason
         if wants_ids:
-            choices[0]["token_ids"] = growth.take_token_ids(completion)
+            choices[0]["token_ids"] = list(token_ids)
+        token_ids.clear()
         return choices
 
-    def _prompt_ids(self, output: RequestOutput) -> Json:
-        return {"prompt_token_ids": list(output.prompt_token_ids)} if self._body.return_token_ids else {}
+    def _prompt_ids(self) -> Json:
+        return {"prompt_token_ids": list(self.job.streams[0].prompt_ids)} if self._body.return_token_ids else {}
 
-    def _usage_so_far(self, output: RequestOutput, index: int) -> Json:
-        return {"usage": usage_so_far(output, output.outputs[index])} if self._body.wants_continuous_usage() else {}
+    def _usage_so_far(self, delta: RequestDelta, output: OutputDelta) -> Json:
+        if not self._body.wants_continuous_usage():
+            return {}
+        return {"usage": usage_so_far(self.job.streams[0], delta, output)}
 
-    def _usage(self, output: RequestOutput) -> Json:
-        return usage([output], is_batch=False, with_account=self._body.include_cache_account)
+    def _usage(self) -> Json:
+        return usage(self.job.streams, is_batch=False, with_account=self._body.include_cache_account)
 
 
 async def chat(service: Service, body: ChatBody, request: Request) -> Response:
@@ -131,8 +133,8 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
             tools=box.tools,
             template_options=body.chat_template_kwargs,
         )
-        params = await service.bind(params, box, prompt.text or "")
-    started = Chat(service, body, prompt, params, box, salt_of(request, body.cache_salt))
+        checked = await service.bind(params, box, prompt.text or "")
+    started = Chat(service, body, prompt, checked, box, salt_of(request, body.cache_salt))
     if body.stream:
         return EventStream(started.job, plain_events(request.url.path, started.chunks()))
     answer = await while_connected(request, started.answer())

@@ -29,11 +29,10 @@ from strandline.records.messages import (
     Submit,
     ToCore,
 )
-from strandline.records.outputs import RequestOutput
-from strandline.records.sampling_params import SamplingParams
+from strandline.records.outputs import RequestDelta
 from strandline.server.metrics import Metrics
-from strandline.text.collector import Collector
-from strandline.text.frontend import Frontend
+from strandline.text.frontend import CheckedParams, Frontend
+from strandline.text.output_streams import RequestStream
 from strandline.text.prompts import check_text
 
 STATS_TIMEOUT_S: Final = 5.0
@@ -64,10 +63,11 @@ class Prompt:
 class Job:
     """One HTTP request: a few prompts with the same parameters. Leaving its context ends what still runs."""
 
-    def __init__(self, client: "EngineClient", collectors: Sequence[Collector], timeout_s: float | None) -> None:
-        self.collectors = list(collectors)
+    def __init__(self, client: "EngineClient", streams: Sequence[RequestStream], timeout_s: float | None) -> None:
+        self.streams = list(streams)
+        """One per prompt."""
         self._client = client
-        self._places = {collector.request_id: place for place, collector in enumerate(collectors)}
+        self._places = {stream.request_id: place for place, stream in enumerate(streams)}
         self._changed = asyncio.Event()
         self._dirty: dict[str, None] = {}
         self._failure: str | None = None
@@ -92,28 +92,28 @@ class Job:
         self._failure = reason
         self._changed.set()
 
-    async def updates(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield a prompt's place and its outputs so far, whenever they have grown, until all are finished.
+    async def deltas(self) -> AsyncIterator[tuple[int, RequestDelta]]:
+        """Yield a prompt's index and what its outputs gained, whenever they have, until all are finished.
 
         Raises:
             EngineDeadError: the core ended.
             RequestTimeoutError: the job's time is up.
         """
-        num_unfinished = len(self.collectors)
+        num_unfinished = len(self.streams)
         while num_unfinished:
             await self._wait()
             dirty, self._dirty = self._dirty, {}
             for request_id in dirty:
                 place = self._places[request_id]
-                output = self.collectors[place].output()
-                num_unfinished -= output.finished
-                yield place, output
+                delta = self.streams[place].take()
+                num_unfinished -= delta.finished
+                yield place, delta
 
-    async def outputs(self) -> list[RequestOutput]:
-        """Return the outputs of all prompts when all are finished. Raises as ``updates``."""
-        while not all(collector.is_finished for collector in self.collectors):
+    async def whole(self) -> list[RequestDelta]:
+        """Return the whole outputs of all prompts, as one delta each, when all are finished. Raises as ``deltas``."""
+        while not all(stream.is_finished for stream in self.streams):
             await self._wait()
-        return [collector.output() for collector in self.collectors]
+        return [stream.take() for stream in self.streams]
 
     async def _wait(self) -> None:
         try:
@@ -165,33 +165,31 @@ class EngineClient:
 
     # Jobs
 
-    def submit(self, name: str, prompts: Sequence[Prompt], params: SamplingParams, salt: str = "") -> Job:
+    def submit(self, name: str, prompts: Sequence[Prompt], params: CheckedParams, salt: str = "") -> Job:
         """Start a job.
 
         Raises:
-            RequestError: a prompt or a parameter cannot be served. Then none is run.
+            RequestError: a prompt cannot be served. Then none is run.
             QueueFullError: too many wait already.
             EngineDeadError: the core has ended.
         """
         self.require_life()
-        self.require_room(len(prompts) * params.n)
-        for text in (salt, *params.stop_strings, *(params.bad_words or ())):
+        wanted = params.params
+        self.require_room(len(prompts) * wanted.n)
+        for text in (salt, *wanted.stop_strings, *(wanted.bad_words or ())):
             check_text(text)
-        for prompt in prompts:
-            self.frontend.check(prompt.token_ids, params)
+        requests = [self.frontend.check(prompt.token_ids, params) for prompt in prompts]
         submissions = []
         names = [f"{name}-{place}" for place in range(len(prompts))]
-        for request_id, prompt in zip(names, prompts, strict=True):
-            submissions += self.frontend.open(
-                request_id, prompt.token_ids, params, prompt=prompt.text, salt=salt, marks=prompt.marks
-            )
+        for request_id, request, prompt in zip(names, requests, prompts, strict=True):
+            submissions += self.frontend.open(request_id, request, prompt=prompt.text, salt=salt, marks=prompt.marks)
         try:
             self._send(Submit(submissions))
         except RequestError:
             for request_id in names:
                 self.frontend.close(request_id)
             raise
-        job = Job(self, [self.frontend.collectors[request_id] for request_id in names], self._timeout_s)
+        job = Job(self, [self.frontend.requests[request_id] for request_id in names], self._timeout_s)
         self._jobs.update(dict.fromkeys(names, job))
         return job
 
@@ -227,11 +225,11 @@ class EngineClient:
     def close(self, job: Job) -> None:
         """End what still runs of a job, and forget it."""
         names: list[RequestId] = []
-        for collector in job.collectors:
-            self._jobs.pop(collector.request_id, None)
-            if not collector.is_finished:
-                names += self.frontend.close(collector.request_id)
-                self.metrics.forget(collector.request_id)
+        for stream in job.streams:
+            self._jobs.pop(stream.request_id, None)
+            if not stream.is_finished:
+                names += self.frontend.close(stream.request_id)
+                self.metrics.forget(stream.request_id)
         if names and self.death is None:
             self._send(Finish(names))
 
@@ -322,13 +320,13 @@ class EngineClient:
                     self.fail(reason)
 
     def _take(self, events: StepEvents) -> None:
-        collectors, stopped = self.frontend.take(events)
+        streams, stopped = self.frontend.take(events)
         if stopped:
             self._send(Finish(stopped))
         now = SYSTEM_CLOCK()
-        for collector in collectors:
-            self.metrics.observe(collector, now)
-            self._jobs[collector.request_id].note(collector.request_id)
+        for stream in streams:
+            self.metrics.observe(stream, now)
+            self._jobs[stream.request_id].note(stream.request_id)
 
     def _send(self, message: ToCore) -> None:
         try:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
@@ -9,14 +10,25 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from strandline.errors import RequestError
-from strandline.records.outputs import CompletionOutput, RequestOutput
-from strandline.records.sampling_params import SamplingParams
-from strandline.server.answers import Entry, Growth, Json, completion_logprobs, usage, usage_so_far
+from strandline.records.outputs import OutputDelta, RequestDelta
+from strandline.server.answers import Entry, Json, completion_logprobs, usage, usage_so_far
 from strandline.server.bodies import CompletionBody
 from strandline.server.client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.service import Service
 from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, plain_events, while_connected
+from strandline.text.frontend import CheckedParams
+from strandline.text.output_streams import RequestStream
+
+
+@dataclass(slots=True)
+class _Shown:
+    """What a client has been shown of one output."""
+
+    is_empty: bool = True
+    num_characters: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    """Those that it has not been shown."""
 
 
 class Completion:
@@ -27,7 +39,7 @@ class Completion:
         service: Service,
         body: CompletionBody,
         prompts: Sequence[Prompt],
-        params: SamplingParams,
+        params: CheckedParams,
         salt: str,
         *,
         is_batch: bool,
@@ -42,91 +54,77 @@ class Completion:
             "created": int(time.time()),
             "model": service.model_names[0],
         }
-        self._num_outputs = params.n
+        self._num_outputs = params.params.n
         self.job = service.client.submit(self._name, prompts, params, salt)
 
     async def answer(self) -> Json:
         """Return the whole answer."""
         with self.job:
-            outputs = await self.job.outputs()
-        choices = [
-            self._choice(place, output, completion)
-            for place, output in enumerate(outputs)
-            for completion in output.outputs
-        ]
-        return {**self._head, "choices": choices, "usage": self._usage(outputs)}
+            deltas = await self.job.whole()
+        choices = [self._choice(place, output) for place, delta in enumerate(deltas) for output in delta.outputs]
+        return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def chunks(self) -> AsyncIterator[Json]:
         """Yield the answer as it grows."""
-        growths = [[Growth() for _ in range(self._num_outputs)] for _ in self.job.collectors]
-        is_new = [[self._body.echo] * self._num_outputs for _ in growths]
-        is_first = [[True] * self._num_outputs for _ in growths]
-        async for place, output in self.job.updates():
-            for completion, growth in zip(output.outputs, growths[place], strict=True):
-                offset = growth.num_characters
-                text, entries, has_news = growth.take(completion)
-                if not has_news:
+        shown = [[_Shown() for _ in range(self._num_outputs)] for _ in self.job.streams]
+        async for place, delta in self.job.deltas():
+            for output in delta.outputs:
+                state = shown[place][output.index]
+                state.token_ids += output.token_ids
+                if not output.is_visible:
                     continue
-                echo, is_new[place][completion.index] = is_new[place][completion.index], False
-                part = self._part(place, output, completion, text, entries, echo, offset)
+                part = self._part(place, output, self._body.echo and state.is_empty, state.num_characters)
                 if self._body.return_token_ids:
-                    first, is_first[place][completion.index] = is_first[place][completion.index], False
-                    part["prompt_token_ids"] = list(output.prompt_token_ids) if first else None
-                    part["token_ids"] = growth.take_token_ids(completion)
-                yield {**self._head, "choices": [part], **self._usage_so_far(output, completion)}
+                    part["prompt_token_ids"] = list(self.job.streams[place].prompt_ids) if state.is_empty else None
+                    part["token_ids"] = state.token_ids
+                state.is_empty, state.token_ids = False, []
+                state.num_characters += len(output.text)
+                yield {**self._head, "choices": [part], **self._usage_so_far(place, delta, output)}
         if self._body.wants_usage():
-            outputs = [collector.output() for collector in self.job.collectors]
-            yield {**self._head, "choices": [], "usage": self._usage(outputs)}
+            yield {**self._head, "choices": [], "usage": self._usage()}
 
-    def _choice(self, place: int, output: RequestOutput, completion: CompletionOutput) -> Json:
-        text, entries = completion.text, completion.logprobs or []
-        choice = self._part(place, output, completion, text, entries, self._body.echo, 0)
+    def _choice(self, place: int, output: OutputDelta) -> Json:
+        choice = self._part(place, output, self._body.echo, 0)
         if self._body.return_token_ids:
-            choice["prompt_token_ids"] = list(output.prompt_token_ids)
-            choice["token_ids"] = completion.token_ids
+            choice["prompt_token_ids"] = list(self.job.streams[place].prompt_ids)
+            choice["token_ids"] = output.token_ids
         return choice
 
-    def _part(
-        self,
-        place: int,
-        output: RequestOutput,
-        completion: CompletionOutput,
-        text: str,
-        entries: Sequence[Entry],
-        echo: bool,
-        offset: int,
-    ) -> Json:
+    def _part(self, place: int, output: OutputDelta, echo: bool, offset: int) -> Json:
         """Return one choice, or a piece of it.
 
         Args:
             echo: begin with the prompt.
             offset: characters of the output before this piece.
         """
-        prompt = output.prompt or "" if self._body.echo else ""
+        stream = self.job.streams[place]
+        prompt = stream.prompt or "" if self._body.echo else ""
         logprobs = None
         if self._body.logprobs is not None:
-            pairs = [(_text(entry), entry) for entry in entries]
-            before = self._prompt_pairs(output) if echo else []
+            pairs = [(_text(entry), entry) for entry in output.logprobs or []]
+            before = self._prompt_pairs(stream) if echo else []
             logprobs = completion_logprobs([*before, *pairs], 0 if echo else len(prompt) + offset)
         return {
-            "index": place * self._num_outputs + completion.index,
-            "text": prompt + text if echo else text,
+            "index": place * self._num_outputs + output.index,
+            "text": prompt + output.text if echo else output.text,
             "logprobs": logprobs,
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
         }
 
-    def _prompt_pairs(self, output: RequestOutput) -> list[tuple[str, Entry | None]]:
-        entries = output.prompt_logprobs or []
-        first = self._service.tokenizer.decode([output.prompt_token_ids[0]]) if entries else ""
+    def _prompt_pairs(self, stream: RequestStream) -> list[tuple[str, Entry | None]]:
+        entries = stream.prompt_logprobs or []
+        first = self._service.tokenizer.decode([stream.prompt_ids[0]]) if entries else ""
         return [(first if entry is None else _text(entry), entry) for entry in entries]
 
-    def _usage_so_far(self, output: RequestOutput, completion: CompletionOutput) -> Json:
-        return {"usage": usage_so_far(output, completion)} if self._body.wants_continuous_usage() else {}
+    def _usage_so_far(self, place: int, delta: RequestDelta, output: OutputDelta) -> Json:
+        if not self._body.wants_continuous_usage():
+            return {}
+        return {"usage": usage_so_far(self.job.streams[place], delta, output)}
 
-    def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
+    def _usage(self) -> Json:
         with_account = self._body.include_cache_account
-        return usage(outputs, is_batch=self._is_batch, with_account=with_account)
+        return usage(self.job.streams, is_batch=self._is_batch, with_account=with_account)
 
 
 def _num_prompt_logprobs(body: CompletionBody) -> int | None:
@@ -148,9 +146,9 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     given, is_batch = _given(body)
     with service.client.expect(len(given) * params.n):
         prompts = [await _prompt(service, body, each) for each in given]
-        await service.check(params.structured_outputs)
+        checked = await service.check(params)
     salt = salt_of(request, body.cache_salt)
-    completion = Completion(service, body, prompts, params, salt, is_batch=is_batch)
+    completion = Completion(service, body, prompts, checked, salt, is_batch=is_batch)
     if body.stream:
         return EventStream(completion.job, plain_events(request.url.path, completion.chunks()))
     answer = await while_connected(request, completion.answer())

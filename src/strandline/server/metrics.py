@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from strandline.records.events import CoreStats
-from strandline.text.collector import Collector
+from strandline.text.output_streams import RequestStream
 
 PREFIX: Final = "strandline:"
 LABEL: Final = "model_name"
@@ -73,31 +73,30 @@ class Metrics:
         histogram = Histogram(PREFIX + name, text, (LABEL,), buckets=buckets, registry=self._registry)
         return histogram.labels(self._model_name)
 
-    def observe(self, collector: Collector, now_s: float) -> None:
+    def observe(self, stream: RequestStream, now_s: float) -> None:
         """Count a request that got one token (or, with ``n`` outputs, up to ``n``) in a step."""
-        name = collector.request_id
+        name = stream.request_id
         last_s = self._last_token_s.get(name)
         self._last_token_s[name] = now_s
         if last_s is None:
-            self._ttft.observe(now_s - collector.times.arrival_s)
+            self._ttft.observe(now_s - stream.times.arrival_s)
         else:
             self._itl.observe(now_s - last_s)
-        if collector.is_finished:
-            self._finish(collector, now_s)
+        if stream.is_finished:
+            self._finish(stream, now_s)
 
-    def _finish(self, collector: Collector, now_s: float) -> None:
-        output = collector.output()
-        self._e2e.observe(now_s - collector.times.arrival_s)
-        lengths = [len(completion.token_ids) for completion in output.outputs]
-        self._prompt_tokens.inc(len(output.prompt_token_ids))
-        self._prompt_lengths.observe(len(output.prompt_token_ids))
+    def _finish(self, stream: RequestStream, now_s: float) -> None:
+        self._e2e.observe(now_s - stream.times.arrival_s)
+        lengths = [output.num_tokens for output in stream.outputs]
+        self._prompt_tokens.inc(len(stream.prompt_ids))
+        self._prompt_lengths.observe(len(stream.prompt_ids))
         self._generation_tokens.inc(sum(lengths))
         for num_tokens in lengths:
             self._output_lengths.observe(num_tokens)
-        if max(lengths) > 1 and collector.times.first_token_s is not None:
-            self._tpot.observe((now_s - collector.times.first_token_s) / (max(lengths) - 1))
-        self._finished.labels(self._model_name, output.outputs[0].finish_reason).inc()
-        del self._last_token_s[collector.request_id]
+        if max(lengths) > 1 and stream.times.first_token_s is not None:
+            self._tpot.observe((now_s - stream.times.first_token_s) / (max(lengths) - 1))
+        self._finished.labels(self._model_name, stream.outputs[0].finish_reason).inc()
+        del self._last_token_s[stream.request_id]
 
     def forget(self, request_id: str) -> None:
         """Count a request that ended before it was finished."""

@@ -11,9 +11,9 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
 from strandline.errors import RequestError
-from strandline.records.outputs import CompletionOutput, RequestOutput
+from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
-from strandline.server.answers import Growth, Json, cache_account
+from strandline.server.answers import Json, cache_account
 from strandline.server.bodies import Objects, Strings, check_extra
 from strandline.server.client import Prompt
 from strandline.server.gate import salt_of
@@ -24,6 +24,7 @@ from strandline.server.service import Service
 from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, named_events, while_connected
 from strandline.server.structures import structure_of
 from strandline.server.tools import Toolbox
+from strandline.text.frontend import CheckedParams
 
 STORED: Final = ("previous_response_id", "conversation", "background", "prompt")
 """Fields that ask for something to be kept here."""
@@ -85,9 +86,9 @@ class ModelResponse:
     """One request and its answer."""
 
     def __init__(
-        self, service: Service, body: ResponsesBody, prompt: Prompt, params: SamplingParams, salt: str
+        self, service: Service, body: ResponsesBody, prompt: Prompt, checked: CheckedParams, salt: str
     ) -> None:
-        self._service = service
+        params = checked.params
         self._body = body
         self._head: Json = {
             "id": f"resp_{uuid4().hex}",
@@ -111,15 +112,19 @@ class ModelResponse:
         }
         self._reply = service.reply_format.reply(prompt.text or "", body.toolbox().schemas)
         self._items = Items()
-        self.job = service.client.submit(self._head["id"], [prompt], params, salt)
+        self._closing_id: int | None = service.tokenizer.get_added_vocab().get(CLOSE)
+        self._num_reasoning = 0
+        self._is_reasoning_closed = False
+        self.job = service.client.submit(self._head["id"], [prompt], checked, salt)
 
     async def answer(self) -> Json:
         """Return the whole answer."""
         with self.job:
-            [output] = await self.job.outputs()
-        [completion] = output.outputs
-        self._items.take(joined([*self._reply.feed(completion.text), *self._reply.finish()]))
-        self._items.finish(_status(completion))
+            [delta] = await self.job.whole()
+        [output] = delta.outputs
+        self._count_reasoning(output)
+        self._items.take(joined([*self._reply.feed(output.text), *self._reply.finish()]))
+        self._items.finish(_status(output))
         return self._finished(output)
 
     async def events(self) -> AsyncIterator[Json]:
@@ -132,54 +137,55 @@ class ModelResponse:
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         yield {"type": "response.created", "response": begun}
         yield {"type": "response.in_progress", "response": begun}
-        growth = Growth()
-        async for _, output in self.job.updates():
-            [completion] = output.outputs
-            text, _, _ = growth.take(completion)
-            for event in self._items.take(self._reply.feed(text)):
+        async for _, delta in self.job.deltas():
+            [output] = delta.outputs
+            self._count_reasoning(output)
+            for event in self._items.take(self._reply.feed(output.text)):
                 yield event
-            if output.finished:
-                for event in self._items.take(self._reply.finish()) + self._items.finish(_status(completion)):
+            if delta.finished:
+                for event in self._items.take(self._reply.finish()) + self._items.finish(_status(output)):
                     yield event
-                yield {"type": f"response.{_status(completion)}", "response": self._finished(output)}
+                yield {"type": f"response.{_status(output)}", "response": self._finished(output)}
 
-    def _finished(self, output: RequestOutput) -> Json:
-        [completion] = output.outputs
-        status = _status(completion)
+    def _finished(self, last: OutputDelta) -> Json:
+        status = _status(last)
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        usage = self._usage(output, completion)
         return {
             **self._head,
             "status": status,
             "incomplete_details": details,
             "output": self._items.items,
-            "usage": usage,
+            "usage": self._usage(),
         }
 
-    def _usage(self, output: RequestOutput, completion: CompletionOutput) -> Json:
-        num_prompt, num_output = len(output.prompt_token_ids), len(completion.token_ids)
+    def _usage(self) -> Json:
+        [stream] = self.job.streams
+        num_prompt, num_output = len(stream.prompt_ids), stream.num_output_tokens
         usage: Json = {
             "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+            "input_tokens_details": {"cached_tokens": stream.account.hit if stream.account is not None else 0},
             "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning(completion)},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning if self._reply.reasoning else 0},
             "total_tokens": num_prompt + num_output,
         }
         if self._body.include_cache_account:
-            usage["cache"] = cache_account(output)
+            usage["cache"] = cache_account(stream)
         return usage
 
-    def _num_reasoning(self, completion: CompletionOutput) -> int:
-        """Return how many tokens the reasoning has, its closing tag included."""
-        if not self._reply.reasoning:
-            return 0
-        tag = self._service.tokenizer.get_added_vocab().get(CLOSE)
-        token_ids = completion.token_ids
-        return token_ids.index(tag) + 1 if tag in token_ids else len(token_ids)
+    def _count_reasoning(self, output: OutputDelta) -> None:
+        """Count the tokens up to the tag that closes the reasoning, itself included."""
+        if self._is_reasoning_closed:
+            return
+        token_ids = output.token_ids
+        if self._closing_id is not None and self._closing_id in token_ids:
+            self._is_reasoning_closed = True
+            self._num_reasoning += token_ids.index(self._closing_id) + 1
+        else:
+            self._num_reasoning += len(token_ids)
 
 
-def _status(completion: CompletionOutput) -> str:
-    return "incomplete" if completion.finish_reason == "length" else "completed"
+def _status(last: OutputDelta) -> str:
+    return "incomplete" if last.finish_reason == "length" else "completed"
 
 
 async def create_response(service: Service, body: ResponsesBody, request: Request) -> Response:
@@ -189,8 +195,8 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     box = body.toolbox()
     with service.client.expect(params.n):
         prompt = await service.render(chat_messages(body.instructions, body.input), tools=box.tools)
-        params = await service.bind(params, box, prompt.text or "")
-    response = ModelResponse(service, body, prompt, params, salt_of(request, body.cache_salt))
+        checked = await service.bind(params, box, prompt.text or "")
+    response = ModelResponse(service, body, prompt, checked, salt_of(request, body.cache_salt))
     if body.stream:
         return EventStream(response.job, named_events(request.url.path, response.events()))
     answer = await while_connected(request, response.answer())

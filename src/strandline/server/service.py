@@ -20,6 +20,7 @@ from strandline.server.replies import ReplyFormat
 from strandline.server.tools import Toolbox
 from strandline.text.compiling import NUM_THREADS
 from strandline.text.conversations import ChatRenderer
+from strandline.text.frontend import CheckedParams
 from strandline.text.prompts import check_length, encode_text
 
 T = TypeVar("T")
@@ -78,11 +79,11 @@ class Service:
         thread = self._thread if num_characters <= LONG_CHARACTERS else self._long_thread
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
-    async def bind(self, params: SamplingParams, toolbox: Toolbox, prompt: str) -> SamplingParams:
-        """Bind an answer to the calls that it must make, but let the model reason first; compile what it is bound to.
+    async def bind(self, params: SamplingParams, toolbox: Toolbox, prompt: str) -> CheckedParams:
+        """Constrain an answer to the calls that it must make, after the model's reasoning; check the parameters.
 
         Raises:
-            RequestError: the structure that is asked for is wrong.
+            RequestError: the parameters, or the structure that they ask for, cannot be served.
         """
         grammars = self.client.frontend.grammars
         structure = params.structured_outputs
@@ -93,16 +94,17 @@ class Service:
             grammar = await self._compile(lambda: toolbox.grammar(parser, grammars.tag))
             structure = StructuredOutputsParams(grammar=grammar)
         if structure is None:
-            return params
+            return await self.check(params)
         if self.reply_format.opens_reasoning(prompt):
             structure = replace(structure, after=CLOSE)
-        await self.check(structure)
-        return replace(params, structured_outputs=structure)
+        return await self.check(replace(params, structured_outputs=structure))
 
-    async def check(self, structure: StructuredOutputsParams | None) -> None:
-        """Compile a grammar before it is needed, where that holds up no stream. Raises as ``Grammars.check``."""
-        if structure is not None:
-            await self._compile(lambda: self.client.frontend.grammars.check(structure))
+    async def check(self, params: SamplingParams) -> CheckedParams:
+        """Check parameters, in another thread if there is a grammar to compile. Raises as ``Frontend.check_params``."""
+        frontend = self.client.frontend
+        if params.structured_outputs is None:
+            return frontend.check_params(params)
+        return await self._compile(lambda: frontend.check_params(params))
 
     async def _compile(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compilers, work)

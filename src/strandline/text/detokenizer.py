@@ -28,14 +28,19 @@ class Detokenizer:
         self._held_back = max((len(stop) for stop in self._stops), default=1) - 1
         self._token_ids: list[int] = []
         self._text = ""
+        self._num_taken = 0
+        """Characters that have been taken."""
         self._is_done = False
 
-    @property
-    def text(self) -> str:
-        """What may be shown: all of it once finished, otherwise without what could become a stop string."""
-        if self._is_done or not self._held_back:
-            return self._text
-        return self._text[: -self._held_back]
+    def take(self) -> str:
+        """Return the text that can be shown and was not returned before.
+
+        All of it can be once finished, until then all but what could become a stop string.
+        """
+        end = len(self._text) if self._is_done else max(len(self._text) - self._held_back, self._num_taken)
+        taken = self._text[self._num_taken : end]
+        self._num_taken = end
+        return taken
 
     def append(self, token: int, *, may_stop: bool) -> str | None:
         """Add a token; return the stop string that it completes, if any.

@@ -5,7 +5,7 @@ tensors and calls no core, so that the offline ``Engine`` and a server in anothe
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Final
 
@@ -15,10 +15,27 @@ from strandline.ids import RequestId
 from strandline.records.events import Limits, StepEvents, Submission
 from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams
-from strandline.text.collector import Collector, OutputStream
+from strandline.text.output_streams import OutputStream, RequestStream
 from strandline.text.structured import Grammars
 
 SEED_BITS: Final = 63
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedParams:
+    """Sampling parameters that can be served; ``Frontend.check_params`` makes them."""
+
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    """Tokens that end the output."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A prompt and parameters that can be served; ``Frontend.check`` makes it."""
+
+    prompt_ids: tuple[int, ...]
+    params: CheckedParams
 
 
 class Frontend:
@@ -47,8 +64,8 @@ class Frontend:
         self.eos_ids = eos_ids
         self.grammars = grammars or Grammars(lambda: (tokenizer, eos_ids), limits.vocab_size)
         self._longest_token = max(map(len, tokenizer.get_vocab())) if tokenizer is not None else 0
-        self.collectors: dict[str, Collector] = {}
-        self._streams: dict[RequestId, OutputStream] = {}
+        self.requests: dict[str, RequestStream] = {}
+        self._outputs: dict[RequestId, OutputStream] = {}
         self._seeds = Random(seed)
         self._clock = clock
 
@@ -59,41 +76,38 @@ class Frontend:
 
     def __len__(self) -> int:
         """Return how many sequences are unfinished."""
-        return len(self._streams)
+        return len(self._outputs)
 
-    def open(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        prompt: str | None = None,
-        salt: str = "",
-        marks: tuple[int, ...] = (),
-    ) -> list[Submission]:
-        """Take in a request; return what the core is to run for it.
+    def check_params(self, params: SamplingParams) -> CheckedParams:
+        """Check parameters once for all prompts that they are used with; compile the grammar, if there is one.
 
-        Args:
-            prompt: the text behind ``prompt_ids``, to be handed back with the output.
-            salt: requests share cached prefixes only with requests of the same salt.
-            marks: positions where others are likely to share the prompt's beginning.
+        Any thread may call it.
 
         Raises:
-            RequestError: the prompt or a parameter cannot be served; nothing has changed.
+            RequestError: they cannot be served.
         """
-        self.check(prompt_ids, params)
-        if request_id in self.collectors:
-            raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
-        submissions = self._submissions(request_id, tuple(prompt_ids), params, salt, marks)
-        collector = Collector(
-            request_id, prompt, [submission.new for submission in submissions], self.tokenizer, self._clock()
-        )
-        self.collectors[request_id] = collector
-        self._streams.update((stream.request_id, stream) for stream in collector.streams)
-        return submissions
+        vocab_size = self.limits.vocab_size
+        for token in (*(params.stop_token_ids or ()), *(params.logit_bias or ())):
+            if token >= vocab_size:
+                raise RequestError(f"token {token} of the sampling parameters is not in [0, {vocab_size})")
+        if self.tokenizer is None and (params.stop_strings or params.bad_words):
+            raise RequestError("stop strings and bad_words need a tokenizer; the engine runs without one")
+        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
+        if params.structured_outputs is not None:
+            if not stop_ids:
+                raise RequestError(
+                    "structured_outputs needs a token that ends the output: the model names none, or ignore_eos is "
+                    "set; give stop_token_ids"
+                )
+            self.grammars.check(params.structured_outputs)
+        return CheckedParams(params, stop_ids)
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise a RequestError if such a request cannot be served."""
+    def check(self, prompt_ids: Sequence[int], params: CheckedParams) -> CheckedRequest:
+        """Check a prompt.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
         vocab_size, max_model_len = self.limits.vocab_size, self.limits.max_model_len
         if not prompt_ids:
             raise RequestError("the prompt is empty; at least one token is needed")
@@ -105,32 +119,44 @@ class Frontend:
         if set(map(type, prompt_ids)) != {int} or min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
             wrong = next(token for token in prompt_ids if type(token) is not int or not 0 <= token < vocab_size)
             raise RequestError(f"prompt token {wrong!r} is not in the vocabulary [0, {vocab_size})")
-        named = [*(params.stop_token_ids or ()), *(params.logit_bias or ())]
-        for token in named:
-            if token >= vocab_size:
-                raise RequestError(f"token {token} of the sampling parameters is not in [0, {vocab_size})")
-        if self.tokenizer is None and (params.stop_strings or params.bad_words):
-            raise RequestError("stop strings and bad_words need a tokenizer; the engine runs without one")
+        return CheckedRequest(tuple(prompt_ids), params)
 
-        if params.structured_outputs is not None:
-            if not self._stop_ids(params):
-                raise RequestError(
-                    "structured_outputs needs a token that ends the output: the model names none, or ignore_eos is "
-                    "set; give stop_token_ids"
-                )
-            self.grammars.check(params.structured_outputs)
+    def open(
+        self,
+        request_id: str,
+        request: CheckedRequest,
+        *,
+        prompt: str | None = None,
+        salt: str = "",
+        marks: tuple[int, ...] = (),
+    ) -> list[Submission]:
+        """Start a request; return what the core is to run for it.
 
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
+        Args:
+            prompt: the text behind the prompt's tokens, to be handed back with the output.
+            salt: requests share cached prefixes only with requests of the same salt.
+            marks: positions where others are likely to share the prompt's beginning.
+
+        Raises:
+            RequestError: the id is in use; nothing has changed.
+        """
+        if request_id in self.requests:
+            raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
+        submissions = self._submissions(request_id, request, salt, marks)
+        news = [submission.new for submission in submissions]
+        stream = RequestStream(request_id, prompt, news, self.tokenizer, self._clock())
+        self.requests[request_id] = stream
+        self._outputs.update((output.request_id, output) for output in stream.outputs)
+        return submissions
 
     def _submissions(
-        self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, salt: str, marks: tuple[int, ...]
+        self, request_id: str, request: CheckedRequest, salt: str, marks: tuple[int, ...]
     ) -> list[Submission]:
+        prompt_ids, params, stop_ids = request.prompt_ids, request.params.params, request.params.stop_ids
         max_total = self.limits.max_model_len
         if params.max_tokens is not None:
             max_total = min(max_total, len(prompt_ids) + max(params.max_tokens, 1))
         seed = self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
-        stop_ids = self._stop_ids(params)
         bad_words_ids = self._encode_bad_words(params)
         submissions: list[Submission] = []
         for index in range(params.n):
@@ -151,16 +177,16 @@ class Frontend:
 
     def close(self, request_id: str) -> list[RequestId]:
         """Forget a request; return its sequences that still run, for the core to end. Unknown ids are ignored."""
-        collector = self.collectors.pop(request_id, None)
-        if collector is None:
+        stream = self.requests.pop(request_id, None)
+        if stream is None:
             return []
-        names = [stream.request_id for stream in collector.streams if not stream.is_finished]
+        names = [output.request_id for output in stream.outputs if not output.is_finished]
         for name in names:
-            del self._streams[name]
+            del self._outputs[name]
         return names
 
-    def take(self, events: StepEvents) -> tuple[list[Collector], list[RequestId]]:
-        """Take in a step's events.
+    def take(self, events: StepEvents) -> tuple[list[RequestStream], list[RequestId]]:
+        """Add a step's events to their outputs.
 
         Events of sequences that are closed or stopped are ignored: the core may run ahead.
 
@@ -168,25 +194,25 @@ class Frontend:
             The requests that got tokens; they are forgotten here if that finished them. And the sequences that
             ended at a stop string, for the core to end: it may not know.
         """
-        streams = self._streams
+        outputs = self._outputs
         for name, start, entries in events.prompts:
-            if name in streams:
-                streams[name].collector.put_prompt_logprobs(start, entries)
-        touched: dict[str, Collector] = {}
+            if name in outputs:
+                outputs[name].request.put_prompt_logprobs(start, entries)
+        touched: dict[str, RequestStream] = {}
         stopped: list[RequestId] = []
         for event in events.tokens:
-            stream = streams.get(event.request_id)
-            if stream is None:
+            output = outputs.get(event.request_id)
+            if output is None:
                 continue
-            collector = stream.collector
-            touched[collector.request_id] = collector
-            if stream.append(event):
+            request = output.request
+            touched[request.request_id] = request
+            if output.append(event):
                 stopped.append(event.request_id)
-            if stream.is_finished:
-                del streams[event.request_id]
-                if collector.is_finished:
-                    del self.collectors[collector.request_id]
-            collector.note_token(self._clock)
+            if output.is_finished:
+                del outputs[event.request_id]
+                if request.is_finished:
+                    del self.requests[request.request_id]
+            request.note_token(self._clock)
         return list(touched.values()), stopped
 
 

@@ -16,11 +16,11 @@ def feed(text: str, params: SamplingParams, *, may_stop: bool = True) -> tuple[l
     detokenizer, shown, stop = Detokenizer(TOKENIZER, params), list[str](), None
     for token in TOKENIZER.encode(text):
         stop = detokenizer.append(token, may_stop=may_stop)
-        shown.append(detokenizer.text)
+        shown.append("".join(shown[-1:]) + detokenizer.take())
         if stop:
             break
     detokenizer.finish()
-    return shown, stop, detokenizer.text
+    return shown, stop, "".join(shown[-1:]) + detokenizer.take()
 
 
 @given(st.text(max_size=40))
@@ -56,9 +56,9 @@ def test_bytes_that_never_become_a_character_are_shown_at_the_end() -> None:
     detokenizer = Detokenizer(TOKENIZER, SamplingParams())
     for token in TOKENIZER.encode("aé")[:-1]:
         detokenizer.append(token, may_stop=True)
-    assert detokenizer.text == "a"
+    assert detokenizer.take() == "a"
     detokenizer.finish()
-    assert detokenizer.text == "a\N{REPLACEMENT CHARACTER}"
+    assert detokenizer.take() == "\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize("text", ["naïve café", "日本語", "👩‍👩‍👧", "a\n\tb"])

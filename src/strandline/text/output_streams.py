@@ -1,0 +1,177 @@
+"""Streams of what a request's outputs gain: text, tokens, log-probabilities, finish reasons.
+
+A stream keeps what has not been taken. One that is taken after every step yields deltas; one that is taken when its
+request has finished yields the whole output.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from strandline.cache import Account
+from strandline.records.events import FinishReason, TokenEvent
+from strandline.records.outputs import (
+    CompletionOutput,
+    Logprob,
+    OutputDelta,
+    RequestDelta,
+    RequestOutput,
+    RequestTimes,
+)
+from strandline.records.plan import NewRequest, TokenLogprobs
+from strandline.text.detokenizer import Detokenizer
+
+
+class OutputStream:
+    """One output of a request."""
+
+    def __init__(self, new: NewRequest, request: "RequestStream", index: int, tokenizer: Any | None) -> None:
+        params = new.params
+        self.request_id = new.request_id
+        self.request = request
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self._index = index
+        self._stop_reason: int | str | None = None
+        self._is_end_taken = False
+        self._min_tokens = params.min_tokens
+        self._is_mute = params.max_tokens == 0
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
+        self._cumulative = 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self._logprobs is not None
+
+    def append(self, event: TokenEvent) -> bool:
+        """Add a token; return whether it completes a stop string. That wins over any other reason to end."""
+        if event.account is not None:
+            self.request.note_account(self, event.account)
+        if self._is_mute:  # the core samples one token even if none was asked for
+            self._end(FinishReason.LENGTH, None)
+            return False
+        self._token_ids.append(event.token_id)
+        self.num_tokens += 1
+        if event.logprobs is not None and self._logprobs is not None:
+            self._cumulative += event.logprobs.logprob
+            self._logprobs.append(decode_logprobs(event.logprobs, self._tokenizer))
+        stop = None
+        if self._detokenizer is not None:
+            stop = self._detokenizer.append(event.token_id, may_stop=self.num_tokens > self._min_tokens)
+        if stop is not None:
+            self._end(FinishReason.STOP, stop)
+        elif event.finish_reason is not None:
+            self._end(event.finish_reason, event.stop_reason)
+        return stop is not None
+
+    def _end(self, finish_reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.finish_reason, self._stop_reason = finish_reason, stop_reason
+        self.request.num_unfinished -= 1
+        if self._detokenizer is not None:
+            self._detokenizer.finish()
+
+    def take(self) -> OutputDelta:
+        """Return what the output gained since the last call."""
+        token_ids, self._token_ids = self._token_ids, []
+        logprobs = self._logprobs
+        if logprobs is not None:
+            self._logprobs = []
+        is_end = self.finish_reason is not None and not self._is_end_taken
+        self._is_end_taken = self._is_end_taken or is_end
+        return OutputDelta(
+            index=self._index,
+            text=self._detokenizer.take() if self._detokenizer is not None else "",
+            token_ids=token_ids,
+            logprobs=logprobs,
+            num_tokens=self.num_tokens,
+            cumulative_logprob=self._cumulative if logprobs is not None else None,
+            finish_reason=self.finish_reason.value if is_end and self.finish_reason is not None else None,
+            stop_reason=self._stop_reason if is_end else None,
+        )
+
+
+class RequestStream:
+    """All outputs of one user's request."""
+
+    def __init__(
+        self, request_id: str, prompt: str | None, news: Sequence[NewRequest], tokenizer: Any | None, arrival_s: float
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_ids = news[0].prompt_ids
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.outputs = [OutputStream(new, self, index, tokenizer) for index, new in enumerate(news)]
+        self.num_unfinished = len(self.outputs)
+        self.times = RequestTimes(arrival_s)
+        self.account: Account | None = None
+        """What the first output's lookup found; the others share its prompt."""
+        self._tokenizer = tokenizer
+        if news[0].params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(self.prompt_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_unfinished == 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all outputs so far."""
+        return sum(output.num_tokens for output in self.outputs)
+
+    def note_account(self, output: OutputStream, account: Account) -> None:
+        """Keep what an output's lookup found if it is the first output."""
+        if output is self.outputs[0]:
+            self.account = account
+
+    def put_prompt_logprobs(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Add the log-probabilities of the prompt's tokens from ``start + 1`` on."""
+        if self.prompt_logprobs is not None:
+            for position, entry in enumerate(entries, start + 1):
+                self.prompt_logprobs[position] = decode_logprobs(entry, self._tokenizer)
+
+    def note_token(self, clock: Callable[[], float]) -> None:
+        """Keep the times of the first token and of the end."""
+        if self.times.first_token_s is None:
+            self.times.first_token_s = clock()
+        if not self.num_unfinished:
+            self.times.finished_s = clock()
+
+    def take(self) -> RequestDelta:
+        """Return what the outputs gained since the last call."""
+        return RequestDelta([output.take() for output in self.outputs], self.is_finished, self.account)
+
+    def empty_output(self) -> RequestOutput:
+        """Return an output to be extended by all deltas of this stream."""
+        wants_logprobs = self.outputs[0].wants_logprobs
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(self.prompt_ids),
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=[
+                CompletionOutput(index, "", [], None, [] if wants_logprobs else None)
+                for index in range(len(self.outputs))
+            ],
+            finished=False,
+            num_cached_tokens=0,
+            cache_account=None,
+            times=self.times,
+        )
+
+
+def decode_logprobs(entry: TokenLogprobs, tokenizer: Any | None) -> dict[int, Logprob]:
+    """Return vLLM's form: the token itself, then the likeliest, by token id."""
+
+    def text(token: int) -> str | None:
+        return tokenizer.decode([token]) if tokenizer is not None else None
+
+    found = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
+    for rank, (token, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
+        found.setdefault(token, Logprob(logprob, rank, text(token)))
+    return found
