@@ -1,22 +1,58 @@
 """From a plan to the tensors of the step.
 
-Decodes come first (``StepBatch``); every index tensor is made here, once per step, and shared by all layers.
+Decodes come first (``StepBatch``); every index tensor is made here, once per step, and shared by all layers. What the
+host knows of each sequence travels in ``SequenceColumns``; what follows from that for each row is worked out on the
+device (``locate_rows``).
 
-Shape suffixes as in ``kernels/batch.py``; F fields.
+Shape suffixes as in ``kernels/batch.py``; F columns.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from strandline.device.upload import upload, upload_together
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
+from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, StepBatch
 from strandline.kernels.chunk_table import Chunks, plan_chunks
+from strandline.kernels.step import locate_rows
 from strandline.records.plan import SequencePlan
+
+Column = TypeVar("Column")
+
+
+class SequenceColumns(NamedTuple, Generic[Column]):
+    """An integer of every sequence by name: int64 ``[N]``, arrays on the host or tensors on the device.
+
+    To add one is to name it here: batches, padded steps and CUDA graphs carry it along.
+    """
+
+    # Fields of a ``SequencePlan``.
+    start: Column
+    end: Column
+    kv_start: Column
+    state_src: Column
+    state_dst: Column
+    log: Column
+    num_logged: Column
+    num_folded: Column
+    pending: Column
+    # Of this step on this device.
+    last_row: Column
+    """The sequence's last row of the step."""
+    source_row: Column
+    """Where a pending token is among those that the last step sampled."""
+    stop_set: Column
+    """Which of the known sets of stop tokens may end it."""
+
+
+NUM_PLANNED: Final = SequenceColumns._fields.index("pending") + 1
+PLANNED_FIELDS: Final = attrgetter(*SequenceColumns._fields[:NUM_PLANNED])
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,34 +60,34 @@ class HostBatch:
     """The step's indices on the host; one-dimensional arrays are int64."""
 
     num_decodes: int
+    """Sequences that decode, the first ones."""
+    num_decode_rows: int
+    """Their rows, the first ones."""
+    columns: SequenceColumns[np.ndarray]
     token_ids_T: np.ndarray
-    positions_T: np.ndarray
-    write_blocks_T: np.ndarray
-    write_offsets_T: np.ndarray
     query_starts_N1: np.ndarray
-    context_lens_N: np.ndarray
-    src_N: np.ndarray
-    dst_N: np.ndarray
-    pending_N: np.ndarray
     block_table_NM: np.ndarray
     """int32."""
     chunks: Chunks
-    log_D: np.ndarray
-    log_tokens_D: np.ndarray
-    num_folded_D: np.ndarray
+    cut_rows_C: np.ndarray
+    """Each chunk's last row, whose hidden state goes to the slot of the chunk's cut."""
 
     @property
     def num_sequences(self) -> int:
-        return len(self.dst_N)
+        return len(self.columns.start)
+
+    @property
+    def num_prompts(self) -> int:
+        return self.num_sequences - self.num_decodes
 
     @property
     def num_prompt_rows(self) -> int:
         """Rows behind those of the decodes."""
-        return len(self.token_ids_T) - self.num_decodes
+        return len(self.token_ids_T) - self.num_decode_rows
 
     @property
     def has_pending(self) -> bool:
-        return bool(self.pending_N.any())
+        return bool(self.columns.pending.any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,96 +95,87 @@ class DeviceBatch:
     """The step on the device, and the rows that the runner picks from it."""
 
     step: StepBatch
-    last_rows_N: Tensor
-    pending_N: Tensor
+    columns: SequenceColumns[Tensor]
+    cut_rows_C: Tensor
 
 
-def build_host_batch(sequences: Sequence[SequencePlan], num_decodes: int) -> HostBatch:
+def build_host_batch(
+    sequences: Sequence[SequencePlan], num_decodes: int, pending_places: tuple[np.ndarray, np.ndarray] | None = None
+) -> HostBatch:
     """Collect the step's indices.
 
     Args:
         sequences: decodes first, then prefills; each computes one token or more.
         num_decodes: how many of them are decodes.
+        pending_places: as ``PendingTokens.locate`` returns them; None: no token is pending.
     """
-    columns = zip(
-        *(
-            (
-                *(s.start, s.end, s.kv_start, s.state_src, s.state_dst),
-                *(s.log, s.num_logged, s.num_folded),
-            )
-            for s in sequences
-        ),
-        strict=True,
-    )
-    starts, ends, kv_starts, src, dst, logs, num_logged, num_folded = np.array(list(columns), dtype=np.int64)
-    lengths = ends - starts
+    columns_FN = np.zeros((len(SequenceColumns._fields), len(sequences)), dtype=np.int64)
+    columns_FN[:NUM_PLANNED] = np.array(list(map(PLANNED_FIELDS, sequences)), dtype=np.int64).T
+    columns: SequenceColumns[np.ndarray] = SequenceColumns(*columns_FN)
     query_starts = np.zeros(len(sequences) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=query_starts[1:])
+    np.cumsum(columns.end - columns.start, out=query_starts[1:])
+    columns.last_row[:] = query_starts[1:] - 1
+    if pending_places is not None:
+        columns.source_row[:], columns.stop_set[:] = pending_places
     if num_decodes == len(sequences):
-        rows = np.arange(len(sequences))
-        positions = starts
         token_ids = np.array([sequence.token_ids[0] for sequence in sequences], dtype=np.int64)
     else:
-        rows = np.repeat(np.arange(len(sequences)), lengths)
-        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
         token_ids = np.concatenate([np.asarray(sequence.token_ids, dtype=np.int64) for sequence in sequences])
-    tables = _block_tables(sequences, ends)
     prefills = sequences[num_decodes:]
+    chunks = plan_chunks([(s.start, s.end) for s in prefills], [s.cuts for s in prefills])
+    num_decode_rows = int(query_starts[num_decodes])
     return HostBatch(
         num_decodes=num_decodes,
+        num_decode_rows=num_decode_rows,
+        columns=columns,
         token_ids_T=token_ids,
-        positions_T=positions,
-        write_blocks_T=np.where(positions >= kv_starts[rows], tables[rows, positions // BLOCK_TOKENS], NULL_BLOCK),
-        write_offsets_T=positions % BLOCK_TOKENS,
         query_starts_N1=query_starts,
-        context_lens_N=ends,
-        src_N=src,
-        dst_N=dst,
-        pending_N=np.array([sequence.pending for sequence in sequences], dtype=np.int64),
-        block_table_NM=tables,
-        chunks=plan_chunks([(s.start, s.end) for s in prefills], [s.cuts for s in prefills]),
-        log_D=logs[:num_decodes],
-        log_tokens_D=num_logged[:num_decodes],
-        num_folded_D=num_folded[:num_decodes],
+        block_table_NM=_block_tables(sequences, columns.end),
+        chunks=chunks,
+        cut_rows_C=np.array(chunks.starts, dtype=np.int64)
+        + np.array(chunks.lengths, dtype=np.int64)
+        + (num_decode_rows - 1),
     )
 
 
 def to_device(host: HostBatch, device: torch.device) -> DeviceBatch:
     """Make the step's tensors."""
-    arrays = (
-        *(host.token_ids_T, host.positions_T, host.write_blocks_T, host.write_offsets_T),
-        *(host.query_starts_N1, host.context_lens_N),
-        *(host.src_N, host.dst_N),
-        *(host.query_starts_N1[1:] - 1, host.pending_N),
-        *(np.array(column, dtype=np.int64) for column in host.chunks.columns),
+    num_columns = len(SequenceColumns._fields)
+    token_ids_T, query_starts_N1, cut_rows_C, *rest = upload_together(
+        [host.token_ids_T, host.query_starts_N1, host.cut_rows_C, *host.columns, *host.chunks.columns], device
     )
-    tokens, positions, blocks, offsets, starts, lens, src, dst, last, pending, *chunks = upload_together(arrays, device)
+    columns: SequenceColumns[Tensor] = SequenceColumns(*rest[:num_columns])
+    table_NM = upload(host.block_table_NM, device)
+    rows = locate_rows(query_starts_N1, columns.start, columns.end, columns.kv_start, table_NM, len(token_ids_T))
     attention = AttentionBatch(
         query_starts=tuple(host.query_starts_N1.tolist()),
-        context_lens=tuple(host.context_lens_N.tolist()),
-        query_starts_N1=starts,
-        context_lens_N=lens,
-        block_table_NM=upload(host.block_table_NM, device),
-        write_blocks_T=blocks,
-        write_offsets_T=offsets,
-        is_all_written=bool(host.write_blocks_T.all()),
+        context_lens=tuple(host.columns.end.tolist()),
+        query_starts_N1=query_starts_N1,
+        context_lens_N=columns.end,
+        block_table_NM=table_NM,
+        write_blocks_T=rows.write_blocks_T,
+        write_offsets_T=rows.write_offsets_T,
+        is_all_written=bool((host.columns.start >= host.columns.kv_start).all()),
     )
-    log = _logs(host, device) if host.log_D.any() else None
-    recurrent = RecurrentBatch(src, dst, host.chunks.with_tensors(chunks), log)
-    return DeviceBatch(StepBatch(tokens, positions, host.num_decodes, attention, recurrent), last, pending)
+    log = _logs(host, columns) if host.columns.log.any() else None
+    chunks = host.chunks.with_tensors(rest[num_columns:])
+    recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, log)
+    step = StepBatch(token_ids_T, rows.positions_T, host.num_decodes, host.num_decode_rows, attention, recurrent)
+    return DeviceBatch(step, columns, cut_rows_C)
 
 
-def _logs(host: HostBatch, device: torch.device) -> LogBatch:
-    first = int(host.log_D[0])
-    counts_up = bool((host.log_D == np.arange(first, first + len(host.log_D))).all())
-    log_D, len_D, num_folded_D = upload_together([host.log_D, host.log_tokens_D, host.num_folded_D], device)
+def _logs(host: HostBatch, columns: SequenceColumns[Tensor]) -> LogBatch:
+    decodes = slice(host.num_decodes)
+    log_D = host.columns.log[decodes]
+    first = int(log_D[0])
+    counts_up = bool((log_D == np.arange(first, first + len(log_D))).all())
     return LogBatch(
-        log_D,
-        len_D,
-        slice(first, first + len(host.log_D)) if counts_up else log_D,
-        tuple(host.log_tokens_D.tolist()),
-        num_folded_D,
-        tuple(host.num_folded_D.tolist()),
+        columns.log[decodes],
+        columns.num_logged[decodes],
+        slice(first, first + len(log_D)) if counts_up else columns.log[decodes],
+        tuple(host.columns.num_logged[decodes].tolist()),
+        columns.num_folded[decodes],
+        tuple(host.columns.num_folded[decodes].tolist()),
     )
 
 

@@ -1,17 +1,16 @@
-"""Steps recorded once per size, and replayed: hundreds of launches become one.
+"""CUDA graphs of steps, captured once per size and replayed: hundreds of launches become one.
 
-Steps of decodes are recorded at a ladder of batch sizes, up to the likeliest tokens; small steps with prompts, which
+Steps of decodes are captured at a ladder of batch sizes, up to the likeliest tokens; small steps with prompts, which
 the host takes longer to launch kernel by kernel than a GPU to run, at a ladder of rows beside some decodes, up to the
-hidden states. A step is padded to the size that it is replayed at (``PaddedStep``). Operations that a step records must
-not ask the host for anything.
+hidden states. A step is padded to the size of the graph that is replayed (``PaddedStep``). Captured operations must not
+need the host.
 
 Shape suffixes as in ``kernels/batch.py``; I integers of a buffer, E hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -23,7 +22,7 @@ from strandline.device.upload import upload, upload_together
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.sampling import greedy
-from strandline.kernels.step import resolve_pending, store_hidden
+from strandline.kernels.step import store_hidden
 
 PROMPT_ROWS: Final = (64, 128, 256, 512, 1024)
 """Beyond the last, a GPU takes longer to run a step than the host to launch it."""
@@ -37,7 +36,7 @@ Forward = Callable[[StepBatch], Tensor]
 
 
 def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepSize]:
-    """Return the sizes to record: close together where a step is short, so that padding costs little."""
+    """Return the sizes to capture: close together where a step is short, so that padding costs little."""
     ladder = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_num_seqs, 32)]
     decodes = [*(count for count in ladder if count < max_num_seqs), max_num_seqs]
     beside = [*(count for count in DECODES_BESIDE_PROMPTS if count < max_num_seqs), max_num_seqs]
@@ -46,7 +45,16 @@ def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepSize
     return [*map(StepSize, decodes), *mixed]
 
 
-class _Recorded:
+class StepHidden(NamedTuple):
+    """The final hidden states of a step."""
+
+    hidden_TE: Tensor
+    last_NE: Tensor
+    """Those of each sequence's last row."""
+    first_prompt_row: int
+
+
+class _Captured:
     """A step of one size: its inputs, the graph, its outputs."""
 
     def __init__(self, size: StepSize, block_table_NM: Tensor) -> None:
@@ -54,13 +62,14 @@ class _Recorded:
         self.padded = PaddedStep(size)
         self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
         self.named = self.padded.named(self.buffer_I)
+        self.columns = self.padded.columns(self.buffer_I)
         self.block_table_NM = block_table_NM
         self.graph = torch.cuda.CUDAGraph()
         self.hidden_TE = self.last_NE = self.logits_NV = torch.empty(0)
 
 
 class StepGraphs:
-    """Recorded steps of one model."""
+    """CUDA graphs of one model's steps."""
 
     def __init__(
         self,
@@ -73,7 +82,7 @@ class StepGraphs:
         max_model_len: int,
         progress: bool = False,
     ) -> None:
-        """Record.
+        """Capture.
 
         Args:
             max_model_len: of the longest request, in tokens.
@@ -87,18 +96,18 @@ class StepGraphs:
         by_rows = sorted(sizes, key=lambda size: (size.num_rows, size.num_decodes))
         self._most_decodes = max(size.num_decodes for size in by_rows)
         self._num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
-        recorded = dict[StepSize, _Recorded]()
+        captured = dict[StepSize, _Captured]()
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones then fit into its scratch memory.
-        for size in tqdm(by_rows[::-1], desc="Recording steps", disable=not progress):
-            step = recorded[size] = _Recorded(size, self._table(size))
+        for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
+            step = captured[size] = _Captured(size, self._table(size))
             for _ in range(WARM_UP_RUNS):
                 self._step(step)
             torch.cuda.synchronize(device)
             with torch.cuda.graph(step.graph, pool=pool):
                 self._step(step)
-        self._decodes = [recorded[size] for size in by_rows if not size.num_prompt_rows]
-        self._mixed = [recorded[size] for size in by_rows if size.num_prompt_rows]
+        self._decodes = [captured[size] for size in by_rows if not size.num_prompt_rows]
+        self._mixed = [captured[size] for size in by_rows if size.num_prompt_rows]
 
     def _table(self, size: StepSize) -> Tensor:
         """Return zeroed ``block_table_NM``. Steps of decodes share one; so do all in which the filler has one place."""
@@ -109,71 +118,52 @@ class StepGraphs:
             self._tables[place] = torch.zeros(shape, dtype=torch.int32, device=self._arena.bytes.device)
         return self._tables[place][: size.num_sequences]
 
-    def _step(self, recorded: _Recorded) -> None:
-        named = recorded.named
-        batch = recorded.padded.batch(recorded.buffer_I, recorded.block_table_NM, self._max_model_len)
-        resolve_pending(
-            batch.token_ids_T,
-            batch.recurrent.dst_N,
-            named["last_rows"],
-            named["pending"],
-            named["source_rows"],
-            self._pending.sampled_M,
-            named["stop_sets"],
-            self._pending.stop_ids_XI,
-        )
-        hidden_TE = recorded.hidden_TE = self._forward(batch)
-        store_hidden(hidden_TE, named["last_rows"], self._arena.hidden_SE, batch.recurrent.dst_N)
-        if recorded.padded.size.num_prompts:
-            store_hidden(hidden_TE, named["cut_rows"], self._arena.hidden_SE, named["cut_slots"])
-            recorded.last_NE = hidden_TE.index_select(0, named["last_rows"])
+    def _step(self, captured: _Captured) -> None:
+        columns = captured.columns
+        batch = captured.padded.batch(captured.buffer_I, captured.block_table_NM, self._max_model_len)
+        self._pending.resolve(batch, columns)
+        hidden_TE = captured.hidden_TE = self._forward(batch)
+        store_hidden(hidden_TE, columns.last_row, self._arena.hidden_SE, columns.state_dst)
+        if captured.padded.size.num_prompts:
+            store_hidden(hidden_TE, captured.named["cut_rows"], self._arena.hidden_SE, captured.named["cut_slots"])
+            captured.last_NE = hidden_TE.index_select(0, columns.last_row)
         else:
-            recorded.logits_NV = self._logits(hidden_TE)
-            self._pending.sampled_M[: len(hidden_TE)].copy_(greedy(recorded.logits_NV))
+            captured.logits_NV = self._logits(hidden_TE)
+            self._pending.sampled_P[: len(hidden_TE)].copy_(greedy(captured.logits_NV))
 
-    def decode(self, host: HostBatch, source_rows: np.ndarray, stop_sets: np.ndarray) -> Tensor | None:
+    def decode(self, host: HostBatch) -> Tensor | None:
         """Replay a step of decodes; return ``logits_NV``, which the next replay overwrites. None: none has room.
 
-        The likeliest token of each row is then in ``PendingTokens.sampled_M``.
-
-        Args:
-            source_rows, stop_sets: as ``PendingTokens.places`` returns them.
+        The likeliest token of each row is then in ``PendingTokens.sampled_P``.
         """
-        recorded = _first_with_room(self._decodes, host)
-        if recorded is None:
+        captured = _first_with_room(self._decodes, host)
+        if captured is None:
             return None
-        self._replay(recorded, host, source_rows, stop_sets)
-        return recorded.logits_NV[: host.num_sequences]
+        self._replay(captured, host)
+        return captured.logits_NV[: host.num_sequences]
 
-    def prefill(
-        self, host: HostBatch, source_rows: np.ndarray, stop_sets: np.ndarray
-    ) -> tuple[Tensor, Tensor, int] | None:
-        """Replay a step with prompts. None: none has room.
-
-        Returns:
-            The final hidden states of all rows, which the next replay overwrites; the last one of each sequence,
-            ``last_NE``; and how many rows lie between those of decodes and of prompts.
-        """
-        recorded = _first_with_room(self._mixed, host)
-        if recorded is None:
+    def prefill(self, host: HostBatch) -> StepHidden | None:
+        """Replay a step with prompts; return hidden states, which the next replay overwrites. None: none has room."""
+        captured = _first_with_room(self._mixed, host)
+        if captured is None:
             return None
-        self._replay(recorded, host, source_rows, stop_sets)
-        (places_N,) = upload_together([recorded.padded.places(host)], self._arena.bytes.device)
-        gap = recorded.padded.size.num_decodes - host.num_decodes
-        return recorded.hidden_TE, recorded.last_NE.index_select(0, places_N), gap
+        self._replay(captured, host)
+        (places_N,) = upload_together([captured.padded.places(host)], self._arena.bytes.device)
+        first_prompt_row = captured.padded.size.num_decode_rows
+        return StepHidden(captured.hidden_TE, captured.last_NE.index_select(0, places_N), first_prompt_row)
 
-    def _replay(self, recorded: _Recorded, host: HostBatch, source_rows: np.ndarray, stop_sets: np.ndarray) -> None:
-        padded, num_decodes = recorded.padded, host.num_decodes
+    def _replay(self, captured: _Captured, host: HostBatch) -> None:
+        padded, num_decodes = captured.padded, host.num_decodes
         pinned_I = torch.zeros(padded.num_integers, dtype=torch.int64, pin_memory=True)
-        padded.fill(pinned_I.numpy(), host, source_rows, stop_sets)
-        recorded.buffer_I.copy_(pinned_I, non_blocking=True)
+        padded.fill(pinned_I.numpy(), host)
+        captured.buffer_I.copy_(pinned_I, non_blocking=True)
         tables_NM = upload(host.block_table_NM, self._arena.bytes.device)
         width = tables_NM.shape[1]
         for tables, place in ((tables_NM[:num_decodes], 0), (tables_NM[num_decodes:], padded.size.num_decodes)):
             if len(tables):
-                recorded.block_table_NM[place : place + len(tables), :width].copy_(tables)
-        recorded.graph.replay()
+                captured.block_table_NM[place : place + len(tables), :width].copy_(tables)
+        captured.graph.replay()
 
 
-def _first_with_room(steps: Sequence[_Recorded], host: HostBatch) -> _Recorded | None:
+def _first_with_room(steps: Sequence[_Captured], host: HostBatch) -> _Captured | None:
     return next((step for step in steps if step.padded.size.has_room_for(host)), None)

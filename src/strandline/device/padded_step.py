@@ -12,18 +12,18 @@ step leaves free
 Shape suffixes as in ``kernels/batch.py``; I integers of the buffer.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from torch import Tensor
 
-from strandline.device.batch import HostBatch
+from strandline.device.batch import HostBatch, SequenceColumns
 from strandline.device.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, StepBatch
 from strandline.kernels.chunk_table import CHUNK_TOKENS, Chunks
+from strandline.kernels.step import locate_rows
 
 MAX_PROMPTS: Final = 15
 """Prompts of a padded step: sixteen sequences with the filler, of which attention looks up a tile's in one go."""
@@ -53,8 +53,13 @@ class StepSize:
         return self.num_decodes + self.num_prompts
 
     @property
+    def num_decode_rows(self) -> int:
+        """Rows of the decodes: one each."""
+        return self.num_decodes
+
+    @property
     def num_rows(self) -> int:
-        return self.num_decodes + self.num_prompt_rows
+        return self.num_decode_rows + self.num_prompt_rows
 
     @property
     def num_chunks(self) -> int:
@@ -66,7 +71,7 @@ class StepSize:
 
     def has_room_for(self, host: HostBatch) -> bool:
         """Whether a step fits in. A step without prompts fits where there is no room for any, and only there."""
-        num_prompts = host.num_sequences - host.num_decodes
+        num_prompts = host.num_prompts
         if host.num_decodes > self.num_decodes or (num_prompts == 0) != (self.num_prompts == 0):
             return False
         num_free_rows = self.num_prompt_rows - host.num_prompt_rows
@@ -81,11 +86,9 @@ class PaddedStep:
     def __init__(self, size: StepSize) -> None:
         self.size = size
         lengths = {
-            **dict.fromkeys(("token_ids", "positions", "write_blocks", "write_offsets"), size.num_rows),
-            **dict.fromkeys(("context_lens", "src", "dst"), size.num_sequences),
-            **dict.fromkeys(("pending", "source_rows", "stop_sets", "last_rows"), size.num_sequences),
+            "token_ids": size.num_rows,
+            **dict.fromkeys(SequenceColumns._fields, size.num_sequences),
             "query_starts": size.num_sequences + 1,
-            **dict.fromkeys(("log", "log_tokens", "num_folded"), size.num_decodes),
             "first_chunks": size.num_prompts + 1,
             **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), size.num_chunks),
         }
@@ -100,8 +103,12 @@ class PaddedStep:
         """Return the parts of a buffer."""
         return {name: buffer_I[place] for name, place in self._places.items()}
 
+    def columns(self, buffer_I: Tensor) -> SequenceColumns[Tensor]:
+        """Return the parts of a buffer that hold an integer of every sequence."""
+        return SequenceColumns(*(buffer_I[self._places[name]] for name in SequenceColumns._fields))
+
     def batch(self, buffer_I: Tensor, block_table_NM: Tensor, max_context: int) -> StepBatch:
-        """Return the step whose integers lie in a buffer.
+        """Return the step whose integers lie in a buffer; its rows' places are worked out on the device.
 
         What it has on the host says how much room there is: it is for kernels that look there for numbers of programs,
         not for those that loop over sequences.
@@ -109,61 +116,60 @@ class PaddedStep:
         Args:
             max_context: of any sequence, in tokens.
         """
-        size, named = self.size, self.named(buffer_I)
+        size, named, columns = self.size, self.named(buffer_I), self.columns(buffer_I)
         num_prompts = size.num_prompts
         # As many tiles of rows as there can be: each prompt's last one may hold a single row.
         most_rows = [*range(size.num_decodes + max(num_prompts, 1)), size.num_rows + max(num_prompts - 1, 0)]
+        query_starts_N1 = named["query_starts"]
+        ranges = (columns.start, columns.end, columns.kv_start)
+        rows = locate_rows(query_starts_N1, *ranges, block_table_NM, size.num_rows)
         attention = AttentionBatch(
             query_starts=tuple(most_rows) if num_prompts else (),
             context_lens=(min(TYPICAL_CONTEXT_TOKENS, max_context),) * size.num_sequences,
-            query_starts_N1=named["query_starts"],
-            context_lens_N=named["context_lens"],
+            query_starts_N1=query_starts_N1,
+            context_lens_N=columns.end,
             block_table_NM=block_table_NM,
-            write_blocks_T=named["write_blocks"],
-            write_offsets_T=named["write_offsets"],
+            write_blocks_T=rows.write_blocks_T,
+            write_offsets_T=rows.write_offsets_T,
             is_all_written=False,
         )
         places, any_chunk = (0,) * (num_prompts + 1), (1,) * size.num_chunks
-        columns = [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
-        chunks = Chunks(places, any_chunk, any_chunk, any_chunk).with_tensors(columns)
-        logs = LogBatch(named["log"], named["log_tokens"], named["log"], (), named["num_folded"], ())
-        recurrent = RecurrentBatch(named["src"], named["dst"], chunks, logs)
-        return StepBatch(named["token_ids"], named["positions"], size.num_decodes, attention, recurrent)
+        parts = [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
+        chunks = Chunks(places, any_chunk, any_chunk, any_chunk).with_tensors(parts)
+        log_D = columns.log[: size.num_decodes]
+        num_logged_D, num_folded_D = columns.num_logged[: size.num_decodes], columns.num_folded[: size.num_decodes]
+        logs = LogBatch(log_D, num_logged_D, log_D, (), num_folded_D, ())
+        recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, logs)
+        counts = (size.num_decodes, size.num_decode_rows)
+        return StepBatch(named["token_ids"], rows.positions_T, *counts, attention, recurrent)
 
-    def fill(self, buffer_I: np.ndarray, host: HostBatch, source_rows: np.ndarray, stop_sets: np.ndarray) -> None:
-        """Write a step that there is room for into a buffer of zeros.
-
-        Args:
-            source_rows, stop_sets: per sequence, as ``PendingTokens.places`` returns them.
-        """
-        size, num_decodes = self.size, host.num_decodes
+    def fill(self, buffer_I: np.ndarray, host: HostBatch) -> None:
+        """Write a step that there is room for into a buffer of zeros."""
+        size, num_decodes, num_decode_rows = self.size, host.num_decodes, host.num_decode_rows
         named = {name: buffer_I[place] for name, place in self._places.items()}
-        for name, column in _rows(host):
+        named["token_ids"][:num_decode_rows] = host.token_ids_T[:num_decode_rows]
+        named["token_ids"][size.num_decode_rows :][: host.num_prompt_rows] = host.token_ids_T[num_decode_rows:]
+        for name, column in zip(SequenceColumns._fields, host.columns, strict=True):
             named[name][:num_decodes] = column[:num_decodes]
-            named[name][size.num_decodes : size.num_decodes + host.num_prompt_rows] = column[num_decodes:]
-        # A sequence's last row, counted from the first row of its kind.
-        last_rows = host.query_starts_N1[1:] - 1
-        last_rows[num_decodes:] += size.num_decodes - num_decodes
-        columns = [*_sequences(host), ("source_rows", source_rows), ("stop_sets", stop_sets), ("last_rows", last_rows)]
-        for name, column in columns:
-            named[name][:num_decodes] = column[:num_decodes]
-            named[name][size.num_decodes : size.num_decodes + len(column) - num_decodes] = column[num_decodes:]
-        named["log"][:num_decodes] = host.log_D
-        named["log_tokens"][:num_decodes] = host.log_tokens_D
-        named["num_folded"][:num_decodes] = host.num_folded_D
+            named[name][size.num_decodes :][: host.num_prompts] = column[num_decodes:]
+        named["last_row"][size.num_decodes :][: host.num_prompts] += self.gap(host)
         named["query_starts"][: size.num_decodes + 1] = np.arange(size.num_decodes + 1)
         if size.num_prompts:
             self._fill_prompts(named, host)
 
+    def gap(self, host: HostBatch) -> int:
+        """Return how many free rows lie between those of decodes and of prompts."""
+        return self.size.num_decode_rows - host.num_decode_rows
+
     def _fill_prompts(self, named: dict[str, np.ndarray], host: HostBatch) -> None:
         """Write where prompts and chunks begin, and the filler."""
         size, num_decodes, num_rows = self.size, host.num_decodes, host.num_prompt_rows
-        num_prompts = host.num_sequences - num_decodes
+        num_prompts = host.num_prompts
         starts = named["query_starts"][size.num_decodes :]
-        starts[: num_prompts + 1] = host.query_starts_N1[num_decodes:] + (size.num_decodes - num_decodes)
-        starts[num_prompts + 1 : -1] = size.num_decodes + num_rows
+        starts[: num_prompts + 1] = host.query_starts_N1[num_decodes:] + self.gap(host)
+        starts[num_prompts + 1 : -1] = size.num_decode_rows + num_rows
         starts[-1] = size.num_rows
-        named["context_lens"][-1] = size.num_prompt_rows - num_rows
+        named["end"][-1] = size.num_prompt_rows - num_rows
 
         chunks = host.chunks
         num_chunks = len(chunks.starts)
@@ -178,25 +184,10 @@ class PaddedStep:
         named["lengths"][:num_chunks] = chunks.lengths
         named["lengths"][num_chunks:end] = np.minimum(size.num_prompt_rows - filler, CHUNK_TOKENS)
         named["cut_slots"][:num_chunks] = chunks.cut_slots
-        named["cut_rows"][:num_chunks] = named["starts"][:num_chunks] + named["lengths"][:num_chunks]
-        named["cut_rows"][:num_chunks] += size.num_decodes - 1
+        named["cut_rows"][:num_chunks] = host.cut_rows_C + self.gap(host)
 
     def places(self, host: HostBatch) -> np.ndarray:
         """Return each sequence's place among those of the padded step."""
         places = np.arange(host.num_sequences)
         places[host.num_decodes :] += self.size.num_decodes - host.num_decodes
         return places
-
-
-def _rows(host: HostBatch) -> Iterator[tuple[str, np.ndarray]]:
-    yield "token_ids", host.token_ids_T
-    yield "positions", host.positions_T
-    yield "write_blocks", host.write_blocks_T
-    yield "write_offsets", host.write_offsets_T
-
-
-def _sequences(host: HostBatch) -> Iterator[tuple[str, np.ndarray]]:
-    yield "context_lens", host.context_lens_N
-    yield "src", host.src_N
-    yield "dst", host.dst_N
-    yield "pending", host.pending_N

@@ -2,7 +2,7 @@
 
 Invariant: a request with more than ``MAX_STOP_IDS`` stop tokens never has a pending token.
 
-Shape suffixes: N sequences, M rows that the last step sampled, X sets of stop tokens, I stop tokens of a set.
+Shape suffixes: N sequences, P tokens that the last step sampled, X sets of stop tokens, I stop tokens of a set.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.device.batch import DeviceBatch
+from strandline.device.batch import SequenceColumns
 from strandline.device.sampler import SamplingState
-from strandline.device.upload import upload, upload_together
+from strandline.device.upload import upload
 from strandline.ids import PendingToken, RequestId
+from strandline.kernels.batch import StepBatch
 from strandline.kernels.step import NO_TOKEN, resolve_pending
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
 
@@ -29,38 +30,36 @@ class PendingTokens:
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._device = device
-        self.sampled_M = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.sampled_P = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.stop_ids_XI = torch.full((MAX_STOP_SETS, MAX_STOP_IDS), NO_TOKEN, dtype=torch.int64, device=device)
         self._row_of: dict[RequestId, int] = {}
         self._set_of: dict[frozenset[int], int] = {}
 
-    def remember(self, tokens_M: Tensor, request_ids: Sequence[RequestId]) -> None:
-        """Take note of what a step samples."""
-        if tokens_M.data_ptr() != self.sampled_M.data_ptr():
-            self.sampled_M[: len(tokens_M)].copy_(tokens_M)
+    def remember(self, tokens_P: Tensor, request_ids: Sequence[RequestId]) -> None:
+        """Keep what a step samples."""
+        if tokens_P.data_ptr() != self.sampled_P.data_ptr():
+            self.sampled_P[: len(tokens_P)].copy_(tokens_P)
         self._row_of = {request_id: row for row, request_id in enumerate(request_ids)}
 
-    def resolve(
-        self, batch: DeviceBatch, sequences: Sequence[SequencePlan], states: Mapping[RequestId, SamplingState]
-    ) -> None:
-        """Fill in a batch's pending tokens, on the device."""
-        sources, sets = upload_together(self.places(sequences, states), self._device)
-        step = batch.step
+    def resolve(self, step: StepBatch, columns: SequenceColumns[Tensor]) -> None:
+        """Fill in a step's pending tokens, on the device."""
         resolve_pending(
             step.token_ids_T,
-            step.recurrent.dst_N,
-            batch.last_rows_N,
-            batch.pending_N,
-            sources,
-            self.sampled_M,
-            sets,
+            columns.state_dst,
+            columns.last_row,
+            columns.pending,
+            columns.source_row,
+            self.sampled_P,
+            columns.stop_set,
             self.stop_ids_XI,
         )
 
-    def places(
+    def locate(
         self, sequences: Sequence[SequencePlan], states: Mapping[RequestId, SamplingState]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return each sequence's row among the tokens sampled last, and its set of stop tokens."""
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return each sequence's row among the tokens sampled last, and its set of stop tokens; None: none pends."""
+        if not any(s.pending for s in sequences):
+            return None
         row_of = self._row_of
         rows = [row_of[s.request_id] if s.pending else 0 for s in sequences]
         stops = [

@@ -9,15 +9,14 @@ host behind it.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock
-from strandline.device.batch import DeviceBatch, build_host_batch, to_device
-from strandline.device.graphs import StepGraphs
+from strandline.device.batch import HostBatch, build_host_batch, to_device
+from strandline.device.graphs import StepGraphs, StepHidden
 from strandline.device.heap import keep_scratch_memory
 from strandline.device.padded_step import StepSize
 from strandline.device.pending import PendingTokens
@@ -46,11 +45,11 @@ machine each would wait for the others to be scheduled: 690 ms a step were seen 
 
 
 class LaunchedStep:
-    """A step that the device has been told to do."""
+    """A step in flight."""
 
     def __init__(self, num_sequences: int, device: torch.device) -> None:
         self.is_launch_bound = False
-        """Whether the device has all but done it by the time it is launched."""
+        """Whether launching took longer than the device needs to run the step."""
         self._num_sequences = num_sequences
         self._device = device
         self._tokens_N: Tensor | None = None
@@ -142,7 +141,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Tell the device to carry out a plan. Its actions and writes come after those of the steps before."""
+        """Launch a step without waiting for the device. Its actions and writes come after those of earlier steps."""
         set_deterministic(self._is_deterministic)
         for request_id in plan.gone:
             del self._states[request_id]
@@ -196,27 +195,30 @@ class Runner:
         return launched
 
     def _replay_decodes(self, sequences: Sequence[SequencePlan], num_decodes: int, launched: LaunchedStep) -> bool:
-        """Replay a step of decodes that are all sampled; whether it was one, and recorded."""
+        """Replay a step of decodes that are all sampled; whether it was one, and a graph had room for it."""
         if self._graphs is None or num_decodes < len(sequences) or not all(s.is_sampled for s in sequences):
             return False
-        host = build_host_batch(sequences, num_decodes)
-        logits_NV = self._graphs.decode(host, *self._pending.places(sequences, self._states))
+        host = build_host_batch(sequences, num_decodes, self._pending.locate(sequences, self._states))
+        logits_NV = self._graphs.decode(host)
         if logits_NV is None:
             return False
-        self._sample(sequences, logits_NV, launched, self._pending.sampled_M[: len(sequences)])
+        self._sample(sequences, logits_NV, launched, self._pending.sampled_P[: len(sequences)])
         return True
 
     @torch.inference_mode()
     def carry_out(self, actions: Iterable[Action]) -> None:
-        """Do what the cache asked for, in order."""
-        for kind, group in groupby(actions, key=type):
-            if kind is FoldLog:
-                self._fold([action for action in group if isinstance(action, FoldLog)])
-            else:
-                for action in group:
-                    self._apply(action)
+        """Do what the cache asked for, in order; folds in a row together."""
+        folds: list[FoldLog] = []
+        for action in actions:
+            if isinstance(action, FoldLog):
+                folds.append(action)
+                continue
+            self._fold(folds)
+            folds = []
+            self._apply(action)
+        self._fold(folds)
 
-    def _apply(self, action: Action) -> None:
+    def _apply(self, action: CopyTokens | MoveBlock | DropBlocks | DropSlot) -> None:
         match action:
             case CopyTokens(src, dst, num_tokens):
                 self.arena.copy_block(src, dst, num_tokens)
@@ -230,12 +232,12 @@ class Runner:
             case DropSlot(slot):
                 if self._poison:
                     self.arena.poison([], [slot])
-            case FoldLog():
-                self._fold([action])
             case _:
                 assert_never(action)
 
     def _fold(self, folds: Sequence[FoldLog]) -> None:
+        if not folds:
+            return
         columns = list(zip(*((fold.slot, fold.log, fold.num_tokens) for fold in folds), strict=True))
         slot_N, log_N, len_N = upload_together(columns, self.device)
         for fold in self._memory.folds:
@@ -251,57 +253,47 @@ class Runner:
         if not order:
             return self._stored_hidden(sequences)
         ordered = [sequences[index] for index in order]
-        host = build_host_batch(ordered, num_decodes)
-        rows = host.query_starts_N1.tolist()
-        replayed = None
-        if self._graphs is not None:
-            replayed = self._graphs.prefill(host, *self._pending.places(ordered, self._states))
-        if replayed is not None:
-            hidden_TE, last_NE, gap = replayed
-            rows[num_decodes:] = [row + gap for row in rows[num_decodes:]]
-        else:
+        host = build_host_batch(ordered, num_decodes, self._pending.locate(ordered, self._states))
+        hidden = None if self._graphs is None else self._graphs.prefill(host)
+        if hidden is None:
             launched.is_launch_bound = self.device.type == "cuda" and len(host.token_ids_T) <= LAUNCH_BOUND_TOKENS
-            batch = to_device(host, self.device)
-            if host.has_pending:
-                self._pending.resolve(batch, ordered, self._states)
-            hidden_TE = self._forward(batch.step)
-            self._store_hidden(ordered, rows, hidden_TE, batch)
-            last_NE = hidden_TE if len(hidden_TE) == len(ordered) else hidden_TE[batch.last_rows_N]
-        self._prompt_logprobs(ordered, order, rows, hidden_TE, launched)
+            hidden = self._run_eagerly(host)
+        self._prompt_logprobs(ordered, order, host, hidden, launched)
         if order == list(range(len(sequences))):
-            return last_NE
+            return hidden.last_NE
         hidden_NE = self._stored_hidden(sequences)
         (order_N,) = upload_together([order], self.device)
-        return hidden_NE.index_copy_(0, order_N, last_NE)
+        return hidden_NE.index_copy_(0, order_N, hidden.last_NE)
+
+    def _run_eagerly(self, host: HostBatch) -> StepHidden:
+        """Launch the model's kernels one by one; store the hidden states behind the sequences' ends and cuts."""
+        batch = to_device(host, self.device)
+        if host.has_pending:
+            self._pending.resolve(batch.step, batch.columns)
+        hidden_TE, hidden_SE = self._forward(batch.step), self.arena.hidden_SE
+        store_hidden(hidden_TE, batch.columns.last_row, hidden_SE, batch.columns.state_dst)
+        if any(host.chunks.cut_slots):
+            store_hidden(hidden_TE, batch.cut_rows_C, hidden_SE, batch.step.recurrent.chunks.cut_slots_C)
+        last_NE = hidden_TE if len(hidden_TE) == host.num_sequences else hidden_TE[batch.columns.last_row]
+        return StepHidden(hidden_TE, last_NE, host.num_decode_rows)
 
     def _stored_hidden(self, sequences: Sequence[SequencePlan]) -> Tensor:
         """Return the hidden states that lie in the sequences' source slots."""
         (slots_N,) = upload_together([[sequence.state_src for sequence in sequences]], self.device)
         return self.arena.hidden_SE[slots_N]
 
-    def _store_hidden(
-        self, sequences: list[SequencePlan], rows: list[int], hidden_TE: Tensor, batch: DeviceBatch
-    ) -> None:
-        """Store the hidden states behind the sequences' ends and cuts in their slots."""
-        store_hidden(hidden_TE, batch.last_rows_N, self.arena.hidden_SE, batch.step.recurrent.dst_N)
-        pairs = [
-            (row + position - sequence.start - 1, slot)
-            for row, sequence in zip(rows, sequences, strict=False)
-            for position, slot in sequence.cuts
-        ]
-        if pairs:
-            cut_rows, slots = upload_together([list(column) for column in zip(*pairs, strict=True)], self.device)
-            store_hidden(hidden_TE, cut_rows, self.arena.hidden_SE, slots)
-
     def _prompt_logprobs(
         self,
         sequences: list[SequencePlan],
         order: list[int],
-        rows: list[int],
-        hidden_TE: Tensor,
+        host: HostBatch,
+        hidden: StepHidden,
         launched: LaunchedStep,
     ) -> None:
-        for row, sequence, index in zip(rows, sequences, order, strict=False):
+        """Fetch the log-probabilities of prompts' tokens, of those sequences that ask for them."""
+        rows = host.query_starts_N1[:-1] + (hidden.first_prompt_row - host.num_decode_rows)
+        rows[: host.num_decodes] = host.query_starts_N1[: host.num_decodes]
+        for row, sequence, index in zip(rows.tolist(), sequences, order, strict=True):
             state = self._states[sequence.request_id]
             num_top = state.params.prompt_logprobs
             prompt = state.new.prompt_ids
@@ -309,7 +301,7 @@ class Runner:
             if num_top is None or end <= sequence.start:
                 continue
             (tokens_N,) = upload_together([prompt[sequence.start + 1 : end + 1]], self.device)
-            rows_NE = hidden_TE[row : row + len(tokens_N)]
+            rows_NE = hidden.hidden_TE[row : row + len(tokens_N)]
             for hidden_NE, token_N in zip(rows_NE.split(LOGPROB_ROWS), tokens_N.split(LOGPROB_ROWS), strict=True):
                 tensors = LogprobTensors(self.model.logits(hidden_NE), token_N, [num_top] * len(token_N))
                 launched.take_prompt_logprobs(index, tensors)

@@ -85,5 +85,8 @@ class StepBatch:
     token_ids_T: Tensor
     positions_T: Tensor
     num_decodes: int
+    """Sequences that decode, the first ones."""
+    num_decode_rows: int
+    """Their rows, the first ones: as many, as long as every sequence decodes one token in a step."""
     attention: AttentionBatch
     recurrent: RecurrentBatch

@@ -1,19 +1,56 @@
-"""What surrounds the model in a step: tokens that are still on the device, and the final hidden states.
+"""What surrounds the model in a step: places of rows, tokens that are still on the device, final hidden states.
 
 Invariant: the null slot's hidden state is never written.
 
-Shape suffixes: T rows of the step, N sequences, M rows of the step before that were sampled, X sets of stop tokens,
-I stop tokens of a set, S slots, E hidden size.
+Shape suffixes: T rows of the step, N sequences, M blocks per table, P tokens that the step before sampled, X sets of
+stop tokens, I stop tokens of a set, S slots, E hidden size.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from strandline.ids import NULL_SLOT, PendingToken
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, PendingToken
 from strandline.kernels.operation import operation, triton
 
 NO_TOKEN = -1
 """Pads sets of stop tokens."""
+
+
+class RowPlaces(NamedTuple):
+    """Where the step's rows stand, int64 each."""
+
+    positions_T: Tensor
+    write_blocks_T: Tensor
+    """The block that takes the row's keys and values; the null block: none."""
+    write_offsets_T: Tensor
+
+
+@operation(triton("step_triton"))
+def locate_rows(
+    query_starts_N1: Tensor,
+    start_N: Tensor,
+    end_N: Tensor,
+    kv_start_N: Tensor,
+    block_table_NM: Tensor,
+    num_rows: int,
+) -> RowPlaces:
+    """Return the place of every row. A sequence's rows have the positions from ``start`` on.
+
+    No block takes rows before ``kv_start``, which shared blocks hold already, or from ``end`` on, which pad the step.
+
+    Args:
+        query_starts_N1: row offsets of the sequences; the last is ``num_rows``.
+    """
+    row_T = torch.arange(num_rows, device=start_N.device)
+    is_one_each = num_rows == len(start_N)
+    sequence_T = row_T if is_one_each else torch.searchsorted(query_starts_N1[1:], row_T, right=True)
+    positions_T = row_T + (start_N - query_starts_N1[:-1])[sequence_T]
+    is_written_T = (positions_T >= kv_start_N[sequence_T]) & (positions_T < end_N[sequence_T])
+    index_T = (positions_T // BLOCK_TOKENS).clamp_(max=block_table_NM.shape[1] - 1)
+    write_blocks_T = block_table_NM[sequence_T, index_T].long().masked_fill_(~is_written_T, NULL_BLOCK)
+    return RowPlaces(positions_T, write_blocks_T, positions_T % BLOCK_TOKENS)
 
 
 @operation(triton("step_triton"))
@@ -23,7 +60,7 @@ def resolve_pending(
     last_rows_N: Tensor,
     pending_N: Tensor,
     source_rows_N: Tensor,
-    sampled_M: Tensor,
+    sampled_P: Tensor,
     stop_sets_N: Tensor,
     stop_ids_XI: Tensor,
 ) -> None:
@@ -35,9 +72,9 @@ def resolve_pending(
     Args:
         last_rows_N: each sequence's last row of the step, which holds the pending token.
         pending_N: ``PendingToken`` of each sequence.
-        source_rows_N: where in ``sampled_M`` a pending token is.
+        source_rows_N: where in ``sampled_P`` a pending token is.
     """
-    token_N = sampled_M[source_rows_N]
+    token_N = sampled_P[source_rows_N]
     is_pending_N = pending_N != 0
     is_over_N = (pending_N == PendingToken.MAY_STOP) & (stop_ids_XI[stop_sets_N] == token_N.unsqueeze(-1)).any(-1)
     token_ids_T[last_rows_N] = torch.where(is_pending_N, token_N, token_ids_T[last_rows_N])

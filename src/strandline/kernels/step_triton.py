@@ -2,15 +2,89 @@
 
 # mypy: ignore-errors
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.ids import PendingToken
+from strandline.ids import BLOCK_TOKENS, PendingToken
 from strandline.kernels.sizes import cdiv
+from strandline.kernels.step import RowPlaces
 
 BLOCK_SEQUENCES = 128
+BLOCK_ROWS = 64
 BLOCK_FEATURES = 1024
+
+
+# Numbers of rows and sequences, and where slices of small tables start, must not ask for a kernel to be compiled anew.
+@triton.jit(
+    do_not_specialize=["num_rows", "num_sequences", "table_stride"],
+    do_not_specialize_on_alignment=["query_starts", "start", "end", "kv_start"],
+)
+def _locate_kernel(
+    query_starts,
+    start,
+    end,
+    kv_start,
+    block_table,
+    positions,
+    write_blocks,
+    write_offsets,
+    num_rows,
+    num_sequences,
+    table_stride,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_row_T = row_T < num_rows
+    # A row's sequence: as many as end before it.
+    sequence_T = tl.zeros([BLOCK_T], tl.int64)
+    for first in range(0, num_sequences, BLOCK_N):
+        sequence_N = first + tl.arange(0, BLOCK_N)
+        is_sequence_N = sequence_N < num_sequences
+        end_row_N = tl.load(query_starts + 1 + sequence_N, mask=is_sequence_N, other=0)
+        is_before_TN = (end_row_N[None, :] <= row_T[:, None]) & is_sequence_N[None, :]
+        sequence_T += tl.sum(is_before_TN.to(tl.int64), 1)
+    sequence_T = tl.minimum(sequence_T, num_sequences - 1)
+    first_row_T = tl.load(query_starts + sequence_T, mask=is_row_T, other=0)
+    position_T = row_T - first_row_T + tl.load(start + sequence_T, mask=is_row_T, other=0)
+    is_written_T = is_row_T & (position_T >= tl.load(kv_start + sequence_T, mask=is_row_T, other=0))
+    is_written_T = is_written_T & (position_T < tl.load(end + sequence_T, mask=is_row_T, other=0))
+    table_ptrs_T = block_table + sequence_T * table_stride + position_T // BLOCK_TOKENS
+    block_T = tl.load(table_ptrs_T, mask=is_written_T, other=0)
+    tl.store(positions + row_T, position_T, mask=is_row_T)
+    tl.store(write_blocks + row_T, block_T.to(tl.int64), mask=is_row_T)
+    tl.store(write_offsets + row_T, position_T % BLOCK_TOKENS, mask=is_row_T)
+
+
+def locate_rows(
+    query_starts_N1: Tensor,
+    start_N: Tensor,
+    end_N: Tensor,
+    kv_start_N: Tensor,
+    block_table_NM: Tensor,
+    num_rows: int,
+) -> RowPlaces:
+    """As ``step.locate_rows``; the columns are contiguous."""
+    places = [torch.empty(num_rows, dtype=torch.int64, device=start_N.device) for _ in range(3)]
+    _locate_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
+        query_starts_N1,
+        start_N,
+        end_N,
+        kv_start_N,
+        block_table_NM,
+        *places,
+        num_rows,
+        start_N.shape[0],
+        block_table_NM.stride(0),
+        BLOCK_TOKENS=BLOCK_TOKENS,
+        BLOCK_T=BLOCK_ROWS,
+        BLOCK_N=BLOCK_SEQUENCES,
+        num_warps=4,
+    )
+    return RowPlaces(*places)
 
 
 # Numbers of sequences, and where slices of small tables start, must not ask for a kernel to be compiled anew.
@@ -55,7 +129,7 @@ def resolve_pending(
     last_rows_N: Tensor,
     pending_N: Tensor,
     source_rows_N: Tensor,
-    sampled_M: Tensor,
+    sampled_P: Tensor,
     stop_sets_N: Tensor,
     stop_ids_XI: Tensor,
 ) -> None:
@@ -67,7 +141,7 @@ def resolve_pending(
         last_rows_N,
         pending_N,
         source_rows_N,
-        sampled_M,
+        sampled_P,
         stop_sets_N,
         stop_ids_XI,
         num_sequences,

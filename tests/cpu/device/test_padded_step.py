@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.device.batch import build_host_batch
+from strandline.device.batch import NUM_PLANNED, SequenceColumns, build_host_batch
 from strandline.device.graphs import graph_sizes
 from strandline.device.padded_step import MAX_PROMPTS, SPARE_CHUNKS, PaddedStep, StepSize
 from strandline.ids import BLOCK_TOKENS, BlockId, LogId, PendingToken, RequestId, SlotId
@@ -46,14 +46,25 @@ def padded(sequences: list[SequencePlan], num_decodes: int, size: StepSize) -> d
     """Return the parts of a filled buffer."""
     step = PaddedStep(size)
     buffer_I = torch.zeros(step.num_integers, dtype=torch.int64)
-    host = build_host_batch(sequences, num_decodes)
-    assert size.has_room_for(host)
     sources = np.arange(1, 1 + len(sequences))
-    step.fill(buffer_I.numpy(), host, sources, 2 * sources)
+    host = build_host_batch(sequences, num_decodes, (sources, 2 * sources))
+    assert size.has_room_for(host)
+    step.fill(buffer_I.numpy(), host)
     assert step.places(host).tolist() == [
         index if index < num_decodes else index + size.num_decodes - num_decodes for index in range(len(sequences))
     ]
-    return {name: part.numpy() for name, part in step.named(buffer_I).items()}
+    # What is left of an earlier step is not written to.
+    table_NM = torch.full((size.num_sequences, size.num_blocks(512)), -1, dtype=torch.int32)
+    table_NM[-1:] = 0
+    for place, row in zip(step.places(host), torch.from_numpy(host.block_table_NM), strict=True):
+        table_NM[place, : len(row)] = row
+    rows = step.batch(buffer_I, table_NM, 512)
+    places = {
+        "positions": rows.positions_T,
+        "write_blocks": rows.attention.write_blocks_T,
+        "write_offsets": rows.attention.write_offsets_T,
+    }
+    return {name: part.numpy() for name, part in {**step.named(buffer_I), **places}.items()}
 
 
 @st.composite
@@ -95,21 +106,16 @@ def test_everything_real_is_where_it_belongs_and_the_rest_belongs_to_nobody(
         assert found["positions"][rows].tolist() == positions.tolist()
         assert found["write_offsets"][rows].tolist() == (positions % BLOCK_TOKENS).tolist()
         assert (found["write_blocks"][rows] // 1000 == index).all()
-        assert found["last_rows"][place] == starts[place + 1] - 1
-        assert found["context_lens"][place] == plan.end
-        assert found["source_rows"][place] == index + 1
-        assert found["stop_sets"][place] == 2 * (index + 1)
-        assert found["pending"][place] == plan.pending
-        slots = [int(found[name][place]) for name in ("src", "dst")]
-        assert slots == [plan.state_src, plan.state_dst]
-    for index in range(num_decodes):
-        assert (found["log"][index], found["log_tokens"][index]) == (sequences[index].log, sequences[index].num_logged)
-    for name in ("src", "dst", "pending"):
+        assert found["last_row"][place] == starts[place + 1] - 1
+        assert found["source_row"][place] == index + 1
+        assert found["stop_set"][place] == 2 * (index + 1)
+        for name in SequenceColumns._fields[:NUM_PLANNED]:
+            assert found[name][place] == getattr(plan, name)
+    for name in ("state_src", "state_dst", "log", "pending"):
         assert not found[name][is_free].any()
     assert not found["write_blocks"][is_free_row].any()
-    assert not found["log"][num_decodes:].any()
-    assert not found["context_lens"][: size.num_decodes][num_decodes:].any()
-    assert found["context_lens"][-1] == starts[-1] - starts[-2]
+    assert not found["end"][: size.num_decodes][num_decodes:].any()
+    assert found["end"][-1] == starts[-1] - starts[-2]
 
 
 @given(steps())

@@ -6,7 +6,6 @@ Slots, blocks and windows that no sequence owns are NaN, and so is what ``torch.
 from array import array
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -92,8 +91,7 @@ def make_step(size: StepSize) -> Step:
     padded = PaddedStep(size)
     assert size.has_room_for(host)
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
-    nothing = np.zeros(len(sequences), dtype=np.int64)
-    padded.fill(buffer_I.numpy(), host, nothing, nothing)
+    padded.fill(buffer_I.numpy(), host)
     table_NM = torch.zeros(size.num_sequences, 8, dtype=torch.int32)
     for place, row in zip(padded.places(host), torch.from_numpy(host.block_table_NM), strict=True):
         table_NM[place, : len(row)] = row
@@ -168,7 +166,7 @@ def test_attention_gives_the_same(size: StepSize) -> None:
     k_BPGD, v_BPGD = torch.full((2, 20, BLOCK_TOKENS, 1, 16), torch.nan)
     for memory in (k_BPGD, v_BPGD):
         memory[0] = 0
-        for row, end in zip(step.host.block_table_NM, step.host.context_lens_N, strict=True):
+        for row, end in zip(step.host.block_table_NM, step.host.columns.end, strict=True):
             for position in range(end):
                 memory[row[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = torch.randn(1, 16)
 

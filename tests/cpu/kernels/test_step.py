@@ -1,18 +1,21 @@
 """Pending tokens and final hidden states, by torch and by Triton's interpreter."""
 
+import random
 from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 
-from strandline.ids import PendingToken
+from strandline.ids import BLOCK_TOKENS, PendingToken
 from strandline.kernels import step
-from strandline.kernels.step import NO_TOKEN
+from strandline.kernels.step import NO_TOKEN, RowPlaces
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 
-def versions(name: str) -> list[Callable[..., None]]:
+def versions(name: str) -> list[Callable[..., Any]]:
     from strandline.kernels import step_triton
 
     return [getattr(step, name), getattr(step_triton, name)]
@@ -33,6 +36,31 @@ def test_pending_tokens_are_filled_in_and_a_stop_token_leaves_the_state_alone(
     resolve_pending(token_ids, dst, last_rows, pending, source_rows, sampled, stop_sets, stop_ids)
     assert token_ids.tolist() == [70, 5, 5, 9, 74, 8]
     assert dst.tolist() == [11, 12, 0, 14, 0]
+
+
+@pytest.mark.parametrize("locate_rows", versions("locate_rows"), ids=["torch", "triton"])
+@pytest.mark.parametrize("num_sequences", [1, 4, 300])
+def test_rows_follow_from_a_base_and_a_count_per_sequence(
+    locate_rows: Callable[..., RowPlaces], num_sequences: int
+) -> None:
+    rng = random.Random(num_sequences)
+    starts = [rng.randrange(200) for _ in range(num_sequences)]
+    counts = [rng.choice([0, 1, 1, 2, 70]) for _ in range(num_sequences - 1)] + [3]
+    real = [max(0, count - rng.choice([0, 0, 1])) for count in counts]
+    kv_starts = [start + rng.choice([0, 0, 1, 65]) for start in starts]
+    table_NM = torch.randint(1, 10**6, (num_sequences, 6), dtype=torch.int32)
+    rows: list[list[int]] = [[], [], []]
+    for n, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        for position in range(start, start + count):
+            is_written = kv_starts[n] <= position < start + real[n]
+            rows[0].append(position)
+            rows[1].append(int(table_NM[n, position // BLOCK_TOKENS]) if is_written else 0)
+            rows[2].append(position % BLOCK_TOKENS)
+    offsets = torch.tensor([0, *accumulate(counts)])
+    ends = [start + count for start, count in zip(starts, real, strict=True)]
+    columns = [torch.tensor(column) for column in (starts, ends, kv_starts)]
+    places = locate_rows(offsets, *columns, table_NM, sum(counts))
+    assert [place.tolist() for place in places] == rows
 
 
 @pytest.mark.parametrize("store_hidden", versions("store_hidden"), ids=["torch", "triton"])

@@ -94,6 +94,7 @@ class Driver:
             token_ids_T=torch.tensor([token for part in parts for token in part.tokens]),
             positions_T=torch.tensor([p for sequence in positions for p in sequence]),
             num_decodes=num_decodes,
+            num_decode_rows=num_decodes,
             attention=AttentionBatch(
                 query_starts=tuple(query_starts),
                 context_lens=tuple(ends),

@@ -75,14 +75,14 @@ class GatedDeltaNet(nn.Module):
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: GatedDeltaNetMemory) -> Tensor:
         del rotary
         x_TC, z_TO, b_TH, a_TH = linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
-        num_decodes = batch.num_decodes
-        if num_decodes == len(hidden_TE):
+        num_rows = batch.num_decode_rows
+        if num_rows == len(hidden_TE):
             out_THV = self._decode(x_TC, a_TH, b_TH, batch, memory)
-        elif num_decodes == 0:
+        elif num_rows == 0:
             out_THV = self._prefill(x_TC, a_TH, b_TH, batch, memory)
         else:
             (x_DC, x_RC), (a_DH, a_RH), (b_DH, b_RH) = (
-                x.split([num_decodes, len(x) - num_decodes]) for x in (x_TC, a_TH, b_TH)
+                x.split([num_rows, len(x) - num_rows]) for x in (x_TC, a_TH, b_TH)
             )
             decoded = self._decode(x_DC, a_DH, b_DH, batch, memory)
             out_THV = torch.cat((decoded, self._prefill(x_RC, a_RH, b_RH, batch, memory)))
@@ -92,7 +92,7 @@ class GatedDeltaNet(nn.Module):
     def _decode(
         self, x_NC: Tensor, a_NH: Tensor, b_NH: Tensor, batch: StepBatch, memory: GatedDeltaNetMemory
     ) -> Tensor:
-        decodes, slots = slice(0, len(x_NC)), batch.recurrent
+        decodes, slots = slice(batch.num_decodes), batch.recurrent
         src_N, dst_N = slots.src_N[decodes], slots.dst_N[decodes]
         y_NC = causal_conv1d_update(x_NC, self.conv_CW, None, memory.window_SRC, src_N, dst_N, "silu")
         inputs = GatedDeltaInputs(*self._heads(y_NC), a_NH, b_NH, self.A_log_H, self.dt_bias_H)
