@@ -3,7 +3,7 @@
 Statistics are taken in float32 whatever the input. Where the result is rounded to the input's dtype differs
 between families and is part of each function's contract: a model must use the one that it was trained with.
 
-Source: ``transformers`` (``LlamaRMSNorm``, ``Qwen3NextRMSNorm``, ``Qwen3NextRMSNormGated``) for the rounding.
+Source: ``transformers`` for the rounding.
 
 Shape suffixes: D channels; the dimensions before it are free.
 """
@@ -21,13 +21,13 @@ ELEMENTS_PER_PASS_CPU = 2**17
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Normalise, round to x's dtype, then multiply by the weight (Llama, Qwen3, and most others)."""
+    """Normalise, round to x's dtype, then multiply by the weight (Llama and most others)."""
     return _in_passes(lambda x: _normalised(x, eps).to(x.dtype) * weight_D, x)
 
 
 @operation(triton("norm_triton"), numba("norm_numba"))
 def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Normalise and multiply by ``1 + weight`` in float32, then round to x's dtype (Qwen3-Next, Gemma)."""
+    """Normalise and multiply by ``1 + weight`` in float32, then round to x's dtype (Gemma and others)."""
     return rms_norm_heads_zero_centered(x, weight_D, eps)
 
 

@@ -357,6 +357,7 @@ class ToyModel:
     """A ``LanguageModel`` of all kinds of layers, some of them twice."""
 
     vocab_size, max_position = VOCAB_SIZE, 4096
+    operations = ()
 
     def __init__(self, *, keeps_logs: bool, seed: int = 0) -> None:
         random = Random(seed)
@@ -373,6 +374,9 @@ class ToyModel:
             Feedforward(random),
         )
         self.spec = ModelSpec(tuple(layer.spec for layer in self.layers), HIDDEN_SIZE, "float32")
+
+    def use_kernels(self, kernels: object) -> None:
+        """Compute without the package's operations."""
 
     def bind(self, arena: ArenaTensors) -> ModelMemory:
         """Return the arena as ``forward`` takes it."""

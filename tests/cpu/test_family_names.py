@@ -1,0 +1,31 @@
+"""Only ``models/`` and one recurrence's own kernels know a model family by name; every other use has a reason."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import strandline
+
+PACKAGE = Path(strandline.__file__).parent
+
+FAMILY = re.compile(r"gdn|gated.?delta|qwen", re.IGNORECASE)
+
+HOMES = re.compile(r"models/.*|kernels/gdn\w*\.py")
+
+ALLOWED: Mapping[str, str] = {
+    "cli.py": "values of users' flags: parsers and the default geometry",
+    "server/tool_calls.py": "wire formats of tool calls are named after the models that brought them",
+    "server/tools.py": "the same wire formats",
+    "server/replies.py": "the same wire formats, and those of reasoning",
+    "bench/geometry.py": "a table of known models",
+    "bench/cost.py": "times measured of known models",
+    "demo/words.py": "what the demo model is taught about itself",
+    "kernels/platform.py": "asks by operation whether Numba serves",
+}
+
+
+def test_family_names_stay_in_models_and_own_kernels() -> None:
+    paths = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    found = {name for name, path in paths.items() if FAMILY.search(name) or FAMILY.search(path.read_text())}
+    assert any(HOMES.fullmatch(name) for name in found)
+    assert {name for name in found if not HOMES.fullmatch(name)} <= set(ALLOWED)
