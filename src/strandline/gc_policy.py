@@ -8,7 +8,7 @@ YOUNG_OBJECTS: Final = 10_000
 programs."""
 
 
-def spare_collector() -> None:
+def freeze_gc() -> None:
     """Take what is loaded out of the garbage collector's rounds, and make the rounds rarer.
 
     A full round over torch's and transformers' modules takes 200 ms, which all streams would wait for, and a large body

@@ -14,7 +14,7 @@ import zmq
 from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_core
 from strandline.errors import ConfigError
-from strandline.gc_policy import spare_collector
+from strandline.gc_policy import freeze_gc
 from strandline.records.events import CoreStats
 from strandline.records.messages import (
     ENCODER,
@@ -35,7 +35,7 @@ from strandline.records.messages import (
     Submit,
     ToCore,
 )
-from strandline.text.compiling import Compiling
+from strandline.text.pending_grammars import PendingGrammars
 
 Socket = zmq.Socket[bytes]
 LINGER_MS = 2000
@@ -55,7 +55,7 @@ class CoreLoop:
             lifeline: a file descriptor; when it closes, the loop ends.
         """
         self._core = core
-        self._compiling = Compiling(core.executor.compile_grammar)
+        self._compiling = PendingGrammars(core.executor.compile_grammar)
         self._socket = socket
         self._lifeline = lifeline
         self._poller = zmq.Poller()
@@ -144,7 +144,7 @@ def serve_core(socket: Socket, lifeline: int) -> int:
     except ConfigError as error:
         socket.send(ENCODER.encode(Refused(str(error))))
         return 2
-    spare_collector()
+    freeze_gc()
     socket.send(ENCODER.encode(Ready(core.limits, core.describe())))
     try:
         CoreLoop(core, socket, lifeline).run()

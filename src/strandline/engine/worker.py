@@ -19,7 +19,7 @@ from strandline.device.executor import Executor
 from strandline.engine.loading import load_uni_executor
 from strandline.engine.mp_executor import Call, Reply, Start
 from strandline.errors import EngineError
-from strandline.gc_policy import spare_collector
+from strandline.gc_policy import freeze_gc
 
 COMPILING_THREADS: Final = 2
 """So that one grammar that takes long does not hold up all others."""
@@ -95,7 +95,7 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
     except Exception as error:  # noqa: BLE001 - the process's edge: the caller raises it
         send(Reply(start.number, None, portable(error)))
         return 2
-    spare_collector()
+    freeze_gc()
     send(Reply(start.number, executor.facts))
     worker = Worker(executor, send)
     try:

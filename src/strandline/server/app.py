@@ -9,16 +9,16 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from strandline.errors import EngineError, RequestError
-from strandline.server.anthropic import CountBody, MessagesBody, count_tokens, create_message
-from strandline.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from strandline.server.cache_page import add_cache_page
-from strandline.server.chat import chat
-from strandline.server.completions import complete
-from strandline.server.faults import add_error_handlers, error_response
+from strandline.server.chat_api import chat
+from strandline.server.completions_api import complete
+from strandline.server.error_responses import add_error_handlers, error_response
 from strandline.server.gate import Gate
-from strandline.server.responses import ResponsesBody, create_response
+from strandline.server.messages_api import CountBody, MessagesBody, count_tokens, create_message
+from strandline.server.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from strandline.server.responses_api import ResponsesBody, create_response
 from strandline.server.service import Service
-from strandline.server.streams import json_response
+from strandline.server.sse import json_response
 
 STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}
 """What the API's document says of answers that may come as events."""
@@ -115,9 +115,9 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 def _add_operation(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health(request: Request) -> Response:
-        death = service.client.death
-        if death is not None:
-            return error_response(request.url.path, 503, f"the engine has stopped: {death}", code="engine_dead")
+        failure = service.client.failure
+        if failure is not None:
+            return error_response(request.url.path, 503, f"the engine has stopped: {failure}", code="engine_dead")
         return json_response({"status": "ok"})
 
     @app.get("/version")

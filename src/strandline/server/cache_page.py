@@ -19,12 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from strandline.errors import RequestError
 from strandline.records.cache_questions import CacheQuestion, CacheState
-from strandline.server.anthropic import CountBody, render
-from strandline.server.bodies import Objects, Tokens
 from strandline.server.config import LOCAL_NAMES
 from strandline.server.gate import salt_of
+from strandline.server.messages_api import CountBody, render
+from strandline.server.request_bodies import Objects, Tokens
 from strandline.server.service import Service
-from strandline.server.streams import json_response
+from strandline.server.sse import json_response
 from strandline.text.cache_report import Json, TextOf, account_data, answer_data
 
 PAGE: Final = Path(__file__).parent / "static" / "cache.html"

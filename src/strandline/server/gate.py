@@ -8,7 +8,7 @@ from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strandline.server.faults import error_response
+from strandline.server.error_responses import error_response
 
 OPEN_PATHS: Final = frozenset({"/health", "/version", "/metrics", "/cache"})
 """What needs no key: what orchestrators and Prometheus ask for, and a page that asks for the key itself."""

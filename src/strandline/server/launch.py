@@ -15,15 +15,15 @@ import uvicorn
 
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError
-from strandline.gc_policy import spare_collector
+from strandline.gc_policy import freeze_gc
 from strandline.server.app import build_app
-from strandline.server.client import EngineClient
 from strandline.server.config import ServerConfig
-from strandline.server.core_life import core_life, live_on
+from strandline.server.engine_client import EngineClient
 from strandline.server.metrics import Metrics
-from strandline.server.patience import Patience
-from strandline.server.replies import choose_format
+from strandline.server.output_parser import choose_output_format
 from strandline.server.service import Service
+from strandline.server.slow_client_timeout import SlowClientTimeout
+from strandline.server.supervisor import engine_process, keep_restarting
 from strandline.text.model_files import default_sampling_params, find_model
 from strandline.text.vocabulary import load_frontend, load_vocabulary
 
@@ -62,11 +62,11 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         names = server.served_model_name or (engine.model,)
         defaults = default_sampling_params(find_model(engine.model))
         shown = template or str(getattr(client.frontend.tokenizer, "chat_template", None) or "")
-        reply_format = choose_format(server.tool_call_parser, server.reasoning_parser, shown)
-        service = Service(client, names, defaults, template, reply_format)
+        output_format = choose_output_format(server.tool_call_parser, server.reasoning_parser, shown)
+        service = Service(client, names, defaults, template, output_format)
         mode = server.page_mode()
         app = build_app(service, api_keys=keys, max_body_bytes=server.max_body_bytes, cache_page=mode)
-        spare_collector()
+        freeze_gc()
         listener.listen()  # before anybody is told where
         host, port = listener.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -74,7 +74,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
             told = "no text of prompts" if mode == "counts" else "what prompts say"
             LOGGER.info("cache page, which shows %s: %s/cache", told, address)
         LOGGER.info("serving %s on %s", names[0], address)
-        return await _run_http(Patience(app, server.client_timeout_s or None), listener)
+        return await _run_http(SlowClientTimeout(app, server.client_timeout_s or None), listener)
 
 
 async def _run_http(app: object, listener: socket.socket) -> int:
@@ -127,10 +127,10 @@ async def start_core(engine: EngineConfig, server: ServerConfig) -> AsyncIterato
     vocabulary = load_vocabulary(engine)
     vocabulary.grammars.begin()
     async with AsyncExitStack() as stack:
-        life, limits = await stack.enter_async_context(core_life(engine))
+        process, limits = await stack.enter_async_context(engine_process(engine))
         names = server.served_model_name or (engine.model,)
         client = EngineClient(
-            life.socket,
+            process.socket,
             load_frontend(engine, limits, vocabulary),
             Metrics(names[0]),
             max_unfinished=engine.max_num_seqs + server.max_queue,
@@ -139,10 +139,10 @@ async def start_core(engine: EngineConfig, server: ServerConfig) -> AsyncIterato
         )
 
         async def keep() -> None:
-            client.fail(await life.last(client))
+            client.fail(await process.receive_until_exit(client))
             if server.restart:
                 await stack.aclose()
-                await live_on(engine, client)
+                await keep_restarting(engine, client)
 
         keeping = asyncio.ensure_future(keep())
         try:

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from strandline.server.pieces import Kind, Piece, cut_at
+from strandline.server.segments import Segment, SegmentKind, split_at_tag
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
@@ -22,20 +22,20 @@ class ThinkParser:
         self._may_open = True
         self._text = ""
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[Segment]:
         self._text += text
-        pieces: list[Piece] = []
+        segments: list[Segment] = []
         if self._may_open and not self._take_opening():
-            return pieces
+            return segments
         if self._is_inside:
-            self._take_reasoning(pieces)
+            self._take_reasoning(segments)
         if not self._is_inside:
-            self._take_content(pieces)
-        return pieces
+            self._take_content(segments)
+        return segments
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[Segment]:
         held, self._text = self._text, ""
-        return [Piece(Kind.REASONING if self._is_inside else Kind.CONTENT, held)] if held else []
+        return [Segment(SegmentKind.REASONING if self._is_inside else SegmentKind.CONTENT, held)] if held else []
 
     def _take_opening(self) -> bool:
         """Find out whether the text begins with the opening tag; return whether that is known."""
@@ -50,23 +50,23 @@ class ThinkParser:
             self._is_start = False  # white space before an answer without reasoning is the answer's own
         return True
 
-    def _take_reasoning(self, pieces: list[Piece]) -> None:
+    def _take_reasoning(self, segments: list[Segment]) -> None:
         if self._is_start:
             self._text = self._text.lstrip()
             self._is_start = not self._text
-        cut = cut_at(self._text, (CLOSE,))
-        kept = cut.before.rstrip()
+        split = split_at_tag(self._text, (CLOSE,))
+        kept = split.before.rstrip()
         if kept:
-            pieces.append(Piece(Kind.REASONING, kept))
-        if cut.tag is None:
-            self._text = cut.before[len(kept) :] + cut.after
+            segments.append(Segment(SegmentKind.REASONING, kept))
+        if split.tag is None:
+            self._text = split.before[len(kept) :] + split.after
         else:
-            self._is_inside, self._is_start, self._text = False, True, cut.after
+            self._is_inside, self._is_start, self._text = False, True, split.after
 
-    def _take_content(self, pieces: list[Piece]) -> None:
+    def _take_content(self, segments: list[Segment]) -> None:
         if self._is_start:
             self._text = self._text.lstrip()
             self._is_start = not self._text
         if self._text:
-            pieces.append(Piece(Kind.CONTENT, self._text))
+            segments.append(Segment(SegmentKind.CONTENT, self._text))
             self._text = ""

@@ -13,14 +13,14 @@ from typing import Any, Final, TypeVar
 
 from strandline.errors import RequestError
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
-from strandline.server.client import EngineClient, Prompt
-from strandline.server.faults import UnknownModelError
+from strandline.server.engine_client import EngineClient, Prompt
+from strandline.server.error_responses import UnknownModelError
+from strandline.server.output_parser import OutputFormat
 from strandline.server.reasoning import CLOSE
-from strandline.server.replies import ReplyFormat
 from strandline.server.tools import Toolbox
-from strandline.text.compiling import NUM_THREADS
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams
+from strandline.text.pending_grammars import NUM_THREADS
 from strandline.text.prompts import check_length, encode_text
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Service:
     """Sampling parameters that the model recommends."""
     chat_template: str | None = None
     """Instead of the tokenizer's own."""
-    reply_format: ReplyFormat = field(default_factory=ReplyFormat)
+    output_format: OutputFormat = field(default_factory=OutputFormat)
     """How the model writes calls of tools and reasoning."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
@@ -90,12 +90,12 @@ class Service:
         if toolbox.choice in ("required", "named"):
             if structure is not None:
                 raise RequestError(f"tool_choice {toolbox.choice!r} and another structure cannot be combined")
-            parser = self.reply_format.tool_calls
+            parser = self.output_format.tool_calls
             grammar = await self._compile(lambda: toolbox.grammar(parser, grammars.tag))
             structure = StructuredOutputsParams(grammar=grammar)
         if structure is None:
             return await self.check(params)
-        if self.reply_format.opens_reasoning(prompt):
+        if self.output_format.opens_reasoning(prompt):
             structure = replace(structure, after=CLOSE)
         return await self.check(replace(params, structured_outputs=structure))
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
-from strandline.server.pieces import Kind, Piece, cut_at
+from strandline.server.segments import Segment, SegmentKind, split_at_tag
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
@@ -25,11 +25,11 @@ Schemas = Mapping[str, Mapping[str, Any]]
 class Call(Protocol):
     """One call, from behind its opening tag on."""
 
-    def feed(self, text: str, pieces: list[Piece]) -> str | None:
+    def feed(self, text: str, segments: list[Segment]) -> str | None:
         """Take in text; return what comes behind the call, or None while it goes on."""
 
-    def finish(self, pieces: list[Piece]) -> None:
-        """Say what can be said of a call that is cut off."""
+    def finish(self, segments: list[Segment]) -> None:
+        """Say what can be said of a call that is split off."""
 
 
 class ToolCallParser:
@@ -47,45 +47,45 @@ class ToolCallParser:
         self._has_called = False
         self._text = ""
 
-    def feed(self, text: str) -> list[Piece]:
-        pieces: list[Piece] = []
+    def feed(self, text: str) -> list[Segment]:
+        segments: list[Segment] = []
         self._text += text
         while self._text:
             if self._call is None:
-                if not self._take_content(pieces):
+                if not self._take_content(segments):
                     break
             else:
-                rest = self._call.feed(self._text, pieces)
+                rest = self._call.feed(self._text, segments)
                 self._text = rest or ""
                 if rest is not None:
                     self._call = None
-        return pieces
+        return segments
 
-    def finish(self) -> list[Piece]:
-        pieces: list[Piece] = []
+    def finish(self) -> list[Segment]:
+        segments: list[Segment] = []
         if self._call is not None:
-            self._call.finish(pieces)
+            self._call.finish(segments)
         elif self._text and not (self._has_called and self._text.isspace()):
-            pieces.append(Piece(Kind.CONTENT, self._text))
+            segments.append(Segment(SegmentKind.CONTENT, self._text))
         self._text = ""
-        return pieces
+        return segments
 
-    def _take_content(self, pieces: list[Piece]) -> bool:
+    def _take_content(self, segments: list[Segment]) -> bool:
         """Take content up to a call; return whether one begins."""
-        cut = cut_at(self._text, self._openers)
-        before = cut.before
+        split = split_at_tag(self._text, self._openers)
+        before = split.before
         if self._has_called:
             before = before.lstrip()
         kept = before.rstrip()
         if kept:
-            pieces.append(Piece(Kind.CONTENT, kept))
+            segments.append(Segment(SegmentKind.CONTENT, kept))
             self._has_called = False
-        if cut.tag is None:
-            self._text = before[len(kept) :] + cut.after
+        if split.tag is None:
+            self._text = before[len(kept) :] + split.after
             return False
         self._has_called = True
-        self._call = self._make_call(cut.tag)
-        self._text = cut.after
+        self._call = self._make_call(split.tag)
+        self._text = split.after
         return True
 
 
@@ -95,7 +95,7 @@ class JsonCall:
     def __init__(self) -> None:
         self._text = ""
         self._raw: list[str] = []
-        self._step: Callable[[str, list[Piece]], None] = self._before
+        self._step: Callable[[str, list[Segment]], None] = self._before
         self._name: str | None = None
         self._key = ""
         self._value: list[str] = []
@@ -106,47 +106,47 @@ class JsonCall:
         """Complete arguments that wait for the name."""
         self._has_arguments = False
 
-    def feed(self, text: str, pieces: list[Piece]) -> str | None:
-        cut = cut_at(self._text + text, (CLOSE,))
-        self._text = cut.after
-        self._walk(cut.before, pieces)
-        if cut.tag is None:
+    def feed(self, text: str, segments: list[Segment]) -> str | None:
+        split = split_at_tag(self._text + text, (CLOSE,))
+        self._text = split.after
+        self._walk(split.before, segments)
+        if split.tag is None:
             return None
-        self._end(pieces, CLOSE)
-        return cut.after
+        self._end(segments, CLOSE)
+        return split.after
 
-    def finish(self, pieces: list[Piece]) -> None:
-        self._walk(self._text, pieces)
-        self._end(pieces, "")
+    def finish(self, segments: list[Segment]) -> None:
+        self._walk(self._text, segments)
+        self._end(segments, "")
 
-    def _end(self, pieces: list[Piece], tag: str) -> None:
+    def _end(self, segments: list[Segment], tag: str) -> None:
         if self._name is None:
-            pieces.append(Piece(Kind.CONTENT, OPEN + "".join(self._raw) + tag))
+            segments.append(Segment(SegmentKind.CONTENT, OPEN + "".join(self._raw) + tag))
         elif not self._has_arguments:
-            pieces.append(Piece(Kind.ARGUMENTS, "{}"))
+            segments.append(Segment(SegmentKind.ARGUMENTS, "{}"))
 
-    def _walk(self, text: str, pieces: list[Piece]) -> None:
+    def _walk(self, text: str, segments: list[Segment]) -> None:
         self._raw.append(text)
         for character in text:
-            self._step(character, pieces)
+            self._step(character, segments)
 
     # Steps: where the walk is, one character at a time.
 
-    def _before(self, character: str, pieces: list[Piece]) -> None:
+    def _before(self, character: str, segments: list[Segment]) -> None:
         if not character.isspace():
             self._step = self._at_key if character == "{" else self._lost
 
-    def _lost(self, character: str, pieces: list[Piece]) -> None:
+    def _lost(self, character: str, segments: list[Segment]) -> None:
         """Behind the object, or in what is no JSON."""
 
-    def _at_key(self, character: str, pieces: list[Piece]) -> None:
+    def _at_key(self, character: str, segments: list[Segment]) -> None:
         if character == '"':
             self._value, self._is_escaped = ['"'], False
             self._step = self._in_key
         elif not (character.isspace() or character == ","):
             self._step = self._lost
 
-    def _in_key(self, character: str, pieces: list[Piece]) -> None:
+    def _in_key(self, character: str, segments: list[Segment]) -> None:
         self._value.append(character)
         if self._is_escaped or character != '"':
             self._is_escaped = character == "\\" and not self._is_escaped
@@ -154,13 +154,13 @@ class JsonCall:
         self._key = str(_loads("".join(self._value)))
         self._step = self._at_colon
 
-    def _at_colon(self, character: str, pieces: list[Piece]) -> None:
+    def _at_colon(self, character: str, segments: list[Segment]) -> None:
         if character == ":":
             self._step = self._at_value
         elif not character.isspace():
             self._step = self._lost
 
-    def _at_value(self, character: str, pieces: list[Piece]) -> None:
+    def _at_value(self, character: str, segments: list[Segment]) -> None:
         if character.isspace():
             return
         self._value, self._depth, self._is_string, self._is_escaped = [], 0, False, False
@@ -168,16 +168,16 @@ class JsonCall:
         self._is_passed_on = is_arguments and character == "{" and self._name is not None
         self._has_arguments |= self._is_passed_on
         self._step = self._in_value
-        self._in_value(character, pieces)
+        self._in_value(character, segments)
 
-    def _in_value(self, character: str, pieces: list[Piece]) -> None:
+    def _in_value(self, character: str, segments: list[Segment]) -> None:
         if not self._is_string and self._depth == 0 and self._value and (character in ",}" or character.isspace()):
-            self._take_value(pieces)  # a number or a word ends before this character
-            self._step(character, pieces)
+            self._take_value(segments)  # a number or a word ends before this character
+            self._step(character, segments)
             return
         self._value.append(character)
         if self._is_passed_on:
-            pieces.append(Piece(Kind.ARGUMENTS, character))
+            segments.append(Segment(SegmentKind.ARGUMENTS, character))
         if self._is_string:
             if self._is_escaped or character != '"':
                 self._is_escaped = character == "\\" and not self._is_escaped
@@ -193,29 +193,29 @@ class JsonCall:
         else:
             return
         if self._depth == 0:
-            self._take_value(pieces)
+            self._take_value(segments)
 
-    def _take_value(self, pieces: list[Piece]) -> None:
+    def _take_value(self, segments: list[Segment]) -> None:
         self._step = self._at_key
         text = "".join(self._value)
         if self._key == "name" and self._name is None:
             name = _loads(text)
             if isinstance(name, str) and name:
                 self._name = name
-                pieces.append(Piece(Kind.CALL, name))
+                segments.append(Segment(SegmentKind.CALL, name))
                 if self._arguments is not None:
-                    self._say(self._arguments, pieces)
+                    self._say(self._arguments, segments)
         elif self._key in ("arguments", "parameters") and not self._has_arguments:
             if self._name is None:
                 self._arguments = text
             else:
-                self._say(text, pieces)
+                self._say(text, segments)
 
-    def _say(self, text: str, pieces: list[Piece]) -> None:
+    def _say(self, text: str, segments: list[Segment]) -> None:
         """Give complete arguments, which some models write as a string of JSON."""
         value = _loads(text) if text.startswith('"') else text
         self._has_arguments = True
-        pieces.append(Piece(Kind.ARGUMENTS, "{}" if value in ("null", "", None) else str(value)))
+        segments.append(Segment(SegmentKind.ARGUMENTS, "{}" if value in ("null", "", None) else str(value)))
 
 
 class TagCall:
@@ -230,7 +230,7 @@ class TagCall:
         self._schemas = schemas
         self._text = FUNCTION if opener == FUNCTION else ""
         self._raw = opener
-        self._step: Callable[[list[Piece]], bool] = self._at_function
+        self._step: Callable[[list[Segment]], bool] = self._at_function
         self._name: str | None = None
         self._key = ""
         self._num_parameters = 0
@@ -239,22 +239,22 @@ class TagCall:
         self._is_passed_on = False
         self._rest: str | None = None
 
-    def feed(self, text: str, pieces: list[Piece]) -> str | None:
+    def feed(self, text: str, segments: list[Segment]) -> str | None:
         self._text += text
-        while self._rest is None and self._step(pieces):
+        while self._rest is None and self._step(segments):
             pass
         return self._rest
 
-    def finish(self, pieces: list[Piece]) -> None:
+    def finish(self, segments: list[Segment]) -> None:
         if self._name is None:
             held = self._text if self._raw != FUNCTION else self._text[len(FUNCTION) :]
-            pieces.append(Piece(Kind.CONTENT, self._raw + held))
+            segments.append(Segment(SegmentKind.CONTENT, self._raw + held))
         elif self._step == self._in_function:
-            pieces.append(Piece(Kind.ARGUMENTS, "}"))
+            segments.append(Segment(SegmentKind.ARGUMENTS, "}"))
 
     # Steps: each returns whether the next can be taken with the text that is there.
 
-    def _at_function(self, pieces: list[Piece]) -> bool:
+    def _at_function(self, segments: list[Segment]) -> bool:
         stripped = self._text.lstrip()
         if FUNCTION.startswith(stripped) and stripped != FUNCTION:
             return False
@@ -266,33 +266,33 @@ class TagCall:
             return False
         self._name = name.strip().strip("\"'")
         self._text, self._step = rest, self._in_function
-        pieces += [Piece(Kind.CALL, self._name), Piece(Kind.ARGUMENTS, "{")]
+        segments += [Segment(SegmentKind.CALL, self._name), Segment(SegmentKind.ARGUMENTS, "{")]
         return True
 
-    def _lost(self, pieces: list[Piece]) -> bool:
+    def _lost(self, segments: list[Segment]) -> bool:
         """In what is no call; it is content up to the closing tag."""
-        cut = cut_at(self._text, (CLOSE,))
-        if cut.tag is not None:
-            pieces.append(Piece(Kind.CONTENT, self._raw + cut.before + cut.tag))
-            self._rest = cut.after
+        split = split_at_tag(self._text, (CLOSE,))
+        if split.tag is not None:
+            segments.append(Segment(SegmentKind.CONTENT, self._raw + split.before + split.tag))
+            self._rest = split.after
         return False
 
-    def _in_function(self, pieces: list[Piece]) -> bool:
-        cut = cut_at(self._text, (PARAMETER, END_FUNCTION, CLOSE))
-        self._text = cut.after
-        if cut.tag is None:
+    def _in_function(self, segments: list[Segment]) -> bool:
+        split = split_at_tag(self._text, (PARAMETER, END_FUNCTION, CLOSE))
+        self._text = split.after
+        if split.tag is None:
             return False
-        if cut.tag == PARAMETER:
+        if split.tag == PARAMETER:
             self._step = self._at_parameter
             return True
-        pieces.append(Piece(Kind.ARGUMENTS, "}"))
-        if cut.tag == CLOSE:
-            self._rest = cut.after
+        segments.append(Segment(SegmentKind.ARGUMENTS, "}"))
+        if split.tag == CLOSE:
+            self._rest = split.after
             return False
         self._step = self._behind
         return True
 
-    def _at_parameter(self, pieces: list[Piece]) -> bool:
+    def _at_parameter(self, segments: list[Segment]) -> bool:
         name, end, rest = self._text.partition(">")
         if not end:
             return False
@@ -302,38 +302,38 @@ class TagCall:
         comma = ", " if self._num_parameters else ""
         self._num_parameters += 1
         quote = '"' if self._is_passed_on else ""
-        pieces.append(Piece(Kind.ARGUMENTS, f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {quote}"))
+        segments.append(Segment(SegmentKind.ARGUMENTS, f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {quote}"))
         self._step = self._in_value
         return True
 
-    def _in_value(self, pieces: list[Piece]) -> bool:
+    def _in_value(self, segments: list[Segment]) -> bool:
         if self._is_first and self._text:
             self._text, self._is_first = self._text.removeprefix("\n"), False
-        cut = cut_at(self._text, (END_PARAMETER, PARAMETER, END_FUNCTION))
-        if cut.tag is None:
+        split = split_at_tag(self._text, (END_PARAMETER, PARAMETER, END_FUNCTION))
+        if split.tag is None:
             # The line's end before a closing tag is not the value's.
-            kept = cut.before.removesuffix("\n")
-            self._take(kept, pieces)
-            self._text = cut.before[len(kept) :] + cut.after
+            kept = split.before.removesuffix("\n")
+            self._take(kept, segments)
+            self._text = split.before[len(kept) :] + split.after
             return False
-        self._take(cut.before.removesuffix("\n"), pieces)
+        self._take(split.before.removesuffix("\n"), segments)
         if self._is_passed_on:
-            pieces.append(Piece(Kind.ARGUMENTS, '"'))
+            segments.append(Segment(SegmentKind.ARGUMENTS, '"'))
         else:
-            pieces.append(Piece(Kind.ARGUMENTS, _value_as_json("".join(self._value), self._schema())))
-        self._text = cut.after if cut.tag == END_PARAMETER else cut.tag + cut.after
+            segments.append(Segment(SegmentKind.ARGUMENTS, _value_as_json("".join(self._value), self._schema())))
+        self._text = split.after if split.tag == END_PARAMETER else split.tag + split.after
         self._step = self._in_function
         return True
 
-    def _take(self, text: str, pieces: list[Piece]) -> None:
+    def _take(self, text: str, segments: list[Segment]) -> None:
         if not text:
             return
         if self._is_passed_on:
-            pieces.append(Piece(Kind.ARGUMENTS, json.dumps(text, ensure_ascii=False)[1:-1]))
+            segments.append(Segment(SegmentKind.ARGUMENTS, json.dumps(text, ensure_ascii=False)[1:-1]))
         else:
             self._value.append(text)
 
-    def _behind(self, pieces: list[Piece]) -> bool:
+    def _behind(self, segments: list[Segment]) -> bool:
         stripped = self._text.lstrip()
         if CLOSE.startswith(stripped) and stripped != CLOSE:
             return False

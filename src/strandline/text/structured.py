@@ -2,8 +2,8 @@
 
 The text part compiles a grammar before a request is admitted, so that a wrong one harms nobody. The core keeps one
 matcher per output beside its sampling state; before a token is chosen, the matcher says which ones may come, and
-all others are banned in that row. Compiling and matching are llguidance's. Compiling lets other threads run, so that
-a server does it beside its steps and streams.
+all others are banned in that row. llguidance compiles and matches. It releases the GIL while it compiles, so that a
+server compiles beside its steps and streams.
 """
 
 import json

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.server.anthropic_blocks import Blocks
-from strandline.server.pieces import Kind, Piece
+from strandline.server.messages_blocks import Blocks
+from strandline.server.segments import Segment, SegmentKind
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 QUESTION: dict[str, Any] = {
@@ -183,6 +183,6 @@ def test_what_is_malformed_is_refused(client: anthropic.Anthropic, more: dict[st
 
 def test_arguments_that_are_no_json_are_handed_over_as_they_are() -> None:
     blocks = Blocks()
-    blocks.take([Piece(Kind.CALL, "f"), Piece(Kind.ARGUMENTS, "{oh")])
+    blocks.take([Segment(SegmentKind.CALL, "f"), Segment(SegmentKind.ARGUMENTS, "{oh")])
     blocks.finish()
     assert blocks.blocks[0]["input"] == {"invalid_json": "{oh"}

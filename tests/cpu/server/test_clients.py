@@ -19,7 +19,7 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.records.outputs import Logprob
-from strandline.server.answers import completion_logprobs
+from strandline.server.usage_and_logprobs import completion_logprobs
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 PAGE = (Path(__file__).parents[3] / "docs" / "clients.md").read_text()

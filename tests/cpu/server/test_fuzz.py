@@ -7,10 +7,10 @@ import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strandline.server.anthropic import MessagesBody
-from strandline.server.bodies import ChatBody, CompletionBody, TokenizeBody
 from strandline.server.cache_page import ExplainBody
-from strandline.server.responses import ResponsesBody
+from strandline.server.messages_api import MessagesBody
+from strandline.server.request_bodies import ChatBody, CompletionBody, TokenizeBody
+from strandline.server.responses_api import ResponsesBody
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 SCALARS = (

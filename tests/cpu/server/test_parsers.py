@@ -1,4 +1,4 @@
-"""Reasoning and calls of tools in a model's text: what is found, however the text is cut, and whatever it holds."""
+"""Reasoning and calls of tools in a model's text: what is found, however the text is split, and whatever it holds."""
 
 import json
 from collections.abc import Callable
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.server.pieces import Kind, Piece, PieceParser, cut_at, joined
 from strandline.server.reasoning import ThinkParser
+from strandline.server.segments import Segment, SegmentKind, SegmentParser, merge_segments, split_at_tag
 from strandline.server.tool_calls import TOOL_PARSERS
 
 SCHEMAS: dict[str, Any] = {
@@ -24,7 +24,7 @@ SCHEMAS: dict[str, Any] = {
         },
     }
 }
-PARSERS: dict[str, Callable[[], PieceParser]] = {
+PARSERS: dict[str, Callable[[], SegmentParser]] = {
     "think": lambda: ThinkParser(is_open=False),
     "think, opened": lambda: ThinkParser(is_open=True),
     "hermes": lambda: TOOL_PARSERS["hermes"](SCHEMAS),
@@ -38,23 +38,23 @@ SHARDS = [
 ]
 
 
-def parse(name: str, *texts: str) -> list[Piece]:
+def parse(name: str, *texts: str) -> list[Segment]:
     parser = PARSERS[name]()
-    pieces = [piece for text in texts for piece in parser.feed(text)]
-    return joined([*pieces, *parser.finish()])
+    segments = [segment for text in texts for segment in parser.feed(text)]
+    return merge_segments([*segments, *parser.finish()])
 
 
-def calls(pieces: list[Piece]) -> list[tuple[str, Any]]:
+def calls(segments: list[Segment]) -> list[tuple[str, Any]]:
     """Return the names and arguments of well-formed calls."""
     found = []
-    for piece, after in zip(pieces, [*pieces[1:], Piece(Kind.CONTENT, "")], strict=True):
-        if piece.kind is Kind.CALL:
-            found.append((piece.text, json.loads(after.text) if after.kind is Kind.ARGUMENTS else None))
+    for segment, after in zip(segments, [*segments[1:], Segment(SegmentKind.CONTENT, "")], strict=True):
+        if segment.kind is SegmentKind.CALL:
+            found.append((segment.text, json.loads(after.text) if after.kind is SegmentKind.ARGUMENTS else None))
     return found
 
 
-def contents(pieces: list[Piece]) -> str:
-    return "".join(piece.text for piece in pieces if piece.kind is Kind.CONTENT)
+def contents(segments: list[Segment]) -> str:
+    return "".join(segment.text for segment in segments if segment.kind is SegmentKind.CONTENT)
 
 
 @settings(max_examples=400, deadline=None)
@@ -70,20 +70,20 @@ def test_how_the_text_is_cut_changes_nothing(name: str, shards: list[str], data:
 
 @given(st.sampled_from(sorted(PARSERS)), st.text("ab <>/\n{}", max_size=60))
 def test_text_without_whole_tags_is_kept(name: str, text: str) -> None:
-    kept = "".join(piece.text for piece in parse(name, text))
+    kept = "".join(segment.text for segment in parse(name, text))
     assert kept == (text.lstrip() if name == "think, opened" and text.strip() else text)
 
 
 def test_reasoning_is_told_from_the_answer() -> None:
-    expected = [Piece(Kind.REASONING, "hm,\n\nso"), Piece(Kind.CONTENT, "Yes.\n")]
+    expected = [Segment(SegmentKind.REASONING, "hm,\n\nso"), Segment(SegmentKind.CONTENT, "Yes.\n")]
     assert parse("think", "<think>\nhm,\n\nso\n</think>\n\nYes.\n") == expected
     assert parse("think, opened", "hm,\n\nso\n</think>\n\nYes.\n") == expected
     assert parse("think, opened", "<think>\nhm,\n\nso\n</think>\n\nYes.\n") == expected
 
 
 def test_reasoning_that_does_not_end_is_all_reasoning_and_none_is_all_answer() -> None:
-    assert parse("think, opened", "still at it") == [Piece(Kind.REASONING, "still at it")]
-    assert parse("think", "  no </think> here") == [Piece(Kind.CONTENT, "  no </think> here")]
+    assert parse("think, opened", "still at it") == [Segment(SegmentKind.REASONING, "still at it")]
+    assert parse("think", "  no </think> here") == [Segment(SegmentKind.CONTENT, "  no </think> here")]
 
 
 def test_calls_in_json_are_found_among_content() -> None:
@@ -91,19 +91,19 @@ def test_calls_in_json_are_found_among_content() -> None:
         'Let me see.\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "x": [1, "}"]}}\n</tool_call>\n'
         '<tool_call>{"name": "clock"}</tool_call>'
     )
-    pieces = parse("hermes", text)
-    assert contents(pieces) == "Let me see."
-    assert calls(pieces) == [("weather", {"city": "Ulm", "x": [1, "}"]}), ("clock", {})]
+    segments = parse("hermes", text)
+    assert contents(segments) == "Let me see."
+    assert calls(segments) == [("weather", {"city": "Ulm", "x": [1, "}"]}), ("clock", {})]
 
 
 def test_the_name_comes_first_and_arguments_as_they_are_written() -> None:
     parser = PARSERS["hermes"]()
-    assert parser.feed('<tool_call>{"name": "weather", "argu') == [Piece(Kind.CALL, "weather")]
-    assert joined(parser.feed('ments": {"city": "U')) == [Piece(Kind.ARGUMENTS, '{"city": "U')]
-    assert joined(parser.feed('lm"}}')) == [Piece(Kind.ARGUMENTS, 'lm"}')]
+    assert parser.feed('<tool_call>{"name": "weather", "argu') == [Segment(SegmentKind.CALL, "weather")]
+    assert merge_segments(parser.feed('ments": {"city": "U')) == [Segment(SegmentKind.ARGUMENTS, '{"city": "U')]
+    assert merge_segments(parser.feed('lm"}}')) == [Segment(SegmentKind.ARGUMENTS, 'lm"}')]
     parser = PARSERS["qwen3_coder"]()
     parser.feed("<tool_call>\n<function=weather>\n<parameter=city>\nUl")
-    assert joined(parser.feed("m und Neu")) == [Piece(Kind.ARGUMENTS, "m und Neu")]
+    assert merge_segments(parser.feed("m und Neu")) == [Segment(SegmentKind.ARGUMENTS, "m und Neu")]
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_other_ways_of_writing_json_are_understood(written: str) -> None:
 @pytest.mark.parametrize("wrong", ["", "not json", '{"name": 3}', "[]", '{"name"', '{name: "weather"}', '{"a": {}}'])
 def test_what_is_no_call_is_content(wrong: str) -> None:
     text = f"<tool_call>{wrong}</tool_call>"
-    assert parse("hermes", text) == [Piece(Kind.CONTENT, text)]
+    assert parse("hermes", text) == [Segment(SegmentKind.CONTENT, text)]
     if not wrong.startswith("<function="):
-        assert parse("qwen3_coder", text) == [Piece(Kind.CONTENT, text)]
+        assert parse("qwen3_coder", text) == [Segment(SegmentKind.CONTENT, text)]
 
 
 def test_calls_in_tags_are_typed_by_their_schema() -> None:
@@ -134,17 +134,17 @@ def test_calls_in_tags_are_typed_by_their_schema() -> None:
         "<parameter=maybe>\nnull\n</parameter>\n<parameter=other>\n12\n</parameter>\n</function>\n</tool_call>\n"
         "<tool_call>\n<function=clock>\n</function>\n</tool_call>"
     )
-    pieces = parse("qwen3_coder", text)
+    segments = parse("qwen3_coder", text)
     weather = {"city": 'New\n"York"', "days": 3, "exact": True, "where": {"x": [1]}, "maybe": None, "other": "12"}
-    assert calls(pieces) == [("weather", weather), ("clock", {})]
-    assert contents(pieces) == "Sure."
+    assert calls(segments) == [("weather", weather), ("clock", {})]
+    assert contents(segments) == "Sure."
 
 
 def test_tags_that_a_model_forgot_are_put_up_with() -> None:
     text = "<function=weather>\n<parameter=city>\nUlm\n<parameter=days>\n3\n</function>\nDone."
-    pieces = parse("qwen3_coder", text)
-    assert calls(pieces) == [("weather", {"city": "Ulm", "days": 3})]
-    assert contents(pieces) == "Done."
+    segments = parse("qwen3_coder", text)
+    assert calls(segments) == [("weather", {"city": "Ulm", "days": 3})]
+    assert contents(segments) == "Done."
 
 
 def test_a_value_may_hold_the_tag_that_ends_a_call() -> None:
@@ -158,10 +158,14 @@ def test_values_that_are_not_what_the_schema_says_stay_strings() -> None:
 
 
 def test_a_call_that_is_cut_off_keeps_what_there_is() -> None:
-    assert parse("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b')[-1] == Piece(Kind.ARGUMENTS, '{"a": "b')
-    assert parse("qwen3_coder", "<tool_call><function=f><parameter=a>b")[-1] == Piece(Kind.ARGUMENTS, '{"a": "b')
+    assert parse("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b')[-1] == Segment(
+        SegmentKind.ARGUMENTS, '{"a": "b'
+    )
+    assert parse("qwen3_coder", "<tool_call><function=f><parameter=a>b")[-1] == Segment(
+        SegmentKind.ARGUMENTS, '{"a": "b'
+    )
 
 
 def test_a_text_is_cut_at_the_first_tag_and_what_may_be_one_is_held() -> None:
-    assert cut_at("ab<y>c<x>", ("<x>", "<y>")) == ("ab", "<y>", "c<x>")
-    assert cut_at("ab<", ("<x>",)) == ("ab", None, "<")
+    assert split_at_tag("ab<y>c<x>", ("<x>", "<y>")) == ("ab", "<y>", "c<x>")
+    assert split_at_tag("ab<", ("<x>",)) == ("ab", None, "<")

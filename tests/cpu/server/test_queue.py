@@ -13,7 +13,7 @@ from strandline.records.events import CoreStats, Limits
 from strandline.records.messages import ENCODER as TO_FRONT_END
 from strandline.records.messages import TO_CORE, AskStats, FromCore, Stats, Submit
 from strandline.server.app import build_app
-from strandline.server.client import EngineClient
+from strandline.server.engine_client import EngineClient
 from strandline.server.metrics import Metrics
 from strandline.server.service import Service
 from strandline.text.frontend import Frontend

@@ -13,17 +13,17 @@ from pydantic import BaseModel, ConfigDict
 from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
-from strandline.server.answers import Json, cache_account
-from strandline.server.bodies import Objects, Strings, check_extra
-from strandline.server.client import Prompt
+from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
-from strandline.server.pieces import joined
 from strandline.server.reasoning import CLOSE
-from strandline.server.response_items import Items, chat_messages, chat_tools
+from strandline.server.request_bodies import Objects, Strings, check_extra
+from strandline.server.responses_items import Items, chat_messages, chat_tools
+from strandline.server.segments import merge_segments
 from strandline.server.service import Service
-from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, named_events, while_connected
-from strandline.server.structures import structure_of
+from strandline.server.sse import CLIENT_CLOSED_REQUEST, EventStream, json_response, named_events, while_connected
+from strandline.server.structured_fields import structure_of
 from strandline.server.tools import Toolbox
+from strandline.server.usage_and_logprobs import Json, cache_account
 from strandline.text.frontend import CheckedParams
 
 STORED: Final = ("previous_response_id", "conversation", "background", "prompt")
@@ -110,7 +110,7 @@ class ModelResponse:
             "top_p": params.top_p,
             "truncation": "disabled",
         }
-        self._reply = service.reply_format.reply(prompt.text or "", body.toolbox().schemas)
+        self._parser = service.output_format.parser(prompt.text or "", body.toolbox().schemas)
         self._items = Items()
         self._closing_id: int | None = service.tokenizer.get_added_vocab().get(CLOSE)
         self._num_reasoning = 0
@@ -123,7 +123,7 @@ class ModelResponse:
             [delta] = await self.job.whole()
         [output] = delta.outputs
         self._count_reasoning(output)
-        self._items.take(joined([*self._reply.feed(output.text), *self._reply.finish()]))
+        self._items.append(merge_segments([*self._parser.feed(output.text), *self._parser.finish()]))
         self._items.finish(_status(output))
         return self._finished(output)
 
@@ -140,10 +140,10 @@ class ModelResponse:
         async for _, delta in self.job.deltas():
             [output] = delta.outputs
             self._count_reasoning(output)
-            for event in self._items.take(self._reply.feed(output.text)):
+            for event in self._items.append(self._parser.feed(output.text)):
                 yield event
             if delta.finished:
-                for event in self._items.take(self._reply.finish()) + self._items.finish(_status(output)):
+                for event in self._items.append(self._parser.finish()) + self._items.finish(_status(output)):
                     yield event
                 yield {"type": f"response.{_status(output)}", "response": self._finished(output)}
 
@@ -165,7 +165,7 @@ class ModelResponse:
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": stream.account.hit if stream.account is not None else 0},
             "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning if self._reply.reasoning else 0},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning if self._parser.reasoning else 0},
             "total_tokens": num_prompt + num_output,
         }
         if self._body.include_cache_account:

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.types import Message
 
 from strandline.server import launch
-from strandline.server.streams import EventStream, plain_events
+from strandline.server.sse import EventStream, plain_events
 
 
 class WatchedJob:

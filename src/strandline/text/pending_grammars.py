@@ -13,7 +13,7 @@ NUM_THREADS: Final = 2
 """So that one grammar that takes long does not hold up all others."""
 
 
-class Compiling:
+class PendingGrammars:
     """Keeps sequences until their grammars are compiled. All but the compiling happens in the caller's thread."""
 
     def __init__(self, compile_grammar: Callable[[StructuredOutputsParams], object]) -> None:

@@ -1,4 +1,4 @@
-"""Between the items of OpenAI's Responses API and the messages and pieces that the rest of the server knows."""
+"""Between the items of OpenAI's Responses API and the messages and segments that the rest of the server knows."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,9 +6,9 @@ from typing import Any, Final
 from uuid import uuid4
 
 from strandline.errors import RequestError
-from strandline.server.answers import Json
-from strandline.server.pieces import Kind, Piece
+from strandline.server.segments import Segment, SegmentKind
 from strandline.server.tools import Toolbox, toolbox
+from strandline.server.usage_and_logprobs import Json
 
 SYSTEM_ROLES: Final = ("system", "developer")
 TEXT_PARTS: Final = ("input_text", "output_text", "text")
@@ -108,17 +108,17 @@ class Items:
         self.items: list[Json] = []
         self._is_open = False
 
-    def take(self, pieces: Iterable[Piece]) -> list[Json]:
-        """Take in pieces; return their events."""
+    def append(self, segments: Iterable[Segment]) -> list[Json]:
+        """Take in segments; return their events."""
         events: list[Json] = []
-        for kind, text in pieces:
-            if kind is Kind.CALL:
+        for kind, text in segments:
+            if kind is SegmentKind.CALL:
                 call = {"id": _name("fc"), "type": "function_call", "status": "in_progress", "call_id": _name("call")}
                 events += self._open({**call, "name": text, "arguments": ""})
                 continue
-            if kind is Kind.CONTENT:
+            if kind is SegmentKind.CONTENT:
                 events += self._need("message")
-            elif kind is Kind.REASONING:
+            elif kind is SegmentKind.REASONING:
                 events += self._need("reasoning")
             events.append(self._grow(text))
         return events

@@ -9,15 +9,15 @@ from fastapi.responses import Response
 
 from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta, RequestDelta
-from strandline.server.answers import Json, chat_logprobs, usage, usage_so_far
-from strandline.server.bodies import ChatBody
-from strandline.server.client import Prompt
+from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
-from strandline.server.pieces import joined
-from strandline.server.replies import Reply, deltas, finish_reason, message
+from strandline.server.output_parser import OutputParser, chat_deltas, chat_finish_reason, chat_message
+from strandline.server.request_bodies import ChatBody
+from strandline.server.segments import merge_segments
 from strandline.server.service import Service
-from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, plain_events, while_connected
+from strandline.server.sse import CLIENT_CLOSED_REQUEST, EventStream, json_response, plain_events, while_connected
 from strandline.server.tools import Toolbox, toolbox
+from strandline.server.usage_and_logprobs import Json, chat_logprobs, usage, usage_so_far
 from strandline.text.frontend import CheckedParams
 
 
@@ -35,8 +35,8 @@ class Chat:
             "created": int(time.time()),
             "model": service.model_names[0],
         }
-        self._replies = [service.reply_format.reply(prompt.text or "", box.schemas) for _ in range(params.params.n)]
-        self._token_ids: list[list[int]] = [[] for _ in self._replies]
+        self._parsers = [service.output_format.parser(prompt.text or "", box.schemas) for _ in range(params.params.n)]
+        self._token_ids: list[list[int]] = [[] for _ in self._parsers]
         """Of each output, those that the client has not been shown."""
         self.job = service.client.submit(str(self._head["id"]), [prompt], params, salt)
 
@@ -45,16 +45,16 @@ class Chat:
         with self.job:
             [delta] = await self.job.whole()
         choices = []
-        for output, reply in zip(delta.outputs, self._replies, strict=True):
-            reply.feed(output.text)
-            reply.finish()
+        for output, parser in zip(delta.outputs, self._parsers, strict=True):
+            parser.feed(output.text)
+            parser.finish()
             logprobs = chat_logprobs(output.logprobs or [], self._num_top) if self._body.logprobs else None
             choices.append(
                 {
                     "index": output.index,
-                    "message": message(reply),
+                    "message": chat_message(parser),
                     "logprobs": logprobs,
-                    "finish_reason": finish_reason(reply, output.finish_reason),
+                    "finish_reason": chat_finish_reason(parser, output.finish_reason),
                     "stop_reason": output.stop_reason,
                     **({"token_ids": output.token_ids} if self._body.return_token_ids else {}),
                 }
@@ -72,13 +72,13 @@ class Chat:
                 usage = self._usage_so_far(delta, output)
                 yield {**self._head, "choices": [choice], **self._prompt_ids(), **usage}
             is_begun = True
-            for output, reply in zip(delta.outputs, self._replies, strict=True):
-                for choice in self._choices(output, reply):
+            for output, parser in zip(delta.outputs, self._parsers, strict=True):
+                for choice in self._choices(output, parser):
                     yield {**self._head, "choices": [choice], **self._usage_so_far(delta, output)}
         if self._body.wants_usage():
             yield {**self._head, "choices": [], "usage": self._usage()}
 
-    def _choices(self, output: OutputDelta, reply: Reply) -> list[Json]:
+    def _choices(self, output: OutputDelta, parser: OutputParser) -> list[Json]:
         """Return a delta of one output as choices, one per part; the last says why it ended, if it did."""
         token_ids = self._token_ids[output.index]
         token_ids += output.token_ids
@@ -86,8 +86,8 @@ class Chat:
             return []
         is_end = output.finish_reason is not None
         entries = output.logprobs
-        pieces = reply.feed(output.text)
-        found = deltas(reply, joined([*pieces, *reply.finish()] if is_end else pieces))
+        segments = parser.feed(output.text)
+        found = chat_deltas(parser, merge_segments([*segments, *parser.finish()] if is_end else segments))
         wants_ids = bool(self._body.return_token_ids)
         if not found:
             if not (is_end or entries or wants_ids):
@@ -98,7 +98,7 @@ class Chat:
             for delta in found
         ]
         choices[0]["logprobs"] = chat_logprobs(entries, self._num_top) if entries else None
-        choices[-1]["finish_reason"] = finish_reason(reply, output.finish_reason)
+        choices[-1]["finish_reason"] = chat_finish_reason(parser, output.finish_reason)
         choices[-1]["stop_reason"] = output.stop_reason
         if wants_ids:
             choices[0]["token_ids"] = list(token_ids)

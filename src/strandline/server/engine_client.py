@@ -151,7 +151,7 @@ class EngineClient:
     ) -> None:
         self.frontend = frontend
         self.metrics = metrics
-        self.death: str | None = None
+        self.failure: str | None = None
         """Why the core has ended; None while it lives."""
         self._advice = advice
         self._socket = socket
@@ -173,7 +173,7 @@ class EngineClient:
             QueueFullError: too many wait already.
             EngineDeadError: the core has ended.
         """
-        self.require_life()
+        self.require_running()
         wanted = params.params
         self.require_room(len(prompts) * wanted.n)
         for text in (salt, *wanted.stop_strings, *(wanted.bad_words or ())):
@@ -230,33 +230,33 @@ class EngineClient:
             if not stream.is_finished:
                 names += self.frontend.close(stream.request_id)
                 self.metrics.forget(stream.request_id)
-        if names and self.death is None:
+        if names and self.failure is None:
             self._send(Finish(names))
 
     # The core
 
-    def require_life(self) -> None:
+    def require_running(self) -> None:
         """Raise an EngineDeadError if the core has ended."""
-        if self.death is not None:
-            raise EngineDeadError(f"the engine has stopped: {self.death}")
+        if self.failure is not None:
+            raise EngineDeadError(f"the engine has stopped: {self.failure}")
 
     def fail(self, reason: str) -> None:
         """Note that the core has ended; fail all jobs. The first reason counts."""
-        if self.death is not None:
+        if self.failure is not None:
             return
-        self.death = f"{reason}; {self._advice}"
+        self.failure = f"{reason}; {self._advice}"
         for job in set(self._jobs.values()):
-            job.fail(self.death)
+            job.fail(self.failure)
         for future in (*self._stats_wanted, *self._questions.values()):
             if not future.done():
                 future.set_exception(EngineDeadError(reason))
         self._stats_wanted.clear()
 
-    def revive(self, socket: zmq.asyncio.Socket, limits: Limits) -> None:
+    def reconnect(self, socket: zmq.asyncio.Socket, limits: Limits) -> None:
         """Go on with a new core; what ran on the old one has failed."""
         self._socket = socket
         self.frontend.limits = limits
-        self.death = None
+        self.failure = None
 
     async def ask_stats(self) -> CoreStats:
         """Return where the core stands; what it will be given soon waits, too.
@@ -265,7 +265,7 @@ class EngineClient:
             EngineDeadError: it has ended.
             RequestTimeoutError: it does not answer.
         """
-        self.require_life()
+        self.require_running()
         future = asyncio.get_running_loop().create_future()
         self._stats_wanted.append(future)
         self._send(AskStats())
@@ -287,7 +287,7 @@ class EngineClient:
         return answer
 
     async def _ask(self, message: Callable[[int], ToCore]) -> Any:
-        self.require_life()
+        self.require_running()
         self._num_questions += 1
         number = self._num_questions
         future = self._questions[number] = asyncio.get_running_loop().create_future()

@@ -11,12 +11,12 @@ from fastapi.responses import Response
 
 from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta, RequestDelta
-from strandline.server.answers import Entry, Json, completion_logprobs, usage, usage_so_far
-from strandline.server.bodies import CompletionBody
-from strandline.server.client import Prompt
+from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
+from strandline.server.request_bodies import CompletionBody
 from strandline.server.service import Service
-from strandline.server.streams import CLIENT_CLOSED_REQUEST, EventStream, json_response, plain_events, while_connected
+from strandline.server.sse import CLIENT_CLOSED_REQUEST, EventStream, json_response, plain_events, while_connected
+from strandline.server.usage_and_logprobs import Entry, Json, completion_logprobs, usage, usage_so_far
 from strandline.text.frontend import CheckedParams
 from strandline.text.output_streams import RequestStream
 

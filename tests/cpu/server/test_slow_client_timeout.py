@@ -10,9 +10,9 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
-from strandline.server.bodies import DetokenizeBody
-from strandline.server.faults import add_error_handlers
-from strandline.server.patience import Patience
+from strandline.server.error_responses import add_error_handlers
+from strandline.server.request_bodies import DetokenizeBody
+from strandline.server.slow_client_timeout import SlowClientTimeout
 from tests.cpu.server.process import running_server
 
 HTTP: Scope = {"type": "http"}
@@ -46,7 +46,7 @@ async def nothing() -> Message:
 
 def test_a_connection_of_which_nothing_is_taken_is_cut() -> None:
     connection = Connection()
-    asyncio.run(Patience(two_pieces, 0.01)(HTTP, nothing, connection.send))
+    asyncio.run(SlowClientTimeout(two_pieces, 0.01)(HTTP, nothing, connection.send))
     assert connection.is_aborted
 
 
@@ -57,7 +57,7 @@ def test_without_a_transport_the_request_fails() -> None:
         await connection.send(message)
 
     with pytest.raises(ConnectionAbortedError):
-        asyncio.run(Patience(two_pieces, 0.01)(HTTP, nothing, send))
+        asyncio.run(SlowClientTimeout(two_pieces, 0.01)(HTTP, nothing, send))
 
 
 def test_a_body_that_does_not_go_on_is_refused_in_the_shape_of_its_path() -> None:
@@ -87,7 +87,7 @@ def test_a_body_that_does_not_go_on_is_refused_in_the_shape_of_its_path() -> Non
         "server": ("x", 1),
         "scheme": "http",
     }
-    asyncio.run(Patience(app, 0.01)(scope, receive, send))
+    asyncio.run(SlowClientTimeout(app, 0.01)(scope, receive, send))
     start, body = sent
     assert start["status"] == 408
     assert (b"connection", b"close") in start["headers"]

@@ -10,8 +10,8 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from strandline.errors import EngineError, RequestError
-from strandline.server.client import Job
-from strandline.server.faults import error_body, status_of
+from strandline.server.engine_client import Job
+from strandline.server.error_responses import error_body, status_of
 
 T = TypeVar("T")
 

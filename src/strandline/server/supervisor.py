@@ -1,4 +1,4 @@
-"""The life of the core's process: started, greeted, watched, and started again when it has ended, if that is wished."""
+"""Supervises the engine process: start, handshake, exit, and restart if the server was told to."""
 
 import asyncio
 import logging
@@ -18,40 +18,40 @@ from strandline.config import EngineConfig
 from strandline.errors import ConfigError, EngineError, StrandlineError
 from strandline.records.events import Limits
 from strandline.records.messages import ENCODER, FROM_CORE, Ready, Refused, Start
-from strandline.server.client import EngineClient
+from strandline.server.engine_client import EngineClient
 
 LOGGER: Final = logging.getLogger("strandline.server")
 STOP_TIMEOUT_S: Final = 5.0
-FIRST_WAIT_S: Final = 0.5
-"""Before the core is started again; doubled each time, up to the longest."""
-LONGEST_WAIT_S: Final = 60.0
-LAST_WORDS_S: Final = 0.05
-"""Time to read what the core said of its end."""
-CALM_S: Final = 120.0
-"""A life longer than this was a good one: the next wait is a short one again."""
+FIRST_RESTART_DELAY_S: Final = 0.5
+"""Doubled after each restart, up to the longest."""
+LONGEST_RESTART_DELAY_S: Final = 60.0
+STABLE_AFTER_S: Final = 120.0
+"""A process that ran longer than this resets the delay."""
+DRAIN_S: Final = 0.05
+"""Time to receive the last messages of a process that has exited."""
 
 
-class CoreLife:
-    """One process of the core, from its start to its end."""
+class EngineProcess:
+    """A running engine process and the socket to it."""
 
     def __init__(self, socket: zmq.asyncio.Socket, process: subprocess.Popen[bytes]) -> None:
         loop = asyncio.get_running_loop()
         self.socket = socket
         self._process = process
-        self._ended = loop.create_future()
-        self._watch = os.pidfd_open(process.pid)
-        loop.add_reader(self._watch, partial(_settle, self._ended))
+        self._exited = loop.create_future()
+        self._pidfd = os.pidfd_open(process.pid)
+        loop.add_reader(self._pidfd, partial(_set_done, self._exited))
 
-    async def greet(self, engine: EngineConfig) -> Limits:
-        """Wait until the core is ready.
+    async def handshake(self, engine: EngineConfig) -> Limits:
+        """Send the configuration and wait until the engine is ready.
 
         Raises:
             ConfigError: the configuration does not allow a start.
-            EngineError: the process ended before it was ready.
+            EngineError: the process exited before it was ready.
         """
         self.socket.send(ENCODER.encode(Start(engine)))  # not awaited: a process that dies early never takes it
         first = asyncio.ensure_future(self.socket.recv())
-        await asyncio.wait((first, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((first, self._exited), return_when=asyncio.FIRST_COMPLETED)
         if not first.done():
             first.cancel()
             raise EngineError("the engine's process ended while it started; its error is above")
@@ -65,26 +65,26 @@ class CoreLife:
             case other:
                 raise EngineError(f"the engine began with {other!r}")
 
-    async def last(self, client: EngineClient) -> str:
-        """Let the client receive until the process, or the receiving, ends; return why it did."""
+    async def receive_until_exit(self, client: EngineClient) -> str:
+        """Let the client receive until the process exits or receiving fails; return the reason."""
         receiving = asyncio.ensure_future(client.receive())
         try:
-            await asyncio.wait((receiving, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((receiving, self._exited), return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
-                await asyncio.wait((receiving,), timeout=LAST_WORDS_S)
+                await asyncio.wait((receiving,), timeout=DRAIN_S)
             if not receiving.done():
                 return f"its process ended with code {self._process.wait()}"
             # An error in the front end's own part of the work must not leave requests waiting.
             error = receiving.exception()
-            LOGGER.error("cannot take in what the engine says", exc_info=error)
+            LOGGER.error("cannot process a message of the engine", exc_info=error)
             return f"{type(error).__name__}: {error}"
         finally:
             receiving.cancel()
 
     def close(self) -> None:
-        """Let the core end by itself: its standard input closes. Kill it when it does not."""
-        asyncio.get_running_loop().remove_reader(self._watch)
-        os.close(self._watch)
+        """Close the process's standard input, at which it exits; kill it if it does not."""
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -95,8 +95,11 @@ class CoreLife:
 
 
 @asynccontextmanager
-async def core_life(engine: EngineConfig) -> AsyncIterator[tuple[CoreLife, Limits]]:
-    """Start the core's process and yield it when it is ready; end it on the way out. Raises as ``CoreLife.greet``."""
+async def engine_process(engine: EngineConfig) -> AsyncIterator[tuple[EngineProcess, Limits]]:
+    """Start an engine process, yield it once it is ready, and end it on exit.
+
+    Raises: as ``EngineProcess.handshake``.
+    """
     folder = tempfile.mkdtemp(prefix="strandline-")  # readable by this user alone
     address = f"ipc://{folder}/core"
     with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as socket:
@@ -104,34 +107,35 @@ async def core_life(engine: EngineConfig) -> AsyncIterator[tuple[CoreLife, Limit
         socket.linger = 0
         socket.bind(address)
         command = [sys.executable, "-m", "strandline.engine.core_process", address]
-        life = CoreLife(socket, subprocess.Popen(command, stdin=subprocess.PIPE))
+        process = EngineProcess(socket, subprocess.Popen(command, stdin=subprocess.PIPE))
         try:
-            limits = await life.greet(engine)
+            limits = await process.handshake(engine)
             shutil.rmtree(folder)
-            yield life, limits
+            yield process, limits
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            life.close()
+            process.close()
 
 
-async def live_on(engine: EngineConfig, client: EngineClient) -> None:
-    """Start the core again and again, waiting longer each time, and give it to the client."""
+async def keep_restarting(engine: EngineConfig, client: EngineClient) -> None:
+    """Restart the engine whenever it has exited, with growing delays, and connect the client to it."""
     loop = asyncio.get_running_loop()
-    wait_s = FIRST_WAIT_S
+    delay_s = FIRST_RESTART_DELAY_S
     while True:
-        LOGGER.warning("the engine has stopped: %s; it starts in %g s", client.death, wait_s)
-        await asyncio.sleep(wait_s)
-        begun = loop.time()
+        LOGGER.warning("the engine has stopped: %s; restarting in %g s", client.failure, delay_s)
+        await asyncio.sleep(delay_s)
+        started_s = loop.time()
         try:
-            async with core_life(engine) as (life, limits):
-                client.revive(life.socket, limits)
+            async with engine_process(engine) as (process, limits):
+                client.reconnect(process.socket, limits)
                 LOGGER.info("the engine runs again")
-                client.fail(await life.last(client))
+                client.fail(await process.receive_until_exit(client))
         except StrandlineError as error:
             LOGGER.error("the engine does not start: %s", error)
-        wait_s = FIRST_WAIT_S if loop.time() - begun > CALM_S else min(2 * wait_s, LONGEST_WAIT_S)
+        is_stable = loop.time() - started_s > STABLE_AFTER_S
+        delay_s = FIRST_RESTART_DELAY_S if is_stable else min(2 * delay_s, LONGEST_RESTART_DELAY_S)
 
 
-def _settle(future: asyncio.Future[None]) -> None:
+def _set_done(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)

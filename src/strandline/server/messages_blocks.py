@@ -1,14 +1,14 @@
-"""Between Anthropic's content blocks and the messages, tools and pieces that the rest of the server knows."""
+"""Between Anthropic's content blocks and the messages, tools and segments that the rest of the server knows."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from strandline.errors import RequestError
-from strandline.server.answers import Json
-from strandline.server.pieces import Kind, Piece
-from strandline.server.replies import ToolCall
+from strandline.server.output_parser import ToolCall
+from strandline.server.segments import Segment, SegmentKind
 from strandline.server.tools import Toolbox, toolbox
+from strandline.server.usage_and_logprobs import Json
 
 MARK: Final = "cache_control"
 CHOICES: Final[Mapping[str, str]] = {"auto": "auto", "none": "none", "any": "required"}
@@ -122,12 +122,12 @@ class Blocks:
     def has_calls(self) -> bool:
         return any(block["type"] == "tool_use" for block in self.blocks)
 
-    def take(self, pieces: Iterable[Piece]) -> list[Json]:
-        """Take in pieces; return their events."""
+    def append(self, segments: Iterable[Segment]) -> list[Json]:
+        """Take in segments; return their events."""
         events: list[Json] = []
-        for kind, text in pieces:
+        for kind, text in segments:
             match kind:
-                case Kind.CALL:
+                case SegmentKind.CALL:
                     empty = {
                         "type": "tool_use",
                         "id": ToolCall(text).id.replace("call_", "toolu_"),
@@ -135,12 +135,12 @@ class Blocks:
                         "input": {},
                     }
                     events += self._open(empty)
-                case Kind.ARGUMENTS:
+                case SegmentKind.ARGUMENTS:
                     self._arguments += text
                     events.append(self._delta({"type": "input_json_delta", "partial_json": text}))
-                case Kind.CONTENT:
+                case SegmentKind.CONTENT:
                     events += self._grow("text", "text", text, {})
-                case Kind.REASONING:
+                case SegmentKind.REASONING:
                     events += self._grow("thinking", "thinking", text, {"signature": ""})
         return events
 

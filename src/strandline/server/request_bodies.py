@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 
 from strandline.errors import RequestError
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
-from strandline.server.structures import GUIDED, structure_of
+from strandline.server.structured_fields import GUIDED, structure_of
 
 LOGGER: Final = logging.getLogger("strandline.server")
 

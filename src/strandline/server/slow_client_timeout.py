@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 LOGGER: Final = logging.getLogger("strandline.server")
 
 
-class Patience:
+class SlowClientTimeout:
     """Waits a limited time for each piece of an answer to be taken; then it cuts the connection.
 
     The server's own transport is cut, which ends the request as if the client had gone. For each piece of a body it

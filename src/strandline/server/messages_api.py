@@ -10,22 +10,22 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.sampling_params import SamplingParams
-from strandline.server.answers import Json
-from strandline.server.anthropic_blocks import Blocks, chat_messages, chat_tools
-from strandline.server.bodies import Objects, Strings, check_extra
-from strandline.server.client import Prompt
+from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
-from strandline.server.pieces import joined
+from strandline.server.messages_blocks import Blocks, chat_messages, chat_tools
+from strandline.server.request_bodies import Objects, Strings, check_extra
+from strandline.server.segments import merge_segments
 from strandline.server.service import Service
-from strandline.server.streams import (
+from strandline.server.sse import (
     CLIENT_CLOSED_REQUEST,
     EventStream,
     json_response,
     named_events,
     while_connected,
 )
-from strandline.server.structures import structure_of
+from strandline.server.structured_fields import structure_of
 from strandline.server.tools import Toolbox
+from strandline.server.usage_and_logprobs import Json
 from strandline.text.frontend import CheckedParams
 
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
@@ -97,7 +97,7 @@ class Message:
             "role": "assistant",
             "model": service.model_names[0],
         }
-        self._reply = service.reply_format.reply(prompt.text or "", body.toolbox().schemas)
+        self._parser = service.output_format.parser(prompt.text or "", body.toolbox().schemas)
         self._blocks = Blocks()
         self.job = service.client.submit(self._head["id"], [prompt], params, salt)
 
@@ -106,7 +106,7 @@ class Message:
         with self.job:
             [delta] = await self.job.whole()
         [output] = delta.outputs
-        self._blocks.take(joined([*self._reply.feed(output.text), *self._reply.finish()]))
+        self._blocks.append(merge_segments([*self._parser.feed(output.text), *self._parser.finish()]))
         self._blocks.finish()
         return {**self._head, "content": self._blocks.blocks, **self._end(output), "usage": self._usage(delta)}
 
@@ -119,10 +119,10 @@ class Message:
                 is_started = True
                 empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
                 yield {"type": "message_start", "message": {**self._head, **empty, "usage": self._usage(delta)}}
-            for event in self._blocks.take(self._reply.feed(output.text)):
+            for event in self._blocks.append(self._parser.feed(output.text)):
                 yield event
             if delta.finished:
-                for event in self._blocks.take(self._reply.finish()) + self._blocks.finish():
+                for event in self._blocks.append(self._parser.finish()) + self._blocks.finish():
                     yield event
                 yield {"type": "message_delta", "delta": self._end(output), "usage": self._usage(delta)}
                 yield {"type": "message_stop"}

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from strandline.errors import EngineError, RequestError
-from strandline.server.client import EngineDeadError, QueueFullError, RequestTimeoutError
+from strandline.server.engine_client import EngineDeadError, QueueFullError, RequestTimeoutError
 
 MAX_MESSAGE: Final = 1000
 RETRY_AFTER_S: Final = 1

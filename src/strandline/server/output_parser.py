@@ -1,0 +1,148 @@
+"""Parses a model's output into content, reasoning and tool calls, and renders them as OpenAI's messages and deltas."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+from uuid import uuid4
+
+from strandline.errors import ConfigError
+from strandline.server.reasoning import OPEN, ThinkParser
+from strandline.server.segments import Segment, SegmentKind, SegmentParser, merge_segments
+from strandline.server.tool_calls import FUNCTION, TOOL_PARSERS, Schemas
+from strandline.server.tool_calls import OPEN as OPEN_CALL
+from strandline.server.usage_and_logprobs import Json
+
+TOOL_CALL_PARSERS: Final = ("auto", *TOOL_PARSERS, "none")
+REASONING_PARSERS: Final = ("auto", "qwen3", "deepseek_r1", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """How a model writes tool calls and reasoning; ``none`` for what it does not write."""
+
+    tool_calls: str = "none"
+    reasoning: str = "none"
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """Return whether the text that follows a prompt begins inside the reasoning."""
+        if self.reasoning == "none":
+            return False
+        return self.reasoning == "deepseek_r1" or prompt.rstrip().endswith(OPEN)
+
+    def parser(self, prompt: str, schemas: Schemas | None) -> "OutputParser":
+        """Return a parser for the output that follows a prompt.
+
+        Args:
+            schemas: parameter schemas of the tools that may be called; None to leave calls unparsed.
+        """
+        think = None if self.reasoning == "none" else ThinkParser(is_open=self.opens_reasoning(prompt))
+        tools = None if schemas is None or self.tool_calls == "none" else TOOL_PARSERS[self.tool_calls](schemas)
+        return OutputParser(think, tools)
+
+
+def choose_output_format(tool_calls: str, reasoning: str, template: str) -> OutputFormat:
+    """Return the format that the flags name; ``auto`` derives it from the chat template.
+
+    Raises:
+        ConfigError: there is no such parser.
+    """
+    for name, flag, known in (
+        (tool_calls, "--tool-call-parser", TOOL_CALL_PARSERS),
+        (reasoning, "--reasoning-parser", REASONING_PARSERS),
+    ):
+        if name not in known:
+            raise ConfigError(f"{flag} must be one of {', '.join(known)}; got {name!r}")
+    if tool_calls == "auto":
+        tool_calls = "qwen3_coder" if FUNCTION in template else "hermes" if OPEN_CALL in template else "none"
+    if reasoning == "auto":
+        reasoning = "qwen3" if OPEN in template else "none"
+    return OutputFormat(tool_calls, reasoning)
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A tool call, complete or so far."""
+
+    name: str
+    arguments: str = ""
+    id: str = field(default_factory=lambda: f"call_{uuid4().hex}")
+
+
+class OutputParser:
+    """Parses one output as it grows, and keeps what was parsed."""
+
+    def __init__(self, think: SegmentParser | None = None, tools: SegmentParser | None = None) -> None:
+        self.reasoning = ""
+        self.content = ""
+        self.calls: list[ToolCall] = []
+        self._think = think
+        self._tools = tools
+
+    def feed(self, text: str) -> list[Segment]:
+        """Add text; return its segments."""
+        return self._keep(self._split_calls(self._split_reasoning(text)))
+
+    def finish(self) -> list[Segment]:
+        """Return the segments that were held back, at the end of the output."""
+        segments = self._split_calls(self._think.finish()) if self._think is not None else []
+        return self._keep(segments + (self._tools.finish() if self._tools is not None else []))
+
+    def _split_reasoning(self, text: str) -> list[Segment]:
+        return self._think.feed(text) if self._think is not None else [Segment(SegmentKind.CONTENT, text)]
+
+    def _split_calls(self, segments: list[Segment]) -> list[Segment]:
+        if self._tools is None:
+            return segments
+        found: list[Segment] = []
+        for segment in segments:
+            found += self._tools.feed(segment.text) if segment.kind is SegmentKind.CONTENT else [segment]
+        return found
+
+    def _keep(self, segments: Iterable[Segment]) -> list[Segment]:
+        segments = merge_segments(segments)
+        for kind, text in segments:
+            if kind is SegmentKind.CALL:
+                self.calls.append(ToolCall(text))
+            elif kind is SegmentKind.ARGUMENTS:
+                self.calls[-1].arguments += text
+            elif kind is SegmentKind.CONTENT:
+                self.content += text
+            else:
+                self.reasoning += text
+        return segments
+
+
+def chat_finish_reason(parser: OutputParser, reason: str | None) -> str | None:
+    """Return why an output ended, in OpenAI's terms."""
+    return "tool_calls" if parser.calls and reason == "stop" else reason
+
+
+def chat_message(parser: OutputParser) -> Json:
+    """Return a finished output as a message."""
+    body: Json = {"role": "assistant", "content": parser.content, "refusal": None}
+    if parser.reasoning:
+        body["reasoning_content"] = parser.reasoning
+    if parser.calls:
+        body["content"] = parser.content or None
+        body["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in parser.calls
+        ]
+    return body
+
+
+def chat_deltas(parser: OutputParser, segments: Iterable[Segment]) -> list[Json]:
+    """Return the segments that a parser returned last as deltas of its message."""
+    segments = list(segments)
+    index = len(parser.calls) - sum(segment.kind is SegmentKind.CALL for segment in segments) - 1
+    found: list[Json] = []
+    for kind, text in segments:
+        if kind is SegmentKind.CALL:
+            index += 1
+            call: dict[str, Any] = {"index": index, "id": parser.calls[index].id, "type": "function"}
+            found.append({"tool_calls": [{**call, "function": {"name": text, "arguments": ""}}]})
+        elif kind is SegmentKind.ARGUMENTS:
+            found.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+        else:
+            found.append({"content" if kind is SegmentKind.CONTENT else "reasoning_content": text})
+    return found

@@ -1,0 +1,71 @@
+"""Segments of a model's output: reasoning, content, tool calls and their arguments.
+
+A parser takes text in chunks of any size and returns segments. Once adjacent segments of a kind are merged, the result
+does not depend on how the text was chunked. Text that may be the beginning of a tag is held back until that is known.
+"""
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+
+class SegmentKind(Enum):
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALL = "call"
+    """The beginning of a tool call; the text is the function's name."""
+    ARGUMENTS = "arguments"
+    """A part of the call's arguments, as JSON."""
+
+
+class Segment(NamedTuple):
+    kind: SegmentKind
+    text: str
+
+
+class SegmentParser(Protocol):
+    """Splits text into segments as it arrives."""
+
+    def feed(self, text: str) -> list[Segment]:
+        """Add text; return the segments that are certain by now."""
+
+    def finish(self) -> list[Segment]:
+        """Return what was held back, at the end of the text."""
+
+
+class TagSplit(NamedTuple):
+    """A text split at the first of several tags."""
+
+    before: str
+    tag: str | None
+    """None if no tag was found; ``after`` may then be the beginning of one."""
+    after: str
+
+
+def split_at_tag(text: str, tags: Sequence[str]) -> TagSplit:
+    """Split a text at the tag that comes first."""
+    places = [(place, -len(tag), tag) for tag in tags if (place := text.find(tag)) >= 0]
+    if places:
+        place, _, tag = min(places)
+        return TagSplit(text[:place], tag, text[place + len(tag) :])
+    held = max(_num_tag_characters(text, tag) for tag in tags)
+    return TagSplit(text[: len(text) - held], None, text[len(text) - held :])
+
+
+def _num_tag_characters(text: str, tag: str) -> int:
+    """Return how many characters at the end of a text are the beginning of a tag."""
+    for count in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:count]):
+            return count
+    return 0
+
+
+def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
+    """Merge adjacent segments of the same kind, except names of calls."""
+    result: list[Segment] = []
+    for segment in segments:
+        if result and segment.kind is result[-1].kind and segment.kind is not SegmentKind.CALL:
+            result[-1] = Segment(segment.kind, result[-1].text + segment.text)
+        elif segment.text or segment.kind is SegmentKind.CALL:
+            result.append(segment)
+    return result
