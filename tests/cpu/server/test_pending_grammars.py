@@ -10,7 +10,7 @@ import pytest
 from strandline.ids import RequestId
 from strandline.records.events import Limits
 from strandline.records.messages import Finish
-from strandline.records.sampling_params import StructuredOutputsParams
+from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.server.service import Service
 from strandline.text.frontend import Frontend
 from strandline.text.structured import Grammars
@@ -77,7 +77,7 @@ def test_a_grammar_is_compiled_where_it_holds_up_no_tokenizing(held: HeldTokeniz
     service = Service(Client(), ["tiny"])  # type: ignore[arg-type]
 
     async def ask() -> list[int]:
-        checking = asyncio.ensure_future(service.check(YES))
+        checking = asyncio.ensure_future(service.check(SamplingParams(structured_outputs=YES, stop_token_ids=[0])))
         prompt = await service.encode("abc")
         assert await asyncio.to_thread(held.is_asked.wait, TIMEOUT_S)
         assert not checking.done()
