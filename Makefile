@@ -9,10 +9,10 @@ CLIENTS := .venv-clients
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test clients lint format clean
+.PHONY: help setup serve demo test test-long clients lint format clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup: $(STAMP) ## build .venv, unless it is up to date
 
@@ -24,6 +24,9 @@ demo: setup ## ask the demo model something twice, and see what the second reque
 
 test: lint ## everything that must hold before a commit: lint, then all tests (PYTEST_ARGS="-k name" picks)
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
+
+test-long: lint ## the same with ten times as many examples of every property, and new ones on every run
+	$(BIN)/python -m pytest $(WORKERS) --long $(PYTEST_ARGS)
 
 clients: $(CLIENTS)/.setup-done ## run the harness and the load generator of docs/clients.md against the demo model
 	PATH="$(CURDIR)/$(CLIENTS)/bin:$$PATH" $(BIN)/python -m pytest tests/cpu/server/test_client_tools.py $(PYTEST_ARGS)

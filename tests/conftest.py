@@ -25,11 +25,12 @@ if not torch.cuda.is_available():
 TESTS = Path(__file__).parent
 GPU_TESTS = TESTS / "gpu"
 
-# The same examples on every run, so that a failure is the change's fault. `HYPOTHESIS_PROFILE=search` looks for new
-# ones. No deadline: the first example of a test pays for imports, and shared machines stall.
-settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+# The same examples on every run, so that a failure is the change's fault; `--long` draws ten times as many new ones.
+# Tests that need more or fewer take a multiple of the profile's. No deadline: the first example of a test pays for
+# imports, and shared machines stall.
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=100)
+settings.register_profile("long", database=None, deadline=None, max_examples=1000, print_blob=True)
 settings.register_profile("search", deadline=None, max_examples=2000, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 SHARE_SERVERS = re.compile(
     r"tests/cpu/server/test_(anthropic|bad_bodies|cache_page|client_tools|clients|docs|fuzz|http|openai|responses|tools).py"
@@ -54,8 +55,15 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if is_gpu_test and not torch.cuda.is_available() else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--long``."""
+    parser.addoption("--long", action="store_true", help="draw ten times as many examples for properties, new ones")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile Numba's kernels unless that has been done, before two workers do it at the same time."""
+    """Choose how many examples are drawn; compile Numba's kernels before two workers do it at the same time."""
+    default = "long" if config.getoption("long") else "fixed"
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", default))
     is_worker = hasattr(config, "workerinput")
     if config.getoption("numprocesses", None) and not is_worker and importlib.util.find_spec("numba") is not None:
         compile_kernels()

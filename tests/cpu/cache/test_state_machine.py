@@ -119,8 +119,8 @@ class HungryCacheMachine(CacheMachine):
         self.history.take(num_blocks, num_slots, order)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
-HungryCacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50)
+CacheMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=50)
+HungryCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples, stateful_step_count=50)
 TestCacheMachine = CacheMachine.TestCase
 TestHungryCacheMachine = HungryCacheMachine.TestCase
 

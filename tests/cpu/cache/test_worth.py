@@ -139,7 +139,7 @@ def test_chats_hit_more_than_with_lru_and_not_less_at_any_budget() -> None:
     assert all(worth >= 0.995 * age for worth, age in zip(by_worth, by_age, strict=True))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=settings().max_examples // 6)
 @given(st.integers(0, 10_000))
 def test_with_memory_to_spare_more_of_it_never_means_fewer_hits(seed: int) -> None:
     trace = chats(seed, 20)

@@ -266,7 +266,7 @@ def test_cuts_on_the_grid_change_no_bit() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=2 * settings().max_examples // 5)
 def test_any_partition_of_a_prompt_into_steps_and_cuts_gives_the_same_states_and_outputs(data: st.DataObject) -> None:
     num_tokens = data.draw(st.integers(1, 200), "num_tokens")
     bounds = sorted(data.draw(st.sets(st.integers(1, num_tokens), max_size=4), "steps") | {num_tokens})

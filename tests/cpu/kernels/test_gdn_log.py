@@ -320,7 +320,7 @@ def test_a_log_holds_for_any_ratio_and_size_of_heads(shape: Shape) -> None:
 
 
 @given(random=st.randoms(use_true_random=False))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 def test_sequences_that_come_go_and_fold_as_they_please_do_not_see_each_other(random: Random) -> None:
     torch.manual_seed(random.randrange(1000))
     check_sequences_that_come_and_go(random, USUAL_SETTING)

@@ -36,7 +36,7 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
 BOUNDED = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2}
 
 
-@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5 * settings().max_examples // 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(PATHS), BODIES, st.booleans())
 def test_no_body_makes_a_5xx(server: ServerProcess, path: str, fields: dict[str, Any], is_plausible: bool) -> None:
     sound: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}

@@ -57,7 +57,7 @@ def contents(segments: list[Segment]) -> str:
     return "".join(segment.text for segment in segments if segment.kind is SegmentKind.CONTENT)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings().max_examples)
 @given(st.sampled_from(sorted(PARSERS)), st.lists(st.sampled_from(SHARDS), max_size=14), st.data())
 def test_how_the_text_is_cut_changes_nothing(name: str, shards: list[str], data: st.DataObject) -> None:
     text = "".join(shards)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline import LLM, SamplingParams
@@ -127,7 +127,6 @@ DEMO_RENDERER = ChatRenderer(DEMO_TOKENIZER)
 WORDS = st.text("ab c\n'é7", min_size=1, max_size=90)
 
 
-@settings(max_examples=60, deadline=None)
 @given(WORDS, WORDS, WORDS)
 def test_a_marked_part_is_as_long_as_its_tokens_and_those_of_the_whole_agree(head: str, one: str, two: str) -> None:
     part = {"type": "text", "text": head, "cache_control": EPHEMERAL}
