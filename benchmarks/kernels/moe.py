@@ -237,8 +237,9 @@ def sweep(num_tokens: int) -> None:
 def few(arguments: Inputs, few: Few) -> Callable[[], object]:
     """Return a call of the way of few tokens: the router's and the shared expert's part are in it, too."""
     x_TD, gate_up, down, *_ = arguments
-    projected = torch.randn(len(x_TD), 2 * SIZE + EXPERTS + 8, device="cuda", dtype=torch.bfloat16)
-    return lambda: mixture_few(x_TD, projected, gate_up, down, SHARED_DOWN, TOP_K, few, is_normalised=True)
+    fused = torch.randn(len(x_TD), 2 * SIZE + EXPERTS + 8, device="cuda", dtype=torch.bfloat16)
+    projected = fused.split([2 * SIZE, EXPERTS, 1, 7], dim=-1)[:3]
+    return lambda: mixture_few(x_TD, *projected, gate_up, down, SHARED_DOWN, TOP_K, few, is_normalised=True)
 
 
 def main() -> None:

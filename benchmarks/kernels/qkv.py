@@ -46,8 +46,11 @@ class Work:
 
     def prepare(self, operation: object, projected_TO: Tensor) -> Tensor:
         assert callable(operation)
-        num_heads = HEADS[self.model][0]
-        result = operation(projected_TO, num_heads, *self.norms, EPS, self.rotary, self.memory, self.batch)
+        num_heads, num_kv_heads = HEADS[self.model]
+        q_TO, k_TO, v_TO, _ = projected_TO.tensor_split(
+            [num_heads * HEAD_DIM, (num_heads + num_kv_heads) * HEAD_DIM, (num_heads + 2 * num_kv_heads) * HEAD_DIM], 1
+        )
+        result = operation(q_TO, k_TO, v_TO, *self.norms, EPS, self.rotary, self.memory, self.batch)
         assert isinstance(result, Tensor)
         return result
 

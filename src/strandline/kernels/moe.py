@@ -3,7 +3,7 @@
 This module is the definition of right and the path that serves on a CPU. Experts that no token chose cost nothing.
 
 Shape suffixes: T tokens, D hidden size, E experts, F intermediate size of one expert, K experts per token, S
-intermediate size of the shared expert, O rows of the input projection, A = T K assignments of a token to an expert,
+intermediate size of the shared expert, A = T K assignments of a token to an expert,
 sorted by expert.
 """
 
@@ -19,7 +19,9 @@ from strandline.kernels.operation import operation, triton
 @operation(triton("moe_triton", invariant="moe_triton"))
 def mixture(
     x_TD: Tensor,
-    projected_TO: Tensor,
+    shared_gate_up_TS: Tensor,
+    logits_TE: Tensor,
+    shared_gate_T1: Tensor,
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
     shared_down_DS: Tensor,
@@ -30,17 +32,15 @@ def mixture(
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
 
     Args:
-        projected_TO: products of x with the shared expert's gate and up projections (``2 S`` columns), the router
-            (``E``) and the shared expert's gate (one); further columns are not read.
+        shared_gate_up_TS: products of x with the shared expert's gate and then its up projection, ``[T, 2 S]``.
+        logits_TE: the router's.
+        shared_gate_T1: the shared expert's gate before its sigmoid. All three may be columns of one tensor.
         gate_up_EFD: ``[E, 2 F, D]``, the gate's rows before the up projection's.
         shared_down_DS: may be packed.
         is_normalised: as in ``route_top_k``.
     """
-    num_experts, shared_size = len(down_EDF), shared_down_DS.shape[1]
-    sizes = [2 * shared_size, num_experts, 1, projected_TO.shape[1] - 2 * shared_size - num_experts - 1]
-    shared_TS, logits_TE, shared_gate_T1, _ = projected_TO.split(sizes, dim=-1)
     weights_TK, experts_TK = route_top_k.reference(logits_TE, top_k, is_normalised=is_normalised)
-    shared_TD = linear.reference(swiglu.reference(shared_TS), shared_down_DS)
+    shared_TD = linear.reference(swiglu.reference(shared_gate_up_TS), shared_down_DS)
     return experts_glu.reference(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1)
 
 

@@ -84,14 +84,13 @@ def take_top(
 @triton.jit
 def _few_up_kernel(
     x_ptr,
-    projected_ptr,
+    logits_ptr,
     weight_ptr,
     hidden_ptr,
     stride_x,
-    stride_p,
+    stride_logits,
     D,
     F,
-    S,
     E,
     TOP_K: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -108,7 +107,7 @@ def _few_up_kernel(
     col_K = tl.arange(0, BLOCK_K)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    chosen_C, _ = take_top(projected_ptr + token * stride_p + 2 * S, E, TOP_K, BLOCK_E, BLOCK_C, False)
+    chosen_C, _ = take_top(logits_ptr + token * stride_logits, E, TOP_K, BLOCK_E, BLOCK_C, False)
     is_mine_C = tl.arange(0, BLOCK_C) == choice % TOP_K
     expert = tl.sum(tl.where(is_mine_C, chosen_C, 0), axis=0).to(tl.int64)
     gate_NK_ptr = weight_ptr + expert * (2 * F * D) + row_N[:, None] * D + col_K[None, :]
@@ -136,11 +135,15 @@ def _few_up_kernel(
 @triton.jit
 def _few_down_kernel(
     hidden_ptr,
-    projected_ptr,
+    shared_ptr,
+    logits_ptr,
+    shared_gate_ptr,
     weight_ptr,
     shared_weight_ptr,
     out_ptr,
-    stride_p,
+    stride_shared,
+    stride_logits,
+    stride_gate,
     D,
     F,
     S,
@@ -162,13 +165,13 @@ def _few_down_kernel(
     is_choice_C = choice_C < TOP_K
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     # What was projected is there already, since the kernel before has waited for it; not so the hidden features.
-    token_ptr = projected_ptr + token * stride_p
+    token_ptr = shared_ptr + token * stride_shared
     col_S = tl.arange(0, BLOCK_S)
     is_S = col_S < S
     shared_mask_NS = is_row_N[:, None] & is_S[None, :]
     shared_NS_ptr = shared_weight_ptr + row_N[:, None] * S + col_S[None, :]
     shared_NS = tl.load(shared_NS_ptr, mask=shared_mask_NS, other=0.0, eviction_policy="evict_first")
-    chosen_C, weight_C = take_top(token_ptr + 2 * S, E, TOP_K, BLOCK_E, BLOCK_C, IS_NORMALISED)
+    chosen_C, weight_C = take_top(logits_ptr + token * stride_logits, E, TOP_K, BLOCK_E, BLOCK_C, IS_NORMALISED)
     col_K = tl.arange(0, BLOCK_K)
     offset_CN = chosen_C[:, None].to(tl.int64) * (D * F) + (row_N * F)[None, :]
     mask_C1K = is_choice_C[:, None, None] & (col_K < F)[None, None, :]
@@ -180,7 +183,7 @@ def _few_down_kernel(
         weight_CNK = tl.load(weight_CNK_ptr, mask=mask_CNK, other=0.0, eviction_policy="evict_first")
     gate_S = tl.load(token_ptr + col_S, mask=is_S, other=0.0, cache_modifier=".cg").to(tl.float32)
     up_S = tl.load(token_ptr + S + col_S, mask=is_S, other=0.0, cache_modifier=".cg").to(tl.float32)
-    factor = tl.load(token_ptr + 2 * S + E, cache_modifier=".cg").to(tl.float32)
+    factor = tl.load(shared_gate_ptr + token * stride_gate, cache_modifier=".cg").to(tl.float32)
     factor = tl.sigmoid(factor).to(dtype).to(tl.float32)
     shared_hidden_S = silu_times(gate_S, up_S, dtype).to(tl.float32)
     shared_N = tl.sum(shared_NS.to(tl.float32) * shared_hidden_S[None, :], axis=1).to(dtype).to(tl.float32) * factor
@@ -196,7 +199,9 @@ def _few_down_kernel(
 
 def mixture_few(
     x_TD: Tensor,
-    projected_TO: Tensor,
+    shared_gate_up_TS: Tensor,
+    logits_TE: Tensor,
+    shared_gate_T1: Tensor,
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
     shared_down_DS: Tensor,
@@ -221,14 +226,13 @@ def mixture_few(
     }
     _few_up_kernel[(cdiv(size, few.block_up_n), num_tokens * top_k)](
         x_TD,
-        projected_TO,
+        logits_TE,
         gate_up_EFD,
         hidden_AF,
         x_TD.stride(0),
-        projected_TO.stride(0),
+        logits_TE.stride(0),
         num_channels,
         size,
-        shared_size,
         num_experts,
         **route,
         IS_EVEN=num_channels % block_k == 0 and size % few.block_up_n == 0,
@@ -240,11 +244,15 @@ def mixture_few(
     )
     _few_down_kernel[(cdiv(num_channels, few.block_down_n), num_tokens)](
         hidden_AF,
-        projected_TO,
+        shared_gate_up_TS,
+        logits_TE,
+        shared_gate_T1,
         down_EDF,
         shared_down_DS,
         out_TD,
-        projected_TO.stride(0),
+        shared_gate_up_TS.stride(0),
+        logits_TE.stride(0),
+        shared_gate_T1.stride(0),
         num_channels,
         size,
         shared_size,

@@ -245,7 +245,9 @@ def route_top_k(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[
 
 def mixture(
     x_TD: Tensor,
-    projected_TO: Tensor,
+    shared_gate_up_TS: Tensor,
+    logits_TE: Tensor,
+    shared_gate_T1: Tensor,
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
     shared_down_DS: Tensor,
@@ -255,19 +257,22 @@ def mixture(
 ) -> Tensor:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
 
-    The weights are dense; ``x_TD`` and ``projected_TO`` may be views with dense rows.
+    The weights are dense; the other inputs may be views with dense rows.
     """
+    projected = (shared_gate_up_TS, logits_TE, shared_gate_T1)
     if len(x_TD) <= MAX_TOKENS_FEW:
         weights = (gate_up_EFD, down_EDF, shared_down_DS)
-        return mixture_few(x_TD, projected_TO, *weights, top_k, FEW[len(x_TD) > 1], is_normalised=is_normalised)
-    chosen, shared_TS, shared_gate_T1 = _split(projected_TO, down_EDF, shared_down_DS, top_k, is_normalised)
-    shared_TD = linear(swiglu(shared_TS), shared_down_DS)
+        return mixture_few(x_TD, *projected, *weights, top_k, FEW[len(x_TD) > 1], is_normalised=is_normalised)
+    chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
+    shared_TD = linear(swiglu(shared_gate_up_TS), shared_down_DS)
     return experts_glu(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1)
 
 
 def mixture_invariant(
     x_TD: Tensor,
-    projected_TO: Tensor,
+    shared_gate_up_TS: Tensor,
+    logits_TE: Tensor,
+    shared_gate_T1: Tensor,
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
     shared_down_DS: Tensor,
@@ -276,20 +281,9 @@ def mixture_invariant(
     is_normalised: bool,
 ) -> Tensor:
     """As :func:`mixture`, expert by expert however few tokens there are."""
-    chosen, shared_TS, shared_gate_T1 = _split(projected_TO, down_EDF, shared_down_DS, top_k, is_normalised)
-    shared_TD = linear_invariant(swiglu(shared_TS), shared_down_DS)
-    return experts_glu_invariant(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1)
-
-
-def _split(
-    projected_TO: Tensor, down_EDF: Tensor, shared_down_DS: Tensor, top_k: int, is_normalised: bool
-) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """Return the choices of experts, and the shared expert's ``gate_up_TS`` and gate."""
-    num_experts, shared_size = len(down_EDF), shared_down_DS.shape[1]
-    logits_TE = projected_TO[:, 2 * shared_size : 2 * shared_size + num_experts]
-    shared_gate_T1 = projected_TO[:, 2 * shared_size + num_experts :][:, :1]
     chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
-    return chosen, projected_TO[:, : 2 * shared_size], shared_gate_T1
+    shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down_DS)
+    return experts_glu_invariant(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1)
 
 
 def experts_glu(

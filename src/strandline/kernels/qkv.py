@@ -2,11 +2,10 @@
 
 Invariants: of the blocks only the rows named for writing are written; the null block never is.
 
-Shape suffixes: T tokens, O features of the fused projection, G key/value heads, H query heads, X heads of several
-kinds, D head dim, B blocks, P tokens in a block.
+Shape suffixes: T tokens, O features of all heads side by side, G key/value heads, H query heads, D head dim, B blocks,
+P tokens in a block.
 """
 
-import torch
 from torch import Tensor
 
 from strandline.ids import NULL_BLOCK
@@ -18,8 +17,9 @@ from strandline.kernels.rotary import apply_rotary
 
 @operation(triton("qkv_triton", invariant="qkv_triton"), numba("qkv_numba", memory=KEYS_AND_VALUES))
 def prepare_qkv(
-    projected_TO: Tensor,
-    num_heads: int,
+    q_TO: Tensor,
+    k_TO: Tensor,
+    v_TO: Tensor,
     q_norm_D: Tensor,
     k_norm_D: Tensor,
     eps: float,
@@ -30,17 +30,14 @@ def prepare_qkv(
     """Normalise and turn queries and keys, store keys and values in their blocks; return ``q_THD``.
 
     Args:
-        projected_TO: per row queries ``[H, D]``, keys ``[G, D]``, values ``[G, D]``, and possibly more behind them.
+        q_TO: per row ``[H, D]``; of keys and values ``[G, D]``. They may be columns of one tensor; rows may lie apart.
         q_norm_D: weight of a zero-centred RMS norm over each head, applied before the rotary embedding.
         rotary: as :func:`strandline.kernels.rotary.rotary_table` returns it.
     """
-    num_kv_heads, head_dim = memory.k_BPGD.shape[2:]
-    num_turned = num_heads + num_kv_heads
-    heads_TXD = projected_TO[:, : (num_turned + num_kv_heads) * head_dim].view(len(projected_TO), -1, head_dim)
-    weight_XD = torch.cat((q_norm_D.expand(num_heads, -1), k_norm_D.expand(num_kv_heads, -1)))
-    turned_TXD = apply_rotary(rms_norm_heads_zero_centered(heads_TXD[:, :num_turned], weight_XD, eps), rotary)
-    write_kv(turned_TXD[:, num_heads:], heads_TXD[:, num_turned:], memory, batch)
-    return turned_TXD[:, :num_heads]
+    q_THD, k_TGD, v_TGD = (x.unflatten(-1, (-1, memory.k_BPGD.shape[-1])) for x in (q_TO, k_TO, v_TO))
+    k_TGD = apply_rotary(rms_norm_heads_zero_centered(k_TGD, k_norm_D, eps), rotary)
+    write_kv(k_TGD, v_TGD, memory, batch)
+    return apply_rotary(rms_norm_heads_zero_centered(q_THD, q_norm_D, eps), rotary)
 
 
 def write_kv(k_TGD: Tensor, v_TGD: Tensor, memory: KVMemory, batch: AttentionBatch) -> None:

@@ -30,8 +30,9 @@ from strandline.kernels.runtime_numba import (
 
 
 def prepare_qkv(
-    projected_TO: Tensor,
-    num_heads: int,
+    q_TO: Tensor,
+    k_TO: Tensor,
+    v_TO: Tensor,
     q_norm_D: Tensor,
     k_norm_D: Tensor,
     eps: float,
@@ -41,20 +42,25 @@ def prepare_qkv(
 ) -> Tensor:
     """Numba twin of :func:`strandline.kernels.qkv.prepare_qkv`."""
     k_BPGD, v_BPGD = memory.k_BPGD, memory.v_BPGD
-    if k_BPGD.dtype != projected_TO.dtype or q_norm_D.dtype != k_norm_D.dtype:
-        dtypes = (projected_TO.dtype, k_BPGD.dtype, q_norm_D.dtype, k_norm_D.dtype)
+    if k_BPGD.dtype != q_TO.dtype or q_norm_D.dtype != k_norm_D.dtype:
+        dtypes = (q_TO.dtype, k_BPGD.dtype, q_norm_D.dtype, k_norm_D.dtype)
         raise ValueError(f"inputs and keys must have one dtype, and both norms: {dtypes}")
     num_kv_heads, head_dim = k_BPGD.shape[2:]
-    projected_TO, (cos_T12F, sin_T12F) = packed_rows(projected_TO), (packed_rows(table) for table in rotary)
-    q_THD = projected_TO.new_empty((len(projected_TO), num_heads, head_dim))
+    q_TO, k_TO, v_TO, cos_T12F, sin_T12F = (packed_rows(x) for x in (q_TO, k_TO, v_TO, *rotary))
+    num_heads = q_TO.shape[1] // head_dim
+    q_THD = q_TO.new_empty((len(q_TO), num_heads, head_dim))
     _kernel(
-        len(projected_TO),
+        len(q_TO),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        dtype=kind(projected_TO),
-        projected=projected_TO.data_ptr(),
-        projected_stride=projected_TO.stride(0),
+        dtype=kind(q_TO),
+        new_q=q_TO.data_ptr(),
+        new_q_stride=q_TO.stride(0),
+        new_k=k_TO.data_ptr(),
+        new_k_stride=k_TO.stride(0),
+        new_v=v_TO.data_ptr(),
+        new_v_stride=v_TO.stride(0),
         norm_dtype=kind(q_norm_D),
         q_norm=q_norm_D.data_ptr(),
         k_norm=k_norm_D.data_ptr(),
@@ -93,8 +99,8 @@ def _turn(head, cos, sin):
 
 
 @kernel(
-    BLOCK_FIELDS + "num_heads num_kv_heads head_dim dtype projected projected_stride norm_dtype q_norm k_norm "
-    "eps:float num_pairs cos cos_stride sin sin_stride write_blocks write_offsets q"
+    BLOCK_FIELDS + "num_heads num_kv_heads head_dim dtype new_q new_q_stride new_k new_k_stride new_v new_v_stride "
+    "norm_dtype q_norm k_norm eps:float num_pairs cos cos_stride sin sin_stride write_blocks write_offsets q"
 )
 def _kernel(tasks):
     args = arguments(tasks)
@@ -105,26 +111,24 @@ def _kernel(tasks):
     load(args.k_norm, args.norm_dtype, 0, k_norm)
     task = claim(tasks)
     while task < args.num_tasks:
-        first = task * args.projected_stride
         cos = floats(args.cos + 4 * task * args.cos_stride, 2 * args.num_pairs)
         sin = floats(args.sin + 4 * task * args.sin_stride, 2 * args.num_pairs)
         for i in range(num_heads):
-            load(args.projected, dtype, first + i * head_dim, head)
+            load(args.new_q, dtype, task * args.new_q_stride + i * head_dim, head)
             _normalise(head, q_norm, args.eps)
             round_to(dtype, head)
             _turn(head, cos, sin)
             store(args.q, dtype, (task * num_heads + i) * head_dim, head)
-        first += num_heads * head_dim
         block = ints(args.write_blocks, task + 1)[task]
         offset = ints(args.write_offsets, task + 1)[task]
         k_place = block * args.k_block_stride + offset * args.k_token_stride
         v_place = block * args.v_block_stride + offset * args.v_token_stride
         for i in range(num_kv_heads if block != NULL_BLOCK else 0):
-            load(args.projected, dtype, first + i * head_dim, head)
+            load(args.new_k, dtype, task * args.new_k_stride + i * head_dim, head)
             _normalise(head, k_norm, args.eps)
             round_to(dtype, head)
             _turn(head, cos, sin)
             store(args.k, dtype, k_place + i * args.k_head_stride, head)
-            load(args.projected, dtype, first + (num_kv_heads + i) * head_dim, head)
+            load(args.new_v, dtype, task * args.new_v_stride + i * head_dim, head)
             store(args.v, dtype, v_place + i * args.v_head_stride, head)
         task = claim(tasks)

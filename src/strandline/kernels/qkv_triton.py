@@ -1,6 +1,6 @@
 """What lies between attention's input projection and attention, as one Triton kernel.
 
-A program takes one token and a few of its heads, numbered as they lie in the projection: queries, keys, values. The
+A program takes one token and a few of its heads, numbered queries first, then keys, then values. The
 partner of a channel that turns is read a second time (it is in the first-level cache by then) and normalised with the
 same factor, so that nothing is exchanged between threads.
 
@@ -34,7 +34,7 @@ take 81 µs on an H200, where 8 heads and 4 warps take 94."""
 
 @triton.jit(do_not_specialize_on_alignment=["block_ptr", "offset_ptr"])
 def _prepare_kernel(
-    projected_ptr,
+    new_q_ptr,
     q_norm_ptr,
     k_norm_ptr,
     cos_ptr,
@@ -45,7 +45,11 @@ def _prepare_kernel(
     k_ptr,
     v_ptr,
     eps,
-    stride_projected,
+    new_k_offset,
+    new_v_offset,
+    stride_new_q,
+    stride_new_k,
+    stride_new_v,
     stride_cos,
     stride_sin,
     stride_k_block,
@@ -73,7 +77,11 @@ def _prepare_kernel(
 
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    head_ptr_W1 = projected_ptr + token * stride_projected + (head_W * HEAD_DIM)[:, None]
+    # Keys and values are addressed from the queries on, so that one load takes heads of several kinds.
+    new_k_W = new_k_offset + token * stride_new_k + (head_W - NUM_HEADS) * HEAD_DIM
+    new_v_W = new_v_offset + token * stride_new_v + (head_W - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM
+    new_W = tl.where(is_q_W, token * stride_new_q + head_W * HEAD_DIM, tl.where(is_k_W, new_k_W, new_v_W))
+    head_ptr_W1 = new_q_ptr + new_W[:, None]
     raw_WD = tl.load(head_ptr_W1 + channel_D[None, :], mask=is_inside_WD, other=0.0)
     x_WD = raw_WD.to(tl.float32)
     rstd_W1 = tl.rsqrt(tl.sum(x_WD * x_WD, axis=1) / HEAD_DIM + eps)[:, None]
@@ -113,8 +121,9 @@ def _prepare_kernel(
 
 
 def prepare_qkv(
-    projected_TO: Tensor,
-    num_heads: int,
+    q_TO: Tensor,
+    k_TO: Tensor,
+    v_TO: Tensor,
     q_norm_D: Tensor,
     k_norm_D: Tensor,
     eps: float,
@@ -124,16 +133,17 @@ def prepare_qkv(
 ) -> Tensor:
     """Normalise and turn queries and keys, store keys and values in their blocks; return ``q_THD``.
 
-    Needs channels that lie together, in the projection's rows and in the tables'; rows may lie apart. No two rows
+    Needs channels that lie together, in the inputs' rows and in the tables'; rows may lie apart. No two rows
     may name one place to be written to, as in every step.
     """
-    launch = FEW_TOKENS_LAUNCH if len(projected_TO) <= FEW_TOKENS else MANY_TOKENS_LAUNCH
-    return _prepare(projected_TO, num_heads, q_norm_D, k_norm_D, eps, rotary, memory, batch, launch)
+    launch = FEW_TOKENS_LAUNCH if len(q_TO) <= FEW_TOKENS else MANY_TOKENS_LAUNCH
+    return _prepare(q_TO, k_TO, v_TO, q_norm_D, k_norm_D, eps, rotary, memory, batch, launch)
 
 
 def prepare_qkv_invariant(
-    projected_TO: Tensor,
-    num_heads: int,
+    q_TO: Tensor,
+    k_TO: Tensor,
+    v_TO: Tensor,
     q_norm_D: Tensor,
     k_norm_D: Tensor,
     eps: float,
@@ -142,12 +152,13 @@ def prepare_qkv_invariant(
     batch: AttentionBatch,
 ) -> Tensor:
     """As :func:`prepare_qkv`, with one launch for any number of tokens: others add a head's squares differently."""
-    return _prepare(projected_TO, num_heads, q_norm_D, k_norm_D, eps, rotary, memory, batch, MANY_TOKENS_LAUNCH)
+    return _prepare(q_TO, k_TO, v_TO, q_norm_D, k_norm_D, eps, rotary, memory, batch, MANY_TOKENS_LAUNCH)
 
 
 def _prepare(
-    projected_TO: Tensor,
-    num_heads: int,
+    q_TO: Tensor,
+    k_TO: Tensor,
+    v_TO: Tensor,
     q_norm_D: Tensor,
     k_norm_D: Tensor,
     eps: float,
@@ -158,15 +169,15 @@ def _prepare(
 ) -> Tensor:
     k_BPGD, v_BPGD = memory.k_BPGD, memory.v_BPGD
     _, _, num_kv_heads, head_dim = k_BPGD.shape
-    num_tokens = projected_TO.shape[0]
-    q_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=projected_TO.dtype, device=projected_TO.device)
+    num_tokens, num_heads = len(q_TO), q_TO.shape[1] // head_dim
+    q_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=q_TO.dtype, device=q_TO.device)
     if num_tokens == 0:
         return q_THD
     cos_T12F, sin_T12F = rotary
     block_w, num_warps = launch
     grid = (num_tokens, cdiv(num_heads + 2 * num_kv_heads, block_w))
     _prepare_kernel[grid](
-        projected_TO,
+        q_TO,
         q_norm_D,
         k_norm_D,
         cos_T12F,
@@ -177,7 +188,11 @@ def _prepare(
         k_BPGD,
         v_BPGD,
         eps,
-        projected_TO.stride(0),
+        (k_TO.data_ptr() - q_TO.data_ptr()) // q_TO.element_size(),
+        (v_TO.data_ptr() - q_TO.data_ptr()) // q_TO.element_size(),
+        q_TO.stride(0),
+        k_TO.stride(0),
+        v_TO.stride(0),
         cos_T12F.stride(0),
         sin_T12F.stride(0),
         k_BPGD.stride(0),
@@ -193,6 +208,6 @@ def _prepare(
         BLOCK_W=block_w,
         BLOCK_D=next_power_of_2(head_dim),
         num_warps=num_warps,
-        **overlap_options(projected_TO),
+        **overlap_options(q_TO),
     )
     return q_THD

@@ -96,7 +96,8 @@ def check_mixture(
     hidden_TS = gate_TS.double() * gate_TS.double().sigmoid() * up_TS.double()
     shared_TD = hidden_TS @ shared_down.double().t()
     expected_TD = reference((x_TD, gate_up, down, weights, experts, shared_TD, gate_T1))
-    arguments = (x_TD, projected_TO, gate_up, down, shared_down, top_k)
+    shared_gate_up = projected_TO[:, : 2 * shared_size]
+    arguments = (x_TD, shared_gate_up, logits_TE, gate_T1, gate_up, down, shared_down, top_k)
     with poisoned_memory():
         if num_tokens <= 8:
             check_near(mixture_few(*arguments, few, is_normalised=True), expected_TD)

@@ -21,7 +21,7 @@ NUM_BLOCKS = 5
 
 @dataclass
 class Case:
-    """One layer's projected rows, with features behind the values that are nobody's business."""
+    """One layer's projected rows, with features behind the values that must not be read."""
 
     projected_TO: Tensor
     num_heads: int
@@ -81,7 +81,13 @@ def test_keys_and_values_of_the_named_rows_are_stored_and_no_others(blocks: list
             if block:
                 memory[block, offset] = new_TGD[row]
     out_THD = prepare_qkv(
-        case.projected_TO, case.num_heads, case.q_norm_D, case.k_norm_D, EPS, case.rotary, case.memory, case.batch
+        *case.projected_TO.split(split, dim=-1)[:3],
+        case.q_norm_D,
+        case.k_norm_D,
+        EPS,
+        case.rotary,
+        case.memory,
+        case.batch,
     )
     torch.testing.assert_close(out_THD, q_THD)
     torch.testing.assert_close(case.memory.k_BPGD, expected[0], equal_nan=True)

@@ -70,7 +70,12 @@ def near(actual: Tensor, expected: Tensor) -> None:
     assert difference.nan_to_num().amax() <= tolerance * scale
 
 
-def check(shape: Shape, dtype: torch.dtype, device: str) -> None:
+def check(shape: Shape, dtype: torch.dtype, device: str, *, is_apart: bool = False) -> None:
+    """Compare with the reference implementation.
+
+    Args:
+        is_apart: queries, keys and values are tensors of their own, not columns of one.
+    """
     num_tokens, head_dim = len(shape.blocks), shape.head_dim
     features = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
     wide = torch.full((num_tokens, features + 24), torch.nan, dtype=dtype, device=device)
@@ -80,12 +85,16 @@ def check(shape: Shape, dtype: torch.dtype, device: str) -> None:
     positions_T = torch.randint(0, 5000, (num_tokens,), device=device)
     rotary = rotary_table(positions_T, default_frequencies(1e4, shape.rotary_dim).to(device), 1.0)
     batch = make_batch(shape.blocks, device)
+    widths = [shape.num_heads * head_dim, shape.num_kv_heads * head_dim, shape.num_kv_heads * head_dim, 5]
+    rows = projected_TO.split(widths, dim=-1)[:3]
+    if is_apart:
+        rows = tuple(x.clone() for x in rows)
     results = []
     for operation in (qkv_triton.prepare_qkv, qkv.prepare_qkv.reference):
         memory = make_memory(shape, dtype, device)
         before = projected_TO.clone()
         with poisoned_memory():
-            q_THD = operation(projected_TO, shape.num_heads, q_norm_D, k_norm_D, EPS, rotary, memory, batch)
+            q_THD = operation(*rows, q_norm_D, k_norm_D, EPS, rotary, memory, batch)
         assert torch.equal(projected_TO[:, :features], before[:, :features])
         results.append((q_THD, memory.k_BPGD, memory.v_BPGD))
     (q, k, v), (expected_q, expected_k, expected_v) = results
@@ -110,6 +119,10 @@ def test_rows_are_stored_where_they_belong_and_nowhere_else(shape: Shape, dtype:
     check(shape, dtype, "cpu")
 
 
+def test_queries_keys_and_values_may_lie_apart() -> None:
+    check(SHAPES[0], torch.float32, "cpu", is_apart=True)
+
+
 def test_many_tokens_take_the_other_launch() -> None:
     num_tokens = qkv_triton.FEW_TOKENS + 1
     check(Shape(3, 1, 8, 4, [1 + row // 60 for row in range(num_tokens)]), torch.float32, "cpu")
@@ -120,6 +133,6 @@ def test_a_step_of_no_tokens_gives_nothing() -> None:
     rotary = rotary_table(torch.zeros(0), default_frequencies(1e4, 4), 1.0)
     weight_D = torch.randn(8)
     memory = make_memory(shape, torch.float32, "cpu")
-    projected_TO = torch.randn(0, 40)
-    q_THD = qkv_triton.prepare_qkv(projected_TO, 3, weight_D, weight_D, EPS, rotary, memory, make_batch([], "cpu"))
+    rows = torch.randn(0, 40).split([24, 8, 8], dim=-1)
+    q_THD = qkv_triton.prepare_qkv(*rows, weight_D, weight_D, EPS, rotary, memory, make_batch([], "cpu"))
     assert q_THD.shape == (0, 3, 8)

@@ -64,11 +64,11 @@ class GatedAttention(nn.Module):
         return KVMemory(memory.streams["key"], memory.streams["value"])
 
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: KVMemory) -> Tensor:
-        projected_TO = linear(hidden_TE, self.in_proj_OE, self.in_bias_O)
+        q_TO, k_TO, v_TO, gate_TO = linear(hidden_TE, self.in_proj_OE, self.in_bias_O).split(self.sizes, dim=-1)
         norms = (self.q_norm_D, self.k_norm_D, self.eps)
-        q_THD = prepare_qkv(projected_TO, self.num_heads, *norms, rotary, memory, batch.attention)
+        q_THD = prepare_qkv(q_TO, k_TO, v_TO, *norms, rotary, memory, batch.attention)
         out_THD = paged_attention(q_THD, memory, batch.attention, batch.num_decodes, scale=self.head_dim**-0.5)
-        gated_TO = sigmoid_gate(out_THD.flatten(1), projected_TO[:, -self.sizes[3] :])
+        gated_TO = sigmoid_gate(out_THD.flatten(1), gate_TO)
         return linear(gated_TO, self.out_proj_EO, self.out_bias_E)
 
     def targets(self, prefix: str) -> NamedTargets:

@@ -3,7 +3,8 @@
 Projections that read the same input are one matrix (comments name the order of its rows); the published tensors are
 split into it while loading.
 
-Shape suffixes: T tokens of the step, E hidden size, F intermediate size, X experts, O rows of a fused projection.
+Shape suffixes: T tokens of the step, E hidden size, F intermediate size, X experts, O rows of a fused
+projection, S rows of the shared expert's gate and up projections.
 """
 
 from typing import Any
@@ -39,9 +40,9 @@ class SparseMoe(nn.Module):
         self.down_XEF = parameter(config.num_experts, hidden_size, size, dtype=dtype, device=device)
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        projected_TO = linear(hidden_TE, self.in_proj_OE)
+        shared_TS, logits_TX, gate_T1, _ = linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
         experts = (self.gate_up_XFE, self.down_XEF, self.shared_down_EF)
-        return mixture(hidden_TE, projected_TO, *experts, self.top_k, is_normalised=self.is_normalised)
+        return mixture(hidden_TE, shared_TS, logits_TX, gate_T1, *experts, self.top_k, is_normalised=self.is_normalised)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
