@@ -7,7 +7,7 @@ from typing import Final
 from strandline.cache import Placement, PrefixCache, SnapshotKind
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import LeastRecentlyUsed
-from strandline.cache.placement import Align, EveryBoundary, Nothing
+from strandline.cache.placement import Align, EveryBoundary, NoSnapshots
 from strandline.clock import Clock
 from strandline.errors import ConfigError
 
@@ -34,7 +34,7 @@ POLICIES: Final[Mapping[str, Policy]] = {
     "8192-ends-lru": Policy(EveryBoundary(8192, ENDS), evicts_oldest=True, slot_share=0.47),
     "align": Policy(Align(1024)),
     "all": Policy(EveryBoundary(1024)),
-    "none": Policy(Nothing()),
+    "none": Policy(NoSnapshots()),
     "off": Policy(is_enabled=False),
 }
 

@@ -1,6 +1,6 @@
-"""The account of a lookup: what was hit, and for every token that was not, why.
+"""The account of a lookup: how many tokens were hit, and why each of the others was not.
 
-The reasons add up: ``queried == hit + sum(miss.num_tokens)``, always.
+The reasons always add up: ``queried == hit + sum(miss.num_tokens)``.
 """
 
 from dataclasses import dataclass, field
@@ -16,38 +16,38 @@ class SnapshotKind(StrEnum):
     PROMPT_END = "prompt_end"
     GENERATION_END = "generation_end"
     BRANCH = "branch"
-    """Where a later prompt left a cached one."""
+    """Where a prompt diverges from a cached or a running one."""
     MARK = "mark"
-    """Where the sender, or the chat template, said that others will share the prefix."""
+    """At a position that the sender or the chat template marked as the end of a shared prefix."""
     LADDER = "ladder"
-    """On the way through a prompt seen for the first time."""
+    """Inside a prompt seen for the first time, at exponentially growing distances."""
     BOUNDARY = "boundary"
-    """On a fixed grid: the modes ``align`` and ``all``."""
+    """On a fixed grid, in the modes ``align`` and ``all``."""
     PREEMPTION = "preemption"
-    """Where a request was interrupted; it, or another like it, resumes here."""
+    """Where a request was preempted."""
 
 
 class Reason(StrEnum):
     """Why a token had to be computed."""
 
     FIRST_SEEN = "first_seen"
-    """No prompt that begins like this one is cached."""
+    """No cached prompt shares a prefix with this one."""
     DIVERGED = "diverged"
-    """The prompt leaves every cached one here."""
+    """The prompt diverges from every cached one here."""
     NO_SNAPSHOT = "no_snapshot"
-    """Its keys and values are cached, but no recurrent state was kept at or after it."""
+    """Its keys and values are cached, but there is no snapshot at or after it."""
     SNAPSHOT_EVICTED = "snapshot_evicted"
-    """As above; there was a snapshot, and it has been evicted."""
+    """As ``NO_SNAPSHOT``, because the snapshot has been evicted."""
     EVICTED = "evicted"
     """It was cached and has been evicted."""
     COMPUTING = "computing"
-    """Another request is computing it right now."""
+    """A running request is computing it."""
     OTHER_SALT = "other_salt"
-    """It is cached for holders of another salt."""
+    """It is cached under another salt."""
     NO_ROOM = "no_room"
-    """There is a snapshot, but no memory to hold it beside the request's own state, and nobody to wait for."""
+    """There is a snapshot, but no memory for it beside the request's own state, and no request that could free some."""
     NOT_ASKED = "not_asked"
-    """The request did not want to read the cache (or caching is off)."""
+    """The request does not read the cache, or caching is disabled."""
 
 
 class Miss(NamedTuple):
@@ -57,7 +57,7 @@ class Miss(NamedTuple):
     start: int
     end: int
     request_id: RequestId | None = None
-    """With ``COMPUTING``: who computes it."""
+    """With ``COMPUTING``: the request that computes it."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +70,7 @@ class Account(NamedTuple):
     queried: int
     """Tokens in the prompt."""
     hit: int
-    """Tokens that need no computation: the position of the snapshot that the request resumes from."""
+    """Tokens that are not computed: the position of the snapshot that the request resumes from."""
     kv_tokens: int
     """Tokens whose keys and values are cached, which may be more than ``hit``."""
     snapshot_kind: SnapshotKind | None
@@ -83,14 +83,15 @@ class Account(NamedTuple):
         return cls(num_tokens, 0, 0, None, misses)
 
     def without_room(self) -> "Account":
-        """Return the account of a request that has to do without the snapshot that it found."""
+        """Return the account of a request that cannot use the snapshot that it found, for lack of memory."""
         miss = Miss(Reason.NO_ROOM, 0, self.hit)
         return Account(self.queried, 0, self.kv_tokens, None, (miss, *self.misses))
 
     def for_callers(self) -> "Account":
-        """Return the account as its request's sender may know it: nothing of what is cached under another salt.
+        """Return the account without what it reveals of other salts, for the request's sender.
 
-        That is told as never seen, in one range with what follows it: where one ended would tell as much.
+        Tokens cached under another salt are reported as never seen, in one range with those that follow: a separate
+        range would reveal its end.
         """
         for place, miss in enumerate(self.misses):
             if miss.reason is Reason.OTHER_SALT:
@@ -100,8 +101,8 @@ class Account(NamedTuple):
         return self
 
 
-NO_ACCOUNT = Account(0, 0, 0, None, ())
-"""The account of an admission that is not counted."""
+UNCOUNTED = Account(0, 0, 0, None, ())
+"""The account of a request that is not counted, such as an audit."""
 
 
 @dataclass(slots=True)
@@ -113,7 +114,7 @@ class CacheCounters:
     hit_tokens: int = 0
     missed_tokens: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
     told_tokens: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
-    """As ``missed_tokens``, by the reasons that callers are told."""
+    """As ``missed_tokens``, by the reasons of ``Account.for_callers``."""
     hits_by_kind: dict[SnapshotKind, int] = field(default_factory=lambda: dict.fromkeys(SnapshotKind, 0))
     snapshots_taken: dict[SnapshotKind, int] = field(default_factory=lambda: dict.fromkeys(SnapshotKind, 0))
 

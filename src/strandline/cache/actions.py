@@ -1,7 +1,6 @@
-"""What the cache wants done to the device's memory, as data.
+"""Changes to the device's memory that the cache asks for, as data.
 
-Actions are carried out in the order they were issued, before the step they were issued for. The cache decides;
-whoever owns the memory moves the bytes.
+Actions are carried out in order, before the step that they were issued for.
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ class CopyTokens:
 
 @dataclass(frozen=True, slots=True)
 class MoveBlock:
-    """Copy a whole block to a new place; the old place is free afterwards."""
+    """Copy a whole block to ``dst``; ``src`` is free afterwards."""
 
     src: BlockId
     dst: BlockId
@@ -28,21 +27,21 @@ class MoveBlock:
 
 @dataclass(frozen=True, slots=True)
 class DropBlocks:
-    """The content of these blocks is no longer needed. A debugging runner fills them with NaN."""
+    """These blocks are free. A runner in debug mode fills them with NaN."""
 
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DropSlot:
-    """A slot's content is no longer needed. A debugging runner fills it with NaN."""
+    """This slot is free. A runner in debug mode fills it with NaN."""
 
     slot: SlotId
 
 
 @dataclass(frozen=True, slots=True)
 class FoldLog:
-    """Fold the first tokens of a log into the state in a slot, which becomes what the slot's position claims."""
+    """Fold the first ``num_tokens`` tokens of a log into the state in a slot."""
 
     slot: SlotId
     log: LogId

@@ -1,12 +1,12 @@
-"""What to evict: a queue of everything that may go, in the order of its worth.
+"""The eviction order: a queue of everything that can be evicted, least worth first.
 
-The order is a strategy of one method. Entries are snapshots without readers, and childless runs that no lease
-uses (evicted one block at a time, from their end). The queue is a heap with lazy deletion: of an entry that was
-pushed more than once the last push counts; one that may not go any more is dropped, until it is offered again; one
-whose worth has risen since it was pushed goes back in. Stale entries are dropped when they outnumber the others.
+Entries are snapshots without readers, and childless runs that no lease uses (evicted from their end, in blocks). The
+queue is a heap with lazy deletion: only the last push of an entry counts; an entry that cannot be evicted any more is
+dropped until it is offered again; an entry whose worth has risen since it was pushed is pushed again. Stale pushes are
+pruned when they outnumber the others.
 
-What is offered is ranked only when something must go: a turn of a conversation offers the same few entries several
-times over. But no more than ``MAX_UNRANKED`` wait for that, so that the first eviction does not pay for all before it.
+Offers are ranked only when something must be evicted, since a turn of a conversation offers the same few entries
+several times. At most ``MAX_UNRANKED`` are deferred, so that the first eviction does not pay for all of them.
 """
 
 import heapq
@@ -14,58 +14,59 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol, runtime_checkable
 
 from strandline.cache.account import SnapshotKind
-from strandline.cache.outcomes import next_edge
+from strandline.cache.outcomes import next_bin_edge
 from strandline.cache.reuse import ReuseHistory
-from strandline.cache.tree import Run, Snapshot, last_stub_into, num_continuations, snapshot_above
+from strandline.cache.tree import Run, Snapshot, deepest_stub_in, num_continuations, snapshot_above
 from strandline.ids import BLOCK_TOKENS
 
 Entry = Run | Snapshot
 
-NOTHING: Final = float("-inf")
-CERTAIN: Final = 1.0
-"""Returns per unit of time of what a waiting request will resume from, or nobody has had the chance to."""
+WORTHLESS: Final = float("-inf")
+EXPECTED_DENSITY: Final = 1.0
+"""Return density of what a queued request will resume from, and of what is newer than the last admission."""
 MAX_UNRANKED: Final = 64
 
 
 class EvictionOrder(Protocol):
-    """Ranks what may be evicted: the entry with the least worth goes first."""
+    """Ranks what can be evicted: the entry with the least worth first."""
 
     def worth(self, entry: Entry) -> float: ...
 
 
 @runtime_checkable
 class AgeingOrder(EvictionOrder, Protocol):
-    """An order by which entries lose worth as time goes by."""
+    """An order in which the worth of entries falls with time."""
 
     @property
     def now(self) -> int: ...
 
     def appraise(self, entry: Entry) -> tuple[float, int | None]:
-        """Return an entry's worth, and when, after now, that may next be less if nobody uses it; None: never."""
+        """Return an entry's worth, and the time at which it may next fall if the entry stays unused; None: never."""
 
 
 class LeastRecentlyUsed:
-    """Evict what was used longest ago. The baseline."""
+    """Evicts the least recently used entry. The baseline."""
 
     def worth(self, entry: Entry) -> float:
         return entry.last_tick
 
 
 class WorthPerByte:
-    """Evict what saves the least computation per byte and time, for its chance of being used. The default.
+    """Evicts the entry with the lowest value density: tokens saved × return density ÷ size. The default.
 
-    A snapshot saves the tokens since the nearest snapshot above it: what is above is not lost with it, and a snapshot
-    grows dearer when the one above goes. The last snapshot of a path also holds the keys and values since then, which
-    nobody could use without it: they count as its size, and go with it. Once a path goes on after a snapshot, only a
-    rewind would use it; where several go on, what they share is used again. One path that goes on in several ways is
-    still one: its answers were left out, not shared. The end of a prompt is used if its path's next turn leaves out the
-    answer, until that has come. Keys and values that no snapshot needs are worth nothing. The last snapshot of a path
-    that was used since the last admission is as good as certain: nobody has had the chance to use it since.
-
-    When something unused for so long comes back is learned (``ReuseHistory``).
+    - Tokens saved: those since the nearest snapshot above, so a snapshot becomes more valuable when that one is
+      evicted.
+    - Size: the slot and, for the last snapshot of a path, the keys and values since the snapshot above, which cannot
+      be used without it and are evicted with it. Keys and values that no snapshot needs are worth nothing.
+    - Return density: how often the entry is expected to be used per unit of time (``ReuseHistory``). It depends on
+      where the snapshot lies: at the end of a path; at the end of a prompt whose next turn has not come, which may
+      leave out the answer; inside one path, where only a rewind uses it; or on a prefix that several paths share. A
+      path that is continued several times, each time leaving out its last answer, does not count as several.
+    - An entry that a queued request will resume from, or the last snapshot of a path that was used after the last
+      admission, has at least ``EXPECTED_DENSITY``.
 
     Args:
-        blocks_per_slot: the size of a snapshot.
+        blocks_per_slot: the size of a snapshot, in blocks.
     """
 
     def __init__(self, blocks_per_slot: int, reuse: ReuseHistory) -> None:
@@ -74,7 +75,7 @@ class WorthPerByte:
 
     @property
     def now(self) -> int:
-        """Admissions so far."""
+        """The time of the reuse history."""
         return self._reuse.now
 
     def worth(self, entry: Entry) -> float:
@@ -84,38 +85,38 @@ class WorthPerByte:
     def appraise(self, entry: Entry) -> tuple[float, int | None]:
         snapshot = entry if isinstance(entry, Snapshot) else _needed_snapshot(entry)
         if snapshot is None:
-            return NOTHING, None
+            return WORTHLESS, None
         age = self._reuse.now - snapshot.use.at
-        return self._worth(snapshot, age), snapshot.use.at + next_edge(age)
+        return self._worth(snapshot, age), snapshot.use.at + next_bin_edge(age)
 
     def _worth(self, snapshot: Snapshot, age: int) -> float:
         above = snapshot_above(snapshot)
         saved_tokens = snapshot.position - (above.position if above is not None else 0)
-        ways_on = num_continuations(snapshot)
-        size = self._slot_tokens + (0 if ways_on else saved_tokens)
-        density = self._density(snapshot, ways_on, age)
-        if snapshot.num_waiters or (ways_on == 0 and age == 0):
-            density = max(density, CERTAIN)
+        continuations = num_continuations(snapshot)
+        size = self._slot_tokens + (0 if continuations else saved_tokens)
+        density = self._density(snapshot, continuations, age)
+        if snapshot.num_waiters or (continuations == 0 and age == 0):
+            density = max(density, EXPECTED_DENSITY)
         return density * saved_tokens / size
 
-    def _density(self, snapshot: Snapshot, ways_on: int, age: int) -> float:
+    def _density(self, snapshot: Snapshot, continuations: int, age: int) -> float:
         reuse = self._reuse
-        if ways_on > 1 and snapshot.is_shared:
-            return reuse.density_of_shared(snapshot.use.interarrival_bin, age)
-        if ways_on == 0:
+        if continuations > 1 and snapshot.is_shared:
+            return reuse.shared_density(snapshot.use.interarrival_bin, age)
+        if continuations == 0:
             is_answer = snapshot.kind is SnapshotKind.GENERATION_END
-            return (reuse.density_of_answer if is_answer else reuse.density)(snapshot.use.interarrival_bin, age)
-        if snapshot.kind is SnapshotKind.PROMPT_END and not snapshot.is_passed:
-            return reuse.density_of_prompt(snapshot.use.interarrival_bin, age)
-        return reuse.density_of_inner(snapshot.use.interarrival_bin, age)
+            return (reuse.answer_density if is_answer else reuse.density)(snapshot.use.interarrival_bin, age)
+        if snapshot.kind is SnapshotKind.PROMPT_END and not snapshot.is_superseded:
+            return reuse.prompt_density(snapshot.use.interarrival_bin, age)
+        return reuse.interior_density(snapshot.use.interarrival_bin, age)
 
 
 def _needed_snapshot(run: Run) -> Snapshot | None:
-    """Return the last snapshot that needs the last block of a childless run, or None."""
+    """Return the deepest snapshot that needs the last block of a childless run, or None."""
     if run.positions:
         last = run.positions[-1]
         return run.snapshots[last] if last > (run.end_block - 1) * BLOCK_TOKENS else None
-    return last_stub_into(run) if len(run.blocks) == 1 else None
+    return deepest_stub_in(run) if len(run.blocks) == 1 else None
 
 
 class EvictionQueue:
@@ -127,11 +128,11 @@ class EvictionQueue:
         self._can_evict = can_evict
         self._heap: list[tuple[float, int, Entry]] = []
         self._reviews: dict[int, list[tuple[int, Entry]]] = {}
-        """By time: which pushes to look at again then."""
+        """By time: pushes whose worth may have fallen by then."""
         self._num_reviews = 0
         self._reviewed_at = 0
         self._unranked: dict[Entry, None] = {}
-        """Offered since something last had to go, in the order of the first offer."""
+        """Entries offered since the last eviction, in the order of their first offer."""
         self._pushes = 0
         self._prune_at = 1024
 
@@ -142,13 +143,13 @@ class EvictionQueue:
         return entry.last_push > 0 or entry in self._unranked
 
     def push(self, entry: Entry) -> None:
-        """Offer an entry. Call again whenever its worth falls or it becomes evictable."""
+        """Offer an entry. Call again whenever its worth falls or it becomes evictable again."""
         self._unranked[entry] = None
         if len(self._unranked) >= MAX_UNRANKED:
             self._rank_offers()
 
     def _rank_offers(self) -> None:
-        """Put what was offered in its place, unless it may not go any more."""
+        """Rank the offered entries that can still be evicted."""
         offered, self._unranked = self._unranked, {}
         for entry in offered:
             if self._can_evict(entry):
@@ -169,7 +170,7 @@ class EvictionQueue:
         heapq.heappush(self._heap, (worth, number, entry))
 
     def _review(self) -> None:
-        """Push again whatever may be worth less by now."""
+        """Rank again the entries whose worth may have fallen by now."""
         if self._ageing is None or not self._reviews or self._reviewed_at == (now := self._ageing.now):
             return
         times: Sequence[int] = range(self._reviewed_at + 1, now + 1)
@@ -184,7 +185,7 @@ class EvictionQueue:
                     self._rank(entry)
 
     def pop(self) -> Entry | None:
-        """Remove and return the entry with the least worth that may go now, or None."""
+        """Remove and return the evictable entry with the least worth, or None."""
         self._rank_offers()
         self._review()
         while self._heap:
@@ -201,7 +202,7 @@ class EvictionQueue:
         return None
 
     def _prune(self) -> None:
-        """Drop stale entries."""
+        """Drop stale pushes."""
         heap = list[tuple[float, int, Entry]]()
         for ranked in self._heap:
             _, number, entry = ranked

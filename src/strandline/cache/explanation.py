@@ -1,7 +1,7 @@
-"""Why a prompt hit what it hit, what else lies on its path, and what would have helped. Changes nothing.
+"""Explanations of lookups: which snapshots lie on a prompt's path, where it diverges, and what would have helped.
 
-An ``Account`` says how many tokens were missed and why. An ``Explanation`` goes on from there: it looks at what the
-cache holds beside the place where the prompt leaves it, and whether the same tokens go on a little later.
+An ``Account`` tells how many tokens were missed and why. An ``Explanation`` adds the cached prompts from which this one
+diverges, and whether it continues like one of them a little later. Changes nothing.
 """
 
 from collections.abc import Iterator
@@ -20,46 +20,46 @@ from strandline.ids import BLOCK_TOKENS
 
 MAX_SNAPSHOTS: Final = 64
 CONTEXT_TOKENS: Final = 32
-"""Shown before and after the place where a prompt leaves the cache."""
-MAX_RIVALS: Final = 3
-"""Cached continuations that are shown."""
+"""Tokens shown before and after the position where a prompt diverges from the cache."""
+MAX_CONTINUATIONS: Final = 3
+"""Cached continuations shown."""
 MAX_CHILDREN: Final = 256
-"""Branches of one run that are looked at: the newest."""
-RIVAL_TOKENS: Final = 16_384
-"""How far a cached continuation is searched for what the prompt goes on with."""
+"""Children of one run that are examined, newest first."""
+CONTINUATION_TOKENS: Final = 16_384
+"""Tokens of a cached continuation that are searched for tokens of the prompt."""
 MAX_SHIFT_TOKENS: Final = 256
-"""How far into the rest of the prompt the search begins at most."""
+"""Most tokens of the rest of the prompt to skip in the search."""
 STRIDE_TOKENS: Final = 4
 WINDOW_TOKENS: Final = 16
-"""So many equal tokens in a row are taken for the same text."""
+"""Consecutive equal tokens that count as the same text."""
 MIN_MOVED_TOKENS: Final = 64
-"""Less than a block that could be shared is no reason to write a template anew."""
+"""Sharing fewer tokens than this is not worth changing a template for."""
 
 
 class Help(StrEnum):
-    """What would make a prompt like this one hit more."""
+    """What would make similar prompts hit more."""
 
     MARK = "mark"
-    """A snapshot where the prompt leaves what is cached."""
+    """Mark the position where the prompt diverges, for a snapshot there."""
     MEMORY = "memory"
-    """A larger budget."""
+    """Raise the memory budget."""
     ORDER = "order"
-    """To put what changes behind what does not."""
+    """Move the changing part of the prompt behind the constant part."""
     PATIENCE = "patience"
-    """To send it a little later: another request is computing it."""
+    """Send it a little later: another request is computing its prefix."""
     ASK = "ask"
-    """To let the request read the cache."""
+    """Allow the request to read the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing that would help."""
+    """One piece of advice."""
 
     help: Help
     position: int
-    """Where in the prompt."""
+    """The position in the prompt that it concerns."""
     num_tokens: int
-    """What it would save."""
+    """Tokens that would have been hit."""
     text: str
 
 
@@ -73,46 +73,46 @@ class PathSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The place where the prompt leaves what is cached."""
+    """The position where a prompt diverges from the cached ones."""
 
     position: int
-    """The first token that no cached prompt has there."""
+    """The first token that differs from every cached prompt."""
     before: tuple[int, ...]
-    """Tokens just before, shared."""
+    """The last shared tokens."""
     prompt: tuple[int, ...]
-    """How the prompt goes on."""
+    """The prompt's next tokens."""
     cached: tuple[tuple[int, ...], ...]
-    """How cached prompts go on, those used last first."""
+    """The next tokens of cached prompts, most recently used first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Of one lookup, real or supposed."""
+    """The explanation of one lookup, past or hypothetical."""
 
     account: Account
     kv_now: int
     """Tokens of the prompt whose keys and values are cached now."""
     snapshots: tuple[PathSnapshot, ...]
-    """On the prompt's path now, down to where it left the cache; deepest first."""
+    """Snapshots on the prompt's path now, up to where it diverged; deepest first."""
     num_snapshots_left_out: int
     next_snapshot: int | None
-    """The first one beyond that place, on the cached path that goes on there."""
+    """The position of the first snapshot after that, on the cached continuations."""
     parting: Parting | None
-    """None when the prompt does not leave the cache, or when nothing is cached there any more."""
+    """None when the prompt does not diverge, or when nothing is cached there any more."""
     advice: tuple[Advice, ...]
 
 
 def explain_prompt(cache: PrefixCache, tokens: TokenBuffer, salt: str = "", *, block_bytes: int) -> Explanation:
-    """Explain what a request with these tokens would find now.
+    """Explain what a request with these tokens would hit now.
 
     Args:
-        block_bytes: size of a block, to say what evicted tokens took.
+        block_bytes: size of a block, to tell how much memory evicted tokens took.
     """
     return _explain(cache, tokens, salt, cache.lookup(tokens, salt), block_bytes)
 
 
 def explain_lookup(cache: PrefixCache, lookup: Lookup, prompt: bytes, *, block_bytes: int) -> Explanation:
-    """Explain what a request found when it was admitted, by what is cached now.
+    """Explain what a request hit when it was admitted, from what is cached now.
 
     Args:
         prompt: its tokens, encoded.
@@ -130,22 +130,22 @@ def _explain(cache: PrefixCache, tokens: TokenBuffer, salt: str, account: Accoun
     position = account.kv_tokens
     end = walk(root, data[: position * TOKEN_BYTES])
     deepest = deepest_snapshot(end, data[: position * TOKEN_BYTES])
-    path = list(_upwards(deepest))
-    rivals = list(_rivals(end, data, position)) if end.kv_tokens == position else []
+    path = list(_snapshots_upwards(deepest))
+    continuations = list(_continuations(end, data, position)) if end.kv_tokens == position else []
     shown = tuple(PathSnapshot(snapshot.position, snapshot.kind) for snapshot in path[:MAX_SNAPSHOTS])
-    moved = _find_moved(rivals, data, position)
+    moved = _find_moved(continuations, data, position)
     return Explanation(
         account=account,
         kv_now=walk(root, data).kv_tokens,
         snapshots=shown,
         num_snapshots_left_out=len(path) - len(shown),
-        next_snapshot=_next_snapshot(end, rivals, data, position) if position else None,
-        parting=_parting(rivals, data, position),
+        next_snapshot=_next_snapshot(end, continuations, data, position) if position else None,
+        parting=_parting(continuations, data, position),
         advice=tuple(_advice(account, shown, moved, cache, block_bytes)),
     )
 
 
-def _upwards(snapshot: Snapshot | None) -> Iterator[Snapshot]:
+def _snapshots_upwards(snapshot: Snapshot | None) -> Iterator[Snapshot]:
     while snapshot is not None:
         yield snapshot
         snapshot = snapshot_above(snapshot)
@@ -155,43 +155,47 @@ def _upwards(snapshot: Snapshot | None) -> Iterator[Snapshot]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rival:
-    """A cached prompt that goes on otherwise."""
+class _Continuation:
+    """A cached continuation that differs from the prompt's."""
 
     run: Run
     offset: int
-    """Bytes of the run's tokens before that place."""
+    """Bytes of the run's tokens before the position where it differs."""
 
     def tokens(self, num_tokens: int) -> bytes:
-        """Return how it goes on; where it branches, along what was used last."""
+        """Return its tokens; at branches, those of the child used last."""
         run, data = self.run, bytes(self.run.tokens[self.offset : self.offset + num_tokens * TOKEN_BYTES])
         while run.children and len(data) < num_tokens * TOKEN_BYTES:
-            run = max(_some(run), key=lambda child: child.last_tick)
+            run = max(_newest_children(run), key=lambda child: child.last_tick)
             data += bytes(run.tokens[: num_tokens * TOKEN_BYTES - len(data)])
         return data
 
 
-def _rivals(end: Walk, data: bytearray, position: int) -> Iterator[_Rival]:
-    """Yield cached prompts that share ``[0, position)``, where the walk ends, and go on otherwise."""
+def _continuations(end: Walk, data: bytearray, position: int) -> Iterator[_Continuation]:
+    """Yield cached continuations of tokens ``[0, position)``, where the walk ends, that differ from the prompt."""
     inside = end.num_blocks - end.run.start_block
     skipped = (position - end.num_blocks * BLOCK_TOKENS) * TOKEN_BYTES
     shared = bytes(data[end.num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES])
     mine = bytes(data[position * TOKEN_BYTES : (position + 1) * TOKEN_BYTES])
     if end.num_blocks < end.run.end_block:
-        found = [_Rival(end.run, inside * BLOCK_KEY_BYTES + skipped)]
+        found = [_Continuation(end.run, inside * BLOCK_KEY_BYTES + skipped)]
     else:
-        children = [child for child in _some(end.run) if child.tokens.startswith(shared)]
+        children = [child for child in _newest_children(end.run) if child.tokens.startswith(shared)]
         if end.partial_run is not None and end.partial_run not in children:
             children.append(end.partial_run)
         children.sort(key=lambda child: -child.last_tick)
-        found = [_Rival(child, skipped) for child in children]
-    others = (rival for rival in found if rival.tokens(1) not in (b"", mine))
-    yield from islice(others, MAX_RIVALS)
+        found = [_Continuation(child, skipped) for child in children]
+    others = (continuation for continuation in found if continuation.tokens(1) not in (b"", mine))
+    yield from islice(others, MAX_CONTINUATIONS)
 
 
-def _next_snapshot(end: Walk, rivals: list[_Rival], data: bytearray, position: int) -> int | None:
-    """Return the first position beyond ``position`` that has a snapshot, on the runs that go on there."""
-    found = [place for rival in rivals for place in (*rival.run.positions, *_stub_positions(rival.run, b""))]
+def _next_snapshot(end: Walk, continuations: list[_Continuation], data: bytearray, position: int) -> int | None:
+    """Return the position of the first snapshot after ``position`` on the cached continuations, or None."""
+    found = [
+        place
+        for continuation in continuations
+        for place in (*continuation.run.positions, *_stub_positions(continuation.run, b""))
+    ]
     if end.num_blocks == end.run.end_block:
         found += _stub_positions(end.run, bytes(data[end.num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES]))
     return min((place for place in found if place > position), default=None)
@@ -202,17 +206,17 @@ def _stub_positions(run: Run, prefix: bytes) -> list[int]:
     return [stub.position for key, stub in newest if key.startswith(prefix)]
 
 
-def _some(run: Run) -> list[Run]:
-    """Return a run's children; of very many, the newest."""
+def _newest_children(run: Run) -> list[Run]:
+    """Return a run's children; of many, the newest."""
     return list(islice(reversed(run.children.values()), MAX_CHILDREN))
 
 
-def _parting(rivals: list[_Rival], data: bytearray, position: int) -> Parting | None:
+def _parting(continuations: list[_Continuation], data: bytearray, position: int) -> Parting | None:
     prompt = bytes(data[position * TOKEN_BYTES : (position + CONTEXT_TOKENS) * TOKEN_BYTES])
-    if not prompt or not rivals:
+    if not prompt or not continuations:
         return None
     before = bytes(data[max(position - CONTEXT_TOKENS, 0) * TOKEN_BYTES : position * TOKEN_BYTES])
-    cached = tuple(tuple(decode(rival.tokens(CONTEXT_TOKENS))) for rival in rivals)
+    cached = tuple(tuple(decode(continuation.tokens(CONTEXT_TOKENS))) for continuation in continuations)
     return Parting(position, tuple(decode(before)), tuple(decode(prompt)), cached)
 
 
@@ -221,18 +225,18 @@ def _parting(rivals: list[_Rival], data: bytearray, position: int) -> Parting | 
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """So many tokens from ``start`` on are cached too, behind other ones."""
+    """``num_tokens`` tokens from ``start`` on that are cached at another position."""
 
     start: int
     num_tokens: int
 
 
-def _find_moved(rivals: list[_Rival], data: bytearray, position: int) -> _Moved | None:
-    """Find where the prompt goes on with what a cached one goes on with, though not at the same place."""
+def _find_moved(continuations: list[_Continuation], data: bytearray, position: int) -> _Moved | None:
+    """Find the longest part of the prompt that a cached continuation has at another position."""
     best: _Moved | None = None
-    prompt = bytes(data[position * TOKEN_BYTES : (position + RIVAL_TOKENS) * TOKEN_BYTES])
-    for rival in rivals:
-        moved = _common_later(prompt, rival.tokens(RIVAL_TOKENS))
+    prompt = bytes(data[position * TOKEN_BYTES : (position + CONTINUATION_TOKENS) * TOKEN_BYTES])
+    for continuation in continuations:
+        moved = _common_later(prompt, continuation.tokens(CONTINUATION_TOKENS))
         if moved is not None and moved.num_tokens >= MIN_MOVED_TOKENS:
             moved = _Moved(position + moved.start, moved.num_tokens)
             best = moved if best is None or moved.num_tokens > best.num_tokens else best
@@ -240,7 +244,7 @@ def _find_moved(rivals: list[_Rival], data: bytearray, position: int) -> _Moved 
 
 
 def _common_later(prompt: bytes, cached: bytes) -> _Moved | None:
-    """Return the first stretch that two keys of different beginnings have in common, in different places perhaps."""
+    """Return the first token sequence that two keys have in common, at whatever positions."""
     for start in range(0, min(MAX_SHIFT_TOKENS * TOKEN_BYTES, len(prompt)), STRIDE_TOKENS * TOKEN_BYTES):
         window = prompt[start : start + WINDOW_TOKENS * TOKEN_BYTES]
         place = _find_aligned(cached, window) if len(window) == WINDOW_TOKENS * TOKEN_BYTES else None
@@ -269,7 +273,7 @@ def _advice(
     block_bytes: int,
 ) -> Iterator[Advice]:
     for miss in account.misses:
-        advice = _on_miss(miss, account, snapshots, cache, block_bytes)
+        advice = _advice_on_miss(miss, account, snapshots, cache, block_bytes)
         if advice is not None:
             yield advice
     if moved is not None:
@@ -282,7 +286,7 @@ def _advice(
         yield Advice(Help.ORDER, position, moved.num_tokens, text)
 
 
-def _on_miss(
+def _advice_on_miss(
     miss: Miss, account: Account, snapshots: tuple[PathSnapshot, ...], cache: PrefixCache, block_bytes: int
 ) -> Advice | None:
     size = miss.num_tokens
@@ -296,11 +300,13 @@ def _on_miss(
                     text += "; without one, the first prompt to leave there takes it, for those that follow"
             return Advice(Help.MARK, miss.end, size, text)
         case Reason.SNAPSHOT_EVICTED:
-            slot_bytes = block_bytes * cache.internals().arena.blocks_per_slab
+            slot_bytes = block_bytes * cache.internals().allocator.blocks_per_slab
             text = f"more memory: the snapshot that went took {_mib(slot_bytes)}; raise --memory"
             return Advice(Help.MEMORY, miss.end, size, text)
         case Reason.EVICTED:
-            num_bytes = -(-size // BLOCK_TOKENS) * block_bytes + block_bytes * cache.internals().arena.blocks_per_slab
+            num_bytes = (
+                -(-size // BLOCK_TOKENS) * block_bytes + block_bytes * cache.internals().allocator.blocks_per_slab
+            )
             text = f"more memory: what went took at least {_mib(num_bytes)}, a snapshot included; raise --memory"
             return Advice(Help.MEMORY, miss.start, size, text)
         case Reason.NO_ROOM:

@@ -1,4 +1,4 @@
-"""What a hit says about the snapshots on its path: the one that was resumed from, and those above it."""
+"""Records a hit in the snapshots on its path: the one that was resumed from, and those above it."""
 
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
@@ -9,11 +9,12 @@ from strandline.cache.walk import branch_snapshots
 
 
 def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: ReuseHistory) -> None:
-    """Count the hit as a use also of what it shares with others, though it lies above what was hit.
+    """Record that a lease resumes from ``source``.
 
-    Else a larger cache, which hits deeper, would forget the prefixes that many share, and hit less. A path that
-    comes back shares nothing by that; it will not go on again from where its last turn ended, or its prompt did.
-    Whatever the snapshot was taken for, a prompt that it is the whole of ends there, and goes on from there.
+    A hit also counts as a use of the shared prefixes above the source. Otherwise a larger cache, which hits deeper,
+    would evict those prefixes and hit less. The return of a path does not make its prefixes shared; it supersedes the
+    snapshots at the end of the previous turn and at the end of its prompt, from which the path does not continue
+    again. A snapshot at the end of a prompt counts as ``PROMPT_END``, whatever it was taken for.
     """
     tick = memory.next_tick()
     is_return = lease.interarrival_bin != NO_INTERARRIVAL
@@ -22,8 +23,8 @@ def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: Reuse
     if source.position == len(lease.tokens):
         source.record_prompt_end()
     elif is_return:
-        for passed in (source, snapshot_above(source)):
-            if passed is not None:
-                passed.is_passed = True
+        for previous in (source, snapshot_above(source)):
+            if previous is not None:
+                previous.is_superseded = True
     for snapshot in (source, *branch_snapshots(lease.run, lease.tokens.data)):
         snapshot.record_hit(tick, reuse.now, is_source=snapshot is source, is_return=is_return)

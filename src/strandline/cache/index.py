@@ -1,8 +1,8 @@
-"""The prefix index: a tree of cached runs for every salt, and where a prompt leaves its tree.
+"""The prefix index: one tree of cached runs per salt, and lookups in it.
 
-A request is looked up several times: to compare it with others that wait, to find a leader, and when it is admitted;
-mostly nothing has changed in between. To compare all its tokens each time would cost more than the rest of its
-admission, so the last answer is kept for as long as the index stays as it was.
+A request is looked up several times: to rank it in the queue, to find a leader, and when it is admitted. Comparing all
+its tokens each time would cost more than the rest of its admission, so the last answer is kept until the index
+changes.
 """
 
 from array import array
@@ -17,7 +17,7 @@ MAX_EMPTY_ROOTS = 256
 
 
 class PrefixIndex:
-    """Walks the trees, but not twice in a row for the same tokens."""
+    """Looks up prompts in the trees; remembers the last answer."""
 
     def __init__(self, memory: CacheMemory, leases: Callable[[], Iterable[Lease]]) -> None:
         self._memory = memory
@@ -25,13 +25,13 @@ class PrefixIndex:
         self.roots: dict[str, Run] = {}
         """By salt; the newest last."""
         self._asked: tuple[int, int] | None = None
-        """Revision of the index, and length of the prompt, that the last answer holds for."""
+        """Revision of the index and length of the prompt for which the last answer holds."""
         self.last: tuple[Run, bytearray] | None = None
-        """The root and the prompt that were asked about last. A prompt only ever grows."""
+        """The root and the prompt of the last lookup. A prompt only grows."""
         self._answer: tuple[Walk, Snapshot | None]
 
     def find(self, root: Run, data: bytearray) -> tuple[Walk, Snapshot | None]:
-        """Return how far ``data`` follows a tree, and the deepest snapshot on the way. Changes nothing."""
+        """Return how far a tree matches ``data``, and the deepest snapshot there. Changes nothing."""
         asked = (self._memory.revision, len(data))
         last = self.last
         if last is None or last[0] is not root or last[1] is not data or self._asked != asked:
@@ -46,7 +46,7 @@ class PrefixIndex:
         return None if root is None else self.find(root, data)[1]
 
     def root(self, salt: str) -> Run:
-        """Return the root of a salt's tree; make one if there is none."""
+        """Return the root of a salt's tree; create it if needed."""
         root = self.roots.get(salt)
         if root is None:
             if len(self.roots) >= MAX_EMPTY_ROOTS:
@@ -56,7 +56,7 @@ class PrefixIndex:
         return root
 
     def split_at(self, end: Walk) -> Run:
-        """Make the walk end with a run; return the run that ends there."""
+        """Split the run that a walk ends inside of; return the run that ends where the walk does."""
         if end.num_blocks in (end.run.end_block, 0):
             return end.run
         upper = split(end.run, end.num_blocks)
@@ -64,7 +64,7 @@ class PrefixIndex:
         return upper
 
     def snapshots(self) -> Iterator[tuple[str, bytes, Snapshot]]:
-        """Yield salt, tokens (as a key) and snapshot of everything published."""
+        """Yield salt, tokens (encoded) and snapshot of everything published."""
         for salt, root in self.roots.items():
             for tokens, snapshot in snapshots_below(root):
                 yield salt, tokens, snapshot

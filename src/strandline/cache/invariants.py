@@ -1,4 +1,4 @@
-"""Checks that the cache does not contradict itself. Linear in its size: for tests and debugging runs."""
+"""Consistency checks of the cache, for tests and debug mode. Linear in its size."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ from strandline.cache.core import Internals, PrefixCache
 from strandline.cache.eviction import Entry
 from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Lease
-from strandline.cache.memory import standing
+from strandline.cache.memory import resolve
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home
 from strandline.cache.walk import deepest_snapshot, walk
@@ -48,8 +48,8 @@ def _runs_below(root: Run) -> list[Run]:
 
 def _check_run(run: Run) -> None:
     where = f"run [{run.start_block}, {run.end_block})"
-    _require(run.order == sorted(run.children), f"{where}: children out of order")
-    for left, right in zip(run.order, run.order[1:], strict=False):
+    _require(run.child_keys == sorted(run.children), f"{where}: children out of order")
+    for left, right in zip(run.child_keys, run.child_keys[1:], strict=False):
         _require(not right.startswith(left), f"{where}: a child's key begins another's")
     for key, child in run.children.items():
         _require(child.parent is run and child.first_key == key, f"{where}: child linked under another key")
@@ -88,26 +88,26 @@ def _check_users(cache: Internals, runs: list[Run]) -> None:
 
 
 def _check_owners(cache: Internals, runs: list[Run]) -> None:
-    slots, blocks = cache.arena.used()
+    slots, blocks = cache.allocator.used()
     block_owners = Counter(block for run in runs if not run.is_live for block in run.blocks)
     slot_owners = Counter(snapshot.slot for snapshot in _all_snapshots(cache, runs))
     published = set(slot_owners)
     for lease in cache.leases.values():
         block_owners.update(lease.table[lease.num_published :])
         owners = {cache.memory.owner(block) for block in lease.table[lease.num_published :]}
-        _require(owners <= {None, lease.tail}, f"{lease.request_id}: a block of its own is held to be the index's")
+        _require(owners <= {None, lease.tail}, f"{lease.request_id}: a block of its own has an owner in the index")
         slot_owners[lease.dst] += 1
         slot_owners.update(cut.slot for cut in lease.cuts)
-        _require(lease.dst not in published, f"{lease.request_id} would write the published slot {lease.dst}")
+        _require(lease.dst not in published, f"{lease.request_id} writes the published slot {lease.dst}")
     _require(set(block_owners) == blocks, f"blocks leaked or lost: {set(block_owners) ^ blocks}")
     _require(set(slot_owners) == slots, f"slots leaked or lost: {set(slot_owners) ^ slots}")
-    counted = (cache.arena.num_slots, cache.arena.num_blocks)
+    counted = (cache.allocator.num_slots, cache.allocator.num_blocks)
     _require(
         counted == (len(slots), len(blocks)), f"{counted} slots and blocks counted, {len(slots)}, {len(blocks)} used"
     )
     for run in runs:
         is_found = all(cache.memory.owner(block) is run for block in run.blocks)
-        _require(is_found, f"run at {run.start_block}: a block of it would not be found when it moves")
+        _require(is_found, f"run at {run.start_block}: a block's owner is not recorded")
     doubles = [b for b, n in (block_owners | slot_owners).items() if n > 1]
     _require(not doubles, f"owned twice: {doubles}")
 
@@ -125,7 +125,7 @@ def _check_evictable(cache: Internals, runs: list[Run]) -> None:
     attached = [s for s in _all_snapshots(cache, runs) if s.is_attached]
     entries: list[Entry] = [*runs, *attached]
     for entry in entries:
-        _require(not cache.memory.has_lost(entry), "an entry that may be evicted is not in the queue")
+        _require(not cache.memory.is_missing_from_queue(entry), "an entry that may be evicted is not in the queue")
     num_slots = sum(s.num_readers == 0 for s in attached)
     _require(memory.num_evictable_slots == num_slots, f"{memory.num_evictable_slots} evictable, not {num_slots}")
     readers = Counter(id(lease.source) for lease in cache.leases.values() if lease.source is not None)
@@ -134,11 +134,11 @@ def _check_evictable(cache: Internals, runs: list[Run]) -> None:
 
 
 def _check_waiters(cache: Internals, runs: list[Run]) -> None:
-    waiters = Counter(id(standing(snapshot)) for snapshot in cache.expected.values())
+    waiters = Counter(id(resolve(snapshot)) for snapshot in cache.expected.values())
     for snapshot in _all_snapshots(cache, runs):
         if snapshot.is_attached:
             _require(snapshot.num_waiters == waiters[id(snapshot)], f"snapshot {snapshot.slot}: waiters miscounted")
-    _require(not cache.expected.keys() & cache.leases.keys(), "a request that runs is held to wait")
+    _require(not cache.expected.keys() & cache.leases.keys(), "a running request counts as waiting")
 
 
 def _check_logs(cache: Internals) -> None:
@@ -150,11 +150,13 @@ def _check_logs(cache: Internals) -> None:
 def _check_lease(lease: Lease) -> None:
     name = lease.request_id
     path = [block for run in reversed(list(lease.run.ancestry())) for block in run.blocks]
-    _require(path == list(lease.table[: lease.num_published]), f"{name}: its table leaves its path")
+    _require(path == list(lease.table[: lease.num_published]), f"{name}: its table differs from its path")
     data = b"".join(bytes(run.tokens) for run in reversed(list(lease.run.ancestry())))
     _require(lease.tokens.data.startswith(data), f"{name}: its path holds other tokens")
     _require(0 <= lease.folded <= lease.computed, f"{name}: folded {lease.folded} of {lease.computed} tokens")
-    _require(lease.folded == lease.computed or lease.has_own_state, f"{name}: a log beside a state that is not its own")
+    _require(
+        lease.folded == lease.computed or lease.has_own_state, f"{name}: a log, but the state is not in its own slot"
+    )
     if lease.source is not None:
         _require(lease.src == lease.source.slot, f"{name}: src is not its snapshot's slot")
         _require(lease.source.position == lease.computed, f"{name}: resumes from a snapshot of another position")
@@ -168,4 +170,4 @@ def _check_index(index: PrefixIndex) -> None:
         root, data = index.last
         end = walk(root, data)
         is_right = index.find(root, data) == (end, deepest_snapshot(end, data))
-        _require(is_right, "the index has changed, and the last answer about it is still given")
+        _require(is_right, "the index has changed, but the remembered lookup was kept")

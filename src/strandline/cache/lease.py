@@ -1,4 +1,4 @@
-"""A lease: what one running request holds of the cache."""
+"""A lease: the blocks, slots and log of one running request."""
 
 import sys
 from array import array
@@ -14,7 +14,7 @@ from strandline.ids import NULL_LOG, NULL_SLOT, LogId, RequestId, SlotId
 
 @dataclass(slots=True)
 class Cut:
-    """A snapshot that a prefill is to emit in passing: the state after ``position`` tokens goes to ``slot``."""
+    """A snapshot that a prefill emits: the state after ``position`` tokens is written to ``slot``."""
 
     position: int
     slot: SlotId
@@ -22,14 +22,14 @@ class Cut:
 
 
 class StepGrant(NamedTuple):
-    """What one step of a lease reads and writes."""
+    """What a step reads and writes of a lease, decided by ``PrefixCache.reserve_step``."""
 
     src: SlotId
     """The slot that the state is read from."""
     dst: SlotId
-    """The slot that the state is written to, when anything is folded."""
+    """The slot that the state is written to, unless ``num_folded`` is 0."""
     cuts: tuple[tuple[int, SlotId], ...]
-    """Position and slot of each snapshot to emit in passing."""
+    """Position and slot of each snapshot that the step emits."""
     log: LogId
     """The log that the step reads and appends to; the null log: none."""
     num_logged: int
@@ -37,15 +37,15 @@ class StepGrant(NamedTuple):
     num_folded: int
     """Tokens that go into ``dst``, counted from the position of the state in ``src``.
 
-    0: the step's token is only appended to the log. ``num_logged`` plus the step's tokens: all of them.
+    0: the step's token is only appended to the log. ``num_logged`` plus the step's tokens: log and tokens are folded.
     """
 
 
 class Lease:
     """Blocks and slots of one running request, and its place in the prefix index.
 
-    ``src`` is the slot that its next step reads, ``dst`` the one that the step writes. They differ when the
-    request resumes from a shared snapshot or has just left one behind; after a committed step ``src`` is ``dst``.
+    The next step reads the state from slot ``src`` and writes it to ``dst``. They differ when the request resumes from
+    a shared snapshot or has just left one behind; after a committed step ``src`` is ``dst``.
     """
 
     __slots__ = (
@@ -59,6 +59,7 @@ class Lease:
         "kv_start",
         "log",
         "num_published",
+        "planned_cuts",
         "request_id",
         "root",
         "run",
@@ -69,7 +70,6 @@ class Lease:
         "table",
         "tail",
         "tokens",
-        "wanted",
     )
 
     def __init__(
@@ -85,26 +85,26 @@ class Lease:
         self.interarrival_bin = NO_INTERARRIVAL
         """The bin of the time since its path was last used."""
         self.table: array[int] = array("i")
-        """Its blocks, in order: published (shared, immutable) ones first, then its own."""
+        """Its blocks in order: published ones, which are shared and immutable, then its own."""
         self.num_published = 0
         self.computed = 0
-        """Tokens of which the state has been computed and committed."""
+        """Tokens that have been computed and committed."""
         self.kv_start = 0
-        """Keys and values of tokens before this position are in shared blocks: they are read, never written."""
+        """Keys and values before this position are in shared blocks, which are never written."""
         self.shared_end = sys.maxsize
         """Blocks beyond this position are not published, and steps that start at or beyond it emit no cuts."""
-        self.wanted: dict[int, SnapshotKind] = {}
-        """Positions worth a cut, and why: what the placement wished for, and where others wait to part from it."""
+        self.planned_cuts: dict[int, SnapshotKind] = {}
+        """Positions where snapshots are planned, by the placement and for waiting requests."""
         self.source: Snapshot | None = None
-        """The shared snapshot behind ``src``, held until the step that reads it is committed."""
+        """The shared snapshot in ``src``, pinned until the step that reads it is committed."""
         self.src: SlotId = NULL_SLOT
         self.dst: SlotId = NULL_SLOT
         self.cuts: list[Cut] = []
         self.tail: Run | None = None
-        """The tail in the index that shows the block being filled, after a snapshot inside that block."""
+        """The tail that makes the block being filled visible in the index, once a snapshot lies inside that block."""
         self.is_active = True
         self.log: LogId = NULL_LOG
-        """Where tokens wait that are not folded into the state; the null log: every token is folded at once."""
+        """Holds the tokens that are not folded into the state yet; the null log: none are kept."""
         self.folded = 0
         """Tokens that are folded into the state; those up to ``computed`` are in the log."""
 
@@ -115,18 +115,18 @@ class Lease:
 
     @property
     def has_own_state(self) -> bool:
-        """Whether ``dst`` holds the state at ``computed``, as far as the log does not (no step has run if not)."""
+        """Whether ``dst`` holds the state after ``folded`` tokens; before the first step it does not."""
         return self.src == self.dst
 
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """A running request that will compute ``[0, position)`` of somebody else's prompt, and leave a snapshot there."""
+    """A running request that computes tokens ``[0, position)`` of a waiting request's prompt."""
 
     lease: Lease
     position: int
 
     @property
     def is_pending(self) -> bool:
-        """Whether it is still on its way there."""
+        """Whether the request runs and has not computed them yet."""
         return self.lease.is_active and self.lease.computed < self.position

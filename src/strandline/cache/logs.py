@@ -1,4 +1,4 @@
-"""Logs: one per running request, for decoded tokens that are not folded into its state yet."""
+"""Allocation of logs, which hold a running request's tokens that are not folded into its state yet."""
 
 from heapq import heappop, heappush
 
@@ -9,7 +9,7 @@ class LogPool:
     """Grants logs, the smallest id first, so that those in use lie together.
 
     Args:
-        num_logs: logs there are, numbered from 1.
+        num_logs: number of logs; their ids start at 1.
     """
 
     def __init__(self, num_logs: int) -> None:

@@ -1,4 +1,4 @@
-"""The last lookups, so that somebody can still ask why one missed. Bounded in number and in bytes."""
+"""A log of the last lookups, to explain their misses later. Bounded in number and in bytes."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from strandline.ids import RequestId
 
 MAX_LOOKUPS: Final = 256
 MAX_PROMPT_BYTES: Final = 32 * 2**20
-"""Of all kept prompts together; the oldest are forgotten first."""
+"""Bytes of all kept prompts together; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class Lookup:
 
 
 class LookupLog:
-    """A ring of lookups, and their prompts as far as there is room."""
+    """The last lookups, and the prompts of the newest ones."""
 
     def __init__(self, max_lookups: int = MAX_LOOKUPS, max_prompt_bytes: int = MAX_PROMPT_BYTES) -> None:
         self._max_lookups = max_lookups
         self._max_prompt_bytes = max_prompt_bytes
         self._lookups: deque[tuple[Lookup, bytes]] = deque()
         self._num_prompts = 0
-        """Of the newest lookups, so many have their prompts."""
+        """How many of the newest lookups still have their prompt."""
         self._prompt_bytes = 0
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class LookupLog:
         """Yield the lookups, newest first."""
         return (lookup for lookup, _ in reversed(self._lookups))
 
-    def note(self, lookup: Lookup, prompt: bytes) -> None:
+    def record(self, lookup: Lookup, prompt: bytes) -> None:
         """Add a lookup.
 
         Args:
@@ -55,9 +55,9 @@ class LookupLog:
             self._num_prompts = min(self._num_prompts, len(self._lookups))
             self._prompt_bytes -= len(oldest)
         while self._prompt_bytes > self._max_prompt_bytes and self._num_prompts:
-            place = len(self._lookups) - self._num_prompts
-            forgetful, oldest = self._lookups[place]
-            self._lookups[place] = (forgetful, b"")
+            index = len(self._lookups) - self._num_prompts
+            kept, oldest = self._lookups[index]
+            self._lookups[index] = (kept, b"")
             self._prompt_bytes -= len(oldest)
             self._num_prompts -= 1
 
@@ -65,7 +65,7 @@ class LookupLog:
         """Return the newest lookup of a request, and its encoded prompt if that is still kept.
 
         Args:
-            name: the request's id, or that of the answer it belongs to: ids of its prompts and outputs begin with it.
+            name: the id of the request, or of the answer that it belongs to, which is a prefix of the request's id.
         """
         parts = (f"{name}-", f"{name}#")
         for age, (lookup, prompt) in enumerate(reversed(self._lookups)):

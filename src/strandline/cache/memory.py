@@ -1,6 +1,6 @@
-"""Taking blocks and slots from the arena, evicting what is worth least when it is full.
+"""Allocation of blocks and slots, evicting cached entries when the arena is full.
 
-This is the only place that frees memory of the index. Everything it does to the device is issued as actions.
+The only module that frees memory of the index. All changes to the device's memory are issued as actions.
 """
 
 from array import array
@@ -9,51 +9,53 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from strandline.cache.actions import Action, DropBlocks, DropSlot, MoveBlock
-from strandline.cache.arena import Arena
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue
 from strandline.cache.lease import Lease
 from strandline.cache.owners import BlockOwners
+from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.stats import MemoryUse
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import (
     Run,
     Snapshot,
     child_with_prefix,
-    first_bare_block,
+    detach_snapshot,
+    first_unneeded_block,
     remove_child,
     snapshot_above,
-    take_snapshot_away,
 )
 from strandline.ids import BLOCK_TOKENS, SlotId
 
-STRETCH_SHARE: Final = 64
-"""No more than this fraction of all blocks go at once that are not needed yet."""
+MAX_TRIM_SHARE: Final = 64
+"""At most one in this many blocks is evicted at once beyond those that are needed."""
 
 
 class CacheMemory:
-    """The arena together with the index's claims on it.
+    """The arena's allocator together with what the index holds in it.
 
     Attributes:
-        num_evictable_blocks, num_evictable_slots: what eviction could free, kept exact as things change.
+        num_evictable_blocks, num_evictable_slots: what eviction could free, always exact.
     """
 
-    def __init__(self, arena: Arena, order: EvictionOrder, leases: Callable[[], Iterable[Lease]]) -> None:
-        self.arena = arena
+    def __init__(self, allocator: SlabAllocator, order: EvictionOrder, leases: Callable[[], Iterable[Lease]]) -> None:
+        self.allocator = allocator
         self.actions: list[Action] = []
         self.num_evictable_blocks = 0
         self.num_evictable_slots = 0
         self.num_snapshots_evicted = 0
         self.num_blocks_evicted = 0
         self._queue = EvictionQueue(order, _can_evict)
-        self._block_queue = self._queue if arena.max_slots is None else EvictionQueue(order, _can_evict)
+        self._block_queue = self._queue if allocator.max_slots is None else EvictionQueue(order, _can_evict)
         self._leases = leases
-        self._stretch_blocks = min(arena.blocks_per_slab, arena.num_slabs * arena.blocks_per_slab // STRETCH_SHARE)
-        """Of blocks that no snapshot needs so many go at once, though fewer would do."""
-        self._owners = BlockOwners(arena.num_slabs * arena.blocks_per_slab)
+        self._trim_blocks = min(
+            allocator.blocks_per_slab, allocator.num_slabs * allocator.blocks_per_slab // MAX_TRIM_SHARE
+        )
+        """How many blocks that no snapshot needs are evicted at once, even if fewer would do."""
+        self._owners = BlockOwners(allocator.num_slabs * allocator.blocks_per_slab)
         self.revision = 0
-        """Counts changes of the index: of its runs' tokens and children, and of its snapshots."""
+        """Number of changes to the index: to its runs' tokens and children, and to its snapshots."""
         self.tick = 0
-        """How many uses there were: what was used last has the largest."""
+        """Number of uses so far. Each entry keeps the number of its last use, which orders entries by recency."""
 
     def next_tick(self) -> int:
         """Count a use and return its number."""
@@ -62,13 +64,13 @@ class CacheMemory:
 
     def use(self) -> MemoryUse:
         """Return how much memory is allocated."""
-        arena = self.arena
+        allocator = self.allocator
         return MemoryUse(
-            arena.num_slabs,
-            arena.num_free_slabs,
-            arena.max_block_slabs * arena.blocks_per_slab - 1,
-            arena.num_slots,
-            arena.num_blocks,
+            allocator.num_slabs,
+            allocator.num_free_slabs,
+            allocator.max_block_slabs * allocator.blocks_per_slab - 1,
+            allocator.num_slots,
+            allocator.num_blocks,
             self.num_evictable_slots,
             self.num_evictable_blocks,
         )
@@ -76,61 +78,61 @@ class CacheMemory:
     # What fits
 
     def can_take(self, num_blocks: int, num_slots: int) -> bool:
-        """Return whether so many blocks and slots can be had, if need be by eviction.
+        """Return whether this many blocks and slots can be allocated, by eviction if needed.
 
-        Exact because blocks can be moved together; slab 0 never becomes a slot.
+        Exact, since blocks can be moved to empty a slab. Slab 0 never becomes a slot.
         """
-        arena = self.arena
-        size = arena.blocks_per_slab
-        if arena.max_slots is not None:
-            num_slots_left = arena.max_slots - arena.num_slots + self.num_evictable_slots
-            num_blocks_left = arena.max_block_slabs * size - 1 - arena.num_blocks + self.num_evictable_blocks
+        allocator = self.allocator
+        size = allocator.blocks_per_slab
+        if allocator.max_slots is not None:
+            num_slots_left = allocator.max_slots - allocator.num_slots + self.num_evictable_slots
+            num_blocks_left = allocator.max_block_slabs * size - 1 - allocator.num_blocks + self.num_evictable_blocks
             return num_slots <= num_slots_left and num_blocks <= num_blocks_left
-        if num_blocks <= arena.num_free_blocks and num_slots <= arena.num_free_slabs:
+        if num_blocks <= allocator.num_free_blocks and num_slots <= allocator.num_free_slabs:
             return True
-        slabs_for_slots = arena.num_free_slabs + self.num_evictable_slots
-        room = arena.num_free_blocks + self.num_evictable_blocks + slabs_for_slots * size
+        slabs_for_slots = allocator.num_free_slabs + self.num_evictable_slots
+        room = allocator.num_free_blocks + self.num_evictable_blocks + slabs_for_slots * size
         if not num_slots:
             return num_blocks <= room
-        # The blocks that stay must fit beside the slots; those of slab 0 can only ever be blocks.
-        blocks_that_stay = arena.num_blocks - self.num_evictable_blocks + num_blocks
-        slots_that_stay = arena.num_slots - self.num_evictable_slots + num_slots
+        # The blocks that stay must fit beside the slots. Slab 0 only holds blocks.
+        blocks_that_stay = allocator.num_blocks - self.num_evictable_blocks + num_blocks
+        slots_that_stay = allocator.num_slots - self.num_evictable_slots + num_slots
         slabs_needed = -(-max(blocks_that_stay - (size - 1), 0) // size) + slots_that_stay
-        return slabs_needed <= arena.num_slabs - 1
+        return slabs_needed <= allocator.num_slabs - 1
 
     # Taking
 
     def take_blocks(self, num_blocks: int) -> "array[int]":
-        """Return so many blocks, evicting if need be; fewer when everything else is in use."""
-        taken = self.arena.take_blocks(num_blocks)
+        """Allocate blocks, evicting if needed; fewer than asked for when everything else is in use."""
+        taken = self.allocator.take_blocks(num_blocks)
         while len(taken) < num_blocks and self._evict_one(self._block_queue, num_blocks - len(taken)):
-            taken += self.arena.take_blocks(num_blocks - len(taken))
+            taken += self.allocator.take_blocks(num_blocks - len(taken))
         return taken
 
     def take_slot(self) -> SlotId | None:
-        """Return a slot, evicting and moving blocks together if need be, or None."""
+        """Allocate a slot, evicting and moving blocks if needed; None when everything else is in use."""
         while True:
-            slot = self.arena.take_slot()
+            slot = self.allocator.take_slot()
             if slot is not None:
                 return slot
-            if self.arena.max_slots is None and self.arena.can_compact():
+            if self.allocator.max_slots is None and self.allocator.can_compact():
                 self._compact()
-            elif not self._evict_one(self._queue, self.arena.blocks_per_slab - self.arena.num_free_blocks):
+            elif not self._evict_one(self._queue, self.allocator.blocks_per_slab - self.allocator.num_free_blocks):
                 return None
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
         if blocks:
-            self.arena.free_blocks(blocks)
+            self.allocator.free_blocks(blocks)
             self.actions.append(DropBlocks(tuple(blocks)))
 
     def free_slot(self, slot: SlotId) -> None:
-        self.arena.free_slot(slot)
+        self.allocator.free_slot(slot)
         self.actions.append(DropSlot(slot))
 
     # The index's blocks
 
     def own(self, run: Run, blocks: Sequence[int]) -> None:
-        """Record that these, the last blocks of ``run``, belong to it, so that they can be found when they move."""
+        """Record that these, the last blocks of ``run``, belong to it."""
         self.revision += 1
         self._owners.own(run, blocks)
 
@@ -142,7 +144,7 @@ class CacheMemory:
         return self._owners.owner(block)
 
     def _compact(self) -> None:
-        moves = self.arena.compact()
+        moves = self.allocator.compact()
         self.actions += [MoveBlock(src, dst) for src, dst in moves]
         self._owners.move(moves, self._leases())
 
@@ -158,7 +160,7 @@ class CacheMemory:
             node = node.parent
 
     def unpin_run(self, run: Run) -> None:
-        """Take a user from the run and all above it; offer what nobody uses for eviction."""
+        """Remove a user from the run and all above it; offer those without users for eviction."""
         node: Run | None = run
         while node is not None:
             node.num_users -= 1
@@ -168,14 +170,14 @@ class CacheMemory:
                     self.offer(node)
             node = node.parent
 
-    def join_run(self, run: Run) -> None:
-        """Add a user to the run alone: one that uses all above it already."""
+    def add_user(self, run: Run) -> None:
+        """Add a user to this run alone: one that is a user of all above it already."""
         run.num_users += 1
         if run.num_users == 1:
             self.num_evictable_blocks -= len(run.blocks)
 
-    def quit_run(self, run: Run) -> None:
-        """Take a user from the run alone."""
+    def remove_user(self, run: Run) -> None:
+        """Remove a user from this run alone."""
         run.num_users -= 1
         if run.num_users == 0:
             self.num_evictable_blocks += len(run.blocks)
@@ -187,7 +189,7 @@ class CacheMemory:
             self.num_evictable_slots -= 1
 
     def unpin_snapshot(self, snapshot: Snapshot) -> None:
-        """Take a reader away; a snapshot that the index has lost meanwhile is freed with its last reader."""
+        """Remove a reader. A snapshot that was evicted meanwhile is freed with its last reader."""
         snapshot.num_readers -= 1
         if snapshot.num_readers:
             return
@@ -202,23 +204,23 @@ class CacheMemory:
         snapshot.num_waiters += 1
 
     def forget_waiter(self, snapshot: Snapshot) -> None:
-        """Take a waiting request away from the snapshot, or from where it would resume now that it is evicted."""
-        here = standing(snapshot)
+        """Remove a waiting request from the snapshot, or from its replacement if it has been evicted."""
+        here = resolve(snapshot)
         if here is not None:
             here.num_waiters -= 1
             self.offer(here)
-            if (run := _run_that_holds(here)) is not None:
+            if (run := _run_of_last_block(here)) is not None:
                 self.offer(run)
 
     def offer(self, entry: Entry) -> None:
-        """Put an entry in the eviction queue if it may be evicted now."""
+        """Put an entry into the eviction queue if it can be evicted now."""
         if _can_evict(entry):
             self._queue_of(entry).push(entry)
 
     def enter_snapshot(self, snapshot: Snapshot) -> None:
-        """Take note of a new snapshot of the index.
+        """Account for a new snapshot of the index.
 
-        Offers again what it has made worth less: the snapshot above it, and the next below it in its run.
+        Also offers the snapshots that it makes less valuable: the one above it, and the next one below in its run.
         """
         self.revision += 1
         if snapshot.num_readers == 0:
@@ -234,15 +236,15 @@ class CacheMemory:
 
     # Evicting
 
-    def has_lost(self, entry: Entry) -> bool:
-        """Return whether an entry could be evicted but is not in the queue: it never would be."""
+    def is_missing_from_queue(self, entry: Entry) -> bool:
+        """Return whether an entry can be evicted but is not in the queue, so that it never would be."""
         return _can_evict(entry) and entry not in self._queue_of(entry)
 
     def _queue_of(self, entry: Entry) -> EvictionQueue:
         return self._queue if isinstance(entry, Snapshot) else self._block_queue
 
     def _evict_one(self, queue: EvictionQueue, num_blocks: int) -> bool:
-        """Evict the entry of least worth; of a run, ``num_blocks`` or a few more blocks that are worth the same."""
+        """Evict the entry of least worth; of a run, about ``num_blocks`` blocks. False: there is none."""
         entry = queue.pop()
         if entry is None:
             return False
@@ -253,58 +255,57 @@ class CacheMemory:
         return True
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot from the index; its slot is freed now, or by its last reader.
+        """Evict a snapshot; its slot is freed now, or with its last reader.
 
-        Requests that would have resumed there resume at the one above from now on.
+        Waiting requests that would have resumed there resume at the snapshot above.
         """
         above = snapshot_above(snapshot)
         if above is not None:
             above.replace(snapshot)
-        take_snapshot_away(snapshot)
+        detach_snapshot(snapshot)
         self.revision += 1
         self.num_snapshots_evicted += 1
-        if (bare := _run_that_holds(snapshot)) is not None:
-            self.offer(bare)
+        if (unneeded := _run_of_last_block(snapshot)) is not None:
+            self.offer(unneeded)
         if snapshot.num_readers == 0:
             self.num_evictable_slots -= 1
             self.free_slot(snapshot.slot)
 
     def _trim(self, run: Run, num_blocks: int) -> None:
-        """Evict the last block of a childless, unused run, and the snapshots that cannot be resumed without it.
+        """Evict the last block of a childless, unused run, and the snapshots that need it.
 
-        When no snapshot needs that block, up to ``num_blocks`` go, or as many as make a slot: those that no snapshot
-        needs.
+        When no snapshot needs that block, evicts further blocks that none needs: ``num_blocks``, or enough for a slot.
         """
         for position in run.positions[bisect_right(run.positions, (run.end_block - 1) * BLOCK_TOKENS) :]:
             self.drop_snapshot(run.snapshots[position])
-        num_gone = max(1, min(max(num_blocks, self._stretch_blocks), run.end_block - first_bare_block(run)))
-        self.num_blocks_evicted += num_gone
-        if num_gone == len(run.blocks):
-            self._cut_off(run, num_gone - 1)
+        num_evicted = max(1, min(max(num_blocks, self._trim_blocks), run.end_block - first_unneeded_block(run)))
+        self.num_blocks_evicted += num_evicted
+        if num_evicted == len(run.blocks):
+            self._truncate(run, num_evicted - 1)
             self.remove_run(run)
         else:
-            self._cut_off(run, num_gone)
+            self._truncate(run, num_evicted)
             self.offer(run)
 
-    def _cut_off(self, run: Run, num_blocks: int) -> None:
-        """Take the last blocks of a run, not all, out of the index."""
+    def _truncate(self, run: Run, num_blocks: int) -> None:
+        """Remove the last blocks of a run from the index, but not all of them."""
         if not num_blocks:
             return
         kept = len(run.blocks) - num_blocks
-        gone = run.blocks[kept:]
+        evicted = run.blocks[kept:]
         key = bytes(run.tokens[kept * BLOCK_KEY_BYTES : (kept + 1) * BLOCK_KEY_BYTES])
         del run.blocks[kept:]
         del run.tokens[kept * BLOCK_KEY_BYTES :]
-        ghost_tokens = num_blocks * BLOCK_TOKENS + max(run.evicted.values(), default=0)
-        run.evicted.clear()
-        run.evicted[hash(key)] = ghost_tokens
-        self._let_go(gone[::-1])
+        ghost_tokens = num_blocks * BLOCK_TOKENS + max(run.evicted_children.values(), default=0)
+        run.evicted_children.clear()
+        run.evicted_children[hash(key)] = ghost_tokens
+        self._free_indexed(evicted[::-1])
 
     def remove_run(self, run: Run) -> None:
-        """Take a childless run of one block out of the index; stubs that only it could serve go with it."""
+        """Remove a childless run of one block from the index, and the stubs whose tokens only that block holds."""
         parent, key = run.parent, run.first_key
         remove_child(run, ghost_tokens=BLOCK_TOKENS)
-        self._let_go(run.blocks[:])
+        self._free_indexed(run.blocks[:])
         if parent is None:
             return
         for stub_key in [k for k in parent.stubs if key.startswith(k)]:
@@ -314,22 +315,22 @@ class CacheMemory:
         if parent.positions:
             self.offer(parent.snapshots[parent.positions[-1]])
 
-    def _let_go(self, blocks: "array[int]") -> None:
+    def _free_indexed(self, blocks: "array[int]") -> None:
         self.revision += 1
         self.disown(blocks)
         self.num_evictable_blocks -= len(blocks)
         self.free_blocks(blocks)
 
 
-def standing(snapshot: Snapshot | None) -> Snapshot | None:
-    """Return a snapshot, or where those who wait for it would resume now that it is evicted."""
+def resolve(snapshot: Snapshot | None) -> Snapshot | None:
+    """Return a snapshot, or its replacement if it has been evicted: where waiting requests would resume."""
     while snapshot is not None and not snapshot.is_attached:
         snapshot = snapshot.replacement
     return snapshot
 
 
-def _run_that_holds(snapshot: Snapshot) -> Run | None:
-    """Return the run of the last block that a snapshot needs; of several that begin alike, one."""
+def _run_of_last_block(snapshot: Snapshot) -> Run | None:
+    """Return a run that holds the last block that a snapshot needs."""
     home, key = snapshot.home, snapshot.stub_key
     return home if key is None else child_with_prefix(home, key)
 

@@ -1,6 +1,6 @@
-"""What became of paths, by their age, and what keeping one for some time is worth by that.
+"""Returns and losses of paths by the time they were away, and the return density that follows from them.
 
-Source: hit density as in LHD (Beckmann, Chen, Cidon, NSDI 2018); the best stopping time is Gittins' index.
+Source: hit density as in LHD (Beckmann, Chen, Cidon, NSDI 2018), maximised over stopping times as in Gittins' index.
 """
 
 from bisect import bisect_right
@@ -9,27 +9,27 @@ from itertools import pairwise
 from math import log
 from typing import Final
 
-EDGES: Final = (0, 1, 2, 3, *(round(2 ** (half / 2)) for half in range(4, 42)))
-"""Ages at which bins begin, two to an octave; the last one has no end."""
-WIDTHS: Final = (*(after - before for before, after in pairwise(EDGES)), EDGES[-1])
+BIN_EDGES: Final = (0, 1, 2, 3, *(round(2 ** (half / 2)) for half in range(4, 42)))
+"""Ages (times away) at which bins begin, two per octave. The last bin has no end."""
+BIN_WIDTHS: Final = (*(after - before for before, after in pairwise(BIN_EDGES)), BIN_EDGES[-1])
 
 PRIOR_RETURNS: Final = tuple(
-    0.15 * log((edge + width + 1) / (edge + 1)) for edge, width in zip(EDGES, WIDTHS, strict=True)
+    0.15 * log((edge + width + 1) / (edge + 1)) for edge, width in zip(BIN_EDGES, BIN_WIDTHS, strict=True)
 )
 PRIOR_LOSSES: Final = tuple(0.3 * returns for returns in PRIOR_RETURNS)
-"""Before anything is seen: the chance of a return falls with the age, as its inverse."""
+"""Prior pseudo-counts: the hazard of a return falls as the inverse of the age."""
 
 
-def bin_of(age: int) -> int:
-    """Return the bin that an age lies in."""
-    return bisect_right(EDGES, age) - 1
+def age_bin(age: int) -> int:
+    """Return the bin of an age."""
+    return bisect_right(BIN_EDGES, age) - 1
 
 
 class Outcomes:
-    """What became of paths, by the age at which it did."""
+    """Counts of returns and losses, by bin of the age at which they were observed."""
 
     def __init__(
-        self, returns: Iterable[float] = (0.0,) * len(EDGES), losses: Iterable[float] = (0.0,) * len(EDGES)
+        self, returns: Iterable[float] = (0.0,) * len(BIN_EDGES), losses: Iterable[float] = (0.0,) * len(BIN_EDGES)
     ) -> None:
         self.returns = list(returns)
         self.losses = list(losses)
@@ -39,7 +39,7 @@ class Outcomes:
         return sum(self.returns) + sum(self.losses)
 
     def plus(self, other: "Outcomes", weight: float) -> "Outcomes":
-        """Return the sum, the other's counts multiplied."""
+        """Return the sum of these counts and ``weight`` times the other's."""
         return Outcomes(
             (mine + weight * theirs for mine, theirs in zip(self.returns, other.returns, strict=True)),
             (mine + weight * theirs for mine, theirs in zip(self.losses, other.losses, strict=True)),
@@ -50,13 +50,13 @@ class Outcomes:
         self.losses = [count / 2 for count in self.losses]
 
     def densities(self) -> list[float]:
-        """Return, for each bin as the age now, the most returns per time that keeping until some later age gives."""
+        """Return the density for each bin as the present age: returns per unit of time, for the best stopping age."""
         segments: list[tuple[float, float]] = []
-        densities = [0.0] * len(EDGES)
+        densities = [0.0] * len(BIN_EDGES)
         left = 0.0
-        for index in range(len(EDGES) - 1, -1, -1):
+        for index in range(len(BIN_EDGES) - 1, -1, -1):
             gone = self.returns[index] + self.losses[index]
-            returns, time = self.returns[index], (left + gone / 2) * WIDTHS[index]
+            returns, time = self.returns[index], (left + gone / 2) * BIN_WIDTHS[index]
             left += gone
             while segments and segments[-1][0] * time >= returns * segments[-1][1]:
                 more = segments.pop()
@@ -69,7 +69,7 @@ class Outcomes:
 PRIOR_DENSITIES: Final = Outcomes(PRIOR_RETURNS, PRIOR_LOSSES).densities()
 
 
-def next_edge(age: int) -> int:
-    """Return the age at which an age's bin ends."""
-    index = bin_of(age) + 1
-    return EDGES[index] if index < len(EDGES) else 2 * age
+def next_bin_edge(age: int) -> int:
+    """Return the age at which the bin of ``age`` ends; twice the age for the last bin."""
+    index = age_bin(age) + 1
+    return BIN_EDGES[index] if index < len(BIN_EDGES) else 2 * age

@@ -14,7 +14,7 @@ class BlockOwners:
     def __init__(self, num_blocks: int) -> None:
         self._run_of: list[Run | None] = [None] * num_blocks
         self._index_of = array("i", bytes(4 * num_blocks))
-        """By block that belongs to a run: how many blocks lie above it, from the root."""
+        """By block of a run: its index in the path from the root."""
 
     def owner(self, block: int) -> Run | None:
         return self._run_of[block]

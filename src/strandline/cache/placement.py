@@ -1,12 +1,13 @@
-"""Which snapshots to take: a pure function from a request and the room that is left to token positions.
+"""Placement: at which token positions to take snapshots, as a pure function of the request and the spare memory.
 
-A placement is asked when a request is admitted (``on_admission``), at every step (``in_step``), and where a request's
-own slot could stay behind as a snapshot (``keeps``). What it answers is a wish: a cut is left out when no slot can be
-had.
+A placement is consulted when a request is admitted (``on_admission``), at every step (``in_step``), and when a
+request's own slot could be kept as a snapshot (``keeps``). Its positions are requests, not guarantees: a cut is omitted
+when no slot can be allocated.
 
-``Auto`` keeps what the next turn resumes from (the prompt's end and the generation's), what others will share (where a
-prompt leaves a cached one, and marked positions: ends of tools, system prompt and turns), and, while there is room to
-spare, a *ladder* through prompts seen for the first time: the second prompt with a prefix already hits most of it.
+``Auto`` takes snapshots where the next turn resumes (at the ends of prompt and answer), where other prompts will share
+the prefix (where a prompt diverges from a cached one, and at marked positions: ends of tools, system prompt and turns),
+and, while memory is to spare, on a *ladder* through prompts seen for the first time, so that the second prompt with a
+prefix already hits most of it.
 """
 
 from dataclasses import dataclass
@@ -16,78 +17,81 @@ from strandline.cache.account import SnapshotKind
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
 
-Wishes = dict[int, SnapshotKind]
-"""Positions worth a snapshot, and why."""
+SnapshotPositions = dict[int, SnapshotKind]
+"""The kind of snapshot to take, by position."""
 
 RUNGS_PER_OCTAVE: Final = 4
 FIRST_RUNG: Final = 4 * BLOCK_TOKENS
 MIN_LADDER_TOKENS: Final = 512
-"""Fewer new tokens than this are no more than a turn of a conversation: they get no ladder."""
+"""A prompt with fewer new tokens, such as a turn of a conversation, gets no ladder."""
 MIN_MARK_TOKENS: Final = 16
-"""A mark so close behind where the request resumes, or its beginning, is left out: that snapshot serves as well."""
+"""A mark fewer tokens than this after the start is omitted: the snapshot at the start serves as well."""
 MIN_REWIND_SLOTS: Final = 10
-"""A prompt of which as many new tokens are computed as fill so many slots gets a snapshot shortly before its end, also
-when memory is scarce: a rewind there would cost as much again."""
-REST_SLOTS: Final = 20
-"""And one in as many tokens as fill so many slots, to resume from when its end has been evicted."""
+"""A prompt whose new keys and values would fill this many slots gets a snapshot shortly before its end even when memory
+is scarce, since a rewind there would recompute all of it."""
+FALLBACK_SLOTS: Final = 20
+"""Also one snapshot every ``FALLBACK_SLOTS * slot_tokens`` tokens, as fallbacks once its end has been evicted."""
 RESERVE_SHARE: Final = 0.25
-"""A ladder leaves this share of the memory free."""
+"""Share of the memory that ladders leave free."""
 
 
 class Admission(NamedTuple):
-    """What a placement knows of a request that is about to start."""
+    """What a placement knows of a request when it is admitted."""
 
     start: int
-    """It resumes here."""
+    """The position at which it resumes."""
     end: int
-    """Its tokens, so far."""
+    """The number of its tokens."""
     kv_tokens: int
-    """Its keys and values are cached up to here; beyond ``start``, that is where it leaves a cached prompt."""
+    """Tokens whose keys and values are cached. Beyond ``start``, the prompt diverges from a cached one here."""
     marks: tuple[int, ...]
-    """Positions that its sender, or its chat template, says others will share."""
+    """Ends of shared prefixes, by the sender or the chat template."""
     num_spare_slots: int
-    """Slots that can be had before memory is scarce: nothing has to go for them."""
+    """Slots that can be allocated without eviction before memory is scarce."""
     slot_tokens: int = 0
-    """Tokens whose keys and values are as large as a slot; 0: not known."""
+    """Tokens whose keys and values are as large as a slot; 0: unknown."""
 
 
 class Placement(Protocol):
-    """Chooses positions. Has no state of its own."""
+    """Chooses positions of snapshots. Stateless."""
 
     @property
     def is_stepwise(self) -> bool:
         """Whether ``in_step`` ever returns a position."""
 
-    def on_admission(self, admission: Admission) -> Wishes:
+    def on_admission(self, admission: Admission) -> SnapshotPositions:
         """Return positions in ``(start, end)``."""
 
     def in_step(self, start: int, end: int) -> int | None:
         """Return a position in ``(start, end]`` for a step that computes the tokens between, or None."""
 
     def keeps(self, kind: SnapshotKind) -> bool:
-        """Return whether a slot that becomes free is left behind as such a snapshot."""
+        """Return whether a request's own slot is kept as a snapshot of this kind."""
 
     def takes_branches(self) -> bool:
-        """Return whether waiting requests may ask for a cut where they part from a running one."""
+        """Return whether a snapshot is taken where a waiting request diverges from a running one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """The default."""
+    """The default placement."""
 
     is_stepwise: ClassVar[bool] = False
 
-    def on_admission(self, admission: Admission) -> Wishes:
-        """Return branch point, marks, and as much of the ladder as there is room for."""
+    def on_admission(self, admission: Admission) -> SnapshotPositions:
+        """Return the branch point, the marks, and as many rungs of the ladder as spare memory allows."""
         start, end = admission.start, admission.end
         rungs = _thinned(ladder(start, end), admission.num_spare_slots)
         if not rungs and 0 < MIN_REWIND_SLOTS * admission.slot_tokens <= end - start:
-            rungs = [*rests(start, end, REST_SLOTS * admission.slot_tokens), (end // BLOCK_TOKENS - 1) * BLOCK_TOKENS]
-        wishes = dict.fromkeys(rungs, SnapshotKind.LADDER)
-        wishes |= {mark: SnapshotKind.MARK for mark in admission.marks if start + MIN_MARK_TOKENS <= mark < end}
+            rungs = [
+                *fallbacks(start, end, FALLBACK_SLOTS * admission.slot_tokens),
+                (end // BLOCK_TOKENS - 1) * BLOCK_TOKENS,
+            ]
+        positions = dict.fromkeys(rungs, SnapshotKind.LADDER)
+        positions |= {mark: SnapshotKind.MARK for mark in admission.marks if start + MIN_MARK_TOKENS <= mark < end}
         if start < admission.kv_tokens < end:
-            wishes[admission.kv_tokens] = SnapshotKind.BRANCH
-        return wishes
+            positions[admission.kv_tokens] = SnapshotKind.BRANCH
+        return positions
 
     def in_step(self, start: int, end: int) -> int | None:
         return None
@@ -101,13 +105,13 @@ class Auto:
 
 @dataclass(frozen=True, slots=True)
 class Align:
-    """The last boundary of every step, on a grid of ``stride`` tokens."""
+    """Takes a snapshot at the last multiple of ``stride`` in every step."""
 
     stride: int
 
     is_stepwise: ClassVar[bool] = True
 
-    def on_admission(self, admission: Admission) -> Wishes:
+    def on_admission(self, admission: Admission) -> SnapshotPositions:
         return {}
 
     def in_step(self, start: int, end: int) -> int | None:
@@ -123,15 +127,15 @@ class Align:
 
 @dataclass(frozen=True, slots=True)
 class EveryBoundary:
-    """Every boundary of a prompt on a grid of ``stride`` tokens, and those that decoding comes to."""
+    """Takes a snapshot at every multiple of ``stride``, in prompts and while decoding."""
 
     stride: int
     ends: frozenset[SnapshotKind] = frozenset()
-    """Kept too: the prompt's end and the generation's, perhaps."""
+    """Kinds that are kept besides: ends of prompts and answers."""
 
     is_stepwise: ClassVar[bool] = True
 
-    def on_admission(self, admission: Admission) -> Wishes:
+    def on_admission(self, admission: Admission) -> SnapshotPositions:
         first = admission.start // self.stride + 1
         last = (admission.end - 1) // self.stride
         return {n * self.stride: SnapshotKind.BOUNDARY for n in range(first, last + 1)}
@@ -148,12 +152,12 @@ class EveryBoundary:
 
 
 @dataclass(frozen=True, slots=True)
-class Nothing:
-    """No snapshots, but of preempted requests."""
+class NoSnapshots:
+    """Takes no snapshots but those of preempted requests."""
 
     is_stepwise: ClassVar[bool] = False
 
-    def on_admission(self, admission: Admission) -> Wishes:
+    def on_admission(self, admission: Admission) -> SnapshotPositions:
         return {}
 
     def in_step(self, start: int, end: int) -> int | None:
@@ -168,10 +172,10 @@ class Nothing:
 
 @dataclass(frozen=True, slots=True)
 class OnGrid:
-    """What another placement wishes for, rounded down to whole blocks of a prompt.
+    """Rounds the positions of another placement down to whole blocks of the prompt.
 
-    For deterministic engines: every snapshot is then the state of a prefill that began and ended on the grid. So the
-    prompt's end becomes the last multiple of a block in it, and nothing is kept of what was generated.
+    For deterministic engines, where every snapshot must be the state of a prefill that began and ended on the 64-token
+    grid. The end of the prompt becomes its last multiple of 64, and generated tokens get no snapshots.
     """
 
     inner: Placement
@@ -180,13 +184,13 @@ class OnGrid:
     def is_stepwise(self) -> bool:
         return self.inner.is_stepwise
 
-    def on_admission(self, admission: Admission) -> Wishes:
-        wished = self.inner.on_admission(admission)
-        wishes = {position // BLOCK_TOKENS * BLOCK_TOKENS: wished[position] for position in sorted(wished)}
+    def on_admission(self, admission: Admission) -> SnapshotPositions:
+        chosen = self.inner.on_admission(admission)
+        positions = {position // BLOCK_TOKENS * BLOCK_TOKENS: chosen[position] for position in sorted(chosen)}
         last = admission.end // BLOCK_TOKENS * BLOCK_TOKENS
         if self.keeps(SnapshotKind.PROMPT_END) and last < admission.end:
-            wishes[last] = SnapshotKind.PROMPT_END
-        return {position: kind for position, kind in wishes.items() if position > admission.start}
+            positions[last] = SnapshotKind.PROMPT_END
+        return {position: kind for position, kind in positions.items() if position > admission.start}
 
     def in_step(self, start: int, end: int) -> int | None:
         return self.inner.in_step(start, end)
@@ -199,11 +203,11 @@ class OnGrid:
 
 
 def ladder(start: int, end: int) -> list[int]:
-    """Return the rungs of a prompt that is computed from ``start`` to ``end``, on the 64-token grid.
+    """Return positions for snapshots of a prompt that is computed from ``start`` to ``end``, on the 64-token grid.
 
-    Upwards there are four to an octave, so that a prefix of 256 tokens or more has one within its last fifth. From the
-    end backwards distances double, for edits of what was said last; the nearest is at least a block away, where a
-    prompt resumes that repeats this one but for its template's last tokens.
+    From the start there are four rungs per octave, so that every prefix of 256 tokens or more has one within its last
+    fifth. From the end backwards the distances double, for edits near the end. The last rung is at least one block
+    before the end, for prompts that differ only in the last tokens of the template.
     """
     if end - start < MIN_LADDER_TOKENS:
         return []
@@ -220,13 +224,13 @@ def ladder(start: int, end: int) -> list[int]:
     return sorted(rung for rung in rungs if start < rung < end)
 
 
-def rests(start: int, end: int, stride: int) -> list[int]:
-    """Return positions ``stride`` apart, counted from the end, and as far from the start; on the 64-token grid."""
+def fallbacks(start: int, end: int, stride: int) -> list[int]:
+    """Return positions on the 64-token grid, ``stride`` apart from each other, from the end and from the start."""
     return [position // BLOCK_TOKENS * BLOCK_TOKENS for position in range(end - stride, start + stride - 1, -stride)]
 
 
 def _thinned(rungs: list[int], num_spare: int) -> list[int]:
-    """Return every n-th rung, so that they are no more than there is room for."""
+    """Return every n-th rung, so that there are at most ``num_spare``."""
     if num_spare <= 0 or not rungs:
         return []
     step = -(-len(rungs) // num_spare)
@@ -234,10 +238,10 @@ def _thinned(rungs: list[int], num_spare: int) -> list[int]:
 
 
 def placement(mode: str, stride: int) -> Placement:
-    """Return the placement of a ``mamba_cache_mode``; ``stride`` is the grid of those that have one.
+    """Return the placement of a ``mamba_cache_mode``; ``stride`` is the grid of ``align`` and ``all``.
 
     Raises:
-        ConfigError: there is no such mode, or the grid is not of whole blocks.
+        ConfigError: there is no such mode, or the stride is not a multiple of a block.
     """
     if stride < 1 or stride % BLOCK_TOKENS:
         raise ConfigError(f"mamba_block_size must be a multiple of {BLOCK_TOKENS}, got {stride}")
@@ -245,7 +249,7 @@ def placement(mode: str, stride: int) -> Placement:
         "auto": Auto(),
         "align": Align(stride),
         "all": EveryBoundary(stride),
-        "none": Nothing(),
+        "none": NoSnapshots(),
     }
     if mode not in placements:
         raise ConfigError(f"mamba_cache_mode must be one of {', '.join(placements)}; got {mode!r}")

@@ -1,6 +1,7 @@
-"""Putting into the index what a lease has computed: its full blocks, the beginning of the next one, its snapshots.
+"""Publication: a lease's full blocks, the beginning of its next block, and its snapshots enter the index.
 
-What the index has already is not put there twice: the lease follows the blocks that are there and drops its own.
+Blocks are published once. Where another request has published the same tokens, the lease adopts those blocks and
+frees its own copies.
 """
 
 from array import array
@@ -14,15 +15,15 @@ from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import (
     Run,
     Snapshot,
+    absorb_stubs,
     add_child,
+    attach_snapshot,
     child_with_prefix,
     find_home,
-    put_snapshot,
     remove_child,
     snapshot_at,
     split,
     tail_that_begins,
-    take_stubs_in,
 )
 from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.ids import BLOCK_TOKENS, SlotId
@@ -44,7 +45,7 @@ class Publisher:
         self._leases = leases
 
     def publish_blocks(self, lease: Lease) -> None:
-        """Put the lease's full blocks into the index; where the index has them already, use those."""
+        """Publish the lease's full blocks; adopt those that the index already has."""
         end = min(lease.computed, lease.shared_end) // BLOCK_TOKENS
         while lease.num_published < end:
             first = lease.num_published
@@ -56,7 +57,7 @@ class Publisher:
                 self._append(lease, key, lease.table[first:end])
 
     def _append(self, lease: Lease, key: bytes, blocks: "array[int]") -> None:
-        """Add blocks below the lease's run: in place when they alone continue it, else as a child."""
+        """Add blocks after the lease's run: to the run itself when nothing else continues it, else as a child."""
         run, first_key = lease.run, key[:BLOCK_KEY_BYTES]
         has_rivals = len(run.children) > (tail_that_begins(run, first_key) is not None)
         if run.parent is None or run.num_users > 1 or has_rivals:
@@ -67,14 +68,14 @@ class Publisher:
             self._subsume_tail(run, first_key, blocks[0])
             lease.run = child
         else:
-            take_stubs_in(run, first_key)
+            absorb_stubs(run, first_key)
             self._subsume_tail(run, first_key, blocks[0])
             run.append(key, blocks)
         self._memory.own(lease.run, blocks)
         lease.num_published += len(blocks)
 
     def _subsume_tail(self, parent: Run, key: bytes, block: int) -> None:
-        """Remove the tail that ``key`` continues, if any. Its block stays when it is ``block`` or somebody's own."""
+        """Remove the tail that ``key`` continues, if any. Its block is kept if it is ``block`` or a lease's own."""
         tail = tail_that_begins(parent, key)
         if tail is None:
             return
@@ -89,7 +90,7 @@ class Publisher:
             self._memory.disown(tail.blocks)
 
     def _adopt(self, lease: Lease, existing: Run, key: bytes) -> None:
-        """Follow blocks that another request has published: drop our own copies of them."""
+        """Use blocks that another request has published, and free the lease's copies of them."""
         num_same = 1
         most = min(len(key), len(existing.tokens)) // BLOCK_KEY_BYTES
         while num_same < most and existing.tokens.startswith(
@@ -99,7 +100,7 @@ class Publisher:
         if num_same < len(existing.blocks):
             existing = split(existing, existing.start_block + num_same)
             self._memory.own(existing, existing.blocks)
-        self._memory.join_run(existing)
+        self._memory.add_user(existing)
         first, lease.num_published = lease.num_published, lease.num_published + num_same
         self._memory.free_blocks(lease.table[first : lease.num_published])
         lease.table[first : lease.num_published] = existing.blocks
@@ -118,14 +119,14 @@ class Publisher:
     def publish(
         self, lease: Lease, slot: SlotId, position: int, kind: SnapshotKind, *, num_readers: int = 0
     ) -> Snapshot:
-        """Attach a snapshot at ``position`` of the lease's path; make sure that its keys and values can be found.
+        """Publish a snapshot at ``position`` of the lease's path, and the tokens of its block if they are not yet.
 
         Args:
-            num_readers: so many hold it from the beginning.
+            num_readers: leases that will read it in their next step.
         """
         home, stub_key = find_home(lease.run, lease.tokens.data, position)
         if stub_key is not None and child_with_prefix(home, stub_key) is None:
-            self._show_tail(lease, stub_key)
+            self._publish_tail(lease, stub_key)
         is_on_cached_path = kind is SnapshotKind.BRANCH or position <= lease.account.kv_tokens
         snapshot = Snapshot(
             slot,
@@ -135,15 +136,15 @@ class Publisher:
             num_readers=num_readers,
             is_shared=is_on_cached_path and lease.interarrival_bin == NO_INTERARRIVAL,
         )
-        put_snapshot(home, snapshot, stub_key)
+        attach_snapshot(home, snapshot, stub_key)
         snapshot.last_tick = self._memory.next_tick()
-        home.lost.pop(position if stub_key is None else stub_key, None)
+        home.evicted_snapshots.pop(position if stub_key is None else stub_key, None)
         self._memory.enter_snapshot(snapshot)
         self._counters.snapshots_taken[kind] += 1
         return snapshot
 
-    def _show_tail(self, lease: Lease, key: bytes) -> None:
-        """Let the index see the first tokens of the block that the lease is filling."""
+    def _publish_tail(self, lease: Lease, key: bytes) -> None:
+        """Publish the first tokens of the block that the lease is filling, as a tail."""
         run = lease.run
         blocks = lease.table[lease.num_published : lease.num_published + 1]
         tail = Run(run, run.end_block, key, blocks)

@@ -1,15 +1,18 @@
-"""When cached sequences come back: learned from those that did, also after they were evicted.
+"""Estimates how often a cached prefix will be used again, from the inter-arrival times observed so far.
 
-A *path* is a sequence that was served and may be continued. Its *habit* is how long it stayed away last time, by
-powers of two; a path that has not come back yet has none. Time is counted in admissions and, where there is a clock, in
-seconds: how much passes through the memory meanwhile, and how long people and tools take, which does not depend on it.
+A *path* is a sequence that was served and may be continued. It *departs* when its request ends and *returns* when a
+prompt continues it. Its *inter-arrival bin* is the bin, by powers of two, of the time between its last return and the
+departure before (``use.interarrival_bin``); a path that has not returned yet has none. Time is counted in admissions
+plus, where there is a clock, ``TICKS_PER_S`` per second: the first tells how much passes through the cache meanwhile,
+the second how long people and tools take, whatever the load.
 
-``density`` ranks what to keep: the most returns per unit of memory and time that can be had by keeping a path of that
-habit and age for any length of time (``Outcomes``). It is learned from returns, from paths given up, and from those
-that are still away, of each habit, where there are too few of them of all. Before anything was observed it falls with
-age: what was used longest ago goes first.
+``density`` is the *return density* of a path with a given inter-arrival bin that has been away for a given time: the
+most returns per unit of memory and time that keeping it for any further length of time yields (``Outcomes``). The
+estimate for a bin uses returns, losses (paths that are no longer remembered) and, as censored observations, the paths
+that are still away; bins with few observations are shrunk towards the pooled ones and smoothed with their neighbours.
+Before anything was observed the prior density falls with the time away: least recently used is evicted first.
 
-Paths that left are remembered by a hash, whether their blocks are still cached or not: at most ``MAX_PATHS`` of them.
+Paths are remembered by hashes of their tokens, whether or not their blocks are still cached: at most ``MAX_PATHS``.
 """
 
 from collections import OrderedDict
@@ -17,70 +20,71 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
-from strandline.cache.outcomes import EDGES, PRIOR_DENSITIES, PRIOR_LOSSES, PRIOR_RETURNS, Outcomes, bin_of
+from strandline.cache.outcomes import BIN_EDGES, PRIOR_DENSITIES, PRIOR_LOSSES, PRIOR_RETURNS, Outcomes, age_bin
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.use import NO_INTERARRIVAL, interarrival_bin
 from strandline.clock import Clock
 from strandline.ids import BLOCK_TOKENS
 
-EVERY_HABIT: Final = -1
+ALL_BINS: Final = -1
+"""Stands for the observations of all inter-arrival bins, pooled."""
 TICKS_PER_S: Final = 2
-"""So many admissions age a path as much as a second does."""
+"""Units of time in a second; an admission is one unit."""
 MAX_PATHS: Final = 4096
-MAX_ALIKE: Final = 8
-"""Paths remembered that begin alike, up to a power of two of tokens."""
+MAX_PATHS_PER_KEY: Final = 8
+"""Remembered paths with the same prefix, whose length is a power of two of blocks."""
 REWIND_TOKENS: Final = 2 * BLOCK_TOKENS
 REWIND_SHARE: Final = 1 / 8
-"""A prompt that leaves a path's prompt so shortly before its end, and repeats all of it but so much, still counts as
-its return."""
-WHOLE, PROMPT, REWOUND, ELSEWHERE = range(4)
-"""Where prompts go on from: the marks of a path; and neither a path's return nor from inside one."""
+"""A prompt that diverges from a path's prompt at most ``REWIND_TOKENS`` tokens, and at most this share of the prompt,
+before its end still counts as the path's return."""
+POOLED_WEIGHT: Final = 6.0
+"""Total weight, in observations, of the pooled distribution in the estimate for one bin."""
+NEIGHBOUR_WEIGHT: Final = 0.25
+"""Weight of an observation of an adjacent bin: similar inter-arrival times behave alike, and the best stopping time is
+chosen among noisy counts."""
+HALF_LIFE_OBSERVATIONS: Final = 2048
+"""All counts are halved after this many observations."""
+ANSWER_END, PROMPT_END, INTERIOR, ELSEWHERE = range(4)
+"""Resume points, where prompts resume: at the end of what was generated for a path, at the end of a path's prompt,
+inside a path (as after a rewind), or elsewhere: on a prefix that several paths share, or nowhere."""
+PRIOR_RESUMES: Final = (1.0, 1.0, 1.0, 18.0)
+"""Prior pseudo-counts of prompts, by resume point."""
+RESUME_DECAY: Final = 0.999
+"""Factor by which each resumption decays the counts of those before."""
+MAX_PATHS_COUNTED: Final = 512
+"""About how many of the paths that are away are sampled as censored observations."""
+MAX_OBSERVATIONS_UNTIL_REFRESH: Final = 256
+"""Densities are computed again after this many observations, at first after a quarter of those so far."""
 
-NUM_BORROWED: Final = 6.0
-"""So many observations of all habits together count beside a habit's own."""
-NEIGHBOURS_SHARE: Final = 0.25
-"""Observations of the next shorter and the next longer habit count so much of a habit's own: who stays away a little
-longer behaves much alike, and the best stopping time is chosen among noisy counts."""
-HALF_LIFE: Final = 2048
-"""After so many observations those before count half."""
-PRIOR_LANDINGS: Final = (1.0, 1.0, 1.0, 18.0)
-"""So many prompts are taken to have gone on from there before any did: as many from either end, few from inside."""
-HIT_MEMORY: Final = 0.999
-"""With every hit those before count so much less."""
-MAX_COUNTED: Final = 512
-"""Of the paths that are away no more than about so many are counted, each for several."""
-MAX_STALE: Final = 256
-"""Densities are computed anew after so many observations, at first after a quarter of those so far."""
 
-
-class Mark(NamedTuple):
-    """What a path is known by."""
+class Fingerprint(NamedTuple):
+    """A hash of a path's tokens at one position."""
 
     end: int
     digest: int
-    """Hash of the block's tokens that end there."""
+    """Hash of the last block of tokens before ``end``."""
 
 
 class Path(NamedTuple):
     """A sequence that was served."""
 
     key: int
-    """Where it is filed."""
-    marks: tuple[Mark, Mark, Mark]
-    """Where what was generated ends, where its prompt does, and shortly before that."""
+    """Hash of the prefix under which the path is found."""
+    fingerprints: tuple[Fingerprint, Fingerprint, Fingerprint]
+    """By resume point up to ``INTERIOR``, which is a position shortly before the end of the prompt here."""
     is_answered: bool
     """Whether anything was generated after its prompt."""
-    habit: int
-    left_at: int
-    era: int
-    """How often observations had been halved when it left: it counts as one of then, whatever becomes of it."""
+    interarrival_bin: int
+    departed_at: int
+    num_halvings: int
+    """How often counts had been halved when it departed. Its outcome has the weight of an observation of that time."""
 
 
 class ReuseHistory:
-    """Watches paths leave and come back. ``now`` is the age of the history; ``tick`` moves it.
+    """Observes departures and returns of paths. ``now`` is its time, which ``count_admission`` advances.
 
     Args:
-        clock: tells the seconds; None: time is admissions alone.
+        clock: returns seconds; None: time is counted in admissions alone.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -89,208 +93,210 @@ class ReuseHistory:
         self._num_admissions = 0
         self._start_s = clock() if clock else 0.0
         self._paths: OrderedDict[int, Path] = OrderedDict()
-        self._alike: dict[int, list[int]] = {}
+        self._by_key: dict[int, list[int]] = {}
         self._num_paths = 0
-        self._of_habit = {EVERY_HABIT: Outcomes(PRIOR_RETURNS, PRIOR_LOSSES)}
+        self._outcomes = {ALL_BINS: Outcomes(PRIOR_RETURNS, PRIOR_LOSSES)}
         self._seen: dict[int, Outcomes] = {}
-        """The same with the paths that are away, as of when densities were last computed."""
+        """Also counts the paths that are away, as of the last refresh."""
         self._densities: dict[int, list[float]] = {}
         self._num_observed = 0
-        self._era = 0
-        self._landings = list(PRIOR_LANDINGS)
+        self._num_halvings = 0
+        self._resumes = list(PRIOR_RESUMES)
         self._refresh_at = 1
 
     def __len__(self) -> int:
         return len(self._paths)
 
-    def tick(self) -> None:
-        """Count an admission, and the seconds that have passed."""
+    def count_admission(self) -> None:
+        """Advance the time by an admission and by the seconds that have passed."""
         self._num_admissions += 1
         elapsed_s = self.clock() - self._start_s if self.clock else 0.0
         self.now = self._num_admissions + int(TICKS_PER_S * elapsed_s)
 
-    def leave(self, salt: str, data: bytearray, num_prompt: int, num_tokens: int, habit: int) -> None:
-        """Remember a path whose first ``num_tokens`` tokens are cached now and that nobody uses any more.
+    def record_departure(self, salt: str, data: bytearray, num_prompt: int, num_tokens: int, past_bin: int) -> None:
+        """Remember a path whose request has ended with its first ``num_tokens`` tokens computed.
 
         Args:
-            num_prompt: tokens before those that were generated.
+            num_prompt: tokens of the prompt.
+            past_bin: the path's inter-arrival bin so far.
         """
         if num_tokens < BLOCK_TOKENS:
             return
         num_prompt = max(min(num_prompt, num_tokens), BLOCK_TOKENS)
         before = max(num_prompt - min(REWIND_TOKENS, int(REWIND_SHARE * num_prompt)), BLOCK_TOKENS)
         key = _hash_of_block(salt, data, BLOCK_TOKENS << ((before // BLOCK_TOKENS).bit_length() - 1))
-        rewound = Mark(before, _hash_of_block(salt, data, before))
-        prompt = Mark(num_prompt, _hash_of_block(salt, data, num_prompt))
+        rewound = Fingerprint(before, _hash_of_block(salt, data, before))
+        prompt = Fingerprint(num_prompt, _hash_of_block(salt, data, num_prompt))
         is_answered = num_tokens > num_prompt
-        whole = Mark(num_tokens, _hash_of_block(salt, data, num_tokens)) if is_answered else prompt
+        whole = Fingerprint(num_tokens, _hash_of_block(salt, data, num_tokens)) if is_answered else prompt
         self._num_paths += 1
-        marks = (whole, prompt, rewound)
-        self._paths[self._num_paths] = Path(key, marks, is_answered, habit, self.now, self._era)
-        alike = self._alike.setdefault(key, [])
+        fingerprints = (whole, prompt, rewound)
+        self._paths[self._num_paths] = Path(key, fingerprints, is_answered, past_bin, self.now, self._num_halvings)
+        alike = self._by_key.setdefault(key, [])
         alike.append(self._num_paths)
-        if len(alike) > MAX_ALIKE:
+        if len(alike) > MAX_PATHS_PER_KEY:
             self._forget(alike[0])
         elif len(self._paths) > MAX_PATHS:
             self._forget(next(iter(self._paths)))
 
-    def come_back(self, salt: str, data: bytearray) -> int:
-        """Find the path that a prompt continues; return its habit from now on.
+    def record_return(self, salt: str, data: bytearray) -> int:
+        """Record the return of the path that a prompt continues; return its new inter-arrival bin.
 
-        One that it repeats whole, with what was generated, else one of which it repeats the prompt, else one whose
-        prompt it leaves shortly before the end. Where several are left there, they share that much: none has returned.
+        A path is continued where the prompt includes the path's prompt and answer, or else its prompt, or else its
+        prompt up to shortly before the end. In the last case several matches are no return: they share that prefix.
         """
-        alike: list[int] = []
-        for number in self._that_begin_like(salt, data):
-            if _is_at(self._paths[number].marks[WHOLE], salt, data):
-                return self._welcome(number, WHOLE)
-            alike.append(number)
-        for place in (PROMPT, REWOUND):
-            found = [number for number in alike if _is_at(self._paths[number].marks[place], salt, data)]
-            if found and (place == PROMPT or len(found) == 1):
-                return self._welcome(found[0], place)
+        candidates: list[int] = []
+        for number in self._candidates(salt, data):
+            if _matches(self._paths[number].fingerprints[ANSWER_END], salt, data):
+                return self._end_absence(number, ANSWER_END)
+            candidates.append(number)
+        for point in (PROMPT_END, INTERIOR):
+            found = [number for number in candidates if _matches(self._paths[number].fingerprints[point], salt, data)]
+            if found and (point == PROMPT_END or len(found) == 1):
+                return self._end_absence(found[0], point)
         return NO_INTERARRIVAL
 
-    def _that_begin_like(self, salt: str, data: bytearray) -> Iterator[int]:
-        """Yield the paths that may be a prompt's, those with the longest prompts first, of these the last."""
+    def _candidates(self, salt: str, data: bytearray) -> Iterator[int]:
+        """Yield paths that a prompt may continue: longest prompts first, then newest."""
         num_blocks = len(data) // BLOCK_KEY_BYTES
         for exponent in range(num_blocks.bit_length() - 1, -1, -1):
-            yield from reversed(self._alike.get(_hash_of_block(salt, data, BLOCK_TOKENS << exponent), ()))
+            yield from reversed(self._by_key.get(_hash_of_block(salt, data, BLOCK_TOKENS << exponent), ()))
 
-    def density(self, habit: int, age: int) -> float:
-        """Return how many returns per unit of time keeping a path of this habit, unused for so long, brings at best."""
-        densities = self._densities.get(habit)
+    def density(self, past_bin: int, age: int) -> float:
+        """Return the return density of a path of an inter-arrival bin that has been away for ``age``."""
+        densities = self._densities.get(past_bin)
         if densities is None:
-            densities = self._densities[habit] = self._expected_of(habit).densities()
-        return densities[bin_of(age)]
+            densities = self._densities[past_bin] = self._estimate(past_bin).densities()
+        return densities[age_bin(age)]
 
-    def _expected_of(self, habit: int) -> Outcomes:
-        """Return what became of paths of a habit, and in part of those that are like them."""
+    def _estimate(self, past_bin: int) -> Outcomes:
+        """Return the outcomes of a bin, shrunk towards the pooled ones and smoothed with adjacent bins."""
         if not self._seen:
-            self._seen = self._with_those_away()
-        own, of_all = self._seen.get(habit), self._seen[EVERY_HABIT]
-        if own is None and habit == NO_INTERARRIVAL:
-            return of_all
-        expected = (own or Outcomes()).plus(of_all, NUM_BORROWED / of_all.total)
-        for neighbour in (habit - 1, habit + 1):
-            if min(habit, neighbour) > NO_INTERARRIVAL and (alike := self._seen.get(neighbour)) is not None:
-                expected = expected.plus(alike, NEIGHBOURS_SHARE)
-        return expected
+            self._seen = self._with_censored()
+        own, pooled = self._seen.get(past_bin), self._seen[ALL_BINS]
+        if own is None and past_bin == NO_INTERARRIVAL:
+            return pooled
+        estimate = (own or Outcomes()).plus(pooled, POOLED_WEIGHT / pooled.total)
+        for adjacent in (past_bin - 1, past_bin + 1):
+            if min(past_bin, adjacent) > NO_INTERARRIVAL and (similar := self._seen.get(adjacent)) is not None:
+                estimate = estimate.plus(similar, NEIGHBOUR_WEIGHT)
+        return estimate
 
-    def _with_those_away(self) -> dict[int, Outcomes]:
-        """Return what became of paths, by habit and of all. Those still away count as given up at the age they have.
+    def _with_censored(self) -> dict[int, Outcomes]:
+        """Return the outcomes by bin and pooled, with the paths that are away counted as lost at their present age.
 
-        Without them only those that came back are seen, until ``MAX_PATHS`` others have left: a conversation that is
-        over would look like one that is about to go on.
+        Without them mostly returns would be seen until ``MAX_PATHS`` others have departed, and a conversation that is
+        over would look like one that is about to continue.
         """
-        seen = {habit: outcomes.plus(Outcomes(), 0.0) for habit, outcomes in self._of_habit.items()}
-        of_all = seen[EVERY_HABIT]
-        index = len(EDGES) - 1  # paths are in the order in which they left
-        stride = -(-len(self._paths) // MAX_COUNTED) or 1
+        seen = {key: outcomes.plus(Outcomes(), 0.0) for key, outcomes in self._outcomes.items()}
+        pooled = seen[ALL_BINS]
+        index = len(BIN_EDGES) - 1  # paths are in the order of their departures
+        stride = -(-len(self._paths) // MAX_PATHS_COUNTED) or 1
         for path in islice(self._paths.values(), 0, None, stride):
-            age = self.now - path.left_at
-            while age < EDGES[index]:
+            age = self.now - path.departed_at
+            while age < BIN_EDGES[index]:
                 index -= 1
             weight = stride * self._weight(path)
-            of_all.losses[index] += weight
-            seen.setdefault(path.habit, Outcomes()).losses[index] += weight
+            pooled.losses[index] += weight
+            seen.setdefault(path.interarrival_bin, Outcomes()).losses[index] += weight
         return seen
 
     def _weight(self, path: Path) -> float:
-        return 0.5 ** (self._era - path.era)
+        return 0.5 ** (self._num_halvings - path.num_halvings)
 
-    def _welcome(self, number: int, place: int) -> int:
+    def _end_absence(self, number: int, point: int) -> int:
+        """Count a return; return the path's new inter-arrival bin."""
         path = self._take(number)
         if path.is_answered:
-            self._count_landing(place)
-        age = self.now - path.left_at
+            self._count_resume(point)
+        age = self.now - path.departed_at
         for outcomes in self._of(path):
-            outcomes.returns[bin_of(age)] += self._weight(path)
+            outcomes.returns[age_bin(age)] += self._weight(path)
         self._count()
         return interarrival_bin(age)
 
     def _forget(self, number: int) -> None:
+        """Stop remembering a path: count a loss."""
         path = self._take(number)
-        index = bin_of(self.now - path.left_at)
+        index = age_bin(self.now - path.departed_at)
         for outcomes in self._of(path):
             outcomes.losses[index] += self._weight(path)
         self._count()
 
     def _take(self, number: int) -> Path:
         path = self._paths.pop(number)
-        alike = self._alike[path.key]
+        alike = self._by_key[path.key]
         alike.remove(number)
         if not alike:
-            del self._alike[path.key]
+            del self._by_key[path.key]
         return path
 
     def count_hit(self, num_continuations: int) -> None:
-        """Take note of a hit that is no path's return, on a snapshot after which so many cached paths go on."""
-        self._count_landing(REWOUND if num_continuations == 1 else ELSEWHERE)
+        """Count a hit that is no path's return, on a snapshot with this many cached continuations."""
+        self._count_resume(INTERIOR if num_continuations == 1 else ELSEWHERE)
 
-    def _count_landing(self, place: int) -> None:
-        """Take note of where a prompt goes on from.
+    def _count_resume(self, point: int) -> None:
+        """Count where a prompt resumes.
 
-        Returns count whether or not anything was still cached: what is evicted for its small worth is never hit.
+        Returns count whether or not the path was still cached: entries evicted for their low worth are never hit.
         """
-        self._landings = [HIT_MEMORY * count for count in self._landings]
-        self._landings[place] += 1
+        self._resumes = [RESUME_DECAY * count for count in self._resumes]
+        self._resumes[point] += 1
 
-    def density_of_answer(self, habit: int, age: int) -> float:
-        """Return how often the end of what was generated is used."""
-        return self._share_of_returns(WHOLE) * self.density(habit, age)
+    def answer_density(self, past_bin: int, age: int) -> float:
+        """Return the density of uses of the end of an answer."""
+        return self._end_share(ANSWER_END) * self.density(past_bin, age)
 
-    def density_of_prompt(self, habit: int, age: int) -> float:
-        """Return how often the end of a path's prompt is used when an answer follows that is cached."""
-        return self._share_of_returns(PROMPT) * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
+    def prompt_density(self, past_bin: int, age: int) -> float:
+        """Return the density of uses of the end of a prompt whose answer is cached."""
+        return self._end_share(PROMPT_END) * max(self.density(past_bin, age), PRIOR_DENSITIES[age_bin(age)])
 
-    def density_of_inner(self, habit: int, age: int) -> float:
-        """Return how often a snapshot is used that one path goes on from: by rewinds, and who parts from it there."""
-        return self._odds_of_inside() * max(self.density(habit, age), PRIOR_DENSITIES[bin_of(age)])
+    def interior_density(self, past_bin: int, age: int) -> float:
+        """Return the density of uses of a snapshot inside one path: by rewinds, and by prompts that diverge there."""
+        return self._interior_odds() * max(self.density(past_bin, age), PRIOR_DENSITIES[age_bin(age)])
 
-    def _share_of_returns(self, end: int) -> float:
-        """Return which share of the returns to an end of a path go on from this one, as seen so far."""
-        return self._landings[end] / (self._landings[WHOLE] + self._landings[PROMPT])
+    def _end_share(self, end: int) -> float:
+        """Return the share of an end of a path in the resumptions from either end."""
+        return self._resumes[end] / (self._resumes[ANSWER_END] + self._resumes[PROMPT_END])
 
-    def _odds_of_inside(self) -> float:
-        """Return how many prompts go on from inside a path, as seen so far, for each that goes on from another place.
+    def _interior_odds(self) -> float:
+        """Return the odds of resuming inside a path, by which ``interior_density`` scales the return density."""
+        interior = self._resumes[INTERIOR]
+        return interior / (sum(self._resumes) - interior)
 
-        That multiplies how often paths return, or how often anything does of which nothing is known.
+    def shared_density(self, past_bin: int, age: int) -> float:
+        """Return the density of uses of a prefix that several paths share.
+
+        Once per last inter-arrival time, and less the longer it has been unused beyond that. For a prefix that was
+        used once, the time since then stands for the inter-arrival time.
         """
-        return self._landings[REWOUND] / (sum(self._landings) - self._landings[REWOUND])
-
-    def density_of_shared(self, habit: int, age: int) -> float:
-        """Return how often what several paths share is used: once in as long as last time.
-
-        When it has been unused for longer, that is as unlikely to go on as it has been longer. Of what was used once,
-        the time since then is all that is known.
-        """
-        gap = 1 + ((1 << habit) >> 1) if habit != NO_INTERARRIVAL else 1 + age
+        gap = 1 + ((1 << past_bin) >> 1) if past_bin != NO_INTERARRIVAL else 1 + age
         return gap / max(gap, 1 + age) ** 2
 
     def _of(self, path: Path) -> tuple[Outcomes, Outcomes]:
-        """Return what a path's outcome is counted in: that of all, and that of its habit."""
-        return self._of_habit[EVERY_HABIT], self._of_habit.setdefault(path.habit, Outcomes())
+        """Return the outcomes in which a path is counted: the pooled ones and those of its bin."""
+        return self._outcomes[ALL_BINS], self._outcomes.setdefault(path.interarrival_bin, Outcomes())
 
     def _count(self) -> None:
-        """Take note of one more observation: let the old ones fade, and what follows from them be seen."""
+        """Count an observation; halve old counts and refresh the densities when that is due."""
         self._num_observed += 1
-        if self._num_observed % HALF_LIFE == 0:
-            self._era += 1
-            for outcomes in self._of_habit.values():
+        if self._num_observed % HALF_LIFE_OBSERVATIONS == 0:
+            self._num_halvings += 1
+            for outcomes in self._outcomes.values():
                 outcomes.halve()
         if self._num_observed >= self._refresh_at:
-            self._refresh_at += min(1 + self._num_observed // 4, MAX_STALE)
+            self._refresh_at += min(1 + self._num_observed // 4, MAX_OBSERVATIONS_UNTIL_REFRESH)
             self._densities.clear()
             self._seen.clear()
 
 
-def _is_at(mark: Mark, salt: str, data: bytearray) -> bool:
-    """Return whether a prompt goes past a mark."""
-    return mark.end * TOKEN_BYTES <= len(data) and _hash_of_block(salt, data, mark.end) == mark.digest
+def _matches(fingerprint: Fingerprint, salt: str, data: bytearray) -> bool:
+    """Return whether a prompt has a fingerprint's tokens at its position."""
+    end, digest = fingerprint
+    return end * TOKEN_BYTES <= len(data) and _hash_of_block(salt, data, end) == digest
 
 
 def _hash_of_block(salt: str, data: bytearray, end: int) -> int:
-    """Hash the block that ends at ``end``, with its place."""
+    """Hash the last block of tokens before ``end``, with ``end``."""
     last = end * TOKEN_BYTES
     return hash((salt, end, bytes(data[last - BLOCK_KEY_BYTES : last])))

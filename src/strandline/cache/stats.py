@@ -1,4 +1,4 @@
-"""What a cache holds and what it has counted, as plain figures."""
+"""Figures of a cache: memory use and counters, as frozen records."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from strandline.specs import ModelSpec
 
 
 class TenantBytes(NamedTuple):
-    """Bytes of the arena by tenant."""
+    """Allocated bytes of the arena, by use."""
 
     slots_in_use: int
     slots_evictable: int
@@ -18,14 +18,14 @@ class TenantBytes(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """Slots and blocks that are allocated, null ones left out."""
+    """Allocated slots and blocks, without the null ones."""
 
     num_slabs: int
     """Size of the arena, the null slab included."""
     num_free_slabs: int
     """Slabs that hold neither a slot nor blocks."""
     max_blocks: int
-    """Blocks that fit when no slot is allocated."""
+    """Blocks that could be allocated if no slot were."""
     num_slots: int
     num_blocks: int
     num_evictable_slots: int
@@ -34,7 +34,7 @@ class MemoryUse(NamedTuple):
     """Blocks that eviction could free: those that no running request uses."""
 
     def tenant_bytes(self, spec: ModelSpec) -> TenantBytes:
-        """Return the bytes that slots and blocks take."""
+        """Return the sizes of slots and blocks in bytes."""
         return TenantBytes(
             (self.num_slots - self.num_evictable_slots) * spec.slab_bytes,
             self.num_evictable_slots * spec.slab_bytes,
@@ -45,13 +45,13 @@ class MemoryUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
-    """A cache's figures at one moment; totals count from its construction."""
+    """Figures of a cache at one moment. Counters start at its construction."""
 
     memory: MemoryUse
     num_leases: int
-    """Requests that are running."""
+    """Running requests."""
     num_snapshots: int
-    """Slots that are neither a running request's own nor reserved for a cut."""
+    """Published slots: neither a running request's own nor reserved for a cut."""
     num_snapshots_evicted: int
     num_blocks_evicted: int
     queries: int
@@ -59,6 +59,6 @@ class CacheStats:
     hit_tokens: int
     missed_tokens: Mapping[Reason, int]
     told_tokens: Mapping[Reason, int]
-    """As ``missed_tokens``, by the reasons that callers may know (``Account.for_callers``)."""
+    """As ``missed_tokens``, by the reasons of ``Account.for_callers``."""
     hits_by_kind: Mapping[SnapshotKind, int]
     snapshots_taken: Mapping[SnapshotKind, int]

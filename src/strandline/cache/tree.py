@@ -1,13 +1,13 @@
 """The prefix index: a tree of runs of whole blocks, with snapshots at any token position.
 
-A *run* is a stretch of consecutive 64-token blocks without a branch. Its children begin where it ends, each
-with a different first block. A *tail* is a childless run of one block of which fewer than 64 tokens are known.
-No child's key is a proper prefix of another's: a tail gives way to a longer run that begins with it.
+A *run* is a sequence of 64-token blocks without a branch. Its children begin where it ends, each with a different
+first block. A *tail* is a childless run of one block with fewer than 64 known tokens. No child's key is a proper
+prefix of another's: a tail is removed when a longer run with the same beginning is added.
 
-Where a snapshot lives: position ``p`` with ``p % 64 == 0`` ends a block and belongs to that block's run. Any
-other ``p`` lies inside a block: if that block is the first of its run, then sibling runs may share the tokens
-up to ``p``, so the snapshot is a *stub* of the parent, keyed by the tokens inside the block; otherwise it
-belongs to the run. Thus a snapshot is found whichever sibling the walk would have entered.
+A snapshot at a position ``p`` with ``p % 64 == 0`` belongs to the run of the block that ends there. Any other ``p``
+lies inside a block. If that block is the first of its run, sibling runs may share the tokens up to ``p``, so the
+snapshot is a *stub* of the parent, keyed by the block's tokens before ``p``; otherwise it belongs to the run. Thus
+a lookup finds it whichever of the siblings matches.
 
 Source: radix trees as in SGLang's RadixAttention; the runs-of-blocks form and stubs are our own.
 """
@@ -27,7 +27,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 MAX_GHOSTS = 64
-"""Evicted children and snapshots that a run remembers, to explain misses."""
+"""Evicted children, and evicted snapshots, that a run remembers to explain misses."""
 
 
 class Snapshot:
@@ -39,8 +39,8 @@ class Snapshot:
     __slots__ = (
         "home",
         "is_attached",
-        "is_passed",
         "is_shared",
+        "is_superseded",
         "kind",
         "last_push",
         "last_tick",
@@ -65,35 +65,35 @@ class Snapshot:
         self.num_readers = num_readers
         """Leases that read its slot in their next step: it is not evicted."""
         self.num_waiters = 0
-        """Requests that wait, and would resume here."""
+        """Queued requests that would resume here."""
         self.replacement: Snapshot | None = None
         """Once evicted: where those requests would resume now."""
         self.last_push = 0
-        """Its number in the eviction queue; 0: it is not there."""
+        """The number of its last push onto the eviction queue; 0: it is not there."""
         self.last_tick = 0
         """The number of its last use (``CacheMemory.tick``), which orders it among all others."""
         self.use = use
         """Its last use, or that of the path that it ends."""
         self.is_attached = False
-        self.is_passed = False
-        """Whether the path that left it has come back and gone on, from here or from the next snapshot below."""
+        self.is_superseded = False
+        """Whether its path has returned and continued, from here or from the next snapshot below."""
         self.is_shared = is_shared
-        """Whether a prompt that is no path's return went on from here or below, or parted here from another."""
+        """Whether several paths share it: a prompt that is no return resumed here or below, or diverged here."""
 
     def record_hit(self, tick: int, now: int, *, is_source: bool, is_return: bool) -> None:
-        """Record a prompt that resumed from this snapshot (``is_source``), or from below it."""
+        """Record that a prompt resumed from this snapshot (``is_source``) or from below it."""
         self.is_shared |= not is_return
         if self.last_tick != tick and (is_source or self.is_shared):
             self.use = self.use.next(now)
         self.last_tick = tick
 
     def record_prompt_end(self) -> None:
-        """Record that a prompt ends here, whatever the snapshot was taken for: the path goes on from here."""
+        """Record that a prompt ends here, whatever the snapshot was taken for: its path will continue from here."""
         if self.kind is not SnapshotKind.PREEMPTION:
-            self.kind, self.is_passed = SnapshotKind.PROMPT_END, False
+            self.kind, self.is_superseded = SnapshotKind.PROMPT_END, False
 
     def replace(self, evicted: "Snapshot") -> None:
-        """Take the place of an evicted snapshot below: its waiting requests resume here now, and as soon."""
+        """Replace an evicted snapshot below: its queued requests resume here now."""
         if self.use.at < evicted.use.at:
             self.use = evicted.use
         if evicted.num_waiters:
@@ -102,18 +102,18 @@ class Snapshot:
 
 
 class Run:
-    """A stretch of blocks. ``tokens`` is their key; every block but a tail's is full."""
+    """Consecutive blocks without a branch. ``tokens`` is their key; only a tail's block is not full."""
 
     __slots__ = (
         "blocks",
+        "child_keys",
         "children",
-        "evicted",
+        "evicted_children",
+        "evicted_snapshots",
         "is_live",
         "last_push",
         "last_tick",
-        "lost",
         "num_users",
-        "order",
         "parent",
         "positions",
         "snapshots",
@@ -128,24 +128,24 @@ class Run:
         self.tokens = bytearray(tokens)
         self.blocks = blocks
         self.children: dict[bytes, Run] = {}
-        self.order: list[bytes] = []
+        self.child_keys: list[bytes] = []
         """The children's keys, sorted."""
         self.snapshots: dict[int, Snapshot] = {}
         self.positions: list[int] = []
         """The keys of ``snapshots``, sorted."""
         self.stubs: dict[bytes, Snapshot] = {}
         self.num_users = 0
-        """Leases whose path goes through this run."""
+        """Leases whose path includes this run."""
         self.last_tick = 0
-        """When it was last used other than through its children: theirs counts once they are gone."""
+        """The number of its last use, not counting uses of its children while they are cached."""
         self.is_live = False
         """A tail whose block a running request is still filling."""
         self.last_push = 0
-        """Its number in the eviction queue; 0: it is not there."""
-        self.evicted: dict[int, int] = {}
-        """Hash of an evicted child's first block -> tokens that were cached there."""
-        self.lost: dict[int | bytes, None] = {}
-        """Snapshots evicted here: positions, and stub keys."""
+        """The number of its last push onto the eviction queue; 0: it is not there."""
+        self.evicted_children: dict[int, int] = {}
+        """By hash of an evicted child's first block: how many tokens were cached there."""
+        self.evicted_snapshots: dict[int | bytes, None] = {}
+        """Snapshots evicted here, by position or stub key; an ordered set."""
 
     @property
     def end_block(self) -> int:
@@ -165,10 +165,10 @@ class Run:
         return bytes(self.tokens[:BLOCK_KEY_BYTES])
 
     def append(self, tokens: bytes, blocks: "array[int]") -> None:
-        """Continue the run, which has no children, by whole blocks."""
+        """Append whole blocks to a run without children."""
         self.tokens += tokens
         self.blocks += blocks
-        self.evicted.clear()
+        self.evicted_children.clear()
 
     def ancestry(self) -> "Iterator[Run]":
         """Yield this run, its parent, and so on up to the root."""
@@ -179,7 +179,7 @@ class Run:
 
 
 def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
-    """Return the deepest snapshot on the path to ``snapshot``, itself left out, or None."""
+    """Return the deepest snapshot above ``snapshot`` on its path, or None."""
     run, key = snapshot.home, snapshot.stub_key
     if key is None:
         if place := bisect_left(run.positions, snapshot.position):
@@ -216,36 +216,36 @@ def _stub_before(run: Run, key: bytes) -> Snapshot | None:
 
 
 def num_continuations(snapshot: Snapshot) -> int:
-    """Count the ways in which cached sequences go on after a snapshot, up to two.
+    """Count the cached continuations of a snapshot, up to two.
 
-    What follows it in the block that it ends in is no way on once nobody needs it, as that of an answer whose snapshot
-    has gone: the block is kept for this snapshot, and goes with it.
+    The rest of the block that the snapshot lies in does not count when it serves no request and no other snapshot, as
+    after the eviction of an answer's snapshot: that block is kept for this snapshot alone.
     """
     run, key = snapshot.home, snapshot.stub_key
     if key is None:
-        return 1 if run.positions[-1] > snapshot.position else min(len(run.order), 2)
-    place = bisect_left(run.order, key)
-    longer = [child for child in run.order[place : place + 2] if child.startswith(key) and len(child) > len(key)]
+        return 1 if run.positions[-1] > snapshot.position else min(len(run.child_keys), 2)
+    place = bisect_left(run.child_keys, key)
+    longer = [child for child in run.child_keys[place : place + 2] if child.startswith(key) and len(child) > len(key)]
     if len(longer) == 1 and _is_kept_for(run.children[longer[0]], snapshot):
         return 0
     return len(longer)
 
 
 def _is_kept_for(run: Run, stub: Snapshot) -> bool:
-    """Return whether a run is one block that nobody uses, and that no snapshot needs but the stub and those above."""
-    is_needed = run.num_users or run.order or run.positions
-    return len(run.blocks) == 1 and not is_needed and last_stub_into(run) is stub
+    """Return whether a run is one unused block that no snapshot needs but the stub and those above it."""
+    is_needed = run.num_users or run.child_keys or run.positions
+    return len(run.blocks) == 1 and not is_needed and deepest_stub_in(run) is stub
 
 
-def first_bare_block(run: Run) -> int:
-    """Return the first block of a childless run from which on no snapshot needs its blocks."""
+def first_unneeded_block(run: Run) -> int:
+    """Return the first block of a childless run that neither a snapshot needs nor any block after it."""
     if run.positions:
         return -(-run.positions[-1] // BLOCK_TOKENS)
-    return run.start_block + (last_stub_into(run) is not None)
+    return run.start_block + (deepest_stub_in(run) is not None)
 
 
-def last_stub_into(run: Run) -> Snapshot | None:
-    """Return the deepest stub whose tokens lie in the run's first block, or None."""
+def deepest_stub_in(run: Run) -> Snapshot | None:
+    """Return the deepest stub whose tokens are a prefix of the run's first block, or None."""
     if run.parent is None or not run.parent.stubs:
         return None
     key = run.first_key
@@ -253,7 +253,7 @@ def last_stub_into(run: Run) -> Snapshot | None:
 
 
 def snapshots_below(root: Run) -> "Iterator[tuple[bytes, Snapshot]]":
-    """Yield every snapshot of a tree with its tokens (as a key)."""
+    """Yield every snapshot of a tree with its tokens (encoded)."""
     waiting = [(root, b"")]
     while waiting:
         run, prefix = waiting.pop()
@@ -283,13 +283,13 @@ def split(run: Run, at_block: int) -> Run:
     run.parent = upper
     run.start_block = at_block
     upper.children[run.first_key] = run
-    upper.order.append(run.first_key)
-    _share_out_snapshots(upper, run)
+    upper.child_keys.append(run.first_key)
+    _distribute_snapshots(upper, run)
     return upper
 
 
-def _share_out_snapshots(upper: Run, lower: Run) -> None:
-    """After a split: move each snapshot to the part that it belongs to now."""
+def _distribute_snapshots(upper: Run, lower: Run) -> None:
+    """Move each snapshot of a run that was split to the part that it belongs to now."""
     boundary = upper.end_tokens
     num_moved = bisect_left(lower.positions, boundary + BLOCK_TOKENS)
     moved = lower.positions[:num_moved]
@@ -297,28 +297,28 @@ def _share_out_snapshots(upper: Run, lower: Run) -> None:
     for position in moved:
         snapshot = lower.snapshots.pop(position)
         if position <= boundary:
-            put_snapshot(upper, snapshot, None)
+            attach_snapshot(upper, snapshot, None)
         else:
-            put_snapshot(upper, snapshot, bytes(lower.tokens[: (position - boundary) * TOKEN_BYTES]))
-    for ghost in [g for g in lower.lost if isinstance(g, int) and g <= boundary]:
-        del lower.lost[ghost]
-        upper.lost[ghost] = None
+            attach_snapshot(upper, snapshot, bytes(lower.tokens[: (position - boundary) * TOKEN_BYTES]))
+    for ghost in [g for g in lower.evicted_snapshots if isinstance(g, int) and g <= boundary]:
+        del lower.evicted_snapshots[ghost]
+        upper.evicted_snapshots[ghost] = None
 
 
-def take_stubs_in(run: Run, key: bytes) -> None:
-    """Make the stubs of a run its own snapshots, before the block ``key``, which continues them all, is appended."""
+def absorb_stubs(run: Run, key: bytes) -> None:
+    """Turn the stubs of a run into its own snapshots before the block ``key``, which continues them, is appended."""
     for stub_key, snapshot in run.stubs.items():
         if not key.startswith(stub_key):
             raise CacheInvariantError(f"the block after {run.end_tokens} does not continue the stub there")
-        put_snapshot(run, snapshot, None)
+        attach_snapshot(run, snapshot, None)
     run.stubs.clear()
-    for ghost in [g for g in run.lost if isinstance(g, bytes)]:
-        del run.lost[ghost]
+    for ghost in [g for g in run.evicted_snapshots if isinstance(g, bytes)]:
+        del run.evicted_snapshots[ghost]
         if key.startswith(ghost):
-            run.lost[run.end_tokens + len(ghost) // TOKEN_BYTES] = None
+            run.evicted_snapshots[run.end_tokens + len(ghost) // TOKEN_BYTES] = None
 
 
-def put_snapshot(home: Run, snapshot: Snapshot, stub_key: bytes | None) -> None:
+def attach_snapshot(home: Run, snapshot: Snapshot, stub_key: bytes | None) -> None:
     """Attach a snapshot to a run: as a stub when ``stub_key`` is given, else at its position."""
     snapshot.home, snapshot.stub_key, snapshot.is_attached = home, stub_key, True
     if stub_key is None:
@@ -328,8 +328,8 @@ def put_snapshot(home: Run, snapshot: Snapshot, stub_key: bytes | None) -> None:
         home.stubs[stub_key] = snapshot
 
 
-def take_snapshot_away(snapshot: Snapshot) -> None:
-    """Detach a snapshot from the tree, remembering that it was there."""
+def detach_snapshot(snapshot: Snapshot) -> None:
+    """Detach a snapshot from the tree; its run remembers the position, to explain misses."""
     home, key = snapshot.home, snapshot.stub_key
     if key is None:
         del home.snapshots[snapshot.position]
@@ -337,11 +337,11 @@ def take_snapshot_away(snapshot: Snapshot) -> None:
     else:
         del home.stubs[key]
     snapshot.is_attached = False
-    _remember(home.lost, snapshot.position if key is None else key, None)
+    _remember(home.evicted_snapshots, snapshot.position if key is None else key, None)
 
 
 def find_home(run: Run, data: bytearray, position: int) -> tuple[Run, bytes | None]:
-    """Return where a snapshot at ``position`` belongs on the path that ends with ``run``: run and stub key."""
+    """Return the run and the stub key of a snapshot at ``position`` on the path that ends with ``run``."""
     inside = position % BLOCK_TOKENS
     block = position // BLOCK_TOKENS if inside else position // BLOCK_TOKENS - 1
     node = run
@@ -357,47 +357,47 @@ def find_home(run: Run, data: bytearray, position: int) -> tuple[Run, bytes | No
 
 
 def snapshot_at(home: Run, position: int, stub_key: bytes | None) -> Snapshot | None:
-    """Return the snapshot at a home that ``find_home`` gave, or None."""
+    """Return the snapshot at a place that ``find_home`` returned, or None."""
     return home.snapshots.get(position) if stub_key is None else home.stubs.get(stub_key)
 
 
 def add_child(parent: Run, child: Run) -> None:
-    """Link a child whose first block is new to its parent."""
+    """Link a child; no other child of the parent may have its first block."""
     key = child.first_key
     if key in parent.children or parent.is_tail:
         raise CacheInvariantError(f"a run at block {child.start_block} collides with its sibling or has no parent")
     parent.children[key] = child
-    insort(parent.order, key)
-    parent.evicted.pop(hash(key), None)
+    insort(parent.child_keys, key)
+    parent.evicted_children.pop(hash(key), None)
 
 
 def remove_child(child: Run, *, ghost_tokens: int) -> None:
-    """Unlink a childless run; its parent remembers that ``ghost_tokens`` tokens were cached there."""
+    """Unlink a childless run; its parent remembers that ``ghost_tokens`` tokens were cached there, unless 0."""
     parent = child.parent
     if parent is None or child.children or child.stubs:
         raise CacheInvariantError(f"the run at block {child.start_block} still carries children or stubs")
     key = child.first_key
     del parent.children[key]
-    del parent.order[bisect_left(parent.order, key)]
+    del parent.child_keys[bisect_left(parent.child_keys, key)]
     child.parent = None
     parent.last_tick = max(parent.last_tick, child.last_tick)
     if ghost_tokens and not child.is_tail:
-        _remember(parent.evicted, hash(key), ghost_tokens + max(child.evicted.values(), default=0))
+        _remember(parent.evicted_children, hash(key), ghost_tokens + max(child.evicted_children.values(), default=0))
 
 
 def child_with_prefix(run: Run, prefix: bytes) -> Run | None:
     """Return a child whose first block begins with ``prefix``, or None."""
-    place = bisect_left(run.order, prefix)
-    if place < len(run.order) and run.order[place].startswith(prefix):
-        return run.children[run.order[place]]
+    place = bisect_left(run.child_keys, prefix)
+    if place < len(run.child_keys) and run.child_keys[place].startswith(prefix):
+        return run.children[run.child_keys[place]]
     return None
 
 
 def tail_that_begins(run: Run, key: bytes) -> Run | None:
     """Return the tail under ``run`` that is a proper prefix of ``key``, or None. There is at most one."""
-    place = bisect_left(run.order, key)
-    if place and len(run.order[place - 1]) < len(key) and key.startswith(run.order[place - 1]):
-        return run.children[run.order[place - 1]]
+    place = bisect_left(run.child_keys, key)
+    if place and len(run.child_keys[place - 1]) < len(key) and key.startswith(run.child_keys[place - 1]):
+        return run.children[run.child_keys[place - 1]]
     return None
 
 

@@ -1,6 +1,6 @@
-"""Where a prompt leaves the prefix tree, and the snapshots on the way there. Changes nothing.
+"""Lookups in the prefix tree: how far it matches a prompt, and the snapshots on that path. Changes nothing.
 
-A walk compares one run at a time (one ``memcmp``), so a long cached prompt costs its branches, not its tokens.
+A walk compares one run at a time (one ``memcmp``), so its cost depends on the branches of the path, not on its length.
 """
 
 from bisect import bisect_left, bisect_right
@@ -13,14 +13,14 @@ from strandline.ids import BLOCK_TOKENS
 
 
 class Walk(NamedTuple):
-    """How far a prompt's tokens follow the tree."""
+    """The longest match of a prompt in a tree."""
 
     run: Run
-    """The deepest run of which at least one whole block matched (or the root)."""
+    """The deepest run with at least one matching whole block, or the root."""
     num_blocks: int
     """Whole blocks that match, from the root."""
     partial_run: Run | None
-    """The run whose next block matches in its first ``partial_tokens`` tokens."""
+    """The run whose next block matches only in its first ``partial_tokens`` tokens."""
     partial_tokens: int
 
     @property
@@ -29,10 +29,10 @@ class Walk(NamedTuple):
 
 
 def walk(root: Run, data: bytearray) -> Walk:
-    """Follow the tokens of ``data`` from the root as far as cached keys and values go. Changes nothing."""
+    """Match ``data`` against the tree as far as keys and values are cached. Changes nothing."""
     run, offset = root, 0
     while True:
-        if len(run.order) == 1:
+        if len(run.child_keys) == 1:
             (child,) = run.children.values()
             if len(child.tokens) >= BLOCK_KEY_BYTES and data.startswith(child.tokens, offset):
                 run = child
@@ -50,8 +50,8 @@ def walk(root: Run, data: bytearray) -> Walk:
 
 def _end_between_runs(run: Run, key: bytes) -> Walk:
     best_key, best_tokens = None, 0
-    place = bisect_left(run.order, key)
-    for neighbour in run.order[max(place - 1, 0) : place + 1]:
+    place = bisect_left(run.child_keys, key)
+    for neighbour in run.child_keys[max(place - 1, 0) : place + 1]:
         tokens = common_tokens(neighbour, key)
         if tokens > best_tokens:
             best_key, best_tokens = neighbour, tokens
@@ -60,7 +60,7 @@ def _end_between_runs(run: Run, key: bytes) -> Walk:
 
 
 def _end_inside_run(run: Run, data: bytearray, offset: int) -> Walk:
-    """The run's first block matches and some later one does not: find which by bisection."""
+    """Return the walk that ends inside a run, whose first block matches and a later one does not."""
     low, high = 1, len(run.blocks)
     with memoryview(run.tokens) as mine:
         while high - low > 1:
@@ -89,16 +89,16 @@ def deepest_snapshot(end: Walk, data: bytearray) -> Snapshot | None:
     return None
 
 
-def copied_run(end: Walk, snapshot: Snapshot | None) -> Run | None:
-    """Return the run whose next block a request copies: when its snapshot lies inside the block that ends the walk."""
+def partial_block_source(end: Walk, snapshot: Snapshot | None) -> Run | None:
+    """Return the run whose block a request copies in part, because its snapshot lies inside that block, or None."""
     is_inside = snapshot is not None and snapshot.position > end.num_blocks * BLOCK_TOKENS
     return end.partial_run if is_inside else None
 
 
 def branch_snapshots(run: Run, data: bytearray) -> "Iterator[Snapshot]":
-    """Yield the deepest snapshot before each place where the path to the end of ``run`` branches; deepest first."""
+    """Yield the deepest snapshot before each branch of the path to the end of ``run``, deepest first."""
     for node in run.ancestry():
-        if len(node.order) > 1:
+        if len(node.child_keys) > 1:
             stubs = [s for s in _matching_stubs(node, data) if _num_children_with_prefix(node, s.stub_key or b"") > 1]
             if (stub := _deepest(stubs)) is not None:
                 yield stub
@@ -108,8 +108,8 @@ def branch_snapshots(run: Run, data: bytearray) -> "Iterator[Snapshot]":
 
 def _num_children_with_prefix(run: Run, prefix: bytes) -> int:
     """Count the children whose first block begins with ``prefix``, up to two."""
-    place = bisect_left(run.order, prefix)
-    return sum(key.startswith(prefix) for key in run.order[place : place + 2])
+    place = bisect_left(run.child_keys, prefix)
+    return sum(key.startswith(prefix) for key in run.child_keys[place : place + 2])
 
 
 def _longest_stub(run: Run, data: bytearray) -> Snapshot | None:

@@ -1,8 +1,8 @@
-"""What people are shown of a running cache: its tree, its memory over time, the last lookups, and why they missed.
+"""The data behind the cache page: the tree, memory over time, the last lookups, and explanations of their misses.
 
-The core notes lookups and memory as it goes, which costs a step about a microsecond; everything else is worked out
-when somebody asks. What comes out is plain data, for another process. It says what callers may know: under which
-salt something is cached is shown as a label, and what lies there only to who names the salt.
+Recording lookups and memory costs about a microsecond per step; everything else is computed on request. The results
+are plain data for another process. They hide what other salts cache: a salt appears as a label, and its tree is shown
+only to a caller that gives the salt.
 """
 
 import secrets
@@ -29,7 +29,7 @@ LABEL_BYTES: Final = 4
 
 
 class MemoryHistory:
-    """Samples of who held the memory, since the start: the longer that is ago, the fewer."""
+    """Samples of the memory use since the start, sparser the older they are."""
 
     def __init__(self, max_samples: int = MAX_SAMPLES, interval_s: float = SAMPLE_S) -> None:
         self._max_samples = max_samples
@@ -37,8 +37,8 @@ class MemoryHistory:
         self._samples: list[tuple[float, TenantBytes]] = []
         self._last: tuple[float, TenantBytes] | None = None
 
-    def note(self, now_s: float, held_bytes: TenantBytes) -> None:
-        """Take note of what is held now."""
+    def record(self, now_s: float, held_bytes: TenantBytes) -> None:
+        """Record the present use."""
         if self._samples and now_s - self._samples[-1][0] < self._interval_s:
             self._last = now_s, held_bytes
             return
@@ -57,7 +57,7 @@ class MemoryHistory:
 
 
 class CacheWatch:
-    """Watches the cache of one core."""
+    """Records lookups and memory of one core, and answers questions about its cache."""
 
     def __init__(
         self, cache: PrefixCache, scheduler: Scheduler, spec: ModelSpec, mode: str, *, clock: Clock = SYSTEM_CLOCK
@@ -72,19 +72,19 @@ class CacheWatch:
         self._key = secrets.token_bytes(KEY_BYTES)
 
     def after_plan(self, plan: StepPlan) -> None:
-        """Take note of the requests that a step begins with, and of the memory that it has taken."""
+        """Record the lookups of the requests that a step starts, and the memory use."""
         now_s = self._clock()
-        self._history.note(now_s, self._held_bytes())
+        self._history.record(now_s, self._held_bytes())
         if not plan.new:
             return
         names = {new.request_id for new in plan.new}
         for request in self._scheduler.running:
             if request.request_id in names and request.account is not None and not request.is_audit:
                 prompt = request.tokens.slice(0, request.num_prompt_tokens)
-                self._log.note(Lookup(request.request_id, request.salt, now_s, request.account), prompt)
+                self._log.record(Lookup(request.request_id, request.salt, now_s, request.account), prompt)
 
     def state(self, salt: str, stats: CoreStats) -> CacheState:
-        """Return what the page shows to who names this salt."""
+        """Return the state of the cache page for a caller that gives this salt."""
         now_s = self._clock()
         return CacheState(
             is_enabled=self._cache.is_enabled,
@@ -99,7 +99,7 @@ class CacheWatch:
         )
 
     def answer(self, question: CacheQuestion) -> CacheAnswer:
-        """Explain a past request, or what a prompt would hit. Changes nothing."""
+        """Explain a past request, or what a prompt would hit now. Changes nothing."""
         if question.tokens is not None:
             explanation = explain_prompt(
                 self._cache, TokenBuffer(question.tokens), question.salt, block_bytes=self._spec.block_bytes
@@ -111,11 +111,9 @@ class CacheWatch:
             return CacheAnswer(problem=f"request {name[:100]!r} is not among the last {len(self._log)} lookups")
         lookup, prompt = found
         if lookup.salt not in ("", question.salt):
-            return CacheAnswer(problem=f"request {name[:100]!r} was made under a salt; name it, to be told")
+            return CacheAnswer(problem=f"request {name[:100]!r} was made under a salt; give that salt")
         if prompt is None:
-            return CacheAnswer(
-                problem=f"the prompt of request {name[:100]!r} is not kept any more; send it as a prompt"
-            )
+            return CacheAnswer(problem=f"the prompt of request {name[:100]!r} is not kept any more; send the prompt")
         explanation = explain_lookup(self._cache, lookup, prompt, block_bytes=self._spec.block_bytes)
         tokens = TokenBuffer()
         tokens.data = bytearray(prompt)
@@ -130,7 +128,7 @@ class CacheWatch:
         return LookupRow(lookup.request_id, self._label(lookup.salt), now_s - lookup.at_s, lookup.account.for_callers())
 
     def _label(self, salt: str) -> str:
-        """Name a salt without telling it: who knew it could look inside."""
+        """Return a label for a salt, which itself would give access to what it caches."""
         return blake2s(salt.encode(), digest_size=LABEL_BYTES, key=self._key).hexdigest() if salt else ""
 
     def _held_bytes(self) -> TenantBytes:

@@ -1,4 +1,4 @@
-"""A running request: one sequence of tokens, and where it stands."""
+"""A request in the engine: one sequence of tokens and its progress."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -17,7 +17,7 @@ class Status(Enum):
 
 
 class Request:
-    """One sequence. The scheduler owns it and alone changes it. With ``n > 1`` each output is one of its own."""
+    """One sequence, changed by the scheduler alone. With ``n > 1`` each output is a request of its own."""
 
     __slots__ = (
         "account",
@@ -62,31 +62,31 @@ class Request:
         self.num_tokens = self.num_prompt_tokens
         self.output_ids: list[int] = []
         self.max_total = max_total
-        """Prompt and output together end here, by ``max_tokens`` or ``max_model_len``."""
+        """Most tokens of prompt and output together, by ``max_tokens`` or ``max_model_len``."""
         self.salt = salt
         self.grammar: object = None
         """Keeps the compiled grammar of structured outputs while the request exists (``Executor.compile_grammar``)."""
         self.marks = marks
-        """Positions where others are likely to share its beginning: ends of tools, system prompt and turns."""
+        """Ends of prefixes that other prompts are likely to share: of tools, system prompt and turns."""
         self.lead: Lead | None = None
-        """Who computes the beginning of its prompt, while it waits for that."""
+        """The running request that it last waited for, or None."""
         self.stop_ids = new.stop_ids
         self.lease: Lease | None = None
         self.account: Account | None = None
-        """What its first admission found in the cache."""
+        """The account of its first admission."""
         self.num_admissions_seen = -1
-        """The scheduler's count of admissions when it last looked for somebody to follow."""
+        """The scheduler's count of admissions when a leader was last searched for."""
         self.interarrival_bin: int | None = None
         """That of its lease when it was first admitted; kept while it is preempted."""
         self.queue_number = 0
-        """Its place in the order of those that wait."""
+        """Its position among the waiting requests (``WaitingQueue``)."""
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.is_audit = is_audit
-        """Whether it replays another one, and has no sender (``Auditor``)."""
+        """Whether it repeats another request for the ``Auditor`` and has no sender."""
         self.is_introduced = False
-        """Whether the runner has been told of it."""
+        """Whether a plan has announced it to the runner."""
 
     @property
     def params(self) -> SamplingParams:
@@ -99,7 +99,7 @@ class Request:
 
     @property
     def is_following(self) -> bool:
-        """Whether somebody is still on the way to computing the beginning of its prompt."""
+        """Whether its leader runs and has not computed their shared prefix yet."""
         return self.lead is not None and self.lead.is_pending
 
     @property

@@ -1,19 +1,19 @@
 """Which requests run in the next step, and how many tokens of each.
 
-Continuous batching with chunked prefill: running requests go first, in order of arrival, then waiting ones as budget
-and memory allow, in the order of the ``WaitingQueue``. When memory runs out the request that arrived last is preempted:
-its slot becomes a snapshot, so that nothing is recomputed when it comes back. The scheduler never splits or delays a
-step for the cache's sake.
+Continuous batching with chunked prefill: running requests first, in order of arrival, then waiting ones in the order
+of the ``WaitingQueue``, as token budget and memory allow. When memory runs out, the request that arrived last is
+preempted: its slot becomes a snapshot, so that nothing is recomputed when it is admitted again. The scheduler never
+splits or delays a step for the cache.
 
-Deterministic, a token's bits must not depend on how steps are cut: prompts are computed on the 64-token grid, what was
-generated token by token, also when a preempted request starts over (``exact_end``).
+In deterministic mode a token's bits must not depend on how its sequence is split into steps: prompts are computed on
+the 64-token grid and generated tokens one by one, also when a preempted request starts over (``exact_end``).
 
-A step may be planned while the one before it runs: what that one samples is *pending*, counted in a request's tokens
-but not known yet. ``plan``, ``advance`` and ``settle`` of a step come in this order; between a step's ``advance`` and
-its ``settle`` the next one may be planned.
+A step may be planned while the previous one runs. The token that the previous step samples is *pending* then: counted
+in the request's tokens but not known yet. A step goes through ``plan``, ``advance`` and ``settle``; the next step may
+be planned between its ``advance`` and its ``settle``.
 
-Cost: the plain Python of ``plan`` and ``commit`` is paid at every step for every running request; a decoding
-request that stays within its last block takes the short way through both.
+Cost: ``plan`` and ``commit`` are plain Python for every running request and step; a decoding request that stays within
+its last block takes a short path through both.
 """
 
 from collections import deque
@@ -29,14 +29,14 @@ from strandline.records.events import FinishReason
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
 
 LOOK_AHEAD_REQUESTS = 32
-"""Waiting requests that may ask for a snapshot on the way of a running one, though there is no room for them yet."""
+"""Waiting requests for which a leader is searched although they cannot be admitted yet."""
 
 Span = tuple[Request, Lease, int, int]
 """A request, its lease, and the tokens ``[start, end)`` that it computes in the step."""
 
 
 class Scheduler:
-    """Owns the requests; decides steps; tells the cache what happened."""
+    """Owns the requests, plans steps, and reports to the cache what was computed."""
 
     def __init__(
         self,
@@ -58,19 +58,18 @@ class Scheduler:
         self.waiting = WaitingQueue(self._hit_tokens if cache.is_enabled else None)
         self.running: list[Request] = []
         self.num_preemptions = 0
-        """Since the start."""
         self._is_exact = deterministic
         self._grid_tokens = BLOCK_TOKENS if deterministic else 1
-        """Steps of prompts end, and snapshots lie, on multiples of this."""
+        """Prompt steps end, and snapshots lie, on multiples of this."""
         self._num_admissions = 0
         self._requests: dict[RequestId, Request] = {}
-        self._gone: list[RequestId] = []
+        self._ended: list[RequestId] = []
         self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
-        """Steps that are not settled yet, and the requests of their sequences."""
+        """Steps that are not settled yet, with the requests of their sequences."""
         self._num_on_host = 0
         self._introduce = introduce
         self._logged_from = logged_from
-        """The fewest decodes of a step that keep logs."""
+        """The least number of decodes for which a step uses logs."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -78,7 +77,7 @@ class Scheduler:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._requests
 
-    # Coming and going
+    # Adding and ending
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -94,7 +93,7 @@ class Scheduler:
         self.cache.expect(request.request_id, request.tokens, request.salt)
 
     def finish(self, request_id: RequestId, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a request between steps, for a reason that its tokens do not show. Unknown ids are ignored."""
+        """End a request between steps, for a reason other than its tokens. Unknown ids are ignored."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -111,7 +110,7 @@ class Scheduler:
         del self._requests[request.request_id]
         self._num_on_host -= request.new.needs_host_tokens
         if request.is_introduced:
-            self._gone.append(request.request_id)
+            self._ended.append(request.request_id)
 
     def append_known(self, request: Request, token_ids: Sequence[int]) -> None:
         """Append tokens to a decoding request as if they had been sampled; the next step computes them together.
@@ -130,11 +129,11 @@ class Scheduler:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the next step can be planned before the tokens of the last one are known."""
+        """Whether the next step can be planned before the tokens of the previous one are known."""
         return not self._num_on_host
 
     def plan(self) -> StepPlan | None:
-        """Decide the next step. None when there is nothing to run, or nothing before the last step is settled."""
+        """Plan the next step; None when no request can run, or none before the previous step is settled."""
         if not self._requests:
             return None
         spans: list[Span] = []
@@ -159,13 +158,13 @@ class Scheduler:
             if not request.is_introduced:
                 request.is_introduced = True
                 new.append(self._introduce(request))
-        gone, self._gone = self._gone, []
+        gone, self._ended = self._ended, []
         plan = StepPlan(tuple(sequences), tuple(self.cache.take_actions()), tuple(new), tuple(gone))
         self._planned.append((plan, planned))
         return plan
 
     def _plan_running(self, spans: list[Span]) -> int:
-        """Plan the running requests; return the tokens left of the step's budget."""
+        """Plan the running requests; return the rest of the token budget."""
         budget = self.max_num_batched_tokens
         running = self.running
         index = 0
@@ -179,7 +178,7 @@ class Scheduler:
             start = lease.computed
             end = request.num_tokens if request.num_tokens - start <= budget else start + budget
             if self._is_exact and (end := exact_end(request, start, end)) == start:
-                # Less than a block's tokens are left of the budget.
+                # The rest of the budget is less than a block.
                 index += 1
                 continue
             if end > len(lease.table) * BLOCK_TOKENS and not self._make_room(lease, end):
@@ -190,7 +189,7 @@ class Scheduler:
         return budget
 
     def _make_room(self, lease: Lease, end: int) -> bool:
-        """Extend a lease, preempting from the back. False when the back was the request itself."""
+        """Extend a lease, preempting the latest requests. False when its own request was preempted."""
         while not self.cache.extend(lease, end):
             victim = self.running.pop()
             is_self = victim.lease is lease
@@ -211,10 +210,10 @@ class Scheduler:
         self.cache.expect(request.request_id, request.tokens, request.salt)
 
     def _plan_waiting(self, spans: list[Span], budget: int) -> None:
-        """Admit waiting requests; those whose beginning is being computed wait for that."""
+        """Admit waiting requests, but for those that follow a leader."""
         waiting = self.waiting
-        waiting.call_back()
-        while waiting.has_line and budget >= self._grid_tokens and len(self.running) < self.max_num_seqs:
+        waiting.requeue_unblocked()
+        while waiting.has_admissible and budget >= self._grid_tokens and len(self.running) < self.max_num_seqs:
             request = waiting.next()
             if self._try_follow(request):
                 continue
@@ -233,9 +232,9 @@ class Scheduler:
         return self.cache.hit_tokens(request.tokens, request.salt)
 
     def _find_leader(self, request: Request) -> Lead | None:
-        """Find a running request that is about to compute what a waiting one needs. Changes nothing.
+        """Find a running request that is about to compute a prefix of a waiting request. Changes nothing.
 
-        A request follows again only where a leader shares more than its last one did: a bounded number of times.
+        A further leader must share more tokens than the last one, so a request waits a bounded number of times.
         """
         if request.output_ids or request.params.prompt_logprobs is not None:
             return None
@@ -243,22 +242,18 @@ class Scheduler:
         return self.cache.find_leader(request.tokens, request.salt, beyond=beyond, grid_tokens=self._grid_tokens)
 
     def _try_follow(self, request: Request) -> bool:
-        """Take a waiting request out of the queue until its leader has computed what they share.
-
-        Returns:
-            False when no running request is to be waited for; the request stays in the queue.
-        """
+        """Block a waiting request until a leader has computed their shared prefix. False when there is no leader."""
         request.num_admissions_seen = self._num_admissions
         request.lead = lead = self._find_leader(request)
         if lead is None:
             return False
         self.cache.follow(lead)
-        self.waiting.set_aside(request)
+        self.waiting.block(request)
         return True
 
     def _look_ahead(self) -> None:
-        """Let the next waiting requests say where they part from running ones, before those have passed."""
-        self.waiting.call_back()
+        """Find leaders for the next waiting requests before those have computed past the shared prefix."""
+        self.waiting.requeue_unblocked()
         for request in self.waiting.first(LOOK_AHEAD_REQUESTS):
             if request.num_admissions_seen != self._num_admissions:
                 self._try_follow(request)
@@ -292,7 +287,7 @@ class Scheduler:
     def _may_read(self, request: Request) -> bool:
         """Whether a request may resume from what is cached."""
         if request.output_ids:
-            # Others may have computed what it generated, as their prompt: other bits.
+            # What it generated may be cached as part of another request's prompt, with other bits.
             return not self._is_exact
         return request.params.prompt_logprobs is None
 
@@ -334,18 +329,18 @@ class Scheduler:
     # Taking in results
 
     def advance(self, plan: StepPlan) -> None:
-        """Tell the cache what the last planned step computes, once the device has been told to.
+        """Commit to the cache what the last planned step computes, once it has been launched.
 
-        What the device does later sees it done. The steps before it must be settled.
+        Later work on the device sees the step done. The steps before it must be settled.
         """
         last, planned = self._planned[-1]
         if last is not plan or len(self._planned) > 1:
-            raise EngineError("a step was advanced out of turn")
+            raise EngineError("a step was advanced out of order")
         cache_commit = self.cache.commit
         for request, sequence in zip(planned, plan.sequences, strict=True):
             lease = request.lease
             if lease is None:
-                # It ended while the step was on its way: the device has left its state alone.
+                # It ended while the step was in flight; the device has not changed its state.
                 continue
             end = sequence.end
             is_computing = end > sequence.start
@@ -358,15 +353,14 @@ class Scheduler:
                     self.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
 
     def settle(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Append the sampled tokens of the oldest step under way, end what is done.
+        """Append the tokens sampled by the oldest step in flight; end the requests that are finished.
 
         Returns:
-            The requests that got a token, in the order of the plan; finished ones are marked so.
-            Those that had ended before the step was settled are left out.
+            The requests that got a token, in the order of the plan, without those that had ended before.
         """
         first, planned = self._planned.popleft()
         if first is not plan:
-            raise EngineError("a step was settled out of turn")
+            raise EngineError("a step was settled out of order")
         advanced = []
         has_finished = False
         for request, token in zip(planned, result.token_ids, strict=True):
@@ -387,12 +381,12 @@ class Scheduler:
         return advanced
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Advance and settle a step that nothing has been planned on top of."""
+        """Advance and settle a step before the next one is planned."""
         self.advance(plan)
         return self.settle(plan, result)
 
     def _sweep(self, advanced: Iterable[Request]) -> None:
-        """End the requests that have a reason to."""
+        """End the requests that have a finish reason."""
         for request in advanced:
             if request.finish_reason is not None:
                 if request.status is Status.WAITING:
@@ -402,10 +396,9 @@ class Scheduler:
 
 
 def exact_end(request: Request, start: int, end: int) -> int:
-    """Return where, at ``end`` at most, a step ends that computes a token's bits as any other step would.
+    """Return where a deterministic step ends that may compute up to ``end``; ``start`` when it can compute nothing.
 
-    Prompts end a step on the grid or with their last token; what was generated is computed one by one. ``start`` when
-    nothing can be computed so.
+    A prompt's step ends on the 64-token grid or with the prompt; generated tokens are computed one by one.
     """
     num_prompt = request.num_prompt_tokens
     if start >= num_prompt:

@@ -1,11 +1,12 @@
-"""The requests that wait, and which of them is admitted next.
+"""The queue of waiting requests, and which of them is admitted next.
 
-They stand in *line* in the order in which they came, a preempted one before all others. Of the line the one goes first
-of which most is cached, but the first is overtaken ``MAX_OVERTAKEN`` times at most. Who *follows* a running request,
-which computes the beginning of its prompt, stands aside until that is done, and takes up its old place then.
+The queue is ordered by arrival; a preempted request goes to the front. The request with the most cached tokens is
+admitted first, but the front is overtaken at most ``MAX_OVERTAKEN`` times. A request that follows a leader, a running
+request that computes a prefix of its prompt, is *blocked* until the leader has computed it, and then returns to its
+position.
 
-A request has one number for as long as it waits, and is found by it in the line or aside, never in both; what is known
-of how much of it is cached goes with its place in the line. Adding and leaving cost a bisection.
+A request has one number while it waits, which orders the queue; it is either queued or blocked. Adding and removing
+cost a bisection.
 """
 
 from bisect import bisect_left, insort
@@ -15,121 +16,122 @@ from heapq import heapify, heappop, heappush
 from strandline.engine.request import Request
 
 MAX_OVERTAKEN = 16
-"""So many may be admitted before the request that has waited longest, because more of theirs is cached."""
+"""Requests that may be admitted before the front of the queue because more of their tokens are cached."""
 MAX_RECHECKS = 8
-"""So many waiting requests are looked up again before one of them is admitted: is theirs cached still?"""
+"""Requests that are looked up again per admission, to check whether their tokens are still cached."""
 
 
 class WaitingQueue:
-    """Requests in line and aside.
+    """Waiting requests: queued ones and blocked ones.
 
     Args:
-        hit_tokens: says how many tokens of a request are cached now; None: they go in order of arrival.
+        hit_tokens: returns how many tokens of a request are cached now; None: admit in order of arrival.
     """
 
     def __init__(self, hit_tokens: Callable[[Request], int] | None) -> None:
         self._hit_tokens = hit_tokens
         self._requests: dict[int, Request] = {}
-        """All that wait, by number."""
-        self._line: list[int] = []
-        """Numbers, sorted."""
-        self._aside: dict[int, Request] = {}
+        """All waiting requests, by number."""
+        self._queue: list[int] = []
+        """Numbers of the queued requests, sorted."""
+        self._blocked: dict[int, Request] = {}
+        """By number: requests that wait for a leader."""
         self._unranked: dict[int, None] = {}
-        """Those in line that have not been compared with others yet."""
+        """Queued requests that are not ranked yet, by number."""
         self._ranked: list[tuple[int, int, int]] = []
-        """A heap: those first of which most is cached. An entry counts while ``_ranks`` names it."""
+        """A heap of (-cached tokens, number, entry): most cached tokens first. Stale entries are not in ``_ranks``."""
         self._ranks: dict[int, int] = {}
-        """Of those in line that have been compared, the number of the entry that counts."""
+        """By number of a queued, ranked request: its current entry in the heap."""
         self._num_ranked = 0
         self._last_number = 0
         self._first_number = 0
         self._num_overtakes = 0
-        """Admissions since the first in line could have been admitted."""
+        """Admissions since the front of the queue changed."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield all that wait, in order."""
+        """Yield all waiting requests in order."""
         return (self._requests[number] for number in sorted(self._requests))
 
     @property
-    def has_line(self) -> bool:
-        """Whether anybody waits who follows nobody."""
-        return bool(self._line)
+    def has_admissible(self) -> bool:
+        """Whether any waiting request is not blocked on a leader."""
+        return bool(self._queue)
 
-    # Coming and going
+    # Adding and removing
 
     def add(self, request: Request) -> None:
-        """Let a new request wait, behind all others."""
+        """Add a new request at the end."""
         self._last_number += 1
         self._enter(request, self._last_number)
 
     def add_first(self, request: Request) -> None:
-        """Let a preempted request wait, before all others."""
+        """Add a preempted request at the front."""
         self._first_number -= 1
         self._enter(request, self._first_number)
 
     def remove(self, request: Request) -> None:
-        """Take out a request that is admitted or has ended, wherever it stands."""
+        """Remove a request, queued or blocked."""
         number = request.queue_number
         del self._requests[number]
-        if self._aside.pop(number, None) is None:
-            self._leave_line(number)
+        if self._blocked.pop(number, None) is None:
+            self._dequeue(number)
 
     def admit(self, request: Request) -> None:
-        """Take out a request that is admitted from the line, and count whom it overtook."""
-        self._num_overtakes = 0 if request.queue_number == self._line[0] else self._num_overtakes + 1
+        """Remove a queued request that is admitted, and count whether it overtook the front."""
+        self._num_overtakes = 0 if request.queue_number == self._queue[0] else self._num_overtakes + 1
         self.remove(request)
 
-    def set_aside(self, request: Request) -> None:
-        """Let a request in line stand aside for as long as its lead is pending."""
+    def block(self, request: Request) -> None:
+        """Block a queued request until its leader has computed their shared prefix, or has ended."""
         number = request.queue_number
-        self._leave_line(number)
-        self._aside[number] = request
+        self._dequeue(number)
+        self._blocked[number] = request
 
-    def call_back(self) -> None:
-        """Let those take up their places again whose lead is there, or gone."""
-        for number in [number for number, request in self._aside.items() if not request.is_following]:
-            del self._aside[number]
-            self._join_line(number)
+    def requeue_unblocked(self) -> None:
+        """Requeue requests whose leader has computed their shared prefix or has ended."""
+        for number in [number for number, request in self._blocked.items() if not request.is_following]:
+            del self._blocked[number]
+            self._enqueue(number)
 
     def _enter(self, request: Request, number: int) -> None:
         request.queue_number = number
         self._requests[number] = request
-        self._join_line(number)
+        self._enqueue(number)
 
-    def _join_line(self, number: int) -> None:
-        insort(self._line, number)
+    def _enqueue(self, number: int) -> None:
+        insort(self._queue, number)
         self._unranked[number] = None
 
-    def _leave_line(self, number: int) -> None:
-        del self._line[bisect_left(self._line, number)]
+    def _dequeue(self, number: int) -> None:
+        del self._queue[bisect_left(self._queue, number)]
         if self._ranks.pop(number, None) is None:
             del self._unranked[number]
 
     # Choosing
 
     def first(self, num: int) -> list[Request]:
-        """Return the first ``num`` in line."""
-        return [self._requests[number] for number in self._line[:num]]
+        """Return the first ``num`` queued requests."""
+        return [self._requests[number] for number in self._queue[:num]]
 
     def next(self) -> Request:
-        """Return the request in line to admit next: the one of which most is cached, before that is evicted.
+        """Return the queued request to admit next: the one with the most cached tokens, before those are evicted.
 
-        The first one when it was preempted or was overtaken often enough: so a request waits for no more than
-        ``MAX_OVERTAKEN`` that came later, for itself and for each that came before it.
+        The front of the queue goes first when it was preempted or has been overtaken ``MAX_OVERTAKEN`` times. A request
+        therefore waits for at most ``MAX_OVERTAKEN`` later ones, for itself and for each request before it.
 
         Raises:
-            IndexError: nobody is in line.
+            IndexError: no request is queued.
         """
-        first = self._requests[self._line[0]]
-        if len(self._line) == 1 or self._num_overtakes >= MAX_OVERTAKEN or first.account is not None:
+        first = self._requests[self._queue[0]]
+        if len(self._queue) == 1 or self._num_overtakes >= MAX_OVERTAKEN or first.account is not None:
             return first
         return self._most_cached() or first
 
     def _most_cached(self) -> Request | None:
-        """Return the request in line of which most is cached, as far as is known; None when nothing is."""
+        """Return the queued request with the most cached tokens, as far as known; None when none has any."""
         if self._hit_tokens is None:
             return None
         new, self._unranked = self._unranked, {}
@@ -144,16 +146,16 @@ class WaitingQueue:
                 heappop(ranked)
             if not ranked or not ranked[0][0]:
                 return None
-            missing, number, _ = ranked[0]
+            negated, number, _ = ranked[0]
             request = self._requests[number]
             cached = self._hit_tokens(request)
-            if cached >= -missing:
+            if cached >= -negated:
                 return request
             self._rank(number, cached)
         return None
 
     def _rank(self, number: int, cached: int) -> None:
-        """Enter a request in line by what is cached of it now; an earlier entry of it counts no longer."""
+        """Rank a queued request by its cached tokens; its earlier entry becomes stale."""
         self._num_ranked += 1
         self._ranks[number] = self._num_ranked
         heappush(self._ranked, (-cached, number, self._num_ranked))

@@ -113,17 +113,17 @@ class Driver:
         """Release everything, then evict everything: all memory must come back."""
         for lease in list(self.cache.internals().leases.values()):
             self.release(lease, SnapshotKind.PREEMPTION)
-        memory, arena = self.cache.internals().memory, self.cache.internals().arena
+        memory, allocator = self.cache.internals().memory, self.cache.internals().allocator
         slots = list(iter(memory.take_slot, None))
-        assert len(slots) == arena.num_slabs - 1
+        assert len(slots) == allocator.num_slabs - 1
         assert list(self.cache.snapshots()) == []
-        blocks = memory.take_blocks(arena.num_slabs * arena.blocks_per_slab)
-        assert len(blocks) == arena.blocks_per_slab - 1
+        blocks = memory.take_blocks(allocator.num_slabs * allocator.blocks_per_slab)
+        assert len(blocks) == allocator.blocks_per_slab - 1
         for slot in slots:
             memory.free_slot(slot)
         memory.free_blocks(blocks)
         check(self.cache)
-        assert (arena.num_slots, arena.num_blocks, arena.num_free_slabs) == (0, 0, arena.num_slabs - 1)
+        assert (allocator.num_slots, allocator.num_blocks, allocator.num_free_slabs) == (0, 0, allocator.num_slabs - 1)
         assert (memory.num_evictable_blocks, memory.num_evictable_slots) == (0, 0)
 
 

@@ -240,7 +240,7 @@ def fingerprint(driver: Driver) -> list[Any]:
     tree = [(run.start_block, bytes(run.tokens), list(run.blocks), run.num_users, run.last_tick) for run in runs(cache)]
     slots = [(salt, key, s.slot, s.num_readers, s.last_tick, s.kind) for salt, key, s in cache.snapshots()]
     memory = (len(parts.memory.actions), parts.memory.use())
-    return [tree, slots, memory, list(parts.index.roots), str(cache.stats()), parts.arena.used()]
+    return [tree, slots, memory, list(parts.index.roots), str(cache.stats()), parts.allocator.used()]
 
 
 def longest_match(root: Run, prompt: Tokens) -> int:

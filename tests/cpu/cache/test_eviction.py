@@ -44,7 +44,7 @@ class Shelf:
 
 
 @given(STEPS)
-def test_what_goes_is_worth_least_of_what_was_offered_and_may_go(steps: list[Step]) -> None:
+def test_evicted_entry_is_the_least_worth_of_the_evictable(steps: list[Step]) -> None:
     shelf = Shelf(6)
     for step, number, worth in steps:
         entry = shelf.entries[number]
@@ -85,7 +85,7 @@ class Decay(Shelf):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_has_lost_worth_since_it_was_offered_goes_as_it_is_now(seed: int) -> None:
+def test_entry_is_evicted_by_its_present_worth(seed: int) -> None:
     """However much time passes between evictions, and when the queue has dropped its stale entries."""
     choose = random.Random(seed)
     shelf = Decay(200)
@@ -110,7 +110,7 @@ def test_what_has_lost_worth_since_it_was_offered_goes_as_it_is_now(seed: int) -
     assert num_gone > 500
 
 
-def test_what_is_offered_again_and_again_is_ranked_once_when_something_must_go() -> None:
+def test_repeated_offers_are_ranked_once_at_the_next_eviction() -> None:
     shelf = Shelf(2)
     for worth in range(20):
         shelf.offer(shelf.entries[0], worth)
@@ -120,7 +120,7 @@ def test_what_is_offered_again_and_again_is_ranked_once_when_something_must_go()
     assert shelf.num_appraisals == 3
 
 
-def test_no_more_than_a_few_offers_wait_to_be_ranked() -> None:
+def test_deferred_offers_are_bounded() -> None:
     shelf = Shelf(3 * MAX_UNRANKED)
     for entry in shelf.entries:
         before = shelf.num_appraisals

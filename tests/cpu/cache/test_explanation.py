@@ -5,7 +5,7 @@ import pytest
 from strandline.cache import Reason, SnapshotKind, TokenBuffer
 from strandline.cache.explanation import Advice, Explanation, Help, explain_lookup, explain_prompt
 from strandline.cache.lookups import Lookup
-from strandline.cache.placement import Nothing
+from strandline.cache.placement import NoSnapshots
 from strandline.cache.tokens import encode
 from strandline.ids import RequestId
 from tests.cpu.cache.driver import Driver, only_miss
@@ -29,7 +29,7 @@ def only_advice(explanation: Explanation) -> Advice:
     return advice
 
 
-def test_a_whole_hit_needs_no_advice() -> None:
+def test_whole_hit_gets_no_advice() -> None:
     driver = Driver()
     driver.serve(prompt(150), prompt(5, 9000))
     explanation = explain(driver, prompt(150))
@@ -43,20 +43,20 @@ def test_a_whole_hit_needs_no_advice() -> None:
     assert explanation.next_snapshot == 155
 
 
-def test_the_next_snapshot_is_one_that_the_prompt_could_go_on_to() -> None:
+def test_next_snapshot_lies_on_a_cached_continuation() -> None:
     driver = Driver()
     driver.serve(prompt(200))
     driver.serve(prompt(70) + prompt(10, 5000))
     assert explain(driver, prompt(100)).next_snapshot == 200
 
 
-def test_an_unknown_salt_and_an_empty_cache_have_nothing_to_show() -> None:
+def test_unknown_salt_and_empty_cache_show_nothing() -> None:
     driver = Driver()
     assert explain(driver, prompt(100)) == explain(driver, prompt(100), "salt")
     assert explain(driver, prompt(100)).snapshots == ()
 
 
-def test_it_says_where_a_prompt_leaves_the_cache_and_how_both_go_on() -> None:
+def test_explanation_shows_where_a_prompt_diverges_and_both_continuations() -> None:
     driver = Driver()
     driver.serve(prompt(150))
     parting = explain(driver, prompt(100) + prompt(40, 5000)).parting
@@ -68,7 +68,7 @@ def test_it_says_where_a_prompt_leaves_the_cache_and_how_both_go_on() -> None:
 
 
 @pytest.mark.parametrize("position", [10, 64, 100, 128])
-def test_all_that_goes_on_otherwise_is_found_whatever_the_place_in_a_block(position: int) -> None:
+def test_all_continuations_are_found_at_any_position_in_a_block(position: int) -> None:
     driver = Driver(100, 5)
     for first in (5000, 6000):
         driver.serve(prompt(position) + prompt(80, first))
@@ -78,7 +78,7 @@ def test_all_that_goes_on_otherwise_is_found_whatever_the_place_in_a_block(posit
     assert {cached[0] for cached in explanation.parting.cached} == {5000, 6000}
 
 
-def test_a_mark_is_advised_and_would_have_helped() -> None:
+def test_advised_mark_would_have_helped() -> None:
     advised = only_advice(explain(served(Driver()), prompt(100) + prompt(40, 5000)))
     assert (advised.help, advised.position, advised.num_tokens) == (Help.MARK, 100, 100)
     driver = Driver()
@@ -93,13 +93,13 @@ def served(driver: Driver) -> Driver:
     return driver
 
 
-def test_without_branches_it_does_not_promise_one() -> None:
+def test_branch_is_not_promised_by_a_placement_without_branches() -> None:
     tokens = prompt(100) + prompt(40, 5000)
     assert "leave there takes it" in only_advice(explain(served(Driver()), tokens)).text
-    assert "leave there takes it" not in only_advice(explain(served(Driver(placement=Nothing())), tokens)).text
+    assert "leave there takes it" not in only_advice(explain(served(Driver(placement=NoSnapshots())), tokens)).text
 
 
-def test_after_an_eviction_more_memory_is_advised_and_would_have_helped() -> None:
+def test_advised_memory_would_have_prevented_the_eviction() -> None:
     hits = []
     for num_slabs in (4, 5):
         driver = Driver(num_slabs, 5, order=SnapshotsFirst())
@@ -114,7 +114,7 @@ def test_after_an_eviction_more_memory_is_advised_and_would_have_helped() -> Non
     assert hits == [0, 150]
 
 
-def test_evicted_keys_and_values_count_towards_the_memory_that_would_have_helped() -> None:
+def test_advised_memory_includes_evicted_keys_and_values() -> None:
     driver = Driver(4, 2)
     driver.serve(prompt(128))
     other = driver.admit(prompt(300, 5000))
@@ -126,7 +126,7 @@ def test_evicted_keys_and_values_count_towards_the_memory_that_would_have_helped
 
 @pytest.mark.parametrize("num_changed", [1, 3, 4, 5, 200])
 @pytest.mark.parametrize("position", [0, 64, 90])
-def test_another_order_is_advised_and_following_it_shares_what_was_promised(position: int, num_changed: int) -> None:
+def test_advised_order_shares_as_many_tokens_as_promised(position: int, num_changed: int) -> None:
     head, stable = prompt(position), prompt(300, 20_000)
     old, new = prompt(num_changed, 5000), prompt(num_changed, 6000)
     driver = Driver(100, 5)
@@ -138,7 +138,7 @@ def test_another_order_is_advised_and_following_it_shares_what_was_promised(posi
     assert followed.lookup(head + stable + new).kv_tokens == position + advice.num_tokens
 
 
-def test_the_order_is_found_also_when_the_changing_part_has_another_length() -> None:
+def test_order_is_advised_when_the_changing_part_differs_in_length() -> None:
     driver = Driver(100, 5)
     driver.serve(prompt(70) + prompt(2, 5000) + prompt(300, 20_000))
     longer = explain(driver, prompt(70) + prompt(9, 6000) + prompt(300, 20_000))
@@ -147,12 +147,12 @@ def test_the_order_is_found_also_when_the_changing_part_has_another_length() -> 
         assert [a.num_tokens for a in explanation.advice if a.help is Help.ORDER] == [300]
 
 
-def test_no_order_is_advised_for_what_is_new() -> None:
+def test_order_is_not_advised_for_new_tokens() -> None:
     driver = served(Driver())
     assert all(a.help is not Help.ORDER for a in explain(driver, prompt(100) + prompt(400, 5000)).advice)
 
 
-def test_who_computes_what_is_missing_is_named() -> None:
+def test_explanation_names_the_request_that_computes_the_prefix() -> None:
     driver = Driver()
     driver.admit(prompt(200), "leader")
     advice = only_advice(explain(driver, prompt(150)))
@@ -160,12 +160,12 @@ def test_who_computes_what_is_missing_is_named() -> None:
     assert "leader" in advice.text
 
 
-def test_a_request_that_did_not_ask_is_told_so() -> None:
+def test_request_that_does_not_read_is_advised_to() -> None:
     driver = Driver(enabled=False)
     assert only_advice(explain(driver, prompt(50))).help is Help.ASK
 
 
-def test_a_past_lookup_keeps_its_account_and_is_not_compared_with_itself() -> None:
+def test_past_lookup_keeps_its_account_and_ignores_its_own_tokens() -> None:
     driver = Driver(100, 5)
     driver.serve(prompt(150))
     tokens = prompt(100) + prompt(200, 5000)
@@ -181,7 +181,7 @@ def test_a_past_lookup_keeps_its_account_and_is_not_compared_with_itself() -> No
     assert "there is a snapshot at 100 now" in only_advice(explanation).text
 
 
-def test_when_what_it_left_is_gone_nothing_is_shown_in_its_place() -> None:
+def test_divergence_is_omitted_once_the_cached_prompt_is_evicted() -> None:
     driver = Driver(7, 2)
     driver.serve(prompt(100))
     account = driver.serve(prompt(90) + prompt(40, 5000))

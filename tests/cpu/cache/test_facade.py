@@ -34,22 +34,22 @@ def reaches(text: str) -> Iterator[str]:
                 yield f"line {node.lineno}: {owner}.{node.attr}"
 
 
-def test_no_module_outside_the_cache_reaches_through_its_facade() -> None:
+def test_modules_outside_the_cache_use_only_its_facade() -> None:
     found = {path.name: list(reaches(path.read_text())) for path in OUTSIDE}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 @pytest.mark.parametrize(
-    "line", ["self.cache.arena.num_slots", "cache.reuse.clock = now", "engine.cache._leases", "cache.internals()"]
+    "line", ["self.cache.allocator.num_slots", "cache.reuse.clock = now", "engine.cache._leases", "cache.internals()"]
 )
-def test_a_reach_through_the_facade_is_found(line: str) -> None:
+def test_access_past_the_facade_is_found(line: str) -> None:
     assert len(list(reaches(line))) == 1
 
 
 def test_internals_name_every_part_once() -> None:
     parts = PrefixCache(8, 5).internals()
     assert isinstance(parts, Internals)
-    assert parts.memory.arena is parts.arena
+    assert parts.memory.allocator is parts.allocator
 
 
 def test_queries_change_nothing() -> None:
@@ -58,7 +58,7 @@ def test_queries_change_nothing() -> None:
     running = driver.admit(prompt(500))
     driver.step(running, 300)
     before, actions = fingerprint(driver), list(driver.cache.internals().memory.actions)
-    wanted = dict(running.wanted)
+    wanted = dict(running.planned_cuts)
     tokens = TokenBuffer(prompt(450))
     for _ in range(2):
         driver.cache.lookup(tokens)
@@ -68,18 +68,18 @@ def test_queries_change_nothing() -> None:
         driver.cache.memory_use()
         list(driver.cache.snapshots())
     assert fingerprint(driver) == before
-    assert running.wanted == wanted
+    assert running.planned_cuts == wanted
     assert driver.cache.internals().memory.actions == actions
 
 
-def test_finding_a_leader_alone_cuts_nothing() -> None:
+def test_find_leader_plans_no_snapshot() -> None:
     driver = Driver()
     leader = driver.admit(prompt(500))
     lead = driver.cache.find_leader(TokenBuffer(prompt(150) + prompt(60, 5000)))
     assert lead is not None
-    assert 150 not in leader.wanted
+    assert 150 not in leader.planned_cuts
     driver.cache.follow(lead)
-    assert leader.wanted[150] is SnapshotKind.BRANCH
+    assert leader.planned_cuts[150] is SnapshotKind.BRANCH
 
 
 # Logs
@@ -89,7 +89,7 @@ def make_cache(num_logs: int) -> PrefixCache:
     return PrefixCache(40, 5, num_logs=num_logs, log_tokens=LOG_TOKENS)
 
 
-def test_release_returns_the_log_and_the_smallest_is_granted_first() -> None:
+def test_release_returns_the_log_for_the_next_lease() -> None:
     cache = make_cache(3)
     leases = [cache.admit(RequestId(name), TokenBuffer([index])) for index, name in enumerate("abc")]
     assert [lease.log for lease in leases if lease] == [1, 2, 3]
@@ -117,7 +117,7 @@ def test_lease_without_a_free_log_folds_every_token() -> None:
 # What a step folds
 
 
-def test_tokens_are_appended_until_the_log_is_full_then_folded() -> None:
+def test_full_log_is_folded_with_the_next_token() -> None:
     driver = Driver()
     lease = driver.admit(prompt(100))
     driver.prefill(lease, leave=False)
@@ -132,7 +132,7 @@ def test_tokens_are_appended_until_the_log_is_full_then_folded() -> None:
     assert grants == cycle + cycle
 
 
-def test_first_token_behind_a_snapshot_is_folded() -> None:
+def test_first_token_after_a_snapshot_is_folded() -> None:
     driver = Driver()
     lease = driver.admit(prompt(100))
     driver.prefill(lease, leave=True)
@@ -144,7 +144,7 @@ def test_first_token_behind_a_snapshot_is_folded() -> None:
 
 
 @pytest.mark.parametrize("end", [102, 130])
-def test_step_without_a_log_finds_it_folded(end: int) -> None:
+def test_step_without_a_log_folds_it_first(end: int) -> None:
     driver = Driver()
     lease = driver.admit(prompt(100))
     driver.prefill(lease, leave=False)

@@ -34,38 +34,38 @@ class Scene:
         self.idle_snapshot = next(s for s in self.snapshots if s.num_readers == 0)
 
 
-def test_the_scene_itself_is_sound() -> None:
+def test_scene_passes_every_check() -> None:
     check(Scene().cache)
 
 
 def take_block(scene: Scene) -> None:
-    scene.cache.internals().arena.take_blocks(1)
+    scene.cache.internals().allocator.take_blocks(1)
 
 
 def take_slot(scene: Scene) -> None:
-    scene.cache.internals().arena.take_slot()
+    scene.cache.internals().allocator.take_slot()
 
 
 def free_a_published_block(scene: Scene) -> None:
-    scene.cache.internals().arena.free_blocks(scene.idle.blocks[-1:])
+    scene.cache.internals().allocator.free_blocks(scene.idle.blocks[-1:])
 
 
 def free_a_published_slot(scene: Scene) -> None:
-    scene.cache.internals().arena.free_slot(scene.idle_snapshot.slot)
+    scene.cache.internals().allocator.free_slot(scene.idle_snapshot.slot)
 
 
 def share_a_block(scene: Scene) -> None:
-    scene.cache.internals().arena.free_blocks(scene.idle.blocks[-1:])
+    scene.cache.internals().allocator.free_blocks(scene.idle.blocks[-1:])
     scene.idle.blocks[-1] = scene.run.blocks[0]
 
 
 def share_a_slot(scene: Scene) -> None:
-    scene.cache.internals().arena.free_slot(scene.idle_snapshot.slot)
+    scene.cache.internals().allocator.free_slot(scene.idle_snapshot.slot)
     scene.idle_snapshot.slot = scene.stub.slot
 
 
 def write_to_a_published_slot(scene: Scene) -> None:
-    scene.cache.internals().arena.free_slot(scene.lease.dst)
+    scene.cache.internals().allocator.free_slot(scene.lease.dst)
     scene.lease.dst = scene.stub.slot
 
 
@@ -78,7 +78,7 @@ def miscount_slots(scene: Scene) -> None:
 
 
 def miscount_free_blocks(scene: Scene) -> None:
-    scene.cache.internals().arena.num_free_blocks += 1
+    scene.cache.internals().allocator.num_free_blocks += 1
 
 
 def miscount_users(scene: Scene) -> None:
@@ -110,11 +110,11 @@ def lengthen_a_run(scene: Scene) -> None:
 
 
 def disorder_children(scene: Scene) -> None:
-    scene.upper.order.reverse()
+    scene.upper.child_keys.reverse()
 
 
 def forget_in_the_order(scene: Scene) -> None:
-    scene.upper.order.pop()
+    scene.upper.child_keys.pop()
 
 
 def move_a_child(scene: Scene) -> None:
@@ -240,7 +240,7 @@ def test_check_catches(fault: Callable[[Scene], None]) -> None:
 
 
 @pytest.mark.parametrize("computed", [9, 10, 129, 201])
-def test_commit_of_what_cannot_have_been_computed_is_an_error(computed: int) -> None:
+def test_commit_beyond_the_lease_is_an_error(computed: int) -> None:
     """Backwards, nothing, beyond the blocks, beyond the known tokens."""
     driver = Driver()
     lease = driver.admit(prompt(200))

@@ -45,13 +45,13 @@ def test_prompt_one_token_shorter_hits_nothing_and_says_why(num_tokens: int) -> 
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 63, 64, 65, 100])
-def test_the_partition_into_steps_does_not_matter(chunk: int) -> None:
+def test_partition_into_steps_does_not_change_hits(chunk: int) -> None:
     driver = Driver()
     driver.serve(prompt(150), chunk=chunk)
     assert driver.lookup(prompt(200)).hit == 150
 
 
-def test_match_stops_at_the_deepest_snapshot() -> None:
+def test_match_stops_at_deepest_snapshot() -> None:
     driver = Driver()
     lease = driver.admit(prompt(200))
     for end in (10, 64, 70, 130, 199):
@@ -69,7 +69,7 @@ def test_empty_prompt_hits_nothing_and_misses_nothing() -> None:
     assert (account.queried, account.hit, account.misses) == (0, 0, ())
 
 
-def test_identical_prompt_is_a_whole_hit_while_the_first_is_still_decoding() -> None:
+def test_identical_prompt_is_a_whole_hit_while_the_first_decodes() -> None:
     driver = Driver()
     first = driver.admit(prompt(100))
     driver.prefill(first)
@@ -82,7 +82,7 @@ def test_identical_prompt_is_a_whole_hit_while_the_first_is_still_decoding() -> 
     driver.flush()
 
 
-def test_what_was_generated_is_hit_by_the_next_turn() -> None:
+def test_next_turn_hits_the_generated_tokens() -> None:
     driver = Driver()
     driver.serve(prompt(90), generated=prompt(45, 9000))
     account = driver.lookup(prompt(90) + prompt(45, 9000) + [5])
@@ -125,14 +125,14 @@ def test_stub_is_found_although_a_sibling_matches_deeper() -> None:
         assert driver.lookup(shared + tail).hit >= 94
 
 
-def test_cache_that_is_off_keeps_and_finds_nothing() -> None:
+def test_disabled_cache_keeps_and_finds_nothing() -> None:
     driver = Driver(enabled=False)
     for _ in range(2):
         account = driver.serve(prompt(130), generated=[1, 2, 3])
         assert account.hit == 0
         assert only_miss(account).reason is Reason.NOT_ASKED
     assert list(driver.cache.snapshots()) == []
-    assert driver.cache.internals().arena.num_blocks == driver.cache.internals().arena.num_slots == 0
+    assert driver.cache.internals().allocator.num_blocks == driver.cache.internals().allocator.num_slots == 0
 
 
 def test_request_that_does_not_read_still_leaves_snapshots() -> None:
@@ -155,7 +155,7 @@ def test_counters_add_up() -> None:
     assert sum(counters.hits_by_kind.values()) == sum(account.hit > 0 for account in accounts)
 
 
-def test_the_index_is_walked_once_for_the_same_tokens_until_they_or_it_change() -> None:
+def test_repeated_lookup_walks_the_index_once_until_something_changes() -> None:
     driver = Driver()
     driver.serve(prompt(300))
     index, tokens = driver.cache.internals().index, TokenBuffer(prompt(299))

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from strandline.cache import SnapshotKind, TokenBuffer, placement
-from strandline.cache.placement import Admission, Align, Auto, EveryBoundary, Nothing, Placement, ladder
+from strandline.cache.placement import Admission, Align, Auto, EveryBoundary, NoSnapshots, Placement, ladder
 from strandline.errors import ConfigError
 from strandline.ids import RequestId
 from tests.cpu.cache.driver import Driver, published
@@ -24,14 +24,14 @@ def positions(driver: Driver) -> list[int]:
 
 @given(st.integers(256, 500_000), st.integers(0, 3000))
 @example(256, 256)
-def test_a_prefix_of_256_tokens_has_a_rung_within_its_last_fifth(prefix: int, more: int) -> None:
+def test_prefix_of_256_tokens_has_rung_in_last_fifth(prefix: int, more: int) -> None:
     rungs = ladder(0, max(prefix + more, 512))
     deepest = max((rung for rung in rungs if rung <= prefix), default=0)
     assert deepest >= 0.8 * prefix - 64 or prefix == max(prefix + more, 512)
 
 
 @given(st.integers(0, 300_000), st.integers(1, 300_000))
-def test_a_ladder_is_sparse_and_on_the_grid(start: int, more: int) -> None:
+def test_ladder_is_sparse_and_on_the_grid(start: int, more: int) -> None:
     rungs = ladder(start, start + more)
     assert all(start < rung < start + more and rung % 64 == 0 for rung in rungs)
     assert rungs == sorted(set(rungs))
@@ -40,19 +40,19 @@ def test_a_ladder_is_sparse_and_on_the_grid(start: int, more: int) -> None:
 
 
 @given(st.integers(512, 100_000))
-def test_a_prompt_that_repeats_all_but_the_last_64_tokens_finds_a_rung_near(end: int) -> None:
+def test_prompt_without_its_last_block_has_a_rung_near(end: int) -> None:
     assert end - 128 <= max(rung for rung in ladder(0, end) if rung <= end - 64)
 
 
 @given(st.integers(512, 100_000), st.integers(-3, 60))
-def test_a_ladder_takes_no_more_than_there_is_to_spare(end: int, spare: int) -> None:
+def test_ladder_takes_at_most_the_spare_slots(end: int, spare: int) -> None:
     wishes = Auto().on_admission(admission(end, spare=spare, slot=0))
     assert len(wishes) <= max(spare, 0)
     assert set(wishes) <= set(ladder(0, end))
 
 
 @given(st.integers(0, 200_000), st.integers(1, 500_000))
-def test_when_memory_is_scarce_only_what_is_long_gets_rungs_and_these_are_few(start: int, new: int) -> None:
+def test_scarce_memory_leaves_few_rungs_in_long_prompts_alone(start: int, new: int) -> None:
     wishes = sorted(Auto().on_admission(admission(start + new, start, spare=0)))
     assert len(wishes) <= 2 * new / (10 * 3200)
     assert bool(wishes) == (new >= 10 * 3200)
@@ -62,12 +62,12 @@ def test_when_memory_is_scarce_only_what_is_long_gets_rungs_and_these_are_few(st
         assert max(gaps) < 2 * 20 * 3200 + 128
 
 
-def test_branches_and_marks_are_wished_for_however_little_there_is_to_spare() -> None:
+def test_branches_and_marks_are_taken_without_spare_memory() -> None:
     wishes = Auto().on_admission(admission(900, 100, kv=300, marks=(50, 200, 900), spare=0))
     assert wishes == {300: SnapshotKind.BRANCH, 200: SnapshotKind.MARK}
 
 
-def test_the_second_prompt_hits_the_ladder_and_the_third_all_of_the_prefix() -> None:
+def test_second_prompt_hits_the_ladder_and_third_the_whole_prefix() -> None:
     driver = Driver(200)
     hits = [driver.serve(prompt(1500) + prompt(300, 5000 + 1000 * index)).hit for index in range(3)]
     assert hits[0] == 0
@@ -75,7 +75,7 @@ def test_the_second_prompt_hits_the_ladder_and_the_third_all_of_the_prefix() -> 
     assert hits[2] == 1500
 
 
-def test_a_marked_end_is_hit_at_its_second_sighting() -> None:
+def test_marked_prefix_is_hit_by_the_second_prompt() -> None:
     driver = Driver()
     lease = driver.cache.admit(RequestId("a"), TokenBuffer(prompt(200)), marks=(77, 130))
     assert lease is not None
@@ -89,14 +89,14 @@ def test_a_marked_end_is_hit_at_its_second_sighting() -> None:
     ("mode", "expected"),
     [("align", [128, 256, 320]), ("all", [64, 128, 192, 256, 320]), ("none", []), ("auto", [300, 330])],
 )
-def test_modes_take_their_snapshots_and_no_others(mode: str, expected: list[int]) -> None:
+def test_each_mode_takes_its_own_snapshots_only(mode: str, expected: list[int]) -> None:
     driver = Driver(placement=placement(mode, 64))
     driver.serve(prompt(300), generated=prompt(30, 5000), chunk=150)
     assert positions(driver) == expected
 
 
 @pytest.mark.parametrize("mode", ["auto", "align", "all", "none"])
-def test_a_preempted_request_goes_on_where_it_stood_in_every_mode(mode: str) -> None:
+def test_preempted_request_loses_nothing_in_any_mode(mode: str) -> None:
     driver = Driver(placement=placement(mode, 64))
     lease = driver.admit(prompt(100))
     driver.step(lease, 50)
@@ -104,8 +104,8 @@ def test_a_preempted_request_goes_on_where_it_stood_in_every_mode(mode: str) -> 
     assert driver.admit(prompt(100)).computed == 50
 
 
-@pytest.mark.parametrize("other", [Align(64), Align(256), EveryBoundary(256), Nothing()])
-def test_no_coarse_baseline_hits_more_than_auto_with_memory_to_spare(other: Placement) -> None:
+@pytest.mark.parametrize("other", [Align(64), Align(256), EveryBoundary(256), NoSnapshots()])
+def test_coarse_baselines_never_hit_more_than_auto_with_spare_memory(other: Placement) -> None:
     trace = [prompt(600) + prompt(100 * turn, 5000) + prompt(40, 7000 * turn) for turn in range(6)]
     hits = []
     for chosen in (Auto(), other):
@@ -114,7 +114,7 @@ def test_no_coarse_baseline_hits_more_than_auto_with_memory_to_spare(other: Plac
     assert hits[0] >= hits[1]
 
 
-def test_an_unknown_mode_or_grid_is_a_configuration_error() -> None:
+def test_unknown_mode_or_grid_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="one of auto, align, all, none"):
         placement("best", 64)
     with pytest.raises(ConfigError, match="multiple of 64"):

@@ -10,7 +10,7 @@ import pytest
 from strandline.cache import Lease, MoveBlock, PrefixCache, SnapshotKind, TokenBuffer
 from strandline.cache.eviction import Entry, EvictionQueue, LeastRecentlyUsed
 from strandline.cache.invariants import check
-from strandline.cache.memory import standing
+from strandline.cache.memory import resolve
 from strandline.cache.tokens import encode
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError, ConfigError
@@ -21,7 +21,7 @@ from tests.cpu.cache.test_lookup import prompt
 from tests.cpu.cache.test_reasons import SnapshotsFirst
 
 
-def test_snapshot_in_use_is_not_freed_although_the_index_loses_it() -> None:
+def test_evicted_snapshot_is_freed_after_its_last_reader() -> None:
     driver = Driver(6, 1)
     driver.serve(prompt(30))
     follower = driver.admit([*prompt(30), 1])
@@ -70,7 +70,10 @@ def test_compaction_makes_room_for_a_slot_and_tables_follow() -> None:
     driver = Driver(5, 4)
     stays, goes = scatter(driver)
     driver.release(goes, SnapshotKind.PREEMPTION)
-    assert (driver.cache.internals().arena.num_free_slabs, driver.cache.internals().arena.num_free_blocks) == (1, 6)
+    assert (driver.cache.internals().allocator.num_free_slabs, driver.cache.internals().allocator.num_free_blocks) == (
+        1,
+        6,
+    )
     before = list(stays.table)
     newcomers = [driver.admit(prompt(10, 7000)), driver.admit(prompt(10, 8000))]
     assert sum(old != new for old, new in zip(before, stays.table, strict=True)) == num_moves(driver) == 2
@@ -106,7 +109,7 @@ def test_refused_admission_evicts_nothing() -> None:
     assert fingerprint(driver) == before
 
 
-def test_cut_that_gets_no_slot_evicts_nothing_and_the_request_goes_on() -> None:
+def test_cut_without_a_slot_is_omitted_and_evicts_nothing() -> None:
     driver = Driver(3, 4, order=SnapshotsFirst())
     driver.serve(prompt(100))
     lease = driver.admit(prompt(90) + prompt(300, 6000))
@@ -118,18 +121,18 @@ def test_cut_that_gets_no_slot_evicts_nothing_and_the_request_goes_on() -> None:
     assert driver.step(lease, 384)
 
 
-def test_cut_of_a_step_that_is_never_committed_leaks_nothing() -> None:
+def test_cut_of_an_uncommitted_step_leaks_nothing() -> None:
     driver = Driver()
     driver.serve(prompt(100))
-    before = driver.cache.internals().arena.used()
+    before = driver.cache.internals().allocator.used()
     lease = driver.admit(prompt(90) + prompt(100, 6000))
     assert driver.cache.extend(lease, 190)
     assert [position for position, _ in driver.cache.reserve_step(lease, 190, wants_log=False).cuts] == [90]
     driver.release(lease)
-    assert driver.cache.internals().arena.used() == before
+    assert driver.cache.internals().allocator.used() == before
 
 
-def test_snapshot_is_left_only_when_the_next_token_finds_room_beside_it() -> None:
+def test_snapshot_is_left_only_with_room_for_the_next_token() -> None:
     """Else a lone request would hold its snapshot, lack a block, and never go on."""
     driver = Driver(4, 1)
     lease = driver.admit(prompt(64))
@@ -144,7 +147,7 @@ def test_snapshot_is_left_only_when_the_next_token_finds_room_beside_it() -> Non
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 128, 129])
-def test_lone_request_that_fits_is_admitted_again_whatever_is_cached(num_tokens: int) -> None:
+def test_lone_request_that_fits_is_always_admitted_again(num_tokens: int) -> None:
     num_blocks = -(-(num_tokens + 1) // 64)
     driver = Driver(num_blocks + 2, 1)
     for _ in range(3):
@@ -154,21 +157,19 @@ def test_lone_request_that_fits_is_admitted_again_whatever_is_cached(num_tokens:
         driver.serve(prompt(num_tokens, 5000), generated=[1])
 
 
-def test_too_small_an_arena_is_a_configuration_error() -> None:
+def test_too_small_arena_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="raise the memory budget"):
         PrefixCache(1, 5)
 
 
 @pytest.mark.parametrize(("num_slabs", "num_gone"), [(130, 5), (32, 2), (6, 1)])
-def test_of_blocks_that_no_snapshot_needs_a_slot_s_worth_goes_at_once_if_that_is_little(
-    num_slabs: int, num_gone: int
-) -> None:
+def test_unneeded_blocks_are_evicted_by_the_slot(num_slabs: int, num_gone: int) -> None:
     driver = Driver(num_slabs, 5)
     driver.serve(prompt(640))
-    memory, arena = driver.cache.internals().memory, driver.cache.internals().arena
+    memory, allocator = driver.cache.internals().memory, driver.cache.internals().allocator
     for _, _, snapshot in list(driver.cache.snapshots()):
         memory.drop_snapshot(snapshot)
-    memory.take_blocks(arena.num_free_blocks + 5 * arena.num_free_slabs)
+    memory.take_blocks(allocator.num_free_blocks + 5 * allocator.num_free_slabs)
     assert memory.num_blocks_evicted == 0
     assert len(memory.take_blocks(1)) == 1
     assert memory.num_blocks_evicted == num_gone
@@ -176,7 +177,7 @@ def test_of_blocks_that_no_snapshot_needs_a_slot_s_worth_goes_at_once_if_that_is
     assert memory.num_blocks_evicted >= 8
 
 
-def test_least_recently_used_goes_first_and_a_hit_counts_as_use() -> None:
+def test_least_recently_used_goes_first_and_hits_are_uses() -> None:
     driver = Driver(8, 1)
     for first in (1000, 2000, 3000):
         driver.serve(prompt(20, first))
@@ -211,7 +212,7 @@ def test_custom_eviction_order_is_obeyed(dear: int) -> None:
     assert len({tokens[0] for _, tokens in published(driver.cache)} & {1000, 2000, 3000}) == 1
 
 
-def test_order_may_change_its_mind_about_what_is_already_queued() -> None:
+def test_order_may_change_its_ranking_of_queued_entries() -> None:
     order = Favourites()
     driver = Driver(8, 1, order=order)
     for first in (1000, 2000, 3000):
@@ -222,7 +223,7 @@ def test_order_may_change_its_mind_about_what_is_already_queued() -> None:
     driver.drain()
 
 
-def test_offers_that_count_no_longer_do_not_gather() -> None:
+def test_stale_offers_are_pruned() -> None:
     queue = EvictionQueue(LeastRecentlyUsed(), lambda _: True)
     entries = [Run(None, 0, b"", array("i")) for _ in range(100)]
     for offer in range(20_000):
@@ -255,7 +256,7 @@ def test_more_memory_never_lowers_the_hits_of_a_chat_trace() -> None:
     assert hits[-1] > 1.5 * hits[0]
 
 
-def test_every_turn_of_many_conversations_hits_all_but_its_new_tokens() -> None:
+def test_every_turn_of_conversations_hits_all_but_new_tokens() -> None:
     driver = Driver(200, 5)
     chats = [prompt(40 + 37 * chat, 1000 * chat) for chat in range(8)]
     for turn in range(6):
@@ -269,7 +270,7 @@ def test_every_turn_of_many_conversations_hits_all_but_its_new_tokens() -> None:
     driver.drain()
 
 
-def test_a_conversation_stays_one_run_of_the_index() -> None:
+def test_conversation_stays_one_run() -> None:
     """So that a lookup costs its branches, not its turns."""
     driver = Driver(300, 5)
     tokens = prompt(70)
@@ -313,7 +314,7 @@ def test_releasing_twice_is_an_error() -> None:
         driver.release(lease)
 
 
-def test_what_a_waiting_request_would_hit_goes_last() -> None:
+def test_expected_hit_of_a_waiting_request_is_evicted_last() -> None:
     """Though it saves least, and whatever else comes meanwhile."""
     driver = Driver(12, 5)
     driver.serve(prompt(130))
@@ -327,7 +328,7 @@ def test_what_a_waiting_request_would_hit_goes_last() -> None:
     assert driver.lookup(prompt(140)).hit == 0
 
 
-def test_a_waiting_request_does_not_keep_those_that_run_from_memory() -> None:
+def test_running_requests_may_evict_an_expected_hit() -> None:
     driver = Driver(6, 5)
     driver.serve(prompt(600))
     driver.cache.expect(RequestId("waiter"), TokenBuffer(prompt(640)))
@@ -336,7 +337,7 @@ def test_a_waiting_request_does_not_keep_those_that_run_from_memory() -> None:
     check(driver.cache)
 
 
-def test_whom_a_request_waits_for_stands_in_when_its_snapshot_is_evicted() -> None:
+def test_waiting_request_moves_to_the_replacement_of_an_evicted_snapshot() -> None:
     driver = Driver(12, 5)
     driver.serve(prompt(130))
     driver.serve(prompt(300))
@@ -345,6 +346,6 @@ def test_whom_a_request_waits_for_stands_in_when_its_snapshot_is_evicted() -> No
     [deepest] = [snapshot for _, _, snapshot in driver.cache.snapshots() if snapshot.position == 300]
     driver.cache.internals().memory.drop_snapshot(deepest)
     check(driver.cache)
-    assert standing(deepest) not in (None, deepest)
+    assert resolve(deepest) not in (None, deepest)
     driver.admit(prompt(310), waiter)
     assert driver.cache.internals().expected == {}

@@ -2,7 +2,7 @@
 
 from strandline.cache import Account, Miss, Reason, SnapshotKind
 from strandline.cache.eviction import Entry
-from strandline.cache.explain import MAX_OTHER_SALTS
+from strandline.cache.miss_reasons import MAX_OTHER_SALTS
 from strandline.cache.tree import Snapshot
 from strandline.ids import RequestId
 from tests.cpu.cache.driver import Driver, reasons
@@ -35,13 +35,13 @@ def test_first_seen() -> None:
     assert misses(driver.lookup(prompt(70, 5000))) == (Miss(Reason.FIRST_SEEN, 0, 70),)
 
 
-def test_diverged_says_at_which_token() -> None:
+def test_diverged_names_the_first_different_token() -> None:
     driver = Driver()
     driver.serve(prompt(150))
     assert misses(driver.lookup([*prompt(150), 1, 2, 3])) == (Miss(Reason.DIVERGED, 150, 153),)
 
 
-def test_keys_and_values_deeper_than_any_snapshot_are_no_snapshot() -> None:
+def test_cached_kv_without_a_snapshot_is_reported_as_no_snapshot() -> None:
     driver = Driver()
     driver.serve(prompt(200))
     assert misses(driver.lookup(prompt(150))) == (Miss(Reason.NO_SNAPSHOT, 0, 150),)
@@ -60,7 +60,7 @@ def test_snapshot_evicted() -> None:
     assert misses(driver.lookup(prompt(128))) == (Miss(Reason.NO_SNAPSHOT, 0, 128),)
 
 
-def test_snapshot_evicted_where_siblings_part() -> None:
+def test_evicted_stub_is_reported_as_snapshot_evicted() -> None:
     driver = Driver(5, 5, order=SnapshotsFirst())
     driver.serve(prompt(94))
     driver.serve(prompt(94) + prompt(60, 5000))
@@ -70,7 +70,7 @@ def test_snapshot_evicted_where_siblings_part() -> None:
     assert misses(account) == (Miss(Reason.SNAPSHOT_EVICTED, 0, 94), Miss(Reason.DIVERGED, 94, 95))
 
 
-def test_evicted_snapshot_is_remembered_when_its_run_grows() -> None:
+def test_evicted_snapshot_is_remembered_as_its_run_grows() -> None:
     driver = Driver(4, 5, order=SnapshotsFirst())
     driver.serve(prompt(100))
     for lease in [driver.admit(prompt(1, first)) for first in (3000, 4000, 5000)]:
@@ -110,7 +110,7 @@ def test_computing_names_the_request() -> None:
     )
 
 
-def test_computing_names_the_request_that_goes_furthest() -> None:
+def test_computing_names_the_request_with_the_longest_shared_prefix() -> None:
     driver = Driver()
     driver.admit(prompt(90), "short")
     driver.admit(prompt(3000), "long")
@@ -135,7 +135,7 @@ def test_not_asked() -> None:
     assert misses(driver.admit(prompt(150), read=False).account) == (Miss(Reason.NOT_ASKED, 0, 150),)
 
 
-def test_no_room_when_a_lone_request_cannot_hold_its_snapshot_beside_its_state() -> None:
+def test_lone_request_without_room_for_its_snapshot_starts_over() -> None:
     driver = Driver(3, 1)
     driver.serve(prompt(40))
     assert driver.lookup(prompt(40)).hit == 40
@@ -144,7 +144,7 @@ def test_no_room_when_a_lone_request_cannot_hold_its_snapshot_beside_its_state()
     driver.prefill(lease)
 
 
-def test_with_others_running_it_waits_for_room_instead() -> None:
+def test_request_waits_for_room_while_others_run() -> None:
     driver = Driver(5, 1)
     driver.serve(prompt(40))
     other = driver.admit(prompt(10, 5000))
@@ -154,7 +154,7 @@ def test_with_others_running_it_waits_for_room_instead() -> None:
     assert driver.admit(prompt(40)).account.hit == 40
 
 
-def test_reasons_of_one_request_add_up_in_the_counters() -> None:
+def test_counters_sum_the_reasons_of_requests() -> None:
     driver = Driver(4, 5, order=BlocksFirst())
     driver.serve(prompt(150))
     account = driver.serve(prompt(100) + prompt(30, 4000))
@@ -164,23 +164,23 @@ def test_reasons_of_one_request_add_up_in_the_counters() -> None:
     assert driver.cache.stats().snapshots_taken[SnapshotKind.BRANCH] == 1
 
 
-def test_memory_of_what_was_evicted_is_bounded() -> None:
+def test_remembered_evictions_are_bounded() -> None:
     driver = Driver(3, 2)
     for index in range(500):
         driver.serve(prompt(60 + index % 20, 1000 * index))
     root = driver.cache.internals().index.roots[""]
-    assert len(root.evicted) <= 64
-    assert len(root.lost) <= 64
+    assert len(root.evicted_children) <= 64
+    assert len(root.evicted_snapshots) <= 64
 
 
-def test_roots_of_idle_salts_are_forgotten() -> None:
+def test_roots_of_idle_salts_are_dropped() -> None:
     driver = Driver(3, 2)
     for index in range(400):
         driver.serve(prompt(5), salt=f"salt-{index}")
     assert len(driver.cache.internals().index.roots) <= 300
 
 
-def test_callers_are_told_nothing_of_other_salts_not_even_by_where_a_range_ends() -> None:
+def test_accounts_for_callers_reveal_nothing_of_other_salts() -> None:
     driver = Driver()
     driver.serve(prompt(150), salt="alice")
     driver.serve(prompt(30) + prompt(100, 5000), salt="bob")
@@ -193,7 +193,7 @@ def test_callers_are_told_nothing_of_other_salts_not_even_by_where_a_range_ends(
     assert own.for_callers() is own
 
 
-def test_what_is_cached_under_other_salts_is_looked_for_under_so_many_only() -> None:
+def test_number_of_other_salts_searched_is_bounded() -> None:
     driver = Driver(200)
     driver.serve(prompt(70), salt="oldest")
     for index in range(MAX_OTHER_SALTS):
@@ -203,7 +203,7 @@ def test_what_is_cached_under_other_salts_is_looked_for_under_so_many_only() -> 
     assert misses(driver.lookup(prompt(70), "oldest")) == ()
 
 
-def test_counters_of_what_callers_are_told_add_up_and_tell_no_more_than_accounts() -> None:
+def test_told_tokens_add_up_and_hide_other_salts() -> None:
     driver = Driver()
     for salt, tokens in (("alice", prompt(150)), ("bob", [*prompt(100), *prompt(60, 5000)]), ("bob", prompt(120))):
         driver.serve(tokens, salt=salt)

@@ -9,7 +9,7 @@ from tests.cpu.cache.test_lookup import prompt
 
 
 @pytest.mark.parametrize("position", [1, 63, 65, 100, 127])
-def test_resume_inside_a_block_copies_exactly_its_first_tokens(position: int) -> None:
+def test_resume_inside_a_block_copies_only_its_first_tokens(position: int) -> None:
     driver = Driver()
     owner = driver.admit(prompt(position))
     driver.prefill(owner)
@@ -35,7 +35,7 @@ def test_resume_between_blocks_copies_nothing(position: int, num_more: int) -> N
     assert driver.step(lease, position + 1)
 
 
-def test_owner_and_follower_of_a_block_do_not_see_each_other() -> None:
+def test_owner_and_borrower_of_a_block_stay_independent() -> None:
     driver = Driver()
     owner = driver.admit(prompt(100))
     driver.prefill(owner)
@@ -54,15 +54,15 @@ def test_owner_and_follower_of_a_block_do_not_see_each_other() -> None:
 def test_follower_aborted_before_its_first_step_leaks_nothing() -> None:
     driver = Driver()
     driver.serve(prompt(100))
-    arena = driver.cache.internals().arena
-    before = (arena.num_blocks, arena.num_slots, published(driver.cache))
+    allocator = driver.cache.internals().allocator
+    before = (allocator.num_blocks, allocator.num_slots, published(driver.cache))
     follower = driver.admit([*prompt(100), 1])
     driver.release(follower)
-    assert (arena.num_blocks, arena.num_slots, published(driver.cache)) == before
+    assert (allocator.num_blocks, allocator.num_slots, published(driver.cache)) == before
     driver.drain()
 
 
-def test_copied_block_may_go_once_the_copy_was_asked_for() -> None:
+def test_copied_block_can_be_evicted_after_the_copy_is_issued() -> None:
     """The copy comes before the drop, whatever is evicted in between."""
     driver = Driver(6, 1)
     driver.serve(prompt(30))
@@ -74,20 +74,20 @@ def test_copied_block_may_go_once_the_copy_was_asked_for() -> None:
     driver.prefill(other, leave=False)
 
 
-def test_two_requests_that_compute_the_same_tokens_end_with_one_copy() -> None:
+def test_requests_that_compute_the_same_tokens_keep_one_copy() -> None:
     driver = Driver()
     leases = [driver.admit(prompt(200)), driver.admit(prompt(200))]
     driver.step_together([(lease, 100) for lease in leases])
     driver.step_together([(lease, 200) for lease in leases])
     assert leases[0].table[:3] == leases[1].table[:3]
-    assert driver.cache.internals().arena.num_blocks == 3 + 2
+    assert driver.cache.internals().allocator.num_blocks == 3 + 2
     for lease in leases:
         driver.release(lease)
-    assert driver.cache.internals().arena.num_blocks == 4
-    assert driver.cache.internals().arena.num_slots == len(published(driver.cache)) == 1
+    assert driver.cache.internals().allocator.num_blocks == 4
+    assert driver.cache.internals().allocator.num_slots == len(published(driver.cache)) == 1
 
 
-def test_latecomer_follows_only_as_far_as_the_tokens_are_the_same() -> None:
+def test_adoption_stops_where_the_tokens_differ() -> None:
     driver = Driver()
     leases = [driver.admit(prompt(300)), driver.admit(prompt(150) + prompt(150, 5000))]
     driver.step_together([(lease, 300) for lease in leases])
@@ -115,7 +115,7 @@ def test_shared_snapshot_is_read_by_many_at_once() -> None:
     driver.flush()
 
 
-def test_second_sighting_cuts_where_prompts_part_and_the_third_hits_to_the_token() -> None:
+def test_second_prompt_cuts_at_the_divergence_that_the_third_hits() -> None:
     driver = Driver()
     driver.serve(prompt(200))
     second = driver.admit(prompt(150) + prompt(60, 5000))
@@ -157,7 +157,7 @@ def test_preempted_request_resumes_with_everything_but_its_last_token() -> None:
     assert driver.step(again, 151)
 
 
-def test_request_preempted_in_the_middle_of_its_prefill_goes_on_there() -> None:
+def test_request_preempted_during_prefill_resumes_there() -> None:
     driver = Driver()
     lease = driver.admit(prompt(200))
     driver.step(lease, 77)
@@ -165,14 +165,14 @@ def test_request_preempted_in_the_middle_of_its_prefill_goes_on_there() -> None:
     assert driver.admit(prompt(200)).computed == 77
 
 
-def test_prompt_that_is_a_whole_hit_waits_for_nobody() -> None:
+def test_whole_hit_has_no_leader() -> None:
     driver = Driver()
     driver.serve(prompt(100))
     driver.admit(prompt(100), read=False)
     assert driver.cache.find_leader(TokenBuffer(prompt(100))) is None
 
 
-def test_follower_waits_for_the_leader_and_resumes_where_they_part() -> None:
+def test_follower_resumes_where_it_diverges_from_its_leader() -> None:
     driver = Driver()
     leader = driver.admit(prompt(500), "leader")
     lead = driver.cache.find_leader(TokenBuffer(prompt(150) + prompt(60, 5000)))
@@ -184,7 +184,7 @@ def test_follower_waits_for_the_leader_and_resumes_where_they_part() -> None:
     assert driver.admit(prompt(150) + prompt(60, 5000)).computed == 150
 
 
-def test_followers_that_part_at_many_places_get_a_cut_each_in_one_step() -> None:
+def test_followers_with_different_divergences_get_a_cut_each() -> None:
     driver = Driver()
     leader = driver.admit(prompt(500))
     for position in (100, 128, 200, 201, 333):
@@ -196,7 +196,7 @@ def test_followers_that_part_at_many_places_get_a_cut_each_in_one_step() -> None
     assert hits == [100, 128, 200, 201, 333]
 
 
-def test_nobody_waits_for_a_leader_that_is_gone() -> None:
+def test_leader_that_ended_is_not_waited_for() -> None:
     driver = Driver()
     leader = driver.admit(prompt(500))
     lead = driver.cache.find_leader(TokenBuffer(prompt(300)))

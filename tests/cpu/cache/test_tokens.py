@@ -35,7 +35,7 @@ def test_common_tokens_of_long_keys(place: int, left: int, right: int) -> None:
     assert common_tokens(encode(tokens[:left]), encode(edited[:right])) == expected
 
 
-def test_common_tokens_sees_a_difference_in_the_last_byte_only() -> None:
+def test_common_tokens_sees_a_difference_in_the_last_byte() -> None:
     assert common_tokens(encode([1, 256]), encode([1, 257])) == 1
     assert common_tokens(encode([1, 2**31]), encode([1, 0])) == 1
 

@@ -19,11 +19,13 @@ from tests.cpu.cache.test_lookup import prompt
 def fingerprint(cache: PrefixCache) -> list[Any]:
     """Everything that a use of the cache would change."""
     parts = cache.internals()
-    found: list[Any] = [vars(parts.arena) | {}, cache.stats()]
+    found: list[Any] = [vars(parts.allocator) | {}, cache.stats()]
     waiting = list(parts.index.roots.values())
     while waiting:
         run = waiting.pop()
-        found.append((run.last_tick, run.num_users, bytes(run.tokens), list(run.order), list(run.lost)))
+        found.append(
+            (run.last_tick, run.num_users, bytes(run.tokens), list(run.child_keys), list(run.evicted_snapshots))
+        )
         snapshots = [*run.snapshots.values(), *run.stubs.values()]
         found.append([(s.position, s.last_tick, s.use.at, s.num_readers, s.slot) for s in snapshots])
         waiting.extend(run.children.values())
@@ -34,12 +36,12 @@ def kinds(tree: TreeView) -> set[tuple[int, SnapshotKind]]:
     return {(snapshot.position, snapshot.kind) for run in tree.runs for snapshot in run.snapshots}
 
 
-def test_an_empty_cache_shows_nothing() -> None:
+def test_empty_cache_shows_nothing() -> None:
     tree = view(Driver().cache)
     assert (tree.runs, tree.leases, tree.num_snapshots, tree.num_blocks) == ((), (), 0, 0)
 
 
-def test_the_tree_is_shown_with_its_branches_and_snapshots() -> None:
+def test_tree_is_shown_with_branches_and_snapshots() -> None:
     driver = Driver()
     driver.serve(prompt(150), prompt(10, 9000))
     driver.serve(prompt(100) + prompt(60, 5000))
@@ -59,7 +61,7 @@ def test_the_tree_is_shown_with_its_branches_and_snapshots() -> None:
     assert len({run.digest for run in tree.runs}) == len(tree.runs)
 
 
-def test_a_short_prompts_snapshot_is_shown_on_its_own_run() -> None:
+def test_snapshot_of_a_short_prompt_is_shown_on_its_run() -> None:
     driver = Driver()
     driver.serve(prompt(40))
     driver.serve(prompt(30, 7000))
@@ -68,7 +70,7 @@ def test_a_short_prompts_snapshot_is_shown_on_its_own_run() -> None:
     assert {(run.end, run.snapshots[0].position) for run in runs} == {(40, 40), (30, 30)}
 
 
-def test_it_says_who_uses_what() -> None:
+def test_view_names_readers_and_users() -> None:
     driver = Driver()
     driver.serve(prompt(128))
     lease = driver.admit(prompt(128) + prompt(9, 5000), "reader")
@@ -86,7 +88,7 @@ def test_it_says_who_uses_what() -> None:
     assert all(run.num_users == 0 for run in after.runs)
 
 
-def test_only_the_named_salt_is_shown() -> None:
+def test_only_the_given_salt_is_shown() -> None:
     driver = Driver()
     driver.serve(prompt(70))
     driver.serve(prompt(80, 5000), salt="mine")
@@ -98,7 +100,7 @@ def test_only_the_named_salt_is_shown() -> None:
     assert view(driver.cache, salt="nobody's").runs == ()
 
 
-def test_digests_tell_nothing_without_their_key() -> None:
+def test_digests_depend_on_their_key() -> None:
     driver = Driver()
     driver.serve(prompt(70))
     digests = [[run.digest for run in view(driver.cache, key=key).runs] for key in (b"a", b"b", b"a")]
@@ -106,7 +108,7 @@ def test_digests_tell_nothing_without_their_key() -> None:
     assert digests[0] != digests[1]
 
 
-def test_looking_changes_nothing() -> None:
+def test_view_changes_nothing() -> None:
     driver = Driver()
     driver.serve(prompt(150), prompt(70, 9000))
     driver.serve(prompt(100) + prompt(60, 5000))
@@ -117,7 +119,7 @@ def test_looking_changes_nothing() -> None:
     assert fingerprint(driver.cache) == before
 
 
-def test_of_many_runs_those_in_use_and_used_last_are_shown_and_the_rest_counted() -> None:
+def test_runs_in_use_and_used_last_are_shown_of_many() -> None:
     driver = Driver(200, 5)
     for index in range(50):
         driver.serve(prompt(70, 1000 * (index + 1)))
@@ -131,7 +133,7 @@ def test_of_many_runs_those_in_use_and_used_last_are_shown_and_the_rest_counted(
     assert tree.runs[0].num_children_left_out == 50 - sum(run.parent == 0 for run in tree.runs)
 
 
-def test_of_many_snapshots_on_one_run_the_deepest_are_shown() -> None:
+def test_deepest_snapshots_are_shown_of_many_on_one_run() -> None:
     driver = Driver(200, 5)
     lease = driver.admit(prompt(300))
     for end in range(1, 300, 3):
@@ -164,7 +166,7 @@ def counted_lines(limit: int) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("num_tokens", [40, 70])
-def test_a_look_at_a_large_cache_costs_no_more_than_one_at_a_small_one(num_tokens: int) -> None:
+def test_view_costs_no_more_for_a_large_cache(num_tokens: int) -> None:
     work = []
     for num_prompts in (2500, 5000):
         cache = PrefixCache(12_000, 50)

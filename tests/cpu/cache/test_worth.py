@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from strandline.cache import Placement, PrefixCache, Reason, SnapshotKind
 from strandline.cache.core import AUTO
-from strandline.cache.eviction import CERTAIN, EvictionOrder, LeastRecentlyUsed, WorthPerByte
+from strandline.cache.eviction import EXPECTED_DENSITY, EvictionOrder, LeastRecentlyUsed, WorthPerByte
 from strandline.cache.invariants import check
-from strandline.cache.placement import Nothing
+from strandline.cache.placement import NoSnapshots
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tokens import encode
 from strandline.cache.tree import Snapshot, num_continuations
@@ -43,7 +43,7 @@ def conversation(driver: Driver, first: int, num_turns: int, turn_tokens: int = 
     return tokens
 
 
-def test_snapshots_that_a_path_goes_on_from_give_way_to_the_last_one_of_an_older_path() -> None:
+def test_superseded_snapshots_are_evicted_before_the_end_of_older_paths() -> None:
     driver = Driver(12, BLOCKS_PER_SLAB)
     old = conversation(driver, 0, 1, 300)
     for index in range(2):
@@ -52,11 +52,11 @@ def test_snapshots_that_a_path_goes_on_from_give_way_to_the_last_one_of_an_older
     assert driver.cache.internals().memory.num_snapshots_evicted > 0
 
 
-def test_keys_and_values_that_no_snapshot_needs_go_first() -> None:
+def test_kv_that_no_snapshot_needs_is_evicted_first() -> None:
     placement = Switch()
     driver = Driver(6, BLOCKS_PER_SLAB, placement=placement)
     kept = conversation(driver, 0, 1, 128)
-    placement.chosen = Nothing()
+    placement.chosen = NoSnapshots()
     bare = driver.admit(prompt(640, 50_000), read=False)
     driver.prefill(bare, leave=False)
     driver.release(bare)
@@ -65,7 +65,7 @@ def test_keys_and_values_that_no_snapshot_needs_go_first() -> None:
     assert driver.lookup(prompt(640, 50_000)).hit == 0
 
 
-def test_the_last_snapshot_of_a_path_and_its_keys_go_together() -> None:
+def test_last_snapshot_of_a_path_is_evicted_with_its_kv() -> None:
     driver = Driver(9, BLOCKS_PER_SLAB)
     driver.serve(prompt(640))
     driver.serve(prompt(640, 50_000))
@@ -75,10 +75,10 @@ def test_the_last_snapshot_of_a_path_and_its_keys_go_together() -> None:
         account = driver.lookup(prompt(640, first))
         assert account.hit in (0, 640)
     snapshots = sum(1 for _ in driver.cache.snapshots())
-    assert driver.cache.internals().arena.num_blocks >= 10 * snapshots
+    assert driver.cache.internals().allocator.num_blocks >= 10 * snapshots
 
 
-def test_what_saves_much_outlives_what_saves_little_though_used_earlier() -> None:
+def test_snapshot_that_saves_more_outlives_a_newer_one() -> None:
     driver = Driver(9, BLOCKS_PER_SLAB)
     driver.serve(prompt(900))
     for index in range(20):
@@ -86,7 +86,7 @@ def test_what_saves_much_outlives_what_saves_little_though_used_earlier() -> Non
     assert driver.lookup(prompt(900)).hit == 900
 
 
-def test_unused_entries_age_however_much_they_save() -> None:
+def test_worth_of_unused_entries_falls_however_much_they_save() -> None:
     driver = Driver(12, BLOCKS_PER_SLAB)
     driver.serve(prompt(900))
     for index in range(40):
@@ -94,7 +94,7 @@ def test_unused_entries_age_however_much_they_save() -> None:
     assert driver.lookup(prompt(900)).hit == 0
 
 
-def test_divided_memory_keeps_its_shares() -> None:
+def test_static_shares_of_memory_are_kept() -> None:
     cache = PrefixCache(21, BLOCKS_PER_SLAB, max_slots=8)
     assert cache.internals().memory.can_take(13 * BLOCKS_PER_SLAB - 1, 8)
     assert not cache.internals().memory.can_take(13 * BLOCKS_PER_SLAB, 0)
@@ -129,7 +129,7 @@ def hit_tokens(trace: list[list[int]], num_slabs: int, order: EvictionOrder | No
     return hits
 
 
-def test_chats_hit_more_than_with_lru_and_not_less_at_any_budget() -> None:
+def test_chats_never_hit_less_than_with_lru() -> None:
     """Of twelve draws together; in a single one either may win."""
     traces = [chats(seed, 40) for seed in range(12)]
     budgets = (14, 18, 24, 32, 48)
@@ -141,13 +141,13 @@ def test_chats_hit_more_than_with_lru_and_not_less_at_any_budget() -> None:
 
 @settings(max_examples=settings().max_examples // 6)
 @given(st.integers(0, 10_000))
-def test_with_memory_to_spare_more_of_it_never_means_fewer_hits(seed: int) -> None:
+def test_more_spare_memory_never_means_fewer_hits(seed: int) -> None:
     trace = chats(seed, 20)
     hits = [hit_tokens(trace, num_slabs) for num_slabs in (200, 300, 600)]
     assert hits == sorted(hits)
 
 
-def test_an_order_is_a_strategy_that_knows_the_size_of_a_snapshot() -> None:
+def test_orders_depend_on_the_size_of_a_snapshot() -> None:
     reuse = ReuseHistory()
     small, large = WorthPerByte(5, reuse), WorthPerByte(15, reuse)
     driver = Driver(40, BLOCKS_PER_SLAB, order=small)
@@ -161,17 +161,17 @@ def snapshot_after(driver: Driver, tokens: list[int]) -> Snapshot:
     return found
 
 
-def test_a_path_that_goes_on_without_its_answers_shares_nothing() -> None:
+def test_path_that_drops_its_answers_shares_nothing() -> None:
     driver = Driver(60, BLOCKS_PER_SLAB)
     history: list[int] = []
     for turn in range(4):
         history += prompt(100, 1000 * turn)
         driver.serve(history, prompt(20, 500_000 + 1000 * turn))
     assert not any(snapshot.is_shared for _, _, snapshot in driver.cache.snapshots())
-    assert [snapshot_after(driver, history[:end]).is_passed for end in (100, 200, 300, 400)] == [True] * 3 + [False]
+    assert [snapshot_after(driver, history[:end]).is_superseded for end in (100, 200, 300, 400)] == [True] * 3 + [False]
 
 
-def test_what_a_second_conversation_begins_with_is_shared() -> None:
+def test_prefix_of_a_second_conversation_is_shared() -> None:
     driver = Driver(60, BLOCKS_PER_SLAB)
     for first in (50_000, 90_000, 130_000):
         driver.serve(prompt(300) + prompt(100, first))
@@ -179,7 +179,7 @@ def test_what_a_second_conversation_begins_with_is_shared() -> None:
     assert not any(s.is_shared for _, _, s in driver.cache.snapshots() if s.position == 400)
 
 
-def test_prompts_that_a_path_has_gone_on_from_go_before_the_one_it_may_go_on_from() -> None:
+def test_superseded_prompt_ends_are_evicted_before_the_current_one() -> None:
     driver = Driver(60, BLOCKS_PER_SLAB)
     history: list[int] = []
     for turn in range(30):
@@ -189,12 +189,12 @@ def test_prompts_that_a_path_has_gone_on_from_go_before_the_one_it_may_go_on_fro
         driver.serve(history, prompt(20, 500_000 + 1000 * turn))
     order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.internals().reuse)
     passed, last = (snapshot_after(driver, history[: len(history) - back]) for back in (100, 0))
-    assert passed.is_passed
-    assert not last.is_passed
+    assert passed.is_superseded
+    assert not last.is_superseded
     assert order.worth(last) > 3 * order.worth(passed)
 
 
-def test_a_snapshot_that_a_prompt_ends_at_is_a_prompts_end_whatever_it_was_taken_for() -> None:
+def test_snapshot_at_a_prompt_end_becomes_a_prompt_end() -> None:
     driver = Driver(60, BLOCKS_PER_SLAB)
     whole = prompt(100) + prompt(20, 500_000)
     driver.serve(prompt(100), prompt(20, 500_000))
@@ -203,10 +203,10 @@ def test_a_snapshot_that_a_prompt_ends_at_is_a_prompts_end_whatever_it_was_taken
     assert driver.serve(whole, prompt(30, 600_000)).hit == len(whole)
     kinds.append(snapshot.kind)
     assert kinds == [SnapshotKind.GENERATION_END, SnapshotKind.PROMPT_END]
-    assert not snapshot.is_passed
+    assert not snapshot.is_superseded
 
 
-def test_a_prompts_end_counts_the_keys_that_go_with_it_though_its_last_block_holds_an_answer_that_has_gone() -> None:
+def test_prompt_end_size_includes_kv_after_answer_eviction() -> None:
     driver = Driver(60, BLOCKS_PER_SLAB)
     order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.internals().reuse)
     asked, said = prompt(462), prompt(20, 500_000)
@@ -221,7 +221,7 @@ def test_a_prompts_end_counts_the_keys_that_go_with_it_though_its_last_block_hol
     assert order.worth(asked_end) == pytest.approx(saved_share * density)
 
 
-def test_where_a_prompt_ends_that_begins_a_cached_one_is_shared() -> None:
+def test_prompt_end_inside_a_cached_prompt_is_shared() -> None:
     driver = Driver(60, BLOCKS_PER_SLAB)
     driver.serve(prompt(300) + prompt(100, 50_000))
     driver.serve(prompt(200), prompt(20, 500_000))
@@ -229,11 +229,11 @@ def test_where_a_prompt_ends_that_begins_a_cached_one_is_shared() -> None:
     assert not snapshot_after(driver, prompt(200) + prompt(20, 500_000)).is_shared
 
 
-def test_the_last_snapshot_of_the_last_request_goes_after_what_saves_as_much() -> None:
+def test_newest_snapshot_is_evicted_after_others_of_equal_savings() -> None:
     driver = Driver(60, BLOCKS_PER_SLAB)
     order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.internals().reuse)
     for turn in range(10):
         driver.serve(prompt(100, 1000 * turn))
     last, before = (snapshot_after(driver, prompt(100, 1000 * turn)) for turn in (9, 8))
-    assert order.worth(last) == pytest.approx(CERTAIN * 100 / (100 + 64 * BLOCKS_PER_SLAB))
+    assert order.worth(last) == pytest.approx(EXPECTED_DENSITY * 100 / (100 + 64 * BLOCKS_PER_SLAB))
     assert order.worth(before) < order.worth(last)

@@ -33,7 +33,7 @@ def state(llm: LLM, salt: str = "") -> CacheState:
     return watch(llm).state(salt, llm.engine.core.stats())
 
 
-def test_every_lookup_is_noted_with_the_account_that_its_request_got(make_llm: MakeLLM) -> None:
+def test_every_lookup_is_recorded_with_its_account(make_llm: MakeLLM) -> None:
     llm = make_llm()
     outputs = [ask(llm, tokens) for tokens in (prompt(100), prompt(100), prompt(80) + prompt(40, 9))]
     rows = state(llm).lookups
@@ -42,7 +42,7 @@ def test_every_lookup_is_noted_with_the_account_that_its_request_got(make_llm: M
     assert all(row.age_s >= 0 for row in rows)
 
 
-def test_outputs_of_one_request_have_a_lookup_each(make_llm: MakeLLM) -> None:
+def test_each_output_of_a_request_has_a_lookup(make_llm: MakeLLM) -> None:
     llm = make_llm()
     output = ask(llm, prompt(100), params=SamplingParams(n=3, temperature=1, seed=1, max_tokens=2))
     assert {row.request_id for row in state(llm).lookups} == {f"{output.request_id}#{place}" for place in range(3)}
@@ -50,7 +50,7 @@ def test_outputs_of_one_request_have_a_lookup_each(make_llm: MakeLLM) -> None:
     assert answer.explanation is not None
 
 
-def test_the_tenants_bytes_are_those_of_the_metrics(make_llm: MakeLLM) -> None:
+def test_memory_samples_equal_the_metrics(make_llm: MakeLLM) -> None:
     llm = make_llm()
     ask(llm, prompt(200))
     shown = state(llm)
@@ -63,7 +63,7 @@ def test_the_tenants_bytes_are_those_of_the_metrics(make_llm: MakeLLM) -> None:
     assert shown.tree.num_snapshots * shown.slot_bytes == stats.tenant_bytes["slots_evictable"]
 
 
-def test_a_past_request_is_explained_as_it_was_and_as_it_would_be_now(make_llm: MakeLLM) -> None:
+def test_past_request_is_explained_then_and_now(make_llm: MakeLLM) -> None:
     llm = make_llm()
     ask(llm, prompt(150))
     output = ask(llm, prompt(100) + prompt(30, 9))
@@ -76,7 +76,7 @@ def test_a_past_request_is_explained_as_it_was_and_as_it_would_be_now(make_llm: 
     assert answer.now.hit == 130
 
 
-def test_a_prompt_is_explained_as_the_request_then_finds_it(make_llm: MakeLLM) -> None:
+def test_explained_prompt_hits_as_predicted(make_llm: MakeLLM) -> None:
     llm = make_llm()
     ask(llm, prompt(150))
     for tokens in (prompt(150), prompt(170), prompt(90) + prompt(30, 9), prompt(50, 9)):
@@ -91,7 +91,7 @@ def test_a_prompt_is_explained_as_the_request_then_finds_it(make_llm: MakeLLM) -
         assert answer.explanation.account == ask(llm, tokens).cache_account
 
 
-def test_what_lies_under_another_salt_is_never_told(make_llm: MakeLLM) -> None:
+def test_contents_of_other_salts_are_hidden(make_llm: MakeLLM) -> None:
     llm = make_llm()
     secret = ask(llm, prompt(150), "theirs")
     for answer in (
@@ -115,7 +115,7 @@ def test_what_lies_under_another_salt_is_never_told(make_llm: MakeLLM) -> None:
     assert not labels & {"theirs", "mine", ""}
 
 
-def test_unknown_requests_and_forgotten_prompts_are_said_to_be_so(make_llm: MakeLLM) -> None:
+def test_unknown_requests_and_dropped_prompts_are_reported(make_llm: MakeLLM) -> None:
     llm = make_llm()
     assert "not among the last 0" in str(watch(llm).answer(CacheQuestion(request_id="x")).problem)
     output = ask(llm, prompt(10))
@@ -124,7 +124,7 @@ def test_unknown_requests_and_forgotten_prompts_are_said_to_be_so(make_llm: Make
     assert "not kept any more" in str(watch(llm).answer(CacheQuestion(request_id=output.request_id)).problem)
 
 
-def test_states_and_answers_pass_between_processes_unchanged(make_llm: MakeLLM) -> None:
+def test_states_and_answers_survive_serialisation(make_llm: MakeLLM) -> None:
     llm = make_llm()
     ask(llm, prompt(150))
     output = ask(llm, prompt(100) + prompt(30, 9))
@@ -136,10 +136,10 @@ def test_states_and_answers_pass_between_processes_unchanged(make_llm: MakeLLM) 
 
 
 @pytest.mark.parametrize("num_changes", [1, 100, 5000])
-def test_memory_is_sampled_from_the_start_within_a_bound(num_changes: int) -> None:
+def test_memory_samples_are_bounded_and_reach_back_to_the_start(num_changes: int) -> None:
     history = MemoryHistory(max_samples=50, interval_s=1.0)
     for index in range(num_changes):
-        history.note(index * 0.5, (index, 0, 0, 0))
+        history.record(index * 0.5, (index, 0, 0, 0))
     samples = history.samples(num_changes * 0.5)
     assert len(samples) <= 52
     assert (samples[0].slots_in_use, samples[-1].slots_in_use) == (0, num_changes - 1)
@@ -148,10 +148,10 @@ def test_memory_is_sampled_from_the_start_within_a_bound(num_changes: int) -> No
     assert all(sample.age_s == 0.5 * (num_changes - sample.slots_in_use) for sample in samples)
 
 
-def test_what_memory_held_before_a_pause_is_kept() -> None:
+def test_memory_sample_before_a_pause_is_kept() -> None:
     history = MemoryHistory()
     for at_s, held in ((0.0, 1), (0.2, 2), (0.4, 3), (100.0, 4)):
-        history.note(at_s, (held, 0, 0, 0))
+        history.record(at_s, (held, 0, 0, 0))
     assert [(sample.age_s, sample.slots_in_use) for sample in history.samples(100.0)] == [
         (100.0, 1),
         (99.6, 3),
@@ -159,7 +159,7 @@ def test_what_memory_held_before_a_pause_is_kept() -> None:
     ]
 
 
-def test_the_prompts_bytes_in_the_log_are_the_prompts(make_llm: MakeLLM) -> None:
+def test_logged_prompts_equal_the_requests_prompts(make_llm: MakeLLM) -> None:
     llm = make_llm()
     output = ask(llm, prompt(77))
     found = watch(llm)._log.find(output.request_id)

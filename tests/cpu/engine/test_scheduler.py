@@ -64,7 +64,7 @@ def step(scheduler: Scheduler, token: int = 1) -> StepPlan:
     return plan
 
 
-def test_a_step_stays_within_its_token_budget_and_loses_none_of_it() -> None:
+def test_step_uses_its_whole_token_budget_and_no_more() -> None:
     scheduler = make_scheduler(max_tokens=100)
     for name in "abc":
         scheduler.add(make_request(name, [ord(name)] * 70))
@@ -73,14 +73,14 @@ def test_a_step_stays_within_its_token_budget_and_loses_none_of_it() -> None:
     assert second == [("a", 70, 71), ("b", 30, 70), ("c", 0, 59)]
 
 
-def test_prefills_and_decodes_share_a_step_that_nothing_cuts_for_the_caches_sake() -> None:
+def test_cache_never_splits_a_step() -> None:
     scheduler = make_scheduler(max_tokens=1000)
     scheduler.add(make_request("a", [1] * 333))
     [sequence] = step(scheduler).sequences
     assert (sequence.start, sequence.end, sequence.is_sampled) == (0, 333, True)
 
 
-def test_no_more_than_max_num_seqs_run() -> None:
+def test_at_most_max_num_seqs_requests_run() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":
         scheduler.add(make_request(name, [ord(name)] * 3, max_tokens=2))
@@ -89,7 +89,7 @@ def test_no_more_than_max_num_seqs_run() -> None:
     assert [s.request_id for s in step(scheduler).sequences] == ["c"]
 
 
-def test_a_stop_token_ends_a_request_and_says_which() -> None:
+def test_stop_token_ends_a_request_and_is_reported() -> None:
     scheduler = make_scheduler()
     stopped, ended = make_request("a", [1]), make_request("b", [2])
     scheduler.add(stopped)
@@ -110,7 +110,7 @@ def test_max_tokens_ends_a_request_by_length() -> None:
     assert (request.finish_reason, len(request.output_ids)) == (FinishReason.LENGTH, 3)
 
 
-def test_an_aborted_request_frees_everything_whether_it_waits_or_runs() -> None:
+def test_aborted_request_frees_everything_waiting_or_running() -> None:
     scheduler = make_scheduler(num_slabs=16)
     for name in "ab":
         scheduler.add(make_request(name, [ord(name)] * 200))
@@ -122,14 +122,14 @@ def test_an_aborted_request_frees_everything_whether_it_waits_or_runs() -> None:
     assert not scheduler.cache.internals().leases
 
 
-def test_an_id_in_use_is_refused() -> None:
+def test_request_id_in_use_is_refused() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", [1]))
     with pytest.raises(RequestError, match="in use"):
         scheduler.add(make_request("a", [1]))
 
 
-def test_the_latest_request_is_preempted_and_resumes_with_one_token_to_compute() -> None:
+def test_latest_request_is_preempted_and_recomputes_one_token() -> None:
     scheduler = make_scheduler(num_slabs=7, blocks_per_slab=2, max_tokens=256)
     first, second = make_request("a", [1] * 120, max_tokens=200), make_request("b", [2] * 120, max_tokens=200)
     scheduler.add(first)
@@ -152,7 +152,7 @@ def run_to_the_end(scheduler: Scheduler) -> int:
 
 
 @given(st.permutations(range(5)), st.integers(20, 500))
-def test_a_burst_with_one_prefix_computes_it_once_in_any_order_and_budget(order: list[int], max_tokens: int) -> None:
+def test_burst_with_a_shared_prefix_computes_it_once(order: list[int], max_tokens: int) -> None:
     scheduler = make_scheduler(num_slabs=200, max_tokens=max_tokens)
     suffixes = [[100 + index] * (10 + 7 * index) for index in range(5)]
     requests = [make_request(str(index), [1] * 150 + suffixes[index], max_tokens=1) for index in order]
@@ -162,14 +162,14 @@ def test_a_burst_with_one_prefix_computes_it_once_in_any_order_and_budget(order:
     assert sorted(request.account.hit for request in requests if request.account) == [0, 150, 150, 150, 150]
 
 
-def test_a_burst_of_one_prompt_computes_it_once_however_short() -> None:
+def test_burst_of_one_short_prompt_computes_it_once() -> None:
     scheduler = make_scheduler()
     for name in "abcd":
         scheduler.add(make_request(name, [1, 2, 3], max_tokens=1))
     assert run_to_the_end(scheduler) == 3
 
 
-def test_when_the_leader_is_aborted_a_follower_takes_over() -> None:
+def test_follower_takes_over_from_an_aborted_leader() -> None:
     scheduler = make_scheduler(max_tokens=64)
     for name in "abc":
         scheduler.add(make_request(name, [1] * 200 + [ord(name)] * 10, max_tokens=1))
@@ -178,7 +178,7 @@ def test_when_the_leader_is_aborted_a_follower_takes_over() -> None:
     assert run_to_the_end(scheduler) == 200 - 64 + 20
 
 
-def test_who_waits_for_a_prefix_holds_up_nobody_else() -> None:
+def test_follower_does_not_delay_other_requests() -> None:
     scheduler = make_scheduler(max_tokens=64)
     for name, prompt in (("a", [1] * 200), ("b", [1] * 150 + [2] * 30), ("c", [3] * 20)):
         scheduler.add(make_request(name, prompt, max_tokens=1))
@@ -187,7 +187,7 @@ def test_who_waits_for_a_prefix_holds_up_nobody_else() -> None:
     assert [s.request_id for s in step(scheduler).sequences] == ["a", "c"]
 
 
-def test_a_few_shared_tokens_are_not_worth_waiting_for() -> None:
+def test_few_shared_tokens_are_not_waited_for() -> None:
     scheduler = make_scheduler(max_tokens=500)
     for name in "ab":
         scheduler.add(make_request(name, [1] * 63 + [ord(name)] * 50))
@@ -198,7 +198,7 @@ request_shapes = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200), st.i
 
 
 @given(request_shapes, st.integers(1, 150), st.integers(7, 12), st.integers(1, 4))
-def test_every_request_finishes_whatever_the_budget_and_memory(
+def test_every_request_finishes_at_any_budget_and_memory(
     shapes: list[tuple[int, int, int]], max_tokens: int, num_slabs: int, max_num_seqs: int
 ) -> None:
     scheduler = make_scheduler(num_slabs, 2, max_num_seqs, max_tokens)
@@ -223,7 +223,7 @@ def admitted(plans: list[StepPlan]) -> list[str]:
     return list(dict.fromkeys(sequence.request_id for plan in plans for sequence in plan.sequences))
 
 
-def test_of_those_that_wait_the_one_goes_first_of_which_most_is_cached() -> None:
+def test_request_with_most_cached_tokens_is_admitted_first() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     scheduler.add(make_request("a", [1] * 100, max_tokens=1))
     step(scheduler)
@@ -232,7 +232,7 @@ def test_of_those_that_wait_the_one_goes_first_of_which_most_is_cached() -> None
     assert admitted([step(scheduler) for _ in range(3)]) == ["warm", "cold", "parted"]
 
 
-def test_of_those_of_which_nothing_is_cached_the_first_goes_first() -> None:
+def test_uncached_requests_are_admitted_in_order_of_arrival() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     for index in range(5):
         scheduler.add(make_request(str(index), [10 + index] * 50, max_tokens=1))
@@ -240,7 +240,7 @@ def test_of_those_of_which_nothing_is_cached_the_first_goes_first() -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40))
-def test_nobody_is_overtaken_without_end(max_num_seqs: int, num_cold: int, num_waiting: int) -> None:
+def test_overtaking_is_bounded(max_num_seqs: int, num_cold: int, num_waiting: int) -> None:
     scheduler = make_scheduler(max_num_seqs=max_num_seqs)
     scheduler.add(make_request("a", [1] * 100, max_tokens=1))
     step(scheduler)
@@ -259,7 +259,7 @@ def test_nobody_is_overtaken_without_end(max_num_seqs: int, num_cold: int, num_w
     assert [name for name in order if name.startswith("cold")] == [f"cold{index}" for index in range(num_cold)]
 
 
-def test_a_preempted_request_is_not_overtaken() -> None:
+def test_preempted_request_is_not_overtaken() -> None:
     scheduler = make_scheduler(num_slabs=5, blocks_per_slab=2, max_tokens=512)
     for name in "ab":
         scheduler.add(make_request(name, [ord(name)] * 126, max_tokens=40))
@@ -289,7 +289,7 @@ def test_preempted_request_keeps_the_interarrival_time_of_its_path() -> None:
     assert last.use.interarrival_bin == interarrival_bin(12)
 
 
-def test_what_waiting_requests_would_hit_is_expected_until_they_run_or_go() -> None:
+def test_expected_hits_are_protected_until_requests_run_or_end() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     scheduler.add(make_request("first", [1] * 100, max_tokens=1))
     step(scheduler)
@@ -315,7 +315,7 @@ def test_known_tokens_are_computed_together_in_one_step() -> None:
     assert (request.output_ids, len(request.tokens)) == ([1, 2, 3, 4, 1], 15)
 
 
-def test_known_tokens_are_refused_without_room_or_between_plan_and_settle() -> None:
+def test_known_tokens_are_refused_without_room_or_during_a_step() -> None:
     scheduler = make_scheduler()
     request = make_request("a", [1] * 10, max_tokens=8)
     scheduler.add(request)

@@ -94,7 +94,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.evicted.discard(request)
         if follows:
             request.lead = make_lead()
-            self.queue.set_aside(request)
+            self.queue.block(request)
             return
         self.queue.admit(request)
         self.num_overtakes = 0 if request is line[0] else self.num_overtakes + 1
@@ -111,7 +111,7 @@ class QueueMachine(RuleBasedStateMachine):
         request = aside[index % len(aside)]
         assert request.lead is not None
         request.lead.lease.is_active = False
-        self.queue.call_back()
+        self.queue.requeue_unblocked()
         request.lead = None
 
     @precondition(lambda self: any(self.cached[request] for request in self.waiting))
@@ -127,13 +127,13 @@ class QueueMachine(RuleBasedStateMachine):
         assert list(self.queue) == self.waiting
         assert len(self.queue) == len(self.waiting)
         assert self.queue.first(len(self.waiting)) == self.line
-        assert self.queue.has_line == bool(self.line)
+        assert self.queue.has_admissible == bool(self.line)
 
 
 TestQueue = QueueMachine.TestCase
 
 
-def test_without_a_cache_the_first_goes_first() -> None:
+def test_requests_without_a_cache_are_admitted_in_order() -> None:
     queue = WaitingQueue(None)
     requests = [make_request(number) for number in range(4)]
     for request in requests:
@@ -145,7 +145,7 @@ def test_without_a_cache_the_first_goes_first() -> None:
     assert chosen == requests
 
 
-def test_those_that_follow_again_and_again_leave_no_copies_behind() -> None:
+def test_blocking_repeatedly_leaves_no_stale_entries() -> None:
     asked = []
 
     def hit_tokens(request: Request) -> int:
@@ -158,8 +158,8 @@ def test_those_that_follow_again_and_again_leave_no_copies_behind() -> None:
         queue.add(request)
     for request in requests[:15]:
         request.lead = make_lead()
-        queue.set_aside(request)
+        queue.block(request)
     for _ in range(100):
-        queue.call_back()
+        queue.requeue_unblocked()
         queue.next()
     assert asked == requests[15:]

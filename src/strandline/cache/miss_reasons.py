@@ -1,4 +1,4 @@
-"""Why tokens were not hit: the reasons behind an account. Reads the index and the running leases; changes nothing."""
+"""The reasons for misses, from which accounts are made. Reads the index and the running leases; changes nothing."""
 
 from collections.abc import Collection, Iterator
 from itertools import islice
@@ -12,15 +12,15 @@ from strandline.cache.walk import Walk, walk
 from strandline.ids import BLOCK_TOKENS
 
 MAX_OTHER_SALTS: Final = 32
-"""A prompt that nothing cached begins like is looked for under so many other salts, those first seen last."""
+"""How many other salts, newest first, to search when nothing matches."""
 
 
-class Explainer:
-    """Finds reasons in a cache's index and leases.
+class MissReasons:
+    """Finds out why tokens of a prompt are not cached.
 
     Args:
         roots: the root of every salt's tree.
-        leases: the requests that run.
+        leases: leases of running requests.
     """
 
     def __init__(self, roots: dict[str, Run], leases: Collection[Lease]) -> None:
@@ -28,7 +28,7 @@ class Explainer:
         self._leases = leases
 
     def account(self, tokens: TokenBuffer, salt: str, end: Walk | None, snapshot: Snapshot | None) -> Account:
-        """Account for a lookup that walked to ``end`` and found ``snapshot``."""
+        """Return the account of a lookup that matched up to ``end`` and found ``snapshot``."""
         hit = snapshot.position if snapshot else 0
         kv_tokens = end.kv_tokens if end else 0
         misses = list[Miss]()
@@ -40,14 +40,14 @@ class Explainer:
         return Account(len(tokens), hit, kv_tokens, snapshot.kind if snapshot else None, tuple(misses))
 
     def beyond(self, tokens: TokenBuffer, salt: str, end: Walk | None) -> Iterator[Miss]:
-        """Say why nothing is cached of the tokens after the walk's end."""
+        """Yield the reasons why the tokens after the end of the match are not cached."""
         start = end.kv_tokens if end else 0
         position, queried = start, len(tokens)
         evicted = _evicted_tokens(end, tokens.data) if end and end.partial_tokens == 0 else 0
         if evicted:
             position = min(position + evicted, queried)
             yield Miss(Reason.EVICTED, start, position)
-        elif (found := self.running_with(tokens, salt, position)) is not None:
+        elif (found := self.most_shared_lease(tokens, salt, position)) is not None:
             lease, position = found
             yield Miss(Reason.COMPUTING, start, position, lease.request_id)
         elif start < BLOCK_TOKENS and (common := self._cached_for_others(tokens, salt)) > position:
@@ -56,8 +56,8 @@ class Explainer:
         if position < queried:
             yield Miss(Reason.DIVERGED if position else Reason.FIRST_SEEN, position, queried)
 
-    def running_with(self, tokens: TokenBuffer, salt: str, start: int) -> tuple[Lease, int] | None:
-        """Find the running request that shares the most tokens, more than ``start``; return it and how many."""
+    def most_shared_lease(self, tokens: TokenBuffer, salt: str, start: int) -> tuple[Lease, int] | None:
+        """Return the running lease that shares the most tokens, if more than ``start``, and how many; else None."""
         if start >= len(tokens):
             return None
         leases = self._leases
@@ -79,21 +79,21 @@ class Explainer:
         return best
 
     def _cached_for_others(self, tokens: TokenBuffer, salt: str) -> int:
-        """Return how many of the tokens are cached under one of the newest other salts."""
+        """Return how many of the tokens are cached under another salt, among the newest ones."""
         newest = islice((root for name, root in reversed(self._roots.items()) if name != salt), MAX_OTHER_SALTS)
         return max((walk(root, tokens.data).kv_tokens for root in newest), default=0)
 
 
 def _lost_snapshot(end: Walk, hit: int, data: bytearray) -> bool:
-    """Return whether a snapshot deeper than ``hit`` was evicted on the walked path."""
+    """Return whether a snapshot deeper than ``hit`` was evicted on the matched path."""
     for run in end.run.ancestry():
         if run.end_tokens <= end.kv_tokens:
             offset = run.end_tokens * TOKEN_BYTES
             after = bytes(data[offset : offset + BLOCK_KEY_BYTES])
-            stubs = [ghost for ghost in run.lost if isinstance(ghost, bytes) and after.startswith(ghost)]
+            stubs = [ghost for ghost in run.evicted_snapshots if isinstance(ghost, bytes) and after.startswith(ghost)]
             if any(run.end_tokens + len(stub) // TOKEN_BYTES > hit for stub in stubs):
                 return True
-        if any(isinstance(ghost, int) and hit < ghost <= end.kv_tokens for ghost in run.lost):
+        if any(isinstance(ghost, int) and hit < ghost <= end.kv_tokens for ghost in run.evicted_snapshots):
             return True
         if run.end_tokens <= hit:
             return False
@@ -101,8 +101,8 @@ def _lost_snapshot(end: Walk, hit: int, data: bytearray) -> bool:
 
 
 def _evicted_tokens(end: Walk, data: bytearray) -> int:
-    """Return how many tokens beyond the walk's end were cached and have been evicted (at most; 0: none known)."""
+    """Return an upper bound of the tokens after the end of the match that have been evicted; 0: none are known."""
     if end.num_blocks != end.run.end_block:
         return 0
     offset = end.kv_tokens * TOKEN_BYTES
-    return end.run.evicted.get(hash(bytes(data[offset : offset + BLOCK_KEY_BYTES])), 0)
+    return end.run.evicted_children.get(hash(bytes(data[offset : offset + BLOCK_KEY_BYTES])), 0)

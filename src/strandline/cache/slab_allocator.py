@@ -1,10 +1,10 @@
-"""One budget for two tenants: slabs that hold one slot or ``blocks_per_slab`` blocks each.
+"""Allocation of slots and blocks from one arena of slabs: a slab holds one slot or ``blocks_per_slab`` blocks.
 
-Slab ``s`` is slot ``s``, or the blocks ``[s * blocks_per_slab, (s + 1) * blocks_per_slab)``. There is no
-static share: any slab serves either tenant. Slab 0 is different: its slot and its first block are the null
-ones, so it never becomes a slot, and its other blocks are ordinary.
+Slab ``s`` is slot ``s``, or the blocks ``[s * blocks_per_slab, (s + 1) * blocks_per_slab)``. There is no static
+share: any slab can hold either. Slab 0 contains the null slot and the null block, so it never becomes a slot; its
+other blocks are ordinary.
 
-When free blocks are scattered over slabs but a slot is wanted, ``compact`` says which blocks to move.
+When a slot is wanted and free blocks are scattered over several slabs, ``compact`` returns the blocks to move.
 """
 
 from array import array
@@ -14,8 +14,8 @@ from strandline.errors import CacheInvariantError, ConfigError
 from strandline.ids import NULL_BLOCK, BlockId, SlotId
 
 
-class Arena:
-    """Hands out slots and blocks. Knows nothing of what they hold."""
+class SlabAllocator:
+    """Allocates slots and blocks, whatever they hold."""
 
     def __init__(self, num_slabs: int, blocks_per_slab: int, max_slots: int | None = None) -> None:
         if num_slabs < 2 or blocks_per_slab < 1:
@@ -26,11 +26,11 @@ class Arena:
         self.num_slabs = num_slabs
         self.blocks_per_slab = blocks_per_slab
         self.max_slots = max_slots
-        """So many slabs may only be slots, and the others only blocks; None: any may be either."""
+        """Slabs reserved for slots, the others being for blocks; None: no static share."""
         self._free_slabs = list(range(num_slabs - 1, 0, -1))
         self._slots = set[int]()
         self._free_in: dict[int, array[int]] = {}
-        """Free blocks of every slab that holds blocks and is not full; the last one goes first."""
+        """Free blocks of every slab that holds blocks and is not full; the last is allocated first."""
         self._is_taken = bytearray(num_slabs * blocks_per_slab)
         """By block."""
         self._block_slabs = {0}
@@ -46,21 +46,21 @@ class Arena:
 
     @property
     def max_block_slabs(self) -> int:
-        """Slabs that may hold blocks, the first one included."""
+        """Slabs that may hold blocks, slab 0 included."""
         return self.num_slabs - (self.max_slots or 0)
 
     @property
     def num_slots(self) -> int:
-        """Slots handed out."""
+        """Allocated slots."""
         return len(self._slots)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks handed out."""
+        """Allocated blocks."""
         return len(self._block_slabs) * self.blocks_per_slab - self.num_free_blocks - 1
 
     def take_slot(self) -> SlotId | None:
-        """Return a slot, or None when no slab is wholly free."""
+        """Allocate a slot; None when no slab is free."""
         if not self._free_slabs or len(self._slots) == self.max_slots:
             return None
         slab = self._free_slabs.pop()
@@ -74,7 +74,7 @@ class Arena:
         self._free_slabs.append(slot)
 
     def take_blocks(self, num_blocks: int) -> "array[int]":
-        """Return so many blocks, from slabs that hold blocks already while there is room; fewer when all is taken."""
+        """Allocate blocks, first in slabs that hold blocks already; fewer than asked for when the arena is full."""
         taken = array("i")
         while len(taken) < num_blocks and (self._free_in or self._open_slab()):
             slab, free = next(iter(self._free_in.items()))
@@ -89,7 +89,7 @@ class Arena:
         return taken
 
     def _open_slab(self) -> bool:
-        """Let a free slab hold blocks. False when there is none."""
+        """Use a free slab for blocks. False when there is none."""
         if not self._free_slabs or len(self._block_slabs) == self.max_block_slabs:
             return False
         slab = self._free_slabs.pop()
@@ -100,7 +100,7 @@ class Arena:
         return True
 
     def free_blocks(self, blocks: Iterable[int]) -> None:
-        """Take blocks back, in this order."""
+        """Free blocks, in this order."""
         is_taken, free_in, size = self._is_taken, self._free_in, self.blocks_per_slab
         end = len(is_taken)
         for block in blocks:
@@ -130,9 +130,9 @@ class Arena:
         return slab is not None and self.num_free_blocks - len(self._free_in[slab]) >= self._num_used(slab)
 
     def compact(self) -> list[tuple[BlockId, BlockId]]:
-        """Empty the slab with the fewest blocks in use and return the moves ``(from, to)`` that this takes.
+        """Free the slab with the fewest blocks in use; return the moves ``(from, to)`` of its blocks.
 
-        The slab is free afterwards. ``can_compact`` must hold.
+        ``can_compact`` must hold.
         """
         slab = self._emptiest_slab()
         if slab is None:
@@ -158,7 +158,7 @@ class Arena:
         return self.blocks_per_slab - len(self._free_in[slab])
 
     def used(self) -> tuple[set[SlotId], set[BlockId]]:
-        """Return all slots and all blocks that are handed out (for checks; linear in the arena's size)."""
+        """Return all allocated slots and blocks, for checks: linear in the size of the arena."""
         blocks = {
             BlockId(block)
             for slab in self._block_slabs
