@@ -49,7 +49,7 @@ def granted(lease: Lease | None) -> Lease:
 
 
 def fill(cache: PrefixCache, num_blocks: int, choose: random.Random) -> None:
-    """Cache conversations of many, until so many blocks are in use."""
+    """Cache many conversations until ``num_blocks`` blocks are in use."""
     system_prompts = [new_tokens(choose, 1000) for _ in range(8)]
     index = 0
     while cache.memory_use().num_blocks < num_blocks and cache.stats().num_blocks_evicted == 0:

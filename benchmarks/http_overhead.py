@@ -110,7 +110,7 @@ def serving(options: argparse.Namespace) -> Iterator[str]:
 
 
 def fresh_prompts(rng: Random, options: argparse.Namespace, num_clients: int) -> list[list[int]]:
-    """Return prompts that nobody has seen, enough to keep all clients busy for a while."""
+    """Return new prompts, enough to keep all clients busy."""
     count = max(options.min_requests, options.requests_per_client * num_clients)
     return [rng.choices(range(1, VOCAB_SIZE), k=options.prompt_tokens) for _ in range(count)]
 

@@ -97,7 +97,7 @@ class Server:
 
 @dataclass
 class Soak:
-    """What happened, and what was wrong."""
+    """Events and faults of a run."""
 
     http: httpx.AsyncClient
     prompts: list[list[int]]

@@ -45,5 +45,5 @@ def multiply_bfloat16() -> None:
 
 
 def multiply_rows_alike(a: Any, b: Any, dtype: Any) -> Any:
-    """As ``np.matmul``, with one order of sums for every row: in BLAS it depends on where in the tile a row lies."""
+    """Multiply as ``np.matmul`` does, with the same summation order for every row, which BLAS does not guarantee."""
     return np.einsum("ik,kj->ij", a, b, dtype=dtype, optimize=False)

@@ -51,7 +51,7 @@ def ask_echo(d: Dialogue) -> None:
 
 
 def ask_unknown(d: Dialogue) -> None:
-    """Ask for something that nobody said."""
+    """Ask for a fact that was not given."""
     kind = d.rng.choice(("person", "thing", "label", "plain"))
     missing = Fact(draw_attribute(d.rng, kind)[0], draw_subject(d.rng, kind), "")
     if any(f.topic == missing.topic or (f.subject and f.subject == missing.subject) for f in d.facts):

@@ -125,7 +125,7 @@ class Mixture:
 
 
 def render(messages: list[Message], *, is_prompt: bool = False) -> str:
-    """What the shipped chat template renders."""
+    """Render messages as the shipped chat template does."""
     turns = (f"{demo_files.TURN_START}{m['role']}\n{m['content']}{demo_files.TURN_END}\n" for m in messages)
     return "".join(turns) + (f"{demo_files.TURN_START}assistant\n" if is_prompt else "")
 

@@ -46,7 +46,7 @@ def test_sizes_of_named_geometries_stay_what_they_were() -> None:
     }
 
 
-def test_every_tensor_of_a_block_or_slot_is_aligned_by_itself() -> None:
+def test_every_tensor_of_a_block_or_slot_is_aligned() -> None:
     layer = LayerSpec(
         streams=(TensorSpec("latent", (5,), "bfloat16"), TensorSpec("index", (1,), "int8")), states=(STATE, WINDOW)
     )

@@ -1,4 +1,4 @@
-"""How long a step takes, without a device: what a replay puts in the device's place.
+"""A cost model of steps, with which a replay runs without a device.
 
 A step reads the weights once, computes its prefill tokens at a fixed rate plus attention over what lies before them,
 and pays for every decoding sequence its state and its keys and values. Rough on purpose: a replay compares policies,
@@ -18,17 +18,17 @@ class CostModel:
     """Costs of one model on one device, in seconds."""
 
     step_s: float
-    """Of a step that computes next to nothing: launching, and reading the weights."""
+    """Fixed cost of a step: launches, and reading the weights."""
     prefill_token_s: float
     attention_pair_s: float
-    """Of one prefill token attending to one earlier token, in all layers together."""
+    """Cost of one prefill token attending to one earlier token, in all layers together."""
     decode_sequence_s: float
-    """Of one more decoding sequence: its state read and written, its share of the experts."""
+    """Cost of one more decoding sequence: its state read and written, its share of the experts."""
     decode_kv_token_s: float
-    """Of one token of keys and values that a decode reads."""
+    """Cost of one token of keys and values that a decode reads."""
 
     def sped_up(self, times: float) -> "CostModel":
-        """Return the costs of a machine that is so many times as fast."""
+        """Return the costs of a machine that is ``times`` times as fast."""
         return CostModel(*(cost / times for cost in astuple(self)))
 
     def prefill_s(self, start: int, end: int) -> float:
@@ -54,7 +54,7 @@ COPY_BYTES_PER_S: Final = 4.27e12
 PREFILL_FLOP_PER_S: Final = 4.5e14
 ATTENTION_FLOP_PER_S: Final = 2.92e14
 OF_THE_FLOOR: Final = 2.0
-"""Measured steps take about so many times what moving their bytes alone would."""
+"""Ratio of measured step times to the time of the memory traffic alone."""
 
 
 def estimated(spec: ModelSpec, num_active_weights: int, num_query_heads: int) -> CostModel:

@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What the demo says: one conversation about a document, and one-off questions about another."""
+    """The demo's inputs: one conversation about a document, and independent questions about another."""
 
     document: str
     turns: tuple[str, ...]
@@ -31,7 +31,7 @@ class Script:
 
 
 def write_script(seed: int = 0) -> Script:
-    """Draw the documents and what is asked about them."""
+    """Draw the documents and the questions about them."""
     rng = Random(seed)
     document, facts = make_document(rng, DOCUMENT_TOKENS)
     about = [f"What is the {fact.attribute} of {fact.subject}?" for fact in facts]
@@ -51,7 +51,7 @@ def write_script(seed: int = 0) -> Script:
 
 
 def run_demo(model: str, dtype: str) -> int:
-    """Run the demo and print what it shows; return 0 if the cache changed no token, else 1."""
+    """Run the demo and print its table; return 0 if the cache changed no token, else 1."""
     script = write_script()
     rows: dict[str, list[Report]] = {"conversation": [], "shared prefix": []}
     dialogue: list[Message] = []
@@ -97,7 +97,7 @@ def _converse(llm: LLM, script: Script, bar: "tqdm[Any]") -> tuple[Report, list[
 
 
 def _ask_all(llm: LLM, script: Script, bar: "tqdm[Any]") -> Report:
-    """Ask each question in a conversation of its own, one after another."""
+    """Ask each question in its own conversation, one after another."""
     outputs: list[RequestOutput] = []
     with stopwatch() as elapsed:
         for question in script.questions:

@@ -1,4 +1,4 @@
-"""Suites of held-out tasks, and whether a reply gives the right answer. No engine and no tokenizer is needed."""
+"""Suites of held-out tasks and their scoring, without an engine or a tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_suite(seed: int, per_kind: int, count: Callable[[str], int] = estimate_
 
 
 def score(task: Task, reply: str) -> bool:
-    """Tell whether ``reply`` answers the task: the last number of a sum, the end of a recall, the words of a chat."""
+    """Return whether ``reply`` answers the task: the last number of a sum, the end of a recall, the words of a chat."""
     if task.kind == "arithmetic":
         return _NUMBER.findall(reply)[-1:] == [task.answer]
     answer = re.escape(task.answer.rstrip(".?!"))

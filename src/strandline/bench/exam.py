@@ -1,7 +1,7 @@
-"""``strandline eval``: held-out tasks with known answers, in every cache mode. The canary of every change.
+"""``strandline eval``: scores a model on held-out tasks in every cache mode.
 
-A cache that returned a wrong state would show here as wrong answers. The modes: ``off``; ``on``; and ``resumed``,
-in which every prompt first comes cut off at a random token, so that the whole one resumes from there.
+A cache that returns a wrong state shows as wrong answers. The modes: ``off``; ``on``; and ``resumed``, in which every
+prompt is first sent truncated at a random token, so that the whole prompt resumes from there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ def run_evaluation(engine_options: Mapping[str, Any], *, per_kind: int, seed: in
 
 
 def take(llm: LLM, suite: Sequence[Task], mode: str) -> Result:
-    """Answer all tasks, some at a time."""
+    """Answer all tasks, ``BATCH`` at a time."""
     rng = Random(0)
     replies: list[str] = []
     num_prompt = num_hit = 0
@@ -82,6 +82,6 @@ def table(suite: Sequence[Task], results: Mapping[str, Result]) -> list[str]:
 
 
 def token_counter(llm: LLM) -> Callable[[str], int]:
-    """Return what counts a text's tokens as the model's tokenizer cuts them."""
+    """Return a function that counts a text's tokens with the model's tokenizer."""
     tokenizer = llm.get_tokenizer()
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))

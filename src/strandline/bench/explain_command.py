@@ -1,4 +1,4 @@
-"""From the flags of ``strandline explain`` to a question."""
+"""``strandline explain``: turns its flags into a question and prints the answer."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from strandline.errors import ConfigError
 
 
 def run_explain(options: Namespace) -> int:
-    """Ask what the flags say; return the exit code.
+    """Ask the question that the flags describe; return the exit code.
 
     Raises:
         ConfigError: they contradict each other, or a file cannot be read.
@@ -69,7 +69,7 @@ def _tokens(given: str) -> list[int]:
 
 
 def _conversation(name: str) -> dict[str, Any]:
-    """Return what a JSON file holds: a list of messages, or a body of the chat API."""
+    """Return the contents of a JSON file: a list of messages, or a body of the chat API."""
     try:
         data = json.loads(_read(name))
     except ValueError as error:

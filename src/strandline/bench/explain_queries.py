@@ -33,7 +33,7 @@ NEW: Final = frozenset({Reason.FIRST_SEEN, Reason.DIVERGED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerQuestion:
-    """What to ask a running server: exactly one of the first four."""
+    """A question to a running server: exactly one of the first four fields is set."""
 
     request_id: str | None = None
     prompt: str | None = None
@@ -106,7 +106,7 @@ def _ask(question: ServerQuestion) -> dict[str, Any]:
 
 
 def _told(error: HTTPError) -> str:
-    """Return what the server said."""
+    """Return the server's answer."""
     try:
         return str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -122,7 +122,7 @@ class ExplainedReplay(Replay):
     def __init__(self, machine: Machine, policy_name: str, wanted: int | None) -> None:
         super().__init__(machine, policy_name)
         self.accounts: list[Account] = []
-        """In the order in which the requests start."""
+        """Requests in the order of their start."""
         self.answer: CacheAnswer | None = None
         self._wanted = wanted
 

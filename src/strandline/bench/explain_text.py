@@ -1,4 +1,4 @@
-"""An explanation in plain text, from the data that the server or a replay gives."""
+"""Renders the explanation of a server or a replay as plain text."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final

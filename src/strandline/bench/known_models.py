@@ -21,7 +21,7 @@ CONV_WIDTH: Final = 4
 
 
 def hybrid_spec(num_layers: int, num_attention: int, num_kv_heads: int, head_dim: int, hidden_size: int) -> ModelSpec:
-    """Return the spec of a model of gated DeltaNet layers, every n-th of which is attention instead."""
+    """Return the spec of a model of Gated DeltaNet layers with attention in every n-th layer."""
     channels = GDN_KEY_HEADS * GDN_HEAD_DIM * 2 + GDN_VALUE_HEADS * GDN_HEAD_DIM
     state = TensorSpec("state", (GDN_VALUE_HEADS, GDN_HEAD_DIM, GDN_HEAD_DIM), "float32", is_recurrent=True)
     recurrent = LayerSpec(states=(state, TensorSpec("window", (CONV_WIDTH - 1, channels), "bfloat16")))

@@ -1,4 +1,4 @@
-"""Replays as pictures: for every trace, hits and recomputed tokens over the memory, a line per policy. Plain SVG."""
+"""SVG plots of replays: hits and recomputed tokens over the memory budget, one line per policy, for every trace."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ BOTTOM: Final = 40
 LINE_HEIGHT: Final = 16
 NUM_TICKS: Final = 5
 COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Told apart also by those who see few colours (Okabe and Ito)."""
+"""A palette that remains distinguishable with colour blindness (Okabe and Ito)."""
 SUFFIXES: Final = (".svg", ".html")
 
 Measure = Callable[[Result], float]
@@ -38,10 +38,10 @@ class Panel:
     lines: dict[str, list[tuple[float, float]]]
     """Policy -> (GiB, value), by memory."""
     ideal: float | None
-    """A level that no policy passes, drawn across."""
+    """An upper bound for all policies, drawn as a horizontal line."""
 
     def x(self, gib: float) -> float:
-        """Where a budget lies: on a scale of doublings."""
+        """Return the x coordinate of a budget, on a logarithmic scale."""
         all_gib = [point[0] for points in self.lines.values() for point in points]
         low, high = log2(min(all_gib)), log2(max(all_gib))
         share = (log2(gib) - low) / (high - low) if high > low else 0.5
@@ -53,12 +53,12 @@ class Panel:
         return max([*values, self.ideal or 0.0, 1e-9]) * 1.05
 
     def y(self, value: float) -> float:
-        """Where a value lies; zero is at the bottom."""
+        """Return the y coordinate of a value; zero is at the bottom."""
         return TOP + (1 - value / self.top_value) * (PANEL_HEIGHT - TOP - BOTTOM)
 
 
 def check_plot_path(path: str) -> None:
-    """Raise where no picture can be written: its name must end in .svg or .html, its folder be there."""
+    """Raise ConfigError unless the name ends in .svg or .html and its folder exists."""
     if not path.endswith(SUFFIXES):
         raise ConfigError(f"--plot {path}: the name must end in {' or '.join(SUFFIXES)}")
     if not Path(path).parent.is_dir():
@@ -66,7 +66,7 @@ def check_plot_path(path: str) -> None:
 
 
 def write_plot(path: str, rows: Sequence[tuple[str, Result]]) -> None:
-    """Draw the results of (trace, result) rows to an SVG file, or to a page that shows it."""
+    """Plot (trace, result) rows to an SVG file, or to an HTML page that contains it."""
     svg = draw(rows)
     page = f"<!doctype html><meta charset=utf-8><title>Replays</title><body>{svg}</body>\n"
     Path(path).write_text(page if path.endswith(".html") else svg + "\n")

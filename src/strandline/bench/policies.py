@@ -1,4 +1,4 @@
-"""Policies to compare: what a cache keeps, and what it lets go, by name."""
+"""Named cache policies to compare: placement, eviction and the division of memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from strandline.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a cache behaves."""
+    """Placement, eviction and division of memory of a cache."""
 
     placement: Placement = AUTO
     evicts_oldest: bool = False
-    """Evict what was used longest ago, in place of what is worth least."""
+    """Evict the least recently used entry rather than the least valuable one."""
     slot_share: float | None = None
-    """A fixed share of the memory for slots; None divides it as needed."""
+    """Fixed share of the memory for slots; None: divided on demand."""
     is_enabled: bool = True
 
 
@@ -51,7 +51,7 @@ def policy(name: str) -> Policy:
 
 
 def make_cache(chosen: Policy, num_slabs: int, blocks_per_slab: int, clock: Clock) -> PrefixCache:
-    """Return an empty cache that follows a policy."""
+    """Return an empty cache with a policy."""
     return PrefixCache(
         num_slabs,
         blocks_per_slab,

@@ -22,7 +22,7 @@ from strandline.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What to replay, and on what."""
+    """Traces, policies, budgets and limits of a replay."""
 
     traces: Sequence[str]
     """Paths, names of workloads, or ``synthetic`` for all workloads."""
@@ -34,21 +34,21 @@ class ReplayOptions:
     max_sessions: int | None
     session_gap_s: float
     speed: float
-    """How many times as fast as one H200."""
+    """Speed of the device as a multiple of one H200."""
     plot: str | None = None
-    """Where to draw what came out."""
+    """File to plot the results to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One replay's place in the table."""
+    """One row of the table."""
 
     trace: str
     result: Result
 
 
 def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
-    """Replay all combinations and print what they show; return 0."""
+    """Replay all combinations and print the results; return 0."""
     for name in options.policies:
         policy(name)
     if options.plot is not None:

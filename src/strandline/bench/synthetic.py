@@ -1,4 +1,4 @@
-"""Workloads by name: small, made up, each with one shape of sharing that engines serve well or badly."""
+"""Small synthetic workloads by name, each with one pattern of sharing."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Recorded traffic as lanes of calls: conversations in which each request waits for the one before it.
+"""Recorded traffic as lanes of calls: conversations in which each request follows the end of the previous one.
 
 Formats, one JSON object a line, plain or gzipped, told apart by their keys:
 
@@ -32,32 +32,32 @@ PIECE: Final = re.compile(r"\w{1,6}|\s+|[^\w\s]")
 
 TURN: Final = re.compile(r"(?:\A|(?<=\n\n))(?:system|user|assistant|tool): ")
 MIN_TURN_TOKENS: Final = 16
-"""Marks keep this distance from one another and from the beginning, as an engine's do."""
+"""Minimum distance of marks from one another and from the beginning, as in the engine."""
 
 FIRST_BIT_CLEARED: Final = bytes(byte & 0x7F for byte in range(256))
 
 Row = dict[str, Any]
 Encoded = tuple[bytes, bytes, tuple[int, ...]]
-"""A prompt, what is generated after it, and the prompt's marks."""
+"""A prompt, the generated tokens, and the prompt's marks."""
 
 
 class Call(NamedTuple):
-    """One request, with what it will generate."""
+    """One request and the tokens that it will generate."""
 
     at_s: float
-    """It comes no earlier than this, counted from its lane's start."""
+    """Earliest arrival, relative to its lane's start."""
     think_s: float
-    """It comes no earlier than this after the end of the call before it."""
+    """Minimum delay after the end of the previous call."""
     prompt: bytearray
     """Token ids, encoded."""
     output: bytes
     marks: tuple[int, ...] = ()
-    """Where its tools, its system prompt, and what comes before its last message end."""
+    """Ends of its tools, its system prompt, and all messages but the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Calls of which each waits for the one before it. ``calls`` makes them as they are asked for, anew each time."""
+    """A sequence of calls, each after the end of the previous one. ``calls`` starts a new lazy iteration each time."""
 
     start_s: float
     calls: Callable[[], Iterator[Call]]

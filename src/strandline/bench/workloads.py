@@ -17,7 +17,7 @@ from strandline.records.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one run of a workload showed."""
+    """Measurements of one run of a workload."""
 
     prompt_tokens: int
     hit_tokens: int
@@ -39,7 +39,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class MultiTurn:
-    """Conversations that share a system prompt and grow turn by turn; turn ``t`` of all runs together."""
+    """Conversations that share a system prompt and grow turn by turn; turn ``t`` of all conversations is one batch."""
 
     num_conversations: int = 8
     num_turns: int = 6
@@ -117,7 +117,7 @@ def _draw(rng: Random, vocab_size: int, count: int) -> list[int]:
 
 @contextmanager
 def stopwatch() -> Iterator[Callable[[], float]]:
-    """Give a function that returns the seconds since the block was entered, up to its end."""
+    """Yield a function that returns the seconds since the block was entered, up to its end."""
     start = time.perf_counter()
     end: list[float] = []
     try:

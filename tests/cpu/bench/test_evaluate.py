@@ -15,7 +15,7 @@ def test_a_suite_is_fixed_by_its_seed() -> None:
     assert make_suite(3, 5) != make_suite(4, 5)
 
 
-def test_a_suite_holds_as_many_tasks_of_each_kind_as_asked() -> None:
+def test_suite_holds_the_requested_number_of_each_kind() -> None:
     kinds = [t.kind for t in make_suite(0, 7)]
     assert kinds == [kind for kind in KINDS for _ in range(7)]
 

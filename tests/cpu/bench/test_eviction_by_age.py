@@ -159,7 +159,7 @@ def hit_share(lanes: list[Lane], memory_gib: float, name: str) -> float:
     "traffic",
     [scan, zipf, drift, short_chats, bursts, unrepeated_answers, agents_one_after_another, chats_beside_documents],
 )
-def test_no_traffic_hits_less_than_with_eviction_by_age(traffic: Callable[[int], Iterator[Lane]]) -> None:
+def test_no_traffic_hits_less_than_lru(traffic: Callable[[int], Iterator[Lane]]) -> None:
     gains = []
     for seed in SEEDS:
         lanes = list(traffic(seed))
@@ -169,7 +169,7 @@ def test_no_traffic_hits_less_than_with_eviction_by_age(traffic: Callable[[int],
     assert sum(gains) >= 0
 
 
-def test_in_a_few_slots_agents_that_take_turns_hit_no_less_than_with_eviction_by_age() -> None:
+def test_alternating_agents_hit_no_less_than_lru_in_few_slots() -> None:
     slot_gib = geometry(MODEL).slab_bytes / 2**30
     gains = []
     for seed in range(4):

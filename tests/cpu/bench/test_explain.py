@@ -224,7 +224,7 @@ def trace(path: Path) -> str:
     return str(path)
 
 
-def test_a_request_of_a_trace_is_explained_as_of_its_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_request_is_explained_as_of_its_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = trace(tmp_path / "trace.jsonl")
     assert main(["explain", "--trace", name, "--request", "2", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -238,7 +238,7 @@ def test_a_request_of_a_trace_is_explained_as_of_its_start(tmp_path: Path, capsy
     assert "put what changes behind what does not: tokens [300, 303) differ" in out
 
 
-def test_without_a_number_those_that_missed_most_of_what_was_there_are_listed(
+def test_largest_avoidable_misses_are_listed_without_a_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = trace(tmp_path / "trace.jsonl")

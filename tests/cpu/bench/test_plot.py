@@ -24,7 +24,7 @@ def result(policy: str, gib: int, hit: int, recomputed: int = 0) -> Result:
     )
 
 
-def test_each_result_is_a_point_of_its_policys_line_in_each_panel_of_its_trace() -> None:
+def test_each_result_is_a_point_on_its_policy_line() -> None:
     rows = [
         ("a", result("auto", 10, 50, 40)),
         ("a", result("auto", 20, 80, 10)),
@@ -54,7 +54,7 @@ def test_a_replay_is_drawn_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("name", ["p.png", "nowhere/p.svg"])
-def test_a_picture_that_cannot_be_written_is_an_error_before_the_replay(tmp_path: Path, name: str) -> None:
+def test_unwritable_plot_is_refused_before_the_replay(tmp_path: Path, name: str) -> None:
     assert main(["bench", "replay", "resend", "--memory", "1GiB", "--plot", str(tmp_path / name)]) == 2
     assert not list(tmp_path.iterdir())
 

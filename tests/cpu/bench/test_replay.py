@@ -95,7 +95,7 @@ def test_text_and_token_ids_keep_sessions_in_order(tmp_path: Path) -> None:
     assert (bytes(first.prompt), first.output, len(second.output)) == (encode([1, 2, 3]), encode([4]), 12)
 
 
-def test_text_that_says_whose_turn_it_is_has_marks_where_its_system_prompt_and_its_history_end(tmp_path: Path) -> None:
+def test_text_with_roles_is_marked_after_system_prompt_and_history(tmp_path: Path) -> None:
     system, history, last = "system: " + "a b " * 20, "\n\nuser: " + "c d " * 20, "\n\nassistant: e\n\nuser: user: f"
     inputs = [system + history + last, history[2:] + last, "user: f", "no roles " * 30, "user: a, and system: b " * 9]
     rows: list[dict[str, object]] = [
@@ -132,7 +132,7 @@ def test_the_ideal_is_exact_inside_a_block() -> None:
 
 
 @given(st.lists(st.lists(st.sampled_from([0, 1, 1, 1]), max_size=40)))
-def test_the_ideal_is_the_longest_prefix_that_any_sequence_before_shares(histories: list[list[int]]) -> None:
+def test_ideal_is_the_longest_prefix_shared_with_earlier_sequences(histories: list[list[int]]) -> None:
     seen = SeenPrefixes()
     added: list[list[int]] = []
     for history in histories:
@@ -163,7 +163,7 @@ def test_conversations_run_together_in_simulated_time() -> None:
     assert result.simulated_s < 0.5 * alone
 
 
-def test_a_prompt_that_the_memory_cannot_hold_is_refused_and_counted(tmp_path: Path) -> None:
+def test_prompt_larger_than_memory_is_refused_and_counted(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"prompt": [1] * 40_000, "output": 1}, {"prompt": [1] * 100, "output": 1}]
     result = replay(read_trace(write(tmp_path / "i.jsonl", rows)), gib=0.6)
     assert (result.num_requests, result.num_refused) == (1, 1)
@@ -197,7 +197,7 @@ def test_a_geometry_is_the_same_by_name_and_by_configuration(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Qwen3.5-4B"])
-def test_estimated_costs_come_within_a_factor_of_four_of_measured_ones(name: str) -> None:
+def test_estimated_costs_are_within_four_times_the_measured_ones(name: str) -> None:
     estimated = cost_model(str(CONFIGS / name.lower()))
     for guess, measured in zip(astuple(estimated), astuple(H200[name]), strict=True):
         assert measured / 4 < guess < measured * 4
@@ -212,7 +212,7 @@ def test_divided_memory_refuses_what_its_share_for_blocks_cannot_hold(tmp_path: 
 
 
 @pytest.mark.parametrize("num_tokens", [9_000, 12_000, 15_800])
-def test_divided_memory_serves_together_or_in_turn_what_fits_its_share(tmp_path: Path, num_tokens: int) -> None:
+def test_divided_memory_serves_whatever_fits_its_share(tmp_path: Path, num_tokens: int) -> None:
     rows: list[dict[str, object]] = [{"prompt": [index] * num_tokens, "output": 100} for index in range(4)]
     result = replay(read_trace(write(tmp_path / "i.jsonl", rows)), gib=1, name="8192-ends-lru")
     assert (result.num_requests, result.num_refused, len(result.ttft_s)) == (4, 0, 4)

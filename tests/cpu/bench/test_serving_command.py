@@ -36,7 +36,7 @@ def bench(server: ServerProcess, folder: Path, *flags: str) -> dict[str, Any]:
     return data
 
 
-def test_lengths_are_exact_and_a_warm_up_leaves_nothing_to_hit(demo_server: ServerProcess, tmp_path: Path) -> None:
+def test_lengths_are_exact_and_warm_up_caches_nothing_useful(demo_server: ServerProcess, tmp_path: Path) -> None:
     data = bench(demo_server, tmp_path, *TINY, "--num-prompts", "6", "--num-warmups", "2", "--max-concurrency", "3")
     assert (data["completed"], data["failed"]) == (6, 0)
     assert (data["input_lens"], data["output_lens"]) == ([100] * 6, [5] * 6)
@@ -54,9 +54,7 @@ def test_repeated_prefixes_are_hit_up_to_the_ideal(demo_server: ServerProcess, t
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_the_next_turn_of_a_conversation_hits_the_whole_of_the_last(
-    demo_server: ServerProcess, tmp_path: Path, backend: str
-) -> None:
+def test_next_turn_hits_the_whole_previous_turn(demo_server: ServerProcess, tmp_path: Path, backend: str) -> None:
     flags = ["--dataset-name", "multi-turn", "--num-prompts", "4", "--multi-turn-num-turns", "4", "--backend", backend]
     lengths = ["--multi-turn-system-len", "60", "--multi-turn-user-len", "30", "--multi-turn-output-len", "12"]
     data = bench(demo_server, tmp_path, *flags, *lengths)
@@ -68,7 +66,7 @@ def test_the_next_turn_of_a_conversation_hits_the_whole_of_the_last(
     assert all(hit <= ideal for ideal, hit in zip(ideals, hits, strict=True))
 
 
-def test_a_trace_is_replayed_and_what_does_not_fit_is_left_out(
+def test_trace_replay_leaves_out_requests_that_do_not_fit(
     demo_server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows: list[dict[str, Any]] = [{"prompt": list(range(1, 50 + place)), "output": 2, "t": 0.0} for place in (0, 10)]

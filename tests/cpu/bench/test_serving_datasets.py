@@ -126,7 +126,7 @@ MULTI_TURN = ["--dataset-name", "multi-turn", "--multi-turn-num-turns", "3", "--
 LENGTHS = ["--multi-turn-system-len", "10", "--multi-turn-user-len", "4", "--multi-turn-output-len", "6"]
 
 
-def test_the_next_turn_holds_the_tokens_that_the_server_says_it_generated(vocabulary: Vocabulary) -> None:
+def test_next_turn_holds_the_tokens_reported_by_the_server(vocabulary: Vocabulary) -> None:
     sessions = sessions_of(vocabulary, *MULTI_TURN, *LENGTHS)
     assert len(sessions) == 2, "enough for five requests of three turns each"
     first, second, third = talk(sessions[0], Answer(token_ids=[250, 251]), Answer(token_ids=[252]))
@@ -137,7 +137,7 @@ def test_the_next_turn_holds_the_tokens_that_the_server_says_it_generated(vocabu
     assert first.body == {"return_token_ids": True}
 
 
-def test_the_next_turn_holds_the_text_where_the_server_gives_no_tokens(vocabulary: Vocabulary) -> None:
+def test_next_turn_holds_text_if_server_reports_no_tokens(vocabulary: Vocabulary) -> None:
     [session, _] = sessions_of(vocabulary, *MULTI_TURN, *LENGTHS)
     first, second, _ = talk(session, Answer(text="so"))
     assert second.prompt[:16] == [*first.prompt, *vocabulary.encode("so")]  # type: ignore[misc]

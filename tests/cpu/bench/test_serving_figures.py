@@ -85,7 +85,7 @@ def test_the_table_is_vllms_with_the_cache_in_it() -> None:
     )
 
 
-def test_what_a_server_does_not_say_is_not_shown_as_zero() -> None:
+def test_figures_missing_from_a_server_are_not_zero() -> None:
     figures = figures_of(Run([Answer(0, 0.1, 0.2, [], "a", [], 5, 1)], 1.0), Wanted())
     assert "Cached prompt tokens:                    not reported" in table(figures, Pace(), Wanted())
 

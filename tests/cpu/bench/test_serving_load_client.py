@@ -50,7 +50,7 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"
 DONE = b"data: [DONE]\n\n"
 
 
-def test_times_are_those_of_the_pieces_and_counts_those_of_the_usage() -> None:
+def test_times_come_from_chunks_and_counts_from_usage() -> None:
     end = event({"text": "", "finish_reason": "length"})
     answer = ask_of([event({"text": "a"}), event({"text": "b"}), end, event(usage=USAGE), DONE])
     assert (answer.text, answer.error) == ("ab", "")
@@ -126,7 +126,7 @@ def test_a_request_carries_what_the_flags_say() -> None:
     }  # fmt: skip
 
 
-def test_a_chat_is_sent_to_the_chats_path_in_its_own_words() -> None:
+def test_chat_is_sent_to_the_chat_path_as_messages() -> None:
     target = target_of(serve_options("--backend", "openai-chat", "--logprobs", "2"), None, None)
     body = json.loads(ServerUnderLoad(target).body(Ask([{"role": "user", "content": "x"}], 5)))
     assert target.url == "http://127.0.0.1:8000/v1/chat/completions"

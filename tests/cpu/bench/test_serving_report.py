@@ -124,7 +124,7 @@ def test_a_bar_is_as_long_as_its_value() -> None:
     assert float(mark) - float(start) == pytest.approx(whole * 0.75)
 
 
-def test_a_curve_reaches_each_percentile_at_its_value_and_ends_with_the_axis() -> None:
+def test_curve_passes_each_percentile_and_ends_at_the_axis() -> None:
     values = [*range(100), 5000]
     [path] = re.findall(r'd="M([^"]*L[^"]*)"', distribution([(0, values)], unit="ms"))
     points = [tuple(map(float, point.split())) for point in path.split("L")]

@@ -13,7 +13,7 @@ def llm() -> LLM:
     return LLM("demo", dtype="float32", skip_tokenizer_init=True)
 
 
-def test_a_chat_hits_all_but_the_new_tokens_of_each_turn(llm: LLM) -> None:
+def test_chat_hits_all_but_new_tokens(llm: LLM) -> None:
     report = MultiTurn(num_conversations=2, num_turns=3, system_tokens=70, user_tokens=(20, 30), output_tokens=4).run(
         llm
     )
@@ -22,12 +22,12 @@ def test_a_chat_hits_all_but_the_new_tokens_of_each_turn(llm: LLM) -> None:
     assert 0 < report.mean_ttft_s < report.wall_s
 
 
-def test_requests_with_a_shared_prefix_hit_it_from_the_third_on(llm: LLM) -> None:
+def test_third_request_hits_the_shared_prefix(llm: LLM) -> None:
     report = SharedPrefix(num_requests=4, prefix_tokens=90, suffix_tokens=10, output_tokens=2, seed=5).run(llm)
     assert report.hit_tokens == 2 * 90
 
 
-def test_a_burst_with_a_shared_prefix_hits_it_from_the_second_on(llm: LLM) -> None:
+def test_burst_hits_its_shared_prefix_from_the_second_request(llm: LLM) -> None:
     workload = SharedPrefix(num_requests=4, prefix_tokens=90, suffix_tokens=10, output_tokens=2, concurrency=4, seed=6)
     assert workload.run(llm).hit_tokens == 3 * 90
 

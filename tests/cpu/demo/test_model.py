@@ -48,7 +48,7 @@ def test_the_index_names_every_tensor_of_every_shard() -> None:
     assert {name.split(".")[0] for name in index} == {"model", "mtp"}
 
 
-def test_the_template_renders_a_longer_conversation_as_the_shorter_one_and_more(tokenizer: Any) -> None:
+def test_template_is_prefix_stable(tokenizer: Any) -> None:
     for seed in range(30):
         messages = make_conversation(Random(seed), 300)
         for end in range(1, len(messages)):

@@ -30,7 +30,7 @@ def test_a_task_ends_with_the_user_and_roles_alternate(kind: str) -> None:
         assert turns == ["user", "assistant"] * (len(turns) // 2) + ["user"]
 
 
-def test_the_answer_of_a_recall_is_stated_once_and_beside_what_was_asked() -> None:
+def test_recall_answer_is_stated_beside_its_topic() -> None:
     for seed in range(200):
         task = draw("recall", seed)
         found = re.fullmatch(r"The (.+) is (.+)\.", task.reply)

@@ -24,7 +24,7 @@ def load_oracle(state: dict[str, torch.Tensor], config: Qwen3_5TextConfig) -> Qw
     return oracle
 
 
-def test_logits_and_gradients_are_those_of_transformers() -> None:
+def test_logits_and_gradients_equal_transformers() -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": 300,
@@ -63,7 +63,7 @@ def test_logits_and_gradients_are_those_of_transformers() -> None:
 
 
 @torch.no_grad()
-def test_the_shipped_mtp_layer_is_a_transformers_decoder_layer_between_its_norms() -> None:
+def test_shipped_mtp_layer_equals_a_transformers_decoder_layer() -> None:
     state: dict[str, torch.Tensor] = {}
     for file in DEMO_FOLDER.glob("*.safetensors"):
         state |= {name: tensor.float() for name, tensor in load_file(file).items()}

@@ -61,7 +61,7 @@ def traces(llm: LLM, prompts: list[list[int]]) -> Trace:
     ]
 
 
-def test_answers_have_the_same_bits_whatever_is_cached_or_computed_beside_them(make_exact: MakeLLM) -> None:
+def test_answers_are_bitwise_independent_of_cache_and_batch(make_exact: MakeLLM) -> None:
     prompts = prompts_that_share(5, count=14)
     cold = make_exact(enable_prefix_caching=False)
     expected = [trace for prompt in prompts for trace in traces(cold, [prompt])]

@@ -57,7 +57,7 @@ PROMPTS = [tokens(count, seed=count) for count in (1, 5, 63, 64, 65, 129, 300)]
 LONG = SamplingParams(temperature=0, max_tokens=40)
 
 
-def test_the_first_token_of_a_step_that_is_launched_slowly_is_there_when_the_step_returns(make_llm: MakeLLM) -> None:
+def test_slowly_launched_step_returns_its_first_token(make_llm: MakeLLM) -> None:
     llm = make_llm(async_scheduling=True, enforce_eager=True)
     llm.engine.add_request("short", tokens(300, seed=1), LONG)
     [output] = llm.engine.step()

@@ -33,7 +33,7 @@ def test_decode_in_place_from_a_shared_slot_and_padded_rows(num_sequences: int, 
     check_decode([*slots, 0, 0], [*slots, 0, 0], QWEN35, torch.bfloat16, "cuda", state_dtype)
 
 
-def test_deterministic_a_sequence_s_bits_do_not_depend_on_the_batch() -> None:
+def test_deterministic_decode_is_bitwise_independent_of_the_batch() -> None:
     check_batch_changes_no_bit(64, QWEN35, torch.bfloat16, "cuda")
 
 

@@ -16,7 +16,7 @@ QWEN35 = replace(GPU, shape=Shape(16, 32, 128, 128), dtype=torch.bfloat16)
 
 @pytest.mark.parametrize("setting", [GPU, QWEN35], ids=["small", "Qwen3.5"])
 @pytest.mark.parametrize("num_tokens", LENGTHS)
-def test_decode_with_a_log_equals_the_recurrence_however_full_the_log_is(num_tokens: int, setting: Setting) -> None:
+def test_logged_decode_equals_the_recurrence_at_any_log_length(num_tokens: int, setting: Setting) -> None:
     checks.check_however_full(num_tokens, setting)
     checks.check_however_full(num_tokens, setting, logs=[8, 2, 3, 1, 5, 6, 7, 4])
 
@@ -28,7 +28,7 @@ def test_a_log_holds_for_any_ratio_and_size_of_heads(shape: Shape, dtype: torch.
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_sequences_that_come_go_and_fold_as_they_please_do_not_see_each_other(seed: int) -> None:
+def test_sequences_that_start_end_and_fold_stay_independent(seed: int) -> None:
     checks.check_sequences_that_come_and_go(Random(seed), replace(GPU, shape=QWEN35.shape))
 
 
@@ -37,7 +37,7 @@ def test_a_shared_snapshot_is_read_and_never_written() -> None:
 
 
 @pytest.mark.parametrize("logged", [0, 3, LOG_TOKENS])
-def test_a_state_moves_to_another_slot_once_its_log_is_folded(logged: int) -> None:
+def test_state_moves_to_another_slot_when_folded(logged: int) -> None:
     checks.check_a_state_that_moves(logged, QWEN35)
 
 
@@ -46,16 +46,16 @@ def test_a_sequence_without_a_snapshot_starts_from_zeros() -> None:
 
 
 @pytest.mark.parametrize("logged", [0, 3, LOG_TOKENS])
-def test_a_sequence_that_has_ended_changes_neither_its_state_nor_its_log(logged: int) -> None:
+def test_ended_sequence_changes_neither_state_nor_log(logged: int) -> None:
     checks.check_an_ended_sequence_changes_nothing(logged, QWEN35)
 
 
 @pytest.mark.parametrize("gate", ["vanishing", "absent", "strong once"])
-def test_extreme_decays_in_a_log_neither_overflow_nor_lose_the_weak_ones(gate: str) -> None:
+def test_extreme_decays_neither_overflow_nor_lose_weak_ones(gate: str) -> None:
     checks.check_extreme_decays(gate, QWEN35)
 
 
-def test_the_state_of_a_sequence_without_a_log_is_written_in_every_step() -> None:
+def test_state_without_a_log_is_written_every_step() -> None:
     checks.check_a_sequence_without_a_log(QWEN35)
 
 
@@ -63,9 +63,9 @@ def test_fold_obeys_the_plan() -> None:
     checks.check_fold_obeys_the_plan(QWEN35)
 
 
-def test_nan_in_one_sequence_stays_there_and_out_of_the_logs_next_holder() -> None:
+def test_nan_stays_in_its_sequence_and_its_log() -> None:
     checks.check_nan_stays_in_its_sequence(GPU)
 
 
-def test_a_fold_of_several_layers_adds_every_layer_s_own_log() -> None:
+def test_fold_adds_each_layer_its_own_log() -> None:
     checks.check_folds_of_several_layers(GPU)

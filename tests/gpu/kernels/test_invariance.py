@@ -61,7 +61,7 @@ def rows_of(layer: Layer, start: int, end: int) -> Layer:
 
 @DTYPES
 @pytest.mark.parametrize("shape", [REAL, Shape(4, 8, 64, 64), Shape(2, 4, 8, 8)], ids=str)
-def test_a_prompt_computed_in_steps_on_the_grid_has_the_same_bits(shape: Shape, dtype: torch.dtype) -> None:
+def test_prompt_in_steps_on_the_grid_is_bitwise_equal(shape: Shape, dtype: torch.dtype) -> None:
     layer, num_tokens = make_layer(1000, shape, dtype, "cuda"), 700
     state = make_arena([], shape, "cuda")
 

@@ -28,7 +28,7 @@ def test_experts_equal_a_loop_in_float64(
     [moe_triton.TILES_DECODE, moe_triton.TILES_MIDDLE, moe_triton.TILES_PREFILL],
     ids=["decode", "middle", "prefill"],
 )
-def test_experts_equal_a_loop_in_float64_at_the_model_s_shape(num_tokens: int, tiles: tuple[Tile, Tile]) -> None:
+def test_experts_equal_a_float64_loop_at_model_shape(num_tokens: int, tiles: tuple[Tile, Tile]) -> None:
     arguments = inputs(num_tokens, 256, 8, 2048, 512, torch.bfloat16, "cuda")
     check_experts(arguments, tiles)
 
@@ -45,7 +45,7 @@ def test_the_mixture_equals_a_loop_in_float64(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 16, 300])
-def test_the_mixture_equals_a_loop_in_float64_at_the_model_s_shape(num_tokens: int) -> None:
+def test_mixture_equals_a_float64_loop_at_model_shape(num_tokens: int) -> None:
     check_mixture(num_tokens, (256, 8, 2048, 512, 512), moe_triton.FEW[0], torch.bfloat16, "cuda")
 
 

@@ -17,7 +17,7 @@ def test_filters_keep_what_the_torch_version_keeps(vocab: int, scale: float) -> 
     check_filters(scale * torch.randn(len(ROWS), vocab, device="cuda"), ROWS)
 
 
-def test_of_equal_logits_the_first_ones_are_kept_as_many_as_their_share_asks_for() -> None:
+def test_ties_keep_the_first_tokens_up_to_top_p() -> None:
     parameters = filters([{"top_p": 0.3}, {"top_k": 1000}, {}], "cuda")
     is_kept_NV = sampling_triton.mask_top_k_top_p_min_p(torch.zeros(3, VOCAB, device="cuda"), *parameters).isfinite()
     expected_N = torch.tensor([ceil(float(parameters[1][0]) * VOCAB), 1000, VOCAB], device="cuda")

@@ -11,7 +11,7 @@ LEFT: Final = 64
 RIGHT: Final = 86
 BAR: Final = 15
 COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#7a5195", "#7f7f7f")
-"""Told apart by most people who see colours differently, too."""
+"""A palette that remains distinguishable with most kinds of colour blindness."""
 
 
 @dataclass(frozen=True, slots=True)

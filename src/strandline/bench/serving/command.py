@@ -32,7 +32,7 @@ DEFAULT_WARM_UP_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What came of it, and of what."""
+    """Results of a run and the options that produced them."""
 
     run: Run
     model: str

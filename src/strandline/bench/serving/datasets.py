@@ -161,7 +161,7 @@ def _shuffled(rows: list[Any], options: Namespace) -> list[Any]:
 
 
 def _enough(sessions: Iterator[Session], options: Namespace) -> list[Session]:
-    """Take as many as are wanted; repeat them if there are fewer, unless the options say otherwise."""
+    """Take the requested number; repeat items if there are fewer, unless the options forbid it."""
     taken = [session for session, _ in zip(sessions, range(options.num_prompts), strict=False)]
     if options.no_oversample or not taken:
         return taken

@@ -78,7 +78,7 @@ def _add_datasets(parser: argparse.ArgumentParser) -> None:
     add("--disable-shuffle", action="store_true", help="keep the file's order")
     add("--no-oversample", action="store_true", help="do not repeat a file that has too few prompts")
     add("--skip-chat-template", action="store_true", help="send custom prompts as they are")
-    add("--trace-speed", type=float, default=1.0, metavar="X", help="replay a trace so many times as fast")
+    add("--trace-speed", type=float, default=1.0, metavar="X", help="factor by which a trace is replayed faster")
     add("--session-gap", type=float, default=10.0, metavar="S", help="between sessions that record no time of day")
     add("--max-sessions", type=int, metavar="N", help="read the first N sessions of a trace")
 
@@ -105,7 +105,7 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
 def _add_request(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests (without --temperature they are greedy)")
     group.add_argument("--ignore-eos", action="store_true", help="outputs have their full length")
-    group.add_argument("--logprobs", type=int, metavar="N", help="ask for so many per token")
+    group.add_argument("--logprobs", type=int, metavar="N", help="number of log probabilities per token")
     text = "shared by this run's requests alone; 'random': a new one, so that no earlier run can be hit"
     group.add_argument("--cache-salt", metavar="TEXT", help=text)
     for name, kind in SAMPLING_FLAGS:

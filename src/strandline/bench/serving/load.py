@@ -18,10 +18,10 @@ from strandline.cache.tokens import encode
 
 @dataclass(slots=True)
 class Run:
-    """What a run has brought so far."""
+    """Results of a run so far."""
 
     answers: list[Answer] = field(default_factory=list)
-    """In the order in which they ended."""
+    """Outcomes in the order in which requests ended."""
     duration_s: float = 0.0
     num_interrupted: int = 0
     """Requests that were on their way when the run was ended."""
@@ -55,7 +55,7 @@ def arrival_times(num_sessions: int, pace: Pace) -> list[float]:
 
 
 class Gate:
-    """Lets so many in at once; None: any number."""
+    """Limit of concurrent requests; None: unlimited."""
 
     def __init__(self, limit: int | None) -> None:
         self._places = None if limit is None else asyncio.Semaphore(limit)
@@ -155,7 +155,7 @@ class Load:
                 return
 
     def _take_one(self) -> bool:
-        """Whether another request may be sent."""
+        """Return whether another request may be sent."""
         if self._num_left == 0:
             return False
         self._num_left -= 1

@@ -20,7 +20,7 @@ MAX_ERROR_CHARACTERS: Final = 500
 
 
 class Delta(msgspec.Struct):
-    """What a chat's piece adds."""
+    """Text and token ids that a chat chunk adds."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -49,7 +49,7 @@ class Choice(msgspec.Struct):
 
 
 class PromptDetails(msgspec.Struct):
-    """What the usage says of the prompt."""
+    """Prompt figures of the usage."""
 
     cached_tokens: int | None = None
 

@@ -22,7 +22,7 @@ GOODPUT_METRICS: Final = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go, and what each carries besides its prompt."""
+    """Target of the requests, and the fields that each has besides its prompt."""
 
     base_url: str
     endpoint: str
@@ -37,7 +37,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """When requests come."""
+    """Arrival process of the requests."""
 
     request_rate: float = math.inf
     """Per second; infinite: all at once."""
@@ -48,7 +48,7 @@ class Pace:
     ramp_rates: tuple[float, float] = (0.0, 0.0)
     max_concurrency: int | None = None
     num_requests: int = 1000
-    """Most requests in all."""
+    """Maximum number of requests."""
     seed: int = 0
 
 

@@ -11,7 +11,7 @@ from strandline.text.prompts import encode_text, render_chat
 
 
 class Vocabulary:
-    """What prompts may hold.
+    """The tokens that random prompts are drawn from.
 
     Args:
         ids: tokens that random prompts are drawn from; none when nothing is known of the model.

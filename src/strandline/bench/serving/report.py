@@ -49,10 +49,10 @@ class Column:
     label: str
     data: Mapping[str, Any]
     quantiles: Mapping[str, Sequence[float]]
-    """By metric: 101 percentiles in milliseconds; missing where the file does not have them."""
+    """101 percentiles in milliseconds by metric; metrics that the file lacks are absent."""
 
     def percentile(self, metric: str, percent: int) -> float | None:
-        """Return a percentile in milliseconds, None where nothing tells it."""
+        """Return a percentile in milliseconds, or None if it is not in the file."""
         if metric in self.quantiles:
             return self.quantiles[metric][percent]
         value: float | None = self.data.get(f"p{percent}_{metric}_ms")

@@ -17,27 +17,27 @@ class Ask:
     tokens: bytes | None = None
     """The prompt's tokens, encoded, where they are known."""
     at_s: float = 0.0
-    """It is sent no earlier than this, counted from its session's start."""
+    """Earliest time to send it, relative to its session's start."""
     think_s: float = 0.0
-    """It is sent no earlier than this after the answer before it."""
+    """Minimum delay after the previous answer."""
     body: dict[str, Any] = field(default_factory=dict)
     """Further fields of the request."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request. Times are seconds; ``start_s`` counts from the run's start."""
+    """Outcome of one request. Times are seconds; ``start_s`` counts from the run's start."""
 
     start_s: float = 0.0
     ttft_s: float = 0.0
-    """From sending to the first piece of text."""
+    """Time from sending to the first text."""
     latency_s: float = 0.0
-    """From sending to the end."""
+    """Time from sending to the end of the answer."""
     gaps_s: list[float] = field(default_factory=list)
     """Between pieces of text."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    """What was generated, if the server says so."""
+    """Generated token ids, if the server reports them."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int | None = None
@@ -54,16 +54,16 @@ class Answer:
 
 
 Asks = Generator[Ask, Answer, None]
-"""Yields asks and is sent the answer to each, so that a next turn can hold what the model said."""
+"""Yields requests and receives the answer to each, so that the next turn can contain it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Requests of which each waits for the one before it. ``asks`` begins anew each time."""
+    """A sequence of requests, each after the answer to the previous one. ``asks`` starts a new iteration each time."""
 
     asks: Callable[[], Asks]
     start_s: float | None = None
-    """When it begins; None: when the pace says."""
+    """Start time; None: chosen by the pace."""
     holds_its_place: bool = False
     """Count against the concurrency from the first ask to the last, not from ask to ask."""
 

@@ -47,7 +47,7 @@ def _random_tokens(maker: Maker, system: list[int], seed: int) -> Asks:
 
 
 def answered_tokens(maker: Maker, answer: Answer) -> list[int]:
-    """Return the tokens of an answer, as the server or else the tokenizer says.
+    """Return the tokens of an answer: those that the server reports, or else the tokenizer's.
 
     Raises:
         ConfigError: neither does.
