@@ -20,7 +20,7 @@ MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
 SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "0 is greedy"),
     ("top-p", float, "keep the likeliest tokens up to this probability"),
-    ("top-k", int, "keep so many of the likeliest tokens; 0 keeps all"),
+    ("top-k", int, "keep this many of the likeliest tokens; 0 keeps all"),
     ("min-p", float, "keep tokens at least this likely, as a share of the likeliest"),
     ("repetition-penalty", float, "above 1 discourages what was said before"),
     ("presence-penalty", float, "above 0 discourages tokens that occurred"),
@@ -89,20 +89,26 @@ def _add_serve(commands: Any) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")
     add("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
     add("--served-model-name", nargs="+", default=(), metavar="NAME", help="names that requests may use")
-    add("--api-key", nargs="+", default=(), metavar="KEY", help="ask for one of these keys")
+    add("--api-key", nargs="+", default=(), metavar="KEY", help="require one of these keys")
     add("--salt-per-key", action="store_true", help="share cached prefixes only among requests of the same key")
     add("--chat-template", metavar="FILE", help="a Jinja file, or the template itself")
-    text = "how the model writes calls of tools; auto: by its chat template (default: %(default)s)"
+    text = "format of tool calls; auto: by the chat template (default: %(default)s)"
     add("--tool-call-parser", choices=("auto", "hermes", "qwen3_coder", "none"), default="auto", help=text)
-    text = "how it writes its reasoning; auto: by its chat template (default: %(default)s)"
+    text = "format of reasoning; auto: by the chat template (default: %(default)s)"
     add("--reasoning-parser", choices=("auto", "qwen3", "deepseek_r1", "none"), default="auto", help=text)
-    add("--enable-auto-tool-choice", action="store_true", help="taken as vLLM's; tools need no flag here")
-    add("--restart", action="store_true", help="start the engine again when its process has ended")
-    add("--max-queue", type=int, default=1024, metavar="N", help="most outputs that wait (default: %(default)s)")
-    add("--max-body-bytes", type=int, default=8 * 2**20, metavar="N", help="of a request (default: %(default)s)")
-    text = "most time for a client to take a piece of its answer; 0: no limit (default: %(default)s)"
+    add("--enable-auto-tool-choice", action="store_true", help="accepted for compatibility; not needed")
+    add("--restart", action="store_true", help="restart the engine when its process has died")
+    add("--max-queue", type=int, default=1024, metavar="N", help="outputs that may wait (default: %(default)s)")
+    add(
+        "--max-body-bytes",
+        type=int,
+        default=8 * 2**20,
+        metavar="N",
+        help="size of a request's body (default: %(default)s)",
+    )
+    text = "how long a client may take to accept a part of its answer; 0: no limit (default: %(default)s)"
     add("--client-timeout-s", type=float, default=60.0, metavar="S", help=text)
-    add("--request-timeout-s", type=float, metavar="S", help="most time for one request (default: no limit)")
+    add("--request-timeout-s", type=float, metavar="S", help="how long a request may take (default: no limit)")
     text = "what /cache shows; auto: what prompts say, if the server listens on this machine alone, else counts"
     add("--cache-page", choices=("auto", "text", "counts", "off"), default="auto", help=text)
     _add_engine_flags(parser)
@@ -202,8 +208,8 @@ def _add_explain(commands: Any) -> None:
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     add = group.add_argument
-    add("--tokenizer", metavar="PATH", help="where the tokenizer lies, if not with the model")
-    text = "of weights and activations; auto: the model's, or float32 on a CPU that is slow in that"
+    add("--tokenizer", metavar="PATH", help="where the tokenizer is, if not with the model")
+    text = "of weights and activations; auto: the model's, or float32 on a CPU that is slow in it"
     add("--dtype", choices=DTYPES, default="auto", help=text)
     add("--device", choices=DEVICES, default="auto")
     text = "where steps run: in the engine's process, or in a worker process (default: %(default)s)"
@@ -213,18 +219,28 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, help="most tokens per step (default: 2048, on GPUs 8192)")
     add("--memory", metavar="SIZE", help="for the cache and running requests together, such as 4GiB")
-    add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="where --memory says nothing")
-    add("--enforce-eager", action="store_true", help="record no steps as CUDA graphs")
-    add("--async-scheduling", action=argparse.BooleanOptionalAction, help="plan ahead (default: on GPUs)")
+    add(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="share of the GPU's memory, without --memory (default: %(default)s)",
+    )
+    add("--enforce-eager", action="store_true", help="disable CUDA graphs")
+    add(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="plan each step while the one before runs (default: on GPUs)",
+    )
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
-    text = "where snapshots are taken; all but auto are there to compare with (default: %(default)s)"
+    text = "where snapshots are taken; modes other than auto are for comparison (default: %(default)s)"
     add("--mamba-cache-mode", choices=CACHE_MODES, default="auto", help=text)
     text = "between snapshots of align and all (default: %(default)s)"
     add("--mamba-block-size", type=int, default=1024, metavar="TOKENS", help=text)
-    add("--deterministic", action="store_true", help="the same bits, cached or not and in any batch; slower")
-    text = "replay this share of the hits cold, and measure what differs (default: %(default)s)"
+    add("--deterministic", action="store_true", help="bit-identical results, cached or not and in any batch; slower")
+    text = "replay this share of the hits cold, and measure the difference (default: %(default)s)"
     add("--audit-rate", type=float, default=0.0, metavar="SHARE", help=text)
-    add("--seed", type=int, default=0, help="of unseeded sampling and dummy weights (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of sampling without a seed, and of dummy weights (default: %(default)s)")
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:

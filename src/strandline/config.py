@@ -33,7 +33,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     """Work with token ids alone."""
     dtype: str = "auto"
-    """Of weights and activations; ``auto`` takes the model configuration's, on a CPU that is slow in it float32."""
+    """Dtype of weights and activations; ``auto``: the model configuration's, or float32 on a CPU that is slow in it."""
     device: str = "auto"
     distributed_executor_backend: str = "uni"
     """Where steps run: ``uni``: in the engine's process; ``mp``: in a worker process of its own."""
@@ -48,7 +48,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     """Plan each step while the device runs the one before; None: on GPUs."""
     enforce_eager: bool = False
-    """Launch every operation of every step from Python, rather than replay recorded ones on GPUs."""
+    """Disable CUDA graphs."""
     gpu_memory_utilization: float = 0.9
     """The share of a GPU's memory for weights, scratch memory and the cache together, unless ``memory`` says how much
     the cache gets."""
@@ -63,9 +63,9 @@ class EngineConfig:
     """Compute every token to the same bits, cached or not and whatever is computed beside it: cuts and steps of prompts
     on the 64-token grid, batch-invariant kernels on GPUs. Slower."""
     audit_rate: float = 0.0
-    """Share of the hits that are replayed cold when they have ended, to see how far log-probabilities differ."""
+    """Share of the hits that are replayed cold when they have ended, to measure how far log-probabilities differ."""
     seed: int = 0
-    """Of unseeded requests' sampling, and of dummy weights."""
+    """Seed of sampling without a seed, and of dummy weights."""
 
     def __post_init__(self) -> None:
         _require_choice("dtype", self.dtype, DTYPES)

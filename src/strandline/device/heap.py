@@ -1,8 +1,8 @@
 """The C library's heap on a CPU: keep scratch memory instead of handing it back after every operation.
 
 By default glibc maps every large tensor afresh and unmaps it when it dies, so that the kernel zeroes the same pages
-again and again. Keeping them made the prefill of a small model 1.3 times as fast (benchmarks/results). Who is idle
-gives them back.
+again and again. Keeping them made the prefill of a small model 1.3 times as fast (benchmarks/results). An idle engine
+returns them.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ M_MMAP_THRESHOLD: Final = -3
 KEPT_BYTES: Final = 256 * 2**20
 """Free memory at the heap's top that is kept."""
 LARGEST_KEPT_BYTES: Final = 32 * 2**20
-"""Larger tensors are mapped as before; glibc allows no more."""
+"""Larger tensors are mapped separately; glibc allows no higher threshold."""
 
 
 def keep_scratch_memory() -> bool:
@@ -26,7 +26,7 @@ def keep_scratch_memory() -> bool:
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
 
 
-def give_back_free_memory() -> bool:
-    """Hand what the heap keeps but nobody uses back to the system. False where there was nothing, or no such call."""
+def release_free_memory() -> bool:
+    """Return the heap's unused memory to the system. False where there was none, or the C library cannot."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return malloc_trim is not None and bool(malloc_trim(0))

@@ -1,12 +1,12 @@
-"""A step laid out in fixed places, with room to spare, so that a recording of it can be replayed for other steps.
+"""A step padded to a fixed size, so that a CUDA graph that was captured at that size can be replayed for it.
 
-All integers of a step but the block tables lie in one buffer, so that one copy brings them to the device. Of what a
-step leaves free
+All integers of a step but the block tables lie in one buffer, so that one copy brings them to the device. Where a step
+is smaller than the size,
 
 - *decodes* read and write null slots and have an empty context;
 - *prompts* are empty;
-- rows of prompts belong to one more prompt, the *filler*, behind all others: it starts from nothing, attends to the
-  null block, and is stored nowhere. So no row is left unwritten that a later operation would read;
+- unused rows of prompts belong to one more prompt, the *filler*, behind all others: it starts from zeros, attends to
+  the null block, and is stored nowhere. So no row that a later operation reads is left unwritten;
 - *chunks* are empty.
 
 Shape suffixes as in ``kernels/batch.py``; I integers of the buffer.
@@ -26,13 +26,13 @@ from strandline.kernels.chunk_table import CHUNK_TOKENS, Chunks
 from strandline.kernels.step import locate_rows
 
 MAX_PROMPTS: Final = 15
-"""Prompts of a padded step: sixteen sequences with the filler, of which attention looks up a tile's in one go."""
+"""Prompts of a padded step: sixteen sequences with the filler, as many as attention searches at once."""
 
 SPARE_CHUNKS: Final = 48
 """Chunks beyond one per 64 rows: what cuts and the two ends of prompts add."""
 
 TYPICAL_CONTEXT_TOKENS: Final = 8192
-"""For which the programs of attention are shaped; any context is right."""
+"""Context length that attention's grid is chosen for; results are right for any."""
 
 
 @dataclass(frozen=True, slots=True)

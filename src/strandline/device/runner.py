@@ -1,10 +1,10 @@
-"""Carries out steps: moves what the cache asked for, runs the model, samples.
+"""Runs steps on one device: applies the cache's actions, runs the model, samples.
 
-The runner obeys the plan. It keeps nothing of a request but its sampling state. Every sequence's final hidden
-state is stored in its slot, so that a slot that becomes a snapshot can give its next token without a forward.
+The runner obeys the plan. Of a request it keeps the sampling state alone. Every sequence's final hidden state is stored
+in its slot, so that a slot that becomes a snapshot can give its next token without a forward pass.
 
-``launch`` does not wait for the device: what is sampled stays there, for the next step to read, and comes to the
-host behind it.
+``launch`` does not wait for the device: sampled tokens stay there, for the next step to read, and are copied to the
+host behind the step.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,18 +33,18 @@ from strandline.records.grammars import GrammarCompiler, TokenMatcher
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
 
 LAUNCH_BOUND_TOKENS = 1024
-"""A GPU computes steps of so few tokens in less time than it takes to launch them kernel by kernel: 17 ms for the 4B
+"""Up to this many tokens a GPU runs a step in less time than its kernels take to launch one by one: 17 ms for the 4B
 model on an H200's host."""
 
 LOGPROB_ROWS = 256
-"""Prompt tokens whose logits are in memory at a time: a step's scratch memory must not depend on what is asked for."""
+"""Prompt tokens whose logits are in memory at a time: a step's scratch memory must not depend on requests' options."""
 
 SERIAL_STEP_TOKENS = 4
-"""Steps of so few tokens run on one CPU thread. Their operations are too small to gain from more, and on a busy
-machine each would wait for the others to be scheduled: 690 ms a step were seen where one thread takes 4."""
+"""Up to this many tokens a step runs on one CPU thread. Its operations are too small to gain from more, and on a busy
+machine each would wait for the others to be scheduled: a step took 690 ms where one thread takes 4."""
 
 
-class LaunchedStep:
+class StepInFlight:
     """A step in flight."""
 
     def __init__(self, num_sequences: int, device: torch.device) -> None:
@@ -105,7 +105,7 @@ class Runner:
 
     Args:
         grammars: compiles the grammars of structured outputs; None without a tokenizer.
-        poison: fill what the cache drops with NaN, so that reading it is found out.
+        poison: fill freed memory with NaN, so that tests notice when it is read.
         deterministic: launch batch-invariant kernels.
         keeps_logs: let decoding sequences keep logs; the scheduler must know.
     """
@@ -136,11 +136,11 @@ class Runner:
         self._states: dict[RequestId, SamplingState] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Carry out a plan and wait for what it produces."""
+        """Run a step, and wait for its result."""
         return self.launch(plan).result()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         """Launch a step without waiting for the device. Its actions and writes come after those of earlier steps."""
         set_deterministic(self._is_deterministic)
         for request_id in plan.gone:
@@ -162,7 +162,7 @@ class Runner:
         return self._grammars.matcher(wanted, new.stop_ids)
 
     def forget_requests(self) -> None:
-        """Drop what is remembered of requests; there must be none under way."""
+        """Drop all sampling states; no step may be in flight."""
         self._states.clear()
 
     def capture_graphs(self, sizes: Iterable[StepSize], max_model_len: int, *, progress: bool = False) -> None:
@@ -179,10 +179,10 @@ class Runner:
                 progress=progress,
             )
 
-    def _compute(self, plan: StepPlan) -> LaunchedStep:
+    def _compute(self, plan: StepPlan) -> StepInFlight:
         sequences = plan.sequences
         order, num_decodes = _order(sequences)
-        launched = LaunchedStep(len(sequences), self.device)
+        launched = StepInFlight(len(sequences), self.device)
         if not self._replay_decodes(sequences, num_decodes, launched):
             hidden_NE = self._last_hidden(sequences, order, num_decodes, launched)
             sampled = [index for index, sequence in enumerate(sequences) if sequence.is_sampled]
@@ -194,7 +194,7 @@ class Runner:
         launched.close()
         return launched
 
-    def _replay_decodes(self, sequences: Sequence[SequencePlan], num_decodes: int, launched: LaunchedStep) -> bool:
+    def _replay_decodes(self, sequences: Sequence[SequencePlan], num_decodes: int, launched: StepInFlight) -> bool:
         """Replay a step of decodes that are all sampled; whether it was one, and a graph had room for it."""
         if self._graphs is None or num_decodes < len(sequences) or not all(s.is_sampled for s in sequences):
             return False
@@ -207,7 +207,7 @@ class Runner:
 
     @torch.inference_mode()
     def carry_out(self, actions: Iterable[Action]) -> None:
-        """Do what the cache asked for, in order; folds in a row together."""
+        """Apply the cache's actions in order; consecutive folds together."""
         folds: list[FoldLog] = []
         for action in actions:
             if isinstance(action, FoldLog):
@@ -247,7 +247,7 @@ class Runner:
         return self.model.forward(batch, self._memory)
 
     def _last_hidden(
-        self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: LaunchedStep
+        self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: StepInFlight
     ) -> Tensor:
         """Run the model; return the hidden state behind each sequence's next token, in the plan's order."""
         if not order:
@@ -288,7 +288,7 @@ class Runner:
         order: list[int],
         host: HostBatch,
         hidden: StepHidden,
-        launched: LaunchedStep,
+        launched: StepInFlight,
     ) -> None:
         """Fetch the log-probabilities of prompts' tokens, of those sequences that ask for them."""
         rows = host.query_starts_N1[:-1] + (hidden.first_prompt_row - host.num_decode_rows)
@@ -310,7 +310,7 @@ class Runner:
         self,
         sequences: Sequence[SequencePlan],
         logits_NV: Tensor,
-        launched: LaunchedStep,
+        launched: StepInFlight,
         greedy_N: Tensor | None = None,
     ) -> None:
         """Choose a token for each sequence that is sampled; ``logits_NV`` has a row for each of them."""

@@ -31,7 +31,7 @@ BANNED = float("-inf")
 
 
 class SamplingState:
-    """What the sampler remembers of one request: its wishes and its tokens so far."""
+    """The sampler's state of one request: its parameters and its tokens so far."""
 
     def __init__(
         self, new: NewRequest, vocab_size: int, device: torch.device, matcher: TokenMatcher | None = None
@@ -56,21 +56,21 @@ class SamplingState:
         """The position of the token to sample."""
         return len(self.new.prompt_ids) + self.num_sampled
 
-    def take_note(self, token_1: Tensor) -> None:
+    def count(self, token_1: Tensor) -> None:
         """Count a sampled token, which the host need not know yet."""
         self.num_sampled += 1
         if self.output_counts_V is not None:
             self.output_counts_V.index_add_(0, token_1, torch.ones_like(token_1))
 
     def append(self, token: int) -> None:
-        """Take in a token that the host knows now."""
+        """Append a token that the host knows now."""
         self.output_ids.append(token)
         if self.matcher is not None:
             self.matcher.append(token)
 
 
 class LogprobTensors:
-    """Log-probabilities of some rows' tokens and of their likeliest, on their way to the host."""
+    """Log-probabilities of some rows' tokens and of their likeliest, being copied to the host."""
 
     def __init__(self, logits_NV: Tensor, tokens_N: Tensor, num_top: Sequence[int]) -> None:
         """
@@ -83,7 +83,7 @@ class LogprobTensors:
         self._parts = [download(part) for part in (tokens_N, *parts)]
 
     def read(self) -> list[TokenLogprobs]:
-        """Return them, once the device has got there."""
+        """Return them; the device must be done."""
         tokens, logprob_N, rank_N, ids_NK, top_NK = (part.tolist() for part in self._parts)
         return [
             TokenLogprobs(
@@ -100,7 +100,7 @@ def choose_tokens(
 
     Args:
         logits_NV: may be overwritten.
-        states: one per row; they take note that a token was sampled.
+        states: one per row; each counts its sampled token.
         greedy_N: the likeliest tokens, if they are known.
 
     Returns:
@@ -113,7 +113,7 @@ def choose_tokens(
     else:
         tokens_N = _choose(logits_NV.float(), states)
     for row, state in enumerate(states):
-        state.take_note(tokens_N[row : row + 1])
+        state.count(tokens_N[row : row + 1])
     return tokens_N, {
         row: LogprobTensors(logits_1V, tokens_N[row : row + 1], [states[row].params.logprobs or 0])
         for row, logits_1V in raw_logits.items()

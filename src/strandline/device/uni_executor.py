@@ -11,7 +11,7 @@ from strandline.config import EngineConfig
 from strandline.device.cpu_start import prepare_cpu
 from strandline.device.executor import ExecutorFacts, LaunchedStep
 from strandline.device.graphs import graph_sizes
-from strandline.device.heap import give_back_free_memory
+from strandline.device.heap import release_free_memory
 from strandline.device.runner import Runner
 from strandline.device.sizing import (
     choose_batched_tokens,
@@ -125,7 +125,7 @@ class UniExecutor:
 
     def release_free_memory(self) -> None:
         """Return the heap's free memory to the system."""
-        give_back_free_memory()
+        release_free_memory()
 
     def close(self) -> None:
         """Do nothing: memory is freed with the executor."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 ALIGN_ITEMS = 16
-"""Arrays that travel together start on a multiple of this, so that no kernel is compiled anew for an odd address."""
+"""Arrays that are uploaded together start on multiples of this, so that no alignment needs a kernel of its own."""
 
 
 def upload(values: np.ndarray, device: torch.device) -> Tensor:

@@ -1,12 +1,11 @@
 """Audits: does the answer change with the cache (contract 6)? A share of the hits is replayed cold, and compared.
 
-Of a request that is audited, the log-probability of every token that it samples comes to the host, whether or not its
-sender asked for it. When it has ended, its prompt and its output are computed once more from the first token on, as
-the prompt of a request that reads nothing from the cache and samples nothing. The output's tokens then have two
-log-probabilities, and their difference is what cache, batch and the kernels of decoding have changed: if all is well,
-what the model's dtype rounds.
+Every token that an audited request samples comes to the host with its log-probability, whether or not its sender asked
+for that. When the request has ended, its prompt and its output are computed once more from the first token on, as the
+prompt of a request that reads nothing from the cache. The output's tokens then have two log-probabilities. Their
+difference is what cache, batch and decode kernels have changed: if all is well, rounding in the model's dtype.
 
-Audits run when no other request waits, one at a time; what comes while one is due is not audited.
+Audits run when no other request waits, one at a time; hits that end while one is due are not audited.
 """
 
 from collections.abc import Sequence
@@ -32,9 +31,9 @@ class Audits:
     num_tokens: int = 0
     """Tokens of outputs that were compared."""
     largest_difference: float = 0.0
-    """Of the log-probabilities of one token; infinite where one of them is no number."""
+    """Between the two log-probabilities of one token; infinite where one of them is not a number."""
     largest_of: RequestId | None = None
-    """Which request that was."""
+    """The request with that difference."""
 
 
 @dataclass(slots=True)
@@ -43,9 +42,9 @@ class _Audited:
 
     request: Request
     logprobs: list[float] = field(default_factory=list)
-    """Of its output's tokens."""
+    """Of its output's tokens, while it ran."""
     cold: dict[int, float] = field(default_factory=dict)
-    """By place in the output: a replay that is preempted says the same twice."""
+    """By index in the output, from the replay. A preempted replay repeats some."""
 
 
 class Auditor:
@@ -71,7 +70,7 @@ class Auditor:
     def introduce(self, request: Request) -> NewRequest:
         """Return what the executor is told of a request that begins; choose whether to audit it.
 
-        Of a request that is audited log-probabilities are computed, whether or not its sender asked for them.
+        Log-probabilities of audited requests are computed, whether or not their senders asked for them.
         """
         new = request.new
         has_hit = request.account is not None and request.account.hit > 0
@@ -86,7 +85,7 @@ class Auditor:
         return self._due is not None
 
     def next(self) -> Request | None:
-        """Return the request that replays what is due, if that is not under way."""
+        """Return the request that replays the one that is due, unless it is under way."""
         due = self._due
         if due is None or self._is_replayed:
             return None
@@ -101,7 +100,7 @@ class Auditor:
         return self._due is not None and request_id == PREFIX + self._due.request.request_id
 
     def take(self, plan: StepPlan, result: StepResult, advanced: Sequence[Request]) -> None:
-        """Take note of what concerns audits in a step's result.
+        """Collect the log-probabilities of audited requests and of the replay from a step's result.
 
         Args:
             advanced: the requests that got a token, finished ones marked so.
@@ -120,17 +119,17 @@ class Auditor:
                 self._end(request.request_id)
 
     def _end(self, request_id: RequestId) -> None:
-        """Have a request that has ended replayed, if it is audited and no other one is due."""
+        """Schedule the replay of a request that has ended, if it is audited and no other replay is due."""
         audited = self._audited.pop(request_id, None)
         if self._due is None:
             self._due = audited
 
     def forget(self, request_id: RequestId) -> None:
-        """Take note that a request was ended from outside: it is not replayed."""
+        """Drop a request that was aborted: it is not replayed."""
         self._audited.pop(request_id, None)
 
     def _compare(self, due: _Audited, start: int, entries: Sequence[TokenLogprobs]) -> None:
-        """Take in log-probabilities of the replayed prompt's tokens from ``start + 1`` on."""
+        """Collect log-probabilities of the replayed prompt's tokens from ``start + 1`` on."""
         first = due.request.num_prompt_tokens
         due.cold |= {at - first: entry.logprob for at, entry in enumerate(entries, start + 1) if at >= first}
 

@@ -90,7 +90,7 @@ class EngineCore:
         """End a sequence between steps and free what it holds. Unknown ids are ignored."""
         self.scheduler.finish(request_id, FinishReason.ABORT)
         self._auditor.forget(request_id)
-        self._tidy_up()
+        self._flush_actions()
 
     def close(self) -> None:
         """Release the device; no step follows."""
@@ -108,9 +108,9 @@ class EngineCore:
     def step(self) -> StepEvents:
         """Launch a step and return what the last one that is done produced.
 
-        Where steps overlap, the device runs the launched step while the caller deals with the events of the one
-        before; else, and where the device is done as soon as the step is launched, its events are there, too: its
-        tokens should not wait until yet another step is launched.
+        Where steps overlap, the device runs the launched step while the caller handles the events of the one before.
+        Otherwise, and where launching takes longer than running, the launched step's own events are returned too:
+        its tokens should not wait for another launch.
         """
         events = StepEvents()
         is_overlapped = self._is_overlapped and self.scheduler.can_run_ahead
@@ -141,7 +141,7 @@ class EngineCore:
         advanced = self.scheduler.settle(plan, result)
         self._add_events(events, plan, result, advanced)
         self._auditor.take(plan, result, advanced)
-        self._tidy_up()
+        self._flush_actions()
         if self._is_debugged:
             check(self.cache)
 
@@ -174,8 +174,8 @@ class EngineCore:
                 )
             )
 
-    def _tidy_up(self) -> None:
-        """Make what the last requests left behind what it claims to be, though nobody may come for it."""
+    def _flush_actions(self) -> None:
+        """Apply pending cache actions when idle, so that published snapshots are valid."""
         if not len(self.scheduler):
             self.executor.carry_out(self.cache.take_actions())
 

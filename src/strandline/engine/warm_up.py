@@ -1,9 +1,8 @@
-"""What is done before the first request, so that nothing is compiled and no page handed out while somebody waits.
+"""Warm-up requests: run before the first real one, so that no kernel is compiled while a request waits.
 
-On a CPU compiled kernels are loaded, and the memory that the first requests get is touched. On a GPU every kind of step
-is run once: a scheduler and a cache that are thrown away afterwards put made-up requests through the runner, on the
-engine's own memory, which is empty then. What kernels are compiled for is how many rows there are of each kind, how
-long contexts are, and how tokens are chosen; so that is what the requests differ in.
+Every kind of step is run once. A scheduler and a cache that are discarded afterwards plan the warm-up requests, which
+run in the engine's own memory, empty then. Kernels are compiled by the number of rows of each kind, by the context
+length and by the way tokens are chosen; so the requests differ in these.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,27 +18,27 @@ from strandline.records.plan import NewRequest, StepPlan
 from strandline.records.sampling_params import SamplingParams
 
 PROMPT_TOKENS: Final = (1, 2, 5, 16, 65, 600, 2100)
-"""Some beyond every number of rows at which an operation takes another kernel, and some multiples of 16."""
+"""Some beyond every number of rows at which an operation switches kernels, and some multiples of 16."""
 
 NUM_DECODES: Final = (0, 1, 5, 20, 70)
 """Sequences that decode in the same steps."""
 
 LONG_TOKENS: Final = 2100
-"""A context whose keys are shared among as many programs as there may be."""
+"""A context whose keys are divided among as many programs as possible."""
 
 SHORT_TOKENS: Final = 10
 
-CROWD: Final = 17
+CONCURRENT_PROMPTS: Final = 17
 """More prompts than most steps compute at once."""
 
 TWO_BLOCKS_TOKENS: Final = 100
-"""A context that two programs share."""
+"""A context that is divided among two programs."""
 
 DECODED_TOKENS: Final = 64
-"""Of a request that decodes beside others: more than they take."""
+"""Output of a request that decodes beside others: longer than theirs."""
 
 MAX_STEPS: Final = 4
-"""Of one prompt, which is made shorter where steps are small."""
+"""Steps per prompt at most; prompts are shorter where steps are small."""
 
 SAMPLERS: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 1.0},
@@ -52,11 +51,11 @@ SAMPLERS: Final[tuple[dict[str, Any], ...]] = (
 
 
 class WarmUp:
-    """Requests that nobody asked for.
+    """Runs warm-up requests.
 
     Args:
-        scheduler: of its own, over a cache of its own as large as the engine's.
-        max_model_len: no request is longer.
+        scheduler: to be discarded; its cache is as large as the engine's.
+        max_model_len: the longest request, in tokens.
     """
 
     def __init__(self, executor: Executor, scheduler: Scheduler, max_model_len: int) -> None:
@@ -67,11 +66,11 @@ class WarmUp:
         self._names = count()
 
     def run(self) -> None:
-        """Run all kinds of steps, and leave nothing behind in the runner."""
+        """Run all kinds of steps, and leave nothing behind in the executor."""
         for num_decodes in NUM_DECODES:
             if num_decodes < self._scheduler.max_num_seqs:
                 self._prefill_beside(num_decodes)
-        self._crowd()
+        self._prefill_together()
         self._resume()
         self._sample()
         self._add(self._scheduler.max_num_batched_tokens + 1, 1)
@@ -79,7 +78,7 @@ class WarmUp:
         self._executor.forget_requests()
 
     def _prefill_beside(self, num_decodes: int) -> None:
-        """Compute prompts of all lengths, one by one, while so many sequences decode."""
+        """Compute prompts of all lengths, one by one, beside decoding sequences."""
         lengths = [LONG_TOKENS, *[SHORT_TOKENS] * num_decodes][:num_decodes]
         decoding = [self._add(length, DECODED_TOKENS) for length in lengths]
         self._run_until(lambda: all(request.output_ids for request in decoding))
@@ -88,11 +87,15 @@ class WarmUp:
             self._run_until(partial(_is_finished, prompt))
         self._run_until(lambda: not len(self._scheduler))
 
-    def _crowd(self) -> None:
-        """Compute many prompts in one step: short ones, a long one among them, as many tokens as there may be."""
+    def _prefill_together(self) -> None:
+        """Compute many prompts in one step: short ones, then with a long one, then as many tokens as fit."""
         most = self._scheduler.max_num_seqs
         full_tokens = max(1, self._scheduler.max_num_batched_tokens // most)
-        for lengths in ([SHORT_TOKENS] * CROWD, [LONG_TOKENS] + [SHORT_TOKENS] * CROWD, [full_tokens] * most):
+        for lengths in (
+            [SHORT_TOKENS] * CONCURRENT_PROMPTS,
+            [LONG_TOKENS] + [SHORT_TOKENS] * CONCURRENT_PROMPTS,
+            [full_tokens] * most,
+        ):
             for num_tokens in lengths:
                 self._add(num_tokens, 1)
             self._run_until(lambda: not len(self._scheduler))
@@ -115,7 +118,7 @@ class WarmUp:
     def _add(
         self, num_tokens: int, max_tokens: int, options: Mapping[str, Any] | None = None, salt: str | None = None
     ) -> Request:
-        """Queue a prompt of so many tokens, as far as the model allows, that shares nothing unless it has a salt."""
+        """Queue a prompt of ``num_tokens``, as far as the model allows; without a salt it shares no prefix."""
         name = f"warm-up-{next(self._names)}"
         num_tokens = max(
             1, min(num_tokens, self._max_model_len - 2, MAX_STEPS * self._scheduler.max_num_batched_tokens)

@@ -1,4 +1,4 @@
-"""The Triton twins of ``step.py``: one small launch each."""
+"""The Triton versions of ``step.py``: one small launch each."""
 
 # mypy: ignore-errors
 

@@ -11,7 +11,7 @@ from strandline.device.heap import keep_scratch_memory
 SAY_WHAT_IS_KEPT = """
 import os
 import torch
-from strandline.device.heap import give_back_free_memory, keep_scratch_memory
+from strandline.device.heap import release_free_memory, keep_scratch_memory
 
 def resident_mib():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -21,7 +21,7 @@ before = resident_mib()
 tensors = [torch.ones(4 * 2**20) for _ in range(8)]
 del tensors
 kept = resident_mib() - before
-given_back = give_back_free_memory()
+given_back = release_free_memory()
 print(kept, given_back, resident_mib() - before)
 """
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from strandline import LLM, SamplingParams, env
 from strandline.device import dtypes, runner
-from strandline.device.cpu_start import TOUCHED_BYTES
+from strandline.device.cpu_start import PREFAULTED_BYTES
 from strandline.errors import ConfigError, RequestError
 from strandline.kernels import platform
 from tests.cpu.engine.conftest import MakeLLM
@@ -321,5 +321,5 @@ def test_a_cache_of_no_given_size_takes_half_of_what_a_container_allows(
 @needs_pagemap
 def test_an_engine_on_a_cpu_touches_the_memory_that_is_used_first(make_llm: MakeLLM) -> None:
     arena = make_llm(memory="1GiB").engine.core.executor.runner.arena
-    assert resident_share(arena.bytes[:TOUCHED_BYTES]) == 1
-    assert resident_share(arena.bytes[TOUCHED_BYTES:]) < 0.01
+    assert resident_share(arena.bytes[:PREFAULTED_BYTES]) == 1
+    assert resident_share(arena.bytes[PREFAULTED_BYTES:]) < 0.01

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from strandline import SamplingParams
-from strandline.device.runner import LaunchedStep, Runner
+from strandline.device.runner import Runner, StepInFlight
 from strandline.records.plan import StepPlan
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.tiny import VOCAB_SIZE
@@ -75,7 +75,7 @@ def test_steps_that_are_done_once_launched_are_settled_at_once_and_give_the_same
     expected = serve(make_llm, seed, async_scheduling=False)
     launch, rng = Runner.launch, random.Random(seed)
 
-    def launch_some_slowly(runner: Runner, plan: StepPlan) -> LaunchedStep:
+    def launch_some_slowly(runner: Runner, plan: StepPlan) -> StepInFlight:
         launched = launch(runner, plan)
         launched.is_launch_bound = rng.random() < 0.5
         return launched

@@ -12,6 +12,7 @@ from strandline.records.events import Limits
 from strandline.records.messages import Finish
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.server.service import Service
+from strandline.text import structured
 from strandline.text.frontend import Frontend
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import byte_tokenizer
@@ -68,6 +69,25 @@ def test_a_request_that_ends_while_its_grammar_is_compiled_never_runs(held: Held
     held.may_go.set()
     assert loop.finished() == "other"
     assert loop.num_waiting() == 0
+
+
+def test_step_compiles_no_grammar(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    class Watched(structured.LLMMatcher):  # type: ignore[misc]
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return super().__new__(cls, *args, **kwargs)
+
+    monkeypatch.setattr(structured, "LLMMatcher", Watched)
+    monkeypatch.setattr(structured, "MAX_KEPT", 1)
+    loop = make_loop(Grammars(lambda: (byte_tokenizer(), frozenset({0})), VOCAB_SIZE))
+    names = [f"request {index}" for index in range(6)]
+    for name in names:
+        loop.submit(name, StructuredOutputsParams(choice=[name]))
+    assert {loop.finished() for _ in names} == set(names)
+    assert len(threads) == len(names)
+    assert all(name.startswith("grammars") for name in threads)
 
 
 def test_a_grammar_is_compiled_where_it_holds_up_no_tokenizing(held: HeldTokenizer) -> None:

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from strandline.device import uni_executor
 from strandline.engine import core_process
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import byte_tokenizer
@@ -27,7 +28,7 @@ class Rests:
 @pytest.fixture
 def rests(monkeypatch: pytest.MonkeyPatch) -> Rests:
     rests = Rests()
-    monkeypatch.setattr(core_process, "give_back_free_memory", rests)
+    monkeypatch.setattr(uni_executor, "release_free_memory", rests)
     return rests
 
 
