@@ -1,7 +1,7 @@
 """A core's loop in a thread of the test, with the front end's end of its socket in the test's hand."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -55,6 +55,14 @@ class LoopInThread:
             for event in message.events.tokens:
                 if event.finish_reason is not None:
                     return event.request_id
+
+    def finish_all(self, names: Iterable[str]) -> None:
+        """Wait until all of these sequences have ended, in any order."""
+        left = set(names)
+        while left:
+            message = FROM_CORE.decode(self.socket.recv())
+            assert isinstance(message, Stepped)
+            left -= {event.request_id for event in message.events.tokens if event.finish_reason is not None}
 
     def num_waiting(self) -> int:
         self.say(AskStats())

@@ -14,7 +14,7 @@ from strandline.records.sampling_params import SamplingParams, StructuredOutputs
 from strandline.server.service import Service
 from strandline.text import structured
 from strandline.text.frontend import Frontend
-from strandline.text.structured import Grammars
+from strandline.text.structured import CompiledGrammar, Grammars
 from tests.cpu.engine.tokenizers import byte_tokenizer
 from tests.cpu.server.conftest import VOCAB_SIZE
 from tests.cpu.server.core_loop import TIMEOUT_S, MakeLoop
@@ -74,18 +74,17 @@ def test_a_request_that_ends_while_its_grammar_is_compiled_never_runs(held: Held
 def test_step_compiles_no_grammar(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 
-    class Watched(structured.LLMMatcher):  # type: ignore[misc]
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            threads.append(threading.current_thread().name)
-            return super().__new__(cls, *args, **kwargs)
+    def watched(start: Any) -> structured.CompiledGrammar:
+        threads.append(threading.current_thread().name)
+        return CompiledGrammar(start)
 
-    monkeypatch.setattr(structured, "LLMMatcher", Watched)
+    monkeypatch.setattr(structured, "CompiledGrammar", watched)
     monkeypatch.setattr(structured, "MAX_KEPT", 1)
     loop = make_loop(Grammars(lambda: (byte_tokenizer(), frozenset({0})), VOCAB_SIZE))
     names = [f"request {index}" for index in range(6)]
     for name in names:
         loop.submit(name, StructuredOutputsParams(choice=[name]))
-    assert {loop.finished() for _ in names} == set(names)
+    loop.finish_all(names)
     assert len(threads) == len(names)
     assert all(name.startswith("grammars") for name in threads)
 
