@@ -1,4 +1,4 @@
-"""What a model's layers keep, and how large it is, from its configuration alone: no weights are read or made."""
+"""A model's sizes from its configuration alone: no weights are read or allocated."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,11 @@ from strandline.specs import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """A model's spec, and how many weights one token touches."""
+    """A model's spec, and how many weights one token uses."""
 
     spec: ModelSpec
     num_active_weights: int
-    """Of the experts only the share that is chosen; embeddings left out."""
+    """Without embeddings; of experts the share that the router chooses."""
     num_query_heads: int
 
 
@@ -39,7 +39,4 @@ def read_model_size(path: str | Path) -> ModelSize:
     for name, weight in model.named_parameters():
         is_expert = num_experts > 1 and weight.ndim == 3 and weight.shape[0] == num_experts
         num_active += 0 if "embed" in name else weight.numel() * (chosen if is_expert else 1)
-    spec = model.spec
-    if not isinstance(spec, ModelSpec):
-        raise ConfigError(f"{path}: the model declares no spec")
-    return ModelSize(spec, int(num_active), int(text.num_attention_heads))
+    return ModelSize(model.spec, int(num_active), int(text.num_attention_heads))

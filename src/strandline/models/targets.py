@@ -1,7 +1,7 @@
 """Where a published tensor goes: views of the model's own, often fused, parameters.
 
 A model lists its published tensors by name, each with a target; loading is copying into the views. A published
-tensor whose rows belong to several parameters in turn (per head: query, then gate) has several parts.
+tensor whose rows alternate between parameters (per head: query, then gate) has several parts.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def whole(view: Tensor) -> Target:
 
 
 def interleaved(*parts: Tensor) -> Target:
-    """Return the target of a tensor whose rows are, group after group, rows of each part.
+    """Return the target of a tensor that holds, group after group, the rows of each part.
 
     Args:
         parts: views ``[groups, rows of a group, ...]``; the published tensor is ``[groups * all rows, ...]``.

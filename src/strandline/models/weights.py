@@ -1,7 +1,7 @@
-"""Loads published weights (safetensors, whole or in shards), or makes some up.
+"""Loads published weights (safetensors, in one file or in shards), or draws random ones.
 
-Every published tensor is accounted for: it goes where the model says, or is recognised and skipped, or it is an
-error. So is every tensor that the model wants and the files lack, and every shape that differs.
+Every published tensor is accounted for: it is copied to its target, or recognised and skipped, or it is an error. A
+tensor that the model needs and the files lack is an error, too, and so is a shape that differs.
 """
 
 import json
@@ -32,10 +32,10 @@ SKIPPED_PREFIXES: Final = ("mtp.", "model.visual.")
 STORED_DTYPES: Final = ("F32", "BF16", "F16")
 
 MAX_HOST_ELEMENTS = 2**22
-"""Of a tensor of random weights that is drawn on the host though it lies on a GPU."""
+"""The largest tensor of random weights that is drawn on the host for a GPU."""
 
 MAX_NAMES = 5
-"""Tensors that an error names; it counts the others."""
+"""Tensors that an error lists; further ones are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ def fill_with_random_weights(model: LoadableModel, seed: int, dtype: torch.dtype
         dtype: matrices are rounded to it, as they would be published.
     """
     for name, tensor in model.named_parameters():
-        # One generator per tensor: the same weights on every device, and whatever the order. Very large tensors
-        # are drawn where they lie: a CPU takes minutes for the weights of a GPU.
+        # One generator per tensor gives the same weights on every device and in every order. Very large tensors are
+        # drawn on their own device: a CPU takes minutes for the weights of a GPU.
         if tensor.is_cuda and tensor.numel() > MAX_HOST_ELEMENTS:
             drawn_on = torch.Generator(tensor.device).manual_seed(hash_name(name, seed))
             tensor.data.normal_(generator=drawn_on).mul_(_random_scale(name, tensor.shape))
@@ -170,7 +170,7 @@ def _find_files(directory: Path) -> list[Path]:
     try:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is no index of weights files: {error!r}") from error
+        raise WeightsError(f"{index} is not an index of weights files: {error!r}") from error
     for shard in shards:
         if not (directory / shard).is_file():
             raise WeightsError(f"{directory / shard} is missing: {INDEX_NAME} names it, one of {len(shards)} files")
@@ -181,7 +181,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path} is no safetensors file, or is cut short: {error}") from error
+        raise WeightsError(f"{path} is not a safetensors file, or is truncated: {error}") from error
 
 
 def _check_names(directory: Path, names: frozenset[str], targets: dict[str, Target]) -> None:

@@ -228,7 +228,7 @@ def test_a_missing_shard_is_named(changed: Callable[..., Path]) -> None:
 def test_a_broken_index_is_named(changed: Callable[..., Path], text: str) -> None:
     directory = changed(lambda _: None)
     split_into_shards(directory).write_text(text)
-    with pytest.raises(WeightsError, match=r"index\.json is no index"):
+    with pytest.raises(WeightsError, match=r"index\.json is not an index"):
         load_float32(directory)
 
 
@@ -236,7 +236,7 @@ def test_a_broken_index_is_named(changed: Callable[..., Path], text: str) -> Non
 def test_a_file_that_is_cut_short_is_named(changed: Callable[..., Path], num_bytes: int) -> None:
     file = changed(lambda _: None) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:num_bytes])
-    with pytest.raises(WeightsError, match=r"model\.safetensors is no safetensors file, or is cut short"):
+    with pytest.raises(WeightsError, match=r"model\.safetensors is not a safetensors file, or is truncated"):
         load_float32(file.parent)
 
 

@@ -16,11 +16,11 @@ RotaryTable = tuple[Tensor, Tensor]
 """Cosines and signed sines of the step's positions, as :func:`strandline.kernels.rotary.rotary_table` returns them."""
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Kinds of rotary embedding that turn the same position differently in a longer prompt: cached keys would be wrong."""
+"""Kinds of rotary embedding whose angles depend on the prompt's length: cached keys would be wrong."""
 
 
 class RotaryFrequencies(NamedTuple):
-    """How fast each pair of channels turns, and what its cosine and sine are multiplied by."""
+    """The angle per position of each pair of channels, and a factor of its cosine and sine."""
 
     inv_freq_F: Tensor
     attention_factor: float
