@@ -45,12 +45,12 @@ def choose(model_dir: Path, own: str, said: str = "auto", device: torch.device =
 
 
 @pytest.mark.usefixtures("fast_cpu")
-def test_a_cpu_that_is_fast_in_the_models_dtype_keeps_it(model_dir: Path, own: str) -> None:
+def test_fast_cpu_keeps_the_models_dtype(model_dir: Path, own: str) -> None:
     assert choose(model_dir, own) == DtypeChoice(getattr(torch, own))
 
 
 @pytest.mark.usefixtures("slow_cpu")
-def test_a_cpu_that_is_slow_in_the_models_dtype_takes_float32_and_says_so(model_dir: Path, own: str) -> None:
+def test_slow_cpu_takes_float32_with_a_note(model_dir: Path, own: str) -> None:
     choice = choose(model_dir, own)
     assert choice.dtype == torch.float32
     assert choice.note is not None
@@ -67,12 +67,12 @@ def test_a_gpu_and_a_model_in_float32_keep_their_dtype(model_dir: Path, own: str
 
 @pytest.mark.usefixtures("slow_cpu")
 @pytest.mark.parametrize("said", ["float32", "bfloat16", "float16"])
-def test_what_the_user_says_is_done(model_dir: Path, own: str, said: str) -> None:
+def test_named_dtype_is_obeyed(model_dir: Path, own: str, said: str) -> None:
     assert choose(model_dir, own, said) == DtypeChoice(getattr(torch, said))
 
 
 @pytest.mark.usefixtures("slow_cpu")
-def test_weights_that_would_not_fit_in_float32_stay_as_they_are(
+def test_weights_too_large_for_float32_keep_their_dtype(
     model_dir: Path, own: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide_bytes = 4 * count_weights(model_config(model_dir, own))
@@ -92,7 +92,7 @@ def test_weights_are_counted_without_making_them(tmp_path: Path, is_tied: bool) 
     assert count_weights(AutoConfig.from_pretrained(directory)) == sum(w.numel() for _, w in loaded.named_parameters())
 
 
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_limit_bounds_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(dtypes, "MEMORY_LIMITS", (limit,))
     physical = machine_bytes()

@@ -1,4 +1,4 @@
-"""The heap's settings are taken, or their absence is told; what they keep can be given back."""
+"""The heap's settings are accepted where they exist, and the memory that they keep can be released."""
 
 import ctypes
 import subprocess
@@ -26,12 +26,12 @@ print(kept, given_back, resident_mib() - before)
 """
 
 
-def test_the_c_library_takes_the_settings_where_it_has_them() -> None:
+def test_c_library_accepts_the_heap_settings() -> None:
     assert keep_scratch_memory() == hasattr(ctypes.CDLL(None), "mallopt")
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="a C library without malloc_trim")
-def test_what_is_kept_can_be_given_back() -> None:
+def test_kept_memory_can_be_released() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SAY_WHAT_IS_KEPT], capture_output=True, text=True, check=True, timeout=120
     )

@@ -1,4 +1,4 @@
-"""A step laid out with room to spare: what is real is where it belongs, and the rest is filler and nothing."""
+"""Padded steps: real sequences are in their places, and the rest is filler or null."""
 
 from array import array
 
@@ -87,7 +87,7 @@ def steps(draw: st.DrawFn) -> tuple[list[SequencePlan], int, StepSize]:
 
 
 @given(steps())
-def test_everything_real_is_where_it_belongs_and_the_rest_belongs_to_nobody(
+def test_real_sequences_keep_their_values_and_padding_is_null(
     drawn: tuple[list[SequencePlan], int, StepSize],
 ) -> None:
     sequences, num_decodes, size = drawn
@@ -140,7 +140,7 @@ def test_chunks_cover_all_rows_of_prompts_in_order(drawn: tuple[list[SequencePla
         assert tuple(pairs) == plan.cuts
 
 
-def test_a_step_of_decodes_fits_where_there_is_no_room_for_prompts_and_only_there() -> None:
+def test_decodes_fit_only_sizes_without_prompts() -> None:
     decodes = build_host_batch([sequence(index, 5, 6) for index in range(3)], 3)
     prompts = build_host_batch([sequence(0, 5, 6), sequence(1, 0, 10)], 1)
     assert StepSize(3).has_room_for(decodes)
@@ -152,7 +152,7 @@ def test_a_step_of_decodes_fits_where_there_is_no_room_for_prompts_and_only_ther
     assert not StepSize(1, 9).has_room_for(prompts)
 
 
-def test_neither_too_many_prompts_nor_too_many_chunks_fit() -> None:
+def test_too_many_prompts_or_chunks_do_not_fit() -> None:
     many = [sequence(index, 0, 1) for index in range(MAX_PROMPTS + 1)]
     assert StepSize(0, 64).has_room_for(build_host_batch(many[:-1], 0))
     assert not StepSize(0, 64).has_room_for(build_host_batch(many, 0))
@@ -163,9 +163,7 @@ def test_neither_too_many_prompts_nor_too_many_chunks_fit() -> None:
 
 
 @pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(1, 64), (8, 128), (256, 8192), (100, 100)])
-def test_every_number_of_decodes_has_a_size_and_no_size_is_named_twice(
-    max_num_seqs: int, max_num_batched_tokens: int
-) -> None:
+def test_graph_sizes_are_distinct_and_cover_all_decodes(max_num_seqs: int, max_num_batched_tokens: int) -> None:
     sizes = graph_sizes(max_num_seqs, max_num_batched_tokens)
     assert len(set(sizes)) == len(sizes)
     assert max(size.num_decodes for size in sizes if not size.num_prompt_rows) == max_num_seqs
@@ -175,7 +173,7 @@ def test_every_number_of_decodes_has_a_size_and_no_size_is_named_twice(
     assert all(size.num_prompt_rows <= max(64, 2 * max_num_batched_tokens) for size in sizes)
 
 
-def test_the_table_has_room_for_a_filler_that_is_longer_than_any_request() -> None:
+def test_table_has_room_for_the_longest_filler() -> None:
     assert StepSize(3).num_blocks(448) == 7
     assert StepSize(3, 256).num_blocks(448) == 7
     assert StepSize(3, 1024).num_blocks(448) == 16

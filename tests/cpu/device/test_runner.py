@@ -1,4 +1,4 @@
-"""What a step leaves behind in the process."""
+"""Threads of small steps, and when decodes keep logs."""
 
 import pytest
 import torch
@@ -10,9 +10,7 @@ from strandline.kernels.gdn_log import LOG_TOKENS
 from tests.cpu.engine.conftest import MakeLLM
 
 
-def test_small_steps_run_on_one_thread_and_larger_ones_and_the_caller_keep_theirs(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_steps_run_on_one_thread(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     build = runner.build_host_batch
 
@@ -33,9 +31,7 @@ def test_small_steps_run_on_one_thread_and_larger_ones_and_the_caller_keep_their
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_what_is_decoded_is_logged_and_folded_when_the_log_is_full_unless_deterministic(
-    make_llm: MakeLLM, deterministic: bool
-) -> None:
+def test_decodes_are_logged_until_the_log_is_full(make_llm: MakeLLM, deterministic: bool) -> None:
     llm = make_llm(deterministic=deterministic)
     params = SamplingParams(temperature=0, max_tokens=2 * LOG_TOKENS + 3, ignore_eos=True)
     for index in range(LOGGED_FROM_CPU):
@@ -52,7 +48,7 @@ def test_what_is_decoded_is_logged_and_folded_when_the_log_is_full_unless_determ
     assert logged == ([0] * len(logged) if deterministic else [*cycle, *cycle][: len(logged)])
 
 
-def test_logs_are_folded_when_few_sequences_are_left_and_kept_again_when_there_are_more(make_llm: MakeLLM) -> None:
+def test_logs_are_kept_only_while_enough_sequences_decode(make_llm: MakeLLM) -> None:
     def serve(llm: LLM) -> dict[str, list[int]]:
         answers: dict[str, list[int]] = {}
         for index in range(LOGGED_FROM_CPU):

@@ -41,7 +41,7 @@ def test_a_quota_bounds_the_threads(
 
 
 @pytest.mark.parametrize(("quota", "num_threads"), [("-1", 6), ("300000", 3)])
-def test_a_quota_of_the_older_kind_counts_too(
+def test_cgroup_v1_quota_bounds_the_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, num_threads: int
 ) -> None:
     (tmp_path / "cpu.cfs_quota_us").write_text(f"{quota}\n")
@@ -51,7 +51,7 @@ def test_a_quota_of_the_older_kind_counts_too(
     assert torch.get_num_threads() == num_threads
 
 
-def test_who_chose_a_number_of_threads_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_number_of_threads_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.max").write_text("100000 100000\n")
     monkeypatch.setattr(threads, "QUOTAS", (tmp_path / "cpu.max",))
     monkeypatch.setenv(threads.NUM_THREADS, str(NUM_CORES))
@@ -59,7 +59,7 @@ def test_who_chose_a_number_of_threads_gets_it(tmp_path: Path, monkeypatch: pyte
     assert torch.get_num_threads() == NUM_CORES
 
 
-def test_an_engine_on_a_cpu_keeps_to_the_quota_and_says_so(
+def test_engine_on_a_cpu_obeys_the_quota_with_a_note(
     make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cpu.max").write_text("200000 100000\n")

@@ -1,4 +1,4 @@
-"""Audits: hits are replayed cold, and a wrong snapshot is found out; nobody notices otherwise."""
+"""Audits: hits are replayed cold, which finds wrong snapshots; senders do not notice."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.cpu.engine.test_exactness import tokens
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPT = tokens(100, seed=1)
 FLOAT32_DIFFERENCE = 1e-4
-"""Logits of the tiny model lie tens apart, and both ways round them to 24 bits."""
+"""Logits of the tiny model differ by tens, and are rounded to 24 bits both times."""
 
 
 def ask(llm: LLM, prompt: list[int], params: SamplingParams = GREEDY) -> RequestOutput:
@@ -27,7 +27,7 @@ def rest(llm: LLM) -> None:
         assert not llm.engine.step()
 
 
-def test_every_hit_is_replayed_and_differs_by_rounding(make_llm: MakeLLM) -> None:
+def test_audited_hits_differ_from_replays_by_rounding(make_llm: MakeLLM) -> None:
     llm = make_llm(audit_rate=1.0)
     ask(llm, PROMPT)
     rest(llm)
@@ -40,7 +40,7 @@ def test_every_hit_is_replayed_and_differs_by_rounding(make_llm: MakeLLM) -> Non
     assert 0 < audits.largest_difference < FLOAT32_DIFFERENCE
 
 
-def test_a_wrong_snapshot_is_found_out(make_llm: MakeLLM) -> None:
+def test_audit_finds_a_wrong_snapshot(make_llm: MakeLLM) -> None:
     llm = make_llm(audit_rate=1.0)
     ask(llm, PROMPT)
     for _, _, snapshot in llm.engine.cache.snapshots():
@@ -54,7 +54,7 @@ def test_a_wrong_snapshot_is_found_out(make_llm: MakeLLM) -> None:
     assert audits.largest_of is not None
 
 
-def test_what_is_no_number_is_found_out_and_stays_so(make_llm: MakeLLM) -> None:
+def test_audit_reports_nan_as_infinite_from_then_on(make_llm: MakeLLM) -> None:
     llm = make_llm(audit_rate=1.0)
     ask(llm, PROMPT)
     for _, _, snapshot in llm.engine.cache.snapshots():
@@ -66,7 +66,7 @@ def test_what_is_no_number_is_found_out_and_stays_so(make_llm: MakeLLM) -> None:
     assert llm.engine.core.audits.largest_difference == float("inf")
 
 
-def test_senders_see_nothing_of_it(make_llm: MakeLLM) -> None:
+def test_audits_are_invisible_to_senders(make_llm: MakeLLM) -> None:
     def serve(llm: LLM) -> list[Any]:
         found: list[Any] = []
         for seed, logprobs in ((5, None), (6, 2), (7, None)):
@@ -83,7 +83,7 @@ def test_senders_see_nothing_of_it(make_llm: MakeLLM) -> None:
     assert audited.engine.core.audits.num_requests == 1
 
 
-def test_what_is_as_long_as_may_be_is_replayed_too(make_llm: MakeLLM) -> None:
+def test_requests_of_maximal_length_are_audited(make_llm: MakeLLM) -> None:
     llm = make_llm(audit_rate=1.0, max_model_len=160, max_num_seqs=4)
     prompts = [PROMPT + tokens(8, seed=seed) for seed in range(6)]
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -98,7 +98,7 @@ def test_what_is_as_long_as_may_be_is_replayed_too(make_llm: MakeLLM) -> None:
     assert audits.largest_difference < FLOAT32_DIFFERENCE
 
 
-def test_an_aborted_request_is_not_replayed(make_llm: MakeLLM) -> None:
+def test_aborted_request_is_not_replayed(make_llm: MakeLLM) -> None:
     llm = make_llm(audit_rate=1.0)
     ask(llm, PROMPT)
     llm.engine.add_request("gone", [*PROMPT, 1], GREEDY)
@@ -108,7 +108,7 @@ def test_an_aborted_request_is_not_replayed(make_llm: MakeLLM) -> None:
     assert llm.engine.core.audits.num_requests == 0
 
 
-def test_a_share_of_the_hits_is_replayed(make_llm: MakeLLM) -> None:
+def test_audit_rate_is_the_share_that_is_replayed(make_llm: MakeLLM) -> None:
     llm = make_llm(audit_rate=0.3)
     ask(llm, PROMPT)
     for seed in range(60):
@@ -118,6 +118,6 @@ def test_a_share_of_the_hits_is_replayed(make_llm: MakeLLM) -> None:
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, "all", True, float("nan")])
-def test_a_rate_is_a_share(make_llm: MakeLLM, rate: object) -> None:
+def test_audit_rate_must_be_a_share(make_llm: MakeLLM, rate: object) -> None:
     with pytest.raises(ConfigError, match="audit_rate"):
         make_llm(audit_rate=rate)

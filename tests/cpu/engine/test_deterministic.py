@@ -50,7 +50,7 @@ def test_snapshots_lie_on_the_grid_within_prompts(make_llm: MakeLLM) -> None:
     assert max(positions) == max(ends)
 
 
-def test_keys_and_values_of_what_was_generated_are_not_found(make_llm: MakeLLM) -> None:
+def test_generated_tokens_are_not_found_in_the_cache(make_llm: MakeLLM) -> None:
     llm, prompt = make_llm(deterministic=True), tokens(100)
     [output] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=100), use_tqdm=False)
     account = llm.engine.cache.lookup(TokenBuffer(prompt + output.outputs[0].token_ids))
@@ -58,7 +58,7 @@ def test_keys_and_values_of_what_was_generated_are_not_found(make_llm: MakeLLM) 
     assert {miss.reason.value for miss in account.misses} == {"diverged"}
 
 
-def test_prompts_are_cut_on_the_grid_and_what_was_generated_comes_one_by_one(make_llm: MakeLLM) -> None:
+def test_prompts_step_on_the_grid_and_outputs_token_by_token(make_llm: MakeLLM) -> None:
     llm = make_llm(deterministic=True, max_num_batched_tokens=100)
     core = llm.engine.core
     for index, prompt in enumerate(prompts_that_share(3)):

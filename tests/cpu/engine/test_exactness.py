@@ -59,7 +59,7 @@ def test_an_identical_prompt_is_a_whole_hit_and_runs_no_forward(make_llm: MakeLL
     assert list(result.token_ids) == first.outputs[0].token_ids[:1]
 
 
-def test_a_running_request_can_be_followed_and_neither_sees_the_other(make_llm: MakeLLM) -> None:
+def test_requests_that_share_a_running_prefix_stay_independent(make_llm: MakeLLM) -> None:
     llm, shared = make_llm(), tokens(90)
     prompts = [shared, shared + tokens(30, seed=1), shared + tokens(40, seed=2)]
     expected = answers(make_llm(enable_prefix_caching=False), prompts, SamplingParams(temperature=0, max_tokens=40))

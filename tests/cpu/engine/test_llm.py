@@ -109,9 +109,7 @@ def test_logprobs_are_those_of_transformers(llm: LLM, spoken_dir: Path) -> None:
         assert entry[token].rank == int((expected[place] > expected[place, token]).sum()) + 1
 
 
-def test_prompt_logprobs_are_the_same_in_steps_of_any_size_and_of_few_rows_at_a_time(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompt_logprobs_do_not_depend_on_step_sizes(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, params = list(range(50)), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     runs = [
         make_llm(max_num_batched_tokens=size).generate([prompt], params, use_tqdm=False)[0].prompt_logprobs
@@ -207,7 +205,7 @@ def test_a_bad_prompt_is_refused_and_other_requests_go_on(llm: LLM, prompt: Any,
     assert [(output.request_id, output.finished) for output in outputs] == [("good", True)]
 
 
-def test_parameters_that_name_tokens_outside_the_vocabulary_are_refused(llm: LLM) -> None:
+def test_parameters_with_unknown_tokens_are_refused(llm: LLM) -> None:
     for params in (SamplingParams(stop_token_ids=[VOCAB_SIZE]), SamplingParams(logit_bias={VOCAB_SIZE: 1.0})):
         with pytest.raises(RequestError, match=rf"token {VOCAB_SIZE} .* is not in"):
             llm.generate("a", params, use_tqdm=False)
@@ -219,7 +217,7 @@ def test_messages_that_the_template_cannot_render_are_refused(llm: LLM) -> None:
             llm.chat(messages, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
 
 
-def test_without_a_tokenizer_token_ids_work_and_text_is_refused(make_llm: MakeLLM) -> None:
+def test_token_ids_work_without_a_tokenizer(make_llm: MakeLLM) -> None:
     silent = make_llm()
     [output] = silent.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     assert (len(output.outputs[0].token_ids), output.outputs[0].text) == (10, "")
@@ -285,11 +283,11 @@ def test_times_are_kept(llm: LLM) -> None:
     ],
     ids=["auto", "all", "none", "off"],
 )
-def test_the_engine_says_what_its_cache_can_hit(make_llm: MakeLLM, options: dict[str, Any], said: str) -> None:
+def test_engine_describes_what_its_cache_can_hit(make_llm: MakeLLM, options: dict[str, Any], said: str) -> None:
     assert make_llm(**options).engine.describe()[-1].endswith(said)
 
 
-def test_the_engine_says_when_slower_kernels_serve(
+def test_engine_describes_slow_reference_kernels(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     def said(**options: Any) -> list[str]:
@@ -308,7 +306,7 @@ def test_the_engine_says_when_slower_kernels_serve(
     assert line.endswith("since compiled loops are left out: STRANDLINE_NUMBA is 0")
 
 
-def test_a_cache_of_no_given_size_takes_half_of_what_a_container_allows(
+def test_default_cache_takes_half_of_a_containers_memory(
     make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = tmp_path / "memory.max"
@@ -319,7 +317,7 @@ def test_a_cache_of_no_given_size_takes_half_of_what_a_container_allows(
 
 
 @needs_pagemap
-def test_an_engine_on_a_cpu_touches_the_memory_that_is_used_first(make_llm: MakeLLM) -> None:
+def test_engine_on_a_cpu_prefaults_the_first_memory(make_llm: MakeLLM) -> None:
     arena = make_llm(memory="1GiB").engine.core.executor.runner.arena
     assert resident_share(arena.bytes[:PREFAULTED_BYTES]) == 1
     assert resident_share(arena.bytes[PREFAULTED_BYTES:]) < 0.01

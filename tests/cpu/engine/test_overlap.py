@@ -69,7 +69,7 @@ def test_overlapped_steps_give_the_same_answers(make_llm: MakeLLM, seed: int) ->
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_steps_that_are_done_once_launched_are_settled_at_once_and_give_the_same_answers(
+def test_launch_bound_steps_give_the_same_answers(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     expected = serve(make_llm, seed, async_scheduling=False)
@@ -85,7 +85,7 @@ def test_steps_that_are_done_once_launched_are_settled_at_once_and_give_the_same
 
 
 @pytest.mark.parametrize("seed", [5, 6, 7])
-def test_overlapped_steps_preempt_in_little_memory_and_give_the_same_answers(make_llm: MakeLLM, seed: int) -> None:
+def test_overlapped_steps_with_preemptions_give_the_same_answers(make_llm: MakeLLM, seed: int) -> None:
     slab = make_llm().engine.core.spec.slab_bytes
     little = {"memory": 14 * slab, "max_model_len": 256, "max_num_batched_tokens": 100}
     expected = serve(make_llm, seed, async_scheduling=False)
@@ -93,15 +93,13 @@ def test_overlapped_steps_preempt_in_little_memory_and_give_the_same_answers(mak
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_answers_that_stop_give_back_the_slots_that_the_step_under_way_was_to_fill(
-    make_llm: MakeLLM, seed: int
-) -> None:
+def test_stopped_answers_return_slots_of_the_step_in_flight(make_llm: MakeLLM, seed: int) -> None:
     everywhere = {"mamba_cache_mode": "all", "mamba_block_size": 64}
     expected = serve(make_llm, seed, async_scheduling=False)
     assert serve(make_llm, seed, async_scheduling=True, **everywhere) == expected
 
 
-def test_an_answer_that_stops_leaves_a_snapshot_before_its_stop_token(make_llm: MakeLLM) -> None:
+def test_stopped_answer_leaves_a_snapshot_before_its_stop_token(make_llm: MakeLLM) -> None:
     prompt = [3] * 70
     plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     [free] = make_llm().generate([prompt], plain, use_tqdm=False)
@@ -119,7 +117,7 @@ def test_an_answer_that_stops_leaves_a_snapshot_before_its_stop_token(make_llm: 
     assert again.outputs[0].token_ids == cold.outputs[0].token_ids
 
 
-def test_an_aborted_request_leaves_no_trace_in_the_step_under_way(make_llm: MakeLLM) -> None:
+def test_aborted_request_leaves_no_trace_in_the_step_in_flight(make_llm: MakeLLM) -> None:
     llm = make_llm(async_scheduling=True)
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     llm.engine.add_request("a", [1] * 30, params)

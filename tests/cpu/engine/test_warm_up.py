@@ -1,4 +1,4 @@
-"""Warming up leaves no trace: it is run here on a CPU, where the engine itself loads compiled loops instead."""
+"""Warm-up leaves no trace. It runs here on a CPU, where an engine itself loads Numba kernels instead."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from tests.cpu.engine.test_exactness import answers, tokens
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_warming_up_changes_no_answer_and_leaves_nothing_behind(make_llm: MakeLLM, deterministic: bool) -> None:
+def test_warm_up_changes_no_answer_and_leaves_no_trace(make_llm: MakeLLM, deterministic: bool) -> None:
     prompts = [tokens(count, seed=count) for count in (5, 64, 129)]
     options = {"deterministic": deterministic, "max_num_seqs": 8, "max_num_batched_tokens": 128}
     expected = answers(make_llm(**options), prompts)
@@ -29,7 +29,7 @@ def test_warming_up_changes_no_answer_and_leaves_nothing_behind(make_llm: MakeLL
     assert answers(llm, prompts) == expected
 
 
-SAY_WHICH_LOOPS_ARE_LOADED = """
+PRINT_LOADED_KERNELS = """
 import sys
 from strandline import LLM, SamplingParams
 
@@ -46,8 +46,8 @@ print(len(at_start), sorted(set(numba_modules()) - at_start), sorted(loaded() - 
 
 
 @pytest.mark.skipif(not runs_numba(), reason="Numba is not installed, or torch's threads are not GNU OpenMP's")
-def test_all_loops_are_compiled_or_loaded_at_the_start_and_none_in_a_request(model_dir: Path) -> None:
-    command = [sys.executable, "-c", SAY_WHICH_LOOPS_ARE_LOADED, str(model_dir)]
+def test_all_numba_kernels_are_loaded_at_start(model_dir: Path) -> None:
+    command = [sys.executable, "-c", PRINT_LOADED_KERNELS, str(model_dir)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     num_loaded, left_out, loaded_late = done.stdout.split(maxsplit=2)
     assert int(num_loaded) > 0
