@@ -14,15 +14,15 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
-setup: $(STAMP) ## build .venv, unless it is up to date
+setup: $(STAMP) ## build .venv unless it is up to date
 
 serve: setup ## serve the demo model at http://127.0.0.1:8000 (SERVE_ARGS="--port 8001" adds flags)
 	$(BIN)/strandline serve $(SERVE_ARGS)
 
-demo: setup ## ask the demo model something twice, and see what the second request hit
+demo: setup ## show what the cache saves on the demo model
 	$(BIN)/strandline demo
 
-test: lint ## everything that must hold before a commit: lint, then all tests (PYTEST_ARGS="-k name" picks)
+test: lint ## lint, then all tests: must pass before a commit (PYTEST_ARGS="-k name" picks)
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 test-long: lint ## the same with ten times as many examples of every property, and new ones on every run
@@ -31,12 +31,12 @@ test-long: lint ## the same with ten times as many examples of every property, a
 clients: $(CLIENTS)/.setup-done ## run the harness and the load generator of docs/clients.md against the demo model
 	PATH="$(CURDIR)/$(CLIENTS)/bin:$$PATH" $(BIN)/python -m pytest tests/cpu/server/test_client_tools.py $(PYTEST_ARGS)
 
-lint: setup ## rules, format and types, without the tests
+lint: setup ## ruff, format check and mypy, without the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: setup ## write the format, and mend what can be mended
+format: setup ## format the code, and apply automatic fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

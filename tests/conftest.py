@@ -30,7 +30,6 @@ GPU_TESTS = TESTS / "gpu"
 # imports, and shared machines stall.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=100)
 settings.register_profile("long", database=None, deadline=None, max_examples=1000, print_blob=True)
-settings.register_profile("search", deadline=None, max_examples=2000, print_blob=True)
 
 SHARE_SERVERS = re.compile(
     r"tests/cpu/server/test_(anthropic|bad_bodies|cache_page|client_tools|clients|docs|fuzz|http|openai|responses|tools).py"
@@ -62,8 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose how many examples are drawn; compile Numba's kernels before two workers do it at the same time."""
-    default = "long" if config.getoption("long") else "fixed"
-    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", default))
+    settings.load_profile("long" if config.getoption("long") else "fixed")
     is_worker = hasattr(config, "workerinput")
     if config.getoption("numprocesses", None) and not is_worker and importlib.util.find_spec("numba") is not None:
         compile_kernels()

@@ -53,7 +53,7 @@ H200: Final[Mapping[str, CostModel]] = {
 COPY_BYTES_PER_S: Final = 4.27e12
 PREFILL_FLOP_PER_S: Final = 4.5e14
 ATTENTION_FLOP_PER_S: Final = 2.92e14
-OF_THE_FLOOR: Final = 2.0
+MEASURED_OVER_ROOFLINE: Final = 2.0
 """Ratio of measured step times to the time of the memory traffic alone."""
 
 
@@ -63,9 +63,9 @@ def estimated(spec: ModelSpec, num_active_weights: int, num_query_heads: int) ->
     pair_flop = sum(2 * num_query_heads * stream.shape[-1] for layer in spec.layers for stream in layer.streams)
     kv_token_bytes = spec.block_bytes / BLOCK_TOKENS
     return CostModel(
-        step_s=OF_THE_FLOOR * 2 * num_active_weights / COPY_BYTES_PER_S,
+        step_s=MEASURED_OVER_ROOFLINE * 2 * num_active_weights / COPY_BYTES_PER_S,
         prefill_token_s=2 * num_active_weights / PREFILL_FLOP_PER_S,
         attention_pair_s=pair_flop / ATTENTION_FLOP_PER_S,
-        decode_sequence_s=OF_THE_FLOOR * 2 * spec.raw_slot_bytes / COPY_BYTES_PER_S,
+        decode_sequence_s=MEASURED_OVER_ROOFLINE * 2 * spec.raw_slot_bytes / COPY_BYTES_PER_S,
         decode_kv_token_s=kv_token_bytes / COPY_BYTES_PER_S,
     )
