@@ -166,7 +166,7 @@ class Scheduler:
     def _plan_running(self, spans: list[Span]) -> int:
         """Plan the running requests; return the rest of the token budget."""
         budget = self.max_num_batched_tokens
-        running = self.running
+        running, is_exact = self.running, self._is_exact
         index = 0
         while index < len(running) and budget > 0:
             request = running[index]
@@ -174,10 +174,11 @@ class Scheduler:
                 # Its last token is pending.
                 index += 1
                 continue
-            lease = _lease(request)
-            start = lease.computed
-            end = request.num_tokens if request.num_tokens - start <= budget else start + budget
-            if self._is_exact and (end := exact_end(request, start, end)) == start:
+            lease = request.lease or _lease(request)
+            start, end = lease.computed, request.num_tokens
+            if end - start > budget:
+                end = start + budget
+            if is_exact and (end := exact_end(request, start, end)) == start:
                 # The rest of the budget is less than a block.
                 index += 1
                 continue
