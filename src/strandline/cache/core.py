@@ -32,7 +32,7 @@ from strandline.cache.reuse import ReuseHistory
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.stats import CacheStats, MemoryUse
 from strandline.cache.tokens import TokenBuffer
-from strandline.cache.tree import Run, Snapshot, find_home, snapshot_at
+from strandline.cache.tree import Place, Run, Snapshot, find_home, snapshot_at
 from strandline.cache.use import interarrival_bin
 from strandline.cache.walk import Walk, partial_block_source
 from strandline.clock import Clock
@@ -104,6 +104,8 @@ class PrefixCache:
         self._expected: dict[RequestId, Snapshot] = {}
         self._is_stepwise = enabled and placement.is_stepwise
         self._logs = LogPool(num_logs)
+        self._num_reserved_slabs = int(RESERVE_SHARE * num_slabs)
+        self._slot_tokens = blocks_per_slab * BLOCK_TOKENS
         self._log_tokens = log_tokens
 
     # Looking up
@@ -277,14 +279,14 @@ class PrefixCache:
         """Ask the placement at which positions the lease leaves snapshots."""
         if not self.is_enabled:
             return
-        num_spare = self._allocator.num_free_slabs - int(RESERVE_SHARE * self._allocator.num_slabs)
+        num_spare = self._allocator.num_free_slabs - self._num_reserved_slabs
         admission = Admission(
             lease.computed,
             len(lease.tokens),
             kv_tokens,
             marks,
             num_spare,
-            self._allocator.blocks_per_slab * BLOCK_TOKENS,
+            self._slot_tokens,
         )
         lease.planned_cuts = self._placement.on_admission(admission)
 
@@ -391,7 +393,8 @@ class PrefixCache:
         Returns:
             False when that snapshot exists already, or no slot can be allocated; the lease keeps its slot.
         """
-        if not self._may_leave(lease, kind):
+        place = self._place_to_leave(lease, kind)
+        if place is None:
             return False
         # The snapshot is pinned until the next step has read it, so that step's token must find room beside it.
         num_blocks = -(-(lease.computed + 1) // BLOCK_TOKENS) - len(lease.table)
@@ -399,7 +402,8 @@ class PrefixCache:
         if slot is None:
             return False
         self._fold(lease)
-        snapshot = self._publisher.publish(lease, lease.dst, lease.computed, kind, num_readers=1)
+        cut = Cut(lease.computed, lease.dst, kind)
+        snapshot = self._publisher.publish(lease, cut, place, num_readers=1)
         lease.source, lease.src, lease.dst = snapshot, snapshot.slot, slot
         return True
 
@@ -433,18 +437,19 @@ class PrefixCache:
         self._logs.free(lease.log)
 
     def _leave_last_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
-        if not self._may_leave(lease, kind):
+        place = self._place_to_leave(lease, kind)
+        if place is None:
             return False
         self._fold(lease)
-        self._publisher.publish(lease, lease.dst, lease.computed, kind)
+        self._publisher.publish(lease, Cut(lease.computed, lease.dst, kind), place)
         return True
 
-    def _may_leave(self, lease: Lease, kind: SnapshotKind) -> bool:
-        """Whether a snapshot at ``lease.computed`` is wanted, possible and not published yet."""
+    def _place_to_leave(self, lease: Lease, kind: SnapshotKind) -> Place | None:
+        """Return the place of a snapshot at ``lease.computed``; None if it is unwanted, impossible or there already."""
         if not self.is_enabled or not lease.has_own_state or lease.computed == 0 or not self._placement.keeps(kind):
-            return False
-        home, stub_key = find_home(lease.run, lease.tokens.data, lease.computed)
-        return snapshot_at(home, lease.computed, stub_key) is None
+            return None
+        place = find_home(lease.run, lease.tokens.data, lease.computed)
+        return place if snapshot_at(place, lease.computed) is None else None
 
     def take_actions(self) -> list[Action]:
         """Return the actions issued since the last call, in order."""

@@ -86,29 +86,30 @@ class WorthPerByte:
         snapshot = entry if isinstance(entry, Snapshot) else _needed_snapshot(entry)
         if snapshot is None:
             return WORTHLESS, None
-        age = self._reuse.now - snapshot.use.at
-        return self._worth(snapshot, age), snapshot.use.at + next_bin_edge(age)
+        used_at, past_bin = snapshot.use
+        age = self._reuse.now - used_at
+        return self._worth(snapshot, past_bin, age), used_at + next_bin_edge(age)
 
-    def _worth(self, snapshot: Snapshot, age: int) -> float:
+    def _worth(self, snapshot: Snapshot, past_bin: int, age: int) -> float:
         above = snapshot_above(snapshot)
         saved_tokens = snapshot.position - (above.position if above is not None else 0)
         continuations = num_continuations(snapshot)
         size = self._slot_tokens + (0 if continuations else saved_tokens)
-        density = self._density(snapshot, continuations, age)
+        density = self._density(snapshot, continuations, past_bin, age)
         if snapshot.num_waiters or (continuations == 0 and age == 0):
             density = max(density, EXPECTED_DENSITY)
         return density * saved_tokens / size
 
-    def _density(self, snapshot: Snapshot, continuations: int, age: int) -> float:
+    def _density(self, snapshot: Snapshot, continuations: int, past_bin: int, age: int) -> float:
         reuse = self._reuse
         if continuations > 1 and snapshot.is_shared:
-            return reuse.shared_density(snapshot.use.interarrival_bin, age)
+            return reuse.shared_density(past_bin, age)
         if continuations == 0:
             is_answer = snapshot.kind is SnapshotKind.GENERATION_END
-            return (reuse.answer_density if is_answer else reuse.density)(snapshot.use.interarrival_bin, age)
+            return (reuse.answer_density if is_answer else reuse.density)(past_bin, age)
         if snapshot.kind is SnapshotKind.PROMPT_END and not snapshot.is_superseded:
-            return reuse.prompt_density(snapshot.use.interarrival_bin, age)
-        return reuse.interior_density(snapshot.use.interarrival_bin, age)
+            return reuse.prompt_density(past_bin, age)
+        return reuse.interior_density(past_bin, age)
 
 
 def _needed_snapshot(run: Run) -> Snapshot | None:

@@ -8,11 +8,12 @@ from array import array
 from collections.abc import Callable, Iterable
 
 from strandline.cache.account import CacheCounters, SnapshotKind
-from strandline.cache.lease import Lease
+from strandline.cache.lease import Cut, Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import (
+    Place,
     Run,
     Snapshot,
     absorb_stubs,
@@ -26,7 +27,7 @@ from strandline.cache.tree import (
     tail_that_begins,
 )
 from strandline.cache.use import NO_INTERARRIVAL, Use
-from strandline.ids import BLOCK_TOKENS, SlotId
+from strandline.ids import BLOCK_TOKENS
 
 
 class Publisher:
@@ -110,32 +111,27 @@ class Publisher:
         reached = [cut for cut in lease.cuts if cut.position <= lease.computed]
         lease.cuts = [cut for cut in lease.cuts if cut.position > lease.computed]
         for cut in reached:
-            home, stub_key = find_home(lease.run, lease.tokens.data, cut.position)
-            if snapshot_at(home, cut.position, stub_key) is None:
-                self.publish(lease, cut.slot, cut.position, cut.kind)
+            place = find_home(lease.run, lease.tokens.data, cut.position)
+            if snapshot_at(place, cut.position) is None:
+                self.publish(lease, cut, place)
             else:
                 self._memory.free_slot(cut.slot)
 
-    def publish(
-        self, lease: Lease, slot: SlotId, position: int, kind: SnapshotKind, *, num_readers: int = 0
-    ) -> Snapshot:
-        """Publish a snapshot at ``position`` of the lease's path, and the tokens of its block if they are not yet.
+    def publish(self, lease: Lease, cut: Cut, place: Place, *, num_readers: int = 0) -> Snapshot:
+        """Publish a snapshot of the lease's path, and the tokens of its block if they are not yet.
 
         Args:
+            place: where ``find_home`` says that the snapshot belongs.
             num_readers: leases that will read it in their next step.
         """
-        home, stub_key = find_home(lease.run, lease.tokens.data, position)
+        slot, position, kind = cut.slot, cut.position, cut.kind
+        home, stub_key = place
         if stub_key is not None and child_with_prefix(home, stub_key) is None:
             self._publish_tail(lease, stub_key)
         is_on_cached_path = kind is SnapshotKind.BRANCH or position <= lease.account.kv_tokens
-        snapshot = Snapshot(
-            slot,
-            position,
-            kind,
-            Use(self._reuse.now, lease.interarrival_bin),
-            num_readers=num_readers,
-            is_shared=is_on_cached_path and lease.interarrival_bin == NO_INTERARRIVAL,
-        )
+        is_shared = is_on_cached_path and lease.interarrival_bin == NO_INTERARRIVAL
+        use = Use(self._reuse.now, lease.interarrival_bin)
+        snapshot = Snapshot(slot, position, kind, use, num_readers, is_shared)
         attach_snapshot(home, snapshot, stub_key)
         snapshot.last_tick = self._memory.next_tick()
         home.evicted_snapshots.pop(position if stub_key is None else stub_key, None)

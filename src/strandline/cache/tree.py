@@ -54,7 +54,7 @@ class Snapshot:
     )
 
     def __init__(
-        self, slot: SlotId, position: int, kind: SnapshotKind, use: Use, *, num_readers: int, is_shared: bool
+        self, slot: SlotId, position: int, kind: SnapshotKind, use: Use, num_readers: int, is_shared: bool
     ) -> None:
         self.slot = slot
         self.position = position
@@ -176,6 +176,10 @@ class Run:
         while run is not None:
             yield run
             run = run.parent
+
+
+Place = tuple[Run, bytes | None]
+"""Where a snapshot belongs in the tree: its run, and its key if it is a stub of that run."""
 
 
 def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
@@ -340,7 +344,7 @@ def detach_snapshot(snapshot: Snapshot) -> None:
     _remember(home.evicted_snapshots, snapshot.position if key is None else key, None)
 
 
-def find_home(run: Run, data: bytearray, position: int) -> tuple[Run, bytes | None]:
+def find_home(run: Run, data: bytearray, position: int) -> Place:
     """Return the run and the stub key of a snapshot at ``position`` on the path that ends with ``run``."""
     inside = position % BLOCK_TOKENS
     block = position // BLOCK_TOKENS if inside else position // BLOCK_TOKENS - 1
@@ -356,8 +360,9 @@ def find_home(run: Run, data: bytearray, position: int) -> tuple[Run, bytes | No
     return node, None
 
 
-def snapshot_at(home: Run, position: int, stub_key: bytes | None) -> Snapshot | None:
+def snapshot_at(place: Place, position: int) -> Snapshot | None:
     """Return the snapshot at a place that ``find_home`` returned, or None."""
+    home, stub_key = place
     return home.snapshots.get(position) if stub_key is None else home.stubs.get(stub_key)
 
 
