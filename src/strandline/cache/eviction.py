@@ -22,8 +22,8 @@ from strandline.ids import BLOCK_TOKENS
 Entry = Run | Snapshot
 
 WORTHLESS: Final = float("-inf")
-EXPECTED_DENSITY: Final = 1.0
-"""Return density of what a queued request will resume from, and of what is newer than the last admission."""
+CERTAIN_RATE: Final = 1.0
+"""Reuse rate of what a queued request will resume from, and of what is newer than the last admission."""
 MAX_UNRANKED: Final = 64
 
 
@@ -52,18 +52,18 @@ class LeastRecentlyUsed:
 
 
 class WorthPerByte:
-    """Evicts the entry with the lowest value density: tokens saved × return density ÷ size. The default.
+    """Evicts the entry with the lowest value density: tokens saved × reuse rate ÷ size. The default.
 
     - Tokens saved: those since the nearest snapshot above, so a snapshot becomes more valuable when that one is
       evicted.
     - Size: the slot and, for the last snapshot of a path, the keys and values since the snapshot above, which cannot
       be used without it and are evicted with it. Keys and values that no snapshot needs are worth nothing.
-    - Return density: how often the entry is expected to be used per unit of time (``ReuseHistory``). It depends on
+    - Reuse rate: how often the entry is expected to be used per unit of time (``ReuseHistory``). It depends on
       where the snapshot lies: at the end of a path; at the end of a prompt whose next turn has not come, which may
       leave out the answer; inside one path, where only a rewind uses it; or on a prefix that several paths share. A
       path that is continued several times, each time leaving out its last answer, does not count as several.
     - An entry that a queued request will resume from, or the last snapshot of a path that was used after the last
-      admission, has at least ``EXPECTED_DENSITY``.
+      admission, has at least ``CERTAIN_RATE``.
 
     Args:
         blocks_per_slot: the size of a snapshot, in blocks.
@@ -95,21 +95,21 @@ class WorthPerByte:
         saved_tokens = snapshot.position - (above.position if above is not None else 0)
         continuations = num_continuations(snapshot)
         size = self._slot_tokens + (0 if continuations else saved_tokens)
-        density = self._density(snapshot, continuations, past_bin, age)
+        rate = self._rate(snapshot, continuations, past_bin, age)
         if snapshot.num_waiters or (continuations == 0 and age == 0):
-            density = max(density, EXPECTED_DENSITY)
-        return density * saved_tokens / size
+            rate = max(rate, CERTAIN_RATE)
+        return rate * saved_tokens / size
 
-    def _density(self, snapshot: Snapshot, continuations: int, past_bin: int, age: int) -> float:
+    def _rate(self, snapshot: Snapshot, continuations: int, past_bin: int, age: int) -> float:
         reuse = self._reuse
         if continuations > 1 and snapshot.is_shared:
-            return reuse.shared_density(past_bin, age)
+            return reuse.shared_rate(past_bin, age)
         if continuations == 0:
             is_answer = snapshot.kind is SnapshotKind.GENERATION_END
-            return (reuse.answer_density if is_answer else reuse.density)(past_bin, age)
+            return (reuse.answer_rate if is_answer else reuse.rate)(past_bin, age)
         if snapshot.kind is SnapshotKind.PROMPT_END and not snapshot.is_superseded:
-            return reuse.prompt_density(past_bin, age)
-        return reuse.interior_density(past_bin, age)
+            return reuse.prompt_rate(past_bin, age)
+        return reuse.interior_rate(past_bin, age)
 
 
 def _needed_snapshot(run: Run) -> Snapshot | None:

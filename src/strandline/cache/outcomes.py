@@ -1,4 +1,4 @@
-"""Returns and losses of paths by the time they were away, and the return density that follows from them.
+"""Returns and losses of paths by the time they were away, and the reuse rate that follows from them.
 
 Source: hit density as in LHD (Beckmann, Chen, Cidon, NSDI 2018), maximised over stopping times as in Gittins' index.
 """
@@ -49,10 +49,10 @@ class Outcomes:
         self.returns = [count / 2 for count in self.returns]
         self.losses = [count / 2 for count in self.losses]
 
-    def densities(self) -> list[float]:
-        """Return the density for each bin as the present age: returns per unit of time, for the best stopping age."""
+    def rates(self) -> list[float]:
+        """Return the rate for each bin as the present age: returns per unit of time, for the best stopping age."""
         segments: list[tuple[float, float]] = []
-        densities = [0.0] * len(BIN_EDGES)
+        rates = [0.0] * len(BIN_EDGES)
         left = 0.0
         for index in range(len(BIN_EDGES) - 1, -1, -1):
             gone = self.returns[index] + self.losses[index]
@@ -62,11 +62,11 @@ class Outcomes:
                 more = segments.pop()
                 returns, time = returns + more[0], time + more[1]
             segments.append((returns, time))
-            densities[index] = returns / time
-        return densities
+            rates[index] = returns / time
+        return rates
 
 
-PRIOR_DENSITIES: Final = Outcomes(PRIOR_RETURNS, PRIOR_LOSSES).densities()
+PRIOR_RATES: Final = Outcomes(PRIOR_RETURNS, PRIOR_LOSSES).rates()
 
 
 def next_bin_edge(age: int) -> int:

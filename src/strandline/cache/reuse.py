@@ -6,11 +6,11 @@ departure before (``use.interarrival_bin``); a path that has not returned yet ha
 plus, where there is a clock, ``TICKS_PER_S`` per second: the first tells how much passes through the cache meanwhile,
 the second how long people and tools take, whatever the load.
 
-``density`` is the *return density* of a path with a given inter-arrival bin that has been away for a given time: the
+``rate`` is the *reuse rate* of a path with a given inter-arrival bin that has been away for a given time: the
 most returns per unit of memory and time that keeping it for any further length of time yields (``Outcomes``). The
 estimate for a bin uses returns, losses (paths that are no longer remembered) and, as censored observations, the paths
 that are still away; bins with few observations are shrunk towards the pooled ones and smoothed with their neighbours.
-Before anything was observed the prior density falls with the time away: least recently used is evicted first.
+Before anything was observed the prior rate falls with the time away: least recently used is evicted first.
 
 Paths are remembered by hashes of their tokens, whether or not their blocks are still cached: at most ``MAX_PATHS``.
 """
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
-from strandline.cache.outcomes import BIN_EDGES, PRIOR_DENSITIES, PRIOR_LOSSES, PRIOR_RETURNS, Outcomes, age_bin
+from strandline.cache.outcomes import BIN_EDGES, PRIOR_LOSSES, PRIOR_RATES, PRIOR_RETURNS, Outcomes, age_bin
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.use import NO_INTERARRIVAL, interarrival_bin
 from strandline.clock import Clock
@@ -98,7 +98,7 @@ class ReuseHistory:
         self._outcomes = {ALL_BINS: Outcomes(PRIOR_RETURNS, PRIOR_LOSSES)}
         self._seen: dict[int, Outcomes] = {}
         """Also counts the paths that are away, as of the last refresh."""
-        self._densities: dict[int, list[float]] = {}
+        self._rates: dict[int, list[float]] = {}
         self._num_observed = 0
         self._num_halvings = 0
         self._resumes = list(PRIOR_RESUMES)
@@ -162,12 +162,12 @@ class ReuseHistory:
         for exponent in range(num_blocks.bit_length() - 1, -1, -1):
             yield from reversed(self._by_key.get(_hash_of_block(salt, data, BLOCK_TOKENS << exponent), ()))
 
-    def density(self, past_bin: int, age: int) -> float:
-        """Return the return density of a path of an inter-arrival bin that has been away for ``age``."""
-        densities = self._densities.get(past_bin)
-        if densities is None:
-            densities = self._densities[past_bin] = self._estimate(past_bin).densities()
-        return densities[age_bin(age)]
+    def rate(self, past_bin: int, age: int) -> float:
+        """Return the reuse rate of a path of an inter-arrival bin that has been away for ``age``."""
+        rates = self._rates.get(past_bin)
+        if rates is None:
+            rates = self._rates[past_bin] = self._estimate(past_bin).rates()
+        return rates[age_bin(age)]
 
     def _estimate(self, past_bin: int) -> Outcomes:
         """Return the outcomes of a bin, shrunk towards the pooled ones and smoothed with adjacent bins."""
@@ -243,29 +243,29 @@ class ReuseHistory:
         self._resumes = [RESUME_DECAY * count for count in self._resumes]
         self._resumes[point] += 1
 
-    def answer_density(self, past_bin: int, age: int) -> float:
-        """Return the density of uses of the end of an answer."""
-        return self._end_share(ANSWER_END) * self.density(past_bin, age)
+    def answer_rate(self, past_bin: int, age: int) -> float:
+        """Return the rate of uses of the end of an answer."""
+        return self._end_share(ANSWER_END) * self.rate(past_bin, age)
 
-    def prompt_density(self, past_bin: int, age: int) -> float:
-        """Return the density of uses of the end of a prompt whose answer is cached."""
-        return self._end_share(PROMPT_END) * max(self.density(past_bin, age), PRIOR_DENSITIES[age_bin(age)])
+    def prompt_rate(self, past_bin: int, age: int) -> float:
+        """Return the rate of uses of the end of a prompt whose answer is cached."""
+        return self._end_share(PROMPT_END) * max(self.rate(past_bin, age), PRIOR_RATES[age_bin(age)])
 
-    def interior_density(self, past_bin: int, age: int) -> float:
-        """Return the density of uses of a snapshot inside one path: by rewinds, and by prompts that diverge there."""
-        return self._interior_odds() * max(self.density(past_bin, age), PRIOR_DENSITIES[age_bin(age)])
+    def interior_rate(self, past_bin: int, age: int) -> float:
+        """Return the rate of uses of a snapshot inside one path: by rewinds, and by prompts that diverge there."""
+        return self._interior_odds() * max(self.rate(past_bin, age), PRIOR_RATES[age_bin(age)])
 
     def _end_share(self, end: int) -> float:
         """Return the share of an end of a path in the resumptions from either end."""
         return self._resumes[end] / (self._resumes[ANSWER_END] + self._resumes[PROMPT_END])
 
     def _interior_odds(self) -> float:
-        """Return the odds of resuming inside a path, by which ``interior_density`` scales the return density."""
+        """Return the odds of resuming inside a path, by which ``interior_rate`` scales the reuse rate."""
         interior = self._resumes[INTERIOR]
         return interior / (sum(self._resumes) - interior)
 
-    def shared_density(self, past_bin: int, age: int) -> float:
-        """Return the density of uses of a prefix that several paths share.
+    def shared_rate(self, past_bin: int, age: int) -> float:
+        """Return the rate of uses of a prefix that several paths share.
 
         Once per last inter-arrival time, and less the longer it has been unused beyond that. For a prefix that was
         used once, the time since then stands for the inter-arrival time.
@@ -278,7 +278,7 @@ class ReuseHistory:
         return self._outcomes[ALL_BINS], self._outcomes.setdefault(path.interarrival_bin, Outcomes())
 
     def _count(self) -> None:
-        """Count an observation; halve old counts and refresh the densities when that is due."""
+        """Count an observation; halve old counts and refresh the rates when that is due."""
         self._num_observed += 1
         if self._num_observed % HALF_LIFE_OBSERVATIONS == 0:
             self._num_halvings += 1
@@ -286,7 +286,7 @@ class ReuseHistory:
                 outcomes.halve()
         if self._num_observed >= self._refresh_at:
             self._refresh_at += min(1 + self._num_observed // 4, MAX_OBSERVATIONS_UNTIL_REFRESH)
-            self._densities.clear()
+            self._rates.clear()
             self._seen.clear()
 
 

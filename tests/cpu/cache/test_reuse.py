@@ -10,7 +10,7 @@ from strandline.cache import reuse
 from strandline.cache.outcomes import (
     BIN_EDGES,
     BIN_WIDTHS,
-    PRIOR_DENSITIES,
+    PRIOR_RATES,
     PRIOR_RETURNS,
     Outcomes,
     age_bin,
@@ -79,24 +79,24 @@ def test_path_does_not_return_under_another_salt() -> None:
     assert history.record_return("a", data(prompt(500))) != NO_INTERARRIVAL
 
 
-def test_prior_density_falls_with_the_time_away() -> None:
+def test_prior_rate_falls_with_the_time_away() -> None:
     history = ReuseHistory()
-    densities = [history.density(NO_INTERARRIVAL, age) for age in (0, 1, 3, 10, 100, 10_000, 500_000)]
-    assert densities == sorted(densities, reverse=True)
-    assert len(set(densities)) == len(densities)
+    rates = [history.rate(NO_INTERARRIVAL, age) for age in (0, 1, 3, 10, 100, 10_000, 500_000)]
+    assert rates == sorted(rates, reverse=True)
+    assert len(set(rates)) == len(rates)
 
 
-def test_density_peaks_before_the_usual_return() -> None:
+def test_rate_peaks_before_the_usual_return() -> None:
     history = ReuseHistory()
     for index in range(600):
         leave(history, prompt(100, 1000 * index))
         away(history, 32)
         assert history.record_return("", data(prompt(100, 1000 * index))) == interarrival_bin(32)
-    before, due, overdue = (history.density(NO_INTERARRIVAL, age) for age in (0, 31, 200))
+    before, due, overdue = (history.rate(NO_INTERARRIVAL, age) for age in (0, 31, 200))
     assert overdue < before < due
 
 
-def test_densities_differ_by_interarrival_bin() -> None:
+def test_rates_differ_by_interarrival_bin() -> None:
     history = ReuseHistory()
     for index in range(600):
         quick, slow = prompt(100, 2000 * index), prompt(100, 2000 * index + 1000)
@@ -106,8 +106,8 @@ def test_densities_differ_by_interarrival_bin() -> None:
         history.record_return("", data(quick))
         away(history, 198)
         history.record_return("", data(slow))
-    assert history.density(interarrival_bin(2), 1) > 10 * history.density(interarrival_bin(200), 1)
-    assert history.density(interarrival_bin(2), 150) < history.density(interarrival_bin(200), 150)
+    assert history.rate(interarrival_bin(2), 1) > 10 * history.rate(interarrival_bin(200), 1)
+    assert history.rate(interarrival_bin(2), 150) < history.rate(interarrival_bin(200), 150)
 
 
 def test_unseen_bin_is_estimated_from_adjacent_bins() -> None:
@@ -121,8 +121,8 @@ def test_unseen_bin_is_estimated_from_adjacent_bins() -> None:
         away(history, 198)
         history.record_return("", data(slow))
     like_quick, like_slow, like_none = interarrival_bin(4), interarrival_bin(400), interarrival_bin(2**18)
-    assert history.density(like_quick, 1) > 2 * history.density(like_none, 1) > 4 * history.density(like_slow, 1)
-    assert history.density(NO_INTERARRIVAL, 1) == pytest.approx(history.density(like_none, 1))
+    assert history.rate(like_quick, 1) > 2 * history.rate(like_none, 1) > 4 * history.rate(like_slow, 1)
+    assert history.rate(NO_INTERARRIVAL, 1) == pytest.approx(history.rate(like_none, 1))
 
 
 @given(st.lists(st.tuples(st.sampled_from([NO_INTERARRIVAL, *range(2, 8)]), st.integers(0, 300)), max_size=40))
@@ -148,7 +148,7 @@ def test_forgotten_paths_count_as_losses(monkeypatch: pytest.MonkeyPatch) -> Non
         history.count_admission()
         leave(history, prompt(100, 1000 * index))
     assert len(history) == 50
-    assert history.density(NO_INTERARRIVAL, 0) < 0.1 * other.density(NO_INTERARRIVAL, 0)
+    assert history.rate(NO_INTERARRIVAL, 0) < 0.1 * other.rate(NO_INTERARRIVAL, 0)
 
 
 def test_remembered_paths_per_key_are_bounded() -> None:
@@ -173,16 +173,16 @@ counts = st.lists(st.integers(0, 5), min_size=NUM_BINS, max_size=NUM_BINS)
 
 
 @given(counts, counts)
-def test_density_is_the_maximum_over_stopping_times(returns: list[int], losses: list[int]) -> None:
+def test_rate_is_the_maximum_over_stopping_times(returns: list[int], losses: list[int]) -> None:
     outcomes = Outcomes()
     outcomes.returns = [count + 0.01 for count in returns]
     outcomes.losses = [float(count) for count in losses]
     gone = [a + b for a, b in zip(outcomes.returns, outcomes.losses, strict=True)]
     times = [(sum(gone[i + 1 :]) + gone[i] / 2) * BIN_WIDTHS[i] for i in range(NUM_BINS)]
-    for index, density in enumerate(outcomes.densities()):
+    for index, rate in enumerate(outcomes.rates()):
         ends = range(index + 1, NUM_BINS + 1)
         best = max(sum(outcomes.returns[index:end]) / sum(times[index:end]) for end in ends)
-        assert density == pytest.approx(best)
+        assert rate == pytest.approx(best)
 
 
 @pytest.mark.parametrize("num_generated", [1, 40, 64, 300])
@@ -197,10 +197,10 @@ def test_resume_points_are_learned_from_returns_to_evicted_paths_too(num_generat
             assert history.record_return(
                 "", data(asked + kept + prompt(90, 400_000 + 1000 * index))
             ) == interarrival_bin(5)
-    assert inside.prompt_density(NO_INTERARRIVAL, 1) > 50 * at_end.prompt_density(NO_INTERARRIVAL, 1)
+    assert inside.prompt_rate(NO_INTERARRIVAL, 1) > 50 * at_end.prompt_rate(NO_INTERARRIVAL, 1)
 
 
-def test_rewinds_raise_interior_density_and_lower_prompt_density() -> None:
+def test_rewinds_raise_interior_rate_and_lower_prompt_rate() -> None:
     rewinds, continues = ReuseHistory(), ReuseHistory()
     for index in range(100):
         asked, said = prompt(1000, 10_000 * index), prompt(50, 5_000_000 + 1000 * index)
@@ -208,8 +208,8 @@ def test_rewinds_raise_interior_density_and_lower_prompt_density() -> None:
             history.record_departure("", data(asked + said), len(asked), len(asked + said), NO_INTERARRIVAL)
             away(history, 5)
             assert history.record_return("", data(kept + prompt(90, 9_000_000 + 1000 * index))) == interarrival_bin(5)
-    assert rewinds.interior_density(NO_INTERARRIVAL, 1) > 10 * rewinds.prompt_density(NO_INTERARRIVAL, 1)
-    assert continues.prompt_density(NO_INTERARRIVAL, 1) > 10 * continues.interior_density(NO_INTERARRIVAL, 1)
+    assert rewinds.interior_rate(NO_INTERARRIVAL, 1) > 10 * rewinds.prompt_rate(NO_INTERARRIVAL, 1)
+    assert continues.prompt_rate(NO_INTERARRIVAL, 1) > 10 * continues.interior_rate(NO_INTERARRIVAL, 1)
 
 
 @pytest.mark.parametrize(("num_shared", "num_own"), [(200, 40), (600, 90), (4096, 900)])
@@ -238,7 +238,7 @@ def test_wholly_repeated_path_returns_before_a_later_rewound_one() -> None:
     assert history.record_return("", data(whole + prompt(10, 70_000))) == interarrival_bin(103)
 
 
-def test_paths_away_lower_the_density_before_they_are_forgotten() -> None:
+def test_paths_away_lower_the_rate_before_they_are_forgotten() -> None:
     history = ReuseHistory()
     for index in range(100):
         quick = prompt(100, 1000 * index)
@@ -247,7 +247,7 @@ def test_paths_away_lower_the_density_before_they_are_forgotten() -> None:
         away(history, 2)
         assert history.record_return("", data(quick)) == interarrival_bin(2)
     assert len(history) == 100
-    assert history.density(NO_INTERARRIVAL, 20) < 0.01 * history.density(NO_INTERARRIVAL, 1)
+    assert history.rate(NO_INTERARRIVAL, 20) < 0.01 * history.rate(NO_INTERARRIVAL, 1)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 300)), max_size=60))
@@ -291,53 +291,53 @@ def test_observations_are_halved_by_the_departure_of_their_path(monkeypatch: pyt
     assert sum(history._with_censored()[reuse.ALL_BINS].returns) == pytest.approx((prior + 10 + 1) / 2)
 
 
-def test_interior_hits_raise_the_interior_density() -> None:
+def test_interior_hits_raise_the_interior_rate() -> None:
     few, many = ReuseHistory(), ReuseHistory()
     for _ in range(100):
         few.count_hit(0)
         many.count_hit(1)
-    rates = [history.interior_density(NO_INTERARRIVAL, 5) for history in (few, ReuseHistory(), many)]
+    rates = [history.interior_rate(NO_INTERARRIVAL, 5) for history in (few, ReuseHistory(), many)]
     assert rates == sorted(set(rates))
-    assert many.interior_density(NO_INTERARRIVAL, 50) < many.interior_density(NO_INTERARRIVAL, 5)
+    assert many.interior_rate(NO_INTERARRIVAL, 50) < many.interior_rate(NO_INTERARRIVAL, 5)
 
 
 def test_shared_hits_do_not_change_the_end_shares() -> None:
     history = ReuseHistory()
-    before = history.answer_density(NO_INTERARRIVAL, 5), history.prompt_density(NO_INTERARRIVAL, 5)
+    before = history.answer_rate(NO_INTERARRIVAL, 5), history.prompt_rate(NO_INTERARRIVAL, 5)
     for num_continuations in (0, 1, 2, 2):
         history.count_hit(num_continuations)
     assert (
-        history.answer_density(NO_INTERARRIVAL, 5),
-        history.prompt_density(NO_INTERARRIVAL, 5),
+        history.answer_rate(NO_INTERARRIVAL, 5),
+        history.prompt_rate(NO_INTERARRIVAL, 5),
     ) == pytest.approx(before)
 
 
 def test_prior_gives_both_ends_of_a_path_equal_shares() -> None:
     history = ReuseHistory()
-    either = history.answer_density(NO_INTERARRIVAL, 5)
-    assert either == pytest.approx(history.density(NO_INTERARRIVAL, 5) / 2)
-    assert history.prompt_density(NO_INTERARRIVAL, 5) == pytest.approx(either)
+    either = history.answer_rate(NO_INTERARRIVAL, 5)
+    assert either == pytest.approx(history.rate(NO_INTERARRIVAL, 5) / 2)
+    assert history.prompt_rate(NO_INTERARRIVAL, 5) == pytest.approx(either)
 
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(0, 5000))
-def test_prompt_and_answer_densities_share_the_returns(repeats_answer: list[bool], age: int) -> None:
+def test_prompt_and_answer_rates_share_the_returns(repeats_answer: list[bool], age: int) -> None:
     history = ReuseHistory()
     for index, repeats in enumerate(repeats_answer):
         asked, said = prompt(100, 1000 * index), prompt(20, 200_000 + 1000 * index)
         history.record_departure("", data(asked + said), len(asked), len(asked + said), NO_INTERARRIVAL)
         away(history, 5)
         history.record_return("", data(asked + (said if repeats else []) + prompt(90, 400_000 + 1000 * index)))
-    returns = history.density(NO_INTERARRIVAL, age)
-    assert history.answer_density(NO_INTERARRIVAL, age) <= returns
-    either = history.answer_density(NO_INTERARRIVAL, age) + history.prompt_density(NO_INTERARRIVAL, age)
+    returns = history.rate(NO_INTERARRIVAL, age)
+    assert history.answer_rate(NO_INTERARRIVAL, age) <= returns
+    either = history.answer_rate(NO_INTERARRIVAL, age) + history.prompt_rate(NO_INTERARRIVAL, age)
     assert either >= returns * (1 - 1e-9)
-    assert history.prompt_density(NO_INTERARRIVAL, age) <= max(returns, PRIOR_DENSITIES[age_bin(age)])
+    assert history.prompt_rate(NO_INTERARRIVAL, age) <= max(returns, PRIOR_RATES[age_bin(age)])
 
 
-def test_shared_density_falls_quadratically_after_the_last_interarrival_time() -> None:
+def test_shared_rate_falls_quadratically_after_the_last_interarrival_time() -> None:
     history = ReuseHistory()
     habit = interarrival_bin(8)
-    rates = [history.shared_density(habit, age) for age in (0, 16, 33, 67, 135)]
+    rates = [history.shared_rate(habit, age) for age in (0, 16, 33, 67, 135)]
     assert rates[0] == rates[1]
     assert [earlier / later for earlier, later in pairwise(rates[2:])] == pytest.approx([4, 4])
-    assert history.shared_density(NO_INTERARRIVAL, 71) == pytest.approx(history.shared_density(NO_INTERARRIVAL, 35) / 2)
+    assert history.shared_rate(NO_INTERARRIVAL, 71) == pytest.approx(history.shared_rate(NO_INTERARRIVAL, 35) / 2)

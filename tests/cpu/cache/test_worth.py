@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from strandline.cache import Placement, PrefixCache, Reason, SnapshotKind
 from strandline.cache.core import AUTO
-from strandline.cache.eviction import EXPECTED_DENSITY, EvictionOrder, LeastRecentlyUsed, WorthPerByte
+from strandline.cache.eviction import CERTAIN_RATE, EvictionOrder, LeastRecentlyUsed, WorthPerByte
 from strandline.cache.invariants import check
 from strandline.cache.placement import NoSnapshots
 from strandline.cache.reuse import ReuseHistory
@@ -217,8 +217,8 @@ def test_prompt_end_size_includes_kv_after_answer_eviction() -> None:
     driver.cache.internals().memory.drop_snapshot(answered)
     assert num_continuations(asked_end) == 0
     saved_share = 462 / (462 + 64 * BLOCKS_PER_SLAB)
-    density = driver.cache.internals().reuse.density(asked_end.use.interarrival_bin, 1)
-    assert order.worth(asked_end) == pytest.approx(saved_share * density)
+    rate = driver.cache.internals().reuse.rate(asked_end.use.interarrival_bin, 1)
+    assert order.worth(asked_end) == pytest.approx(saved_share * rate)
 
 
 def test_prompt_end_inside_a_cached_prompt_is_shared() -> None:
@@ -235,5 +235,5 @@ def test_newest_snapshot_is_evicted_after_others_of_equal_savings() -> None:
     for turn in range(10):
         driver.serve(prompt(100, 1000 * turn))
     last, before = (snapshot_after(driver, prompt(100, 1000 * turn)) for turn in (9, 8))
-    assert order.worth(last) == pytest.approx(EXPECTED_DENSITY * 100 / (100 + 64 * BLOCKS_PER_SLAB))
+    assert order.worth(last) == pytest.approx(CERTAIN_RATE * 100 / (100 + 64 * BLOCKS_PER_SLAB))
     assert order.worth(before) < order.worth(last)
