@@ -4,7 +4,7 @@ Decodes come first (``StepBatch``); every index tensor is made here, once per st
 host knows of each sequence travels in ``SequenceColumns``; what follows from that for each row is worked out on the
 device (``locate_rows``).
 
-Shape suffixes as in ``kernels/batch.py``; F columns.
+Shape suffixes as in ``kernels/batch.py``; D decodes, F columns.
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@ is smaller than the size,
   the null block, and is stored nowhere. So no row that a later operation reads is left unwritten;
 - *chunks* are empty.
 
-Shape suffixes as in ``kernels/batch.py``; I integers of the buffer.
+Shape suffixes as in ``kernels/batch.py``; D decodes, I integers of the buffer.
 """
 
 from dataclasses import dataclass

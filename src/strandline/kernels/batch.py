@@ -1,11 +1,10 @@
-"""The tensors of one step that every layer shares, and the views of memory that a layer works on.
+"""The tensors of one step that every layer shares, and an attention layer's memory.
 
-Shape suffixes: T tokens of the step, N sequences, D decoding sequences, C chunks, M blocks per table,
-B blocks, P tokens in a block (64), G key/value or key heads, S slots, R rows of a convolution window, H heads, J logs,
-L places of a log.
+Shape suffixes: T tokens of the step, N sequences, M blocks per table, B blocks, P tokens in a block (64), G key/value
+heads, D channels of a head.
 
-The sequences of a step are ordered: first the D *decodes* (one token each, no cut), whose tokens are rows
-``[0, D)``; then the *prefills* (one token or more), whose tokens are rows ``[D, T)``. Tensors live on the
+The sequences of a step are ordered: first the *decodes* (one token each, no cut), whose tokens are rows
+``[0, num_decodes)``; then the *prefills* (one token or more), whose tokens are the rows after. Tensors live on the
 device of the model; tuples are host copies for the kernels that loop over sequences on the host.
 """
 
