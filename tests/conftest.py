@@ -69,12 +69,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def compile_kernels() -> None:
     """Fill Numba's cache if it is empty: for half a minute, in two processes."""
-    from strandline.kernels import platform, runtime_numba
+    from strandline.kernels import runtime_numba
 
     directory = runtime_numba.cache_directory()
     if directory is None or any(directory.iterdir()):
         return
-    modules = platform.numba_modules()
+    files = sorted(Path(runtime_numba.__file__).parent.glob("*_numba.py"))
+    modules = [f"strandline.kernels.{path.stem}" for path in files]
     programs = [f"import {', '.join(share)}" for share in (modules[::2], modules[1::2])]
     for process in [subprocess.Popen([sys.executable, "-c", program]) for program in programs]:
         process.wait()

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from strandline.kernels import linear_triton
-from strandline.kernels.activation import swiglu
+from strandline.kernels.activation_triton import swiglu
 from strandline.kernels.linear_triton import Gemv, Skinny
-from strandline.kernels.norm import rms_norm_zero_centered
+from strandline.kernels.norm_triton import rms_norm_zero_centered
 
 BYTES_PER_S = 4.3e12
 ROWS = (1, 2, 4, 8, 16)

@@ -139,7 +139,7 @@ def inputs(num_tokens: int, weights: tuple[Tensor, Tensor]) -> Inputs:
     x_TD, shared_TD = torch.randn(2, num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     gate_T1 = torch.randn(num_tokens, 1, device="cuda", dtype=torch.bfloat16)
     logits = torch.randn(num_tokens, EXPERTS, device="cuda", dtype=torch.bfloat16)
-    chosen = moe.route_top_k(logits, TOP_K, is_normalised=True)
+    chosen = moe_triton.route_top_k(logits, TOP_K, is_normalised=True)
     return x_TD, *weights, *chosen, shared_TD, gate_T1
 
 

@@ -20,7 +20,6 @@ ALLOWED: Mapping[str, str] = {
     "bench/known_models.py": "a table of known models",
     "bench/cost.py": "times measured of known models",
     "demo/words.py": "what the demo model is taught about itself",
-    "kernels/platform.py": "asks by operation whether Numba serves",
 }
 
 

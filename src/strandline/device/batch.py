@@ -19,6 +19,7 @@ from torch import Tensor
 from strandline.device.upload import upload, upload_together
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, StepBatch
+from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
 from strandline.kernels.step import locate_rows
 from strandline.records.plan import SequencePlan
@@ -138,7 +139,7 @@ def build_host_batch(
     )
 
 
-def to_device(host: HostBatch, device: torch.device) -> DeviceBatch:
+def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> DeviceBatch:
     """Make the step's tensors."""
     num_columns = len(SequenceColumns._fields)
     token_ids_T, query_starts_N1, cut_rows_C, *rest = upload_together(
@@ -146,7 +147,8 @@ def to_device(host: HostBatch, device: torch.device) -> DeviceBatch:
     )
     columns: SequenceColumns[Tensor] = SequenceColumns(*rest[:num_columns])
     table_NM = upload(host.block_table_NM, device)
-    rows = locate_rows(query_starts_N1, columns.start, columns.end, columns.kv_start, table_NM, len(token_ids_T))
+    ranges = (columns.start, columns.end, columns.kv_start)
+    rows = kernels[locate_rows](query_starts_N1, *ranges, table_NM, len(token_ids_T))
     attention = AttentionBatch(
         query_starts=tuple(host.query_starts_N1.tolist()),
         context_lens=tuple(host.columns.end.tolist()),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from strandline.cache import Action
+from strandline.kernels.binding import Fallback
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
 from strandline.specs import ModelSpec
@@ -29,8 +30,8 @@ class ExecutorFacts:
     """Tokens in a full log; 0: decoding sequences keep none."""
     needs_warm_up: bool
     """Whether kernels are compiled when a step first needs them, so that every kind of step must run once."""
-    why_slow: str | None
-    """Why reference implementations run in place of faster backends; None: they do not."""
+    fallbacks: tuple[Fallback, ...]
+    """Operations that run reference implementations, though their backends should run here."""
     start_s: dict[str, float] = field(default_factory=dict)
     """How long each phase of the start took."""
 

@@ -21,6 +21,7 @@ from strandline.device.pending import PendingTokens
 from strandline.device.upload import upload, upload_together
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling import greedy
 from strandline.kernels.step import store_hidden
 
@@ -77,6 +78,7 @@ class StepGraphs:
         logits: Callable[[Tensor], Tensor],
         arena: ArenaTensors,
         pending: PendingTokens,
+        kernels: Kernels,
         *,
         sizes: Iterable[StepSize],
         max_model_len: int,
@@ -89,6 +91,8 @@ class StepGraphs:
         """
         self._arena = arena
         self._pending = pending
+        self._kernels = kernels
+        self._store_hidden, self._greedy = kernels[store_hidden], kernels[greedy]
         self._forward, self._logits = forward, logits
         self._max_model_len = max_model_len
         self._tables: dict[int | None, Tensor] = {}
@@ -120,16 +124,18 @@ class StepGraphs:
 
     def _step(self, captured: _Captured) -> None:
         columns = captured.columns
-        batch = captured.padded.batch(captured.buffer_I, captured.block_table_NM, self._max_model_len)
+        batch = captured.padded.batch(captured.buffer_I, captured.block_table_NM, self._max_model_len, self._kernels)
         self._pending.resolve(batch, columns)
         hidden_TE = captured.hidden_TE = self._forward(batch)
-        store_hidden(hidden_TE, columns.last_row, self._arena.hidden_SE, columns.state_dst)
+        self._store_hidden(hidden_TE, columns.last_row, self._arena.hidden_SE, columns.state_dst)
         if captured.padded.size.num_prompts:
-            store_hidden(hidden_TE, captured.named["cut_rows"], self._arena.hidden_SE, captured.named["cut_slots"])
+            self._store_hidden(
+                hidden_TE, captured.named["cut_rows"], self._arena.hidden_SE, captured.named["cut_slots"]
+            )
             captured.last_NE = hidden_TE.index_select(0, columns.last_row)
         else:
             captured.logits_NV = self._logits(hidden_TE)
-            self._pending.sampled_P[: len(hidden_TE)].copy_(greedy(captured.logits_NV))
+            self._pending.sampled_P[: len(hidden_TE)].copy_(self._greedy(captured.logits_NV))
 
     def decode(self, host: HostBatch) -> Tensor | None:
         """Replay a step of decodes; return ``logits_NV``, which the next replay overwrites. None: none has room.

@@ -22,6 +22,7 @@ from strandline.device.batch import HostBatch, SequenceColumns
 from strandline.device.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, StepBatch
+from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import CHUNK_TOKENS, Chunks
 from strandline.kernels.step import locate_rows
 
@@ -107,7 +108,7 @@ class PaddedStep:
         """Return the parts of a buffer that hold an integer of every sequence."""
         return SequenceColumns(*(buffer_I[self._places[name]] for name in SequenceColumns._fields))
 
-    def batch(self, buffer_I: Tensor, block_table_NM: Tensor, max_context: int) -> StepBatch:
+    def batch(self, buffer_I: Tensor, block_table_NM: Tensor, max_context: int, kernels: Kernels) -> StepBatch:
         """Return the step whose integers lie in a buffer; its rows' places are worked out on the device.
 
         What it has on the host says how much room there is: it is for kernels that look there for numbers of programs,
@@ -122,7 +123,7 @@ class PaddedStep:
         most_rows = [*range(size.num_decodes + max(num_prompts, 1)), size.num_rows + max(num_prompts - 1, 0)]
         query_starts_N1 = named["query_starts"]
         ranges = (columns.start, columns.end, columns.kv_start)
-        rows = locate_rows(query_starts_N1, *ranges, block_table_NM, size.num_rows)
+        rows = kernels[locate_rows](query_starts_N1, *ranges, block_table_NM, size.num_rows)
         attention = AttentionBatch(
             query_starts=tuple(most_rows) if num_prompts else (),
             context_lens=(min(TYPICAL_CONTEXT_TOKENS, max_context),) * size.num_sequences,

@@ -16,6 +16,7 @@ from strandline.device.sampler import SamplingState
 from strandline.device.upload import upload
 from strandline.ids import PendingToken, RequestId
 from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
 from strandline.kernels.step import NO_TOKEN, resolve_pending
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
 
@@ -28,7 +29,8 @@ NO_STOPS = frozenset[int]()
 class PendingTokens:
     """Remembers where on the device each request's last token is. Its tensors stay where they are, for graphs."""
 
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, device: torch.device, kernels: Kernels) -> None:
+        self._resolve = kernels[resolve_pending]
         self._device = device
         self.sampled_P = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.stop_ids_XI = torch.full((MAX_STOP_SETS, MAX_STOP_IDS), NO_TOKEN, dtype=torch.int64, device=device)
@@ -43,7 +45,7 @@ class PendingTokens:
 
     def resolve(self, step: StepBatch, columns: SequenceColumns[Tensor]) -> None:
         """Fill in a step's pending tokens, on the device."""
-        resolve_pending(
+        self._resolve(
             step.token_ids_T,
             columns.state_dst,
             columns.last_row,

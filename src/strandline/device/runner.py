@@ -9,7 +9,7 @@ host behind the step.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import assert_never
+from typing import Final, assert_never
 
 import torch
 from torch import Tensor
@@ -26,11 +26,15 @@ from strandline.errors import EngineError
 from strandline.ids import BlockId, RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
-from strandline.kernels.platform import set_deterministic
-from strandline.kernels.step import store_hidden
+from strandline.kernels.binding import Kernels
+from strandline.kernels.sampling import greedy, mask_top_k_top_p_min_p, sample
+from strandline.kernels.step import locate_rows, resolve_pending, store_hidden
 from strandline.models.protocol import LanguageModel
 from strandline.records.grammars import GrammarCompiler, TokenMatcher
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
+
+RUNNER_OPERATIONS: Final = (locate_rows, resolve_pending, store_hidden, greedy, mask_top_k_top_p_min_p, sample)
+"""What the runner computes with, beside the model's operations."""
 
 LAUNCH_BOUND_TOKENS = 1024
 """Up to this many tokens a GPU runs a step in less time than its kernels take to launch one by one: 17 ms for the 4B
@@ -104,22 +108,22 @@ class Runner:
     """Runs steps on one device.
 
     Args:
+        kernels: those of the model, and ``RUNNER_OPERATIONS``; the model uses them.
         grammars: compiles the grammars of structured outputs; None without a tokenizer.
         poison: fill freed memory with NaN, so that tests notice when it is read.
-        deterministic: launch batch-invariant kernels.
         keeps_logs: let decoding sequences keep logs; the scheduler must know.
     """
 
     def __init__(
         self,
         model: LanguageModel,
+        kernels: Kernels,
         num_slabs: int,
         device: torch.device,
         *,
         max_num_seqs: int,
         grammars: GrammarCompiler | None = None,
         poison: bool = False,
-        deterministic: bool = False,
         keeps_logs: bool = False,
     ) -> None:
         self.model = model
@@ -129,9 +133,9 @@ class Runner:
             keep_scratch_memory()
         self.arena = ArenaTensors(model.spec, num_slabs, device, num_logs=1 + max_num_seqs if keeps_logs else 0)
         self._memory = model.bind(self.arena)
-        self._pending = PendingTokens(max_num_seqs, device)
+        self._pending = PendingTokens(max_num_seqs, device, kernels)
+        self._kernels, self._store = kernels, kernels[store_hidden]
         self._poison = poison
-        self._is_deterministic = deterministic
         self._graphs: StepGraphs | None = None
         self._states: dict[RequestId, SamplingState] = {}
 
@@ -142,7 +146,6 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepInFlight:
         """Launch a step without waiting for the device. Its actions and writes come after those of earlier steps."""
-        set_deterministic(self._is_deterministic)
         for request_id in plan.gone:
             del self._states[request_id]
         for new in plan.new:
@@ -167,13 +170,13 @@ class Runner:
 
     def capture_graphs(self, sizes: Iterable[StepSize], max_model_len: int, *, progress: bool = False) -> None:
         """Capture CUDA graphs of steps of these sizes, to replay them from now on."""
-        set_deterministic(self._is_deterministic)
         with torch.inference_mode():
             self._graphs = StepGraphs(
                 self._forward,
                 self.model.logits,
                 self.arena,
                 self._pending,
+                self._kernels,
                 sizes=sizes,
                 max_model_len=max_model_len,
                 progress=progress,
@@ -267,13 +270,13 @@ class Runner:
 
     def _run_eagerly(self, host: HostBatch) -> StepHidden:
         """Launch the model's kernels one by one; store the hidden states behind the sequences' ends and cuts."""
-        batch = to_device(host, self.device)
+        batch = to_device(host, self.device, self._kernels)
         if host.has_pending:
             self._pending.resolve(batch.step, batch.columns)
         hidden_TE, hidden_SE = self._forward(batch.step), self.arena.hidden_SE
-        store_hidden(hidden_TE, batch.columns.last_row, hidden_SE, batch.columns.state_dst)
+        self._store(hidden_TE, batch.columns.last_row, hidden_SE, batch.columns.state_dst)
         if any(host.chunks.cut_slots):
-            store_hidden(hidden_TE, batch.cut_rows_C, hidden_SE, batch.step.recurrent.chunks.cut_slots_C)
+            self._store(hidden_TE, batch.cut_rows_C, hidden_SE, batch.step.recurrent.chunks.cut_slots_C)
         last_NE = hidden_TE if len(hidden_TE) == host.num_sequences else hidden_TE[batch.columns.last_row]
         return StepHidden(hidden_TE, last_NE, host.num_decode_rows)
 
@@ -319,7 +322,7 @@ class Runner:
             for index, sequence in enumerate(sequences)
             if sequence.is_sampled
         ]
-        tokens_N, logprobs = choose_tokens(logits_NV, [state for _, state in sampled], greedy_N)
+        tokens_N, logprobs = choose_tokens(logits_NV, [state for _, state in sampled], self._kernels, greedy_N)
         self._pending.remember(tokens_N, [sequences[index].request_id for index, _ in sampled])
         launched.take_tokens(tokens_N, sampled, logprobs)
 

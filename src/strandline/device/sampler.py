@@ -15,6 +15,7 @@ from torch import Tensor
 
 from strandline.device.grammar_mask import mask_logits
 from strandline.device.upload import download, upload
+from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling import (
     apply_penalties,
     apply_temperature,
@@ -94,7 +95,7 @@ class LogprobTensors:
 
 
 def choose_tokens(
-    logits_NV: Tensor, states: Sequence[SamplingState], greedy_N: Tensor | None = None
+    logits_NV: Tensor, states: Sequence[SamplingState], kernels: Kernels, greedy_N: Tensor | None = None
 ) -> tuple[Tensor, dict[int, LogprobTensors]]:
     """Sample one token per row, without waiting for the device.
 
@@ -109,9 +110,9 @@ def choose_tokens(
     wants = [row for row, state in enumerate(states) if state.params.logprobs is not None]
     raw_logits = {row: logits_NV[row : row + 1].clone() for row in wants}
     if all(state.is_plain_greedy for state in states):
-        tokens_N = greedy(logits_NV) if greedy_N is None else greedy_N
+        tokens_N = kernels[greedy](logits_NV) if greedy_N is None else greedy_N
     else:
-        tokens_N = _choose(logits_NV.float(), states)
+        tokens_N = _choose(logits_NV.float(), states, kernels)
     for row, state in enumerate(states):
         state.count(tokens_N[row : row + 1])
     return tokens_N, {
@@ -127,14 +128,14 @@ def _is_plain_greedy(new: NewRequest) -> bool:
     return params.is_greedy and not has_extras
 
 
-def _choose(logits_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
+def _choose(logits_NV: Tensor, states: Sequence[SamplingState], kernels: Kernels) -> Tensor:
     device = logits_NV.device
     _apply_bans_and_biases(logits_NV, states)
     _apply_penalties(logits_NV, states)
     matchers = {row: state.matcher for row, state in enumerate(states) if state.matcher is not None}
     if matchers:
         mask_logits(logits_NV, list(matchers), list(matchers.values()))
-    greedy_N = greedy(logits_NV)
+    greedy_N = kernels[greedy](logits_NV)
     if all(state.params.is_greedy for state in states):
         return greedy_N
     params = [state.params for state in states]
@@ -146,8 +147,8 @@ def _choose(logits_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
     temperature_N, top_p_N, min_p_N = upload(floats, device)
     top_k_N, seed_N, position_N = upload(integers, device)
     logits_NV = apply_temperature(logits_NV, temperature_N)
-    logits_NV = mask_top_k_top_p_min_p(logits_NV, top_k_N, top_p_N, min_p_N)
-    drawn_N = sample(logits_NV, uniform_from_seed(seed_N, position_N))
+    logits_NV = kernels[mask_top_k_top_p_min_p](logits_NV, top_k_N, top_p_N, min_p_N)
+    drawn_N = kernels[sample](logits_NV, uniform_from_seed(seed_N, position_N))
     return torch.where(upload(np.array([p.is_greedy for p in params]), device), greedy_N, drawn_N)
 
 

@@ -11,7 +11,7 @@ from strandline.device.dtypes import machine_bytes
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, PendingToken, RequestId, SlotId
 from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.platform import runs_triton
+from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling import greedy
 from strandline.models.protocol import LanguageModel
 from strandline.records.plan import SequencePlan
@@ -37,7 +37,7 @@ def choose_logged_from(device_type: str) -> int:
     return LOGGED_FROM_CPU if device_type == "cpu" else LOGGED_FROM_GPU
 
 
-def require_determinism(spec: ModelSpec, device: torch.device) -> None:
+def require_determinism(spec: ModelSpec, kernels: Kernels) -> None:
     """Check that a model can run deterministically.
 
     Raises:
@@ -49,11 +49,14 @@ def require_determinism(spec: ModelSpec, device: torch.device) -> None:
                 f"deterministic needs states in float32, the model's are {state.dtype}: one that is stored and read "
                 "again differs from one that stays in registers"
             )
-    if device.type == "cuda" and not runs_triton("cuda"):
-        raise ConfigError("deterministic needs Triton kernels on a GPU: Triton is missing, or STRANDLINE_TRITON is 0")
+    if kernels.workload.device_type == "cuda" and kernels.fallbacks:
+        missing = "; ".join(f"{x.operation}: {x.reason}" for x in kernels.fallbacks)
+        raise ConfigError(f"deterministic needs Triton kernels on a GPU: {missing}")
 
 
-def choose_memory_bytes(config: EngineConfig, model: LanguageModel, device: torch.device, num_logs: int) -> int:
+def choose_memory_bytes(
+    config: EngineConfig, model: LanguageModel, kernels: Kernels, device: torch.device, num_logs: int
+) -> int:
     """Return the budget of blocks and slots.
 
     What the user said; else, on a GPU its share of the memory less weights, logs and scratch memory, which is measured,
@@ -68,7 +71,7 @@ def choose_memory_bytes(config: EngineConfig, model: LanguageModel, device: torc
         free_bytes = int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
         return min(DEFAULT_BYTES, free_bytes // 2, machine_bytes() // 2)
     num_tokens = min(choose_batched_tokens(config, device.type), config.max_model_len or model.max_position)
-    scratch_bytes = measure_scratch_bytes(model, num_tokens, config.max_num_seqs, device)
+    scratch_bytes = measure_scratch_bytes(model, kernels, num_tokens, config.max_num_seqs, device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share_bytes = int(config.gpu_memory_utilization * total_bytes)
     log_bytes = num_logs * model.spec.log_bytes
@@ -82,7 +85,9 @@ def choose_memory_bytes(config: EngineConfig, model: LanguageModel, device: torc
     return budget
 
 
-def measure_scratch_bytes(model: LanguageModel, num_tokens: int, num_rows: int, device: torch.device) -> int:
+def measure_scratch_bytes(
+    model: LanguageModel, kernels: Kernels, num_tokens: int, num_rows: int, device: torch.device
+) -> int:
     """Run a step of one prompt of ``num_tokens`` on a GPU; return the most memory that it took beside the cache."""
     spec = model.spec
     num_blocks = -(-num_tokens // BLOCK_TOKENS)
@@ -111,9 +116,9 @@ def measure_scratch_bytes(model: LanguageModel, num_tokens: int, num_rows: int, 
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
-        batch = to_device(build_host_batch([sequence], 0), device)
+        batch = to_device(build_host_batch([sequence], 0), device, kernels)
         hidden_TE = model.forward(batch.step, model.bind(arena))
-        greedy(model.logits(hidden_TE[:1].expand(num_rows, -1).contiguous()))
+        kernels[greedy](model.logits(hidden_TE[:1].expand(num_rows, -1).contiguous()))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     del arena, batch, hidden_TE

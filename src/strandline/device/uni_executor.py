@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 
 from strandline.cache import Action
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
-from strandline.device.cpu_start import prepare_cpu
 from strandline.device.executor import ExecutorFacts, LaunchedStep
 from strandline.device.graphs import graph_sizes
 from strandline.device.heap import release_free_memory
-from strandline.device.runner import Runner
+from strandline.device.runner import RUNNER_OPERATIONS, Runner
 from strandline.device.sizing import (
     choose_batched_tokens,
     choose_max_model_len,
@@ -21,11 +21,16 @@ from strandline.device.sizing import (
 )
 from strandline.env import is_cache_debugged
 from strandline.errors import EngineError
-from strandline.kernels.platform import runs_triton, set_deterministic, why_torch_serves
+from strandline.kernels.binding import Kernels, bind_kernels
+from strandline.kernels.operation import Workload
 from strandline.models.protocol import LanguageModel
 from strandline.records.grammars import GrammarCompiler
 from strandline.records.plan import StepPlan
 from strandline.records.sampling_params import StructuredOutputsParams
+
+PREFAULTED_BYTES: Final = 512 * 2**20
+"""Of a CPU's memory for the cache, from its beginning, where slots and blocks are allocated first. The system zeroes a
+page before it hands it out, a virtual machine asks its host for it besides: 2 to 12 ms per slot of 3 MiB."""
 
 
 class UniExecutor:
@@ -52,32 +57,33 @@ class UniExecutor:
         progress: bool = False,
     ) -> None:
         spec = model.spec
-        if config.deterministic:
-            require_determinism(spec, device)
-        set_deterministic(config.deterministic)
         self._config = config
         self._grammars = grammars
         self._progress = progress
         start_s = {"weights": weights_s}
+        with _timed(start_s, "kernels"):
+            kernels = choose_kernels(model, device.type, is_deterministic=config.deterministic, progress=progress)
+            model.use_kernels(kernels)
+        if config.deterministic:
+            require_determinism(spec, kernels)
         # Deterministic, a token's bits must not depend on when the log was folded.
         keeps_logs = spec.log_tokens > 0 and not config.deterministic
         with _timed(start_s, "memory"):
             num_logs = 1 + config.max_num_seqs if keeps_logs else 0
-            num_slabs = choose_memory_bytes(config, model, device, num_logs) // spec.slab_bytes
+            num_slabs = choose_memory_bytes(config, model, kernels, device, num_logs) // spec.slab_bytes
             max_model_len = choose_max_model_len(config, spec, model.max_position, num_slabs)
             self.runner = Runner(
                 model,
+                kernels,
                 num_slabs,
                 device,
                 max_num_seqs=config.max_num_seqs,
                 grammars=grammars,
                 poison=is_cache_debugged(),
-                deterministic=config.deterministic,
                 keeps_logs=keeps_logs,
             )
-        if device.type == "cpu":
-            with _timed(start_s, "kernels"):
-                prepare_cpu(self.runner.arena, progress=progress)
+            if device.type == "cpu":
+                self.runner.arena.prefault(PREFAULTED_BYTES)
         self.facts = ExecutorFacts(
             spec,
             model.vocab_size,
@@ -85,9 +91,8 @@ class UniExecutor:
             device.type,
             num_slabs,
             spec.log_tokens if keeps_logs else 0,
-            # Torch's operations are not compiled.
-            needs_warm_up=runs_triton(device.type),
-            why_slow=why_torch_serves(device.type, getattr(torch, spec.hidden_dtype)),
+            needs_warm_up=kernels.is_compiled_on_gpu,
+            fallbacks=kernels.fallbacks,
             start_s=start_s,
         )
 
@@ -129,6 +134,16 @@ class UniExecutor:
 
     def close(self) -> None:
         """Do nothing: memory is freed with the executor."""
+
+
+def choose_kernels(
+    model: LanguageModel, device_type: str, *, is_deterministic: bool = False, progress: bool = False
+) -> Kernels:
+    """Choose and load the kernels of a model and its runner."""
+    spec = model.spec
+    memory = tuple(dict.fromkeys(tensor for layer in spec.layers for tensor in (*layer.streams, *layer.states)))
+    workload = Workload(device_type, spec.hidden_dtype, memory, is_deterministic)
+    return bind_kernels((*model.operations, *RUNNER_OPERATIONS), workload, progress=progress)
 
 
 @contextmanager

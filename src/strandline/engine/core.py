@@ -3,7 +3,7 @@
 An error inside a step is ours and ends the core: a doubtful state is never served.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
@@ -21,9 +21,11 @@ from strandline.engine.scheduler import Scheduler
 from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
 from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.kernels.binding import Fallback
 from strandline.records.events import (
     CoreStats,
     FinishReason,
+    KernelFallback,
     Limits,
     PromptLogprobs,
     StepEvents,
@@ -183,10 +185,10 @@ class EngineCore:
 
     def describe(self) -> list[str]:
         """Say in a few lines what the cache has room for, and what makes the engine slow."""
-        spec, why_slow = self.spec, self.executor.facts.why_slow
+        spec = self.spec
         total = self.cache.memory_use().num_slabs * spec.slab_bytes
         return [
-            *([f"kernels: torch's own operations, which are slower, since {why_slow}"] if why_slow else []),
+            *_describe_fallbacks(self.executor.facts.fallbacks),
             f"cache: {total / 2**20:,.0f} MiB for blocks and snapshots together, prefix caching "
             + ("on" if self.cache.is_enabled else "off"),
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; "
@@ -222,6 +224,7 @@ class EngineCore:
             num_audited=self.audits.num_requests,
             num_audited_tokens=self.audits.num_tokens,
             largest_audit_difference=self.audits.largest_difference,
+            kernel_fallbacks=[KernelFallback(x.operation, x.backend, x.reason) for x in self.executor.facts.fallbacks],
         )
 
 
@@ -247,6 +250,17 @@ def new_scheduler(
         logged_from=choose_logged_from(facts.device_type),
         introduce=introduce,
     )
+
+
+def _describe_fallbacks(fallbacks: Iterable[Fallback]) -> list[str]:
+    """Return a line for each reason why operations run reference implementations."""
+    operations: dict[tuple[str, str], list[str]] = {}
+    for fallback in fallbacks:
+        operations.setdefault((fallback.backend, fallback.reason), []).append(fallback.operation)
+    return [
+        f"kernels: slower reference implementations in place of {backend} for {', '.join(names)}: {reason}"
+        for (backend, reason), names in operations.items()
+    ]
 
 
 def _tenant_bytes(memory: MemoryUse, spec: ModelSpec) -> dict[str, int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 from tqdm import tqdm
@@ -48,6 +48,18 @@ class Kernels:
     def is_compiled_on_gpu(self) -> bool:
         """Whether all operations are GPU kernels: compiled on first use, and without questions to the host."""
         return self.workload.device_type == "cuda" and not self.fallbacks
+
+
+@runtime_checkable
+class UsesKernels(Protocol):
+    """A layer that computes with operations."""
+
+    @property
+    def operations(self) -> tuple[Operation[..., Any], ...]:
+        """Those that it looks up."""
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Look them up."""
 
 
 def bind_kernels(operations: Iterable[Operation[..., Any]], workload: Workload, *, progress: bool = False) -> Kernels:

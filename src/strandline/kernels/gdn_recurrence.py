@@ -3,14 +3,15 @@
 Shape suffixes: T tokens, N sequences, G key heads, H value heads, K key channels, V value channels, S slots.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from strandline.kernels.batch import LogBatch
+from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.gdn import gdn_decode, gdn_prefill
 from strandline.kernels.gdn_log import LOG_TOKENS, LogMemory, gdn_decode_logged, gdn_fold
@@ -37,6 +38,16 @@ class GatedDeltaMemory:
     log: LogMemory | None
 
 
+@dataclass(frozen=True, slots=True)
+class GatedDeltaKernels:
+    """The functions that advance states."""
+
+    prefill: Callable[..., Tensor] = gdn_prefill.reference
+    decode: Callable[..., Tensor] = gdn_decode.reference
+    decode_logged: Callable[..., Tensor] = gdn_decode_logged.reference
+    fold: Callable[..., None] = gdn_fold.reference
+
+
 @dataclass(frozen=True)
 class GatedDelta:
     """The gated delta rule of one size."""
@@ -46,6 +57,13 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     state_dtype: str
+    kernels: GatedDeltaKernels = GatedDeltaKernels()
+
+    operations: ClassVar = (gdn_prefill, gdn_decode, gdn_decode_logged, gdn_fold)
+
+    def with_kernels(self, kernels: Kernels) -> "GatedDelta":
+        """Return the recurrence as these kernels compute it."""
+        return replace(self, kernels=GatedDeltaKernels(*(kernels[operation] for operation in self.operations)))
 
     @cached_property
     def states(self) -> tuple[TensorSpec, ...]:
@@ -69,17 +87,17 @@ class GatedDelta:
         self, inputs: GatedDeltaInputs, memory: GatedDeltaMemory, src_N: Tensor, dst_N: Tensor, chunks: ChunkTable
     ) -> Tensor:
         """Run over the new tokens of N sequences; return ``out_THV``."""
-        return gdn_prefill(*inputs, memory.state_SHKV, src_N, dst_N, chunks)
+        return self.kernels.prefill(*inputs, memory.state_SHKV, src_N, dst_N, chunks)
 
     def decode(
         self, inputs: GatedDeltaInputs, memory: GatedDeltaMemory, src_N: Tensor, dst_N: Tensor, log: LogBatch | None
     ) -> Tensor:
         """Advance N sequences by one token each; return ``out_THV``."""
         if log is not None and memory.log is not None:
-            return gdn_decode_logged(*inputs, memory.state_SHKV, src_N, dst_N, memory.log, log)
-        return gdn_decode(*inputs, memory.state_SHKV, src_N, dst_N)
+            return self.kernels.decode_logged(*inputs, memory.state_SHKV, src_N, dst_N, memory.log, log)
+        return self.kernels.decode(*inputs, memory.state_SHKV, src_N, dst_N)
 
     def fold(self, memory: GatedDeltaMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
         """Fold N logs into the states in N slots, in all stacked layers."""
         if memory.log is not None:
-            gdn_fold(memory.state_SHKV, memory.log, slot_N, log_N, len_N)
+            self.kernels.fold(memory.state_SHKV, memory.log, slot_N, log_N, len_N)

@@ -11,8 +11,7 @@ it supports, so that ``bind_kernels`` (``binding.py``) can choose once per engin
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import update_wrapper
-from typing import Any, Final, Generic, ParamSpec, TypeVar
+from typing import Final, Generic, ParamSpec, TypeVar
 
 from strandline.specs import TensorSpec
 
@@ -88,24 +87,13 @@ def numba(
     return Backend("Numba", module, FLOATS, memory or {}, channel_multiples or {})
 
 
-class Unbound:
-    """Binds what is called without having been bound."""
-
-    choose: Callable[[Any, tuple[Any, ...]], Callable[..., Any]]
-
-
 class Operation(Generic[P, R]):
     """A declared operation. Not called itself: either its ``reference`` is, or what ``Kernels`` binds for it."""
 
     def __init__(self, reference: Callable[P, R], backends: Iterable[Backend]) -> None:
-        update_wrapper(self, reference)
-        self.name = reference.__name__
+        self.name, self.__doc__ = reference.__name__, reference.__doc__
         self.reference = reference
         self.backends = tuple(backends)
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = Unbound.choose(self, args)(*args, **kwargs)
-        return result
 
     def __repr__(self) -> str:
         return f"<operation {self.name}>"

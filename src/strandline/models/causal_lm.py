@@ -4,11 +4,15 @@ Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden s
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
+from strandline.errors import EngineError
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels, UsesKernels
+from strandline.kernels.operation import Operation
 from strandline.models.layers.decoder import Decoder
 from strandline.models.protocol import ModelMemory
 from strandline.models.targets import NamedTargets
@@ -30,6 +34,27 @@ class CausalLM(nn.Module):
         self.vocab_size = decoder.embed_ZE.shape[0]
         self.max_position = max_position
         self._published = published
+        self._kernels: Kernels | None = None
+
+    @property
+    def operations(self) -> tuple[Operation[..., Any], ...]:
+        """What its layers compute with."""
+        return tuple({operation: None for user in self._users() for operation in user.operations})
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on.
+
+        Raises:
+            EngineError: an engine with other kernels has the model already.
+        """
+        if self._kernels is not None and self._kernels != kernels:
+            raise EngineError("a model that one engine computes with was given to another one; load it once more")
+        self._kernels = kernels
+        for user in self._users():
+            user.use_kernels(kernels)
+
+    def _users(self) -> list[UsesKernels]:
+        return [module for module in self.decoder.modules() if isinstance(module, UsesKernels)]
 
     def bind(self, arena: ArenaTensors) -> ModelMemory:
         """Return the arena as ``forward`` takes it."""

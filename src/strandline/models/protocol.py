@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.operation import Operation
 from strandline.kernels.recurrence import Fold
 from strandline.models.targets import NamedTargets
 from strandline.specs import ModelSpec
@@ -33,6 +35,13 @@ class LanguageModel(Protocol):
     """One layer spec per layer; every size in the engine follows from it."""
     vocab_size: int
     max_position: int
+
+    @property
+    def operations(self) -> tuple[Operation[..., Any], ...]:
+        """What it computes with."""
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels; called once, before ``bind`` and ``forward``."""
 
     def bind(self, arena: ArenaTensors) -> ModelMemory:
         """Return the arena as ``forward`` takes it."""

@@ -69,6 +69,15 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelFallback:
+    """An operation that runs its reference implementation in place of a backend."""
+
+    operation: str
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class CoreStats:
     """Where the core stands; counters count from its start."""
 
@@ -94,3 +103,4 @@ class CoreStats:
     """Of their outputs."""
     largest_audit_difference: float = 0.0
     """Of the log-probabilities of one of these tokens."""
+    kernel_fallbacks: list[KernelFallback] = field(default_factory=list)

@@ -141,9 +141,18 @@ class _CoreMetrics:
         text = "Between a token's log-probability and that of its replay; 0 without --audit-rate."
         yield self._gauge("audit_largest_difference", text, {"": stats.largest_audit_difference})
         yield self._gauge("cache_memory_bytes", "Memory, by tenant.", stats.tenant_bytes, "tenant")
+        yield self._fallbacks(stats)
         in_use = stats.tenant_bytes["slots_in_use"] + stats.tenant_bytes["blocks_in_use"]
         share = in_use / max(sum(stats.tenant_bytes.values()), 1)
         yield self._gauge("kv_cache_usage_perc", "Share of memory that cannot be had; 1 is all.", {"": share})
+
+    def _fallbacks(self, stats: CoreStats) -> Metric:
+        text = "Operations that run reference implementations in place of a backend; always 1."
+        labels = [LABEL, "operation", "backend", "reason"]
+        family = GaugeMetricFamily(f"{PREFIX}kernel_fallback_info", text, labels=labels)
+        for fallback in stats.kernel_fallbacks:
+            family.add_metric([self._model_name, fallback.operation, fallback.backend, fallback.reason], 1)
+        return family
 
     def _counter(self, name: str, text: str, values: Mapping[str, float], label: str | None = None) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=[LABEL, *([label] if label else [])])

@@ -12,7 +12,9 @@ from strandline.device.batch import NUM_PLANNED, SequenceColumns, build_host_bat
 from strandline.device.graphs import graph_sizes
 from strandline.device.padded_step import MAX_PROMPTS, SPARE_CHUNKS, PaddedStep, StepSize
 from strandline.ids import BLOCK_TOKENS, BlockId, LogId, PendingToken, RequestId, SlotId
+from strandline.kernels.binding import reference_kernels
 from strandline.kernels.chunk_table import CHUNK_TOKENS
+from strandline.kernels.step import locate_rows
 from strandline.records.plan import SequencePlan
 
 PLACES = {"token_ids", "positions", "write_blocks", "write_offsets"}
@@ -58,7 +60,7 @@ def padded(sequences: list[SequencePlan], num_decodes: int, size: StepSize) -> d
     table_NM[-1:] = 0
     for place, row in zip(step.places(host), torch.from_numpy(host.block_table_NM), strict=True):
         table_NM[place, : len(row)] = row
-    rows = step.batch(buffer_I, table_NM, 512)
+    rows = step.batch(buffer_I, table_NM, 512, reference_kernels([locate_rows]))
     places = {
         "positions": rows.positions_T,
         "write_blocks": rows.attention.write_blocks_T,

@@ -7,13 +7,14 @@ kernels are batch-invariant besides, and tests/gpu compares bits.
 import random
 
 import pytest
-import torch
 
 from strandline import LLM, SamplingParams
 from strandline.cache import TokenBuffer
 from strandline.device.sizing import require_determinism
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.binding import bind_kernels
+from strandline.kernels.operation import Workload
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
@@ -122,6 +123,7 @@ def test_recurrent_states_must_be_kept_in_float32() -> None:
         kept = (TensorSpec("state", (2, 3), state, is_recurrent=True), TensorSpec("window", (3, 2), "bfloat16"))
         return ModelSpec((kv_spec(1, 8, "bfloat16"), LayerSpec(states=kept)), 4, "bfloat16")
 
-    require_determinism(spec("float32"), torch.device("cpu"))
+    kernels = bind_kernels((), Workload("cpu", "bfloat16"))
+    require_determinism(spec("float32"), kernels)
     with pytest.raises(ConfigError, match="needs states in float32, the model's are bfloat16"):
-        require_determinism(spec("bfloat16"), torch.device("cpu"))
+        require_determinism(spec("bfloat16"), kernels)

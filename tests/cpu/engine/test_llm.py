@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from strandline import LLM, SamplingParams, env
 from strandline.device import dtypes, runner
-from strandline.device.cpu_start import PREFAULTED_BYTES
+from strandline.device.uni_executor import PREFAULTED_BYTES
 from strandline.errors import ConfigError, RequestError
-from strandline.kernels import platform
+from strandline.kernels.binding import why_unavailable
 from tests.cpu.engine.conftest import MakeLLM
-from tests.cpu.engine.tiny import VOCAB_SIZE
+from tests.cpu.engine.tiny import VOCAB_SIZE, save_tiny_model
 from tests.cpu.engine.tokenizers import ascii_tokenizer
 from tests.cpu.pages import needs_pagemap, resident_share
 
@@ -287,23 +287,34 @@ def test_engine_describes_what_its_cache_can_hit(make_llm: MakeLLM, options: dic
     assert make_llm(**options).engine.describe()[-1].endswith(said)
 
 
-def test_engine_describes_slow_reference_kernels(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+def test_fallbacks_are_described_and_counted(
+    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def said(**options: Any) -> list[str]:
-        platform.runs_numba.cache_clear()
-        platform._chosen.cache_clear()
-        return [line for line in make_llm(**options).engine.describe() if line.startswith("kernels:")]
+    def described(llm: LLM) -> list[str]:
+        engine = llm.engine
+        lines = [line for line in engine.describe() if line.startswith("kernels:")]
+        assert sum(len(line.split(",")) for line in lines) >= len(engine.core.stats().kernel_fallbacks) >= len(lines)
+        return lines
 
-    request.addfinalizer(platform.runs_numba.cache_clear)
-    request.addfinalizer(platform._chosen.cache_clear)
-    if platform.runs_numba():
-        assert said() == []
-        (line,) = said(dtype="float16")
-        assert line.endswith("since compiled loops exist for float32 and bfloat16, not for float16")
+    if why_unavailable("Numba", "cpu") is None:
+        assert described(make_llm()) == []
+        (line,) = described(make_llm(dtype="float16"))
+        assert line.endswith(": activations are float16, supported: float32 and bfloat16")
+        rounded = save_tiny_model(tmp_path, mamba_ssm_dtype="bfloat16")
+        (line,) = described(LLM(str(rounded), device="cpu", memory="8MiB", skip_tokenizer_init=True))
+        operations = "gdn_prefill, gdn_decode, gdn_decode_logged, gdn_fold"
+        assert line.endswith(f" in place of Numba for {operations}: the state is bfloat16, supported: float32")
     monkeypatch.setenv(env.NUMBA, "0")
-    (line,) = said()
-    assert line.endswith("since compiled loops are left out: STRANDLINE_NUMBA is 0")
+    (line,) = described(make_llm())
+    assert line.endswith(": STRANDLINE_NUMBA is 0")
+
+
+def test_deterministic_and_ordinary_engines_coexist(make_llm: MakeLLM) -> None:
+    ordinary, invariant = make_llm(), make_llm(deterministic=True)
+    for llm in (ordinary, invariant, ordinary):
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+    workloads = [llm.engine.core.executor.runner._kernels.workload for llm in (ordinary, invariant)]
+    assert [workload.is_deterministic for workload in workloads] == [False, True]
 
 
 def test_default_cache_takes_half_of_a_containers_memory(

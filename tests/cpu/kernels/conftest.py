@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from strandline import env
-from strandline.kernels import platform
+from strandline.kernels.binding import why_unavailable
 
 
 @pytest.fixture(scope="module", params=["torch", "numba"])
@@ -17,13 +17,9 @@ def each_version(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run a module's tests once with torch's version of every operation, once with Numba's where there is one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(env.NUMBA, "0" if request.param == "torch" else "1")
-        platform.runs_numba.cache_clear()
-        platform._chosen.cache_clear()
-        if request.param == "numba" and not platform.runs_numba():
+        if request.param == "numba" and why_unavailable("Numba", "cpu"):
             pytest.skip("Numba is not installed, or torch's threads are not GNU OpenMP's")
         yield request.param
-    platform.runs_numba.cache_clear()
-    platform._chosen.cache_clear()
 
 
 if find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1":

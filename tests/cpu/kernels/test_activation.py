@@ -4,7 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strandline.kernels.activation import sigmoid_gate, swiglu
+from strandline.kernels import activation
+from tests.bound import bound
+
+sigmoid_gate = bound(activation.sigmoid_gate)
+swiglu = bound(activation.swiglu)
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(0, 8), (1, 6), (3, 130), (70, 64)]

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
+from strandline.kernels import attention
 from strandline.kernels.arena import NAN_BYTE, ArenaTensors
-from strandline.kernels.attention import paged_attention
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.specs import ModelSpec, kv_spec
+from tests.bound import bound
+
+paged_attention = bound(attention.paged_attention)
 
 pytestmark = pytest.mark.usefixtures("each_version")
 

@@ -14,8 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from strandline.kernels import conv1d
 from strandline.kernels.chunk_table import build_chunk_table
-from strandline.kernels.conv1d import Activation, causal_conv1d_prefill, causal_conv1d_update
+from strandline.kernels.conv1d import Activation
+from tests.bound import bound
+
+causal_conv1d_prefill = bound(conv1d.causal_conv1d_prefill)
+causal_conv1d_update = bound(conv1d.causal_conv1d_update)
 
 pytestmark = pytest.mark.usefixtures("each_version")
 

@@ -102,7 +102,7 @@ def check_prefill(
     expected_SRC = window_SRC.cpu().clone()
     ranges, cuts = [(p.start, p.end) for p in prompts], [p.cuts for p in prompts]
     src_N, dst_N = (torch.tensor([getattr(p, name) for p in prompts]) for name in ("src", "dst"))
-    expected_TC = conv1d.causal_conv1d_prefill(
+    expected_TC = conv1d.causal_conv1d_prefill.reference(
         x_TC.cpu(),
         weight_CW.cpu(),
         None if bias_C is None else bias_C.cpu(),
@@ -138,7 +138,7 @@ def check_update(
     expected_SRC = window_SRC.cpu().clone()
     slots = [torch.tensor(x) for x in (src, dst)]
     host_bias_C = None if bias_C is None else bias_C.cpu()
-    expected_NC = conv1d.causal_conv1d_update(
+    expected_NC = conv1d.causal_conv1d_update.reference(
         x_NC.cpu(), weight_CW.cpu(), host_bias_C, expected_SRC, *slots, activation
     )
     with poisoned_memory():

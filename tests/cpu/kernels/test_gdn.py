@@ -16,8 +16,13 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
+from strandline.kernels import gdn
 from strandline.kernels.chunk_table import build_chunk_table
-from strandline.kernels.gdn import gdn_decode, gdn_prefill, gdn_recurrent_reference
+from strandline.kernels.gdn import gdn_recurrent_reference
+from tests.bound import bound
+
+gdn_decode = bound(gdn.gdn_decode)
+gdn_prefill = bound(gdn.gdn_prefill)
 
 pytestmark = pytest.mark.usefixtures("each_version")
 

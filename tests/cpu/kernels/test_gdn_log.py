@@ -19,6 +19,7 @@ from strandline.kernels import gdn_log
 from strandline.kernels.batch import LogBatch
 from strandline.kernels.gdn import gdn_recurrent_reference
 from strandline.kernels.gdn_log import LOG_TOKENS, LogMemory
+from tests.bound import bound
 from tests.cpu.kernels.test_gdn import FLOAT32, Shape, make_arena, make_layer
 from tests.poison import poisoned_memory
 
@@ -31,12 +32,15 @@ BFLOAT16 = {"rtol": 2**-7, "atol": 2e-2}
 """One rounding of outputs of several units; Triton's interpreter cuts off."""
 
 
+DECODE, FOLD = bound(gdn_log.gdn_decode_logged), bound(gdn_log.gdn_fold)
+
+
 @dataclass(frozen=True)
 class Setting:
     """Which version of the operations runs where, and on what."""
 
-    decode: Callable[..., Tensor] = gdn_log.gdn_decode_logged
-    fold: Callable[..., None] = gdn_log.gdn_fold
+    decode: Callable[..., Tensor] = DECODE
+    fold: Callable[..., None] = FOLD
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     shape: Shape = USUAL

@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels import gdn
 from strandline.kernels.chunk_table import build_chunk_table
-from strandline.kernels.gdn import gdn_prefill as gdn_prefill_by_torch
+from tests.bound import bound
+
+gdn_prefill_by_torch = bound(gdn.gdn_prefill)
 
 if find_spec("triton") is not None:
     from strandline.kernels.gdn_prefill_triton import gdn_prefill

@@ -5,7 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.linear import MAX_HALF_ERROR, can_halve, can_pack, gated_linear, halve, linear, pack
+from strandline.kernels import linear as linear_module
+from strandline.kernels.linear import MAX_HALF_ERROR, can_halve, can_pack, halve, pack
+from tests.bound import bound
+
+gated_linear = bound(linear_module.gated_linear)
+linear = bound(linear_module.linear)
 
 WEIGHT_OI = (77, 48)
 

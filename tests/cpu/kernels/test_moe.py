@@ -5,7 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.moe import experts_glu, route_top_k
+from strandline.kernels import moe
+from tests.bound import bound
+
+experts_glu = bound(moe.experts_glu)
+route_top_k = bound(moe.route_top_k)
 
 
 def run(x_TD: Tensor, gate_up: Tensor, down: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from strandline.device.batch import HostBatch, build_host_batch, to_device
 from strandline.device.padded_step import PaddedStep, StepSize
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import KVMemory, StepBatch
+from strandline.kernels.binding import reference_kernels
+from strandline.kernels.step import locate_rows
 from strandline.records.plan import SequencePlan
 from tests.interpreter import multiply_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
@@ -97,7 +99,9 @@ def make_step(size: StepSize) -> Step:
         table_NM[place, : len(row)] = row
     # What is left of an earlier, longer step is not read.
     table_NM[padded.places(host), host.block_table_NM.shape[1] :] = next_block
-    return Step(host, to_device(host, torch.device("cpu")).step, padded.batch(buffer_I, table_NM, 256), size)
+    kernels = reference_kernels([locate_rows])
+    plain = to_device(host, torch.device("cpu"), kernels).step
+    return Step(host, plain, padded.batch(buffer_I, table_NM, 256, kernels), size)
 
 
 def make_slots(step: Step, *shape: int) -> Tensor:

@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels import norm, qkv
 from strandline.kernels.arena import NAN_BYTE, ArenaTensors
 from strandline.kernels.batch import AttentionBatch, KVMemory
-from strandline.kernels.norm import rms_norm_zero_centered
-from strandline.kernels.qkv import prepare_qkv
 from strandline.kernels.rotary import apply_rotary, default_frequencies, rotary_table
 from strandline.specs import ModelSpec, kv_spec
+from tests.bound import bound
+
+rms_norm_zero_centered = bound(norm.rms_norm_zero_centered)
+prepare_qkv = bound(qkv.prepare_qkv)
 
 pytestmark = pytest.mark.usefixtures("each_version")
 

@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strandline.kernels import sampling
-from strandline.kernels.sampling import (
-    apply_penalties,
-    apply_temperature,
-    gather_logprobs,
-    greedy,
-    mask_top_k_top_p_min_p,
-    sample,
-    uniform_from_seed,
-)
+from strandline.kernels.sampling import apply_penalties, apply_temperature, gather_logprobs, uniform_from_seed
+from tests.bound import bound
+
+greedy = bound(sampling.greedy)
+mask_top_k_top_p_min_p = bound(sampling.mask_top_k_top_p_min_p)
+sample = bound(sampling.sample)
 
 VOCAB = 1000
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}

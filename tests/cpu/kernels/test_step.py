@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 def versions(name: str) -> list[Callable[..., Any]]:
     from strandline.kernels import step_triton
 
-    return [getattr(step, name), getattr(step_triton, name)]
+    return [getattr(step, name).reference, getattr(step_triton, name)]
 
 
 @pytest.mark.parametrize("resolve_pending", versions("resolve_pending"), ids=["torch", "triton"])

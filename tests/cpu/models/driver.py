@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strandline.device.uni_executor import choose_kernels
 from strandline.ids import BLOCK_TOKENS, BlockId, SlotId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
@@ -38,6 +39,7 @@ class Driver:
     def __init__(self, model: Any, num_slabs: int = 40) -> None:
         self.model = model
         self.arena = ArenaTensors(model.spec, num_slabs)
+        model.use_kernels(choose_kernels(model, "cpu"))
         self._memory = model.bind(self.arena)
         per_slab = model.spec.blocks_per_slab
         half = num_slabs // 2

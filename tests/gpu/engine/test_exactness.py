@@ -11,7 +11,6 @@ import pytest
 from strandline import LLM, SamplingParams
 from strandline.device.graphs import StepGraphs
 from strandline.env import TRITON
-from strandline.kernels.platform import runs_triton
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import (
     GREEDY,
@@ -81,12 +80,7 @@ def test_greedy_tokens_are_those_of_the_cpu(make_llm: MakeLLM) -> None:
 def test_greedy_tokens_are_those_of_the_torch_kernels(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answers(make_llm(), PROMPTS, LONG)
     monkeypatch.setenv(TRITON, "0")
-    runs_triton.cache_clear()
-    try:
-        assert answers(make_llm(), PROMPTS, LONG) == expected
-    finally:
-        monkeypatch.undo()
-        runs_triton.cache_clear()
+    assert answers(make_llm(), PROMPTS, LONG) == expected
 
 
 def test_recorded_steps_give_the_tokens_of_launched_ones(make_llm: MakeLLM) -> None:

@@ -17,6 +17,7 @@ from strandline.kernels.activation import sigmoid_gate
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.attention import paged_attention
 from strandline.kernels.batch import KVMemory, StepBatch
+from strandline.kernels.binding import Kernels
 from strandline.kernels.linear import linear
 from strandline.kernels.qkv import prepare_qkv
 from strandline.models.layers.parameters import dtype_name, parameter
@@ -35,6 +36,7 @@ class GatedAttention(nn.Module):
     """
 
     recurrence = None
+    operations = (linear, prepare_qkv, paged_attention, sigmoid_gate)
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -59,17 +61,22 @@ class GatedAttention(nn.Module):
     def spec(self) -> LayerSpec:
         return kv_spec(self.num_kv_heads, self.head_dim, dtype_name(self.dtype))
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._linear, self._sigmoid_gate = kernels[linear], kernels[sigmoid_gate]
+        self._prepare_qkv, self._attend = kernels[prepare_qkv], kernels[paged_attention]
+
     def bind(self, memory: LayerMemory) -> KVMemory:
         """Return the layer's memory as ``forward`` takes it."""
         return KVMemory(memory.streams["key"], memory.streams["value"])
 
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: KVMemory) -> Tensor:
-        q_TO, k_TO, v_TO, gate_TO = linear(hidden_TE, self.in_proj_OE, self.in_bias_O).split(self.sizes, dim=-1)
+        q_TO, k_TO, v_TO, gate_TO = self._linear(hidden_TE, self.in_proj_OE, self.in_bias_O).split(self.sizes, dim=-1)
         norms = (self.q_norm_D, self.k_norm_D, self.eps)
-        q_THD = prepare_qkv(q_TO, k_TO, v_TO, *norms, rotary, memory, batch.attention)
-        out_THD = paged_attention(q_THD, memory, batch.attention, batch.num_decodes, scale=self.head_dim**-0.5)
-        gated_TO = sigmoid_gate(out_THD.flatten(1), gate_TO)
-        return linear(gated_TO, self.out_proj_EO, self.out_bias_E)
+        q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, *norms, rotary, memory, batch.attention)
+        out_THD = self._attend(q_THD, memory, batch.attention, batch.num_decodes, scale=self.head_dim**-0.5)
+        gated_TO = self._sigmoid_gate(out_THD.flatten(1), gate_TO)
+        return self._linear(gated_TO, self.out_proj_EO, self.out_bias_E)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors; a head's gate rows follow its query rows there."""

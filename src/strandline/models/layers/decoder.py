@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
 from strandline.kernels.linear import can_halve, can_pack, halve, linear, pack
 from strandline.kernels.norm import add_rms_norm_zero_centered, rms_norm_zero_centered
+from strandline.kernels.operation import Operation
 from strandline.kernels.recurrence import Recurrence, bind_folds
 from strandline.kernels.rotary import rotary_table
 from strandline.models.layers.parameters import dtype_name, parameter
@@ -54,9 +56,9 @@ FeedForward = Callable[[Tensor], Tensor]
 class ResidualNorm:
     """How a family normalises its residual stream."""
 
-    norm: Callable[[Tensor, Tensor, float], Tensor]
+    norm: Operation[[Tensor, Tensor, float], Tensor]
     """Of the stream, a weight and ``eps``."""
-    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    add_norm: Operation[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     """Of what a part adds, the stream, a weight and ``eps``; also returns the new stream."""
     eps: float
 
@@ -92,6 +94,14 @@ class DecoderLayer(nn.Module):
             self.mlp_norm_E = parameter(hidden_size, dtype=dtype, device=device)
 
     @property
+    def operations(self) -> tuple[Operation[..., Any], ...]:
+        return (self.norm.add_norm,)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._add_norm = kernels[self.norm.add_norm]
+
+    @property
     def spec(self) -> LayerSpec:
         return LayerSpec() if self.mixer is None else self.mixer.spec
 
@@ -117,7 +127,7 @@ class DecoderLayer(nn.Module):
         if mlp is None:
             return mixed_TE, residual_TE
         if mixer is not None:
-            normed_TE, residual_TE = self.norm.add_norm(mixed_TE, residual_TE, self.mlp_norm_E, self.norm.eps)
+            normed_TE, residual_TE = self._add_norm(mixed_TE, residual_TE, self.mlp_norm_E, self.norm.eps)
         return mlp(normed_TE), residual_TE
 
 
@@ -156,6 +166,14 @@ class Decoder(nn.Module):
         self._layers = tuple(layers)
 
     @property
+    def operations(self) -> tuple[Operation[..., Any], ...]:
+        return (self.norm.norm, self.norm.add_norm, linear)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._norm, self._add_norm, self._linear = kernels[self.norm.norm], kernels[self.norm.add_norm], kernels[linear]
+
+    @property
     def spec(self) -> ModelSpec:
         return ModelSpec(tuple(layer.spec for layer in self._layers), self.embed_ZE.shape[1], dtype_name(self.dtype))
 
@@ -171,18 +189,18 @@ class Decoder(nn.Module):
         rotary = None
         if self.inv_freq_F is not None:
             rotary = rotary_table(batch.positions_T, self.inv_freq_F, self.attention_factor)
-        layers, norm = self._layers, self.norm
+        layers, eps = self._layers, self.norm.eps
         norms = [*(layer.first_norm_E for layer in layers[1:]), self.norm_E]
-        normed_TE = norm.norm(residual_TE, layers[0].first_norm_E, norm.eps)
+        normed_TE = self._norm(residual_TE, layers[0].first_norm_E, eps)
         for layer, layer_memory, norm_E in zip(layers, memory.layers, norms, strict=True):
             added_TE, residual_TE = layer(normed_TE, residual_TE, rotary, batch, layer_memory)
-            normed_TE, residual_TE = norm.add_norm(added_TE, residual_TE, norm_E, norm.eps)
+            normed_TE, residual_TE = self._add_norm(added_TE, residual_TE, norm_E, eps)
         return normed_TE
 
     @torch.no_grad()
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
-        return linear(hidden_NE, self.head_ZE)
+        return self._linear(hidden_NE, self.head_ZE)
 
     def pack(self) -> None:
         """Lay the weights out for fast GEMMs, where that exists; they cannot be loaded or moved afterwards."""

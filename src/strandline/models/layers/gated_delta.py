@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
 from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_update
 from strandline.kernels.gdn_recurrence import GatedDelta, GatedDeltaInputs, GatedDeltaMemory
 from strandline.kernels.linear import linear
@@ -42,6 +43,8 @@ class GatedDeltaNet(nn.Module):
     Args:
         dtype: of activations and the convolution's window, and of the weights until they are packed.
     """
+
+    operations = (linear, causal_conv1d_update, causal_conv1d_prefill, rms_norm_gated, *GatedDelta.operations)
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -68,13 +71,19 @@ class GatedDeltaNet(nn.Module):
         window = TensorSpec("window", (taps - 1, channels), dtype_name(self.dtype))
         return LayerSpec(states=(*self.recurrence.states, window), log=self.recurrence.log)
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._linear, self._rms_norm_gated = kernels[linear], kernels[rms_norm_gated]
+        self._convolve_one, self._convolve = kernels[causal_conv1d_update], kernels[causal_conv1d_prefill]
+        self.recurrence = self.recurrence.with_kernels(kernels)
+
     def bind(self, memory: LayerMemory) -> GatedDeltaNetMemory:
         """Return the layer's memory as ``forward`` takes it."""
         return GatedDeltaNetMemory(self.recurrence.bind(memory.states, memory.log), memory.states["window"])
 
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: GatedDeltaNetMemory) -> Tensor:
         del rotary
-        x_TC, z_TO, b_TH, a_TH = linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
+        x_TC, z_TO, b_TH, a_TH = self._linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
         num_rows = batch.num_decode_rows
         if num_rows == len(hidden_TE):
             out_THV = self._decode(x_TC, a_TH, b_TH, batch, memory)
@@ -86,15 +95,15 @@ class GatedDeltaNet(nn.Module):
             )
             decoded = self._decode(x_DC, a_DH, b_DH, batch, memory)
             out_THV = torch.cat((decoded, self._prefill(x_RC, a_RH, b_RH, batch, memory)))
-        out_THV = rms_norm_gated(out_THV, z_TO.view(out_THV.shape), self.norm_V, self.eps)
-        return linear(out_THV.flatten(1), self.out_proj_EO)
+        out_THV = self._rms_norm_gated(out_THV, z_TO.view(out_THV.shape), self.norm_V, self.eps)
+        return self._linear(out_THV.flatten(1), self.out_proj_EO)
 
     def _decode(
         self, x_NC: Tensor, a_NH: Tensor, b_NH: Tensor, batch: StepBatch, memory: GatedDeltaNetMemory
     ) -> Tensor:
         decodes, slots = slice(batch.num_decodes), batch.recurrent
         src_N, dst_N = slots.src_N[decodes], slots.dst_N[decodes]
-        y_NC = causal_conv1d_update(x_NC, self.conv_CW, None, memory.window_SRC, src_N, dst_N, "silu")
+        y_NC = self._convolve_one(x_NC, self.conv_CW, None, memory.window_SRC, src_N, dst_N, "silu")
         inputs = GatedDeltaInputs(*self._heads(y_NC), a_NH, b_NH, self.A_log_H, self.dt_bias_H)
         return self.recurrence.decode(inputs, memory.recurrent, src_N, dst_N, slots.log)
 
@@ -104,7 +113,7 @@ class GatedDeltaNet(nn.Module):
         prefills, slots = slice(batch.num_decodes, None), batch.recurrent
         src_N, dst_N = slots.src_N[prefills], slots.dst_N[prefills]
         window = (memory.window_SRC, src_N, dst_N)
-        y_TC = causal_conv1d_prefill(x_TC, self.conv_CW, None, *window, slots.chunks, "silu")
+        y_TC = self._convolve(x_TC, self.conv_CW, None, *window, slots.chunks, "silu")
         inputs = GatedDeltaInputs(*self._heads(y_TC), a_TH, b_TH, self.A_log_H, self.dt_bias_H)
         return self.recurrence.prefill(inputs, memory.recurrent, src_N, dst_N, slots.chunks)
 

@@ -6,6 +6,7 @@ Shape suffixes: T tokens of the step, E hidden size, F intermediate size.
 import torch
 from torch import Tensor, nn
 
+from strandline.kernels.binding import Kernels
 from strandline.kernels.linear import gated_linear, linear
 from strandline.models.layers.parameters import parameter
 from strandline.models.targets import NamedTargets, whole
@@ -14,6 +15,8 @@ from strandline.models.targets import NamedTargets, whole
 class GatedMlp(nn.Module):
     """A feed-forward layer with a gated linear unit."""
 
+    operations = (gated_linear, linear)
+
     def __init__(
         self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
@@ -21,8 +24,12 @@ class GatedMlp(nn.Module):
         self.gate_up_FE = parameter(2 * intermediate_size, hidden_size, dtype=dtype, device=device)
         self.down_EF = parameter(hidden_size, intermediate_size, dtype=dtype, device=device)
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._gated_linear, self._linear = kernels[gated_linear], kernels[linear]
+
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        return linear(gated_linear(hidden_TE, self.gate_up_FE), self.down_EF)
+        return self._linear(self._gated_linear(hidden_TE, self.gate_up_FE), self.down_EF)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors."""

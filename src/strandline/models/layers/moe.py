@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strandline.kernels.binding import Kernels
 from strandline.kernels.linear import linear
 from strandline.kernels.moe import mixture
 from strandline.models.layers.parameters import parameter
@@ -23,6 +24,8 @@ PROJECTION_ROWS = 8
 
 class SparseMoe(nn.Module):
     """A mixture of experts with one shared expert behind a sigmoid gate."""
+
+    operations = (linear, mixture)
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device | str, *, is_normalised: bool) -> None:
         super().__init__()
@@ -39,10 +42,15 @@ class SparseMoe(nn.Module):
         self.gate_up_XFE = parameter(config.num_experts, 2 * size, hidden_size, dtype=dtype, device=device)
         self.down_XEF = parameter(config.num_experts, hidden_size, size, dtype=dtype, device=device)
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._linear, self._mixture = kernels[linear], kernels[mixture]
+
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        shared_TS, logits_TX, gate_T1, _ = linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
+        shared_TS, logits_TX, gate_T1, _ = self._linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
         experts = (self.gate_up_XFE, self.down_XEF, self.shared_down_EF)
-        return mixture(hidden_TE, shared_TS, logits_TX, gate_T1, *experts, self.top_k, is_normalised=self.is_normalised)
+        projected = (shared_TS, logits_TX, gate_T1)
+        return self._mixture(hidden_TE, *projected, *experts, self.top_k, is_normalised=self.is_normalised)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
