@@ -1,18 +1,17 @@
-"""The garbage collector of a process that many wait for."""
+"""Tunes the garbage collector of a serving process."""
 
 import gc
 from typing import Final
 
 YOUNG_OBJECTS: Final = 10_000
-"""How many more objects there are when the garbage collector looks at the young ones; Python's own 700 is for smaller
-programs."""
+"""Net allocations between collections of the youngest generation; Python's default of 700 suits smaller programs."""
 
 
 def freeze_gc() -> None:
-    """Take what is loaded out of the garbage collector's rounds, and make the rounds rarer.
+    """Exclude everything loaded so far from garbage collection, and make collections rarer.
 
-    A full round over torch's and transformers' modules takes 200 ms, which all streams would wait for, and a large body
-    sets off many.
+    A full collection over torch's and transformers' modules takes 200 ms, during which all streams stall, and a large
+    request body triggers many.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
-"""The process that computes: ``python -m strandline.engine.core_process ADDRESS``, started by the front end.
+"""The engine process: ``python -m strandline.engine.core_process ADDRESS``, started by the HTTP process.
 
-It ends when its standard input closes, which happens when the front end ends, whatever the reason.
-Signals are the front end's business, so that Ctrl-C in a terminal does not end what a drain still needs.
+It exits when its standard input closes, which happens when the HTTP process exits for any reason. It ignores signals,
+so that Ctrl-C in a terminal does not end what the HTTP process needs to finish its requests.
 """
 
 import signal
@@ -39,14 +39,14 @@ from strandline.text.pending_grammars import PendingGrammars
 
 Socket = zmq.Socket[bytes]
 LINGER_MS = 2000
-REST_AFTER_S = 5.0
-"""Without work for so long, the engine gives back the memory that it keeps for the next step's scratch."""
+TRIM_AFTER_S = 5.0
+"""Idle time after which the engine returns free scratch memory to the system."""
 
 
 class CoreLoop:
-    """Steps while there is work; takes in messages before every step, so that an abort waits for one at most.
+    """Runs steps while there is work, and handles messages before every step, so that an abort waits for one at most.
 
-    Sequences with a grammar wait aside until it is compiled, so that no step waits for that.
+    Sequences with a grammar are queued once it is compiled, so that no step waits for that.
     """
 
     def __init__(self, core: EngineCore, socket: Socket, lifeline: int) -> None:
@@ -55,64 +55,64 @@ class CoreLoop:
             lifeline: a file descriptor; when it closes, the loop ends.
         """
         self._core = core
-        self._compiling = PendingGrammars(core.executor.compile_grammar)
+        self._pending_grammars = PendingGrammars(core.executor.compile_grammar)
         self._socket = socket
         self._lifeline = lifeline
         self._poller = zmq.Poller()
-        for source in (socket, lifeline, self._compiling.fileno()):
+        for source in (socket, lifeline, self._pending_grammars.fileno()):
             self._poller.register(source, zmq.POLLIN)
         self._is_stopped = False
-        self._rest_at_s: float | None = None
-        """When to give back memory, by ``time.monotonic``; None once that is done."""
+        self._trim_at_s: float | None = None
+        """When to return memory, by ``time.monotonic``; None once that is done."""
 
     def run(self) -> None:
         """Serve until the lifeline closes."""
         try:
-            self._take_messages()
+            self._receive_messages()
             while not self._is_stopped:
                 if self._core.has_unfinished:
                     self._send(Stepped(self._core.step()))
-                    self._rest_at_s = time.monotonic() + REST_AFTER_S
-                self._take_messages()
+                    self._trim_at_s = time.monotonic() + TRIM_AFTER_S
+                self._receive_messages()
         finally:
-            self._compiling.close()
+            self._pending_grammars.close()
 
-    def _take_messages(self) -> None:
-        """Obey what has come; wait for something when there is no work."""
-        ready = dict(self._poller.poll(self._patience_ms()))
+    def _receive_messages(self) -> None:
+        """Handle the messages that have arrived; wait for one if there is no work."""
+        ready = dict(self._poller.poll(self._poll_timeout_ms()))
         if not ready and not self._core.has_unfinished:
-            self._rest_at_s = None
+            self._trim_at_s = None
             self._core.executor.release_free_memory()
         if self._lifeline in ready:
             self._is_stopped = True
-        if self._compiling.fileno() in ready:
-            for submission, grammar in self._compiling.take():
+        if self._pending_grammars.fileno() in ready:
+            for submission, grammar in self._pending_grammars.take():
                 self._core.add(submission, grammar)
         while self._socket in ready and not self._is_stopped:
             try:
-                self._obey(TO_CORE.decode(self._socket.recv(zmq.NOBLOCK)))
+                self._handle(TO_CORE.decode(self._socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 return
 
-    def _patience_ms(self) -> int | None:
-        """Return how long to wait for a message: not at all while there is work, and then until it is time to rest."""
+    def _poll_timeout_ms(self) -> int | None:
+        """Return how long to wait for a message: not at all while there is work, else until memory is returned."""
         if self._core.has_unfinished:
             return 0
-        if self._rest_at_s is None:
+        if self._trim_at_s is None:
             return None
-        return max(int((self._rest_at_s - time.monotonic()) * 1000) + 1, 0)
+        return max(int((self._trim_at_s - time.monotonic()) * 1000) + 1, 0)
 
-    def _obey(self, message: ToCore) -> None:
+    def _handle(self, message: ToCore) -> None:
         match message:
             case Submit(submissions):
                 for submission in submissions:
                     if submission.new.params.structured_outputs is None:
                         self._core.add(submission)
                     else:
-                        self._compiling.put(submission)
+                        self._pending_grammars.put(submission)
             case Finish(request_ids):
                 for request_id in request_ids:
-                    self._compiling.discard(request_id)
+                    self._pending_grammars.discard(request_id)
                     self._core.finish(request_id)
             case AskStats():
                 self._send(Stats(self._stats()))
@@ -123,14 +123,14 @@ class CoreLoop:
 
     def _stats(self) -> CoreStats:
         stats = self._core.stats()
-        return replace(stats, num_waiting=stats.num_waiting + len(self._compiling))
+        return replace(stats, num_waiting=stats.num_waiting + len(self._pending_grammars))
 
     def _send(self, message: FromCore) -> None:
         self._socket.send(ENCODER.encode(message))
 
 
 def serve_core(socket: Socket, lifeline: int) -> int:
-    """Load what the first message names, and serve it; return the exit code."""
+    """Load the model that the first message names and serve it; return the exit code."""
     poller = zmq.Poller()
     for source in (socket, lifeline):
         poller.register(source, zmq.POLLIN)
@@ -149,7 +149,7 @@ def serve_core(socket: Socket, lifeline: int) -> int:
     try:
         CoreLoop(core, socket, lifeline).run()
     except Exception as error:
-        # The process's edge: whatever it was, it is ours, and a doubtful state is never served.
+        # The edge of the process. After an internal error the state may be wrong, so nothing more is served.
         socket.send(ENCODER.encode(Died(f"{type(error).__name__}: {error}")))
         raise
     finally:

@@ -75,7 +75,7 @@ class Engine:
             self.core.add(submission)
 
     def abort(self, request_id: str) -> None:
-        """End a request and free what it holds. Unknown ids are ignored."""
+        """End a request and free its memory. Unknown ids are ignored."""
         self._outputs.pop(request_id, None)
         for name in self.frontend.close(request_id):
             self.core.finish(name)
@@ -105,5 +105,5 @@ class Engine:
         return output
 
     def describe(self) -> list[str]:
-        """Say in a few lines what the cache has room for."""
+        """Return the cache's capacity as a few lines of text."""
         return self.core.describe()

@@ -76,7 +76,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts, all together; return the outputs in the prompts' order.
+        """Complete prompts in one batch; return the outputs in the prompts' order.
 
         Args:
             prompts: one prompt or several. A prompt is a string, a list of token ids, or a mapping with
@@ -86,7 +86,7 @@ class LLM:
             use_tqdm: show progress.
 
         Raises:
-            RequestError: a prompt or parameter cannot be served. Then none is run.
+            RequestError: a prompt or parameter cannot be served; none is run.
         """
         parsed = [self._parse(prompt) for prompt in _as_list(prompts)]
         params = self._check_params(len(parsed), sampling_params)
@@ -113,7 +113,7 @@ class LLM:
                 ``cache_control`` on a message, on a text part of one or on a tool asks for a snapshot at its end.
 
         Raises:
-            RequestError: a conversation or parameter cannot be served. Then none is run.
+            RequestError: a conversation or parameter cannot be served; none is run.
         """
         if not messages:
             raise RequestError("the conversation is empty; at least one message is needed")
@@ -146,7 +146,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
     ) -> Prompt:
-        """Return the prompt that the chat template makes of a conversation.
+        """Render a conversation with the chat template.
 
         Raises:
             RequestError: the messages are malformed, or there is no template.
@@ -156,10 +156,10 @@ class LLM:
         return {"prompt": chat.text, "prompt_token_ids": chat.token_ids, "marks": chat.marks}
 
     def explain(self, prompt: Prompt) -> dict[str, Any]:
-        """Say what a prompt would hit now, and why not more; nothing runs and nothing changes.
+        """Explain what a prompt would hit now, and why it would not hit more, without running or changing anything.
 
         Returns:
-            What the server's ``/cache/explain`` answers: ``account``, ``snapshots``, ``parting``, ``advice``, ….
+            The body of the server's ``/cache/explain``: ``account``, ``snapshots``, ``parting``, ``advice``, ….
 
         Raises:
             RequestError: the prompt could not be served.
@@ -229,7 +229,7 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt from several: a list of integers is one prompt."""
+    """Return one prompt or several as a list. A list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     items = list(prompts)

@@ -1,4 +1,4 @@
-"""Questions about the cache and their answers: what the cache page and ``explain`` show."""
+"""Questions about the cache and their answers, for the cache page and ``explain``."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from strandline.records.events import CoreStats
 
 
 class MemorySample(NamedTuple):
-    """Who held the memory at one time. The rest of the arena was free."""
+    """Memory by tenant at one time. The rest of the arena was free."""
 
     age_s: float
     slots_in_use: int
-    """Bytes, as all that follow."""
+    """In bytes, as all that follow."""
     slots_evictable: int
     blocks_in_use: int
     blocks_evictable: int
@@ -22,18 +22,18 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LookupRow:
-    """One of the last lookups."""
+    """One recent lookup."""
 
     request_id: str
     salt_label: str
-    """Empty: without a salt."""
+    """Empty for a request without a salt."""
     age_s: float
     account: Account
 
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """What the page shows."""
+    """The data of the cache page."""
 
     is_enabled: bool
     mode: str
@@ -45,12 +45,12 @@ class CacheState:
     lookups: list[LookupRow]
     """Newest first."""
     memory: list[MemorySample]
-    """Oldest first, the last one of now. From one to the next nothing changes but in the second before."""
+    """Oldest first, the last one current. Between two samples nothing changed but in the second before the later."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheQuestion:
-    """Why did a request miss, or what would a prompt hit?"""
+    """Asks why a request missed, or what a prompt would hit."""
 
     salt: str = ""
     request_id: str | None = None
@@ -63,9 +63,9 @@ class CacheAnswer:
 
     request_id: str | None = None
     age_s: float | None = None
-    """Of a past request."""
+    """Age of a past request."""
     explanation: Explanation | None = None
     now: Account | None = None
-    """Of a past request: what it would find now."""
+    """What a past request would find now."""
     problem: str | None = None
     """Why there is no explanation."""

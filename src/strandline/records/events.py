@@ -1,6 +1,6 @@
-"""What passes between the core, which knows tokens, and the text part, which knows users.
+"""Data that passes between the core, which handles tokens, and the text part, which handles users' requests.
 
-All of it is plain data, so that the two may live in two processes.
+All of it is plain data, so that the two can run in two processes.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from strandline.records.plan import NewRequest, TokenLogprobs
 
 
 class FinishReason(StrEnum):
-    """Why a request ended, in the OpenAI API's words."""
+    """Why a request ended, in the OpenAI API's terms."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -22,18 +22,18 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One sequence to run. With ``n > 1`` a user's request is several."""
+    """One sequence to run. A user's request with ``n > 1`` is several."""
 
     new: NewRequest
     max_total: int
-    """Prompt and output together end here."""
+    """Most tokens of prompt and output together."""
     salt: str = ""
     marks: tuple[int, ...] = ()
-    """Positions where others are likely to share the prompt's beginning."""
+    """Token positions up to which other prompts are likely to share this one's prefix."""
 
 
 class TokenEvent(NamedTuple):
-    """A sequence got a token."""
+    """A token of a sequence."""
 
     request_id: RequestId
     token_id: int
@@ -41,7 +41,7 @@ class TokenEvent(NamedTuple):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     account: Account | None
-    """What the lookup found; with the first token only."""
+    """The cache lookup's account; with the first token only."""
 
 
 class PromptLogprobs(NamedTuple):
@@ -54,7 +54,7 @@ class PromptLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """What one step produced."""
+    """The output of one step."""
 
     tokens: list[TokenEvent] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
@@ -62,7 +62,7 @@ class StepEvents:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the text part must know of the core to refuse what cannot be served."""
+    """Limits of the core that the text part checks requests against."""
 
     vocab_size: int
     max_model_len: int
@@ -79,7 +79,7 @@ class KernelFallback:
 
 @dataclass(frozen=True, slots=True)
 class CoreStats:
-    """Where the core stands; counters count from its start."""
+    """State of the core; counters count from its start."""
 
     num_running: int
     num_waiting: int
@@ -87,20 +87,20 @@ class CoreStats:
     queried_tokens: int
     hit_tokens: int
     missed_tokens: dict[str, int]
-    """By reason, as the requests were told: the counters tell no more of other salts than accounts do."""
+    """By reason, as in the accounts that requests get: nothing more is revealed about other salts."""
     hits_by_kind: dict[str, int]
     snapshots_taken: dict[str, int]
     """By kind."""
     num_snapshots: int
-    """That the cache holds now."""
+    """Snapshots in the cache now."""
     num_snapshots_evicted: int
     num_blocks_evicted: int
     tenant_bytes: dict[str, int]
-    """Memory by who holds it, and what is free; the sum is the arena."""
+    """Memory by tenant, and free memory; they add up to the arena."""
     num_audited: int = 0
-    """Requests that were replayed cold."""
+    """Requests that were replayed without the cache."""
     num_audited_tokens: int = 0
-    """Of their outputs."""
+    """Tokens of their outputs."""
     largest_audit_difference: float = 0.0
-    """Of the log-probabilities of one of these tokens."""
+    """Largest difference of one of these tokens' log-probabilities."""
     kernel_fallbacks: list[KernelFallback] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the front end and the core process say to each other: msgpack over one pair of ZeroMQ sockets."""
+"""Messages between the HTTP process and the engine process: msgpack over a pair of ZeroMQ sockets."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ from strandline.records.events import CoreStats, Limits, StepEvents, Submission
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message: what to load."""
+    """First message: the configuration to load."""
 
     config: EngineConfig
 
@@ -47,21 +47,21 @@ class AskWhy(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The model is loaded; requests may come."""
+    """The model is loaded; requests can be sent."""
 
     limits: Limits
     lines: list[str]
-    """What the cache has room for, for people."""
+    """The cache's capacity, as lines for the log."""
 
 
 class Refused(msgspec.Struct, tag=True):
-    """The configuration does not allow a start; the process ends."""
+    """The configuration does not allow a start; the process exits."""
 
     message: str
 
 
 class Stepped(msgspec.Struct, tag=True):
-    """A step is done."""
+    """A step has finished."""
 
     events: StepEvents
 
@@ -87,7 +87,7 @@ class Explained(msgspec.Struct, tag=True):
 
 
 class Died(msgspec.Struct, tag=True):
-    """An error of ours; the process ends."""
+    """An internal error; the process exits."""
 
     message: str
 

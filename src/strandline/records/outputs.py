@@ -1,4 +1,4 @@
-"""What a user gets back: vLLM's ``RequestOutput`` and its parts, and the deltas that they grow by."""
+"""vLLM's ``RequestOutput`` and its parts, and the deltas that they are made of."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from strandline.cache import Account
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of a token at its place."""
+    """Log-probability of a token at its position."""
 
     logprob: float
     rank: int
@@ -108,9 +108,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
-    """Prompt tokens that were not computed, thanks to the prefix cache."""
+    """Prompt tokens that came from the prefix cache."""
     cache_account: Account | None
-    """What the lookup found, and why it found no more."""
+    """What the cache lookup hit, and the reasons of its misses."""
     times: RequestTimes = field(repr=False)
 
     def extend(self, delta: RequestDelta) -> None:

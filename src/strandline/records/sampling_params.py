@@ -1,4 +1,4 @@
-"""How to choose the next token: one request's wishes, named and meant as in vLLM."""
+"""Sampling parameters of a request, with vLLM's names and meanings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ GREEDY_BELOW: Final = 1e-5
 MAX_LOGPROBS: Final = 20
 MAX_N: Final = 1024
 MAX_COUNT: Final = 2**63 - 1
-"""Counts larger than this say no more, and fit no message between processes."""
+"""Largest count that fits into a message between processes."""
 MAX_STRINGS: Final = 256
 MAX_STRING_CHARACTERS: Final = 64 * 1024
-"""Of stop strings and bad words together: every token is compared with each."""
+"""Limit for stop strings and bad words: every token is compared with each."""
 STRUCTURES: Final = ("json", "regex", "choice", "grammar", "json_object")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What an output must look like. Exactly one of the first five is given.
+    """A structure that an output must have. Exactly one of the first five is given.
 
     Raises:
         RequestError: none or several are given, or one is of the wrong kind.
@@ -34,15 +34,15 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    """In Lark's form or GBNF."""
+    """In Lark's syntax or GBNF."""
     json_object: bool | None = None
     """Any JSON object."""
     disable_any_whitespace: bool = False
-    """JSON without spaces between its parts."""
+    """JSON without white space between tokens."""
     whitespace_pattern: str | None = None
-    """What may stand between the parts of JSON."""
+    """A regular expression for the white space between tokens of JSON."""
     after: str | None = None
-    """The output is free up to this text: the end of the model's reasoning."""
+    """The output is unconstrained up to this text: the end of the model's reasoning."""
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
@@ -63,7 +63,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of them is given."""
+        """The name of the field that is given."""
         return next(name for name in STRUCTURES if getattr(self, name) not in (None, False))
 
     @classmethod
@@ -82,14 +82,14 @@ class SamplingParams:
     """
 
     n: int = 1
-    """How many outputs; output ``i`` of a seeded request is sampled with ``seed + i``."""
+    """Number of outputs; output ``i`` of a seeded request is sampled with ``seed + i``."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 or -1: all tokens."""
     min_p: float = 0.0
-    """Least probability, as a share of the likeliest token's."""
+    """Minimum probability relative to the most likely token's."""
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -102,15 +102,15 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     max_tokens: int | None = 16
-    """None: up to ``max_model_len``. 0, with ``prompt_logprobs``: nothing."""
+    """None: up to ``max_model_len``. 0 needs ``prompt_logprobs``."""
     logprobs: int | None = None
-    """How many likeliest tokens to report beside the chosen one; 0 reports the chosen one alone."""
+    """Number of most likely tokens to report besides the sampled one; 0 reports the sampled one alone."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens. Such a request computes its whole prompt: it does not read the cache."""
+    """The same for the prompt's tokens. Such a request computes its whole prompt and does not read the cache."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
-    """What the output must look like."""
+    """A structure that the output must have."""
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:

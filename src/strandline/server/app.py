@@ -1,4 +1,4 @@
-"""The HTTP application: which path does what."""
+"""The HTTP application and its routes."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -21,7 +21,7 @@ from strandline.server.service import Service
 from strandline.server.sse import json_response
 
 STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}
-"""What the API's document says of answers that may come as events."""
+"""OpenAPI documentation of responses that may be streamed."""
 
 
 def build_app(
@@ -35,7 +35,7 @@ def build_app(
 
     Args:
         api_keys: as ``Gate`` takes them.
-        cache_page: what ``/cache`` shows: ``text``, ``counts``, or ``off``: there is none.
+        cache_page: what ``/cache`` shows: ``text``, ``counts``, or ``off`` for no page.
     """
     app = FastAPI(title="Strandline", version=version("strandline"), docs_url=None, redoc_url=None)
     _add_generation(app, service)
@@ -129,5 +129,5 @@ def _add_operation(app: FastAPI, service: Service) -> None:
         try:
             stats = await service.client.ask_stats()
         except EngineError:
-            stats = None  # what the front end counts is shown all the same
+            stats = None  # the HTTP process's own metrics are shown all the same
         return Response(service.client.metrics.expose(stats), media_type=CONTENT_TYPE_LATEST)

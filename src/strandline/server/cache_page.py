@@ -1,7 +1,7 @@
-"""``/cache``: a page that shows what the cache holds and why requests missed, and the JSON behind it.
+"""``/cache``: a page that shows the content of the cache and why requests missed, and the JSON behind it.
 
-The page itself is public: it is the same for everybody and holds nothing. Its data need a key where there is one. What
-lies under a salt is shown only to who names the salt. Texts of prompts are shown only where the server was told so.
+The page itself is static and public. Its data need the API key, if there is one. Entries under a salt are shown only to
+requests with that salt, and prompts' text only if the server is configured to show it.
 """
 
 import base64
@@ -32,9 +32,9 @@ MAX_TEXTS: Final = 8192
 
 
 class ExplainBody(BaseModel):
-    """Of ``/cache/explain``: a request's id, or a prompt as text, token ids or conversation.
+    """Body of ``/cache/explain``: a request's id, or a prompt as text, token ids or conversation.
 
-    A conversation with ``system``, ``thinking`` or tools of its form is one of Anthropic's API, others of OpenAI's.
+    A conversation with ``system``, ``thinking`` or Anthropic's form of tools is one of its API, others of OpenAI's.
     """
 
     model_config = ConfigDict(strict=True)
@@ -52,7 +52,7 @@ class ExplainBody(BaseModel):
     thinking: dict[str, Any] | None = None
 
     def as_anthropics(self) -> CountBody | None:
-        """Return the conversation as a body of Anthropic's API, if it is one."""
+        """Return the conversation as a body of Anthropic's API, or None if it is OpenAI's."""
         is_theirs = self.system is not None or self.thinking is not None
         is_theirs = is_theirs or any("function" not in tool for tool in self.tools or ())
         if self.messages is None or not is_theirs:
@@ -61,14 +61,14 @@ class ExplainBody(BaseModel):
 
 
 class CachePage:
-    """What the page asks for. Where no text is to be shown, a caller's own prompt is the exception."""
+    """The page's data. Where no text is shown, the caller's own prompt is the exception."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._texts: dict[tuple[int, ...], str] = {}
 
     async def state(self, salt: str, text_of: TextOf) -> Json:
-        """Return the tree, the last lookups, and memory over time."""
+        """Return the tree, recent lookups, and memory over time."""
         state = await self._service.client.show_cache(salt)
         return await self._service.in_thread(lambda: self._state_data(state, text_of))
 
@@ -90,10 +90,10 @@ class CachePage:
         return data
 
     async def explain(self, body: ExplainBody, salt: str, text_of: TextOf) -> Json:
-        """Answer a question of who may see what lies under a salt.
+        """Explain a request or a prompt under a salt.
 
         Raises:
-            RequestError: it names no request that is still known, and no prompt that could be served.
+            RequestError: the request is not known any more, or the prompt cannot be served.
         """
         self._service.require_model(body.model)
         tokens = await self._tokens(body)
@@ -144,7 +144,7 @@ class CachePage:
             raise RequestError(f"prompt token {wrong[0]} is not in the vocabulary [0, {limits.vocab_size})")
 
     def text_of(self, tokens: Sequence[int]) -> str | None:
-        """Return the text of tokens, remembered: pages ask for the same ones again and again."""
+        """Return the text of tokens, from a cache: pages ask for the same ones repeatedly."""
         tokenizer = self._service.client.frontend.tokenizer
         if tokenizer is None:
             return " ".join(map(str, tokens))
@@ -161,7 +161,7 @@ def add_cache_page(app: FastAPI, service: Service, mode: str) -> None:
     """Add the page and its data, unless the mode is ``off``.
 
     Args:
-        mode: ``text``, ``local`` (text to who asks by this machine's own names), ``counts`` or ``off``.
+        mode: ``text``, ``local`` (text if requested by a local host name), ``counts`` or ``off``.
     """
     if mode == "off":
         return
@@ -170,7 +170,7 @@ def add_cache_page(app: FastAPI, service: Service, mode: str) -> None:
     headers = {"Content-Security-Policy": _policy(html), "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
 
     def text_of(request: Request) -> TextOf:
-        # A page of somebody else's whose name has been made to lead here would ask by that name.
+        # A foreign page whose host name resolves to this machine (DNS rebinding) asks by that name.
         is_local = mode == "local" and request.url.hostname in LOCAL_NAMES
         return page.text_of if mode == "text" or is_local else _no_text
 

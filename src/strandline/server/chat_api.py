@@ -22,7 +22,7 @@ from strandline.text.frontend import CheckedParams
 
 
 class Chat:
-    """One request and its answer."""
+    """A request and its response."""
 
     def __init__(
         self, service: Service, body: ChatBody, prompt: Prompt, params: CheckedParams, box: Toolbox, salt: str
@@ -41,7 +41,7 @@ class Chat:
         self.job = service.client.submit(str(self._head["id"]), [prompt], params, salt)
 
     async def answer(self) -> Json:
-        """Return the whole answer."""
+        """Return the complete response."""
         with self.job:
             [delta] = await self.job.whole()
         choices = []
@@ -62,10 +62,10 @@ class Chat:
         return {**self._head, "choices": choices, "usage": self._usage(), **self._prompt_ids()}
 
     async def chunks(self) -> AsyncIterator[Json]:
-        """Yield the answer as it grows."""
+        """Yield the response as it is generated."""
         is_begun = False
         async for _, delta in self.job.deltas():
-            # Not before the first token: load generators take the first event for it.
+            # Not before the first token: load generators measure the time to the first event.
             for output in () if is_begun else delta.outputs:
                 opening = {"role": "assistant", "content": ""}
                 choice = {"index": output.index, "delta": opening, "logprobs": None, "finish_reason": None}
@@ -118,7 +118,7 @@ class Chat:
 
 
 async def chat(service: Service, body: ChatBody, request: Request) -> Response:
-    """Answer a request."""
+    """Handle a request."""
     service.require_model(body.model)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true")

@@ -32,7 +32,7 @@ class _Shown:
 
 
 class Completion:
-    """One request and its answer."""
+    """A request and its response."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class Completion:
         self.job = service.client.submit(self._name, prompts, params, salt)
 
     async def answer(self) -> Json:
-        """Return the whole answer."""
+        """Return the complete response."""
         with self.job:
             deltas = await self.job.whole()
         choices = [self._choice(place, output) for place, delta in enumerate(deltas) for output in delta.outputs]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def chunks(self) -> AsyncIterator[Json]:
-        """Yield the answer as it grows."""
+        """Yield the response as it is generated."""
         shown = [[_Shown() for _ in range(self._num_outputs)] for _ in self.job.streams]
         async for place, delta in self.job.deltas():
             for output in delta.outputs:
@@ -139,7 +139,7 @@ def _text(entry: Entry) -> str:
 
 
 async def complete(service: Service, body: CompletionBody, request: Request) -> Response:
-    """Answer a request."""
+    """Handle a request."""
     service.require_model(body.model)
     num_logprobs = _num_prompt_logprobs(body)
     params = body.sampling_params(service.defaults, max_tokens=body.max_tokens, prompt_logprobs=num_logprobs)

@@ -1,4 +1,4 @@
-"""How to serve: the flags of ``strandline serve`` that do not concern the engine."""
+"""Configuration of the HTTP server: the flags of ``strandline serve`` that do not concern the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,34 +14,34 @@ LOCAL_NAMES: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How to serve; what to serve is the engine's configuration."""
+    """Configuration of the HTTP server."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: any that is free."""
+    """0: any free port."""
     served_model_name: Sequence[str] = ()
-    """Names that requests may use; none: the model's."""
+    """Names that requests may use; empty: the model's."""
     api_key: Sequence[str] = ()
     salt_per_key: bool = False
     """Requests share cached prefixes only with requests of the same key."""
     chat_template: str | None = None
     """A file, or the template itself."""
     tool_call_parser: str = "auto"
-    """How the model writes calls of tools; ``auto`` goes by the chat template."""
+    """How the model writes tool calls; ``auto`` derives it from the chat template."""
     reasoning_parser: str = "auto"
-    """How it writes its reasoning; ``auto`` goes by the chat template."""
+    """How it writes reasoning; ``auto`` derives it from the chat template."""
     enable_auto_tool_choice: bool = False
-    """Changes nothing: tools are chosen whenever a request has some."""
+    """No effect, for compatibility with vLLM: requests with tools may always call them."""
     max_queue: int = 1024
-    """Most outputs that wait beside those that run."""
+    """Most outputs that are queued besides those that run."""
     max_body_bytes: int = 8 * 2**20
     request_timeout_s: float | None = None
     client_timeout_s: float = 60.0
-    """Most time for a client to take a piece of its answer; 0: no limit."""
+    """Time limit for a client to read a part of its response; 0: no limit."""
     restart: bool = False
-    """Start the engine again when its process has ended."""
+    """Restart the engine when its process has exited."""
     cache_page: str = "auto"
-    """What ``/cache`` shows. ``auto``: what prompts say if the server listens on this machine alone, else counts."""
+    """What ``/cache`` shows. ``auto``: prompts' text if the server listens on this machine alone, else counts."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -56,10 +56,10 @@ class ServerConfig:
             raise ConfigError(f"cache_page must be one of {', '.join(CACHE_PAGES)}; got {self.cache_page!r}")
 
     def key_salts(self) -> dict[str, str]:
-        """Return the keys that let in, the environment's too, each with what its requests' salts begin with.
+        """Return the valid keys, the environment's included, each with the prefix of its requests' salts.
 
         Raises:
-            ConfigError: each key is to have a salt, and there is none.
+            ConfigError: each key is to have a salt, and there is no key.
         """
         key = read_api_key()
         keys = [*self.api_key, *([key] if key else [])]
@@ -70,12 +70,12 @@ class ServerConfig:
         return {key: salt_of_key(key) if self.salt_per_key else "" for key in keys}
 
     def page_mode(self) -> str:
-        """Return what the cache page shows; ``auto`` shows texts only to this machine."""
+        """Return what the cache page shows; ``auto`` shows text to this machine alone."""
         if self.cache_page != "auto":
             return self.cache_page
         return "local" if self.host in LOCAL_NAMES else "counts"
 
 
 def salt_of_key(key: str) -> str:
-    """Return what the salts of a key's requests begin with: the same wherever and whenever the key is used."""
+    """Return the prefix of the salts of a key's requests: the same on every server, at any time."""
     return blake2s(key.encode(), digest_size=16, person=b"salt").hexdigest() + "/"

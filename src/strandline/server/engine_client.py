@@ -1,4 +1,4 @@
-"""The front end's side of the core: jobs in, outputs as they grow, one place that knows whether the core lives."""
+"""Client of the engine process: submits jobs, receives their outputs, and keeps track of whether the engine runs."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -39,11 +39,11 @@ STATS_TIMEOUT_S: Final = 5.0
 
 
 class EngineDeadError(EngineError):
-    """The core has ended; nothing can be computed."""
+    """The engine process has exited."""
 
 
 class QueueFullError(RequestError):
-    """Too many requests wait already."""
+    """Too many requests are queued."""
 
 
 class RequestTimeoutError(EngineError):
@@ -52,7 +52,7 @@ class RequestTimeoutError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What one request of the engine starts from."""
+    """A prompt of the engine."""
 
     token_ids: list[int]
     text: str | None = None
@@ -61,7 +61,7 @@ class Prompt:
 
 
 class Job:
-    """One HTTP request: a few prompts with the same parameters. Leaving its context ends what still runs."""
+    """One HTTP request: prompts with the same parameters. Leaving its context aborts what is unfinished."""
 
     def __init__(self, client: "EngineClient", streams: Sequence[RequestStream], timeout_s: float | None) -> None:
         self.streams = list(streams)
@@ -83,12 +83,12 @@ class Job:
         self._client.close(self)
 
     def note(self, request_id: str) -> None:
-        """Remember that a request has something new."""
+        """Note that a request has new output."""
         self._dirty[request_id] = None
         self._changed.set()
 
     def fail(self, reason: str) -> None:
-        """End the waiting: what runs it has ended."""
+        """Fail the job: the engine has exited."""
         self._failure = reason
         self._changed.set()
 
@@ -96,8 +96,8 @@ class Job:
         """Yield a prompt's index and what its outputs gained, whenever they have, until all are finished.
 
         Raises:
-            EngineDeadError: the core ended.
-            RequestTimeoutError: the job's time is up.
+            EngineDeadError: the engine has exited.
+            RequestTimeoutError: the job has timed out.
         """
         num_unfinished = len(self.streams)
         while num_unfinished:
@@ -129,14 +129,14 @@ class Job:
 
 
 class EngineClient:
-    """Talks to the core.
+    """Talks to the engine process.
 
     Args:
-        socket: connected to the core, which has said that it is ready.
-        frontend: makes sequences of requests and text of tokens.
-        max_unfinished: most sequences that run or wait; more are refused.
-        timeout_s: most time that a job may take.
-        advice: what is to be done, or will be, when the core has ended.
+        socket: connected to an engine that is ready.
+        frontend: turns requests into sequences and tokens into text.
+        max_unfinished: most sequences that run or are queued; more are refused.
+        timeout_s: time limit of a job.
+        advice: what to do, or what will happen, once the engine has exited.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class EngineClient:
         self.frontend = frontend
         self.metrics = metrics
         self.failure: str | None = None
-        """Why the core has ended; None while it lives."""
+        """Why the engine has exited; None while it runs."""
         self._advice = advice
         self._socket = socket
         self._max_unfinished = max_unfinished
@@ -169,9 +169,9 @@ class EngineClient:
         """Start a job.
 
         Raises:
-            RequestError: a prompt cannot be served. Then none is run.
-            QueueFullError: too many wait already.
-            EngineDeadError: the core has ended.
+            RequestError: a prompt cannot be served; none is run.
+            QueueFullError: too many sequences are queued.
+            EngineDeadError: the engine has exited.
         """
         self.require_running()
         wanted = params.params
@@ -195,9 +195,9 @@ class EngineClient:
 
     @contextmanager
     def expect(self, num_sequences: int) -> Iterator[None]:
-        """Count outputs as waiting while their prompt is tokenized and their grammar compiled.
+        """Reserve room for outputs while their prompt is tokenized and their grammar compiled.
 
-        Who submits them right after, with no await between, finds the room that they have been given.
+        If they are submitted right after, with no await in between, the room is still free.
 
         Raises: as ``require_room``.
         """
@@ -209,7 +209,7 @@ class EngineClient:
             self._num_expected -= num_sequences
 
     def require_room(self, num_sequences: int) -> None:
-        """Raise a RequestError if so many are never taken, a QueueFullError if they are not taken now."""
+        """Raise a RequestError if the sequences never fit into the queue, a QueueFullError if they do not fit now."""
         limit = self._max_unfinished
         if num_sequences > limit:
             raise RequestError(
@@ -223,7 +223,7 @@ class EngineClient:
             )
 
     def close(self, job: Job) -> None:
-        """End what still runs of a job, and forget it."""
+        """Abort what is unfinished of a job, and drop it."""
         names: list[RequestId] = []
         for stream in job.streams:
             self._jobs.pop(stream.request_id, None)
@@ -233,15 +233,15 @@ class EngineClient:
         if names and self.failure is None:
             self._send(Finish(names))
 
-    # The core
+    # The engine
 
     def require_running(self) -> None:
-        """Raise an EngineDeadError if the core has ended."""
+        """Raise an EngineDeadError if the engine has exited."""
         if self.failure is not None:
             raise EngineDeadError(f"the engine has stopped: {self.failure}")
 
     def fail(self, reason: str) -> None:
-        """Note that the core has ended; fail all jobs. The first reason counts."""
+        """Note that the engine has exited and fail all jobs. The first reason is kept."""
         if self.failure is not None:
             return
         self.failure = f"{reason}; {self._advice}"
@@ -253,17 +253,17 @@ class EngineClient:
         self._stats_wanted.clear()
 
     def reconnect(self, socket: zmq.asyncio.Socket, limits: Limits) -> None:
-        """Go on with a new core; what ran on the old one has failed."""
+        """Use a new engine process; all jobs of the old one have failed."""
         self._socket = socket
         self.frontend.limits = limits
         self.failure = None
 
     async def ask_stats(self) -> CoreStats:
-        """Return where the core stands; what it will be given soon waits, too.
+        """Return the engine's state. Requests that are being prepared count as queued.
 
         Raises:
-            EngineDeadError: it has ended.
-            RequestTimeoutError: it does not answer.
+            EngineDeadError: it has exited.
+            RequestTimeoutError: it does not respond.
         """
         self.require_running()
         future = asyncio.get_running_loop().create_future()
@@ -277,7 +277,7 @@ class EngineClient:
             raise RequestTimeoutError(f"the engine has not answered for {STATS_TIMEOUT_S:g} s") from error
 
     async def show_cache(self, salt: str) -> CacheState:
-        """Return what the cache holds, to who names this salt. Raises as ``ask_stats``."""
+        """Return the cache's content under a salt. Raises as ``ask_stats``."""
         state: CacheState = await self._ask(lambda number: AskCache(number, salt))
         return state
 
@@ -301,12 +301,12 @@ class EngineClient:
             del self._questions[number]
 
     async def receive(self) -> None:
-        """Take in what the core says, for ever."""
+        """Receive the engine's messages until cancelled."""
         while True:
             message = FROM_CORE.decode(await self._socket.recv())
             match message:
                 case Stepped(events):
-                    self._take(events)
+                    self._receive_events(events)
                 case Stats(stats):
                     for future in self._stats_wanted:
                         if not future.done():
@@ -319,7 +319,7 @@ class EngineClient:
                 case Died(reason):
                     self.fail(reason)
 
-    def _take(self, events: StepEvents) -> None:
+    def _receive_events(self, events: StepEvents) -> None:
         streams, stopped = self.frontend.take(events)
         if stopped:
             self._send(Finish(stopped))

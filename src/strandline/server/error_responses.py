@@ -1,6 +1,6 @@
-"""Errors as clients expect them: a status, and ``{"error": {"message", "type", "param", "code"}}``.
+"""Error responses: a status, and ``{"error": {"message", "type", "param", "code"}}``.
 
-On Anthropic's paths the types are Anthropic's, and ``"type": "error"`` stands beside the error.
+On Anthropic's paths the error has Anthropic's types, and the body ``"type": "error"`` beside it.
 """
 
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ def error_response(
 
 
 def status_of(error: RequestError | EngineError) -> tuple[int, str | None]:
-    """Return the HTTP status and OpenAI's code of one of our errors."""
+    """Return the HTTP status and OpenAI's code of an error."""
     match error:
         case QueueFullError():
             return 429, "queue_full"
@@ -76,7 +76,7 @@ def status_of(error: RequestError | EngineError) -> tuple[int, str | None]:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Make every error of the application one in OpenAI's shape."""
+    """Respond to every error of the application in the shape that clients expect."""
     app.add_exception_handler(RequestError, _ours)
     app.add_exception_handler(EngineError, _ours)
     app.add_exception_handler(RequestValidationError, _malformed)
@@ -108,4 +108,4 @@ async def _http(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     path = request.url.path
-    return error_response(path, 500, f"internal error: {type(error).__name__}; the server's log says more")
+    return error_response(path, 500, f"internal error: {type(error).__name__}; see the server's log")

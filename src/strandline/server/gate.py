@@ -1,4 +1,4 @@
-"""What stands before the application: the API key, and the limit on bodies."""
+"""Middleware that checks API keys and the size of bodies."""
 
 import hmac
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from strandline.server.error_responses import error_response
 
 OPEN_PATHS: Final = frozenset({"/health", "/version", "/metrics", "/cache"})
-"""What needs no key: what orchestrators and Prometheus ask for, and a page that asks for the key itself."""
+"""Paths without a key: health checks, metrics, and the cache page, which asks for the key itself."""
 
 KEY_SALT: Final = "strandline.key_salt"
-"""Where a request's scope has what its key's salts begin with."""
+"""The scope's field for the prefix of the key's salts."""
 
 
 def salt_of(request: Request, given: str | None) -> str:
-    """Return the salt that a request is cached under: what it names, below what its key stands for."""
+    """Return the salt of a request: the prefix of its key, and the salt that the request gives."""
     return str(request.scope.get(KEY_SALT, "")) + (given or "")
 
 
@@ -26,8 +26,8 @@ class Gate:
     """ASGI middleware.
 
     Args:
-        api_keys: any of which lets in, each with what its requests' salts begin with; none: everybody may.
-        max_body_bytes: larger bodies are refused, without being read to the end.
+        api_keys: valid keys, each with the prefix of its requests' salts; empty: no key is needed.
+        max_body_bytes: larger bodies are refused without being read to the end.
     """
 
     def __init__(self, app: ASGIApp, *, api_keys: Mapping[str, str], max_body_bytes: int) -> None:
@@ -58,10 +58,10 @@ class Gate:
         await self._app({**scope, KEY_SALT: salt}, self._counted(receive), send)
 
     def _salt(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """Return what the salts of a key's requests begin with; None if there is no such key."""
+        """Return the prefix of a key's salts; None if the key is not valid."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         key = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-        # All keys are compared, each in constant time, so that the time taken says nothing about them.
+        # All keys are compared, each in constant time, so that the time reveals nothing about them.
         found = [salt for known, salt in self._keys.items() if hmac.compare_digest(key, known)]
         return found[0] if found else None
 

@@ -1,4 +1,4 @@
-"""Starting a server, and ending it: the core's process, the socket, signals, the drain."""
+"""Starts and shuts down a server: engine process, socket, signals, drain."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ INTERRUPTED: Final = 130
 
 
 def serve(engine: EngineConfig, server: ServerConfig) -> int:
-    """Serve until a signal comes; return the exit code. The first signal drains, a second Ctrl-C stops at once.
+    """Serve until a signal; return the exit code. The first signal drains, a second Ctrl-C stops at once.
 
     Raises:
         ConfigError: the address is taken, or model, weights, tokenizer or memory do not allow a start.
@@ -67,7 +67,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         mode = server.page_mode()
         app = build_app(service, api_keys=keys, max_body_bytes=server.max_body_bytes, cache_page=mode)
         freeze_gc()
-        listener.listen()  # before anybody is told where
+        listener.listen()  # before the address is logged
         host, port = listener.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if mode != "off":
@@ -80,7 +80,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
 async def _run_http(app: object, listener: socket.socket) -> int:
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")  # type: ignore[arg-type]
     http = uvicorn.Server(config)
-    # uvicorn raises the signals that it has obeyed once more at its end, for the handlers that were there before.
+    # At shutdown uvicorn raises the signals that it handled again, for the handlers that were installed before.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     await http.serve(sockets=[listener])
@@ -89,7 +89,7 @@ async def _run_http(app: object, listener: socket.socket) -> int:
 
 
 def read_template(given: str | None) -> str | None:
-    """Return the chat template that a file holds, or the text itself if it looks like a template.
+    """Return the chat template in a file, or the text itself if it looks like a template.
 
     Raises:
         ConfigError: it is neither.
@@ -104,8 +104,8 @@ def read_template(given: str | None) -> str | None:
 
 def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Of a socket that names its protocol asyncio turns off Nagle's algorithm, which would hold an answer's second write
-    # back until the client acknowledges the first: for 40 ms.
+    # If a socket names its protocol, asyncio turns off Nagle's algorithm, which would delay a response's second write
+    # until the client acknowledges the first, by 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -118,7 +118,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 @asynccontextmanager
 async def start_core(engine: EngineConfig, server: ServerConfig) -> AsyncIterator[EngineClient]:
-    """Start the core's process and yield a client of it; end the process on the way out.
+    """Start the engine process, yield a client of it, and end the process on exit.
 
     Raises:
         ConfigError: the configuration does not allow a start.

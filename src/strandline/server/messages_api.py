@@ -1,4 +1,4 @@
-"""``/v1/messages``: Anthropic's API, as far as it concerns text, reasoning and the client's tools."""
+"""``/v1/messages``: Anthropic's API for text, reasoning and client tools."""
 
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any
@@ -32,7 +32,7 @@ STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
 class CountBody(BaseModel):
-    """Of ``/v1/messages/count_tokens``."""
+    """Body of ``/v1/messages/count_tokens``."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -48,14 +48,14 @@ class CountBody(BaseModel):
         return chat_tools(self.tools, self.tool_choice)
 
     def template_options(self) -> dict[str, Any]:
-        """Return what the chat template is told: whether to think, if the body says so."""
+        """Return the chat template's options: whether to think, if the body sets it."""
         kinds = {"enabled": True, "disabled": False}
         kind = str((self.thinking or {}).get("type"))
         return {"enable_thinking": kinds[kind]} if kind in kinds else {}
 
 
 class MessagesBody(CountBody):
-    """Of ``/v1/messages``."""
+    """Body of ``/v1/messages``."""
 
     max_tokens: int
     temperature: float | None = None
@@ -69,14 +69,14 @@ class MessagesBody(CountBody):
     structured_outputs: dict[str, Any] | None = None
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the sampling parameters: the model's defaults, and what the body says.
+        """Return the sampling parameters: the model's defaults, overridden by the body's fields.
 
         Raises:
             RequestError: a value is out of range, or the body asks for what is not served.
         """
         check_extra(self.model_extra)
-        wishes = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        given = {name: value for name, value in wishes.items() if value is not None}
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        given = {name: value for name, value in sampling.items() if value is not None}
         wanted = self.output_format or (self.output_config or {}).get("format")
         structure = structure_of({"structured_outputs": self.structured_outputs, "response_format": wanted})
         return SamplingParams(
@@ -88,7 +88,7 @@ class MessagesBody(CountBody):
 
 
 class Message:
-    """One request and its answer."""
+    """A request and its response."""
 
     def __init__(self, service: Service, body: MessagesBody, prompt: Prompt, params: CheckedParams, salt: str) -> None:
         self._head = {
@@ -102,7 +102,7 @@ class Message:
         self.job = service.client.submit(self._head["id"], [prompt], params, salt)
 
     async def answer(self) -> Json:
-        """Return the whole answer."""
+        """Return the complete response."""
         with self.job:
             [delta] = await self.job.whole()
         [output] = delta.outputs
@@ -111,7 +111,7 @@ class Message:
         return {**self._head, "content": self._blocks.blocks, **self._end(output), "usage": self._usage(delta)}
 
     async def events(self) -> AsyncIterator[Json]:
-        """Yield the answer as it grows."""
+        """Yield the response as it is generated."""
         is_started = False
         async for _, delta in self.job.deltas():
             [output] = delta.outputs
@@ -128,7 +128,7 @@ class Message:
                 yield {"type": "message_stop"}
 
     def _end(self, last: OutputDelta) -> Json:
-        """Return why the answer ended, in Anthropic's words."""
+        """Return why the answer ended, in Anthropic's terms."""
         if isinstance(last.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
         reason = STOP_REASONS.get(last.finish_reason or "")
@@ -146,7 +146,7 @@ class Message:
 
 
 async def create_message(service: Service, body: MessagesBody, request: Request) -> Response:
-    """Answer a request."""
+    """Handle a request."""
     service.require_model(body.model)
     params = body.sampling_params(service.defaults)
     with service.client.expect(params.n):
@@ -160,7 +160,7 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
 
 
 async def count_tokens(service: Service, body: CountBody) -> Response:
-    """Say how many tokens a request's prompt would have."""
+    """Count the tokens of a request's prompt."""
     service.require_model(body.model)
     prompt = await render(service, body)
     return json_response({"input_tokens": len(prompt.token_ids)})

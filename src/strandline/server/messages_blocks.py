@@ -1,4 +1,4 @@
-"""Between Anthropic's content blocks and the messages, tools and segments that the rest of the server knows."""
+"""Converts between Anthropic's content blocks and the server's messages, tools and segments."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ CHOICES: Final[Mapping[str, str]] = {"auto": "auto", "none": "none", "any": "req
 
 
 def chat_messages(system: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a conversation in OpenAI's form. Marks stay where they are.
+    """Return a conversation in OpenAI's form. Cache marks are kept.
 
     Raises:
         RequestError: a block is malformed or of a kind that is not served.
@@ -36,7 +36,7 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _split(message: Mapping[str, Any], blocks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return one message's blocks as messages: every result of a tool is one of its own."""
+    """Return one message's blocks as messages; every tool result becomes its own message."""
     found: list[dict[str, Any]] = []
     own: dict[str, Any] = {"role": message.get("role"), "content": []}
     reasoning: list[str] = []
@@ -68,7 +68,7 @@ def _split(message: Mapping[str, Any], blocks: Sequence[Any]) -> list[dict[str, 
 
 
 def _texts(blocks: Any) -> list[Any]:
-    """Return text blocks as parts; what else there is is refused where messages are rendered."""
+    """Return text blocks as parts; other blocks are refused when messages are rendered."""
     if not isinstance(blocks, list):
         raise RequestError(f"system must be a text or a list of text blocks, got {str(blocks)[:100]!r}")
     return blocks
@@ -86,7 +86,7 @@ def chat_tools(tools: Sequence[Any] | None, choice: Mapping[str, Any] | None) ->
     """Return the tools in OpenAI's form.
 
     Raises:
-        RequestError: they are malformed, or tools that Anthropic's servers would run.
+        RequestError: they are malformed, or Anthropic's server tools.
     """
     found = []
     for tool in tools or ():
@@ -111,7 +111,7 @@ def chat_tools(tools: Sequence[Any] | None, choice: Mapping[str, Any] | None) ->
 
 
 class Blocks:
-    """An answer's content blocks as they grow, and the events that say so."""
+    """Builds a message's content blocks and their events."""
 
     def __init__(self) -> None:
         self.blocks: list[Json] = []
@@ -123,7 +123,7 @@ class Blocks:
         return any(block["type"] == "tool_use" for block in self.blocks)
 
     def append(self, segments: Iterable[Segment]) -> list[Json]:
-        """Take in segments; return their events."""
+        """Append segments; return their events."""
         events: list[Json] = []
         for kind, text in segments:
             match kind:
@@ -145,7 +145,7 @@ class Blocks:
         return events
 
     def finish(self) -> list[Json]:
-        """Return the last events. An answer has at least one block."""
+        """Close the last block and return its events. A message has at least one block."""
         events = [] if self.blocks else self._open({"type": "text", "text": ""})
         return events + self._close()
 
@@ -177,7 +177,7 @@ class Blocks:
 
 
 def _input(arguments: str) -> Json:
-    """Return a call's arguments as an object, which Anthropic's form has to be even if the model wrote none."""
+    """Return a call's arguments as an object, which Anthropic's API requires even if the model wrote none."""
     try:
         value = json.loads(arguments or "{}")
     except ValueError:

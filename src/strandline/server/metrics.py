@@ -1,7 +1,7 @@
 """Prometheus metrics: vLLM's names where it has them, with the prefix ``strandline:``.
 
-What concerns text and time is counted here, in the front end; what concerns steps and the cache is read from the
-core when somebody asks.
+Text and latencies are counted here, in the HTTP process; figures of steps and the cache are read from the engine when
+the metrics are scraped.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,7 +42,7 @@ E2E_BUCKETS_S: Final = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20,
 TOKEN_BUCKETS: Final = tuple(float(factor * 10**power) for power in range(7) for factor in (1, 2, 5))
 
 RECOMPUTED: Final = frozenset({"no_snapshot", "snapshot_evicted", "evicted", "no_room", "computing"})
-"""Reasons of misses that say: these tokens were computed before, or are being computed right now."""
+"""Reasons of misses whose tokens were computed before, or are being computed."""
 
 
 class Metrics:
@@ -74,7 +74,7 @@ class Metrics:
         return histogram.labels(self._model_name)
 
     def observe(self, stream: RequestStream, now_s: float) -> None:
-        """Count a request that got one token (or, with ``n`` outputs, up to ``n``) in a step."""
+        """Count a step in which a request got a token, or up to one per output."""
         name = stream.request_id
         last_s = self._last_token_s.get(name)
         self._last_token_s[name] = now_s
@@ -99,18 +99,18 @@ class Metrics:
         del self._last_token_s[stream.request_id]
 
     def forget(self, request_id: str) -> None:
-        """Count a request that ended before it was finished."""
+        """Count an aborted request."""
         self._last_token_s.pop(request_id, None)
         self._finished.labels(self._model_name, "abort").inc()
 
     def expose(self, stats: CoreStats | None) -> bytes:
-        """Return Prometheus' text; without the core's part when there are no stats."""
+        """Return the metrics in Prometheus' text format; without the engine's if there are no stats."""
         self._core.stats = stats
         return generate_latest(self._registry)
 
 
 class _CoreMetrics:
-    """Shows the core's counters as metrics."""
+    """Exposes the engine's counters as metrics."""
 
     def __init__(self, model_name: str) -> None:
         self.stats: CoreStats | None = None

@@ -1,4 +1,4 @@
-"""Telling a model's reasoning, ``<think>…</think>``, from its answer."""
+"""Parses a model's reasoning, ``<think>…</think>``."""
 
 from typing import Final
 
@@ -9,16 +9,16 @@ CLOSE: Final = "</think>"
 
 
 class ThinkParser:
-    """Reasoning comes first, if at all; the white space around it belongs to nobody.
+    """Splits reasoning from the content after it. White space around the reasoning is dropped.
 
     Args:
-        is_open: the text begins inside the reasoning, since the prompt opened it or the model never does.
+        is_open: the text begins inside the reasoning: the prompt or the model's training opens it.
     """
 
     def __init__(self, *, is_open: bool) -> None:
         self._is_inside = is_open
         self._is_start = True
-        """Nothing but white space came yet, of the text or of the part that it is in."""
+        """Only white space has arrived of the text or of the current part."""
         self._may_open = True
         self._text = ""
 
@@ -38,7 +38,7 @@ class ThinkParser:
         return [Segment(SegmentKind.REASONING if self._is_inside else SegmentKind.CONTENT, held)] if held else []
 
     def _take_opening(self) -> bool:
-        """Find out whether the text begins with the opening tag; return whether that is known."""
+        """Consume the opening tag if the text begins with it; return whether that is decided."""
         stripped = self._text.lstrip()
         if OPEN.startswith(stripped) and stripped != OPEN:
             return False
@@ -47,7 +47,7 @@ class ThinkParser:
             self._is_inside = True
             self._text = stripped[len(OPEN) :]
         elif not self._is_inside:
-            self._is_start = False  # white space before an answer without reasoning is the answer's own
+            self._is_start = False  # without reasoning, leading white space is content
         return True
 
     def _take_reasoning(self, segments: list[Segment]) -> None:

@@ -1,7 +1,7 @@
-"""The bodies that the API takes: OpenAI's fields, and vLLM's where OpenAI has none.
+"""Request bodies: OpenAI's fields, and vLLM's where OpenAI has none.
 
-Types are strict: ``"5"`` is no number. A field that nobody knows is ignored, as OpenAI's clients expect of servers
-older than they are, and logged once. A field that would change the answer, but is not served, is refused.
+Types are strict: ``"5"`` is not a number. Unknown fields are ignored, as OpenAI's clients expect of older servers, and
+logged once. Fields that would change the answer but are not supported are refused.
 """
 
 import logging
@@ -26,15 +26,15 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
     "prompt_embeds": (),
     "continue_final_message": (False,),
-    "chat_template": (),  # a program: one that loops would hold up everybody's tokenizing
+    "chat_template": (),  # a program: an endless loop would block tokenization for all clients
 }
-"""Fields that would change the answer, and the values (besides null) that leave it as it is."""
+"""Unsupported fields that would change the answer, and the values (besides null) that do not."""
 
 WITHOUT_EFFECT: Final = frozenset(
     {"metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id", "safety_identifier"}
     | {"service_tier", "store", "tool_choice", "user"}
 )
-"""Fields that clients send and that change nothing here."""
+"""Fields that are accepted and have no effect."""
 
 STRUCTURED: Final = "structured_outputs"
 STRUCTURE_FIELDS: Final = ("response_format", STRUCTURED, *GUIDED, "guided_whitespace_pattern")
@@ -46,7 +46,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 def _list_of(kind: type, what: str) -> Callable[[Any], Any]:
-    """Return a check of a list: at the speed of C, and with one error however many items are wrong."""
+    """Return a validator of lists that runs in C and reports one error however many items are wrong."""
 
     def check(value: Any) -> Any:
         if type(value) is not list or not set(map(type, value)) <= {kind}:
@@ -83,17 +83,17 @@ Prompts = Annotated[
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides the outputs."""
+    """Options of a stream."""
 
     model_config = ConfigDict(strict=True)
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """With ``include_usage``: every chunk says how many tokens its prompt and its output have by now."""
+    """With ``include_usage``: every chunk carries the usage so far."""
 
 
 class SamplingBody(BaseModel):
-    """What all requests for tokens have in common."""
+    """Fields that all generation requests share."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -129,11 +129,11 @@ class SamplingBody(BaseModel):
     guided_whitespace_pattern: str | None = None
 
     def structure(self) -> StructuredOutputsParams | None:
-        """Return what the output must look like. Raises as ``structure_of``."""
+        """Return the structure that the output must have. Raises as ``structure_of``."""
         return structure_of({name: getattr(self, name) for name in STRUCTURE_FIELDS})
 
     def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
-        """Return the sampling parameters: the model's defaults, what the body says, and ``more``.
+        """Return the sampling parameters: the model's defaults, overridden by the body and ``more``.
 
         Raises:
             RequestError: a value is out of range, or the body asks for what is not served.
@@ -148,17 +148,17 @@ class SamplingBody(BaseModel):
         return SamplingParams(**{STRUCTURED: self.structure(), **defaults, **given, **more})
 
     def wants_usage(self) -> bool:
-        """Whether a stream is to end with the usage."""
+        """Return whether a stream ends with the usage."""
         return self.include_cache_account or (self.stream_options is not None and self.stream_options.include_usage)
 
     def wants_continuous_usage(self) -> bool:
-        """Whether every chunk of a stream is to carry the usage so far."""
+        """Return whether every chunk of a stream carries the usage so far."""
         options = self.stream_options
         return options is not None and options.include_usage and options.continuous_usage_stats
 
 
 class CompletionBody(SamplingBody):
-    """Of ``/v1/completions``."""
+    """Body of ``/v1/completions``."""
 
     prompt: Prompts
     max_tokens: Count | None = 16
@@ -168,7 +168,7 @@ class CompletionBody(SamplingBody):
 
 
 class ChatBody(SamplingBody):
-    """Of ``/v1/chat/completions``."""
+    """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[Objects, Field(min_length=1)]
     max_tokens: int | None = None
@@ -183,7 +183,7 @@ class ChatBody(SamplingBody):
 
 
 class TokenizeBody(BaseModel):
-    """Of ``/tokenize``: a text or a conversation."""
+    """Body of ``/tokenize``: a text or a conversation."""
 
     model_config = ConfigDict(strict=True)
 
@@ -195,7 +195,7 @@ class TokenizeBody(BaseModel):
 
 
 class DetokenizeBody(BaseModel):
-    """Of ``/detokenize``."""
+    """Body of ``/detokenize``."""
 
     model_config = ConfigDict(strict=True)
 
@@ -204,10 +204,10 @@ class DetokenizeBody(BaseModel):
 
 
 def check_extra(fields: Mapping[str, Any] | None) -> None:
-    """Refuse what would change the answer but is not served; log what nobody knows.
+    """Refuse unsupported fields that would change the answer; log unknown ones.
 
     Raises:
-        RequestError: there is something to refuse.
+        RequestError: such a field is set.
     """
     for name, value in (fields or {}).items():
         if name in NOT_SERVED and value is not None and value not in NOT_SERVED[name]:
@@ -223,7 +223,7 @@ def _token_id(key: str) -> int:
 
 
 def _log_once(name: str) -> None:
-    """Say that a field is ignored. The names come from strangers: short, escaped, and not for ever."""
+    """Log that a field is ignored. Names come from clients, so they are shortened, escaped, and limited in number."""
     if len(_LOGGED) < MAX_LOGGED and name not in _LOGGED:
         _LOGGED.add(name)
         LOGGER.warning("request field %.60r is unknown and ignored", name)

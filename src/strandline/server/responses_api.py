@@ -1,4 +1,4 @@
-"""``/v1/responses``: OpenAI's newer API, without what would have to be stored."""
+"""``/v1/responses``: OpenAI's Responses API, stateless."""
 
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -27,11 +27,11 @@ from strandline.server.usage_and_logprobs import Json, cache_account
 from strandline.text.frontend import CheckedParams
 
 STORED: Final = ("previous_response_id", "conversation", "background", "prompt")
-"""Fields that ask for something to be kept here."""
+"""Fields that need stored state."""
 
 
 class ResponsesBody(BaseModel):
-    """Of ``/v1/responses``."""
+    """Body of ``/v1/responses``."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -64,7 +64,7 @@ class ResponsesBody(BaseModel):
         return chat_tools(self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls is not False)
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the sampling parameters: the model's defaults, and what the body says.
+        """Return the sampling parameters: the model's defaults, overridden by the body's fields.
 
         Raises:
             RequestError: a value is out of range, or the body asks for what is not served.
@@ -83,7 +83,7 @@ class ResponsesBody(BaseModel):
 
 
 class ModelResponse:
-    """One request and its answer."""
+    """A request and its response."""
 
     def __init__(
         self, service: Service, body: ResponsesBody, prompt: Prompt, checked: CheckedParams, salt: str
@@ -118,7 +118,7 @@ class ModelResponse:
         self.job = service.client.submit(self._head["id"], [prompt], checked, salt)
 
     async def answer(self) -> Json:
-        """Return the whole answer."""
+        """Return the complete response."""
         with self.job:
             [delta] = await self.job.whole()
         [output] = delta.outputs
@@ -128,7 +128,7 @@ class ModelResponse:
         return self._finished(output)
 
     async def events(self) -> AsyncIterator[Json]:
-        """Yield the answer as it grows."""
+        """Yield the response as it is generated."""
         numbers = count()
         async for event in self._events():
             yield {**event, "sequence_number": next(numbers)}
@@ -189,7 +189,7 @@ def _status(last: OutputDelta) -> str:
 
 
 async def create_response(service: Service, body: ResponsesBody, request: Request) -> Response:
-    """Answer a request."""
+    """Handle a request."""
     service.require_model(body.model)
     params = body.sampling_params(service.defaults)
     box = body.toolbox()

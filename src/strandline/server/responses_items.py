@@ -1,4 +1,4 @@
-"""Between the items of OpenAI's Responses API and the messages and segments that the rest of the server knows."""
+"""Converts between items of OpenAI's Responses API and the server's messages and segments."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ TEXT_PARTS: Final = ("input_text", "output_text", "text")
 
 
 def chat_messages(instructions: str | None, items: str | Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a conversation in the chat completions' form; what the model said in several items is one message.
+    """Return a conversation as chat messages; adjacent items of the model become one message.
 
     Raises:
         RequestError: an item is malformed or of a kind that is not served.
@@ -62,7 +62,7 @@ def _messages_of(item: Any) -> list[dict[str, Any]]:
 
 
 def _text(content: Any, *, is_joined: bool) -> Any:
-    """Return content as text, or as text parts, whose marks are kept."""
+    """Return content as text, or as text parts with their cache marks."""
     if isinstance(content, str):
         return content
     parts = []
@@ -84,10 +84,10 @@ def _join(last: dict[str, Any], message: Mapping[str, Any]) -> None:
 
 
 def chat_tools(tools: Sequence[Any] | None, choice: Any, *, is_parallel: bool) -> Toolbox:
-    """Return the tools in the chat completions' form.
+    """Return the tools in the form of chat completions.
 
     Raises:
-        RequestError: they are malformed, or tools that OpenAI's servers would run.
+        RequestError: they are malformed, or OpenAI's hosted tools.
     """
     found = []
     for tool in tools or ():
@@ -102,14 +102,14 @@ def chat_tools(tools: Sequence[Any] | None, choice: Any, *, is_parallel: bool) -
 
 
 class Items:
-    """An answer's output items as they grow, and the events that say so."""
+    """Builds a response's output items and their events."""
 
     def __init__(self) -> None:
         self.items: list[Json] = []
         self._is_open = False
 
     def append(self, segments: Iterable[Segment]) -> list[Json]:
-        """Take in segments; return their events."""
+        """Append segments; return their events."""
         events: list[Json] = []
         for kind, text in segments:
             if kind is SegmentKind.CALL:
@@ -124,7 +124,7 @@ class Items:
         return events
 
     def finish(self, status: str) -> list[Json]:
-        """Return the last events. An answer has at least one item.
+        """Close the last item and return its events. A response has at least one item.
 
         Args:
             status: of the last item.
@@ -140,7 +140,7 @@ class Items:
         return place if self._last["type"] == "function_call" else {**place, "content_index": 0}
 
     def _need(self, kind: str) -> list[Json]:
-        """Open an item of a kind, unless it is open."""
+        """Open an item of a kind unless it is open."""
         if self._is_open and self._last["type"] == kind:
             return []
         if kind == "message":

@@ -1,7 +1,7 @@
-"""What all endpoints need: the engine's client, the model's names and defaults, and text to tokens and back.
+"""What all endpoints share: the engine's client, the model's names and defaults, tokenization and templates.
 
-Tokenizing and templates run in a thread of their own, one at a time, so that they do not hold up the streams. Long
-texts have another, and grammars are compiled in others again, so that they hold up neither.
+Tokenization and templates run in a thread, one at a time, so that they do not block streams. Long texts have a thread
+of their own and grammars are compiled in others, so that neither blocks short texts.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ class Service:
 
     client: EngineClient
     model_names: Sequence[str]
-    """The first is the one that answers carry."""
+    """The first one appears in responses."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters that the model recommends."""
     chat_template: str | None = None
-    """Instead of the tokenizer's own."""
+    """Replaces the tokenizer's own."""
     output_format: OutputFormat = field(default_factory=OutputFormat)
-    """How the model writes calls of tools and reasoning."""
+    """How the model writes tool calls and reasoning."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
     _long_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "long texts"))
@@ -60,21 +60,21 @@ class Service:
 
     @property
     def renderer(self) -> ChatRenderer:
-        """Return what renders conversations. Raises as ``tokenizer``."""
+        """Return the renderer of conversations. Raises as ``tokenizer``."""
         if not self._renderers:
             self._renderers.append(ChatRenderer(self.tokenizer, self.chat_template))
         return self._renderers[0]
 
     def require_model(self, name: str | None) -> None:
-        """Raise an UnknownModelError unless the name is one of ours, or none."""
+        """Raise an UnknownModelError unless the name is served, or None."""
         if name is not None and name not in self.model_names:
             raise UnknownModelError(f"the model {name[:200]!r} does not exist; there is {', '.join(self.model_names)}")
 
     async def in_thread(self, work: Callable[[], T], num_characters: int = 0) -> T:
-        """Run what may take a while.
+        """Run work in a thread.
 
         Args:
-            num_characters: of the text; a long one does not hold up others.
+            num_characters: length of the text; long ones have a thread of their own.
         """
         thread = self._thread if num_characters <= LONG_CHARACTERS else self._long_thread
         return await asyncio.get_running_loop().run_in_executor(thread, work)
@@ -154,7 +154,7 @@ class Service:
 
 
 def _num_characters(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return how long a conversation is, more or less: what is malformed does not count."""
+    """Return the approximate length of a conversation. Malformed parts do not count."""
     contents = [message.get("content") for message in messages]
     parts = [
         part.get("text")

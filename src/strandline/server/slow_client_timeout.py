@@ -1,4 +1,4 @@
-"""Ending requests whose client has stopped reading or sending: they hold connections, requests and memory."""
+"""Times out clients that stop reading or sending, since they hold connections, requests and memory."""
 
 import asyncio
 import logging
@@ -11,13 +11,13 @@ LOGGER: Final = logging.getLogger("strandline.server")
 
 
 class SlowClientTimeout:
-    """Waits a limited time for each piece of an answer to be taken; then it cuts the connection.
+    """Middleware that limits the time for a client to read each part of a response, or to send each part of a body.
 
-    The server's own transport is cut, which ends the request as if the client had gone. For each piece of a body it
-    waits as long; then the request is refused (408).
+    A client that does not read has its connection aborted, which ends the request as if the client had disconnected. A
+    client that does not send gets status 408.
 
     Args:
-        timeout_s: None: wait for ever.
+        timeout_s: None: no limit.
     """
 
     def __init__(self, app: ASGIApp, timeout_s: float | None) -> None:
@@ -35,7 +35,7 @@ class SlowClientTimeout:
                     await send(message)
             except TimeoutError:
                 LOGGER.warning("a client has read nothing for %g s: its request ends", self._timeout_s)
-                _cut(send)
+                _abort(send)
 
         await self._app(scope, self._in_time(receive), send_in_time)
 
@@ -45,7 +45,7 @@ class SlowClientTimeout:
         async def receive_in_time() -> Message:
             nonlocal is_complete
             if is_complete:
-                return await receive()  # tells when the client goes
+                return await receive()  # returns when the client disconnects
             try:
                 async with asyncio.timeout(self._timeout_s):
                     message = await receive()
@@ -61,8 +61,8 @@ class SlowClientTimeout:
         return receive_in_time
 
 
-def _cut(send: Any) -> None:
-    """Cut the connection behind uvicorn's ``send``. What is sent afterwards is dropped there."""
+def _abort(send: Any) -> None:
+    """Abort the connection behind uvicorn's ``send``, which drops what is sent afterwards."""
     transport = getattr(getattr(send, "__self__", None), "transport", None)
     if transport is None:
         raise ConnectionAbortedError("the client has stopped reading")

@@ -1,4 +1,4 @@
-"""Server-sent events, and what happens when the client goes away."""
+"""Server-sent events, and disconnecting clients."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 DONE: Final = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST: Final = 499
-"""What a request ends with whose client has gone: nobody sees it."""
+"""Status of a request whose client has disconnected. It is never sent."""
 
 _JSON: Final = msgspec.json.Encoder()
 
@@ -28,7 +28,7 @@ def json_response(body: Any) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. The job ends with the response, also if the client went before the first event."""
+    """Server-sent events. The job ends with the response, also if the client disconnects before the first event."""
 
     def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -41,7 +41,7 @@ class EventStream(StreamingResponse):
 
 
 async def plain_events(path: str, bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    """Yield bodies as OpenAI's events, ``[DONE]`` at the end."""
+    """Yield bodies as OpenAI's events, followed by ``[DONE]``."""
     try:
         async for body in bodies:
             yield b"data: " + _JSON.encode(body) + b"\n\n"
@@ -53,7 +53,7 @@ async def plain_events(path: str, bodies: AsyncIterator[Any]) -> AsyncIterator[b
 
 
 async def named_events(path: str, bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    """Yield bodies as events that are named by their types, as Anthropic has them."""
+    """Yield bodies as events named by their types, in Anthropic's format."""
     try:
         async for body in bodies:
             yield b"event: " + body["type"].encode() + b"\ndata: " + _JSON.encode(body) + b"\n\n"
@@ -63,7 +63,7 @@ async def named_events(path: str, bodies: AsyncIterator[Any]) -> AsyncIterator[b
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Do the work, or end it when the client goes away; then return None."""
+    """Return the work's result; if the client disconnects first, cancel it and return None."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_wait_for_disconnect(request))
     try:

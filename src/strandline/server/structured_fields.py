@@ -1,4 +1,4 @@
-"""What an answer must look like, in the fields of OpenAI's and vLLM's APIs."""
+"""Fields of OpenAI's and vLLM's APIs that ask for structured outputs."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -12,11 +12,11 @@ GUIDED: Final[Mapping[str, str]] = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""vLLM's older fields, and what they are called now."""
+"""vLLM's older fields, and their names in ``structured_outputs``."""
 
 
 def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """Return what a body's fields ask for: ``response_format``, ``structured_outputs`` or one of ``guided_…``.
+    """Return the structure that a body asks for by ``response_format``, ``structured_outputs`` or ``guided_…``.
 
     Raises:
         RequestError: one of them is wrong, or there are several.
@@ -25,7 +25,7 @@ def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
     if fields.get("structured_outputs") is not None:
         found["structured_outputs"] = StructuredOutputsParams.from_mapping(fields["structured_outputs"])
     if fields.get("response_format") is not None:
-        found["response_format"] = of_response_format(fields["response_format"])
+        found["response_format"] = structure_of_format(fields["response_format"])
     for field, name in GUIDED.items():
         if fields.get(field) is not None:
             pattern = fields.get("guided_whitespace_pattern")
@@ -36,8 +36,8 @@ def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
     return next(iter(given.values()), None)
 
 
-def of_response_format(value: Any) -> StructuredOutputsParams | None:
-    """Return what a ``response_format`` asks for; None for plain text. The schema may lie beside the type, too.
+def structure_of_format(value: Any) -> StructuredOutputsParams | None:
+    """Return the structure of a ``response_format``; None for plain text. The schema may be beside the type, too.
 
     Raises:
         RequestError: it is of an unknown type, or has no schema.

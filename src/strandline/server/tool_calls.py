@@ -1,8 +1,8 @@
-"""Finding calls of tools in a model's answer.
+"""Parses tool calls in a model's output.
 
-Two ways of writing them are known. ``hermes``: JSON, ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
+Two formats are known. ``hermes``: JSON, ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
 ``qwen3_coder``, of Qwen3-Coder and Qwen3.5: tags, ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…``.
-What the model writes is not trusted to be well-formed: text that is no call is content.
+The model's output is not trusted to be well-formed: text that is not a call is content.
 """
 
 import json
@@ -19,27 +19,27 @@ PARAMETER: Final = "<parameter="
 END_PARAMETER: Final = "</parameter>"
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""By function, the JSON schema of its parameters."""
+"""Maps a function to the JSON schema of its parameters."""
 
 
 class Call(Protocol):
-    """One call, from behind its opening tag on."""
+    """Parses one call, from the end of its opening tag."""
 
     def feed(self, text: str, segments: list[Segment]) -> str | None:
-        """Take in text; return what comes behind the call, or None while it goes on."""
+        """Add text; return the text after the call, or None while the call continues."""
 
     def finish(self, segments: list[Segment]) -> None:
-        """Say what can be said of a call that is split off."""
+        """Append what is left of a call that the output ends in."""
 
 
 class ToolCallParser:
-    """Tells calls from content. White space around calls belongs to nobody."""
+    """Splits output into content and calls. White space around calls is dropped."""
 
     def __init__(self, openers: tuple[str, ...], make_call: Callable[[str], Call]) -> None:
         """
         Args:
             openers: tags that begin a call.
-            make_call: from the tag that was found.
+            make_call: returns a parser of the call that a tag begins.
         """
         self._openers = openers
         self._make_call = make_call
@@ -71,7 +71,7 @@ class ToolCallParser:
         return segments
 
     def _take_content(self, segments: list[Segment]) -> bool:
-        """Take content up to a call; return whether one begins."""
+        """Consume content up to a call; return whether a call begins."""
         split = split_at_tag(self._text, self._openers)
         before = split.before
         if self._has_called:
@@ -90,7 +90,7 @@ class ToolCallParser:
 
 
 class JsonCall:
-    """A call as a JSON object. Its arguments are passed on as they come, once the name is known."""
+    """Parses a call written as a JSON object. Arguments are streamed once the name is known."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -101,9 +101,9 @@ class JsonCall:
         self._value: list[str] = []
         self._depth = 0
         self._is_string = self._is_escaped = False
-        self._is_passed_on = False
+        self._is_streamed = False
         self._arguments: str | None = None
-        """Complete arguments that wait for the name."""
+        """Complete arguments whose name is not known yet."""
         self._has_arguments = False
 
     def feed(self, text: str, segments: list[Segment]) -> str | None:
@@ -130,14 +130,14 @@ class JsonCall:
         for character in text:
             self._step(character, segments)
 
-    # Steps: where the walk is, one character at a time.
+    # States of the parser. Each consumes one character.
 
     def _before(self, character: str, segments: list[Segment]) -> None:
         if not character.isspace():
             self._step = self._at_key if character == "{" else self._lost
 
     def _lost(self, character: str, segments: list[Segment]) -> None:
-        """Behind the object, or in what is no JSON."""
+        """Ignore text after the object, or text that is not JSON."""
 
     def _at_key(self, character: str, segments: list[Segment]) -> None:
         if character == '"':
@@ -165,8 +165,8 @@ class JsonCall:
             return
         self._value, self._depth, self._is_string, self._is_escaped = [], 0, False, False
         is_arguments = self._key in ("arguments", "parameters") and not self._has_arguments
-        self._is_passed_on = is_arguments and character == "{" and self._name is not None
-        self._has_arguments |= self._is_passed_on
+        self._is_streamed = is_arguments and character == "{" and self._name is not None
+        self._has_arguments |= self._is_streamed
         self._step = self._in_value
         self._in_value(character, segments)
 
@@ -176,7 +176,7 @@ class JsonCall:
             self._step(character, segments)
             return
         self._value.append(character)
-        if self._is_passed_on:
+        if self._is_streamed:
             segments.append(Segment(SegmentKind.ARGUMENTS, character))
         if self._is_string:
             if self._is_escaped or character != '"':
@@ -204,26 +204,26 @@ class JsonCall:
                 self._name = name
                 segments.append(Segment(SegmentKind.CALL, name))
                 if self._arguments is not None:
-                    self._say(self._arguments, segments)
+                    self._append_arguments(self._arguments, segments)
         elif self._key in ("arguments", "parameters") and not self._has_arguments:
             if self._name is None:
                 self._arguments = text
             else:
-                self._say(text, segments)
+                self._append_arguments(text, segments)
 
-    def _say(self, text: str, segments: list[Segment]) -> None:
-        """Give complete arguments, which some models write as a string of JSON."""
+    def _append_arguments(self, text: str, segments: list[Segment]) -> None:
+        """Append complete arguments, which some models write as a JSON string."""
         value = _loads(text) if text.startswith('"') else text
         self._has_arguments = True
         segments.append(Segment(SegmentKind.ARGUMENTS, "{}" if value in ("null", "", None) else str(value)))
 
 
 class TagCall:
-    """A call in tags. Strings are passed on as they come, other values once they are complete.
+    """Parses a call written in tags. Strings are streamed, other values are passed on once complete.
 
     Args:
         opener: the tag that was found; a model may leave out the outer one.
-        schemas: tell strings from numbers, for the tags do not.
+        schemas: types of the parameters, which the tags do not contain.
     """
 
     def __init__(self, opener: str, schemas: Schemas) -> None:
@@ -236,7 +236,7 @@ class TagCall:
         self._num_parameters = 0
         self._value: list[str] = []
         self._is_first = True
-        self._is_passed_on = False
+        self._is_streamed = False
         self._rest: str | None = None
 
     def feed(self, text: str, segments: list[Segment]) -> str | None:
@@ -252,7 +252,7 @@ class TagCall:
         elif self._step == self._in_function:
             segments.append(Segment(SegmentKind.ARGUMENTS, "}"))
 
-    # Steps: each returns whether the next can be taken with the text that is there.
+    # States of the parser. Each returns whether the next one can run on the remaining text.
 
     def _at_function(self, segments: list[Segment]) -> bool:
         stripped = self._text.lstrip()
@@ -270,7 +270,7 @@ class TagCall:
         return True
 
     def _lost(self, segments: list[Segment]) -> bool:
-        """In what is no call; it is content up to the closing tag."""
+        """Pass on text that is not a call as content, up to the closing tag."""
         split = split_at_tag(self._text, (CLOSE,))
         if split.tag is not None:
             segments.append(Segment(SegmentKind.CONTENT, self._raw + split.before + split.tag))
@@ -298,10 +298,10 @@ class TagCall:
             return False
         self._key = name.strip().strip("\"'")
         self._text, self._value, self._is_first = rest, [], True
-        self._is_passed_on = _is_text(self._schema())
+        self._is_streamed = _is_text(self._schema())
         comma = ", " if self._num_parameters else ""
         self._num_parameters += 1
-        quote = '"' if self._is_passed_on else ""
+        quote = '"' if self._is_streamed else ""
         segments.append(Segment(SegmentKind.ARGUMENTS, f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {quote}"))
         self._step = self._in_value
         return True
@@ -311,13 +311,13 @@ class TagCall:
             self._text, self._is_first = self._text.removeprefix("\n"), False
         split = split_at_tag(self._text, (END_PARAMETER, PARAMETER, END_FUNCTION))
         if split.tag is None:
-            # The line's end before a closing tag is not the value's.
+            # The newline before a closing tag is not part of the value.
             kept = split.before.removesuffix("\n")
             self._take(kept, segments)
             self._text = split.before[len(kept) :] + split.after
             return False
         self._take(split.before.removesuffix("\n"), segments)
-        if self._is_passed_on:
+        if self._is_streamed:
             segments.append(Segment(SegmentKind.ARGUMENTS, '"'))
         else:
             segments.append(Segment(SegmentKind.ARGUMENTS, _value_as_json("".join(self._value), self._schema())))
@@ -328,7 +328,7 @@ class TagCall:
     def _take(self, text: str, segments: list[Segment]) -> None:
         if not text:
             return
-        if self._is_passed_on:
+        if self._is_streamed:
             segments.append(Segment(SegmentKind.ARGUMENTS, json.dumps(text, ensure_ascii=False)[1:-1]))
         else:
             self._value.append(text)
@@ -346,7 +346,7 @@ class TagCall:
 
 
 def _is_text(schema: Any) -> bool:
-    """Whether a value is a string for certain; so it is, too, where nothing is known."""
+    """Return whether a value must be a string. A value without a schema is one."""
     if not isinstance(schema, Mapping):
         return True
     return schema.get(
@@ -358,7 +358,7 @@ def _is_text(schema: Any) -> bool:
 
 
 def _value_as_json(text: str, schema: Any) -> str:
-    """Return a value as JSON: as it is if that is JSON and not expected to be a string, else as a string."""
+    """Return a value as JSON: unchanged if it is valid JSON that the schema allows, else as a string."""
     value = _loads(text.strip())
     if value is None and text.strip() != "null":
         lowered = text.strip().lower()
@@ -376,7 +376,7 @@ def _value_as_json(text: str, schema: Any) -> str:
 
 
 def _loads(text: str) -> Any:
-    """Return the value of JSON, None if it is none. Infinities are none."""
+    """Parse JSON; return None if it is invalid. Infinities and NaN are invalid."""
 
     def refuse(name: str) -> None:
         raise ValueError(name)
@@ -388,12 +388,12 @@ def _loads(text: str) -> Any:
 
 
 def hermes_parser(schemas: Schemas) -> ToolCallParser:
-    """Return a parser of calls in JSON."""
+    """Return a parser of calls written in JSON."""
     return ToolCallParser((OPEN,), lambda _: JsonCall())
 
 
 def qwen3_coder_parser(schemas: Schemas) -> ToolCallParser:
-    """Return a parser of calls in tags."""
+    """Return a parser of calls written in tags."""
     return ToolCallParser((OPEN, FUNCTION), lambda opener: TagCall(opener, schemas))
 
 

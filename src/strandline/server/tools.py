@@ -1,4 +1,4 @@
-"""The tools of a request: which there are, which may be called, and the grammar of an answer that must call one."""
+"""Tools of a request, and the grammar of an answer that must call one."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +14,10 @@ ANYTHING: Final = "/(?s:.*)/"
 AS_TEMPLATES_WRITE: Final = {
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 }
-"""JSON as a template will render the call in the next turn, so that the turn hits all of this one."""
+"""JSON as a template renders the call in the next turn, so that the next turn hits all of this one."""
 
 Tag = Callable[[str], str]
-"""From a tag's text to how a grammar in Lark's form says it."""
+"""Returns a tag in Lark's syntax."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +28,26 @@ class Toolbox:
     choice: str = "auto"
     """``none``, ``auto``, ``required``, or ``named``."""
     name: str | None = None
-    """The function that must be called."""
+    """The function that must be called, for ``named``."""
     is_parallel: bool = True
 
     @property
     def schemas(self) -> dict[str, Any] | None:
-        """By function, the schema of its parameters; None when no call is looked for."""
+        """Parameter schemas by function; None if calls are not parsed."""
         if not self.tools or self.choice == "none":
             return None
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
 
     def grammar(self, parser: str, tag: Tag) -> str | None:
-        """Return the grammar of an answer that must call a tool, as the model writes calls; None if it need not.
+        """Return the grammar of an answer that must call a tool, in the model's format; None if it need not call one.
 
         Raises:
-            RequestError: no way of writing calls is known for the model.
+            RequestError: the model's format of calls is unknown.
         """
         if self.choice not in ("required", "named"):
             return None
         if parser == "none":
-            raise RequestError(f"tool_choice {self.choice!r} needs a way to write calls; give --tool-call-parser")
+            raise RequestError(f"tool_choice {self.choice!r} needs a format of tool calls; give --tool-call-parser")
         schemas = {name: schema for name, schema in (self.schemas or {}).items() if self.name in (None, name)}
         rules = [_json_rule, _tag_rule][parser == "qwen3_coder"]
         named = [(f"call{index}", rules(name, schema)) for index, (name, schema) in enumerate(schemas.items())]
@@ -107,7 +107,7 @@ def _choice(choice: Any) -> tuple[str, str | None]:
     )
 
 
-# Rules in Lark's form
+# Rules in Lark's syntax
 
 
 def _json_rule(name: str, schema: Mapping[str, Any]) -> str:
@@ -124,7 +124,7 @@ def _tag_rule(name: str, schema: Mapping[str, Any]) -> str:
     for key, value in known.items():
         rule = f"{json.dumps(f'<parameter={key}>' + chr(10))} {_value_rule(value, definitions)}"
         parts.append(rule if key in required else f"({rule})?")
-    if not isinstance(properties, Mapping):  # nothing is said of the parameters: any may be given
+    if not isinstance(properties, Mapping):  # no schema of the parameters: any are allowed
         parts.append('("<parameter=" /[^>\\n]+/ ">\\n" text)*')
     return " ".join([*parts, '"</function>"'])
 

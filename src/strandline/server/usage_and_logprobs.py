@@ -1,4 +1,4 @@
-"""The bodies that the API gives back, as plain dictionaries in OpenAI's shapes."""
+"""Usage and log-probabilities in the shapes of OpenAI's API."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -41,15 +41,15 @@ def token_counts(num_prompt: int, num_completion: int, num_cached: int) -> Json:
 
 
 def cache_account(stream: RequestStream) -> Json | None:
-    """Return what the lookup found, and why it found no more. ``queried`` is ``hit`` plus the misses' tokens."""
+    """Return the cache lookup's account. ``queried`` is ``hit`` plus the misses' tokens."""
     return None if stream.account is None else account_data(stream.account.for_callers())
 
 
 def completion_logprobs(entries: Iterable[tuple[str, Entry | None]], offset: int) -> Json:
-    """Return log-probabilities in the completions' shape. As from OpenAI, the chosen token is among the top ones.
+    """Return log-probabilities in the shape of completions. As in OpenAI's, the sampled token is among the top ones.
 
     Args:
-        entries: each token's text and log-probabilities, the chosen one first; None for a prompt's first token.
+        entries: each token's text and log-probabilities, the sampled one first; None for a prompt's first token.
         offset: characters before the first token's text.
     """
     body: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
@@ -64,8 +64,8 @@ def completion_logprobs(entries: Iterable[tuple[str, Entry | None]], offset: int
 
 
 def _by_text(found: Iterable[Logprob]) -> dict[str, float]:
-    """Return the tokens' log-probabilities by text. Of tokens with the same text (parts of characters) the likeliest
-    counts: clients compare the chosen token's with the largest, to see whether it was the likeliest.
+    """Return the tokens' log-probabilities by text. Of tokens with the same text (parts of characters) the most likely
+    counts: clients compare the sampled token's with the largest, to see whether it was the most likely.
     """
     top: dict[str, float] = {}
     for item in sorted(found, key=lambda item: item.rank):
@@ -74,7 +74,7 @@ def _by_text(found: Iterable[Logprob]) -> dict[str, float]:
 
 
 def chat_logprobs(entries: Iterable[Entry], num_top: int) -> Json:
-    """Return log-probabilities in the chat completions' shape."""
+    """Return log-probabilities in the shape of chat completions."""
     content = []
     for entry in entries:
         chosen = next(iter(entry.values()))
@@ -90,7 +90,7 @@ def _chat_logprob(entry: Logprob) -> Json:
 
 
 def _likeliest(entry: Entry, num_top: int) -> list[Logprob]:
-    """Return the ``num_top`` likeliest, without the chosen one if it is not among them."""
+    """Return the ``num_top`` most likely, which may not include the sampled one."""
     return [found for found in entry.values() if found.rank <= num_top]
 
 

@@ -1,4 +1,4 @@
-"""Accounts and explanations as data for JSON: what the API, the cache page and ``strandline explain`` show."""
+"""Cache accounts and explanations as JSON data, for the API, the cache page and ``strandline explain``."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,11 +8,11 @@ from strandline.records.cache_questions import CacheAnswer
 
 Json = dict[str, Any]
 TextOf = Callable[[Sequence[int]], str | None]
-"""Turns tokens into text; returns None where no text is to be shown."""
+"""Detokenizes; returns None where prompts' text must not be shown."""
 
 
 def account_data(account: Account) -> Json:
-    """Return an account. ``queried`` is ``hit`` plus the tokens of the misses."""
+    """Return an account as JSON data. ``queried`` is ``hit`` plus the tokens of the misses."""
     return {
         "queried": account.queried,
         "hit": account.hit,
@@ -27,13 +27,13 @@ def account_data(account: Account) -> Json:
 
 
 def answer_data(answer: CacheAnswer, text_of: TextOf) -> Json:
-    """Return the answer to a question about the cache; it must have an explanation."""
+    """Return an answer with an explanation as JSON data."""
     explanation = answer.explanation
     if explanation is None:
         raise ValueError(f"there is no explanation: {answer.problem}")
     parting = explanation.parting
 
-    def stretch(tokens: Sequence[int]) -> Json:
+    def span(tokens: Sequence[int]) -> Json:
         return {"tokens": list(tokens), "text": text_of(tokens)}
 
     return {
@@ -49,9 +49,9 @@ def answer_data(answer: CacheAnswer, text_of: TextOf) -> Json:
         if parting is None
         else {
             "position": parting.position,
-            "before": stretch(parting.before),
-            "prompt": stretch(parting.prompt),
-            "cached": [stretch(tokens) for tokens in parting.cached],
+            "before": span(parting.before),
+            "prompt": span(parting.prompt),
+            "cached": [span(tokens) for tokens in parting.cached],
         },
         "advice": [
             {"help": advice.help, "position": advice.position, "tokens": advice.num_tokens, "text": advice.text}

@@ -1,7 +1,7 @@
-"""From a conversation to a prompt: the chat template's text, its tokens, and the positions worth a snapshot.
+"""Renders conversations to prompts: text, tokens, and the positions where snapshots are worthwhile.
 
-``cache_control`` on a message, on a part of one or on a tool marks its end. The template is rendered once more with a
-word behind every mark; where that rendering and the plain one part is the mark's place, whatever the template does.
+``cache_control`` on a message, on a part of one or on a tool marks its end. The template is rendered a second time
+with a sentinel after every mark; the mark lies where the two renderings diverge, whatever the template does.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from strandline.text.prompts import check_length, check_text, render_chat
 
 MARK: Final = "cache_control"
 MAX_MARKS: Final = 4
-"""Of one request; Anthropic's limit."""
+"""Per request; Anthropic's limit."""
 SENTINEL: Final = "Zq7strandlinemark9x"
 MIN_TOOLS_TOKENS: Final = 64
-"""What comes before the system prompt and is shorter than this is no more than the turn's opening."""
+"""Fewer tokens before the system prompt are the opening of its turn, not tools."""
 PROBE_TOOL: Final[Mapping[str, Any]] = {
     "type": "function",
     "function": {"name": SENTINEL, "description": "", "parameters": {"type": "object", "properties": {}}},
@@ -33,47 +33,47 @@ class RenderedChat:
     text: str
     token_ids: list[int]
     marks: tuple[int, ...]
-    """Token positions, ascending."""
+    """Token positions where a snapshot is worthwhile, ascending."""
 
 
 @dataclass(slots=True)
-class _Marked:
-    """A plain message, and the characters of its content behind which there is a mark."""
+class _MarkedMessage:
+    """A message without marks, and the positions in its content that were marked."""
 
     message: dict[str, Any]
     places: list[int] = field(default_factory=list)
 
 
 class ChatRenderer:
-    """Renders conversations by one template.
+    """Renders conversations with one template.
 
     Args:
-        chat_template: instead of the tokenizer's own.
+        chat_template: replaces the tokenizer's own.
     """
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._turns: Turns | None = None
-        self._knows_tools: bool | None = None
+        self._renders_tools: bool | None = None
 
     @property
     def turns(self) -> Turns:
-        """How the template separates turns; found at the first look."""
+        """How the template separates turns; probed on first use."""
         if self._turns is None:
             self._turns = find_turns(self._tokenizer, self._render)
         return self._turns
 
     @property
-    def knows_tools(self) -> bool:
-        """Whether the template tells the model of tools; found at the first look."""
-        if self._knows_tools is None:
+    def renders_tools(self) -> bool:
+        """Whether the template renders tools; probed on first use."""
+        if self._renders_tools is None:
             messages = [{"role": "user", "content": "x"}]
             try:
-                self._knows_tools = SENTINEL in self._render(messages, True, [dict(PROBE_TOOL)])
+                self._renders_tools = SENTINEL in self._render(messages, True, [dict(PROBE_TOOL)])
             except RequestError:
-                self._knows_tools = False
-        return self._knows_tools
+                self._renders_tools = False
+        return self._renders_tools
 
     def render(
         self,
@@ -87,13 +87,15 @@ class ChatRenderer:
         """Return a conversation as a prompt.
 
         Args:
-            max_characters: longer texts are refused before they are tokenized.
+            max_characters: longer texts are rejected before tokenization.
 
         Raises:
             RequestError: messages or tools are malformed, or the template cannot render them.
         """
-        if tools and not self.knows_tools:
-            raise RequestError("the model's chat template knows no tools; leave tools out, or give --chat-template")
+        if tools and not self.renders_tools:
+            raise RequestError(
+                "the model's chat template does not support tools; leave tools out, or give --chat-template"
+            )
         marked = [_without_marks(message) for message in messages]
         plain = [entry.message for entry in marked]
         bare_tools = [{name: value for name, value in tool.items() if name != MARK} for tool in tools]
@@ -115,9 +117,9 @@ class ChatRenderer:
             marks |= _tools_end(text, plain[0].get("content"), characters)
         _check_count(marked, tools)
         if any(entry.places for entry in marked):
-            sown = text_of([_sown(entry) for entry in marked], bare_tools)
+            rendered = text_of([_with_sentinels(entry) for entry in marked], bare_tools)
             ends = [place == len(_content(entry)) for entry in marked for place in entry.places]
-            marks |= self._marked(_found(sown, text), ends, characters, token_ids)
+            marks |= self._marked(_sentinel_positions(rendered, text), ends, characters, token_ids)
         for index, tool in enumerate(tools):
             if _is_marked(tool):
                 cut = text_of(plain, [*bare_tools[: index + 1], dict(PROBE_TOOL)])
@@ -127,7 +129,7 @@ class ChatRenderer:
     def _marked(
         self, places: Sequence[int], ends: Sequence[bool], characters: Characters, token_ids: list[int]
     ) -> set[int]:
-        """Return the positions of marked characters; of those that end a message, where the next turn begins."""
+        """Return the token positions of marked characters; a mark at a message's end moves to the next turn's start."""
         starts = self.turns.positions(token_ids)
         marks = set[int]()
         for place, is_end in zip(places, ends, strict=False):
@@ -152,17 +154,17 @@ class ChatRenderer:
         )
 
 
-def _check_count(marked: Sequence[_Marked], tools: Sequence[Mapping[str, Any]]) -> None:
+def _check_count(marked: Sequence[_MarkedMessage], tools: Sequence[Mapping[str, Any]]) -> None:
     num_marked = sum(len(entry.places) for entry in marked) + sum(_is_marked(tool) for tool in tools)
     if num_marked > MAX_MARKS:
         raise RequestError(f"at most {MAX_MARKS} {MARK} marks may be set, got {num_marked}")
 
 
 def _is_marked(thing: Mapping[str, Any]) -> bool:
-    """Say whether there is a mark.
+    """Return whether something is marked.
 
     Raises:
-        RequestError: there is one of an unknown kind.
+        RequestError: the mark is of an unknown kind.
     """
     mark = thing.get(MARK)
     if mark is None:
@@ -172,15 +174,15 @@ def _is_marked(thing: Mapping[str, Any]) -> bool:
     return True
 
 
-def _without_marks(message: Any) -> _Marked:
-    """Join a message's text parts by newlines, as vLLM does for templates that know text alone; take out the marks."""
+def _without_marks(message: Any) -> _MarkedMessage:
+    """Join a message's text parts by newlines, as vLLM does for templates that take text alone; remove the marks."""
     if not isinstance(message, Mapping):
-        return _Marked(message)  # refused where messages are checked
+        return _MarkedMessage(message)  # refused where messages are checked
     plain = {name: value for name, value in message.items() if name != MARK}
-    entry = _Marked(plain)
+    entry = _MarkedMessage(plain)
     content = message.get("content")
     if message.get("tool_calls"):
-        plain["tool_calls"] = _calls(message["tool_calls"])
+        plain["tool_calls"] = _parsed_calls(message["tool_calls"])
         plain["content"] = content or ""
     if isinstance(content, list):
         texts: list[str] = []
@@ -201,8 +203,8 @@ def _without_marks(message: Any) -> _Marked:
     return entry
 
 
-def _calls(calls: Any) -> list[dict[str, Any]]:
-    """Return earlier calls with their arguments as objects, as templates want them; what is no object stays."""
+def _parsed_calls(calls: Any) -> list[dict[str, Any]]:
+    """Parse the arguments of earlier tool calls into objects; leave anything else unchanged."""
     found = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -220,13 +222,13 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _content(entry: _Marked) -> str:
+def _content(entry: _MarkedMessage) -> str:
     content: str = entry.message.get("content") or ""
     return content
 
 
-def _sown(entry: _Marked) -> dict[str, Any]:
-    """Return the message with a sentinel behind every mark."""
+def _with_sentinels(entry: _MarkedMessage) -> dict[str, Any]:
+    """Return the message with a sentinel after every mark."""
     if not entry.places:
         return entry.message
     content = _content(entry)
@@ -234,14 +236,14 @@ def _sown(entry: _Marked) -> dict[str, Any]:
     return {**entry.message, "content": SENTINEL.join(pieces)}
 
 
-def _found(sown: str, text: str) -> list[int]:
-    """Return the characters of the plain text before which the sentinels stand in the other one."""
-    pieces = sown.split(SENTINEL)
+def _sentinel_positions(rendered: str, text: str) -> list[int]:
+    """Return the positions in the plain text that correspond to the sentinels in the other rendering."""
+    pieces = rendered.split(SENTINEL)
     return [common_length("".join(pieces[:count]), text) for count in range(1, len(pieces))]
 
 
 def _tools_end(text: str, system: Any, characters: Characters) -> set[int]:
-    """Return where a system prompt begins that comes behind the tools: others may have these tools and another one."""
+    """Return where a system prompt begins that follows the tools: other requests may share only the tools."""
     place = text.find(system.strip()) if isinstance(system, str) and system.strip() else -1
     position = characters.position(place) if place > 0 else 0
     return {position} if position >= MIN_TOOLS_TOKENS else set()

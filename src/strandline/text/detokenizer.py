@@ -1,7 +1,7 @@
-"""From token ids to text as they come, and stop strings in it.
+"""Incremental detokenization and stop strings.
 
-The text only ever grows, except that a stop string is cut off at the end. While a request runs, as much text
-is held back as could be the beginning of a stop string, so that what was streamed is never taken back.
+While a request runs, text that could be the beginning of a stop string is held back, so that text that was streamed is
+never retracted.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ from strandline.records.sampling_params import SamplingParams
 
 
 class Detokenizer:
-    """The text of one output."""
+    """Detokenizes one output."""
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         """
         Args:
             tokenizer: a transformers tokenizer with a ``tokenizers`` backend.
-            params: whose stop strings and special-token handling to use.
+            params: for stop strings and the handling of special tokens.
         """
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
@@ -29,7 +29,7 @@ class Detokenizer:
         self._token_ids: list[int] = []
         self._text = ""
         self._num_taken = 0
-        """Characters that have been taken."""
+        """Characters returned by ``take``."""
         self._is_done = False
 
     def take(self) -> str:
@@ -43,10 +43,10 @@ class Detokenizer:
         return taken
 
     def append(self, token: int, *, may_stop: bool) -> str | None:
-        """Add a token; return the stop string that it completes, if any.
+        """Append a token; return the stop string that it completes, if any.
 
         Args:
-            may_stop: False while fewer than ``min_tokens`` are out.
+            may_stop: False while the output has fewer than ``min_tokens``.
         """
         self._token_ids.append(token)
         piece = self._stream.step(self._backend, token)
@@ -57,7 +57,7 @@ class Detokenizer:
         return self._find_stop(searched) if may_stop else None
 
     def finish(self) -> None:
-        """Bring the text up to the last token: bytes that never became a character are shown as U+FFFD."""
+        """Complete the text up to the last token; incomplete characters become U+FFFD."""
         if self._is_done:
             return
         self._is_done = True

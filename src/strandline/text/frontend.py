@@ -1,7 +1,7 @@
-"""The text part: users' requests in, sequences for the core out; token events in, users' outputs out.
+"""The text part: turns users' requests into sequences for the core, and the core's token events into outputs.
 
-It checks requests, chooses seeds, makes ``n`` sequences of one request, and turns tokens into text. It holds no
-tensors and calls no core, so that the offline ``Engine`` and a server in another process share it.
+It checks requests, chooses seeds, splits a request into ``n`` sequences, and detokenizes. It holds no tensors and does
+not call the core, so the offline ``Engine`` and a server in another process share it.
 """
 
 from collections.abc import Sequence
@@ -39,14 +39,14 @@ class CheckedRequest:
 
 
 class Frontend:
-    """Keeps every unfinished request's outputs.
+    """Keeps the outputs of all unfinished requests.
 
     Args:
         limits: of the core that will run the requests.
         tokenizer: a transformers tokenizer, or None to work with token ids alone.
-        eos_ids: tokens that end a request unless it says ``ignore_eos``.
-        grammars: of the same tokenizer; by default they are made here.
-        seed: of the requests that bring none.
+        eos_ids: tokens that end a request unless it sets ``ignore_eos``.
+        grammars: for the same tokenizer; created by default.
+        seed: for requests without one.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Frontend:
 
     @property
     def max_characters(self) -> int:
-        """Most characters that a prompt can have: those of so many longest tokens, twice for what is normalized."""
+        """Upper bound of a prompt's length: ``max_model_len`` longest tokens, doubled to allow for normalization."""
         return 2 * self.limits.max_model_len * self._longest_token
 
     def __len__(self) -> int:
-        """Return how many sequences are unfinished."""
+        """Return the number of unfinished sequences."""
         return len(self._outputs)
 
     def check_params(self, params: SamplingParams) -> CheckedParams:
@@ -135,7 +135,7 @@ class Frontend:
         Args:
             prompt: the text behind the prompt's tokens, to be handed back with the output.
             salt: requests share cached prefixes only with requests of the same salt.
-            marks: positions where others are likely to share the prompt's beginning.
+            marks: token positions up to which other prompts are likely to share this one's prefix.
 
         Raises:
             RequestError: the id is in use; nothing has changed.
@@ -176,7 +176,7 @@ class Frontend:
         return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
     def close(self, request_id: str) -> list[RequestId]:
-        """Forget a request; return its sequences that still run, for the core to end. Unknown ids are ignored."""
+        """Drop a request; return its unfinished sequences, for the core to end. Unknown ids are ignored."""
         stream = self.requests.pop(request_id, None)
         if stream is None:
             return []
@@ -188,11 +188,11 @@ class Frontend:
     def take(self, events: StepEvents) -> tuple[list[RequestStream], list[RequestId]]:
         """Add a step's events to their outputs.
 
-        Events of sequences that are closed or stopped are ignored: the core may run ahead.
+        Events of sequences that are closed or stopped are ignored, since the core may run ahead.
 
         Returns:
-            The requests that got tokens; they are forgotten here if that finished them. And the sequences that
-            ended at a stop string, for the core to end: it may not know.
+            The requests that got tokens, which are dropped here once finished; and the sequences that ended at a stop
+            string, for the core to end.
         """
         outputs = self._outputs
         for name, start, entries in events.prompts:
@@ -217,5 +217,5 @@ class Frontend:
 
 
 def _wrap_seed(seed: int) -> int:
-    """Bring any integer into the range of int64."""
+    """Wrap an integer into the range of int64."""
     return (seed + 2**63) % 2**64 - 2**63

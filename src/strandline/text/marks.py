@@ -1,8 +1,8 @@
-"""Where a conversation is likely to be shared: the ends of tools, system prompt and turns, and what its sender marked.
+"""Finds where conversations are likely to share a prefix: at the ends of tools, system prompt and turns.
 
-A mark is a token position. It decides no answer, only where a snapshot is worth its room, so that a wrong one costs
-room and nothing else. A chat template's turns begin with special tokens, which a probe finds once; in a prompt they
-are then found among its token ids, with no text looked at.
+A mark is a token position where a snapshot is worthwhile. It never changes an answer, so a wrong one only costs
+memory. The special tokens that begin a chat template's turns are found once, by a probe; after that, turns are found
+in a prompt's token ids alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,28 +13,28 @@ from typing import Any, Final
 from strandline.errors import RequestError
 
 MIN_GAP_TOKENS: Final = 16
-"""The template's marks keep this distance from one another: fewer tokens are computed faster than looked after."""
+"""Minimum distance between the template's marks: fewer tokens are cheaper to recompute than to cache."""
 REACH_TOKENS: Final = 64
-"""So many tokens before a marked character are tokenized again to see where they and the prompt's agree."""
+"""Tokens before a marked character that are tokenized again, to find where they agree with the prompt's."""
 
 PROBE: Final = ("kestrel", "walnut", "harbour", "lantern")
-"""What system, user, assistant and user say in the probe: words that no template says."""
+"""Contents of the probe's messages (system, user, assistant, user): words that no template contains."""
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages, bool], str]
-"""From messages, and whether the answer is to follow, to text."""
+"""Renders messages as text, with the answer's opening if the flag is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How a template separates turns, in token ids."""
+    """The token ids that separate a template's turns."""
 
     starts: frozenset[int] = frozenset()
     """Special tokens that begin a turn."""
     num_before_system: int = 0
-    """Of these, how many come before the system prompt."""
+    """How many of them come before the system prompt."""
     kept_opening: tuple[int, ...] = ()
-    """The opening of an answer that stays as it is once the answer is history; empty when the template changes it."""
+    """The opening of an answer, if the template renders it unchanged in later turns; else empty."""
 
     def positions(self, token_ids: Sequence[int]) -> list[int]:
         """Return where turns begin."""
@@ -50,7 +50,7 @@ class Turns:
         return sorted(found)
 
     def marks(self, token_ids: Sequence[int], *, has_system: bool, is_answer_next: bool) -> list[int]:
-        """Return the positions that conversations like this one share: few of them.
+        """Return the few positions that similar conversations are likely to share.
 
         They are the end of the system turn, which holds the tools too; the end of what comes before the last message;
         and the end of the last message where the template changes the answer's opening later.
@@ -67,7 +67,7 @@ class Turns:
 
 
 def find_turns(tokenizer: Any, render: Render) -> Turns:
-    """Probe a template. Nothing is found if it has no special tokens between turns, or refuses the probe."""
+    """Probe a template. Returns no turns if it has no special tokens between them, or rejects the probe."""
     roles = ("system", "user", "assistant", "user")
     messages = [{"role": role, "content": word} for role, word in zip(roles, PROBE, strict=True)]
     added = frozenset(tokenizer.get_added_vocab().values())
@@ -98,7 +98,7 @@ def _between(text: str, before: str, after: str) -> str:
 
 
 class Characters:
-    """Finds token positions of characters of a tokenized text.
+    """Maps characters of a tokenized text to token positions.
 
     Args:
         encoding: what the tokenizer returned for the text.
@@ -113,7 +113,7 @@ class Characters:
     def position(self, character: int) -> int:
         """Return how many tokens the text up to a character has in common with the whole text.
 
-        Whatever follows that character may change the tokens right before it, so these are made anew.
+        The text after a character may change the tokens right before it, so these are tokenized again.
         """
         if not self._tokenizer.is_fast:
             return self._agreement(0, character)
@@ -126,7 +126,7 @@ class Characters:
         return self._agreement(anchor, character) or self._agreement(0, character)
 
     def _agreement(self, anchor: int, character: int) -> int:
-        """Return the position up to which the tokens from ``anchor`` on agree; 0 if none does."""
+        """Return the position up to which the tokens from ``anchor`` on agree; 0 if none do."""
         first = self._encoding.token_to_chars(anchor).start if anchor else 0
         token_ids = self._tokenizer.encode(self._text[first:character], add_special_tokens=False)
         count = 0

@@ -13,7 +13,7 @@ GENERATION_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetit
 
 
 def find_model(name: str) -> Path:
-    """Return the directory of a model: the bundled one, a local one, or one of the hub, fetched if need be.
+    """Return the directory of a model: bundled, local, or downloaded from the hub.
 
     Raises:
         ConfigError: there is no such model.

@@ -10,11 +10,11 @@ from strandline.records.events import Submission
 from strandline.records.sampling_params import StructuredOutputsParams
 
 NUM_THREADS: Final = 2
-"""So that one grammar that takes long does not hold up all others."""
+"""More than one, so that a slow grammar does not delay all others."""
 
 
 class PendingGrammars:
-    """Keeps sequences until their grammars are compiled. All but the compiling happens in the caller's thread."""
+    """Holds sequences until their grammars are compiled. Only the compilation runs in other threads."""
 
     def __init__(self, compile_grammar: Callable[[StructuredOutputsParams], object]) -> None:
         """
@@ -30,11 +30,11 @@ class PendingGrammars:
         return len(self._waiting)
 
     def fileno(self) -> int:
-        """Return a file descriptor that can be read when there may be something to take."""
+        """Return a file descriptor that becomes readable when ``take`` may return something."""
         return self._done
 
     def put(self, submission: Submission) -> None:
-        """Begin to compile a sequence's grammar."""
+        """Start compiling a sequence's grammar."""
         structure = submission.new.params.structured_outputs
         if structure is None:
             raise ValueError(f"sequence {submission.new.request_id!r} has no grammar")
@@ -59,7 +59,7 @@ class PendingGrammars:
             found[1].cancel()
 
     def close(self) -> None:
-        """End the threads once what they compile is done, and drop the rest."""
+        """Wait for running compilations, drop the others and end the threads."""
         self._waiting.clear()
         self._threads.shutdown(cancel_futures=True)
         os.close(self._done)

@@ -1,4 +1,4 @@
-"""From what users write to token ids: text, and conversations by way of the chat template."""
+"""Turns text into token ids, and conversations into text by the chat template."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ def encode_text(tokenizer: Any, text: object, *, add_special_tokens: bool = True
     """Return a text's token ids.
 
     Raises:
-        RequestError: it is no text, or not valid Unicode.
+        RequestError: it is not a string, or not valid Unicode.
     """
     if not isinstance(text, str):
         raise RequestError(f"a prompt's text must be a string, got {text!r}")
@@ -19,7 +19,7 @@ def encode_text(tokenizer: Any, text: object, *, add_special_tokens: bool = True
 
 
 def check_length(text: str, max_characters: int | None) -> None:
-    """Raise a RequestError if a text is longer than all tokens that a request may have: it need not be tokenized."""
+    """Raise a RequestError if a text is longer than any prompt can be, before it is tokenized."""
     if max_characters is not None and len(text) > max_characters:
         raise RequestError(
             f"the text has {len(text)} characters; the longest prompts of this model have at most {max_characters}"
@@ -43,10 +43,10 @@ def render_chat(
     tools: list[dict[str, Any]] | None = None,
     template_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the text that the chat template makes of a conversation.
+    """Render a conversation with the chat template.
 
     Args:
-        template_options: further variables of the template.
+        template_options: additional variables of the template.
 
     Raises:
         RequestError: the messages are malformed, or there is no template.
@@ -62,7 +62,7 @@ def render_chat(
             **(template_options or {}),
         )
     except Exception as error:
-        # Templates are programs: they raise what they like, for the caller's input.
+        # Templates are programs and may raise anything on the caller's input.
         raise RequestError(f"the chat template cannot render these messages: {error}") from error
     return text
 

@@ -1,6 +1,6 @@
-"""Answers that obey a grammar: a JSON schema, a regular expression, a list of choices, or a grammar proper.
+"""Structured outputs: JSON schemas, regular expressions, lists of choices and grammars.
 
-The text part compiles a grammar before a request is admitted, so that a wrong one harms nobody. The core keeps one
+The text part compiles a grammar before a request is admitted, so that a wrong one is refused there. The core keeps one
 matcher per output beside its sampling state; before a token is chosen, the matcher says which ones may come, and
 all others are banned in that row. llguidance compiles and matches. It releases the GIL while it compiles, so that a
 server compiles beside its steps and streams.
@@ -30,22 +30,22 @@ MAX_KEPT: Final = 64
 """Compiled grammars that are kept for the next request with the same one, though no request holds them."""
 
 LIMITS: Final = LLParserLimits(max_items_in_row=50_000, precompute_large_lexemes=False, verbose_errors=False)
-"""What llguidance would prepare of a large expression takes it seconds, and saves milliseconds later. A row may have
-all the items that a step may have: objects with thousands of optional properties need them."""
+"""Precomputing large lexemes takes llguidance seconds and saves milliseconds. A row may have as many items as a step:
+objects with thousands of optional properties need them."""
 UNSATISFIABLE: Final = "NoExtensionBias"
-"""How llguidance says that nothing can be said."""
+"""llguidance's error for a grammar that no output satisfies."""
 
 TERMINAL: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
-"""A string, comment or regular expression in Lark's form."""
+"""A string, comment or regular expression in Lark's syntax."""
 SET_OPERATION: Final = re.compile(r"&|~(?!\s*\d)")
-"""Intersection and complement of terminals; a ``~`` before a number says how often something comes."""
+"""Intersection and complement of terminals; a ``~`` before a number is a repetition count."""
 
 Source = Callable[[], tuple[Any, frozenset[int]]]
 """Loads the tokenizer, and the tokens that end an answer."""
 
 
 class Matcher:
-    """Where one output stands in its grammar."""
+    """The position of one output in its grammar."""
 
     def __init__(self, matcher: LLMatcher, eos_ids: Collection[int], stop_ids: Collection[int]) -> None:
         self._matcher = matcher
@@ -54,14 +54,14 @@ class Matcher:
         self._is_done = False
 
     def append(self, token: int) -> None:
-        """Take note of the token that was chosen."""
+        """Advance by the sampled token."""
         if self._may_end() and token in self._stop_ids:
             self._is_done = True
         elif not self._is_done:
             self._matcher.consume_token(token)
 
     def fill(self, words: NDArray[np.int32], row: int) -> None:
-        """Set the bits of the tokens that may come next, clear the others."""
+        """Set the bits of the tokens allowed next; clear all others."""
         if self._is_done or self._matcher.is_error():
             words[row] = 0
         else:
@@ -73,22 +73,22 @@ class Matcher:
                 _set_bit(words[row], token, True)
 
     def _may_end(self) -> bool:
-        """Whether the grammar is fulfilled; also when the matcher gave up, for nothing can be said any more."""
+        """Return whether the output may end: the grammar is satisfied, or the matcher has failed."""
         return self._is_done or self._matcher.is_error() or self._matcher.is_accepting()
 
 
 class CompiledGrammar:
-    """A grammar that matchers start from."""
+    """A compiled grammar."""
 
     def __init__(self, start: LLMatcher) -> None:
         self.start = start
-        """A matcher at the beginning, to be copied; it is never advanced."""
+        """A matcher at the beginning of the grammar, to be copied."""
 
 
 class _Words:
     """The tokens of a tokenizer as bytes, in the form that llguidance asks for.
 
-    Text that a grammar spells out is never a tag's own token, though it may read like one.
+    Text in a grammar never matches a special token, even if it is spelled like one.
     """
 
     bos_token_id: int | None = None
@@ -123,7 +123,7 @@ class Grammars:
 
     Args:
         source: called once, when the vocabulary is prepared.
-        vocab_size: of the model; what lies beyond the tokenizer's is never allowed.
+        vocab_size: of the model; tokens beyond the tokenizer's vocabulary are never allowed.
     """
 
     def __init__(self, source: Source, vocab_size: int) -> None:
@@ -134,20 +134,20 @@ class Grammars:
         self._tokenizer: Any = None
         self._recent: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._held: WeakValueDictionary[str, CompiledGrammar] = WeakValueDictionary()
-        """All compiled grammars that exist: those used last, and those that a caller of ``compile`` holds."""
+        """All compiled grammars: the recent ones and those that callers of ``compile`` hold."""
 
     def begin(self) -> None:
-        """Prepare the vocabulary in a thread of its own. A grammar that comes earlier waits for it."""
+        """Prepare the vocabulary in another thread. Grammars that are compiled before it is ready wait for it."""
         Thread(target=self._load_if_possible, name="vocabulary", daemon=True).start()
 
     def _load_if_possible(self) -> None:
         try:
             self.load()
         except RequestError:
-            return  # said to every request that needs it
+            return  # every request that needs it gets the error
 
     def load(self) -> LLTokenizer:
-        """Prepare the vocabulary: seconds for the largest. Without this, the first grammar waits for it.
+        """Prepare the vocabulary, which takes seconds for the largest, unless that is done.
 
         Raises:
             RequestError: there is no tokenizer, or it is not a fast one.
@@ -157,7 +157,7 @@ class Grammars:
                 self._tokenizer, eos_ids = self._source()
                 if self._tokenizer is None or not getattr(self._tokenizer, "is_fast", False):
                     raise RequestError("structured outputs need a tokenizer, and a fast one; the engine has none")
-                # A token that the model lacks stands for the end where it has none.
+                # A model without an end token gets one that it cannot sample.
                 end = sorted(eos_ids) or [self._vocab_size]
                 words = _Words(self._tokenizer, self._vocab_size + 1, end)
                 self._vocabulary = LLTokenizer(TokenizerWrapper(words), eos_token=end)
@@ -167,23 +167,23 @@ class Grammars:
         """Compile a grammar.
 
         Raises:
-            RequestError: it is wrong; the message says why.
+            RequestError: it is invalid; the message says why.
         """
         self.compile(params)
 
     def matcher(self, params: StructuredOutputsParams, stop_ids: Collection[int]) -> Matcher:
-        """Return a matcher at the grammar's beginning.
+        """Return a matcher at the beginning of a grammar.
 
         Args:
-            stop_ids: tokens that end the output; allowed where the grammar is fulfilled.
+            stop_ids: tokens that end the output; allowed where the grammar is satisfied.
         """
         return Matcher(self.compile(params).start.deep_copy(), self.load().eos_tokens, stop_ids)
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """Compile a grammar, unless that is done; it stays compiled as long as the returned object exists.
+        """Compile a grammar, unless it is compiled already. It stays compiled as long as the returned object exists.
 
         Raises:
-            RequestError: it is wrong; the message says why.
+            RequestError: it is invalid; the message says why.
         """
         grammar = self._source_text(params)
         vocabulary = self.load()
@@ -195,7 +195,7 @@ class Grammars:
         start = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         begun = start.deep_copy()
         if not begun.is_error():
-            begun.compute_bitmask()  # some grammars are found too large no earlier
+            begun.compute_bitmask()  # only now are some grammars found too large
         if begun.is_error():
             reason = _first_lines(begun.get_error())
             reason = "nothing can fulfil it" if reason.startswith(UNSATISFIABLE) else reason
@@ -207,14 +207,14 @@ class Grammars:
         return compiled
 
     def _keep(self, grammar: str, compiled: CompiledGrammar) -> None:
-        """Make a grammar the one used last; release the one used least recently where there are too many."""
+        """Mark a grammar as used; release the least recently used one if there are too many."""
         self._recent[grammar] = compiled
         self._recent.move_to_end(grammar)
         if len(self._recent) > MAX_KEPT:
             self._recent.popitem(last=False)
 
     def _source_text(self, params: StructuredOutputsParams) -> str:
-        """Return the grammar in llguidance's form."""
+        """Return the grammar in llguidance's format."""
         for part in (params.regex, params.grammar, params.after):
             check_text(part or "")
         grammars = [_body(params)]
@@ -228,7 +228,7 @@ class Grammars:
         return text
 
     def tag(self, text: str) -> str:
-        """Return how a grammar in Lark's form says a tag, which may be a token of its own."""
+        """Return a tag in Lark's syntax: as a special token if it is one, else as a string."""
         vocabulary = self.load()
         token = self._tokenizer.get_added_vocab().get(text)
         return text if token is not None and vocabulary.is_special_token(token) else json.dumps(text)
@@ -241,14 +241,14 @@ class Grammars:
 
 
 def _body(params: StructuredOutputsParams) -> dict[str, Any]:
-    """Return one grammar in llguidance's form."""
+    """Return one grammar in llguidance's format."""
     if params.json is not None or params.json_object:
         return {"json_schema": _schema(params)}
     if params.regex is not None:
         regex: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(params.regex))["grammars"][0]
         return {"lark_grammar": regex["lark_grammar"]}
     if params.choice is not None:
-        # One terminal: as many rules, they would soon be more than a parser follows at once.
+        # One terminal: a rule per choice would soon exceed the parser's limits.
         return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in params.choice)}
     return {"lark_grammar": _lark(params.grammar or "")}
 
@@ -268,7 +268,7 @@ def _schema(params: StructuredOutputsParams) -> Any:
 
 
 def _lark(grammar: str) -> str:
-    """Return a grammar in Lark's form; GBNF is translated."""
+    """Return a grammar in Lark's syntax; GBNF is translated."""
     if "::=" not in grammar:
         if SET_OPERATION.search(TERMINAL.sub("", grammar)):
             raise RequestError(
@@ -279,7 +279,7 @@ def _lark(grammar: str) -> str:
     try:
         lark: str = any_to_lark(grammar)
     except Exception as error:
-        # The translation is a program over the caller's text: it raises what it likes.
+        # The translator may raise anything on malformed input.
         raise RequestError(f"the grammar of structured_outputs is not GBNF: {error}") from error
     return lark
 

@@ -1,4 +1,4 @@
-"""Loads what a model's directory says about its tokens: tokenizer, end-of-sequence tokens, grammars.
+"""Loads the tokenizer, end-of-sequence tokens and grammars of a model.
 
 transformers is imported by the functions that need it, so that importing the text part loads no tensor library.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What is known of a model's tokens without its weights."""
+    """A model's tokenizer and what depends on it."""
 
     tokenizer: Any | None
     eos_ids: frozenset[int]
@@ -28,10 +28,10 @@ class Vocabulary:
 
 
 def load_vocabulary(config: EngineConfig) -> Vocabulary:
-    """Load the tokenizer, if there is to be one, and what goes with it.
+    """Load the tokenizer, unless it is to be skipped, and what depends on it.
 
     Raises:
-        ConfigError: there is no such model, or its configuration or tokenizer do not allow it.
+        ConfigError: the model, its configuration or its tokenizer cannot be found or read.
     """
     directory = find_model(config.model)
     model_config = read_model_config(directory)

@@ -1,4 +1,4 @@
-"""Bad wishes are refused with what was asked and what is allowed."""
+"""Invalid sampling parameters are refused with the value and the limits."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A real browser for tests: Chromium without a window, driven through a pipe by its DevTools protocol."""
+"""A headless Chromium for tests, driven through a pipe by its DevTools protocol."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""What the server's tests share: a tiny model that speaks bytes, a server of it, and its offline twin."""
+"""Fixtures of the server's tests: a tiny model of bytes, servers of it, and the same model offline."""
 
 from collections.abc import Iterator
 from pathlib import Path

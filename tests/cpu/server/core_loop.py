@@ -1,4 +1,4 @@
-"""A core's loop in a thread of the test, with the front end's end of its socket in the test's hand."""
+"""A core loop in a thread, with the HTTP process's end of its socket in the test."""
 
 import os
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""A server in a process of its own, and what tests ask of it."""
+"""A server in its own process, and requests to it."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Bodies that somebody may send, by mistake or on purpose: each is refused in the shape that its clients expect."""
+"""Invalid request bodies get errors in the shape that the path's clients expect."""
 
 import asyncio
 import json
@@ -106,7 +106,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/message
      b'{"seed": ' + b"9" * 5000 + b"}"],
     ids=lambda content: repr(content[:20]),
 )  # fmt: skip
-def test_what_is_no_body_is_a_400_in_the_shape_of_its_path(server: ServerProcess, path: str, content: bytes) -> None:
+def test_invalid_body_gets_400_in_shape_of_its_path(server: ServerProcess, path: str, content: bytes) -> None:
     answer = httpx.post(server.url + path, content=content, headers=JSON, timeout=TIMEOUT_S)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -149,7 +149,7 @@ def test_a_long_text_does_not_hold_up_short_ones() -> None:
     assert asyncio.run(ask()) == [3, LONG_CHARACTERS + 1]
 
 
-def test_a_text_longer_than_all_tokens_of_a_prompt_is_not_tokenized() -> None:
+def test_text_longer_than_any_prompt_is_not_tokenized() -> None:
     class Client:
         frontend = Frontend(Limits(VOCAB_SIZE, 100), tokenizer=byte_tokenizer())
 

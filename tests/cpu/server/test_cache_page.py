@@ -1,4 +1,4 @@
-"""``/cache`` without a browser: the data behind the page, what it keeps to itself, and questions about the cache."""
+"""``/cache`` without a browser: the page's data, what they must not reveal, and explanations."""
 
 import json
 import re
@@ -52,14 +52,14 @@ def refusal(server: ServerProcess, **fields: Any) -> str:
     return str(answer.json()["error"]["message"])
 
 
-def test_the_state_has_the_lookups_as_the_requests_were_told_them(server: ServerProcess) -> None:
+def test_state_has_lookups_as_in_usage(server: ServerProcess) -> None:
     told = [complete(server, "the state " * 12 + end) for end in ("", "and more", "and less")]
     shown = {row["request_id"]: row["account"] for row in state(server)["lookups"]}
     for answer in told:
         assert shown[f"{answer['id']}-0"] == answer["usage"]["cache"]
 
 
-def test_the_state_has_the_tree_with_text_and_the_memory_adds_up(server: ServerProcess) -> None:
+def test_state_has_tree_with_text_and_memory_adds_up(server: ServerProcess) -> None:
     complete(server, "seen on the page " * 10)
     shown = state(server)
     assert any(run["text"] and "seen on the page" in run["text"] for run in shown["tree"]["runs"])
@@ -81,7 +81,7 @@ def test_a_past_request_is_explained_by_its_answers_id(server: ServerProcess) ->
     assert told["now"]["hit"] == 136
 
 
-def test_explaining_a_prompt_changes_nothing_and_says_what_the_request_then_hits(server: ServerProcess) -> None:
+def test_explain_predicts_hits_and_changes_nothing(server: ServerProcess) -> None:
     complete(server, "what if " * 20)
     before = state(server)
     prompts: list[dict[str, Any]] = [{"prompt": "what if " * 20 + "not"}, {"prompt": [119, 104, 97, 116]}]
@@ -95,7 +95,7 @@ def test_explaining_a_prompt_changes_nothing_and_says_what_the_request_then_hits
         assert complete(server, **prompt)["usage"]["cache"] == data["account"]
 
 
-def test_a_conversation_is_explained_as_the_chat_api_would_see_it(server: ServerProcess) -> None:
+def test_conversation_is_explained_as_chat_api_renders_it(server: ServerProcess) -> None:
     messages = [{"role": "user", "content": "explain me " * 9}]
     asked = {"messages": messages, "max_tokens": 2, "include_cache_account": True}
     server.post("/v1/chat/completions", **asked)
@@ -104,7 +104,7 @@ def test_a_conversation_is_explained_as_the_chat_api_would_see_it(server: Server
     assert server.post("/v1/chat/completions", **asked).json()["usage"]["cache"] == told["account"]
 
 
-def test_anthropics_system_and_tools_are_explained_as_its_api_would_see_them(json_server: ServerProcess) -> None:
+def test_anthropic_conversation_is_explained_as_its_api_renders_it(json_server: ServerProcess) -> None:
     tools = [{"name": "clock", "description": "The time.", "input_schema": {"type": "object", "properties": {}}}]
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "what time is it? " * 5}]}]
@@ -118,7 +118,7 @@ def test_anthropics_system_and_tools_are_explained_as_its_api_would_see_them(jso
     assert explain(json_server, **{**body, "system": "You are no clock."})["account"]["hit"] < account["hit"]
 
 
-def test_a_prompt_of_another_salt_is_to_everybody_else_as_if_nobody_had_sent_it(server: ServerProcess) -> None:
+def test_prompt_of_another_salt_is_invisible(server: ServerProcess) -> None:
     theirs, nobodys = "the words of one tenant " * 8, "what nobody sent before " * 8
     complete(server, theirs, cache_salt="its owner")
 
@@ -135,7 +135,7 @@ def test_a_prompt_of_another_salt_is_to_everybody_else_as_if_nobody_had_sent_it(
     assert 'reason="other_salt"' not in server.get("/metrics").text
 
 
-def test_what_lies_under_a_salt_is_shown_only_to_who_names_it(server: ServerProcess) -> None:
+def test_salted_entries_are_shown_only_with_their_salt(server: ServerProcess) -> None:
     answer = complete(server, "a tenant's words " * 10, cache_salt="tenant %")
     name = f"{answer['id']}-0"
     shown = state(server)
@@ -179,7 +179,7 @@ def test_a_question_that_is_not_valid_unicode_is_refused(server: ServerProcess, 
     assert "not valid Unicode" in answer.json()["error"]["message"]
 
 
-def test_the_page_is_open_and_its_data_need_the_key(reserved: ServerProcess) -> None:
+def test_page_is_public_and_its_data_need_the_key(reserved: ServerProcess) -> None:
     assert reserved.get("/cache").status_code == 200
     assert reserved.get("/cache/state").status_code == 401
     assert reserved.post("/cache/explain", prompt="x").status_code == 401
@@ -199,7 +199,7 @@ def test_counts_alone_hold_no_text_of_others(reserved: ServerProcess) -> None:
     assert (own["prompt"]["text"], own["cached"]) == ("guess", [])
 
 
-def test_texts_are_for_who_asks_by_this_machines_own_name(server: ServerProcess) -> None:
+def test_text_is_shown_to_local_host_names_only(server: ServerProcess) -> None:
     complete(server, "for this machine " * 10)
     assert state(server)["shows_text"]
     stranger = state(server, Host="somebody.example")
@@ -207,7 +207,7 @@ def test_texts_are_for_who_asks_by_this_machines_own_name(server: ServerProcess)
     assert "for this machine" not in str(stranger)
 
 
-def test_texts_are_shown_by_default_only_where_nobody_else_can_ask() -> None:
+def test_text_is_shown_by_default_only_locally() -> None:
     hosts = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "10.0.0.1")
     assert [ServerConfig(host=host).page_mode() for host in hosts] == ["local"] * 3 + ["counts"] * 2
     for given in ("text", "counts", "off"):
@@ -221,7 +221,7 @@ def test_the_page_can_be_left_out(bytes_dir: Path, tmp_path: Path) -> None:
         assert "cache page" not in server.log()
 
 
-def test_the_page_is_one_file_that_asks_nobody_else_and_writes_no_html(server: ServerProcess) -> None:
+def test_page_is_self_contained_and_writes_no_html(server: ServerProcess) -> None:
     answer = server.get("/cache")
     assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
     policy = answer.headers["Content-Security-Policy"]

@@ -138,7 +138,7 @@ def test_nothing_is_asked_while_nobody_looks(page: Browser) -> None:
     assert len(page.requests) == num_asked
 
 
-def test_it_asks_for_the_key_and_says_when_it_is_wrong(browser: Browser, bytes_dir: Path, tmp_path: Path) -> None:
+def test_page_asks_for_key_and_reports_wrong_one(browser: Browser, bytes_dir: Path, tmp_path: Path) -> None:
     with running_server(bytes_dir, tmp_path / "log", "--api-key", "secret") as server:
         complete(server, "behind a key " * 10, KEY)
         browser.open(f"{server.url}/cache")

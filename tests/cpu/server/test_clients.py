@@ -98,7 +98,7 @@ def test_the_harness_reads_log_likelihoods_that_are_the_offline_ones(server: Ser
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
 
 
-def test_of_tokens_that_look_alike_the_likeliest_is_on_top() -> None:
+def test_most_likely_of_tokens_with_equal_text_is_reported() -> None:
     """Else the harness would take a part of a character for the greedy choice because another part hides behind it."""
     entry = {1: Logprob(-3.0, rank=2, decoded_token="\ufffd"), 2: Logprob(-0.5, rank=1, decoded_token="\ufffd")}
     body = completion_logprobs([("\ufffd", entry)], 0)
@@ -128,7 +128,7 @@ def test_the_harness_chats(demo_server: ServerProcess) -> None:
     assert "42" in answer["choices"][0]["message"]["content"]
 
 
-def test_the_harness_learns_at_once_that_there_is_no_tokenizer_to_fetch(server: ServerProcess) -> None:
+def test_harness_is_told_at_once_that_tokenizer_is_missing(server: ServerProcess) -> None:
     assert harness_asks(server, "/tokenizer_info")[0] == 404
 
 
@@ -167,7 +167,7 @@ def test_guidellm_counts_as_many_tokens_as_it_asked_for(server: ServerProcess, p
     assert usages[-1]["prompt_tokens"] >= len("1 0 m0")
 
 
-def test_the_event_that_names_a_chats_role_comes_no_earlier_than_the_first_token(server: ServerProcess) -> None:
+def test_chat_role_event_comes_with_first_token(server: ServerProcess) -> None:
     """vLLM's load generator takes it for the first token. A prompt of many steps would show the difference."""
     body = {**GUIDELLM, "max_completion_tokens": 1, "messages": [{"role": "user", "content": "x" * 4000}]}
     before = server.metric("time_to_first_token_seconds_count")

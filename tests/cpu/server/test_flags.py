@@ -1,4 +1,4 @@
-"""The flags of ``strandline serve``: a list that changes on purpose."""
+"""The list of ``strandline serve``'s flags, so that it changes on purpose only."""
 
 import argparse
 from dataclasses import fields
@@ -46,7 +46,7 @@ def test_vllms_flags_are_taken_as_they_are() -> None:
     assert not options.enable_prefix_caching
 
 
-def test_defaults_are_those_of_the_configurations_and_of_this_machine_alone() -> None:
+def test_flag_defaults_equal_configuration_defaults() -> None:
     options = build_parser().parse_args(["serve"])
     assert (options.model, options.host) == ("demo", "127.0.0.1")
     engine = EngineConfig(model="demo")

@@ -1,4 +1,4 @@
-"""Whatever a body says, the answer is an answer or a 4xx, and the server goes on."""
+"""Any request body gets an answer or a 4xx, and the server keeps running."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The garbage collectors of both processes, which hold up all streams while they look."""
+"""The garbage collectors of both processes, whose collections stall all streams."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ with zmq.Context() as context, context.socket(zmq.PAIR) as front, context.socket
 
 
 @pytest.mark.parametrize("program", [FRONT_END, CORE], ids=["front end", "core"])
-def test_what_was_loaded_at_the_start_is_not_looked_at_again(program: str, bytes_dir: Path) -> None:
+def test_modules_loaded_at_start_are_not_collected(program: str, bytes_dir: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SAY_WHAT_IS_FROZEN + program, str(bytes_dir)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

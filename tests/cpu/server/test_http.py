@@ -1,4 +1,4 @@
-"""The API as raw HTTP: errors, what is ignored and what is refused, clients that go away, the small endpoints."""
+"""The API as raw HTTP: errors, ignored and refused fields, disconnecting clients, small endpoints."""
 
 import socket
 from typing import Any
@@ -68,9 +68,7 @@ MALFORMED: list[tuple[str, bytes, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "message"), MALFORMED, ids=[str(body)[2:60] for _, body, _ in MALFORMED])
-def test_a_malformed_body_is_a_400_that_says_what_is_wrong(
-    server: ServerProcess, path: str, body: bytes, message: str
-) -> None:
+def test_malformed_body_gets_400_with_the_reason(server: ServerProcess, path: str, body: bytes, message: str) -> None:
     headers = {"Content-Type": "application/json"}
     answer = httpx.post(f"{server.url}/v1/{path}", content=body, headers=headers, timeout=TIMEOUT_S)
     assert answer.status_code == 400
@@ -92,7 +90,7 @@ NOT_SERVED = {"tools": [{"type": "function"}], "use_beam_search": True, "suffix"
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)
-def test_what_would_change_the_answer_but_is_not_served_is_refused(server: ServerProcess, name: str) -> None:
+def test_unsupported_fields_that_change_answers_are_refused(server: ServerProcess, name: str) -> None:
     answer = server.post("/v1/completions", prompt="x", **{name: NOT_SERVED[name]})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == f"{name} is not served by this version"
@@ -123,7 +121,7 @@ def test_text_becomes_tokens_and_tokens_text(server: ServerProcess, twin: LLM) -
     assert server.post("/detokenize", tokens=[256]).status_code == 400
 
 
-def test_it_says_that_it_is_well_and_what_its_cache_holds(server: ServerProcess) -> None:
+def test_health_is_ok_and_log_describes_cache(server: ServerProcess) -> None:
     assert server.get("/health").json() == {"status": "ok"}
     assert "version" in server.get("/version").json()
     assert "block: " in server.log()

@@ -1,4 +1,4 @@
-"""The process that speaks HTTP: it computes nothing, so it loads nothing that computes."""
+"""The HTTP process computes nothing and loads no library that computes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""``--salt-per-key``: who has another key has another cache."""
+"""``--salt-per-key``: requests with another key have another cache."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +44,7 @@ def cached_tokens(usage: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_a_key_hits_what_was_asked_with_it_and_nothing_else(shared: ServerProcess, path: str) -> None:
+def test_key_hits_only_its_own_prompts(shared: ServerProcess, path: str) -> None:
     body = body_of(path, f"{path.removeprefix('/v1/')} is asked " * 8)
 
     def hits(who: dict[str, str]) -> bool:
@@ -68,7 +68,7 @@ def test_no_cache_salt_reaches_what_another_key_has_cached(shared: ServerProcess
     assert hits(ADA, cache_salt="ours")
 
 
-def test_the_cache_page_shows_a_key_what_is_its_own(shared: ServerProcess) -> None:
+def test_cache_page_shows_a_key_its_own_entries(shared: ServerProcess) -> None:
     body = {"prompt": "only for Ada's eyes " * 8, "max_tokens": 2}
     asked = post(shared, "/v1/completions", ADA, **body)
 

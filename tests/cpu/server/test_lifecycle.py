@@ -1,4 +1,4 @@
-"""Starting and ending: drains, deaths, and refusals to start."""
+"""Start and shutdown: drains, crashes, restarts, refusals to start."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_a_second_ctrl_c_stops_at_once(doomed: ServerProcess) -> None:
     assert not lives(core)
 
 
-def test_a_dead_engine_fails_what_waits_and_turns_health_red(doomed: ServerProcess) -> None:
+def test_dead_engine_fails_unfinished_requests_and_health(doomed: ServerProcess) -> None:
     with doomed.stream(**ENDLESS) as events:
         next(events)
         os.kill(doomed.core_pid(), signal.SIGKILL)
@@ -88,7 +88,7 @@ def test_a_dead_engine_fails_what_waits_and_turns_health_red(doomed: ServerProce
     assert doomed.exit_code() == 0
 
 
-def test_an_engine_that_is_to_be_restarted_comes_back_empty(bytes_dir: Path, tmp_path: Path) -> None:
+def test_restarted_engine_has_an_empty_cache(bytes_dir: Path, tmp_path: Path) -> None:
     with running_server(bytes_dir, tmp_path / "log", "--restart") as server:
         ask = {"prompt": "hello there, who are you?", "max_tokens": 8, "temperature": 0}
         before = server.post("/v1/completions", **ask).json()
@@ -118,7 +118,7 @@ def test_the_engine_does_not_outlive_its_front_end(doomed: ServerProcess) -> Non
     assert ended
 
 
-def test_an_engine_that_its_front_end_never_spoke_to_does_not_outlive_it_either(tmp_path: Path) -> None:
+def test_engine_without_handshake_exits_with_its_server(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "strandline.engine.core_process", f"ipc://{tmp_path}/core"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as core:
         assert core.stdin is not None

@@ -1,4 +1,4 @@
-"""The metrics that a server shows: what they count, and that the dashboard asks for no other."""
+"""The server's metrics, and that the dashboard uses no others."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""OpenAI's own package as the client: every answer is that of the offline engine, streamed or not."""
+"""OpenAI's own client: every answer equals the offline engine's, streamed or not."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def texts(output: RequestOutput) -> list[str]:
     return [completion.text for completion in output.outputs]
 
 
-def test_a_completion_is_the_offline_one_and_its_tokens_are_counted(client: openai.OpenAI, twin: LLM) -> None:
+def test_completion_equals_offline_one_and_counts_tokens(client: openai.OpenAI, twin: LLM) -> None:
     answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, temperature=0)
     expected = offline(twin, PROMPT, max_tokens=12, temperature=0)
     assert [choice.text for choice in answer.choices] == texts(expected)
@@ -161,7 +161,7 @@ def test_chat_log_probabilities_name_the_chosen_and_the_likeliest(client: openai
     assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content)
 
 
-def test_the_usage_says_what_the_cache_saved_and_a_salt_isolates(client: openai.OpenAI) -> None:
+def test_usage_has_cached_tokens_and_salts_isolate(client: openai.OpenAI) -> None:
     def ask(**more: Any) -> Any:
         body = {"include_cache_account": True, **more}
         answer = client.completions.create(
@@ -192,7 +192,7 @@ IDS: Any = {"return_token_ids": True}
 USAGE: Any = {"include_usage": True, "continuous_usage_stats": True}
 
 
-def test_token_ids_come_with_completions_that_ask_for_them_whole_and_streamed(client: openai.OpenAI, twin: LLM) -> None:
+def test_completion_returns_token_ids_on_request(client: openai.OpenAI, twin: LLM) -> None:
     wishes: dict[str, Any] = {"max_tokens": 12, "n": 2, "seed": 7, "temperature": 1.0, "logit_bias": MULTI_BYTE}
     bias = {int(token): value for token, value in MULTI_BYTE.items()}
     expected = [completion.token_ids for completion in offline(twin, PROMPT, **{**wishes, "logit_bias": bias}).outputs]
@@ -212,7 +212,7 @@ def test_token_ids_come_with_completions_that_ask_for_them_whole_and_streamed(cl
     assert not hasattr(plain.choices[0], "token_ids")
 
 
-def test_token_ids_come_with_conversations_that_ask_for_them_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_chat_returns_token_ids_on_request(client: openai.OpenAI) -> None:
     wishes: dict[str, Any] = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "hi"}],
@@ -229,7 +229,7 @@ def test_token_ids_come_with_conversations_that_ask_for_them_whole_and_streamed(
     assert streamed == whole.choices[0].token_ids
 
 
-def test_every_chunk_has_the_usage_so_far_when_that_is_wished(client: openai.OpenAI) -> None:
+def test_every_chunk_has_usage_on_request(client: openai.OpenAI) -> None:
     # So long that a reader who is held up does not get all of it at once.
     wishes: dict[str, Any] = {"model": "tiny", "max_tokens": 150, "temperature": 0, "stream": True}
     wishes["extra_body"] = {"ignore_eos": True}

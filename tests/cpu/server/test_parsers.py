@@ -1,4 +1,4 @@
-"""Reasoning and calls of tools in a model's text: what is found, however the text is split, and whatever it holds."""
+"""Parsers of reasoning and tool calls: results do not depend on how the text is chunked."""
 
 import json
 from collections.abc import Callable
@@ -81,7 +81,7 @@ def test_reasoning_is_told_from_the_answer() -> None:
     assert parse("think, opened", "<think>\nhm,\n\nso\n</think>\n\nYes.\n") == expected
 
 
-def test_reasoning_that_does_not_end_is_all_reasoning_and_none_is_all_answer() -> None:
+def test_unclosed_reasoning_is_reasoning_and_unopened_is_content() -> None:
     assert parse("think, opened", "still at it") == [Segment(SegmentKind.REASONING, "still at it")]
     assert parse("think", "  no </think> here") == [Segment(SegmentKind.CONTENT, "  no </think> here")]
 
@@ -166,6 +166,6 @@ def test_a_call_that_is_cut_off_keeps_what_there_is() -> None:
     )
 
 
-def test_a_text_is_cut_at_the_first_tag_and_what_may_be_one_is_held() -> None:
+def test_text_is_split_at_first_tag_and_partial_tag_held() -> None:
     assert split_at_tag("ab<y>c<x>", ("<x>", "<y>")) == ("ab", "<y>", "c<x>")
     assert split_at_tag("ab<", ("<x>",)) == ("ab", None, "<")

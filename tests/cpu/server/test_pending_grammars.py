@@ -1,4 +1,4 @@
-"""Grammars that take long: the streams of others go on."""
+"""Slow grammars do not delay other requests."""
 
 import asyncio
 import threading
@@ -42,9 +42,7 @@ def held() -> Iterator[HeldTokenizer]:
     source.may_go.set()
 
 
-def test_a_grammar_whose_vocabulary_is_not_ready_lets_others_finish_first(
-    held: HeldTokenizer, make_loop: MakeLoop
-) -> None:
+def test_grammar_without_vocabulary_does_not_delay_other_requests(held: HeldTokenizer, make_loop: MakeLoop) -> None:
     grammars = Grammars(held, VOCAB_SIZE)
     grammars.begin()
     loop = make_loop(grammars)
@@ -59,7 +57,7 @@ def test_a_grammar_whose_vocabulary_is_not_ready_lets_others_finish_first(
     assert loop.num_waiting() == 0
 
 
-def test_a_request_that_ends_while_its_grammar_is_compiled_never_runs(held: HeldTokenizer, make_loop: MakeLoop) -> None:
+def test_request_aborted_while_its_grammar_compiles_never_runs(held: HeldTokenizer, make_loop: MakeLoop) -> None:
     loop = make_loop(Grammars(held, VOCAB_SIZE))
     loop.submit("gone", YES)
     loop.submit("other", YES)
@@ -89,7 +87,7 @@ def test_step_compiles_no_grammar(make_loop: MakeLoop, monkeypatch: pytest.Monke
     assert all(name.startswith("grammars") for name in threads)
 
 
-def test_a_grammar_is_compiled_where_it_holds_up_no_tokenizing(held: HeldTokenizer) -> None:
+def test_grammar_compilation_does_not_block_tokenization(held: HeldTokenizer) -> None:
     class Client:
         frontend = Frontend(Limits(VOCAB_SIZE, 100), tokenizer=byte_tokenizer(), grammars=Grammars(held, VOCAB_SIZE))
 

@@ -1,4 +1,4 @@
-"""What counts as waiting before the core has been given it: requests whose prompt or grammar is still being made."""
+"""Requests whose prompt or grammar is being prepared count as queued."""
 
 import asyncio
 import threading
@@ -107,7 +107,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_who_waits_for_the_tokenizer_or_a_grammar_takes_room_in_the_queue(name: str) -> None:
+def test_requests_being_prepared_count_as_queued(name: str) -> None:
     path, body = BODIES[name]
 
     async def ask() -> None:
@@ -134,7 +134,7 @@ def test_who_waits_for_the_tokenizer_or_a_grammar_takes_room_in_the_queue(name: 
     asyncio.run(asyncio.wait_for(ask(), TIMEOUT_S))
 
 
-def test_a_request_that_fails_on_its_way_gives_its_room_back() -> None:
+def test_failed_request_releases_its_place_in_queue() -> None:
     async def ask() -> None:
         async with held_server() as server:
             server.may_go.set()

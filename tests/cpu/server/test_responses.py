@@ -1,4 +1,4 @@
-"""The Responses API by OpenAI's own package: items whole and streamed, tools, structure, and what is not stored."""
+"""The Responses API by OpenAI's own client: items, streams, tools, structured outputs, refusals."""
 
 import json
 from collections.abc import Iterator

@@ -40,7 +40,7 @@ def grammars() -> Grammars:
 def test_memory_is_given_back_once_after_the_last_request(
     rests: Rests, grammars: Grammars, make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core_process, "REST_AFTER_S", 0.05)
+    monkeypatch.setattr(core_process, "TRIM_AFTER_S", 0.05)
     loop = make_loop(grammars)
     for number in (1, 2):
         loop.submit(f"request {number}")
@@ -53,10 +53,10 @@ def test_memory_is_given_back_once_after_the_last_request(
         assert rests.count == number
 
 
-def test_nothing_is_given_back_between_requests_that_follow_each_other(
+def test_memory_is_kept_between_consecutive_requests(
     rests: Rests, grammars: Grammars, make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core_process, "REST_AFTER_S", TIMEOUT_S)
+    monkeypatch.setattr(core_process, "TRIM_AFTER_S", TIMEOUT_S)
     loop = make_loop(grammars)
     for name in ("first", "second"):
         loop.submit(name)

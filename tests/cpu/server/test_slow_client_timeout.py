@@ -44,7 +44,7 @@ async def nothing() -> Message:
     return {}
 
 
-def test_a_connection_of_which_nothing_is_taken_is_cut() -> None:
+def test_connection_of_unread_response_is_aborted() -> None:
     connection = Connection()
     asyncio.run(SlowClientTimeout(two_pieces, 0.01)(HTTP, nothing, connection.send))
     assert connection.is_aborted
@@ -60,7 +60,7 @@ def test_without_a_transport_the_request_fails() -> None:
         asyncio.run(SlowClientTimeout(two_pieces, 0.01)(HTTP, nothing, send))
 
 
-def test_a_body_that_does_not_go_on_is_refused_in_the_shape_of_its_path() -> None:
+def test_stalled_body_gets_error_in_shape_of_its_path() -> None:
     app = FastAPI()
     add_error_handlers(app)
 

@@ -1,4 +1,4 @@
-"""Streams at their edges."""
+"""Edge cases of server-sent events."""
 
 import asyncio
 import socket
@@ -23,7 +23,7 @@ class WatchedJob:
         self.is_left = True
 
 
-def test_a_client_that_goes_before_the_first_event_ends_the_job() -> None:
+def test_client_disconnecting_before_first_event_ends_job() -> None:
     job = WatchedJob()
 
     async def bodies() -> AsyncIterator[Any]:
@@ -40,7 +40,7 @@ def test_a_client_that_goes_before_the_first_event_ends_the_job() -> None:
     assert job.is_left
 
 
-def test_an_answer_s_second_write_does_not_wait_for_the_first_to_be_acknowledged() -> None:
+def test_listener_turns_off_nagles_algorithm() -> None:
     async def nagle_is_off() -> bool:
         asked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 

@@ -1,4 +1,4 @@
-"""Tools, reasoning and structured answers by OpenAI's own package, from random models that are bound to say things."""
+"""Tools, reasoning and structured outputs by OpenAI's own client, from random models with grammars."""
 
 import json
 import re
@@ -77,7 +77,7 @@ def calls_of(message: Any) -> list[list[str]]:
     return [[call.function.name, call.function.arguments] for call in message.tool_calls or []]
 
 
-def test_a_call_in_json_is_a_tool_call_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_json_call_is_parsed_whole_and_streamed(client: openai.OpenAI) -> None:
     choice = client.chat.completions.create(**saying(CALL)).choices[0]
     assert choice.message.content == "Let me see."
     assert calls_of(choice.message) == [["weather", '{"city": "Ulm", "days": 2}']]
@@ -106,7 +106,7 @@ def test_reasoning_is_told_from_the_answer_whole_and_streamed(client: openai.Ope
     assert (found["reasoning_content"], found["content"]) == ("hm,\nwell", "Sun.")
 
 
-def test_reasoning_that_the_prompt_opens_comes_before_what_the_answer_is_bound_to(tag_client: openai.OpenAI) -> None:
+def test_reasoning_opened_by_prompt_precedes_structured_output(tag_client: openai.OpenAI) -> None:
     lengths = []
     for seed in range(4):
         wishes = saying("Rain" + TAG_CALL, logit_bias=END_THINKING, seed=seed)
@@ -193,7 +193,7 @@ def test_what_is_wrong_is_refused_and_says_why(client: openai.OpenAI, json_serve
 def test_a_template_that_knows_no_tools_refuses_them(server: ServerProcess) -> None:
     answer = server.post("/v1/chat/completions", messages=QUESTION, tools=[WEATHER], max_tokens=3)
     assert answer.status_code == 400
-    assert "knows no tools" in answer.json()["error"]["message"]
+    assert "does not support tools" in answer.json()["error"]["message"]
 
 
 def test_a_marked_part_is_hit_by_another_end(client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Text as it comes is the text of the whole, whatever the tokens' borders."""
+"""Incremental detokenization yields the text of the whole, wherever token boundaries are."""
 
 import pytest
 from hypothesis import given
@@ -32,7 +32,7 @@ def test_streams_grow_and_end_with_the_whole_text(text: str) -> None:
 
 
 @given(st.text(max_size=20), st.text(min_size=1, max_size=4), st.text(max_size=20))
-def test_a_stop_string_is_found_across_token_borders_and_never_shown(head: str, stop: str, tail: str) -> None:
+def test_stop_string_across_tokens_is_found_and_hidden(head: str, stop: str, tail: str) -> None:
     whole = head + stop + tail
     shown, found, final = feed(whole, SamplingParams(stop=[stop]))
     assert found == stop
@@ -48,11 +48,11 @@ def test_the_earliest_of_several_stop_strings_counts() -> None:
     assert feed("a, b. c", SamplingParams(stop=[".", ","]))[1:] == (",", "a")
 
 
-def test_a_stop_string_is_ignored_while_tokens_are_owed() -> None:
+def test_stop_string_is_ignored_before_min_tokens() -> None:
     assert feed("stop", SamplingParams(stop=["stop"]), may_stop=False)[1:] == (None, "stop")
 
 
-def test_bytes_that_never_become_a_character_are_shown_at_the_end() -> None:
+def test_incomplete_characters_are_shown_at_the_end() -> None:
     detokenizer = Detokenizer(TOKENIZER, SamplingParams())
     for token in TOKENIZER.encode("aé")[:-1]:
         detokenizer.append(token, may_stop=True)

@@ -1,4 +1,4 @@
-"""The positions of a conversation that are worth a snapshot, and what the next one hits thanks to them."""
+"""Marks of conversations, and the hits that snapshots at them bring."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def hits(llm: LLM, messages: list[Any], **options: Any) -> tuple[int, str]:
     return hit, llm.get_tokenizer().decode(output.prompt_token_ids[:hit])
 
 
-def test_a_second_conversation_with_the_same_system_prompt_hits_it_at_its_first_sighting(llm: LLM) -> None:
+def test_second_conversation_hits_the_system_prompt(llm: LLM) -> None:
     system = {"role": "system", "content": "Say it in the words of a captain who has seen the seven seas."}
     assert hits(llm, [system, user("Where is the harbour?")]) == (0, "")
     _, shared = hits(llm, [system, user("Nobody asked that before.")])
@@ -80,7 +80,7 @@ def test_few_examples_before_a_question_are_shared_at_first_sight(llm: LLM) -> N
     assert shared.endswith("two<|im_end|>\n")
 
 
-def test_the_template_marks_the_system_turn_and_what_comes_before_the_last_message() -> None:
+def test_template_marks_system_turn_and_last_message() -> None:
     talk = [SYSTEM, user("Who are you, and where from?"), {"role": "assistant", "content": "I am I."}, user("More?")]
     found = ends(PLAIN, talk)
     assert len(found) == 2
@@ -112,11 +112,11 @@ def test_marks_are_counted_and_their_kind_is_checked() -> None:
 
 
 def test_tools_for_a_template_that_knows_none_are_refused() -> None:
-    with pytest.raises(RequestError, match="knows no tools"):
+    with pytest.raises(RequestError, match="does not support tools"):
         ChatRenderer(load_tokenizer(str(DEMO_DIRECTORY))).render([user("x")], tools=[TOOL])
 
 
-def test_a_template_without_special_tokens_has_no_marks_of_its_own() -> None:
+def test_template_without_special_tokens_has_no_marks() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
     assert ChatRenderer(tokenizer).render([SYSTEM, user("a question of some length")]).marks == ()
@@ -128,7 +128,7 @@ WORDS = st.text("ab c\n'é7", min_size=1, max_size=90)
 
 
 @given(WORDS, WORDS, WORDS)
-def test_a_marked_part_is_as_long_as_its_tokens_and_those_of_the_whole_agree(head: str, one: str, two: str) -> None:
+def test_mark_lies_where_tokens_of_part_and_whole_agree(head: str, one: str, two: str) -> None:
     part = {"type": "text", "text": head, "cache_control": EPHEMERAL}
     chats = [DEMO_RENDERER.render([user([part, {"type": "text", "text": tail}])]) for tail in (one, two)]
     alone = DEMO_TOKENIZER.encode(f"<|im_start|>user\n{head}", add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Answers that obey a grammar, from a random model that would say anything."""
+"""Structured outputs of a random model."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_each_kind_of_grammar_is_obeyed(llm: LLM, structure: StructuredOutputsPa
         assert output.finish_reason == "stop"
 
 
-def test_the_other_rows_of_the_batch_are_what_they_are_alone(llm: LLM) -> None:
+def test_grammar_does_not_change_other_rows_of_batch(llm: LLM) -> None:
     plain = SamplingParams(temperature=1.2, seed=1, max_tokens=30)
     bound = SamplingParams(seed=2, max_tokens=100, structured_outputs=COMPACT)
     alone = [llm.generate("hello", params, use_tqdm=False)[0].outputs[0].token_ids for params in (plain, bound)]
@@ -119,7 +119,7 @@ def test_a_grammar_may_begin_after_free_text(llm: LLM) -> None:
     assert re.fullmatch(r"\s{0,4}(yes|no)", answer)
 
 
-def test_a_grammar_that_is_fulfilled_ends_the_output_though_more_tokens_were_wished_for(llm: LLM) -> None:
+def test_satisfied_grammar_ends_output_despite_min_tokens(llm: LLM) -> None:
     [output] = outputs(llm, StructuredOutputsParams(choice=["yes"]), min_tokens=6)
     assert output.text == "yes"
     assert len(output.token_ids) > 6
@@ -159,7 +159,7 @@ def test_a_wrong_grammar_is_refused_and_says_why(llm: LLM, wish: dict[str, Any],
     assert not llm.engine.has_unfinished
 
 
-def test_repetitions_in_a_grammar_and_signs_in_its_strings_are_no_operations_on_sets(llm: LLM) -> None:
+def test_repetitions_and_strings_are_not_set_operations(llm: LLM) -> None:
     [output] = outputs(llm, StructuredOutputsParams(grammar='start: "a&b~"~3 /[&~]{2}/  // & and ~'))
     assert re.fullmatch("(a&b~){3}[&~]{2}", output.text)
 
@@ -186,7 +186,7 @@ def test_an_object_may_have_thousands_of_optional_properties(llm: LLM) -> None:
     assert set(json.loads(output.text)) <= set(properties)
 
 
-def test_without_a_token_that_ends_it_a_structured_output_is_refused(llm: LLM) -> None:
+def test_structured_output_without_end_token_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="needs a token that ends the output"):
         outputs(llm, StructuredOutputsParams(regex="a"), ignore_eos=True)
     eos = llm.get_tokenizer().eos_token_id
@@ -194,7 +194,7 @@ def test_without_a_token_that_ends_it_a_structured_output_is_refused(llm: LLM) -
     assert output.text == "a"
 
 
-def test_a_vocabulary_without_an_end_has_grammars_all_the_same() -> None:
+def test_grammars_work_without_an_end_token() -> None:
     grammars = Grammars(lambda: (byte_tokenizer(), frozenset()), 256)
     matcher = grammars.matcher(StructuredOutputsParams(choice=["a"]), {7})
     words = np.zeros((1, 9), dtype=np.int32)
@@ -225,7 +225,7 @@ class _Fixed(Matcher):
             words.view(np.uint32)[row, token // 32] |= np.uint32(1 << token % 32)
 
 
-def test_masks_touch_their_rows_alone_up_to_the_last_token_of_the_vocabulary() -> None:
+def test_masks_change_only_their_rows() -> None:
     logits = torch.arange(3 * 70, dtype=torch.float32).reshape(3, 70)
     expected = logits.clone()
     mask_logits(logits, [1], [_Fixed(0, 31, 63, 69)])
