@@ -94,12 +94,12 @@ class Frontend:
             raise RequestError("stop strings and bad_words need a tokenizer; the engine runs without one")
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
         if params.structured_outputs is not None:
+            self.grammars.check(params.structured_outputs)
             if not stop_ids:
                 raise RequestError(
                     "structured_outputs needs a token that ends the output: the model names none, or ignore_eos is "
                     "set; give stop_token_ids"
                 )
-            self.grammars.check(params.structured_outputs)
         return CheckedParams(params, stop_ids)
 
     def check(self, prompt_ids: Sequence[int], params: CheckedParams) -> CheckedRequest:

@@ -183,6 +183,6 @@ def test_what_is_malformed_is_refused(client: anthropic.Anthropic, more: dict[st
 
 def test_arguments_that_are_not_json_are_kept() -> None:
     blocks = Blocks()
-    blocks.take([Segment(SegmentKind.CALL, "f"), Segment(SegmentKind.ARGUMENTS, "{oh")])
+    blocks.append([Segment(SegmentKind.CALL, "f"), Segment(SegmentKind.ARGUMENTS, "{oh")])
     blocks.finish()
     assert blocks.blocks[0]["input"] == {"invalid_json": "{oh"}

@@ -1,4 +1,4 @@
-"""An engine without work gives back what it keeps, once, and not before it has been idle for a while."""
+"""An idle engine returns free memory once, after a delay."""
 
 import threading
 
@@ -12,8 +12,8 @@ from tests.cpu.server.conftest import VOCAB_SIZE
 from tests.cpu.server.core_loop import TIMEOUT_S, MakeLoop
 
 
-class Rests:
-    """Counts how often memory was given back."""
+class Trims:
+    """Counts how often memory was returned."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -26,10 +26,10 @@ class Rests:
 
 
 @pytest.fixture
-def rests(monkeypatch: pytest.MonkeyPatch) -> Rests:
-    rests = Rests()
-    monkeypatch.setattr(uni_executor, "release_free_memory", rests)
-    return rests
+def trims(monkeypatch: pytest.MonkeyPatch) -> Trims:
+    trims = Trims()
+    monkeypatch.setattr(uni_executor, "release_free_memory", trims)
+    return trims
 
 
 @pytest.fixture
@@ -37,24 +37,24 @@ def grammars() -> Grammars:
     return Grammars(lambda: (byte_tokenizer(), frozenset({0})), VOCAB_SIZE)
 
 
-def test_memory_is_given_back_once_after_the_last_request(
-    rests: Rests, grammars: Grammars, make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+def test_memory_is_returned_once_after_the_last_request(
+    trims: Trims, grammars: Grammars, make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_process, "TRIM_AFTER_S", 0.05)
     loop = make_loop(grammars)
     for number in (1, 2):
         loop.submit(f"request {number}")
         assert loop.finished() == f"request {number}"
-        assert rests.is_new.wait(TIMEOUT_S)
-        rests.is_new.clear()
+        assert trims.is_new.wait(TIMEOUT_S)
+        trims.is_new.clear()
         for _ in range(3):
             assert loop.num_waiting() == 0
-        assert not rests.is_new.wait(0.2)
-        assert rests.count == number
+        assert not trims.is_new.wait(0.2)
+        assert trims.count == number
 
 
 def test_memory_is_kept_between_consecutive_requests(
-    rests: Rests, grammars: Grammars, make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+    trims: Trims, grammars: Grammars, make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_process, "TRIM_AFTER_S", TIMEOUT_S)
     loop = make_loop(grammars)
@@ -62,4 +62,4 @@ def test_memory_is_kept_between_consecutive_requests(
         loop.submit(name)
         assert loop.finished() == name
         assert loop.num_waiting() == 0
-    assert rests.count == 0
+    assert trims.count == 0
