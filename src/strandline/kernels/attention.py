@@ -1,6 +1,6 @@
 """Softmax attention over keys and values that lie in blocks, in plain torch.
 
-This module is the definition of right and the path that serves on a CPU without Numba. Sequences are attended one by
+The reference implementation, which also runs on CPUs without Numba. Sequences are attended one by
 one, in their order in the step.
 
 Invariants: what a sequence does not own never reaches its result, NaN included: neither other blocks, nor the

@@ -74,7 +74,7 @@ def paged_attention(
     scale: float,
     window_tokens: int | None = None,
 ) -> Tensor:
-    """Numba twin of :func:`strandline.kernels.attention.paged_attention`."""
+    """Numba version of :func:`strandline.kernels.attention.paged_attention`."""
     if q_THD.shape[2] % 2:
         raise ValueError(f"heads have {q_THD.shape[2]} channels; these kernels read them in halves")
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)

@@ -50,7 +50,7 @@ def causal_conv1d_prefill(
     chunks: ChunkTable,
     activation: Activation,
 ) -> Tensor:
-    """Numba twin of :func:`strandline.kernels.conv1d.causal_conv1d_prefill`."""
+    """Numba version of :func:`strandline.kernels.conv1d.causal_conv1d_prefill`."""
     num_sequences, (num_channels, width) = len(src_N), weight_CW.shape
     x_TC = packed_rows(x_TC)
     y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
@@ -85,7 +85,7 @@ def causal_conv1d_update(
     dst_N: Tensor,
     activation: Activation,
 ) -> Tensor:
-    """Numba twin of :func:`strandline.kernels.conv1d.causal_conv1d_update`."""
+    """Numba version of :func:`strandline.kernels.conv1d.causal_conv1d_update`."""
     num_sequences, num_channels = x_NC.shape
     x_NC = packed_rows(x_NC)
     y_NC = torch.empty(x_NC.shape, dtype=x_NC.dtype)

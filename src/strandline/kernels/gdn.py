@@ -5,8 +5,7 @@ Per value head, with the key ``k`` and query ``q`` l2-normalised and ``q`` scale
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  out = S^T q
     g = -exp(A_log) softplus(a + dt_bias),  beta = sigmoid(b)
 
-This module is the definition of right and the path that serves on a CPU without Numba. Everything is computed in
-float32.
+The reference implementation, which also runs on CPUs without Numba. Everything is computed in float32.
 
 Invariants: the null slot reads as zeros, and its memory is neither read nor written (a null ``dst`` drops the
 state); a slot is written only as some sequence's ``dst`` or as a cut; every source is read as it was before
@@ -133,7 +132,7 @@ def gdn_recurrent_reference(
     dt_bias_H: Tensor,
     state_HKV: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs and final state of one sequence, token by token: far too slow; kept as the definition of right."""
+    """Return outputs and final state of one sequence, token by token: far too slow, kept as the baseline."""
     heads_per_key = v_THV.shape[1] // k_TGK.shape[1]
     q_THK, k_THK = (x.repeat_interleave(heads_per_key, 1) for x in normalise(q_TGK, k_TGK))
     log_decay_TH, beta_TH = gates(a_TH, b_TH, A_log_H, dt_bias_H)

@@ -60,7 +60,7 @@ def gdn_decode(
     src_N: Tensor,
     dst_N: Tensor,
 ) -> Tensor:
-    """Numba twin of :func:`strandline.kernels.gdn.gdn_decode`."""
+    """Numba version of :func:`strandline.kernels.gdn.gdn_decode`."""
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N)
     if _is_overwritten(src_N, dst_N):
         raise ValueError(f"a sequence writes where another one reads: from slots {src_N} to {dst_N}")
@@ -81,7 +81,7 @@ def gdn_decode_logged(
     memory: LogMemory,
     logs: LogBatch,
 ) -> Tensor:
-    """Numba twin of :func:`strandline.kernels.gdn_log.gdn_decode_logged`."""
+    """Numba version of :func:`strandline.kernels.gdn_log.gdn_decode_logged`."""
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N)
     where = {
         "logs": logs.log_N.data_ptr(),
@@ -92,7 +92,7 @@ def gdn_decode_logged(
 
 
 def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
-    """Numba twin of :func:`strandline.kernels.gdn_log.gdn_fold`."""
+    """Numba version of :func:`strandline.kernels.gdn_log.gdn_fold`."""
     num_heads, num_key_heads = state_RSHKV.shape[2], memory.key_JGLK.shape[2]
     for layer, state_SHKV in enumerate(state_RSHKV):
         _fold_kernel(

@@ -9,7 +9,7 @@ A step either appends its token to the log or folds: log and token together, so 
 another one writes. Which of the two is data (``LogBatch.num_folded_N``); it must fold where the log is full or the null
 log, and where the state moves to another slot.
 
-Invariants: of a log that holds something, the places past its end are zeros (the twins do not read them); a
+Invariants: of a log that holds something, the places past its end are zeros (the backends do not read them); a
 sequence that has no ``dst``, because it has ended, changes neither state nor log.
 
 Shape suffixes: N sequences, X two rows per token (key, query), G key heads, H value heads (a multiple of G), K key

@@ -1,4 +1,4 @@
-"""Logs of decoded tokens in Triton: what ``gdn_decode_triton.py`` reads of them, and the twin of ``gdn_log.gdn_fold``.
+"""Logs of decoded tokens in Triton: what ``gdn_decode_triton.py`` reads of them, and ``gdn_log.gdn_fold``.
 
 Of a log, a program reads the keys and decays of one head and some value channels. Places past its end are never read.
 

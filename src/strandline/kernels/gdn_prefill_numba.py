@@ -55,7 +55,7 @@ def gdn_prefill(
     dst_N: Tensor,
     chunks: ChunkTable,
 ) -> Tensor:
-    """Numba twin of :func:`strandline.kernels.gdn.gdn_prefill`."""
+    """Numba version of :func:`strandline.kernels.gdn.gdn_prefill`."""
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH)
     rows = tuple(packed_rows(x) for x in inputs)
     out_THV = torch.empty(v_THV.shape, dtype=q_TGK.dtype)

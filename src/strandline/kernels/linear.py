@@ -1,4 +1,4 @@
-"""Matrix products with weights that may be packed: laid out once as the CPU multiplies them fastest.
+"""GEMMs with weights that may be packed: laid out once as the CPU multiplies them fastest.
 
 In bfloat16 oneDNN lays an ordinary weight out anew in every call, which costs up to half the time of a small batch. In
 float32 MKL multiplies a few rows up to 2.8 times as fast with a weight whose inputs, not outputs, lie apart
@@ -74,7 +74,7 @@ def can_halve(weight_OI: Tensor) -> bool:
 def halve(weight_OI: Tensor) -> nn.Parameter:
     """Return a stand-in for a halved copy, of the same shape and dtype; ``can_halve`` must hold.
 
-    The stand-in reads as NaN, so that whoever does not multiply by :func:`linear` is found out.
+    The stand-in reads as NaN, so that a product not computed by :func:`linear` shows.
     """
     stand_in = nn.Parameter(torch.full((), torch.nan).expand(weight_OI.shape), requires_grad=False)
     stand_in.halved = torch.ops.quantized.linear_prepack_fp16(weight_OI.contiguous(), None)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """Mixture of experts: a softmax router and experts with gated linear units, in plain torch.
 
-This module is the definition of right and the path that serves on a CPU. Experts that no token chose cost nothing.
+The reference implementation, which also runs on CPUs. Experts that no token chose cost nothing.
 
 Shape suffixes: T tokens, D hidden size, E experts, F intermediate size of one expert, K experts per token, S
 intermediate size of the shared expert, A = T K assignments of a token to an expert,

@@ -30,7 +30,7 @@ TASK_ELEMENTS = 2**13
 
 
 def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Numba twin of :func:`strandline.kernels.norm.rms_norm_zero_centered`."""
+    """Numba version of :func:`strandline.kernels.norm.rms_norm_zero_centered`."""
     x = x.contiguous()
     out = torch.empty_like(x)
     _launch(_zero_centered, x, out, weight_D, eps, residual=0)
@@ -38,7 +38,7 @@ def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Numba twin of :func:`strandline.kernels.norm.add_rms_norm_zero_centered`."""
+    """Numba version of :func:`strandline.kernels.norm.add_rms_norm_zero_centered`."""
     x, residual = x.contiguous(), residual.contiguous()
     out = torch.empty_like(x)
     _launch(_zero_centered, x, out, weight_D, eps, residual=residual.data_ptr())
@@ -46,7 +46,7 @@ def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, ep
 
 
 def rms_norm_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Numba twin of :func:`strandline.kernels.norm.rms_norm_gated`."""
+    """Numba version of :func:`strandline.kernels.norm.rms_norm_gated`."""
     x, gate = x.contiguous(), packed_rows(gate)
     out = torch.empty_like(x)
     rows_per_gate = x[0].numel() // x.shape[-1] if len(x) else 1

@@ -27,7 +27,7 @@ def prepare_qkv(
     memory: KVMemory,
     batch: AttentionBatch,
 ) -> Tensor:
-    """Normalise and turn queries and keys, store keys and values in their blocks; return ``q_THD``.
+    """Normalise and rotate queries and keys, store keys and values in their blocks; return ``q_THD``.
 
     Args:
         q_TO: per row ``[H, D]``; of keys and values ``[G, D]``. They may be columns of one tensor; rows may lie apart.

@@ -40,7 +40,7 @@ def prepare_qkv(
     memory: KVMemory,
     batch: AttentionBatch,
 ) -> Tensor:
-    """Numba twin of :func:`strandline.kernels.qkv.prepare_qkv`."""
+    """Numba version of :func:`strandline.kernels.qkv.prepare_qkv`."""
     k_BPGD, v_BPGD = memory.k_BPGD, memory.v_BPGD
     if k_BPGD.dtype != q_TO.dtype or q_norm_D.dtype != k_norm_D.dtype:
         dtypes = (q_TO.dtype, k_BPGD.dtype, q_norm_D.dtype, k_norm_D.dtype)

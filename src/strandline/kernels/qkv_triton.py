@@ -1,7 +1,7 @@
 """What lies between attention's input projection and attention, as one Triton kernel.
 
 A program takes one token and a few of its heads, numbered queries first, then keys, then values. The
-partner of a channel that turns is read a second time (it is in the first-level cache by then) and normalised with the
+partner of a rotated channel is read a second time (it is in the first-level cache by then) and normalised with the
 same factor, so that nothing is exchanged between threads.
 
 Two variants are compiled per model: up to ``FEW_TOKENS`` tokens, and beyond.
@@ -102,18 +102,18 @@ def _prepare_kernel(
     partner_WD = partner_WD.to(raw_WD.dtype).to(tl.float32)
     cos_D = tl.load(cos_ptr + token * stride_cos + channel_D, mask=turns_D, other=1.0)
     sin_D = tl.load(sin_ptr + token * stride_sin + channel_D, mask=turns_D, other=0.0)
-    turned_WD = normed_WD * cos_D[None, :] + partner_WD * sin_D[None, :]
+    rotated_WD = normed_WD * cos_D[None, :] + partner_WD * sin_D[None, :]
 
     q_row_ptr = q_ptr + token * (NUM_HEADS * HEAD_DIM)
     q_ptr_WD = q_row_ptr + (head_W * HEAD_DIM)[:, None] + channel_D[None, :]
-    tl.store(q_ptr_WD, turned_WD.to(q_ptr.dtype.element_ty), mask=is_q_W[:, None] & is_channel_D[None, :])
+    tl.store(q_ptr_WD, rotated_WD.to(q_ptr.dtype.element_ty), mask=is_q_W[:, None] & is_channel_D[None, :])
     block = tl.load(block_ptr + token).to(tl.int64)
     offset = tl.load(offset_ptr + token).to(tl.int64)
     is_written = block != 0
     k_row_ptr = k_ptr + block * stride_k_block + offset * stride_k_row
     k_ptr_WD = k_row_ptr + ((head_W - NUM_HEADS) * stride_k_head)[:, None] + channel_D[None, :]
     is_k_WD = (is_k_W & is_written)[:, None] & is_channel_D[None, :]
-    tl.store(k_ptr_WD, turned_WD.to(k_ptr.dtype.element_ty), mask=is_k_WD)
+    tl.store(k_ptr_WD, rotated_WD.to(k_ptr.dtype.element_ty), mask=is_k_WD)
     v_row_ptr = v_ptr + block * stride_v_block + offset * stride_v_row
     v_ptr_WD = v_row_ptr + ((head_W - NUM_HEADS - NUM_KV_HEADS) * stride_v_head)[:, None] + channel_D[None, :]
     is_v_WD = (is_v_W & is_written)[:, None] & is_channel_D[None, :]
@@ -131,7 +131,7 @@ def prepare_qkv(
     memory: KVMemory,
     batch: AttentionBatch,
 ) -> Tensor:
-    """Normalise and turn queries and keys, store keys and values in their blocks; return ``q_THD``.
+    """Normalise and rotate queries and keys, store keys and values in their blocks; return ``q_THD``.
 
     Needs channels that lie together, in the inputs' rows and in the tables'; rows may lie apart. No two rows
     may name one place to be written to, as in every step.

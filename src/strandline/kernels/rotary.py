@@ -1,11 +1,12 @@
 """Rotary position embedding of the first channels of each head, in the half-split form.
 
-Channel ``f`` and channel ``F + f`` of a head form a pair that turns by ``position * frequency[f]``. Models whose
-positions have a time, a height and a width component (mrope) turn text tokens, where the three are equal, just so.
+Channel ``f`` and channel ``F + f`` of a head form a pair that is rotated by ``position * frequency[f]``. Models whose
+positions have a time, a height and a width component (mrope) rotate text tokens, where the three are equal, in the
+same way.
 
 Source: Su et al., "RoFormer", section 3.4; ``transformers`` for the half-split pairing.
 
-Shape suffixes: T tokens, H heads, D head dim, F pairs per head that turn (2 F <= D).
+Shape suffixes: T tokens, H heads, D head dim, F rotated pairs per head (2 F <= D).
 """
 
 import torch
@@ -33,10 +34,10 @@ def rotary_table(positions_T: Tensor, inv_freq_F: Tensor, attention_factor: floa
 
 
 def apply_rotary(x_THD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the first ``2 F`` channels of every head in place, in float32; return ``x_THD``."""
+    """Rotate the first ``2 F`` channels of every head in place, in float32; return ``x_THD``."""
     cos_T12F, sin_T12F = table
     num_pairs = cos_T12F.shape[-1]
     pairs_TH2F = x_THD[..., : 2 * num_pairs].unflatten(-1, (2, num_pairs))
-    turned_TH2F = pairs_TH2F * cos_T12F
-    pairs_TH2F.copy_(turned_TH2F.addcmul_(pairs_TH2F.flip(-2), sin_T12F))
+    rotated_TH2F = pairs_TH2F * cos_T12F
+    pairs_TH2F.copy_(rotated_TH2F.addcmul_(pairs_TH2F.flip(-2), sin_T12F))
     return x_THD

@@ -1,4 +1,4 @@
-"""Loops that Numba compiles for the CPU, on the threads of torch's own products.
+"""Numba kernels for CPUs, run by the threads of torch's own operations.
 
 A kernel takes sizes, strides and addresses of tensors, as a kernel for a GPU does, and is launched with a
 number of *tasks*. Every thread claims tasks until none is left, so that tasks of different length are shared out
@@ -172,7 +172,7 @@ def cache_directory() -> Path | None:
 
 @intrinsic
 def claim(_context: Any, tasks: Any) -> Any:
-    """Return the next task that nobody has claimed; past the last one, a number that is no task."""
+    """Return the next unclaimed task; past the last one, a number that is no task."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         counter = builder.bitcast(values[0], ir.IntType(64).as_pointer())

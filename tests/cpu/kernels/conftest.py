@@ -14,7 +14,7 @@ from strandline.kernels.binding import why_unavailable
 
 @pytest.fixture(scope="module", params=["torch", "numba"])
 def each_version(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run a module's tests once with torch's version of every operation, once with Numba's where there is one."""
+    """Run a module's tests once with reference implementations, once with Numba versions where there are any."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(env.NUMBA, "0" if request.param == "torch" else "1")
         if request.param == "numba" and why_unavailable("Numba", "cpu"):

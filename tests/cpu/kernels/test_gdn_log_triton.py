@@ -1,4 +1,4 @@
-"""The Triton twins of decode with a log, in Triton's interpreter, against the per-token recurrence."""
+"""The Triton versions of decode with a log, in Triton's interpreter, against the per-token recurrence."""
 
 import os
 from dataclasses import replace

@@ -11,7 +11,8 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.cache.account import Reason
-from strandline.server.metrics import RECOMPUTED
+from strandline.records.events import CoreStats, KernelFallback
+from strandline.server.metrics import RECOMPUTED, Metrics
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana-dashboard.json").read_text())
@@ -108,6 +109,15 @@ def test_hits_are_replayed_and_compared(used: ServerProcess) -> None:
         time.sleep(0.1)
     assert (found["audited_requests_total"], found["audited_tokens_total"]) == (1, 3)
     assert 0 <= found["audit_largest_difference"] < 1e-3
+
+
+def test_kernel_fallbacks_are_exposed_with_their_reasons() -> None:
+    memory = dict.fromkeys(("slots_in_use", "blocks_in_use", "free"), 0)
+    fallbacks = [KernelFallback("paged_attention", "Numba", "STRANDLINE_NUMBA is 0")]
+    stats = CoreStats(0, 0, 0, 0, 0, {}, {}, {}, 0, 0, 0, memory, kernel_fallbacks=fallbacks)
+    text = Metrics("model").expose(stats).decode()
+    labels = 'backend="Numba",model_name="model",operation="paged_attention",reason="STRANDLINE_NUMBA is 0"'
+    assert f"strandline:kernel_fallback_info{{{labels}}} 1.0" in text
 
 
 def test_recomputed_are_those_reasons_that_say_so() -> None:
