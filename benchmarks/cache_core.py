@@ -97,7 +97,7 @@ def converse(cache: PrefixCache, prompt_tokens: int, turn_tokens: int, num_turns
             name = f"{prompt_tokens}-{conversation}-{seen}"
             hit = serve(cache, name, TokenBuffer(tokens), clock if is_measured else Clock())
             if hit != seen:
-                raise SystemExit(f"a turn hit {hit} tokens, not {seen}: the benchmark is not what it says")
+                raise SystemExit(f"a turn hit {hit} tokens, expected {seen}")
     return clock
 
 
@@ -149,7 +149,7 @@ def main() -> None:
     choose = random.Random(args.seed)
     num_chats = args.blocks * 64 // CHAT_TOKENS
     num_full = args.blocks // BLOCKS_PER_SLAB + num_chats
-    # A turn is measured at the end of a conversation of 20 times as many, of which each leaves a snapshot.
+    # Each measured turn ends a conversation of 20 turns, each of which leaves a snapshot.
     num_spare = num_full + 8 * num_chats + 100 * args.turns * len(args.prompt_tokens)
     for title, num_slabs in [("memory to spare", num_spare), ("memory full", num_full)]:
         cache = PrefixCache(num_slabs, BLOCKS_PER_SLAB)

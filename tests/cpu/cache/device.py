@@ -1,4 +1,4 @@
-"""A simulated device: what the cache's decisions would do to memory, with tokens in place of numbers.
+"""A simulated device, whose memory holds tokens in place of tensors.
 
 A block holds 64 cells, each the token whose keys and values it stands for. A slot holds the tokens whose state it
 claims to be, a log those that are not folded into one yet. Blocks and slots are views of the same slabs, as on a real
@@ -30,7 +30,7 @@ Tokens = tuple[int, ...]
 
 
 class Device:
-    """Memory that checks every read and write against the tokens that it should be of."""
+    """Memory that checks the tokens of every read and write."""
 
     def __init__(self, num_slabs: int, blocks_per_slab: int) -> None:
         self._blocks_per_slab = blocks_per_slab
@@ -38,7 +38,7 @@ class Device:
         self._states: list[Tokens | None] = [None] * num_slabs
         self._logs: dict[LogId, Tokens] = {}
         self.num_writes = [0] * num_slabs
-        """How often each slot was written or dropped: a published slot's count stands still."""
+        """How often each slot was written or dropped, which is constant while it is published."""
 
     def cells(self, block: BlockId) -> list[int]:
         return list(self._cells[block])
@@ -48,7 +48,7 @@ class Device:
         return () if slot == NULL_SLOT else self._states[slot]
 
     def apply(self, actions: Sequence[Action]) -> None:
-        """Carry out the cache's actions, in order."""
+        """Apply actions in order."""
         for action in actions:
             match action:
                 case CopyTokens(src, dst, num_tokens):
@@ -64,7 +64,7 @@ class Device:
                     self._states[slot] = None
                     self.num_writes[slot] += 1
                 case FoldLog(slot, log, num_tokens):
-                    # Whoever held the slot may have lost it since: then nobody reads what the fold leaves there.
+                    # The slot may have been freed since; then its content does not matter.
                     if (state := self.state(slot)) is not None:
                         self._states[slot] = state + self._logs[log][:num_tokens]
                         self.num_writes[slot] += 1
@@ -72,7 +72,7 @@ class Device:
                     assert_never(action)
 
     def run_step(self, lease: Lease, end: int, cache: PrefixCache, grant: StepGrant) -> None:
-        """Compute the lease's tokens up to ``end``, as a model would, and check all that it reads and writes."""
+        """Compute the lease's tokens up to ``end``, and check everything that this reads and writes."""
         tokens = tuple(decode(lease.tokens.data))
         assert lease.computed < end <= len(tokens)
         self._check_state(lease, tokens)
@@ -119,7 +119,7 @@ class Device:
         self.num_writes[slot] += 1
 
     def verify(self, cache: PrefixCache) -> None:
-        """Check that all that is published, and all that running requests hold, is what it claims to be."""
+        """Check the content of everything published and of everything that leases hold."""
         for _, key, snapshot in cache.snapshots():
             assert self.state(snapshot.slot) == tuple(decode(key)), f"slot {snapshot.slot} is not what it claims"
         for lease in cache.internals().leases.values():
@@ -140,7 +140,7 @@ def _by_block(lease: Lease, tokens: Tokens) -> Iterator[tuple[BlockId, int, Toke
 
 
 def runs(cache: PrefixCache) -> list[Run]:
-    """Return all runs of the index, the roots left out."""
+    """Return all runs of the index but the roots."""
     found = [child for root in cache.internals().index.roots.values() for child in root.children.values()]
     for run in found:
         found.extend(run.children.values())
@@ -148,7 +148,7 @@ def runs(cache: PrefixCache) -> list[Run]:
 
 
 def claimed_cells(cache: PrefixCache) -> dict[BlockId, int]:
-    """Return how many tokens of each published block others may read."""
+    """Return how many tokens of each published block are readable."""
     return {
         BlockId(block): min(BLOCK_TOKENS, len(run.tokens) // 4 - index * BLOCK_TOKENS)
         for run in runs(cache)

@@ -1,4 +1,4 @@
-"""Plays the engine for the cache's tests: the cache, a simulated device, and the order in which they are asked."""
+"""Drives the cache as the engine does, on a simulated device."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +15,7 @@ LOG_TOKENS = 3
 
 
 class Driver:
-    """A cache on a simulated device. Checks both after whatever it does."""
+    """A cache on a simulated device. Checks both after every operation."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class Driver:
         return lease
 
     def step(self, lease: Lease, end: int) -> bool:
-        """Compute the lease's tokens up to ``end``. False when there is no memory for them."""
+        """Compute the lease's tokens up to ``end``. False when memory does not suffice."""
         return self.step_together([(lease, end)]) == [lease]
 
     def step_together(self, wanted: Sequence[tuple[Lease, int]]) -> list[Lease]:
-        """Plan all, then run all, then commit all, as one batch. Return those that got memory."""
+        """Reserve, run and commit a batch of steps. Return the leases for which memory sufficed."""
         planned = [(lease, end, self._reserve(lease, end)) for lease, end in wanted if self.cache.extend(lease, end)]
         self.flush()
         for lease, end, grant in planned:
@@ -76,12 +76,12 @@ class Driver:
         return grant
 
     def flush(self) -> None:
-        """Carry out what the cache has asked for, and compare the device with what the cache believes."""
+        """Apply the cache's actions, and compare the device with the cache."""
         self.device.apply(self.cache.take_actions())
         self.device.verify(self.cache)
 
     def prefill(self, lease: Lease, chunk: int = 10**6, *, leave: bool = True) -> None:
-        """Compute all tokens that are known, and leave a snapshot at their end."""
+        """Compute all known tokens and leave a snapshot at their end."""
         while lease.computed < len(lease.tokens):
             assert self.step(lease, min(len(lease.tokens), lease.computed + chunk))
         if leave:
@@ -89,7 +89,7 @@ class Driver:
             check(self.cache)
 
     def decode(self, lease: Lease, tokens: Iterable[int]) -> None:
-        """Generate these tokens: each is computed by a step of its own."""
+        """Append these tokens as generated, and compute each in a step of its own."""
         for token in tokens:
             lease.tokens.append(token)
             assert self.step(lease, len(lease.tokens))
@@ -110,7 +110,7 @@ class Driver:
         return lease.account
 
     def drain(self) -> None:
-        """Release everything, then evict everything: all memory must come back."""
+        """Release and evict everything, and check that all memory is free."""
         for lease in list(self.cache.internals().leases.values()):
             self.release(lease, SnapshotKind.PREEMPTION)
         memory, allocator = self.cache.internals().memory, self.cache.internals().allocator

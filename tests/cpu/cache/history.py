@@ -23,12 +23,12 @@ TakeOrder = Literal["blocks first", "slots first", "by turns"]
 
 
 def pattern(seed: int, num_tokens: int) -> list[int]:
-    """Return tokens of an alphabet of two; the same seed gives the same beginning at any length."""
+    """Return tokens of an alphabet of two; a seed gives the same prefix at any length."""
     return random.Random(seed).choices((1, 2), k=num_tokens)
 
 
 class History:
-    """What requests do, one event per method. ``check`` says what must hold after each."""
+    """Events in the life of requests, one per method. ``check`` verifies what must hold after each."""
 
     def __init__(self, num_slabs: int, blocks_per_slab: int) -> None:
         self.driver = Driver(num_slabs, blocks_per_slab)
@@ -65,8 +65,8 @@ class History:
         self.prompts.append(tuple(prompt))
         self.admit(tuple(prompt), salt, step_tokens, read=read)
 
-    def admit_twin(self, index: int, num_tokens: int) -> None:
-        """Admit the beginning of a running request's tokens: likely computed, or computing, at this moment."""
+    def admit_duplicate(self, index: int, num_tokens: int) -> None:
+        """Admit a prefix of a running request's tokens, which that request may still be computing."""
         salt, lease = self.running[index % len(self.running)]
         self.prompts.append(tuple(decode(lease.tokens.data))[:num_tokens])
         self.admit(self.prompts[-1], salt)
@@ -89,7 +89,7 @@ class History:
         return lease
 
     def follow(self, index: int, num_tokens: int, pattern_seed: int, num_more: int) -> None:
-        """Let a prompt that shares a running request's beginning wait for it: this may ask for any number of cuts."""
+        """Find a leader for a prompt that shares a running request's prefix, and follow it."""
         salt, lease = self.running[index % len(self.running)]
         prompt = (*decode(lease.tokens.slice(0, num_tokens)), *pattern(pattern_seed, num_more))
         lead = self.cache.find_leader(TokenBuffer(prompt), salt)
@@ -102,19 +102,19 @@ class History:
             assert lead.position > self.driver.lookup(prompt, salt).hit
 
     def wait(self, base: int, kept: int, pattern_seed: int, num_more: int) -> None:
-        """Let a prompt that begins like an earlier one wait."""
+        """Protect the expected hit of a prompt that shares a prefix with an earlier one."""
         prompt = (*self.prompts[base % len(self.prompts)][:kept], *pattern(pattern_seed, num_more))
         self._num_waiters += 1
         self.cache.expect(RequestId(f"waiter-{self._num_waiters}"), TokenBuffer(prompt))
 
     def stop_waiting(self, index: int) -> None:
-        """Give up, or be admitted at last."""
+        """Stop protecting an expected hit."""
         names = list(self.cache.internals().expected)
         if names:
             self.cache.forget(names[index % len(names)])
 
     def step(self, sizes: Sequence[int]) -> None:
-        """One batch: some requests prefill a chunk, some compute their last token, some wait."""
+        """Compute up to ``sizes`` tokens of the running requests, in one batch."""
         wanted = []
         for size, (_, lease) in zip(sizes, self.running, strict=False):
             end = min(len(lease.tokens), lease.computed + size)
@@ -142,7 +142,7 @@ class History:
         assert lease.has_own_state == (had_state and not left)
 
     def release(self, index: int, kind: SnapshotKind) -> None:
-        """Finish, or be aborted wherever it stands."""
+        """Release a lease, finished or not."""
         salt, lease = self.running.pop(index % len(self.running))
         self.prompts.append(tuple(decode(lease.tokens.data)))
         had_state, computed = lease.has_own_state, lease.tokens.slice(0, lease.computed)
@@ -161,11 +161,11 @@ class History:
             assert again.computed >= lease.computed
 
     def take(self, num_blocks: int, num_slots: int, order: TakeOrder) -> None:
-        """Take memory and give it back: what ``can_take`` says is exact."""
+        """Allocate and free memory, and check that ``can_take`` is exact."""
         memory = self.cache.internals().memory
         granted = memory.can_take(num_blocks, num_slots)
         blocks, slots = list[BlockId](), list[SlotId]()
-        for wants_slot in _wishes(num_blocks, num_slots, order):
+        for wants_slot in _allocations(num_blocks, num_slots, order):
             if wants_slot and (slot := memory.take_slot()):
                 slots.append(slot)
             elif not wants_slot:
@@ -223,7 +223,7 @@ class History:
             position = miss.end
 
 
-def _wishes(num_blocks: int, num_slots: int, order: TakeOrder) -> list[bool]:
+def _allocations(num_blocks: int, num_slots: int, order: TakeOrder) -> list[bool]:
     """Return in which order blocks (False) and slots (True) are taken."""
     both = min(num_blocks, num_slots)
     orders: dict[TakeOrder, Callable[[], list[bool]]] = {

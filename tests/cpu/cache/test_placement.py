@@ -46,25 +46,25 @@ def test_prompt_without_its_last_block_has_a_rung_near(end: int) -> None:
 
 @given(st.integers(512, 100_000), st.integers(-3, 60))
 def test_ladder_takes_at_most_the_spare_slots(end: int, spare: int) -> None:
-    wishes = Auto().on_admission(admission(end, spare=spare, slot=0))
-    assert len(wishes) <= max(spare, 0)
-    assert set(wishes) <= set(ladder(0, end))
+    positions = Auto().on_admission(admission(end, spare=spare, slot=0))
+    assert len(positions) <= max(spare, 0)
+    assert set(positions) <= set(ladder(0, end))
 
 
 @given(st.integers(0, 200_000), st.integers(1, 500_000))
 def test_scarce_memory_leaves_few_rungs_in_long_prompts_alone(start: int, new: int) -> None:
-    wishes = sorted(Auto().on_admission(admission(start + new, start, spare=0)))
-    assert len(wishes) <= 2 * new / (10 * 3200)
-    assert bool(wishes) == (new >= 10 * 3200)
-    if wishes:
-        assert 64 <= start + new - wishes[-1] < 128, "one shortly before its end, for rewinds"
-        gaps = [after - before for before, after in zip([start, *wishes], [*wishes, start + new], strict=False)]
+    positions = sorted(Auto().on_admission(admission(start + new, start, spare=0)))
+    assert len(positions) <= 2 * new / (10 * 3200)
+    assert bool(positions) == (new >= 10 * 3200)
+    if positions:
+        assert 64 <= start + new - positions[-1] < 128, "one shortly before its end, for rewinds"
+        gaps = [after - before for before, after in zip([start, *positions], [*positions, start + new], strict=False)]
         assert max(gaps) < 2 * 20 * 3200 + 128
 
 
 def test_branches_and_marks_are_taken_without_spare_memory() -> None:
-    wishes = Auto().on_admission(admission(900, 100, kv=300, marks=(50, 200, 900), spare=0))
-    assert wishes == {300: SnapshotKind.BRANCH, 200: SnapshotKind.MARK}
+    positions = Auto().on_admission(admission(900, 100, kv=300, marks=(50, 200, 900), spare=0))
+    assert positions == {300: SnapshotKind.BRANCH, 200: SnapshotKind.MARK}
 
 
 def test_second_prompt_hits_the_ladder_and_third_the_whole_prefix() -> None:

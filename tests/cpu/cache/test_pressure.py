@@ -1,4 +1,4 @@
-"""What happens when memory is short: who goes, who stays, and that nothing is done in vain."""
+"""Scarce memory: what is evicted, what is kept, and that refused requests change nothing."""
 
 import inspect
 import sys
@@ -190,7 +190,7 @@ def test_least_recently_used_goes_first_and_hits_are_uses() -> None:
 
 @dataclass
 class Favourites:
-    """An order that can be told at any time what is dear."""
+    """An order whose ranking a test sets."""
 
     dear: set[int] = field(default_factory=set)
 

@@ -185,10 +185,10 @@ def test_accounts_for_callers_reveal_nothing_of_other_salts() -> None:
     driver.serve(prompt(150), salt="alice")
     driver.serve(prompt(30) + prompt(100, 5000), salt="bob")
     for num_tokens in (140, 150, 160):
-        told = driver.lookup(prompt(num_tokens), "carol").for_callers()
-        assert misses(told) == (Miss(Reason.FIRST_SEEN, 0, num_tokens),)
-        told = driver.lookup(prompt(num_tokens), "bob").for_callers()
-        assert misses(told)[-1] == Miss(Reason.DIVERGED, 30, num_tokens)
+        seen = driver.lookup(prompt(num_tokens), "carol").for_callers()
+        assert misses(seen) == (Miss(Reason.FIRST_SEEN, 0, num_tokens),)
+        seen = driver.lookup(prompt(num_tokens), "bob").for_callers()
+        assert misses(seen)[-1] == Miss(Reason.DIVERGED, 30, num_tokens)
     own = driver.lookup([*prompt(150), 1], "alice")
     assert own.for_callers() is own
 

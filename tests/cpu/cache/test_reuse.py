@@ -1,4 +1,4 @@
-"""When sequences come back: what counts as a return, what is learned from it, and how much is remembered."""
+"""Returns of paths: what counts as one, what is learned from it, and how much is remembered."""
 
 from itertools import pairwise
 
@@ -28,8 +28,8 @@ def data(tokens: list[int]) -> bytearray:
     return bytearray(encode(tokens))
 
 
-def leave(history: ReuseHistory, tokens: list[int], *, salt: str = "", habit: int = NO_INTERARRIVAL) -> None:
-    history.record_departure(salt, data(tokens), len(tokens), len(tokens), habit)
+def leave(history: ReuseHistory, tokens: list[int], *, salt: str = "", past_bin: int = NO_INTERARRIVAL) -> None:
+    history.record_departure(salt, data(tokens), len(tokens), len(tokens), past_bin)
 
 
 def away(history: ReuseHistory, num_admissions: int) -> None:
@@ -100,8 +100,8 @@ def test_rates_differ_by_interarrival_bin() -> None:
     history = ReuseHistory()
     for index in range(600):
         quick, slow = prompt(100, 2000 * index), prompt(100, 2000 * index + 1000)
-        leave(history, slow, habit=interarrival_bin(200))
-        leave(history, quick, habit=interarrival_bin(2))
+        leave(history, slow, past_bin=interarrival_bin(200))
+        leave(history, quick, past_bin=interarrival_bin(2))
         away(history, 2)
         history.record_return("", data(quick))
         away(history, 198)
@@ -114,8 +114,8 @@ def test_unseen_bin_is_estimated_from_adjacent_bins() -> None:
     history = ReuseHistory()
     for index in range(600):
         quick, slow = prompt(100, 2000 * index), prompt(100, 2000 * index + 1000)
-        leave(history, slow, habit=interarrival_bin(200))
-        leave(history, quick, habit=interarrival_bin(2))
+        leave(history, slow, past_bin=interarrival_bin(200))
+        leave(history, quick, past_bin=interarrival_bin(2))
         away(history, 2)
         history.record_return("", data(quick))
         away(history, 198)
@@ -130,15 +130,15 @@ def test_estimate_weighs_own_pooled_and_adjacent_observations(
     seen: list[tuple[int, int]],
 ) -> None:
     history = ReuseHistory()
-    for index, (habit, age) in enumerate(seen):
-        leave(history, prompt(100, 1000 * index), habit=habit)
+    for index, (past_bin, age) in enumerate(seen):
+        leave(history, prompt(100, 1000 * index), past_bin=past_bin)
         away(history, age)
         history.record_return("", data(prompt(100, 1000 * index)))
-    counts = [sum(seen_habit == habit for seen_habit, _ in seen) for habit in range(10)]
-    for habit in range(2, 9):
-        alike = sum(counts[other] for other in (habit - 1, habit + 1) if other > 1)
-        expected = counts[habit] + reuse.POOLED_WEIGHT + reuse.NEIGHBOUR_WEIGHT * alike
-        assert history._estimate(habit).total == pytest.approx(expected)
+    counts = [sum(seen_bin == past_bin for seen_bin, _ in seen) for past_bin in range(10)]
+    for past_bin in range(2, 9):
+        alike = sum(counts[other] for other in (past_bin - 1, past_bin + 1) if other > 1)
+        expected = counts[past_bin] + reuse.POOLED_WEIGHT + reuse.NEIGHBOUR_WEIGHT * alike
+        assert history._estimate(past_bin).total == pytest.approx(expected)
 
 
 def test_forgotten_paths_count_as_losses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_every_path_counts_once_away_or_returned(steps: list[tuple[bool, int]]) 
     seen = history._with_censored()
     assert seen[reuse.ALL_BINS].total == pytest.approx(prior + len(steps))
     assert sum(seen[reuse.ALL_BINS].returns) - sum(PRIOR_RETURNS) == pytest.approx(sum(r for r, _ in steps))
-    assert sum(o.total for habit, o in seen.items() if habit != reuse.ALL_BINS) == pytest.approx(len(steps))
+    assert sum(o.total for past_bin, o in seen.items() if past_bin != reuse.ALL_BINS) == pytest.approx(len(steps))
 
 
 @given(st.integers(1, 60), st.integers(1, 20))
@@ -336,8 +336,8 @@ def test_prompt_and_answer_rates_share_the_returns(repeats_answer: list[bool], a
 
 def test_shared_rate_falls_quadratically_after_the_last_interarrival_time() -> None:
     history = ReuseHistory()
-    habit = interarrival_bin(8)
-    rates = [history.shared_rate(habit, age) for age in (0, 16, 33, 67, 135)]
+    past_bin = interarrival_bin(8)
+    rates = [history.shared_rate(past_bin, age) for age in (0, 16, 33, 67, 135)]
     assert rates[0] == rates[1]
     assert [earlier / later for earlier, later in pairwise(rates[2:])] == pytest.approx([4, 4])
     assert history.shared_rate(NO_INTERARRIVAL, 71) == pytest.approx(history.shared_rate(NO_INTERARRIVAL, 35) / 2)

@@ -1,4 +1,4 @@
-"""The arena alone: every block and slot is accounted for, and compaction frees a slab without losing a block."""
+"""The allocator alone: every block and slot is accounted for, and compaction frees a slab without losing a block."""
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ EVENTS = st.lists(
 
 
 class Tenants:
-    """Who holds what. Takes and frees, and follows moves."""
+    """Allocates and frees blocks and slots, and follows moves."""
 
     def __init__(self, num_slabs: int, blocks_per_slab: int) -> None:
         self.allocator = SlabAllocator(num_slabs, blocks_per_slab)

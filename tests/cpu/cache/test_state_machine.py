@@ -1,4 +1,4 @@
-"""Whatever requests do, in whatever order and under whatever pressure: the cache agrees with a dictionary."""
+"""A state machine over the cache, compared with a dictionary after every event."""
 
 import random
 
@@ -48,8 +48,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: 0 < len(self.history.running) < MAX_RUNNING)
     @rule(index=st.integers(0, 3), num_tokens=st.sampled_from([420, 200, 130, 65]))
-    def admit_twin(self, index: int, num_tokens: int) -> None:
-        self.history.admit_twin(index, num_tokens)
+    def admit_duplicate(self, index: int, num_tokens: int) -> None:
+        self.history.admit_duplicate(index, num_tokens)
 
     @precondition(lambda self: any(lease.computed + 1 < len(lease.tokens) for _, lease in self.history.running))
     @rule(
@@ -112,7 +112,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 class HungryCacheMachine(CacheMachine):
-    """The same, while somebody takes memory and gives it back."""
+    """The same, with memory allocated and freed besides."""
 
     @rule(num_blocks=st.integers(0, 12), num_slots=st.integers(0, 4), order=st.sampled_from(ORDERS))
     def take(self, num_blocks: int, num_slots: int, order: TakeOrder) -> None:
@@ -127,7 +127,7 @@ TestHungryCacheMachine = HungryCacheMachine.TestCase
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_long_histories_agree_with_the_dictionary(shape: tuple[int, int]) -> None:
-    """Longer than Hypothesis draws them, and mostly productive: many requests over a full cache."""
+    """Longer histories than Hypothesis draws, over a full cache."""
     choose = random.Random(str(shape))
     history = History(*shape)
     for _ in range(250):
@@ -137,11 +137,11 @@ def test_long_histories_agree_with_the_dictionary(shape: tuple[int, int]) -> Non
 
 
 def random_event(history: History, choose: random.Random) -> None:
-    """Let one thing happen."""
+    """Apply one random event."""
     index = choose.randrange(MAX_RUNNING)
     event = choose.random()
     if history.running and event < 0.06 and len(history.running) < MAX_RUNNING:
-        history.admit_twin(index, choose.choice([420, 200, choose.randint(1, 200)]))
+        history.admit_duplicate(index, choose.choice([420, 200, choose.randint(1, 200)]))
     elif not history.running or (event < 0.3 and len(history.running) < MAX_RUNNING):
         history.admit_derived(
             choose.randrange(30) if choose.random() < 0.5 else len(history.prompts) - 1,

@@ -106,8 +106,8 @@ def test_contents_of_other_salts_are_hidden(make_llm: MakeLLM) -> None:
         refused = watch(llm).answer(CacheQuestion(request_id=secret.request_id, salt=salt))
         assert refused.explanation is None
         assert "under a salt" in str(refused.problem)
-    told = watch(llm).answer(CacheQuestion(request_id=secret.request_id, salt="theirs"))
-    assert told.explanation is not None
+    answer = watch(llm).answer(CacheQuestion(request_id=secret.request_id, salt="theirs"))
+    assert answer.explanation is not None
     assert state(llm).tree.runs == ()
     assert state(llm, "theirs").tree.runs
     labels = {row.salt_label for row in state(llm).lookups}

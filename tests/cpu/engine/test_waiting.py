@@ -106,7 +106,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.waiting) > len(self.line))
     @rule(index=st.integers(0, 20))
     def arrive(self, index: int) -> None:
-        """Let somebody's lead get there, or go."""
+        """End the wait of a blocked request."""
         aside = [request for request in self.waiting if self.is_aside(request)]
         request = aside[index % len(aside)]
         assert request.lead is not None
