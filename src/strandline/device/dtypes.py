@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from strandline.config import EngineConfig
-from strandline.kernels.linear import has_fast_products
+from strandline.kernels.linear import has_fast_gemms
 from strandline.models.registry import builder_for
 from strandline.models.weights import published_dtype
 
@@ -44,7 +44,7 @@ def choose_dtype(config: EngineConfig, model_config: Any, device: torch.device) 
     if config.dtype != "auto":
         return DtypeChoice(getattr(torch, config.dtype))
     own = published_dtype(model_config)
-    if device.type != "cpu" or has_fast_products(own):
+    if device.type != "cpu" or has_fast_gemms(own):
         return DtypeChoice(own)
     name = str(own).removeprefix("torch.")
     num_weights = count_weights(model_config)

@@ -15,6 +15,7 @@ from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.mp_executor import MpExecutor
 from strandline.errors import ConfigError
+from strandline.kernels.weights import lay_out, lay_out_in_half
 from strandline.models.weights import load_model
 from strandline.records.grammars import GrammarCompiler
 from strandline.text.model_files import find_model
@@ -81,8 +82,7 @@ def load_uni_executor(
         seed=config.seed,
         progress=progress,
     )
-    if choice.is_widened:
-        model.halve()
+    model.lay_out(lay_out_in_half if choice.is_widened else lay_out)
     weights_s = SYSTEM_CLOCK() - start_s
     return UniExecutor(model, config, device, grammars, weights_s=weights_s, progress=progress)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention import attend_sequence, gathered_sequences, seen_span
 from strandline.kernels.batch import AttentionBatch, KVMemory
-from strandline.kernels.linear import has_fast_products
+from strandline.kernels.linear import has_fast_gemms
 from strandline.kernels.runtime_numba import (
     BFLOAT16,
     BLOCK_FIELDS,
@@ -185,7 +185,7 @@ def _attend_prefill(
     num_kv_heads, heads_per_key, head_dim = q_TGRD.shape[1:]
     num_heads, offset = num_kv_heads * heads_per_key, num_keys - num_queries
     q_GRTD, out_GRTD = q_TGRD.permute(1, 2, 0, 3), out_TGRD.permute(1, 2, 0, 3)
-    weight_dtype = v_LGD.dtype if has_fast_products(v_LGD.dtype) else torch.float32
+    weight_dtype = v_LGD.dtype if has_fast_gemms(v_LGD.dtype) else torch.float32
     k_GDL = k_LGD.float().permute(1, 2, 0)
     v_GLD = v_LGD.to(weight_dtype).transpose(0, 1)
     # Written again and again: pages of new memory cost as much as the softmax.

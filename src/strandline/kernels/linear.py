@@ -1,33 +1,29 @@
-"""GEMMs with weights that may be packed: laid out once as the CPU multiplies them fastest.
-
-In bfloat16 oneDNN lays an ordinary weight out anew in every call, which costs up to half the time of a small batch. In
-float32 MKL multiplies a few rows up to 2.8 times as fast with a weight whose inputs, not outputs, lie apart
-(benchmarks/results). A packed weight can only be multiplied with: it may have no rows to slice, copy or index.
-
-A float32 weight that comes from bfloat16 can also be *halved*: kept in float16, and multiplied with float32 inputs and
-sums by FBGEMM, in a third of MKL's time for a few rows. Float16 holds every bfloat16 number from 2**-17 up to 65,504,
-and smaller ones within 2**-25, less than the rounding of a sum of products with ordinary weights.
+"""Matrix products with weights of every form (``weights.py``). The form chooses the function once, when it is bound.
 
 Shape suffixes: I inputs, O outputs; the dimensions before the inputs are free.
 """
 
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import Final, assert_never
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from strandline.kernels.activation import swiglu
+from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import operation, triton
+from strandline.kernels.weights import DenseWeight, HalfWeight, PackedWeight, Weight
 
-MAX_HALF_ERROR: Final = 2.0**-25
-"""Most that a halved weight may differ: half the distance of the smallest float16 numbers."""
+Linear = Callable[[Tensor], Tensor]
+"""A product with a bound weight and bias."""
 
 
-def has_fast_products(dtype: torch.dtype) -> bool:
+def has_fast_gemms(dtype: torch.dtype) -> bool:
     """Return whether this CPU multiplies matrices of a dtype at least as fast as in float32.
 
-    Torch hands 16-bit products to oneDNN where oneDNN supports the dtype (on ARM: where the CPU has instructions for
+    Torch hands 16-bit GEMMs to oneDNN where oneDNN supports the dtype (on ARM: where the CPU has instructions for
     it), else to loops of its own, many times slower. On AVX512 without bfloat16 instructions oneDNN supports bfloat16
     by emulation, slower than float32.
     """
@@ -43,58 +39,59 @@ def has_fast_products(dtype: torch.dtype) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and not is_emulated
 
 
-def can_pack(weight_OI: Tensor) -> bool:
-    """Return whether packing exists for a weight of this dtype on this device."""
-    if weight_OI.device.type != "cpu":
-        return False
-    if weight_OI.dtype == torch.float32:
-        return bool(torch.backends.mkl.is_available())
-    if weight_OI.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def pack(weight_OI: Tensor) -> Tensor:
-    """Return a packed copy; ``can_pack`` must hold."""
-    if weight_OI.dtype == torch.float32:
-        return weight_OI.t().contiguous().t()
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
-    return packed
-
-
-def can_halve(weight_OI: Tensor) -> bool:
-    """Return whether a weight can be kept in float16, within ``MAX_HALF_ERROR``, and this CPU multiplies with that."""
-    if not weight_OI.is_cpu or weight_OI.dtype != torch.float32:
-        return False
-    if torch.backends.quantized.engine not in ("x86", "fbgemm"):
-        return False
-    return bool((weight_OI.half().float() - weight_OI).abs().max() <= MAX_HALF_ERROR)
-
-
-def halve(weight_OI: Tensor) -> nn.Parameter:
-    """Return a stand-in for a halved copy, of the same shape and dtype; ``can_halve`` must hold.
-
-    The stand-in reads as NaN, so that a product not computed by :func:`linear` shows.
-    """
-    stand_in = nn.Parameter(torch.full((), torch.nan).expand(weight_OI.shape), requires_grad=False)
-    stand_in.halved = torch.ops.quantized.linear_prepack_fp16(weight_OI.contiguous(), None)  # type: ignore[attr-defined]
-    return stand_in
-
-
 @operation(triton("linear_triton", invariant="matmul_triton"))
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return ``x weight^T + bias``; the weight may be packed or halved."""
-    halved = getattr(weight_OI, "halved", None)
-    if halved is not None:
-        product: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, halved)
-        return product if bias_O is None else product.add_(bias_O)
-    if weight_OI.is_mkldnn:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
-        return out
+    """Return ``x weight^T + bias``."""
     return F.linear(x, weight_OI, bias_O)
 
 
 @operation(triton("linear_triton", invariant="linear_triton"))
 def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
-    """Return ``silu(gate x) * up x``, the gate's rows before the up projection's; the weight as in ``linear``."""
+    """Return ``silu(gate x) * up x``, the gate's rows before the up projection's."""
     return swiglu.reference(linear.reference(x, gate_up_OI))
+
+
+LINEAR_OPERATIONS: Final = (linear, gated_linear, swiglu)
+"""What ``bind_linear`` and ``bind_gated_linear`` look up."""
+
+
+def bind_linear(kernels: Kernels, weight: Weight, bias_O: Tensor | None = None) -> Linear:
+    """Return the product with a weight, and the sum with a bias."""
+    return linear_of(weight, kernels[linear], bias_O)
+
+
+def linear_of(
+    weight: Weight, dense: Callable[[Tensor, Tensor, Tensor | None], Tensor], bias_O: Tensor | None
+) -> Linear:
+    """Return the product with a weight of any form.
+
+    Args:
+        dense: multiplies with an ordinary one, and adds the bias.
+    """
+    match weight:
+        case DenseWeight(values_OI):
+            return lambda x: dense(x, values_OI, bias_O)
+        case PackedWeight(packed_OI):
+            return partial(_packed_linear, packed_OI, bias_O)
+        case HalfWeight(packed):
+            return partial(_half_linear, packed, bias_O)
+    assert_never(weight)
+
+
+def bind_gated_linear(kernels: Kernels, weight: Weight) -> Linear:
+    """Return the product with the rows of a gate and an up projection, and the gated linear unit of it."""
+    if isinstance(weight, DenseWeight):
+        gated, values_OI = kernels[gated_linear], weight.values_OI
+        return lambda x: gated(x, values_OI)
+    multiply, activate = bind_linear(kernels, weight), kernels[swiglu]
+    return lambda x: activate(multiply(x))
+
+
+def _packed_linear(packed_OI: Tensor, bias_O: Tensor | None, x: Tensor) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed_OI, bias_O, "none", [], "")
+    return out
+
+
+def _half_linear(packed: object, bias_O: Tensor | None, x: Tensor) -> Tensor:
+    out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, packed)
+    return out if bias_O is None else out.add_(bias_O)

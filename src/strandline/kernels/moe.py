@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.activation import swiglu
-from strandline.kernels.linear import linear
+from strandline.kernels.linear import linear, linear_of
 from strandline.kernels.operation import operation, triton
+from strandline.kernels.weights import Weight
 
 
 @operation(triton("moe_triton", invariant="moe_triton"))
@@ -24,7 +25,7 @@ def mixture(
     shared_gate_T1: Tensor,
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
-    shared_down_DS: Tensor,
+    shared_down: Weight,
     top_k: int,
     *,
     is_normalised: bool,
@@ -36,11 +37,11 @@ def mixture(
         logits_TE: the router's.
         shared_gate_T1: the shared expert's gate before its sigmoid. All three may be columns of one tensor.
         gate_up_EFD: ``[E, 2 F, D]``, the gate's rows before the up projection's.
-        shared_down_DS: may be packed.
+        shared_down: ``[D, S]``.
         is_normalised: as in ``route_top_k``.
     """
     weights_TK, experts_TK = route_top_k.reference(logits_TE, top_k, is_normalised=is_normalised)
-    shared_TD = linear.reference(swiglu.reference(shared_gate_up_TS), shared_down_DS)
+    shared_TD = linear_of(shared_down, linear.reference, None)(swiglu.reference(shared_gate_up_TS))
     return experts_glu.reference(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1)
 
 

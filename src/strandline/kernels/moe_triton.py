@@ -27,6 +27,7 @@ from strandline.kernels.moe_few_triton import Few, mixture_few, take_top
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.weights import DenseWeight
 
 MAX_TOKENS_FEW = 4
 """Beyond, choices of the same expert become so many that reading its weights once per choice costs more than a list."""
@@ -250,7 +251,7 @@ def mixture(
     shared_gate_T1: Tensor,
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
-    shared_down_DS: Tensor,
+    shared_down: DenseWeight,
     top_k: int,
     *,
     is_normalised: bool,
@@ -261,10 +262,10 @@ def mixture(
     """
     projected = (shared_gate_up_TS, logits_TE, shared_gate_T1)
     if len(x_TD) <= MAX_TOKENS_FEW:
-        weights = (gate_up_EFD, down_EDF, shared_down_DS)
+        weights = (gate_up_EFD, down_EDF, shared_down.values_OI)
         return mixture_few(x_TD, *projected, *weights, top_k, FEW[len(x_TD) > 1], is_normalised=is_normalised)
     chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
-    shared_TD = linear(swiglu(shared_gate_up_TS), shared_down_DS)
+    shared_TD = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
     return experts_glu(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1)
 
 
@@ -275,14 +276,14 @@ def mixture_invariant(
     shared_gate_T1: Tensor,
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
-    shared_down_DS: Tensor,
+    shared_down: DenseWeight,
     top_k: int,
     *,
     is_normalised: bool,
 ) -> Tensor:
     """As :func:`mixture`, expert by expert however few tokens there are."""
     chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
-    shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down_DS)
+    shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down.values_OI)
     return experts_glu_invariant(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1)
 
 

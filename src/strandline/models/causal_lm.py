@@ -13,6 +13,7 @@ from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels, UsesKernels
 from strandline.kernels.operation import Operation
+from strandline.kernels.weights import Layout
 from strandline.models.layers.decoder import Decoder
 from strandline.models.protocol import ModelMemory
 from strandline.models.targets import NamedTargets
@@ -69,13 +70,9 @@ class CausalLM(nn.Module):
         """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
         return self.decoder.logits(hidden_NE)
 
-    def pack(self) -> None:
-        """Lay the weights out for fast GEMMs; they cannot be loaded or moved afterwards."""
-        self.decoder.pack()
-
-    def halve(self) -> None:
-        """Keep weights in float16 where that loses nothing."""
-        self.decoder.halve()
+    def lay_out(self, layout: Layout) -> None:
+        """Choose the form of its weights; they cannot be loaded or moved afterwards."""
+        self.decoder.lay_out(layout)
 
     def targets(self, names: frozenset[str]) -> NamedTargets:
         """Yield where the tensors go that the published weights, which hold ``names``, must have."""

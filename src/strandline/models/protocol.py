@@ -14,6 +14,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.recurrence import Fold
+from strandline.kernels.weights import Layout
 from strandline.models.targets import NamedTargets
 from strandline.specs import ModelSpec
 
@@ -56,11 +57,8 @@ class LanguageModel(Protocol):
 class LoadableModel(LanguageModel, Protocol):
     """A language model whose weights come from published files."""
 
-    def pack(self) -> None:
-        """Lay the weights out for fast GEMMs; they cannot be loaded or moved afterwards."""
-
-    def halve(self) -> None:
-        """Keep weights in float16 where that loses nothing; as after ``pack``."""
+    def lay_out(self, layout: Layout) -> None:
+        """Choose the form of its weights; they cannot be loaded or moved afterwards."""
 
     def targets(self, names: frozenset[str]) -> NamedTargets:
         """Yield where the tensors go that the published weights, which hold ``names``, must have."""

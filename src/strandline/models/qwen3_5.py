@@ -37,7 +37,7 @@ def build_mlp(text: Any, dtype: torch.dtype, device: torch.device | str) -> Gate
 
 def in_proj_targets(mixer: GatedDeltaNet, prefix: str) -> NamedTargets:
     """Yield the four input projections."""
-    qkv, z, b, a = mixer.in_proj_OE.split(mixer.sizes)
+    qkv, z, b, a = mixer.in_proj.weight_OI.split(mixer.sizes)
     yield f"{prefix}in_proj_qkv.weight", whole(qkv)
     yield f"{prefix}in_proj_z.weight", whole(z)
     yield f"{prefix}in_proj_b.weight", whole(b)

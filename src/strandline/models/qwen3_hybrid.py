@@ -107,5 +107,7 @@ def _published(decoder: Decoder, layers: Sequence[_Layer], names: frozenset[str]
     for index, layer in enumerate(layers):
         yield from layer.targets(f"{prefix}layers.{index}.", names)
     # A tied head may be published all the same: it is the embedding once more.
-    if not decoder.is_tied or "lm_head.weight" in names:
-        yield "lm_head.weight", whole(decoder.head_ZE)
+    if decoder.head is not None:
+        yield "lm_head.weight", whole(decoder.head.weight_OI)
+    elif "lm_head.weight" in names:
+        yield "lm_head.weight", whole(decoder.embed_ZE)

@@ -37,7 +37,7 @@ def build_mlp(config: Any, index: int, dtype: torch.dtype, device: torch.device 
 
 def in_proj_targets(mixer: GatedDeltaNet, prefix: str) -> NamedTargets:
     """Yield the two input projections: per key head, the rows of q, k, v, z, and those of b, a."""
-    qkv, z, b, a = mixer.in_proj_OE.split(mixer.sizes)
+    qkv, z, b, a = mixer.in_proj.weight_OI.split(mixer.sizes)
     q, k, v = qkv.split(mixer.conv_sizes)
     by_key_head = (mixer.num_key_heads, -1)
     yield f"{prefix}in_proj_qkvz.weight", interleaved(*(x.unflatten(0, by_key_head) for x in (q, k, v, z)))

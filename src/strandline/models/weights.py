@@ -62,7 +62,7 @@ def load_model(
     seed: int = 0,
     progress: bool = False,
 ) -> LoadableModel:
-    """Build the model of a local directory and fill it with its weights.
+    """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
     The model has an attribute ``weights_report``, a :class:`WeightsReport`.
 
@@ -88,7 +88,6 @@ def load_model(
         model.weights_report = _fill_from_files(model, Path(path), progress=progress)
     else:
         raise ConfigError(f"load_format {load_format!r} is unknown; known: auto, safetensors, dummy")
-    model.pack()
     filled: LoadableModel = model.eval()
     return filled
 

@@ -12,6 +12,8 @@ from strandline.config import EngineConfig
 from strandline.device import dtypes
 from strandline.device.dtypes import DtypeChoice, choose_dtype, count_weights, machine_bytes
 from strandline.kernels import linear
+from strandline.kernels.weights import HalfWeight
+from strandline.models.layers.projection import Projection
 from strandline.models.weights import load_model
 from tests.cpu.engine.tiny import save_tiny_model
 
@@ -26,12 +28,12 @@ def own(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dtypes, "has_fast_products", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(dtypes, "has_fast_gemms", lambda dtype: dtype == torch.float32)
 
 
 @pytest.fixture
 def fast_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dtypes, "has_fast_products", lambda dtype: True)
+    monkeypatch.setattr(dtypes, "has_fast_gemms", lambda dtype: True)
 
 
 def model_config(model_dir: Path, dtype: str) -> Any:
@@ -138,10 +140,14 @@ def test_weights_from_bfloat16_are_halved_unless_the_user_names_a_dtype(
 
     def halved(llm: LLM) -> set[str]:
         model: Any = llm.engine.core.executor.runner.model
-        return {name.rpartition(".")[2] for name, weight in model.named_parameters() if hasattr(weight, "halved")}
+        return {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, Projection) and isinstance(module.weight, HalfWeight)
+        }
 
     auto, wide = load("auto"), load("float32")
-    assert halved(auto) == {"in_proj_OE", "out_proj_EO", "gate_up_FE", "down_EF", "head_ZE"}
+    assert halved(auto) == {"in_proj", "out_proj", "gate_up", "down", "head"}
     assert halved(wide) == set()
     prompt, params = list(range(90)), SamplingParams(temperature=0, max_tokens=12, logprobs=1)
     first, second = (llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for llm in (auto, wide))
@@ -175,7 +181,7 @@ def test_bfloat16_is_fast_where_there_are_instructions_for_it(
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: has_avx512)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    assert linear.has_fast_products(torch.bfloat16) is is_fast
+    assert linear.has_fast_gemms(torch.bfloat16) is is_fast
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not linear.has_fast_products(torch.bfloat16)
-    assert linear.has_fast_products(torch.float32)
+    assert not linear.has_fast_gemms(torch.bfloat16)
+    assert linear.has_fast_gemms(torch.float32)

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from strandline.kernels import moe_list_triton, moe_triton
 from strandline.kernels.moe_few_triton import Few, mixture_few
 from strandline.kernels.moe_triton import Tile
+from strandline.kernels.weights import DenseWeight
 
 FEW = Few(4, 16, 1, 8, 1)
 TILES = (Tile(16, 16, 16, 1, 1, 2), Tile(16, 32, 16, 1, 1))
@@ -97,11 +98,12 @@ def check_mixture(
     shared_TD = hidden_TS @ shared_down.double().t()
     expected_TD = reference((x_TD, gate_up, down, weights, experts, shared_TD, gate_T1))
     shared_gate_up = projected_TO[:, : 2 * shared_size]
-    arguments = (x_TD, shared_gate_up, logits_TE, gate_T1, gate_up, down, shared_down, top_k)
+    arguments = (x_TD, shared_gate_up, logits_TE, gate_T1, gate_up, down)
     with poisoned_memory():
         if num_tokens <= 8:
-            check_near(mixture_few(*arguments, few, is_normalised=True), expected_TD)
-        check_near(moe_triton.mixture(*arguments, is_normalised=True), expected_TD)
+            check_near(mixture_few(*arguments, shared_down, top_k, few, is_normalised=True), expected_TD)
+        mixed_TD = moe_triton.mixture(*arguments, DenseWeight(shared_down), top_k, is_normalised=True)
+        check_near(mixed_TD, expected_TD)
 
 
 def check_router(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> None:

@@ -39,7 +39,8 @@ def parameters(model: CausalLM) -> Iterator[torch.Tensor]:
         for part, norm in (("mixer", "mixer_norm_E"), ("mlp", "mlp_norm_E")):
             if getattr(each, part) is not None:
                 yield from (getattr(each, norm), *getattr(each, part).parameters())
-    yield from (model.decoder.embed_ZE, model.decoder.norm_E, model.decoder.head_ZE)
+    assert model.decoder.head is not None
+    yield from (model.decoder.embed_ZE, model.decoder.norm_E, model.decoder.head.weight_OI)
 
 
 def fill(model: CausalLM) -> None:

@@ -156,9 +156,9 @@ def test_stored_dtypes_are_converted(changed: Callable[..., Path], dtype: torch.
 
 def test_decays_stay_float32_in_a_bfloat16_model(saved: Path) -> None:
     model = load_model(saved / "qwen3_5", dtype=torch.bfloat16)
-    found = {name.rpartition(".")[2]: parameter.dtype for name, parameter in model.named_parameters()}
-    assert found["A_log_H"] == found["dt_bias_H"] == torch.float32
-    assert found["in_proj_OE"] == torch.bfloat16
+    found = {".".join(name.split(".")[-2:]): parameter.dtype for name, parameter in model.named_parameters()}
+    assert found["mixer.A_log_H"] == found["mixer.dt_bias_H"] == torch.float32
+    assert found["in_proj.weight_OI"] == torch.bfloat16
 
 
 def test_auto_takes_the_dtype_of_the_configuration(saved: Path) -> None:

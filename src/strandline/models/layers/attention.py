@@ -18,9 +18,9 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.attention import paged_attention
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.linear import linear
 from strandline.kernels.qkv import prepare_qkv
 from strandline.models.layers.parameters import dtype_name, parameter
+from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.targets import NamedTargets, interleaved, whole
 from strandline.specs import LayerSpec, kv_spec
@@ -36,7 +36,7 @@ class GatedAttention(nn.Module):
     """
 
     recurrence = None
-    operations = (linear, prepare_qkv, paged_attention, sigmoid_gate)
+    operations = (prepare_qkv, paged_attention, sigmoid_gate)
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -47,13 +47,10 @@ class GatedAttention(nn.Module):
         hidden_size = config.hidden_size
         query_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.sizes = [query_rows, kv_rows, kv_rows, query_rows]
-        self.in_proj_OE = parameter(sum(self.sizes), hidden_size, dtype=dtype, device=device)
+        has_bias = config.attention_bias
+        self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device, has_bias=has_bias)
         """Rows: query, key, value, gate."""
-        self.out_proj_EO = parameter(hidden_size, query_rows, dtype=dtype, device=device)
-        self.in_bias_O = self.out_bias_E = None
-        if config.attention_bias:
-            self.in_bias_O = parameter(sum(self.sizes), dtype=dtype, device=device)
-            self.out_bias_E = parameter(hidden_size, dtype=dtype, device=device)
+        self.out_proj = Projection(hidden_size, query_rows, dtype, device, has_bias=has_bias)
         self.q_norm_D = parameter(self.head_dim, dtype=dtype, device=device)
         self.k_norm_D = parameter(self.head_dim, dtype=dtype, device=device)
 
@@ -63,31 +60,32 @@ class GatedAttention(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._linear, self._sigmoid_gate = kernels[linear], kernels[sigmoid_gate]
         self._prepare_qkv, self._attend = kernels[prepare_qkv], kernels[paged_attention]
+        self._sigmoid_gate = kernels[sigmoid_gate]
 
     def bind(self, memory: LayerMemory) -> KVMemory:
         """Return the layer's memory as ``forward`` takes it."""
         return KVMemory(memory.streams["key"], memory.streams["value"])
 
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: KVMemory) -> Tensor:
-        q_TO, k_TO, v_TO, gate_TO = self._linear(hidden_TE, self.in_proj_OE, self.in_bias_O).split(self.sizes, dim=-1)
+        q_TO, k_TO, v_TO, gate_TO = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         norms = (self.q_norm_D, self.k_norm_D, self.eps)
         q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, *norms, rotary, memory, batch.attention)
         out_THD = self._attend(q_THD, memory, batch.attention, batch.num_decodes, scale=self.head_dim**-0.5)
         gated_TO = self._sigmoid_gate(out_THD.flatten(1), gate_TO)
-        return self._linear(gated_TO, self.out_proj_EO, self.out_bias_E)
+        return self.out_proj.multiply(gated_TO)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors; a head's gate rows follow its query rows there."""
-        pairs = [("weight", self.in_proj_OE, self.out_proj_EO), ("bias", self.in_bias_O, self.out_bias_E)]
-        for kind, fused, out_proj in pairs:
-            if fused is not None and out_proj is not None:
+        in_proj, out_proj = self.in_proj, self.out_proj
+        pairs = [("weight", in_proj.weight_OI, out_proj.weight_OI), ("bias", in_proj.bias_O, out_proj.bias_O)]
+        for kind, fused, out in pairs:
+            if fused is not None and out is not None:
                 q, k, v, gate = fused.split(self.sizes)
                 by_head = (self.num_heads, self.head_dim)
                 yield f"{prefix}q_proj.{kind}", interleaved(q.unflatten(0, by_head), gate.unflatten(0, by_head))
                 yield f"{prefix}k_proj.{kind}", whole(k)
                 yield f"{prefix}v_proj.{kind}", whole(v)
-                yield f"{prefix}o_proj.{kind}", whole(out_proj)
+                yield f"{prefix}o_proj.{kind}", whole(out)
         yield f"{prefix}q_norm.weight", whole(self.q_norm_D)
         yield f"{prefix}k_norm.weight", whole(self.k_norm_D)

@@ -16,18 +16,17 @@ from torch import Tensor, nn
 from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.linear import can_halve, can_pack, halve, linear, pack
+from strandline.kernels.linear import bind_linear, linear
 from strandline.kernels.norm import add_rms_norm_zero_centered, rms_norm_zero_centered
 from strandline.kernels.operation import Operation
 from strandline.kernels.recurrence import Recurrence, bind_folds
 from strandline.kernels.rotary import rotary_table
+from strandline.kernels.weights import DenseWeight, Layout
 from strandline.models.layers.parameters import dtype_name, parameter
+from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
 from strandline.models.protocol import ModelMemory
 from strandline.specs import LayerSpec, ModelSpec
-
-PACKED = ("in_proj_OE", "out_proj_EO", "gate_up_FE", "down_EF", "shared_down_EF", "head_ZE")
-"""Parameters that are only ever multiplied with."""
 
 
 class Mixer(Protocol):
@@ -158,8 +157,7 @@ class Decoder(nn.Module):
         self.embed_ZE = parameter(*shape, dtype=dtype, device=device)
         self.layers = nn.ModuleList(layers)
         self.norm_E = parameter(shape[1], dtype=dtype, device=device)
-        self.is_tied = is_tied
-        self.head_ZE = self.embed_ZE if is_tied else parameter(*shape, dtype=dtype, device=device)
+        self.head = None if is_tied else Projection(*shape, dtype, device)
         self.attention_factor = 1.0 if rotary is None else rotary.attention_factor
         inv_freq_F = None if rotary is None else rotary.inv_freq_F.to(device)
         self.register_buffer("inv_freq_F", inv_freq_F, persistent=False)
@@ -171,7 +169,8 @@ class Decoder(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._norm, self._add_norm, self._linear = kernels[self.norm.norm], kernels[self.norm.add_norm], kernels[linear]
+        self._norm, self._add_norm = kernels[self.norm.norm], kernels[self.norm.add_norm]
+        self._tied_head = bind_linear(kernels, DenseWeight(self.embed_ZE))
 
     @property
     def spec(self) -> ModelSpec:
@@ -200,19 +199,10 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
-        return self._linear(hidden_NE, self.head_ZE)
+        return self._tied_head(hidden_NE) if self.head is None else self.head.multiply(hidden_NE)
 
-    def pack(self) -> None:
-        """Lay the weights out for fast GEMMs, where that exists; they cannot be loaded or moved afterwards."""
+    def lay_out(self, layout: Layout) -> None:
+        """Choose the form of all weights that are only multiplied with; they cannot be loaded or moved afterwards."""
         for module in self.modules():
-            for name, weight in module.named_parameters(recurse=False):
-                # The embedding is indexed, too: a head tied to it stays as it is.
-                if name in PACKED and weight is not self.embed_ZE and can_pack(weight):
-                    setattr(module, name, nn.Parameter(pack(weight.data), requires_grad=False))
-
-    def halve(self) -> None:
-        """Keep in float16 what of a float32 model on a CPU loses nothing by it (``kernels/linear.py``)."""
-        for module in self.modules():
-            for name, weight in module.named_parameters(recurse=False):
-                if name in PACKED and weight is not self.embed_ZE and can_halve(weight):
-                    setattr(module, name, halve(weight.data))
+            if isinstance(module, Projection):
+                module.lay_out(layout)

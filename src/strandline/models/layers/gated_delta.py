@@ -21,9 +21,9 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_update
 from strandline.kernels.gdn_recurrence import GatedDelta, GatedDeltaInputs, GatedDeltaMemory
-from strandline.kernels.linear import linear
 from strandline.kernels.norm import rms_norm_gated
 from strandline.models.layers.parameters import dtype_name, parameter
+from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
@@ -44,7 +44,7 @@ class GatedDeltaNet(nn.Module):
         dtype: of activations and the convolution's window, and of the weights until they are packed.
     """
 
-    operations = (linear, causal_conv1d_update, causal_conv1d_prefill, rms_norm_gated, *GatedDelta.operations)
+    operations = (causal_conv1d_update, causal_conv1d_prefill, rms_norm_gated, *GatedDelta.operations)
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ class GatedDeltaNet(nn.Module):
         key_rows, value_rows = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         self.conv_sizes = [key_rows, key_rows, value_rows]
         self.sizes = [sum(self.conv_sizes), value_rows, self.num_heads, self.num_heads]
-        self.in_proj_OE = parameter(sum(self.sizes), config.hidden_size, dtype=dtype, device=device)
+        self.in_proj = Projection(sum(self.sizes), config.hidden_size, dtype, device)
         """Rows: query, key, value, output gate (z), write strength (b), decay (a)."""
         self.conv_CW = parameter(self.sizes[0], config.linear_conv_kernel_dim, dtype=dtype, device=device)
         self.A_log_H = parameter(self.num_heads, dtype=torch.float32, device=device)
         self.dt_bias_H = parameter(self.num_heads, dtype=torch.float32, device=device)
         self.norm_V = parameter(self.value_dim, dtype=dtype, device=device)
-        self.out_proj_EO = parameter(config.hidden_size, value_rows, dtype=dtype, device=device)
+        self.out_proj = Projection(config.hidden_size, value_rows, dtype, device)
 
     @property
     def spec(self) -> LayerSpec:
@@ -73,7 +73,7 @@ class GatedDeltaNet(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._linear, self._rms_norm_gated = kernels[linear], kernels[rms_norm_gated]
+        self._rms_norm_gated = kernels[rms_norm_gated]
         self._convolve_one, self._convolve = kernels[causal_conv1d_update], kernels[causal_conv1d_prefill]
         self.recurrence = self.recurrence.with_kernels(kernels)
 
@@ -83,7 +83,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: GatedDeltaNetMemory) -> Tensor:
         del rotary
-        x_TC, z_TO, b_TH, a_TH = self._linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
+        x_TC, z_TO, b_TH, a_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         num_rows = batch.num_decode_rows
         if num_rows == len(hidden_TE):
             out_THV = self._decode(x_TC, a_TH, b_TH, batch, memory)
@@ -96,7 +96,7 @@ class GatedDeltaNet(nn.Module):
             decoded = self._decode(x_DC, a_DH, b_DH, batch, memory)
             out_THV = torch.cat((decoded, self._prefill(x_RC, a_RH, b_RH, batch, memory)))
         out_THV = self._rms_norm_gated(out_THV, z_TO.view(out_THV.shape), self.norm_V, self.eps)
-        return self._linear(out_THV.flatten(1), self.out_proj_EO)
+        return self.out_proj.multiply(out_THV.flatten(1))
 
     def _decode(
         self, x_NC: Tensor, a_NH: Tensor, b_NH: Tensor, batch: StepBatch, memory: GatedDeltaNetMemory
@@ -131,4 +131,4 @@ class GatedDeltaNet(nn.Module):
         yield f"{prefix}A_log", whole(self.A_log_H)
         yield f"{prefix}dt_bias", whole(self.dt_bias_H)
         yield f"{prefix}norm.weight", whole(self.norm_V)
-        yield f"{prefix}out_proj.weight", whole(self.out_proj_EO)
+        yield f"{prefix}out_proj.weight", whole(self.out_proj.weight_OI)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
-from strandline.kernels.linear import linear
 from strandline.kernels.moe import mixture
 from strandline.models.layers.parameters import parameter
+from strandline.models.layers.projection import Projection
 from strandline.models.targets import NamedTargets, whole
 
 PROJECTION_ROWS = 8
@@ -25,7 +25,7 @@ PROJECTION_ROWS = 8
 class SparseMoe(nn.Module):
     """A mixture of experts with one shared expert behind a sigmoid gate."""
 
-    operations = (linear, mixture)
+    operations = (mixture,)
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device | str, *, is_normalised: bool) -> None:
         super().__init__()
@@ -35,32 +35,32 @@ class SparseMoe(nn.Module):
         self.is_normalised = is_normalised
         self.sizes = [2 * shared_size, config.num_experts, 1]
         self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
-        self.in_proj_OE = parameter(sum(self.sizes), hidden_size, dtype=dtype, device=device)
+        self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
         """Rows: the shared expert's gate and up projections, the router, the shared expert's gate, and zeros."""
-        self.in_proj_OE[-self.sizes[-1] :].zero_()
-        self.shared_down_EF = parameter(hidden_size, shared_size, dtype=dtype, device=device)
+        self.in_proj.weight_OI[-self.sizes[-1] :].zero_()
+        self.shared_down = Projection(hidden_size, shared_size, dtype, device)
         self.gate_up_XFE = parameter(config.num_experts, 2 * size, hidden_size, dtype=dtype, device=device)
         self.down_XEF = parameter(config.num_experts, hidden_size, size, dtype=dtype, device=device)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._linear, self._mixture = kernels[linear], kernels[mixture]
+        self._mixture = kernels[mixture]
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        shared_TS, logits_TX, gate_T1, _ = self._linear(hidden_TE, self.in_proj_OE).split(self.sizes, dim=-1)
-        experts = (self.gate_up_XFE, self.down_XEF, self.shared_down_EF)
+        shared_TS, logits_TX, gate_T1, _ = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        experts = (self.gate_up_XFE, self.down_XEF, self.shared_down.weight)
         projected = (shared_TS, logits_TX, gate_T1)
         return self._mixture(hidden_TE, *projected, *experts, self.top_k, is_normalised=self.is_normalised)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
-        shared, router, shared_gate, _ = self.in_proj_OE.split(self.sizes)
+        shared, router, shared_gate, _ = self.in_proj.weight_OI.split(self.sizes)
         gate, up = shared.chunk(2)
         yield f"{prefix}gate.weight", whole(router)
         yield f"{prefix}shared_expert_gate.weight", whole(shared_gate)
         yield f"{prefix}shared_expert.gate_proj.weight", whole(gate)
         yield f"{prefix}shared_expert.up_proj.weight", whole(up)
-        yield f"{prefix}shared_expert.down_proj.weight", whole(self.shared_down_EF)
+        yield f"{prefix}shared_expert.down_proj.weight", whole(self.shared_down.weight_OI)
         if f"{prefix}experts.gate_up_proj" in names:
             yield f"{prefix}experts.gate_up_proj", whole(self.gate_up_XFE)
             yield f"{prefix}experts.down_proj", whole(self.down_XEF)

@@ -1,0 +1,58 @@
+"""A matrix that activations are multiplied with.
+
+Shape suffixes: O outputs, I inputs.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.binding import Kernels
+from strandline.kernels.linear import LINEAR_OPERATIONS, Linear, bind_gated_linear, bind_linear
+from strandline.kernels.weights import DenseWeight, Layout, Weight
+from strandline.models.layers.parameters import parameter
+
+
+class Projection(nn.Module):
+    """A weight, possibly of several matrices one above the other, and a bias.
+
+    It is loaded as an ordinary parameter. ``lay_out`` then chooses the form in which it is multiplied with, after
+    which it can be neither loaded nor moved.
+    """
+
+    operations = LINEAR_OPERATIONS
+
+    def __init__(
+        self,
+        num_outputs: int,
+        num_inputs: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        has_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight_OI: Tensor = parameter(num_outputs, num_inputs, dtype=dtype, device=device)
+        self.bias_O = parameter(num_outputs, dtype=dtype, device=device) if has_bias else None
+        self.weight: Weight = DenseWeight(self.weight_OI)
+
+    def lay_out(self, layout: Layout) -> None:
+        """Choose the form of the loaded weight; the parameter is freed."""
+        values_OI = self.weight_OI.data
+        del self.weight_OI
+        self.weight = layout(values_OI)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self.multiply: Linear = bind_linear(kernels, self.weight, self.bias_O)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x weight^T + bias``. Layers call ``multiply``, the same without a module's overhead."""
+        return self.multiply(x)
+
+
+class GatedProjection(Projection):
+    """The rows of a gate, then those of an up projection, and the gated linear unit of their outputs."""
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self.multiply = bind_gated_linear(kernels, self.weight)
