@@ -227,8 +227,8 @@ class Attention(nn.Module):
         angle = positions_N.float()[:, None] * self.shape.rope_theta ** (-steps / rot)
         cos, sin = (torch.cat([f, f], dim=-1)[:, None].to(x_NHD.dtype) for f in (angle.cos(), angle.sin()))
         head, rest = x_NHD[..., :rot], x_NHD[..., rot:]
-        turned = torch.cat([-head[..., rot // 2 :], head[..., : rot // 2]], dim=-1)
-        return torch.cat([head * cos + turned * sin, rest], dim=-1)
+        rotated = torch.cat([-head[..., rot // 2 :], head[..., : rot // 2]], dim=-1)
+        return torch.cat([head * cos + rotated * sin, rest], dim=-1)
 
     def prepare(self, h_NE: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         d = self.shape.head_dim

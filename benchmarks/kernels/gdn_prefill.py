@@ -56,7 +56,7 @@ class Case:
 def make_case(
     num_tokens: int, num_sequences: int, num_cuts: int, dtype: torch.dtype = torch.bfloat16, *, past_grid: int = 5
 ) -> Case:
-    """Return random work whose cuts (of all sequences together) lie so many tokens past the grid of 64.
+    """Return random work whose cuts (of all sequences together) lie ``past_grid`` tokens past the grid of 64.
 
     A cut off the grid adds a chunk, one on it does not.
     """

@@ -64,7 +64,7 @@ def parameters(num_rows: int, values: tuple[int, float, float]) -> tuple[Tensor,
 
 
 def peaked_logits(num_rows: int) -> Tensor:
-    """Return logits of which, as in language models, some hundred hold most of the mass."""
+    """Return logits with most of the mass in some hundred tokens, as in language models."""
     logits_NV = 2 * torch.randn(num_rows, VOCAB, device="cuda")
     likely_NC = torch.randint(VOCAB, (num_rows, 300), device="cuda")
     return logits_NV.scatter_add_(-1, likely_NC, 14 * torch.rand(num_rows, 300, device="cuda"))

@@ -109,7 +109,7 @@ def _add_serve(commands: Any) -> None:
     text = "how long a client may take to accept a part of its answer; 0: no limit (default: %(default)s)"
     add("--client-timeout-s", type=float, default=60.0, metavar="S", help=text)
     add("--request-timeout-s", type=float, metavar="S", help="how long a request may take (default: no limit)")
-    text = "what /cache shows; auto: what prompts say, if the server listens on this machine alone, else counts"
+    text = "what /cache shows; auto: prompt text if the server listens on this machine only, else counts"
     add("--cache-page", choices=("auto", "text", "counts", "off"), default="auto", help=text)
     _add_engine_flags(parser)
     parser.set_defaults(run=_run_serve, parser=parser)
@@ -128,7 +128,7 @@ def _add_generate(commands: Any) -> None:
 
 def _add_chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk with a model", description="Talk with a model; Ctrl-D ends.")
-    parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="system message that precedes the conversation")
     parser.add_argument("--model", default="demo", help=MODEL_HELP)
     _add_engine_flags(parser)
     _add_sampling_flags(parser)

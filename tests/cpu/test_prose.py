@@ -1,5 +1,6 @@
-"""How the documentation is written: line lengths, and words that it avoids."""
+"""How documentation, code and tests are written: line lengths, avoided phrases, and the length of test names."""
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,19 +17,37 @@ PAGES = {
 }
 CODE = re.compile(r"^(```|~~~).*?^\1$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
+MODULES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for folder in ("src", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+VOCABULARIES = frozenset({"src/strandline/demo/words.py"})
+"""Modules whose strings are training data: sentences of the demo's language, not prose about the project."""
+
+# Bracketed letters keep this file clean too.
 AVOIDED: Mapping[str, str] = {
-    "definitions? of right": "reference implementation",
-    "twins?": "backend, or Triton version",
-    "recorded steps?": "CUDA graph",
-    "made-up requests?": "warm-up request",
-    "take note": "record, or count",
-    "so many": "a number with its unit",
-    "whoever|nobody|somebody|anybody": "the subject: a request, a user",
-    "stands? aside": "is queued",
-    "mend(?:s|ed|ing)?": "fix",
-    "of which": "two sentences",
+    "definitions? [o]f right": "reference implementation",
+    "[t]wins?": "backend, or Triton version",
+    "[r]ecorded steps?": "CUDA graph",
+    "[m]ade-up requests?": "warm-up request",
+    "[t]akes? note": "record, or count",
+    "[s]o many": "a number with its unit",
+    "[w]hoever|[n]obody|[s]omebody|[a]nybody": "the subject: a request, a user",
+    "stands? [a]side": "is queued",
+    "[m]end(?:s|ed|ing)?": "fix",
+    "[o]f which": "two sentences",
 }
 """Phrases that translate back into another language rather than say what happens, and what to write instead."""
+
+MAX_NAME_WORDS = 10
+LONG_NAMES = frozenset(
+    {
+        "test_weights_from_bfloat16_are_halved_unless_the_user_names_a_dtype",
+        "test_the_stand_in_of_a_halved_weight_has_its_shape_and_no_numbers",
+    }
+)
+"""Names from before the limit; a renamed test leaves this set."""
 
 
 def lines_of_prose(text: str) -> Iterator[tuple[int, str]]:
@@ -51,12 +70,22 @@ def long_lines(text: str) -> list[int]:
 
 
 def avoided_phrases(text: str) -> list[str]:
-    """Return the phrases of a page, code left out, that have a plainer form."""
-    prose = " ".join(CODE.sub("", text).split())
+    """Return the phrases of a text that have a plainer form."""
+    prose = " ".join(re.sub(r"^\s*#", "", text, flags=re.MULTILINE).split())
     return [
         f"{found[0]!r}: write {better}"
         for phrase, better in AVOIDED.items()
         for found in re.finditer(rf"\b(?:{phrase})\b", prose, re.IGNORECASE)
+    ]
+
+
+def long_test_names(text: str) -> list[str]:
+    """Return the names of a module's tests that have too many words."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+        if len(node.name.removeprefix("test_").split("_")) > MAX_NAME_WORDS
     ]
 
 
@@ -67,7 +96,18 @@ def test_documentation_wraps(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_documentation_avoids_phrases(name: str) -> None:
-    assert avoided_phrases(PAGES[name]) == []
+    assert avoided_phrases(CODE.sub("", PAGES[name])) == []
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - VOCABULARIES))
+def test_module_avoids_phrases(name: str) -> None:
+    assert avoided_phrases(MODULES[name]) == []
+
+
+def test_names_of_tests_have_at_most_ten_words() -> None:
+    tests = {name: text for name, text in MODULES.items() if name.startswith("tests/")}
+    found = {name: sorted(set(long_test_names(text)) - LONG_NAMES) for name, text in tests.items()}
+    assert {name: names for name, names in found.items() if names} == {}
 
 
 # The checks themselves: each finds a fault that was put in.
@@ -85,11 +125,26 @@ def test_line_that_cannot_wrap_passes(text: str) -> None:
     assert long_lines(text) == []
 
 
-@pytest.mark.parametrize("text", ["its Triton twin", "of so\nmany tokens", "**Whoever** asks", "a definition of right"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "its Triton t" + "win",
+        "of so\nmany tokens",
+        "# so\n    # many",
+        "**W" + "hoever** asks",
+        "a definition o" + "f right",
+    ],
+)
 def test_avoided_phrase_is_found(text: str) -> None:
     assert avoided_phrases(text)
 
 
-@pytest.mark.parametrize("text", ["`twin`", "```\nnobody\n```", "as soon as", "amendment"])
+@pytest.mark.parametrize("text", ["`t" + "win`", "```\nno" + "body\n```", "as soon as", "amendment"])
 def test_plain_phrase_passes(text: str) -> None:
-    assert avoided_phrases(text) == []
+    assert avoided_phrases(CODE.sub("", text)) == []
+
+
+def test_long_name_of_test_is_found() -> None:
+    name = "_".join(["test", *"abcdefghij"])
+    module = f"class TestX:\n    def {name}(self): pass\n\nasync def {name}_k(): pass\ndef helper_{name}_k(): pass\n"
+    assert long_test_names(module) == [f"{name}_k"]

@@ -42,7 +42,7 @@ class CostModel:
 
 
 H200: Final[Mapping[str, CostModel]] = {
-    # 67,500 tokens/s at 8 × 8,192, of which attention is small; 292 TFLOP/s in 10 layers of 16 heads of 256; decode
+    # 67,500 tokens/s at 8 × 8,192, attention being a small part; 292 TFLOP/s in 10 layers of 16 heads of 256; decode
     # 4.2 ms at batch 1 and 31 ms at 256; 20 KiB of keys and values per token at 4.27 TB/s.
     "Qwen3.5-35B-A3B": CostModel(0.0042, 1 / 70_000, 5.6e-10, 1.0e-4, 4.8e-9),
     "Qwen3.5-9B": CostModel(0.0060, 1 / 36_000, 4.5e-10, 4.5e-5, 7.7e-9),

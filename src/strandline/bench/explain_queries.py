@@ -188,8 +188,8 @@ def _list(accounts: Sequence[Account], *, as_json: bool) -> None:
     for number, account in ranked:
         misses = [miss for miss in account.misses if miss.reason not in NEW]
         worst = max(misses, key=lambda miss: miss.num_tokens, default=None)
-        told = "" if worst is None else f"{worst.reason}: {MEANINGS[worst.reason]}"
-        print(f"{number:>9,} {account.queried:>9,} {account.hit:>9,} {_avoidable(account):>10,}  {told}")
+        described = "" if worst is None else f"{worst.reason}: {MEANINGS[worst.reason]}"
+        print(f"{number:>9,} {account.queried:>9,} {account.hit:>9,} {_avoidable(account):>10,}  {described}")
 
 
 def _avoidable(account: Account) -> int:

@@ -126,5 +126,5 @@ def _lines(panel: Panel, colours: Mapping[str, str]) -> Iterator[str]:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         yield f'<polyline points="{path}" fill="none" stroke="{colours[policy]}" stroke-width="2"/>'
         for (x, y), (gib, value) in zip(places, points, strict=True):
-            told = f"{escape(policy)}, {gib:.4g} GiB: {value:,.1f}"
-            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colours[policy]}"><title>{told}</title></circle>'
+            caption = f"{escape(policy)}, {gib:.4g} GiB: {value:,.1f}"
+            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colours[policy]}"><title>{caption}</title></circle>'

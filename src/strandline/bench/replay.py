@@ -1,7 +1,7 @@
 """Replays recorded traffic through the real cache and scheduler, with a cost model in place of the device.
 
 Time is simulated: requests come when the trace says (and after the call before them in their lane has ended), run
-together as the scheduler decides, and each step takes what the cost model says. While nobody prefills, all decode
+together as the scheduler decides, and each step takes what the cost model says. While no sequence prefills, all decode
 several tokens at a stretch, up to the next arrival or end. Nothing is drawn at random and no clock is read: the same
 trace, policy and budget give the same figures.
 """
@@ -98,7 +98,7 @@ class NoTokens(tuple[int, ...]):
 
     @classmethod
     def of(cls, num_tokens: int) -> "NoTokens":
-        """Return a stand-in for so many tokens: an empty tuple, but for its length."""
+        """Return a stand-in for ``num_tokens`` tokens: an empty tuple but for its length."""
         stand_in = cls()
         stand_in._num_tokens = num_tokens
         return stand_in
@@ -253,7 +253,7 @@ class Replay:
                 self._scheduler.append_known(request, self._running[request.request_id].tokens(more))
 
     def _cost_s(self, plan: StepPlan) -> float:
-        """Return how long the step takes; with several decoded tokens per sequence, how long so many steps take."""
+        """Return the duration of the step; with n decoded tokens per sequence, that of n steps."""
         cost = self.machine.cost
         prefill_s = decode_s = 0.0
         num_steps = 1

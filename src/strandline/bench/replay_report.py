@@ -118,14 +118,14 @@ def _line(row: Row) -> str:
     result = row.result
     held = max(result.slot_bytes + result.block_bytes, 1)
     misses = sorted(result.missed_tokens.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{reason} {count // max(result.num_requests, 1):,}" for reason, count in misses if count)
+    described = ", ".join(f"{reason} {count // max(result.num_requests, 1):,}" for reason, count in misses if count)
     refused = f"; {result.num_refused} refused" if result.num_refused else ""
     return (
         f"{row.trace[:28]:<28} {result.memory_bytes / 2**30:>5.4g} GiB {result.policy:<14}{result.num_requests:>9,}"
         f"{result.hit_share:>8.1%}{result.ideal_share:>8.1%}{result.computed_per_request:>10,.0f}"
         f"{result.recomputed_per_request:>11,.0f}{result.ttft_quantile_s(0.5) * 1e3:>10,.0f}"
         f"{result.ttft_quantile_s(0.9) * 1e3:>9,.0f}{result.slot_bytes / held:>8.0%}"
-        f"{result.num_preemptions:>10,}  {told}{refused}"
+        f"{result.num_preemptions:>10,}  {described}{refused}"
     )
 
 

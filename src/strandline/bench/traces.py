@@ -1,6 +1,6 @@
 """Recorded traffic as lanes of calls: conversations in which each request follows the end of the previous one.
 
-Formats, one JSON object a line, plain or gzipped, told apart by their keys:
+Formats, one JSON object a line, plain or gzipped, distinguished by their keys:
 
 - *sessions* of 64-token block ids, delta-coded (``requests`` with ``lcp`` and ``new``), sub-agents nested;
 - *blocks*: single requests as 512-token block ids (``hash_ids``);
@@ -67,8 +67,8 @@ def read_trace(path: str | Path, *, max_sessions: int | None = None, session_gap
     """Return the lanes of a trace.
 
     Args:
-        max_sessions: take so many sessions (of single requests: so many requests) from the beginning.
-        session_gap_s: sessions that record no time of day begin so long after each other.
+        max_sessions: number of sessions (of a trace of single requests: requests) taken from the beginning.
+        session_gap_s: interval between the starts of sessions that record no time of day.
 
     Raises:
         ConfigError: the file cannot be read, or a row is of no known format.

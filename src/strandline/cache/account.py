@@ -96,8 +96,8 @@ class Account(NamedTuple):
         for place, miss in enumerate(self.misses):
             if miss.reason is Reason.OTHER_SALT:
                 reason = Reason.DIVERGED if miss.start else Reason.FIRST_SEEN
-                told = Miss(reason, miss.start, self.misses[-1].end)
-                return Account(self.queried, self.hit, self.kv_tokens, self.snapshot_kind, (*self.misses[:place], told))
+                cut = Miss(reason, miss.start, self.misses[-1].end)
+                return Account(self.queried, self.hit, self.kv_tokens, self.snapshot_kind, (*self.misses[:place], cut))
         return self
 
 

@@ -1,7 +1,7 @@
 """What runs the steps that the core plans: the seam between the engine and its devices.
 
-An executor owns weights, the memory of blocks and slots, and what is known of running requests on the device. It obeys
-plans, which are all that it hears of requests; so it may be in this process or in another one.
+An executor owns weights, the memory of blocks and slots, and what is known of running requests on the device. It runs
+plans, its only source of requests; so it may be in this process or in another one.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class Executor(Protocol):
         """
 
     def forget_requests(self) -> None:
-        """Drop what is known of requests, all of which have ended, and the scratch memory of their steps."""
+        """Drop the data of requests (all have ended) and the scratch memory of their steps."""
 
     def capture_graphs(self) -> None:
         """Capture CUDA graphs of frequent steps, to be replayed from now on."""

@@ -1,7 +1,7 @@
 """Runs steps on one device: applies the cache's actions, runs the model, samples.
 
-The runner obeys the plan. Of a request it keeps the sampling state alone. Every sequence's final hidden state is stored
-in its slot, so that a slot that becomes a snapshot can give its next token without a forward pass.
+The runner follows the plan; of a request it keeps only the sampling state. Every sequence's final hidden state is
+stored in its slot, so that a slot that becomes a snapshot can give its next token without a forward pass.
 
 ``launch`` does not wait for the device: sampled tokens stay there, for the next step to read, and are copied to the
 host behind the step.

@@ -68,7 +68,7 @@ class Auditor:
         self._is_replayed = False
 
     def introduce(self, request: Request) -> NewRequest:
-        """Return what the executor is told of a request that begins; choose whether to audit it.
+        """Return the request data that the executor gets when a request begins; choose whether to audit it.
 
         Log-probabilities of audited requests are computed, whether or not their senders asked for them.
         """

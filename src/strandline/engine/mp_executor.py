@@ -1,6 +1,6 @@
 """The executor whose steps run in a worker process (``engine/worker.py``): plans out, results back, pickled.
 
-Calls are numbered. Those that change the device are obeyed in order; a reply may come before an earlier one's. The
+Calls are numbered. Those that change the device are executed in order; a reply may come before an earlier one's. The
 worker ends when the connection closes: when the executor is closed or garbage, or its process has ended.
 """
 

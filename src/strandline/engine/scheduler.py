@@ -50,7 +50,7 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            introduce: returns what the executor is told of a request when it first runs.
+            introduce: returns the data that the executor gets of a request when it first runs.
         """
         self.cache = cache
         self.max_num_seqs = max_num_seqs

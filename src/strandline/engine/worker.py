@@ -36,8 +36,8 @@ class Worker:
         self._grammars: dict[int, object] = {}
         """Compiled grammars by the number of the call; they are kept until the caller releases them."""
 
-    def obey(self, call: Call) -> None:
-        """Do what a call asks for, or start it."""
+    def handle(self, call: Call) -> None:
+        """Run a call, or start it in the background."""
         for number in call.released:
             self._grammars.pop(number, None)
         if call.method == "compile_grammar":
@@ -81,7 +81,7 @@ def portable(error: Exception) -> Exception:
 
 
 def serve(calls: BinaryIO, connection: socket.socket) -> int:
-    """Load what the first message names, and obey calls until there are no more; return the exit code."""
+    """Load what the first message names, and handle calls until there are no more; return the exit code."""
     lock = Lock()
 
     def send(reply: Reply) -> None:
@@ -100,7 +100,7 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
     worker = Worker(executor, send)
     try:
         while True:
-            worker.obey(pickle.load(calls))
+            worker.handle(pickle.load(calls))
     finally:
         worker.close()
 

@@ -267,7 +267,7 @@ def _halves(row, half, i):
 
 @helper
 def _fetch(rows, first):
-    """Prefetch four of the rows at an address, so many bytes apart, so many long."""
+    """Prefetch rows ``first`` to ``first + 3``. ``rows``: address of row 0, bytes between rows, bytes per row."""
     address, stride_bytes, row_bytes = rows
     for row in range(first, first + 4):
         for offset in range(0, row_bytes, 64):

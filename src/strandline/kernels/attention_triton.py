@@ -60,7 +60,7 @@ PREFILL_TILE = Tile(rows=128, keys=64, num_warps=8, num_stages=2)
 shared memory."""
 
 FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
-"""Products in plain float32 do not use the tensor cores: this path is for tests, not for speed."""
+"""GEMMs in plain float32 do not use the tensor cores: this path is for tests, not for speed."""
 
 DECODE_PROGRAMS = 4 * NUM_SMS
 """Programs that a step of few decodes is split into."""
@@ -247,7 +247,7 @@ def _decode_kernel(
         first_key = tl.maximum(context_len - window_tokens, 0)
     first_tile = first_key // BLOCK_K
     end_tile = tl.cdiv(context_len, BLOCK_K)
-    # Either so many splits share the context, or a split has so many tiles of keys, however long the context is.
+    # Either num_splits splits share the context, or each has split_tiles tiles of keys, whatever the context's length.
     tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
     if split_tiles > 0:
         tiles_per_split = split_tiles
@@ -360,7 +360,7 @@ def _prefill_kernel(
     num_tiles_N = tl.cdiv((stop_N - start_N) * GROUP, BLOCK_M)
     is_before_N = is_prefill_N & (tl.cumsum(num_tiles_N, axis=0) <= tile)
     prefill = tl.sum(is_before_N.to(tl.int32), axis=0)
-    # A recorded step has room for more tiles than there are.
+    # A CUDA graph's grid is sized for the largest number of tiles; the surplus programs return.
     if prefill >= num_prefills:
         return
     tile = tile - tl.sum(tl.where(is_before_N, num_tiles_N, 0), axis=0)

@@ -48,7 +48,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class LogBatch:
-    """The decodes' logs (contract 4), and how much of each the step folds: the plan decides, every backend obeys."""
+    """The decodes' logs (contract 4), and how much of each the step folds: the plan decides, backends follow it."""
 
     log_N: Tensor
     """int64; the null log is empty, and stays so."""

@@ -4,7 +4,7 @@ Token ``t`` of a channel becomes ``sum_j weight[j] * x[t - W + 1 + j] + bias``, 
 sequence's new tokens come from its *window*: the W - 1 inputs before them, token-major, oldest first.
 
 Invariants: the null slot reads as zeros, and its memory is neither used nor written; every window is read
-before any is written. Products accumulate in float32; results are rounded to x's dtype before the activation.
+before any is written. Sums accumulate in float32; results are rounded to x's dtype before the activation.
 
 Shape suffixes: T tokens, N sequences, C channels, W taps of the filter, S slots, R rows of a window's memory,
 P = W - 1 rows of a window, X inputs of a sequence, those of its window first.

@@ -14,7 +14,7 @@ Both reductions over K are taken from the state as it was: with ``e = beta (v - 
 ``decay S^T q + (k . q) e``, which saves a second pass over the new state before the output is known.
 
 Deterministic, the launch does not depend on the batch: a sequence's bits are the same whatever is decoded around it.
-Otherwise there are two, of which each is compiled once per dtype and layer shape; the sums over K add in another order.
+Otherwise there are two launches, each compiled once per dtype and layer shape; the sums over K add in another order.
 
 Shape suffixes as in ``kernels/gdn_log.py``.
 """

@@ -33,7 +33,7 @@ LOG_TOKENS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class LogMemory:
-    """One layer's logs, in float32; log 0 takes what nobody needs.
+    """One layer's logs, in float32; log 0 absorbs writes whose result is discarded.
 
     Where a function says so, every tensor has one more dimension before these: layers.
     """

@@ -2,7 +2,7 @@
 
 A task is the value heads of one key head of one sequence, or some panels of their channels where there are more threads
 than key heads. It copies the states into scratch memory, walks the chunks, and writes the states wherever they are
-wanted. Nothing is padded: a chunk costs in proportion to its tokens. All large products are tiles of registers
+wanted. Nothing is padded: a chunk costs in proportion to its tokens. All large matrix products are tiles of registers
 (``tile_numba.py``).
 
 The triangular system is solved for the values that are written, row by row, and never inverted.
@@ -82,7 +82,7 @@ def gdn_prefill(
 def _sources(
     state_SHKV: Tensor, src: list[int], dst: list[int], cut_slots: tuple[int, ...]
 ) -> tuple[list[Tensor], Tensor]:
-    """Return addresses of initial states, 0 for zeros; and copies of those that somebody else will overwrite."""
+    """Return addresses of initial states, 0 for zeros; and copies of those that another sequence will overwrite."""
     writers = Counter(dst)
     writers.update(cut_slots)
     copies, addresses = [], []

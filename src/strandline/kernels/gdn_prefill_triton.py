@@ -66,8 +66,8 @@ MANY_PROGRAMS = Advance(columns=128, num_warps=8, num_stages=3)
 Three chunks in flight fill a multiprocessor; with two, 137."""
 
 FLOAT32_PRECISION = "tf32x3"
-"""Of all products where the inputs are float32: three products of tf32 parts keep 21 bits. As plain float32 products
-on matrices of this size, kernels compile for minutes and spill thousands of registers."""
+"""Of all matrix products of float32 inputs: three GEMMs of tf32 parts keep 21 bits. With plain float32 GEMMs of this
+size, kernels compile for minutes and spill thousands of registers."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -162,7 +162,7 @@ def _prepare_kernel(
     key_head = head // HEADS_PER_KEY
     start = tl.load(starts_ptr + chunk)
     length = tl.load(lengths_ptr + chunk).to(tl.int32)
-    # A recorded step has room for more chunks than there are.
+    # A CUDA graph's grid is sized for the largest number of chunks; the surplus programs return.
     if length == 0:
         return
     row = tl.arange(0, L)
@@ -504,7 +504,7 @@ def advance(
 
 
 def choose_launch(num_sequences: int, num_heads: int, value_dim: int) -> Advance:
-    """Return how to carry the states of so many heads."""
+    """Return the launch parameters that carry the states of ``num_sequences * num_heads`` heads."""
     programs = num_sequences * num_heads * cdiv(value_dim, FEW_PROGRAMS.columns)
     return FEW_PROGRAMS if programs <= NUM_SMS else MANY_PROGRAMS
 

@@ -1,10 +1,10 @@
-"""Products of few rows with a weight: a stream of the weight through registers, or through tensor cores.
+"""GEMMs of few rows with a weight, which is streamed through registers or through tensor cores.
 
 One row, and up to ``MAX_ROWS_GEMV`` with a small weight: every program multiplies a few of the weight's rows, whole,
-in float32. Up to ``MAX_ROWS_SKINNY`` with many outputs: tiles of 16 rows, on tensor cores. Else torch's product. The
+in float32. Up to ``MAX_ROWS_SKINNY`` with many outputs: tiles of 16 rows, on tensor cores. Otherwise torch's GEMM. The
 way depends on shapes alone, and a row's result on no other row.
 
-Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a product sums over.
+Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a matrix product sums over.
 """
 # mypy: ignore-errors
 
@@ -25,11 +25,11 @@ MAX_ROWS_GEMV = 4
 MAX_ROWS_SKINNY = 16
 
 MAX_OUTPUTS = 65536
-"""Beyond (the head), torch's product reaches the memory's bandwidth."""
+"""Beyond (the head), torch's GEMM reaches the memory's bandwidth."""
 
 
 class Gemv(NamedTuple):
-    """How a product with one to four rows is cut up."""
+    """How a GEMM with one to four rows is tiled."""
 
     block_n: int
     block_k: int
@@ -37,14 +37,14 @@ class Gemv(NamedTuple):
 
 
 class Skinny(NamedTuple):
-    """How a product with up to 16 rows is cut up."""
+    """How a GEMM with up to 16 rows is tiled."""
 
     block_n: int
     block_k: int
     warps: int
     stages: int
     spans: int = 1
-    """Spans of the inputs, each a product of its own; their sum is a launch more."""
+    """Spans of the inputs, each a GEMM of its own; adding them up takes one more launch."""
 
 
 GEMV_SMALL = Gemv(1, 1024, 2)
@@ -54,7 +54,7 @@ GEMV_WIDE = Gemv(4, 512, 2)
 
 SMALL_ELEMENTS = 12 << 20
 """Up to this size a weight is streamed faster by ever more programs, and for one to four rows; a larger one takes
-torch's product from three rows on: the arithmetic outweighs the stream there."""
+torch's GEMM from three rows on: the arithmetic outweighs the stream there."""
 
 WIDE_INPUTS = 2560
 """From here on a program has four outputs."""
@@ -254,7 +254,7 @@ def gated_linear_invariant(x: Tensor, gate_up_OI: Tensor) -> Tensor:
 
 
 def plan_product(x: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Gemv | Skinny | None:
-    """Return how to cut up a product with few rows, or None where torch's is as fast. Shapes alone decide."""
+    """Return the tiling of a GEMM with few rows, or None where torch's is as fast. Shapes alone decide."""
     if x.dim() != 2 or not 0 < len(x) <= MAX_ROWS_SKINNY or x.stride(1) != 1 or not weight_OI.is_contiguous():
         return None
     num_rows, (num_outputs, num_inputs) = len(x), weight_OI.shape
@@ -277,7 +277,7 @@ def _launch(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, plan: Gemv | Sk
 
 
 def launch_gemv(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gemv: Gemv, *, is_gated: bool) -> Tensor:
-    """Return the product of up to four rows; gated, of ``silu(gate x) * up x``."""
+    """Return the matrix product of up to four rows; gated, of ``silu(gate x) * up x``."""
     num_rows, num_inputs = x_MI.shape
     num_outputs = len(weight_OI) // 2 if is_gated else len(weight_OI)
     out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
@@ -304,7 +304,7 @@ def launch_gemv(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gemv: Ge
 
 
 def launch_skinny(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: Skinny, *, is_gated: bool) -> Tensor:
-    """Return the product of up to 16 rows; gated, of ``silu(gate x) * up x``, which cannot be split."""
+    """Return the matrix product of up to 16 rows; gated, of ``silu(gate x) * up x``, which cannot be split."""
     num_rows, num_inputs = x_MI.shape
     num_outputs = len(weight_OI) // 2 if is_gated else len(weight_OI)
     out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)

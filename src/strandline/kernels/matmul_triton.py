@@ -4,9 +4,9 @@ A library picks another kernel, and with it another order of the sum, for anothe
 one chain of additions over the inputs in order, 16 at a time, in the tensor core's float32 accumulator (float32 inputs:
 one at a time). Tiles differ in how many rows and columns they have, never in that order, so that the tile may still be
 chosen by the number of rows: ``tests/gpu/engine/test_deterministic.py`` holds that all tiles give the same bits. None
-has fewer than 64 rows: below, the compiler takes another instruction, of which nobody says how it adds.
+has fewer than 64 rows: below, the compiler uses another instruction, whose order of additions is not documented.
 
-Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a product sums over.
+Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a matrix product sums over.
 """
 # mypy: ignore-errors
 
@@ -21,7 +21,7 @@ from strandline.kernels.sizes import NUM_SMS, cdiv
 
 
 class Tile(NamedTuple):
-    """How a product is cut up."""
+    """How a matrix product is tiled."""
 
     block_m: int
     block_n: int
@@ -32,17 +32,17 @@ class Tile(NamedTuple):
 
 FEW_ROWS = 64
 MIDDLE_ROWS = 512
-"""Up to so many rows the weight's stream is all, or nearly: many narrow tiles, so that every multiprocessor reads."""
+"""Up to this many rows reading the weight takes nearly all the time: narrow tiles keep every multiprocessor reading."""
 
 TILE_NARROW = Tile(64, 32, 64, 4, 6)
 TILE_FEW = Tile(64, 64, 64, 4, 5)
 TILE_MIDDLE = Tile(128, 64, 64, 4, 4)
 TILE_MANY = Tile(128, 256, 64, 8, 3)
 TILE_FLOAT32 = Tile(64, 64, 16, 4, 2)
-"""Products of plain float32 leave the tensor cores aside: for tests and small models."""
+"""GEMMs in plain float32 do not use tensor cores: for tests and small models."""
 
 NARROW_OUTPUTS = 64 * NUM_SMS
-"""Below so many outputs, tiles of 64 columns would leave multiprocessors idle."""
+"""Below this many outputs, tiles of 64 columns would leave multiprocessors idle."""
 
 GROUP_ROWS = 8
 """Row tiles that share the weight's tiles while they are in the second-level cache."""

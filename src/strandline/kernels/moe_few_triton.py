@@ -1,4 +1,4 @@
-"""The experts of a few tokens on a GPU, in two launches: every product is one of a matrix with a vector.
+"""The experts of a few tokens on a GPU, in two launches: every product is a matrix-vector product.
 
 Both kernels take each token's experts from the router's logits by themselves, which costs less than a launch between
 would; the second also computes the shared expert's part. It reads the experts' weights before the first has ended:
@@ -24,7 +24,7 @@ from strandline.kernels.sizes import cdiv, next_power_of_2
 
 
 class Few(NamedTuple):
-    """How the two products are cut up."""
+    """How the two matrix products are tiled."""
 
     block_up_n: int
     block_up_k: int
@@ -66,7 +66,7 @@ def take_top(
         key_E = tl.where(key_E == key, lowest, key_E)
         if dtype == tl.bfloat16:
             high = key & -65536
-            # A negative number's lower half was turned over, too.
+            # The lower half of a negative number was inverted as well.
             value = tl.where(high < 0, (high | 0xFFFF) ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
             expert = BLOCK_E - 1 - (key & 0xFFFF)
         else:

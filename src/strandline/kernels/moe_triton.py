@@ -6,9 +6,9 @@ choices, so that an expert's weights are read about once; then the choices of a 
 shapes alone: programs without work leave at once.
 
 Invariants: a token's result depends on that token alone, though its last bits may differ between the two ways; no
-more than ``T K`` choices are listed, and experts that nobody chose are not read.
+more than ``T K`` choices are listed, and experts that no token chose are not read.
 
-Shape suffixes: as in ``moe.py``; in kernels M choices, N features, K the dimension that a product sums over, C a
+Shape suffixes: as in ``moe.py``; in kernels M choices, N features, K the dimension that a matrix product sums over, C a
 token's choices (``top_k``, padded to a power of two).
 """
 # mypy: ignore-errors
@@ -30,15 +30,15 @@ from strandline.kernels.sizes import cdiv, next_power_of_2
 from strandline.kernels.weights import DenseWeight
 
 MAX_TOKENS_FEW = 4
-"""Beyond, choices of the same expert become so many that reading its weights once per choice costs more than a list."""
+"""With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
 
 FEW = (Few(2, 1024, 1, 4, 4), Few(2, 512, 1, 4, 4))
-"""For one token, and for more: programs of 4 to 8 KiB that need nothing of each other, for the first product; 36 KiB
+"""For one token, and for more: independent programs of 4 to 8 KiB for the first GEMM; 36 KiB
 for the second."""
 
 
 class Tile(NamedTuple):
-    """How one of the two products of many tokens is cut up."""
+    """How one of the two GEMMs of many tokens is tiled."""
 
     block_m: int
     block_n: int
@@ -59,7 +59,7 @@ TILES_PREFILL = (Tile(128, 128, 64, 8, 4, 2), Tile(128, 256, 64, 8, 3, 2))
 """Hundreds of choices per expert: tiles as large as the registers allow."""
 
 TILES_FLOAT32 = (Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2))
-"""Exact products, without tensor cores: for tests."""
+"""Exact GEMMs, without tensor cores: for tests."""
 
 CHOICES_PER_EXPERT_MIDDLE = 16
 CHOICES_PER_EXPERT_PREFILL = 64

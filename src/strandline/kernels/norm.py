@@ -17,7 +17,7 @@ from torch import Tensor
 from strandline.kernels.operation import numba, operation, triton
 
 ELEMENTS_PER_PASS_CPU = 2**17
-"""Of a large input a CPU normalises so many elements at a time: what lies between the operations stays in cache."""
+"""Elements of a large input that a CPU normalises in one pass, so that intermediate results stay in its cache."""
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

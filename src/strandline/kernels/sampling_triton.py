@@ -23,10 +23,10 @@ CHUNK = 4096
 """Tokens of a program: a row of 248,320 is spread over 61 of them."""
 
 TILE = 128
-"""Tokens of which one maximum is kept."""
+"""Tokens per maximum that is kept."""
 
 BOUND_TILES = 1280
-"""How many tiles reach the candidates' bound: there are at least so many candidates, and rarely twice as many."""
+"""Tiles whose maxima reach the candidates' bound: a row has at least this many candidates, and rarely twice as many."""
 
 MAX_CANDIDATES = 4096
 """Candidates of a row; with more it is bisected whole."""

@@ -1,7 +1,7 @@
-"""Float32 products of small matrices, within kernels that Numba compiles, at the rate of the CPU's own units.
+"""Float32 GEMMs of small matrices inside Numba kernels, at the speed of the CPU's vector units.
 
 ``C = scale C + A B`` is computed a tile of C at a time: some rows by a *panel* of ``PANEL`` columns, all of it in
-vector registers, which the compiler is told outright. B lies in panels, one row after another; rows of C lie ``c_row``
+vector registers, which the code requests explicitly. B lies in panels, one row after another; rows of C lie ``c_row``
 numbers apart; A lies in any order, ``a_row`` and ``a_col`` numbers apart. Matrices are addresses.
 
 An element's sum runs over the depth in rising order, so that it depends on nothing but its row and its column.
@@ -126,7 +126,7 @@ def multiply(a, a_row, a_col, b, c, c_row, num_rows, depth, scale):
 
 @helper
 def multiply_lower(a, a_row, b, c, c_row, num_rows, scale):
-    """Do the same with a lower triangular A, of which the ``TALL - 1`` columns past the diagonal are read as well."""
+    """Do the same with a lower triangular A, whose ``TALL - 1`` columns past the diagonal are read as well."""
     row = 0
     while row < num_rows:
         count = min(TALL, num_rows - row)

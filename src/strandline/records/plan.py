@@ -1,4 +1,4 @@
-"""One step as data: what the scheduler decides and the executor obeys, and what comes back.
+"""One step as data: what the scheduler decides, the executor runs, and what comes back.
 
 A plan is frozen and owns its data: enough to run the step in another process from its bytes, and unchanged when the
 scheduler and the cache go on. The same holds for a result.

@@ -71,8 +71,8 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         host, port = listener.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if mode != "off":
-            told = "no text of prompts" if mode == "counts" else "what prompts say"
-            LOGGER.info("cache page, which shows %s: %s/cache", told, address)
+            shown_as = "without prompt text" if mode == "counts" else "with prompt text"
+            LOGGER.info("cache page (%s): %s/cache", shown_as, address)
         LOGGER.info("serving %s on %s", names[0], address)
         return await _run_http(SlowClientTimeout(app, server.client_timeout_s or None), listener)
 

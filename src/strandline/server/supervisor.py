@@ -1,4 +1,4 @@
-"""Supervises the engine process: start, handshake, exit, and restart if the server was told to."""
+"""Supervises the engine process: start, handshake, exit, and restart if the server is configured to."""
 
 import asyncio
 import logging

@@ -14,7 +14,7 @@ SEEDS = (0,)
 MEMORY_GIB = (0.5, 1, 2, 4)
 """8, 16, 32 and 65 slots."""
 FEW_SLOTS = (6, 7, 8, 9, 10, 12)
-"""Of which a running request holds two or three."""
+"""Slots in total; a running request holds two or three."""
 NOISE = 0.003
 """Of the prompt tokens, in a single replay."""
 
@@ -70,7 +70,7 @@ def scan(seed: int) -> Iterator[Lane]:
 
 
 def zipf(seed: int) -> Iterator[Lane]:
-    """Prefixes of which few are popular."""
+    """Prefixes, few of them popular."""
     choose = Random(seed)
     sizes = [choose.randint(100, 5000) for _ in range(60)]
     picked = choose.choices(range(60), [1 / (place + 1) for place in range(60)], k=200)
@@ -124,7 +124,7 @@ def agents_one_after_another(seed: int) -> Iterator[Lane]:
 
 
 def chats_beside_documents(seed: int) -> Iterator[Lane]:
-    """Short conversations, and long documents that nobody asks about again."""
+    """Short conversations, and long documents that are not asked about again."""
     yield from chats(seed, num_chats=30, max_turns=8, gap_s=4, think_s=(2, 30), said=(10, 120), answered=(10, 200))
     yield from singles(((f"document {index}", 9000, 60) for index in range(60)), seed)
 

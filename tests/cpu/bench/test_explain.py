@@ -71,7 +71,7 @@ asked again now, it would hit 2,000 of 2,000
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Plays the server: takes note of what is asked, and gives one answer or a refusal."""
+    """Plays the server: records what is asked, and gives one answer or a refusal."""
 
     asked: list[tuple[str, str | None, dict[str, Any]]]
 

@@ -203,7 +203,7 @@ class Favourites:
 
 
 @pytest.mark.parametrize("dear", [1000, 2000, 3000])
-def test_custom_eviction_order_is_obeyed(dear: int) -> None:
+def test_custom_eviction_order_is_followed(dear: int) -> None:
     driver = Driver(7, 1, order=Favourites({dear}))
     for first in (1000, 2000, 3000):
         driver.serve(prompt(20, first))

@@ -105,7 +105,7 @@ def test_static_shares_of_memory_are_kept() -> None:
 
 
 def chats(seed: int, num_requests: int) -> list[list[int]]:
-    """Return prompts of conversations that take turns at random, some of which share a system prompt."""
+    """Return prompts of conversations that take turns at random; some share a system prompt."""
     choose = random.Random(seed)
     systems = [prompt(choose.randint(60, 400), 1_000_000 * (index + 1)) for index in range(2)]
     histories = [list(choose.choice(systems)) for _ in range(6)]

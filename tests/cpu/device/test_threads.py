@@ -59,7 +59,7 @@ def test_chosen_number_of_threads_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.get_num_threads() == NUM_CORES
 
 
-def test_engine_on_a_cpu_obeys_the_quota_with_a_note(
+def test_engine_on_cpu_applies_quota_and_logs_it(
     make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cpu.max").write_text("200000 100000\n")

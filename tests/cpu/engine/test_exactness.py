@@ -48,7 +48,7 @@ def test_resuming_at_every_position_gives_the_same_tokens(make_llm: MakeLLM) -> 
         assert output.outputs[0].token_ids == expected
 
 
-def test_an_identical_prompt_is_a_whole_hit_and_runs_no_forward(make_llm: MakeLLM) -> None:
+def test_identical_prompt_hits_fully_and_runs_no_forward(make_llm: MakeLLM) -> None:
     llm, prompt = make_llm(), tokens(100)
     [first] = llm.generate([prompt], GREEDY, use_tqdm=False)
     llm.engine.add_request("again", prompt, GREEDY)
@@ -112,7 +112,7 @@ def test_turns_of_a_chat_hit_all_but_their_new_tokens(make_llm: MakeLLM) -> None
             history.extend(output.outputs[0].token_ids)
 
 
-def test_a_shared_prefix_hits_to_the_token_from_its_third_sighting(make_llm: MakeLLM) -> None:
+def test_shared_prefix_hits_to_the_token_from_third_prompt(make_llm: MakeLLM) -> None:
     llm, shared = make_llm(), tokens(100)
     hits = []
     for seed in range(1, 5):

@@ -1,4 +1,4 @@
-"""The offline API: prompts in every form, every parameter, and errors that harm nobody else."""
+"""The offline API: prompts in every form, every parameter, and errors that affect no other request."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def one(llm: LLM, prompt: Any, params: SamplingParams = GREEDY) -> Any:
     return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
 
 
-def test_a_prompt_may_be_text_or_token_ids_or_a_mapping(llm: LLM) -> None:
+def test_prompt_may_be_text_token_ids_or_mapping(llm: LLM) -> None:
     token_ids = llm.get_tokenizer().encode("hello")
     forms: list[Any] = ["hello", token_ids, {"prompt": "hello"}, {"prompt_token_ids": token_ids}, ["hello"]]
     texts = {one(llm, form).text for form in forms}
@@ -56,7 +56,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
 
 
-def test_chat_renders_the_template_and_a_second_turn_hits_the_first(llm: LLM) -> None:
+def test_chat_renders_template_and_second_turn_hits_first(llm: LLM) -> None:
     messages = [{"role": "user", "content": "tell me something long enough to be worth caching"}]
     [first] = llm.chat(messages, GREEDY, use_tqdm=False)
     assert first.prompt == f"u:{messages[0]['content']}|a:"
@@ -65,7 +65,7 @@ def test_chat_renders_the_template_and_a_second_turn_hits_the_first(llm: LLM) ->
     assert second.num_cached_tokens == len(first.prompt_token_ids) + 10 - 1
 
 
-def test_a_seeded_request_does_not_depend_on_the_batch_around_it(llm: LLM) -> None:
+def test_seeded_request_does_not_depend_on_its_batch(llm: LLM) -> None:
     params = SamplingParams(temperature=1.5, seed=7, max_tokens=20)
     alone = one(llm, "hello", params).token_ids
     others = [SamplingParams(temperature=2.0, max_tokens=30) for _ in range(5)]
@@ -137,7 +137,7 @@ def test_a_stop_token_ends_the_output_and_is_named(llm: LLM) -> None:
     assert (completion.finish_reason, completion.stop_reason) == ("stop", tokens[2])
 
 
-def test_min_tokens_puts_off_the_end_and_ignore_eos_rules_it_out(llm: LLM) -> None:
+def test_min_tokens_delays_end_and_ignore_eos_disables_it(llm: LLM) -> None:
     eos = llm.get_tokenizer().eos_token_id
     always_end = {"temperature": 0, "logit_bias": {eos: 100.0}}
     ended = one(llm, "hello", SamplingParams(max_tokens=6, **always_end))  # type: ignore[arg-type]

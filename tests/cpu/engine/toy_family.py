@@ -1,4 +1,4 @@
-"""A made-up model family that shares nothing with published ones but the interfaces.
+"""A synthetic model family that shares nothing with published ones but the interfaces.
 
 Its layers keep three streams of different widths and dtypes; a recurrent state, with or without a log, and windows of
 two lengths and dtypes; a stream beside a window; and nothing at all. Beside every mixer stands its reference: the same

@@ -175,7 +175,7 @@ def test_nan_in_the_tokens_of_one_sequence_stays_there() -> None:
 
 @given(data=st.data())
 @settings(max_examples=2 * settings().max_examples // 5)
-def test_any_partition_of_a_prompt_into_steps_and_cuts_changes_no_bit(data: st.DataObject) -> None:
+def test_partition_into_steps_and_cuts_changes_no_bit(data: st.DataObject) -> None:
     num_tokens = data.draw(st.integers(1, 150), "num_tokens")
     bounds = sorted(data.draw(st.sets(st.integers(1, num_tokens), max_size=4), "steps") | {num_tokens})
     cuts = sorted(data.draw(st.sets(st.integers(1, num_tokens), max_size=6), "cuts"))
@@ -268,7 +268,7 @@ def test_updates_token_by_token_change_no_bit_of_a_prefill() -> None:
     assert torch.equal(window_SRC[3, : WIDTH - 1], window_SRC[2, : WIDTH - 1])
 
 
-def test_neither_the_batch_around_a_sequence_nor_the_number_of_threads_changes_a_bit() -> None:
+def test_batch_and_number_of_threads_change_no_bit() -> None:
     prompts = [Prompt(5, 30, 1, 4), Prompt(37, 136, 2, 5, cuts=((70, 8),)), Prompt(0, 77, 3, 6)]
     x_TC, weight_CW, before_SRC = torch.randn(201, 600), make_filter(channels=600), make_arena([1, 2, 3], channels=600)
     threads, results = torch.get_num_threads(), []

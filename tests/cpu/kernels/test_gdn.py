@@ -155,7 +155,7 @@ def test_prefill_equals_the_recurrence_at_any_length(num_tokens: int, start: int
     ],
     ids=str,
 )
-def test_prefill_and_decode_hold_for_any_ratio_of_heads_and_any_head_size(shape: Shape) -> None:
+def test_prefill_and_decode_accept_any_head_ratio_and_size(shape: Shape) -> None:
     layer, state_SHKV = make_layer(71, shape), make_arena([2, 3], shape)
     check_prefill(layer, state_SHKV, [Prompt(3, 70, 2, 1, ((40, 4),)), Prompt(8, 12, 3, 5)])
     check_decode(make_layer(3, shape), make_arena([1, 2], shape), [1, 2, 0], [1, 3, 4])
@@ -216,7 +216,7 @@ def test_resume_from_any_token_equals_one_pass() -> None:
         torch.testing.assert_close(state_SHKV[3], whole_SHKV[1], **FLOAT32)
 
 
-def test_prefill_of_a_sequence_changes_no_bit_with_the_batch_around_it() -> None:
+def test_prefill_of_sequence_does_not_depend_on_its_batch() -> None:
     layer = make_layer(201)
     batch_SHKV = make_arena([1, 2, 3])
     alone_SHKV = batch_SHKV.clone()
@@ -250,7 +250,7 @@ def test_the_number_of_threads_changes_no_bit_of_a_prefill(each_version: str) ->
 
 
 @pytest.mark.parametrize("num_tokens", [*range(1, 20), 31, 33, 47, 62])
-def test_a_prefill_of_few_tokens_equals_their_part_of_a_longer_one(num_tokens: int) -> None:
+def test_prefill_of_few_tokens_equals_start_of_longer_one(num_tokens: int) -> None:
     layer, state_SHKV = make_layer(64, Shape(1, 2, 40, 40)), make_arena([1], Shape(1, 2, 40, 40))
     long_THV = prefill(layer, state_SHKV, [Prompt(0, 64, 1, 2)])
     short_THV = prefill(layer.rows(0, num_tokens), state_SHKV, [Prompt(0, num_tokens, 1, 3)])
@@ -272,7 +272,7 @@ def test_cuts_on_the_grid_change_no_bit() -> None:
 
 @given(data=st.data())
 @settings(max_examples=2 * settings().max_examples // 5)
-def test_any_partition_of_a_prompt_into_steps_and_cuts_gives_the_same_states_and_outputs(data: st.DataObject) -> None:
+def test_partition_into_steps_and_cuts_changes_no_state_or_output(data: st.DataObject) -> None:
     num_tokens = data.draw(st.integers(1, 200), "num_tokens")
     bounds = sorted(data.draw(st.sets(st.integers(1, num_tokens), max_size=4), "steps") | {num_tokens})
     cuts = sorted(data.draw(st.sets(st.integers(1, num_tokens), max_size=6), "cuts"))
@@ -393,7 +393,7 @@ def test_decoding_token_by_token_equals_prefill() -> None:
     torch.testing.assert_close(state_SHKV[3], state_SHKV[2], **FLOAT32)
 
 
-def test_decode_of_a_sequence_changes_no_bit_with_the_batch_around_it() -> None:
+def test_decode_of_sequence_does_not_depend_on_its_batch() -> None:
     layer, slots = make_layer(20), list(range(1, 21))
     batch_SHKV = make_arena(slots)
     alone_SHKV = batch_SHKV.clone()

@@ -170,7 +170,7 @@ def test_a_state_in_bfloat16_is_rounded_once_per_step() -> None:
     check_decode([1, 2, 0], [1, 3, 4], Shape(), torch.bfloat16, "cpu", state_dtype=torch.bfloat16)
 
 
-def test_deterministic_a_sequence_s_bits_do_not_depend_on_the_batch() -> None:
+def test_deterministic_decode_does_not_depend_on_batch() -> None:
     check_batch_changes_no_bit(5, Shape(), torch.float32, "cpu")
 
 

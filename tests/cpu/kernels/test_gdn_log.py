@@ -241,7 +241,7 @@ def check_a_sequence_without_a_log(setting: Setting) -> None:
     decoding.check(1)
 
 
-def check_fold_obeys_the_plan(setting: Setting) -> None:
+def check_fold_follows_plan(setting: Setting) -> None:
     """Fold one log that has room and append to another one that is as full: the plan decides, not the kernel."""
     decoding = Decoding(2, 12, [3, 5], setting)
     for _ in range(3):
@@ -276,7 +276,7 @@ def check_nan_stays_in_its_sequence(setting: Setting) -> None:
         decoding.step([0, 1])
     decoding.check(1)
     assert torch.stack(decoding.outs[0]).isnan().all()
-    # Whoever gets the log next does not see it.
+    # The log's next holder does not see it.
     decoding.logs, decoding.logged[1] = [2, 1], 0
     for _ in range(5):
         decoding.step([1])
@@ -314,7 +314,7 @@ SHAPES = [Shape(1, 1, 16, 16), Shape(2, 6, 8, 40), Shape(3, 3, 128, 16), Shape(1
 
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
-def test_decode_with_a_log_equals_the_recurrence_however_full_the_log_is(num_tokens: int) -> None:
+def test_decode_with_log_of_any_length_equals_recurrence(num_tokens: int) -> None:
     check_however_full(num_tokens, USUAL_SETTING)
 
 
@@ -325,7 +325,7 @@ def test_a_log_holds_for_any_ratio_and_size_of_heads(shape: Shape) -> None:
 
 @given(random=st.randoms(use_true_random=False))
 @settings(max_examples=settings().max_examples // 4)
-def test_sequences_that_come_go_and_fold_as_they_please_do_not_see_each_other(random: Random) -> None:
+def test_sequences_with_independent_lifetimes_do_not_interact(random: Random) -> None:
     torch.manual_seed(random.randrange(1000))
     check_sequences_that_come_and_go(random, USUAL_SETTING)
 
@@ -335,7 +335,7 @@ def test_a_shared_snapshot_is_read_and_never_written() -> None:
 
 
 @pytest.mark.parametrize("logged", [0, 3, LOG_TOKENS])
-def test_a_state_moves_to_another_slot_once_its_log_is_folded(logged: int) -> None:
+def test_state_moves_to_another_slot_after_log_fold(logged: int) -> None:
     check_a_state_that_moves(logged, USUAL_SETTING)
 
 
@@ -344,26 +344,26 @@ def test_a_sequence_without_a_snapshot_starts_from_zeros() -> None:
 
 
 @pytest.mark.parametrize("logged", [0, 3, LOG_TOKENS])
-def test_a_sequence_that_has_ended_changes_neither_its_state_nor_its_log(logged: int) -> None:
+def test_ended_sequence_changes_neither_state_nor_log(logged: int) -> None:
     check_an_ended_sequence_changes_nothing(logged, USUAL_SETTING)
 
 
-def test_the_state_of_a_sequence_without_a_log_is_written_in_every_step() -> None:
+def test_state_without_log_is_written_every_step() -> None:
     check_a_sequence_without_a_log(USUAL_SETTING)
 
 
-def test_fold_obeys_the_plan() -> None:
-    check_fold_obeys_the_plan(USUAL_SETTING)
+def test_fold_follows_plan() -> None:
+    check_fold_follows_plan(USUAL_SETTING)
 
 
 @pytest.mark.parametrize("gate", ["vanishing", "absent", "strong once"])
-def test_extreme_decays_in_a_log_neither_overflow_nor_lose_the_weak_ones(gate: str) -> None:
+def test_extreme_decays_in_log_neither_overflow_nor_lose_weak_ones(gate: str) -> None:
     check_extreme_decays(gate, USUAL_SETTING)
 
 
-def test_nan_in_one_sequence_stays_there_and_out_of_the_logs_next_holder() -> None:
+def test_nan_does_not_reach_other_sequences_or_next_log_holder() -> None:
     check_nan_stays_in_its_sequence(USUAL_SETTING)
 
 
-def test_a_fold_of_several_layers_adds_every_layer_s_own_log() -> None:
+def test_fold_of_several_layers_adds_each_layers_log() -> None:
     check_folds_of_several_layers(USUAL_SETTING)

@@ -24,7 +24,7 @@ pytestmark = [
 TRITON = Setting(gdn_decode_logged, gdn_fold, shape=Shape(1, 2, 8, 24))
 
 
-def test_decode_with_a_log_equals_the_recurrence_however_full_the_log_is() -> None:
+def test_decode_with_log_of_any_length_equals_recurrence() -> None:
     for num_tokens in (1, LOG_TOKENS, 2 * LOG_TOKENS + 3):
         checks.check_however_full(num_tokens, TRITON, logs=[4])
 
@@ -39,7 +39,7 @@ def test_batches_that_fill_the_device_take_larger_tiles() -> None:
     checks.check_however_full(2, setting, logs=[1, 2, 3, 4, 5, 6])
 
 
-def test_sequences_that_come_go_and_fold_as_they_please_do_not_see_each_other() -> None:
+def test_sequences_with_independent_lifetimes_do_not_interact() -> None:
     checks.check_sequences_that_come_and_go(Random(0), TRITON, num_steps=10)
 
 
@@ -48,7 +48,7 @@ def test_a_shared_snapshot_is_read_and_never_written() -> None:
 
 
 @pytest.mark.parametrize("logged", [0, 3])
-def test_a_state_moves_to_another_slot_once_its_log_is_folded(logged: int) -> None:
+def test_state_moves_to_another_slot_after_log_fold(logged: int) -> None:
     checks.check_a_state_that_moves(logged, TRITON)
 
 
@@ -57,26 +57,26 @@ def test_a_sequence_without_a_snapshot_starts_from_zeros() -> None:
 
 
 @pytest.mark.parametrize("logged", [3, LOG_TOKENS])
-def test_a_sequence_that_has_ended_changes_neither_its_state_nor_its_log(logged: int) -> None:
+def test_ended_sequence_changes_neither_state_nor_log(logged: int) -> None:
     checks.check_an_ended_sequence_changes_nothing(logged, TRITON)
 
 
 @pytest.mark.parametrize("gate", ["vanishing", "strong once"])
-def test_extreme_decays_in_a_log_neither_overflow_nor_lose_the_weak_ones(gate: str) -> None:
+def test_extreme_decays_in_log_neither_overflow_nor_lose_weak_ones(gate: str) -> None:
     checks.check_extreme_decays(gate, TRITON)
 
 
-def test_the_state_of_a_sequence_without_a_log_is_written_in_every_step() -> None:
+def test_state_without_log_is_written_every_step() -> None:
     checks.check_a_sequence_without_a_log(TRITON)
 
 
-def test_fold_obeys_the_plan() -> None:
-    checks.check_fold_obeys_the_plan(TRITON)
+def test_fold_follows_plan() -> None:
+    checks.check_fold_follows_plan(TRITON)
 
 
-def test_nan_in_one_sequence_stays_there_and_out_of_the_logs_next_holder() -> None:
+def test_nan_does_not_reach_other_sequences_or_next_log_holder() -> None:
     checks.check_nan_stays_in_its_sequence(TRITON)
 
 
-def test_a_fold_of_several_layers_adds_every_layer_s_own_log() -> None:
+def test_fold_of_several_layers_adds_each_layers_log() -> None:
     checks.check_folds_of_several_layers(TRITON)

@@ -70,7 +70,7 @@ def test_a_row_s_bits_do_not_depend_on_its_neighbours() -> None:
         assert torch.equal(product(x[order]), product(x)[order])
 
 
-def test_many_rows_and_dense_batches_of_rows_are_left_to_torch() -> None:
+def test_torch_multiplies_many_rows_and_dense_batches() -> None:
     weight = torch.randn(20, 70)
     for x in (torch.randn(40, 70), torch.randn(2, 3, 70), torch.randn(0, 70)):
         assert torch.equal(linear_triton.linear(x, weight), torch.nn.functional.linear(x, weight))

@@ -52,7 +52,7 @@ def test_experts_that_nobody_chose_are_not_read() -> None:
     assert not bool(out.isnan().any())
 
 
-def test_a_token_s_result_does_not_depend_on_its_neighbours_order() -> None:
+def test_result_does_not_depend_on_order_of_other_tokens() -> None:
     x_TD = torch.randn(9, 12)
     gate_up, down = torch.randn(5, 14, 12), torch.randn(5, 12, 7)
     weights, experts = route_top_k(torch.randn(9, 5), 3, is_normalised=False)

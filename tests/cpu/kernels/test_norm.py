@@ -114,7 +114,7 @@ def test_zeros_stay_zeros() -> None:
         assert torch.equal(normed, zeros)
 
 
-def test_norm_of_a_row_changes_no_bit_with_the_rows_around_it() -> None:
+def test_norm_of_row_does_not_depend_on_other_rows() -> None:
     x, weight_D = torch.randn(33, 77).bfloat16(), torch.randn(77).bfloat16()
     for function in (rms_norm, rms_norm_zero_centered):
         assert torch.equal(function(x, weight_D, EPS)[5:6], function(x[5:6], weight_D, EPS))

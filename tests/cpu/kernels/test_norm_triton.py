@@ -108,7 +108,7 @@ def test_inputs_of_more_dimensions_or_with_strided_features_are_taken() -> None:
     near(norm_triton.rms_norm_zero_centered(x_TD, weight_D, EPS), expected_TD)
 
 
-def test_a_row_s_norm_changes_no_bit_with_the_rows_around_it() -> None:
+def test_norm_of_row_does_not_depend_on_other_rows() -> None:
     x, weight_D = torch.randn(9, 77).bfloat16(), torch.randn(77).bfloat16()
     all_TD = norm_triton.rms_norm_zero_centered(x, weight_D, EPS)
     assert torch.equal(all_TD[5:6], norm_triton.rms_norm_zero_centered(x[5:6], weight_D, EPS))

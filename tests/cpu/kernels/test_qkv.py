@@ -1,4 +1,4 @@
-"""Queries, keys and values: normalised and turned as the separate operations do it; stored where they belong."""
+"""Queries, keys and values: normalised and rotated as the separate operations do it; stored where they belong."""
 
 from dataclasses import dataclass
 
@@ -70,7 +70,7 @@ def make_case(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("blocks", [[1, 3, 3, 4], [2, 0, 0, 1], [0, 0, 0, 0]])
-def test_keys_and_values_of_the_named_rows_are_stored_and_no_others(blocks: list[int], dtype: torch.dtype) -> None:
+def test_only_keys_and_values_of_named_rows_are_stored(blocks: list[int], dtype: torch.dtype) -> None:
     case = make_case(blocks, [63, 0, 7, 1], dtype=dtype)
     num_kv_heads, head_dim = case.memory.k_BPGD.shape[2:]
     split = [case.num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim, 5]

@@ -69,12 +69,12 @@ def test_mrope_of_text_is_plain_rotary() -> None:
 
 def test_channels_past_the_rotary_part_are_left_alone() -> None:
     q_THD = torch.randn(len(POSITIONS), 3, 32)
-    turned = ours(KINDS[0], q_THD)
-    assert torch.equal(turned[..., 8:], q_THD[..., 8:])
-    assert not torch.equal(turned[1:, :, :8], q_THD[1:, :, :8])
+    rotated = ours(KINDS[0], q_THD)
+    assert torch.equal(rotated[..., 8:], q_THD[..., 8:])
+    assert not torch.equal(rotated[1:, :, :8], q_THD[1:, :, :8])
 
 
-def test_bfloat16_is_turned_in_float32() -> None:
+def test_bfloat16_is_rotated_in_float32() -> None:
     q_THD = torch.randn(len(POSITIONS), 3, 32).bfloat16()
     assert torch.equal(ours(KINDS[0], q_THD), ours(KINDS[0], q_THD.float()).bfloat16())
 

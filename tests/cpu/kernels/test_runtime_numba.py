@@ -166,7 +166,7 @@ def imported(source: Path) -> Iterator[Path]:
                 yield path
 
 
-def test_whatever_a_kernel_may_take_a_constant_from_is_among_its_sources() -> None:
+def test_kernel_sources_include_modules_of_its_constants() -> None:
     reached = set[Path]()
     found = set((PACKAGE / "kernels").glob("*_numba.py"))
     while found:

@@ -97,7 +97,7 @@ def test_banned_tokens_stay_banned() -> None:
     check_filters(logits_NV, [{"top_k": 50}, {"top_p": 0.9999}, {"min_p": 0.1}, {}])
 
 
-def test_ties_do_not_widen_the_set_and_go_to_the_first() -> None:
+def test_ties_go_to_first_token_without_widening_set() -> None:
     rows: list[dict[str, float]] = [{"top_k": 7}, {"top_p": 0.2505}, {"top_k": 300, "top_p": 0.5}]
     masked_NV = sampling_triton.mask_top_k_top_p_min_p(torch.zeros(3, 400), *filters(rows, "cpu"))
     for masked_V, count in zip(masked_NV, (7, 101, 150), strict=True):

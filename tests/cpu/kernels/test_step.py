@@ -22,7 +22,7 @@ def versions(name: str) -> list[Callable[..., Any]]:
 
 
 @pytest.mark.parametrize("resolve_pending", versions("resolve_pending"), ids=["torch", "triton"])
-def test_pending_tokens_are_filled_in_and_a_stop_token_leaves_the_state_alone(
+def test_pending_tokens_are_filled_and_stop_token_keeps_state(
     resolve_pending: Callable[..., None],
 ) -> None:
     token_ids = torch.tensor([70, 71, 72, 73, 74, 75])
@@ -64,7 +64,7 @@ def test_rows_follow_from_a_base_and_a_count_per_sequence(
 
 
 @pytest.mark.parametrize("store_hidden", versions("store_hidden"), ids=["torch", "triton"])
-def test_final_hidden_states_go_to_their_slots_and_the_null_slot_stays_as_it_is(
+def test_final_hidden_states_reach_slots_except_null_slot(
     store_hidden: Callable[..., None],
 ) -> None:
     hidden_TE = torch.randn(5, 1030)

@@ -96,7 +96,7 @@ class Browser:
                 return result
 
     def _receive(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next message; take note of what events say."""
+        """Return the next message; record what events say."""
         while b"\0" not in self._unread:
             ready, _, _ = select.select([self._answers], [], [], max(deadline - monotonic(), 0))
             if not ready:

@@ -55,7 +55,7 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
 
 
 @pytest.fixture(scope="session")
-def twin(bytes_dir: Path) -> LLM:
+def offline_llm(bytes_dir: Path) -> LLM:
     """The same model, offline."""
     return LLM(str(bytes_dir), memory="16MiB", device="cpu")
 

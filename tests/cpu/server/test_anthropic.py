@@ -24,8 +24,8 @@ PROMPT = "s:be brief|u:who is it?|a:"
 
 
 @pytest.fixture
-def expected(twin: LLM) -> str:
-    return twin.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0].outputs[0].text
+def expected(offline_llm: LLM) -> str:
+    return offline_llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0].outputs[0].text
 
 
 def test_message_equals_offline_answer_and_counts_cached_tokens(server: ServerProcess, expected: str) -> None:
@@ -148,7 +148,7 @@ def test_calls_and_results_come_back_as_a_conversation_that_hits(client: anthrop
     assert count.input_tokens == total
 
 
-def test_an_output_format_is_obeyed(client: anthropic.Anthropic) -> None:
+def test_answer_follows_output_format(client: anthropic.Anthropic) -> None:
     body = {"output_format": {"type": "json_schema", "schema": WEATHER["input_schema"]}}
     [block] = client.messages.create(**saying("", extra_body=body, tools=[])).content
     assert block.type == "text"

@@ -115,7 +115,7 @@ def test_invalid_body_gets_400_in_shape_of_its_path(server: ServerProcess, path:
 
 def test_anthropics_errors_have_anthropics_types(server: ServerProcess) -> None:
     path, body = MESSAGE
-    answer = server.post(path, **{**body, "model": "nobody"})
+    answer = server.post(path, **{**body, "model": "unknown"})
     assert answer.status_code == 404
     assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "not_found_error")
 

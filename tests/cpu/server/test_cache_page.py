@@ -119,7 +119,7 @@ def test_anthropic_conversation_is_explained_as_its_api_renders_it(json_server: 
 
 
 def test_prompt_of_another_salt_is_invisible(server: ServerProcess) -> None:
-    theirs, nobodys = "the words of one tenant " * 8, "what nobody sent before " * 8
+    theirs, unseen = "the words of one tenant " * 8, "words never sent before " * 8
     complete(server, theirs, cache_salt="its owner")
 
     def told(prompt: str, salt: str) -> tuple[Any, ...]:
@@ -131,7 +131,7 @@ def test_prompt_of_another_salt_is_invisible(server: ServerProcess) -> None:
         assert cache["queried"] == cache["hit"] + sum(miss["tokens"] for miss in cache["misses"])
         return explained, cache, counted, after["queried_tokens"] - before["queried_tokens"]
 
-    assert told(theirs, "a stranger") == told(nobodys, "another stranger")
+    assert told(theirs, "a stranger") == told(unseen, "another stranger")
     assert 'reason="other_salt"' not in server.get("/metrics").text
 
 
@@ -157,7 +157,7 @@ def test_salted_entries_are_shown_only_with_their_salt(server: ServerProcess) ->
     [
         ({}, "give one of request_id, prompt and messages"),
         ({"prompt": "x", "request_id": "y"}, "give one of"),
-        ({"request_id": "nobody's"}, '"nobody\'s" is not among the last'),
+        ({"request_id": "missing"}, '"missing" is not among the last'),
         ({"prompt": ""}, "the prompt has 0 tokens"),
         ({"prompt": [256]}, "token 256 is not in the vocabulary"),
         ({"prompt": [-1]}, "token -1 is not in the vocabulary"),
@@ -202,7 +202,7 @@ def test_counts_alone_hold_no_text_of_others(reserved: ServerProcess) -> None:
 def test_text_is_shown_to_local_host_names_only(server: ServerProcess) -> None:
     complete(server, "for this machine " * 10)
     assert state(server)["shows_text"]
-    stranger = state(server, Host="somebody.example")
+    stranger = state(server, Host="stranger.example")
     assert not stranger["shows_text"]
     assert "for this machine" not in str(stranger)
 

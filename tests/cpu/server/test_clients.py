@@ -73,13 +73,14 @@ def harness_asks(server: ServerProcess, path: str, body: dict[str, Any] | None =
         return response.status, json.loads(response.read())
 
 
-def test_the_harness_reads_log_likelihoods_that_are_the_offline_ones(server: ServerProcess, twin: LLM) -> None:
+def test_the_harness_reads_log_likelihoods_that_are_the_offline_ones(server: ServerProcess, offline_llm: LLM) -> None:
     """As its ``parse_logprobs``: what lies between the context and the one generated token, greedy if all are best."""
     contexts, ends = [b"What is it?", b"Who"], [b" A", b" is there"]
     prompts = [list(context + end) for context, end in zip(contexts, ends, strict=True)]
     # The second prompt goes on as the model would: only that one is greedy.
     params = SamplingParams(temperature=0, max_tokens=5)
-    prompts[1] = [*contexts[1], *twin.generate([list(contexts[1])], params, use_tqdm=False)[0].outputs[0].token_ids]
+    [output] = offline_llm.generate([list(contexts[1])], params, use_tqdm=False)
+    prompts[1] = [*contexts[1], *output.outputs[0].token_ids]
     body = {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
     status, answer = harness_asks(server, "/v1/completions", {**body, "echo": True})
     assert status == 200
@@ -91,7 +92,7 @@ def test_the_harness_reads_log_likelihoods_that_are_the_offline_ones(server: Ser
         found.append((sum(values), is_greedy))
     expected = []
     for prompt, context in zip(prompts, contexts, strict=True):
-        [output] = twin.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
+        [output] = offline_llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
         entries = [next(iter(entry.values())) for entry in (output.prompt_logprobs or [])[len(context) :] if entry]
         expected.append((sum(entry.logprob for entry in entries), all(entry.rank == 1 for entry in entries)))
     assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected] == [False, True]
@@ -105,11 +106,11 @@ def test_most_likely_of_tokens_with_equal_text_is_reported() -> None:
     assert (body["token_logprobs"], body["top_logprobs"]) == ([-3.0], [{"\ufffd": -0.5}])
 
 
-def test_the_harness_generates_in_batches_up_to_a_stop(server: ServerProcess, twin: LLM) -> None:
+def test_the_harness_generates_in_batches_up_to_a_stop(server: ServerProcess, offline_llm: LLM) -> None:
     prompts = [list(b"one"), list(b"another")]
     texts = [
         output.outputs[0].text
-        for output in twin.generate(prompts, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
+        for output in offline_llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
     ]
     stop = [texts[0][5:8], "<|im_end|>"]
     body = {"prompt": prompts, "model": "tiny", "max_tokens": 32, "temperature": 0, "stop": stop, "seed": 1234}

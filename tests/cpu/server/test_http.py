@@ -110,13 +110,13 @@ def test_unknown_paths_and_methods_have_errors_of_the_same_shape(server: ServerP
     assert server.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
 
 
-def test_text_becomes_tokens_and_tokens_text(server: ServerProcess, twin: LLM) -> None:
-    expected = twin.get_tokenizer().encode("héllo")
+def test_text_becomes_tokens_and_tokens_text(server: ServerProcess, offline_llm: LLM) -> None:
+    expected = offline_llm.get_tokenizer().encode("héllo")
     answer = server.post("/tokenize", prompt="héllo").json()
     assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (expected, 6, 4096)
     assert server.post("/detokenize", tokens=expected).json() == {"prompt": "héllo"}
     chat = server.post("/tokenize", messages=[{"role": "user", "content": "x"}]).json()
-    assert chat["tokens"] == twin.get_tokenizer().encode("u:x|a:")
+    assert chat["tokens"] == offline_llm.get_tokenizer().encode("u:x|a:")
     assert server.post("/tokenize").status_code == 400
     assert server.post("/detokenize", tokens=[256]).status_code == 400
 

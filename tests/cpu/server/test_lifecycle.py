@@ -36,7 +36,7 @@ def listens(server: ServerProcess) -> bool:
 
 
 def lives(pid: int) -> bool:
-    """Return whether a process runs; one that has ended and that nobody has asked about does not."""
+    """Return whether a process runs; a zombie does not."""
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 

@@ -14,17 +14,17 @@ MULTI_BYTE = {str(byte): 100 for byte in range(0x80, 0x100)}
 """A bias towards the tokens of characters beyond ASCII: the byte tokenizer sorts its alphabet, so ids are not bytes."""
 
 
-def offline(twin: LLM, prompt: Any, **wishes: Any) -> RequestOutput:
-    return twin.generate(prompt, SamplingParams(**wishes), use_tqdm=False)[0]
+def offline(offline_llm: LLM, prompt: Any, **wishes: Any) -> RequestOutput:
+    return offline_llm.generate(prompt, SamplingParams(**wishes), use_tqdm=False)[0]
 
 
 def texts(output: RequestOutput) -> list[str]:
     return [completion.text for completion in output.outputs]
 
 
-def test_completion_equals_offline_one_and_counts_tokens(client: openai.OpenAI, twin: LLM) -> None:
+def test_completion_equals_offline_one_and_counts_tokens(client: openai.OpenAI, offline_llm: LLM) -> None:
     answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, temperature=0)
-    expected = offline(twin, PROMPT, max_tokens=12, temperature=0)
+    expected = offline(offline_llm, PROMPT, max_tokens=12, temperature=0)
     assert [choice.text for choice in answer.choices] == texts(expected)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
@@ -47,13 +47,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_streamed_whole_and_offline_texts_are_the_same(client: openai.OpenAI, twin: LLM, name: str) -> None:
+def test_streamed_whole_and_offline_texts_are_the_same(client: openai.OpenAI, offline_llm: LLM, name: str) -> None:
     shape = SHAPES[name]
     wishes = {**shape, **shape.get("extra_body", {})}
     wishes.pop("extra_body", None)
     if "logit_bias" in wishes:
         wishes["logit_bias"] = {int(token): bias for token, bias in wishes["logit_bias"].items()}
-    expected = texts(offline(twin, PROMPT, max_tokens=40, **wishes))
+    expected = texts(offline(offline_llm, PROMPT, max_tokens=40, **wishes))
     whole = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, **shape)
     assert [choice.text for choice in whole.choices] == expected
     parts = [""] * len(expected)
@@ -63,8 +63,8 @@ def test_streamed_whole_and_offline_texts_are_the_same(client: openai.OpenAI, tw
 
 
 @pytest.mark.parametrize("start", [1, 5, 17])
-def test_a_stop_string_ends_streamed_and_whole_answers_before_it(client: openai.OpenAI, twin: LLM, start: int) -> None:
-    [text] = texts(offline(twin, PROMPT, max_tokens=40, seed=1))
+def test_stop_string_ends_streamed_and_whole_answers(client: openai.OpenAI, offline_llm: LLM, start: int) -> None:
+    [text] = texts(offline(offline_llm, PROMPT, max_tokens=40, seed=1))
     stop = text[start : start + 3]
     wishes: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "seed": 1, "stop": [stop, "\0\0\0"]}
     whole = client.completions.create(**wishes).choices[0]
@@ -74,20 +74,20 @@ def test_a_stop_string_ends_streamed_and_whole_answers_before_it(client: openai.
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
 
 
-def test_prompts_may_be_token_ids_and_several(client: openai.OpenAI, twin: LLM) -> None:
+def test_prompts_may_be_token_ids_and_several(client: openai.OpenAI, offline_llm: LLM) -> None:
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
     answer = client.completions.create(model="tiny", prompt=prompts, max_tokens=5, n=2, seed=2)
-    expected = [text for prompt in prompts for text in texts(offline(twin, [prompt], max_tokens=5, n=2, seed=2))]
+    expected = [text for prompt in prompts for text in texts(offline(offline_llm, [prompt], max_tokens=5, n=2, seed=2))]
     assert [choice.text for choice in answer.choices] == expected
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     one = client.completions.create(model="tiny", prompt=prompts[0], max_tokens=5, n=2, seed=2)
     assert [choice.text for choice in one.choices] == expected[:2]
 
 
-def test_log_probabilities_are_the_offline_ones(client: openai.OpenAI, twin: LLM) -> None:
+def test_log_probabilities_are_the_offline_ones(client: openai.OpenAI, offline_llm: LLM) -> None:
     wishes: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "logprobs": 2}
     answer = client.completions.create(model="tiny", **wishes)
-    [completion] = offline(twin, PROMPT, max_tokens=4, temperature=0, logprobs=2).outputs
+    [completion] = offline(offline_llm, PROMPT, max_tokens=4, temperature=0, logprobs=2).outputs
     found = answer.choices[0].logprobs
     assert found is not None
     assert completion.logprobs is not None
@@ -102,13 +102,13 @@ def test_log_probabilities_are_the_offline_ones(client: openai.OpenAI, twin: LLM
     assert [token for piece in pieces if piece for token in piece.tokens or []] == found.tokens
 
 
-def test_echo_gives_the_prompt_back_and_its_log_probabilities(client: openai.OpenAI, twin: LLM) -> None:
+def test_echo_gives_the_prompt_back_and_its_log_probabilities(client: openai.OpenAI, offline_llm: LLM) -> None:
     silent = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
     assert silent.usage is not None
     assert (silent.usage.prompt_tokens, silent.usage.completion_tokens) == (len(PROMPT), 0)
     [alone] = silent.choices
     assert (alone.text, alone.finish_reason) == (PROMPT, "length")
-    expected = offline(twin, PROMPT, max_tokens=1, prompt_logprobs=1).prompt_logprobs
+    expected = offline(offline_llm, PROMPT, max_tokens=1, prompt_logprobs=1).prompt_logprobs
     assert expected is not None
     assert alone.logprobs is not None
     assert alone.logprobs.tokens == list(PROMPT)
@@ -116,7 +116,7 @@ def test_echo_gives_the_prompt_back_and_its_log_probabilities(client: openai.Ope
     assert alone.logprobs.token_logprobs == [None, *[pytest.approx(value, abs=1e-4) for value in values]]
     wishes: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "echo": True}
     whole = client.completions.create(model="tiny", **wishes).choices[0].text
-    assert whole == PROMPT + texts(offline(twin, PROMPT, max_tokens=6, temperature=0))[0]
+    assert whole == PROMPT + texts(offline(offline_llm, PROMPT, max_tokens=6, temperature=0))[0]
     streamed = client.completions.create(model="tiny", stream=True, **wishes)
     assert "".join(chunk.choices[0].text for chunk in streamed) == whole
 
@@ -131,12 +131,12 @@ def test_a_prompt_that_is_only_echoed_generates_nothing(client: openai.OpenAI, s
         client.completions.create(**{**wishes, "echo": False})
 
 
-def test_chat_renders_the_template_and_streams_what_it_answers(client: openai.OpenAI, twin: LLM) -> None:
+def test_chat_renders_the_template_and_streams_what_it_answers(client: openai.OpenAI, offline_llm: LLM) -> None:
     messages: list[Any] = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "who"}, {"type": "text", "text": "is it?"}]},
     ]
-    expected = texts(offline(twin, "s:be brief|u:who\nis it?|a:", max_tokens=20, seed=4))
+    expected = texts(offline(offline_llm, "s:be brief|u:who\nis it?|a:", max_tokens=20, seed=4))
     wishes: dict[str, Any] = {"model": "tiny", "messages": messages, "max_completion_tokens": 20, "seed": 4}
     whole = client.chat.completions.create(**wishes)
     assert [choice.message.content for choice in whole.choices] == expected
@@ -192,13 +192,14 @@ IDS: Any = {"return_token_ids": True}
 USAGE: Any = {"include_usage": True, "continuous_usage_stats": True}
 
 
-def test_completion_returns_token_ids_on_request(client: openai.OpenAI, twin: LLM) -> None:
+def test_completion_returns_token_ids_on_request(client: openai.OpenAI, offline_llm: LLM) -> None:
     wishes: dict[str, Any] = {"max_tokens": 12, "n": 2, "seed": 7, "temperature": 1.0, "logit_bias": MULTI_BYTE}
     bias = {int(token): value for token, value in MULTI_BYTE.items()}
-    expected = [completion.token_ids for completion in offline(twin, PROMPT, **{**wishes, "logit_bias": bias}).outputs]
+    output = offline(offline_llm, PROMPT, **{**wishes, "logit_bias": bias})
+    expected = [completion.token_ids for completion in output.outputs]
     whole: Any = client.completions.create(model="tiny", prompt=PROMPT, extra_body=IDS, **wishes)
     assert [choice.token_ids for choice in whole.choices] == expected
-    prompt_ids = twin.get_tokenizer().encode(PROMPT)
+    prompt_ids = offline_llm.get_tokenizer().encode(PROMPT)
     assert [choice.prompt_token_ids for choice in whole.choices] == [prompt_ids] * 2
     found: list[list[int]] = [[], []]
     prompts: list[list[Any]] = [[], []]

@@ -35,9 +35,10 @@ def saying(said: str, **more: Any) -> dict[str, Any]:
     return {**wishes, "extra_body": {"structured_outputs": {"choice": [said]}}, **more}
 
 
-def test_a_response_is_the_offline_answer_and_counts_cached_tokens(client: openai.OpenAI, twin: LLM) -> None:
+def test_a_response_is_the_offline_answer_and_counts_cached_tokens(client: openai.OpenAI, offline_llm: LLM) -> None:
     prompt = "s:be brief|u:who is it?|a:"
-    expected = twin.generate(prompt, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)[0].outputs[0].text
+    params = SamplingParams(temperature=0, max_tokens=9)
+    expected = offline_llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
     wishes: dict[str, Any] = {"model": "tiny", "instructions": "be brief", "input": "who is it?", "temperature": 0}
     for _ in range(2):
         answer = client.responses.create(**wishes, max_output_tokens=9)
@@ -96,7 +97,7 @@ def test_items_of_an_answer_come_back_as_the_conversation(chatty: openai.OpenAI)
     assert again.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
 
 
-def test_text_formats_and_required_calls_are_obeyed(chatty: openai.OpenAI) -> None:
+def test_text_formats_and_required_calls_are_followed(chatty: openai.OpenAI) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "w", "schema": WEATHER["parameters"]}}
     answer = chatty.responses.create(**saying("", extra_body={}, text=text, tools=[]))
     assert json.loads(answer.output_text)["city"] in ("Ulm", "Bonn")

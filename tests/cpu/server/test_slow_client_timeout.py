@@ -19,7 +19,7 @@ HTTP: Scope = {"type": "http"}
 
 
 class Connection:
-    """A connection of which nothing is taken after the first piece."""
+    """A connection whose peer reads nothing after the first piece."""
 
     def __init__(self) -> None:
         self.taken: list[Message] = []

@@ -121,7 +121,7 @@ def test_reasoning_opened_by_prompt_precedes_structured_output(tag_client: opena
 
 
 @pytest.mark.parametrize("server_name", ["json_server", "tag_server"])
-def test_a_required_call_is_made_and_obeys_its_schema(server_name: str, request: pytest.FixtureRequest) -> None:
+def test_required_call_is_made_and_follows_its_schema(server_name: str, request: pytest.FixtureRequest) -> None:
     server: ServerProcess = request.getfixturevalue(server_name)
     wishes: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": [CLOCK, WEATHER], "max_tokens": 600}
     named = {"type": "function", "function": {"name": "weather"}}
@@ -152,7 +152,7 @@ def test_calls_and_their_results_are_rendered_for_the_next_turn(client: openai.O
     assert cached >= answer.usage.prompt_tokens
 
 
-def test_a_json_schema_is_obeyed(client: openai.OpenAI) -> None:
+def test_answer_follows_json_schema(client: openai.OpenAI) -> None:
     schema = WEATHER["function"]["parameters"]
     formats = [{"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}]
     bodies = [{"guided_json": schema}, {"structured_outputs": {"json": schema}}]

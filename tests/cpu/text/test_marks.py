@@ -53,7 +53,7 @@ def hits(llm: LLM, messages: list[Any], **options: Any) -> tuple[int, str]:
 def test_second_conversation_hits_the_system_prompt(llm: LLM) -> None:
     system = {"role": "system", "content": "Say it in the words of a captain who has seen the seven seas."}
     assert hits(llm, [system, user("Where is the harbour?")]) == (0, "")
-    _, shared = hits(llm, [system, user("Nobody asked that before.")])
+    _, shared = hits(llm, [system, user("That was not asked before.")])
     assert shared == f"<|im_start|>system\n{system['content']}<|im_end|>\n"
 
 

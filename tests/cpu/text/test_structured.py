@@ -48,7 +48,7 @@ def outputs(llm: LLM, structure: StructuredOutputsParams | None, prompt: str = "
     return llm.generate(prompt, params, use_tqdm=False)[0].outputs
 
 
-def test_a_json_schema_is_obeyed_whatever_the_seed(llm: LLM) -> None:
+def test_answer_follows_json_schema_with_any_seed(llm: LLM) -> None:
     for seed in range(5):
         [output] = outputs(llm, COMPACT, seed=seed)
         value = json.loads(output.text)
@@ -59,7 +59,7 @@ def test_a_json_schema_is_obeyed_whatever_the_seed(llm: LLM) -> None:
         assert len(value["name"]) <= 5
 
 
-def test_greedy_answers_obey_too(llm: LLM) -> None:
+def test_greedy_answers_follow_grammar(llm: LLM) -> None:
     [output] = outputs(llm, COMPACT, temperature=0)
     assert set(json.loads(output.text)) == set(SCHEMA["required"])
 
@@ -73,7 +73,7 @@ def test_greedy_answers_obey_too(llm: LLM) -> None:
         (StructuredOutputsParams(grammar='root ::= "a" b\nb ::= "x" | "yz"'), "a(x|yz)"),
     ],
 )
-def test_each_kind_of_grammar_is_obeyed(llm: LLM, structure: StructuredOutputsParams, pattern: str) -> None:
+def test_answer_follows_each_kind_of_grammar(llm: LLM, structure: StructuredOutputsParams, pattern: str) -> None:
     for seed in range(3):
         [output] = outputs(llm, structure, seed=seed)
         assert re.fullmatch(pattern, output.text), output.text
@@ -88,7 +88,7 @@ def test_grammar_does_not_change_other_rows_of_batch(llm: LLM) -> None:
     assert [output.outputs[0].token_ids for output in together] == [alone[0], alone[1], alone[0]]
 
 
-def test_each_of_several_outputs_obeys_by_itself(llm: LLM) -> None:
+def test_each_of_several_outputs_follows_grammar(llm: LLM) -> None:
     texts = {output.text for output in outputs(llm, StructuredOutputsParams(regex="[a-z]{6}"), n=4)}
     assert len(texts) > 1
     assert all(re.fullmatch("[a-z]{6}", text) for text in texts)

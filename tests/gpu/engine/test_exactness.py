@@ -1,4 +1,4 @@
-"""The answer never changes on a GPU either: the CPU's tests, on Triton kernels, recorded steps and overlapped ones.
+"""The answer never changes on a GPU either: the CPU's tests, on Triton kernels, with CUDA graphs and overlapped steps.
 
 Greedy tokens are compared exactly in float32: the tiny model's logits lie further apart than float32 rounds.
 """
@@ -16,12 +16,12 @@ from tests.cpu.engine.test_exactness import (
     GREEDY,
     answers,
     test_a_running_request_can_be_followed_and_neither_sees_the_other,
-    test_a_shared_prefix_hits_to_the_token_from_its_third_sighting,
-    test_an_identical_prompt_is_a_whole_hit_and_runs_no_forward,
     test_forks_equal_requests_with_their_seeds_and_share_the_prompt,
     test_greedy_tokens_are_those_of_transformers,
+    test_identical_prompt_hits_fully_and_runs_no_forward,
     test_preempted_requests_give_the_same_tokens_and_recompute_one,
     test_resuming_at_every_position_gives_the_same_tokens,
+    test_shared_prefix_hits_to_the_token_from_third_prompt,
     test_steps_of_any_size_give_the_same_tokens,
     test_turns_of_a_chat_hit_all_but_their_new_tokens,
     tokens,
@@ -38,16 +38,16 @@ from tests.cpu.engine.test_state_oracle import test_a_published_slot_holds_the_s
 __all__ = [
     "test_a_published_slot_holds_the_state_of_its_tokens",
     "test_a_running_request_can_be_followed_and_neither_sees_the_other",
-    "test_a_shared_prefix_hits_to_the_token_from_its_third_sighting",
     "test_an_aborted_request_leaves_no_trace_in_the_step_under_way",
     "test_an_answer_that_stops_leaves_a_snapshot_before_its_stop_token",
-    "test_an_identical_prompt_is_a_whole_hit_and_runs_no_forward",
     "test_forks_equal_requests_with_their_seeds_and_share_the_prompt",
     "test_greedy_tokens_are_those_of_transformers",
+    "test_identical_prompt_hits_fully_and_runs_no_forward",
     "test_overlapped_steps_give_the_same_answers",
     "test_overlapped_steps_preempt_in_little_memory_and_give_the_same_answers",
     "test_preempted_requests_give_the_same_tokens_and_recompute_one",
     "test_resuming_at_every_position_gives_the_same_tokens",
+    "test_shared_prefix_hits_to_the_token_from_third_prompt",
     "test_steps_of_any_size_give_the_same_tokens",
     "test_turns_of_a_chat_hit_all_but_their_new_tokens",
 ]

@@ -59,8 +59,8 @@ def test_state_without_a_log_is_written_every_step() -> None:
     checks.check_a_sequence_without_a_log(QWEN35)
 
 
-def test_fold_obeys_the_plan() -> None:
-    checks.check_fold_obeys_the_plan(QWEN35)
+def test_fold_follows_plan() -> None:
+    checks.check_fold_follows_plan(QWEN35)
 
 
 def test_nan_stays_in_its_sequence_and_its_log() -> None:

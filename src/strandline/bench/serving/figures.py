@@ -61,14 +61,14 @@ def times_of(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 def cache_figures(answers: Sequence[Answer]) -> Figures:
     """Return prompt tokens that came from the cache, and that could have; None where they are not known."""
-    told = [answer for answer in answers if answer.cached_tokens is not None]
+    reported = [answer for answer in answers if answer.cached_tokens is not None]
     known = [answer for answer in answers if answer.ideal_tokens is not None]
-    cached = sum(answer.cached_tokens or 0 for answer in told) if told else None
+    cached = sum(answer.cached_tokens or 0 for answer in reported) if reported else None
     ideal = sum(answer.ideal_tokens or 0 for answer in known) if known else None
     return {
         "total_cached_tokens": cached,
         "total_ideal_cached_tokens": ideal,
-        "cache_hit_rate": _share(cached, told),
+        "cache_hit_rate": _share(cached, reported),
         "ideal_cache_hit_rate": _share(ideal, known),
     }
 

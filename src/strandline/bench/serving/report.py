@@ -149,8 +149,8 @@ def _run(place: int, column: Column) -> str:
         None if data.get("request_rate") in (None, "inf") else f"{data['request_rate']:g} per second",
         data.get("date"),
     ]
-    told = " · ".join(escape(str(fact)) for fact in facts if fact)
-    return f"<li>{_chip(place)}<b>{escape(column.label)}</b> <small>{told}</small></li>"
+    described = " · ".join(escape(str(fact)) for fact in facts if fact)
+    return f"<li>{_chip(place)}<b>{escape(column.label)}</b> <small>{described}</small></li>"
 
 
 def _chip(place: int) -> str:
