@@ -157,7 +157,7 @@ def test_salted_entries_are_shown_only_with_their_salt(server: ServerProcess) ->
     [
         ({}, "give one of request_id, prompt and messages"),
         ({"prompt": "x", "request_id": "y"}, "give one of"),
-        ({"request_id": "missing"}, '"missing" is not among the last'),
+        ({"request_id": "missing"}, "'missing' is not among the last"),
         ({"prompt": ""}, "the prompt has 0 tokens"),
         ({"prompt": [256]}, "token 256 is not in the vocabulary"),
         ({"prompt": [-1]}, "token -1 is not in the vocabulary"),
