@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
-from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind
+from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind, StepGrant
 from strandline.engine.request import Request, Status
 from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
@@ -33,6 +33,9 @@ LOOK_AHEAD_REQUESTS = 32
 
 Span = tuple[Request, Lease, int, int]
 """A request, its lease, and the tokens ``[start, end)`` that it computes in the step."""
+
+Reservation = tuple[bool, StepGrant]
+"""Whether the prefill kernels compute the sequence even if it is a single token, and what the cache granted."""
 
 
 class Scheduler:
@@ -143,7 +146,9 @@ class Scheduler:
             self._plan_waiting(spans, budget)
         self._look_ahead()
         keeps_logs = [end - start for _, _, start, end in spans].count(1) >= self._logged_from
-        sequences = [self._sequence(request, lease, start, end, keeps_logs) for request, lease, start, end in spans]
+        # All reservations come before the first record: one that needs a slot may move blocks of any sequence.
+        grants = [self._reserve(request, lease, start, end, keeps_logs) for request, lease, start, end in spans]
+        sequences = list(map(_sequence_plan, spans, grants))
         if not sequences:
             if self._planned:
                 return None
@@ -292,40 +297,9 @@ class Scheduler:
             return not self._is_exact
         return request.params.prompt_logprobs is None
 
-    def _sequence(self, request: Request, lease: Lease, start: int, end: int, keeps_logs: bool) -> SequencePlan:
-        pending = PendingToken.NONE
-        if end - start == 1 and start >= request.num_prompt_tokens:
-            index = start - request.num_prompt_tokens
-            output_ids = request.output_ids
-            if index < len(output_ids):
-                token_ids: tuple[int, ...] = (output_ids[index],)
-            else:
-                token_ids = (0,)
-                pending = PendingToken.MAY_STOP if index >= request.params.min_tokens else PendingToken.GOES_ON
-        else:
-            token_ids = _tokens_between(request, start, end)
+    def _reserve(self, request: Request, lease: Lease, start: int, end: int, keeps_logs: bool) -> Reservation:
         is_prefill = self._is_exact and start < request.num_prompt_tokens
-        src, dst, cuts, log, num_logged, num_folded = self.cache.reserve_step(
-            lease, end, wants_log=keeps_logs and not is_prefill
-        )
-        # By position: keywords cost another 0.7 us per sequence and step.
-        return SequencePlan(
-            request.request_id,
-            start,
-            end,
-            token_ids,
-            lease.table.tobytes(),
-            lease.kv_start,
-            src,
-            dst,
-            cuts,
-            end == request.num_tokens,
-            pending,
-            is_prefill,
-            log,
-            num_logged,
-            num_folded,
-        )
+        return is_prefill, self.cache.reserve_step(lease, end, wants_log=keeps_logs and not is_prefill)
 
     # Taking in results
 
@@ -418,3 +392,38 @@ def _tokens_between(request: Request, start: int, end: int) -> tuple[int, ...]:
     if end <= num_prompt:
         return request.prompt_ids[start:end]
     return (*request.prompt_ids[start:num_prompt], *request.output_ids[max(start - num_prompt, 0) : end - num_prompt])
+
+
+def _sequence_plan(span: Span, reservation: Reservation) -> SequencePlan:
+    """Describe a sequence's part of the step. Nothing may be reserved for the step afterwards: blocks could move."""
+    request, lease, start, end = span
+    is_prefill, (src, dst, cuts, log, num_logged, num_folded) = reservation
+    pending = PendingToken.NONE
+    if end - start == 1 and start >= request.num_prompt_tokens:
+        index = start - request.num_prompt_tokens
+        output_ids = request.output_ids
+        if index < len(output_ids):
+            token_ids: tuple[int, ...] = (output_ids[index],)
+        else:
+            token_ids = (0,)
+            pending = PendingToken.MAY_STOP if index >= request.params.min_tokens else PendingToken.GOES_ON
+    else:
+        token_ids = _tokens_between(request, start, end)
+    # By position: keywords cost another 0.7 us per sequence and step.
+    return SequencePlan(
+        request.request_id,
+        start,
+        end,
+        token_ids,
+        lease.table.tobytes(),
+        lease.kv_start,
+        src,
+        dst,
+        cuts,
+        end == request.num_tokens,
+        pending,
+        is_prefill,
+        log,
+        num_logged,
+        num_folded,
+    )

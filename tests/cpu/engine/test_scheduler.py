@@ -2,12 +2,13 @@
 
 import pickle
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache import PrefixCache
+from strandline.cache import MoveBlock, PrefixCache, placement
 from strandline.cache.invariants import check
 from strandline.cache.use import interarrival_bin
 from strandline.engine.request import Request
@@ -325,3 +326,21 @@ def test_known_tokens_are_refused_without_room_or_during_a_step() -> None:
     scheduler.plan()
     with pytest.raises(EngineError, match="cannot take 1 known tokens"):
         scheduler.append_known(request, [2])
+
+
+def test_block_tables_follow_blocks_moved_for_later_cuts() -> None:
+    rng, num_moved = Random(0), 0
+    cache = PrefixCache(12, 4, placement=placement("all", 64))
+    scheduler = Scheduler(cache, max_num_seqs=6, max_num_batched_tokens=400)
+    for index in range(300):
+        prompt = rng.choices(range(10, 14), k=1) * rng.randrange(40, 400)
+        scheduler.add(make_request(str(index), prompt, max_tokens=rng.randrange(1, 90)))
+        for _ in range(rng.randrange(6)):
+            plan = scheduler.plan()
+            if plan is None:
+                break
+            tables = {r.request_id: r.lease.table.tobytes() for r in scheduler.running if r.lease is not None}
+            assert all(sequence.block_table == tables[sequence.request_id] for sequence in plan.sequences)
+            num_moved += len(plan.sequences) > 1 and any(isinstance(action, MoveBlock) for action in plan.actions)
+            scheduler.commit(plan, answer(plan))
+    assert num_moved > 10
