@@ -12,8 +12,7 @@ from strandline.kernels.sizes import cdiv
 from strandline.kernels.step import RowPlaces
 
 BLOCK_SEQUENCES = 128
-BLOCK_ROWS, SEARCH_SEQUENCES = 64, 32
-"""Rows of a program, and the sequences among which it looks for theirs at a time."""
+BLOCK_ROWS = 64
 BLOCK_FEATURES = 1024
 
 
@@ -41,14 +40,14 @@ def _locate_kernel(
     row_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_row_T = row_T < num_rows
     # A row's sequence: as many as end before it.
-    sequence_T = tl.zeros([BLOCK_T], tl.int32)
+    sequence_T = tl.zeros([BLOCK_T], tl.int64)
     for first in range(0, num_sequences, BLOCK_N):
         sequence_N = first + tl.arange(0, BLOCK_N)
         is_sequence_N = sequence_N < num_sequences
         end_row_N = tl.load(query_starts + 1 + sequence_N, mask=is_sequence_N, other=0)
         is_before_TN = (end_row_N[None, :] <= row_T[:, None]) & is_sequence_N[None, :]
-        sequence_T += tl.sum(is_before_TN.to(tl.int32), 1)
-    sequence_T = tl.minimum(sequence_T, num_sequences - 1).to(tl.int64)
+        sequence_T += tl.sum(is_before_TN.to(tl.int64), 1)
+    sequence_T = tl.minimum(sequence_T, num_sequences - 1)
     first_row_T = tl.load(query_starts + sequence_T, mask=is_row_T, other=0)
     position_T = row_T - first_row_T + tl.load(start + sequence_T, mask=is_row_T, other=0)
     is_written_T = is_row_T & (position_T >= tl.load(kv_start + sequence_T, mask=is_row_T, other=0))
@@ -82,7 +81,7 @@ def locate_rows(
         block_table_NM.stride(0),
         BLOCK_TOKENS=BLOCK_TOKENS,
         BLOCK_T=BLOCK_ROWS,
-        BLOCK_N=SEARCH_SEQUENCES,
+        BLOCK_N=BLOCK_SEQUENCES,
         num_warps=4,
     )
     return RowPlaces(*places)
