@@ -1,10 +1,12 @@
 """Sampling parameters of a request, with vLLM's names and meanings."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from strandline.errors import RequestError
 
@@ -19,6 +21,19 @@ MAX_STRINGS: Final = 256
 MAX_STRING_CHARACTERS: Final = 64 * 1024
 """Limit for stop strings and bad words: every token is compared with each."""
 STRUCTURES: Final = ("json", "regex", "choice", "grammar", "json_object")
+
+
+P = TypeVar("P", "SamplingParams", "StructuredOutputsParams")
+
+
+def _with_own_containers(params: P) -> P:
+    """Return a copy whose lists and dictionaries are its own, without checking it again."""
+    copied = copy(params)
+    for given in fields(params):
+        value = getattr(params, given.name)
+        if isinstance(value, list | dict):
+            object.__setattr__(copied, given.name, value.copy())
+    return copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +80,13 @@ class StructuredOutputsParams:
     def kind(self) -> str:
         """The name of the field that is given."""
         return next(name for name in STRUCTURES if getattr(self, name) not in (None, False))
+
+    def owned(self) -> "StructuredOutputsParams":
+        """Return a copy that shares no list or dictionary with this one; a JSON schema becomes text."""
+        copied = _with_own_containers(self)
+        if isinstance(self.json, dict):
+            object.__setattr__(copied, "json", json.dumps(self.json))
+        return copied
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "StructuredOutputsParams":
@@ -117,6 +139,13 @@ class SamplingParams:
         self._check_ranges()
         self._check_integers()
         self._check_stops()
+
+    def owned(self) -> "SamplingParams":
+        """Return a copy that shares no list or dictionary with this one, for plans, which own their data."""
+        copied = _with_own_containers(self)
+        if self.structured_outputs is not None:
+            object.__setattr__(copied, "structured_outputs", self.structured_outputs.owned())
+        return copied
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":

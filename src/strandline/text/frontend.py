@@ -100,7 +100,7 @@ class Frontend:
                     "structured_outputs needs a token that ends the output: the model names none, or ignore_eos is "
                     "set; give stop_token_ids"
                 )
-        return CheckedParams(params, stop_ids)
+        return CheckedParams(params.owned(), stop_ids)
 
     def check(self, prompt_ids: Sequence[int], params: CheckedParams) -> CheckedRequest:
         """Check a prompt.

@@ -1,6 +1,8 @@
 """Deltas of a request's outputs add up to what is taken at once, however often they are taken."""
 
+import pickle
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -82,6 +84,27 @@ def test_grammar_is_compiled_once_per_request() -> None:
         for name in ("a", "b"):
             frontend.open(name, frontend.check([1], checked))
     check.assert_called_once()
+
+
+def test_submission_ignores_later_changes_of_the_callers_parameters() -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    stops, words, bias = [5], ["a"], {3: 1.0}
+    params = SamplingParams(
+        stop_token_ids=stops,
+        bad_words=words,
+        logit_bias=bias,
+        structured_outputs=StructuredOutputsParams(json=schema),
+    )
+    frontend = Frontend(LIMITS, tokenizer=TOKENIZER)
+    prompt = [1, 2]
+    with patch.object(Grammars, "check"):
+        [submission] = frontend.open("a", frontend.check(prompt, frontend.check_params(params)))
+    before = pickle.dumps(submission)
+    schema["properties"]["a"]["type"] = "string"
+    for values in (stops, words, prompt):
+        values.append(7)
+    bias[4] = 2.0
+    assert pickle.dumps(submission) == before
 
 
 @pytest.mark.parametrize("prompt", [[], [256], [-1], [True], [1.0], [1] * 64])
