@@ -183,7 +183,7 @@ def _add_bench(commands: Any) -> None:
 
 
 def _add_explain(commands: Any) -> None:
-    text = "Say why a request missed what it missed, or what a prompt would hit, and what would help. Changes nothing."
+    text = "Show why a request missed, or what a prompt would hit, and what would help. Changes nothing."
     parser = commands.add_parser("explain", help="why did it miss?", description=text)
     parser.add_argument("request_id", nargs="?", metavar="REQUEST_ID", help="one of the server's last requests")
     ask = parser.add_argument_group("on a running server")

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 MEANINGS: Final[Mapping[str, str]] = {
-    "first_seen": "no cached prompt begins like this one",
-    "diverged": "the prompt leaves every cached one here",
-    "no_snapshot": "keys and values are cached, but no state was kept at or after this position",
-    "snapshot_evicted": "keys and values are cached; the state was, and has been evicted",
-    "evicted": "it was cached and has been evicted",
-    "computing": "another request was computing it",
-    "other_salt": "it is cached under another salt",
-    "no_room": "there was a snapshot, but no memory to hold it beside the request's own state",
+    "first_seen": "no cached prompt shares a prefix with this one",
+    "diverged": "the prompt diverges from every cached one here",
+    "no_snapshot": "keys and values are cached, but no snapshot was taken at or after this position",
+    "snapshot_evicted": "keys and values are cached, but the snapshot was evicted",
+    "evicted": "the tokens were cached and have been evicted",
+    "computing": "another request was computing the tokens",
+    "other_salt": "the tokens are cached under another salt",
+    "no_room": "there was a snapshot, but not enough memory to keep it beside the request's own state",
     "not_asked": "the cache is off, or the request wanted its prompt's log-probabilities",
 }
 MAX_SHOWN: Final = 8
@@ -39,7 +39,7 @@ def lines(data: Data, subject: str) -> Iterator[str]:
         for advice in data["advice"]:
             yield f"  - {advice['text']} ({advice['tokens']:,} token{'s' if advice['tokens'] != 1 else ''})"
     if data["now"] is not None:
-        yield f"asked again now, it would hit {data['now']['hit']:,} of {data['now']['queried']:,}"
+        yield f"sent again now, it would hit {data['now']['hit']:,} of {data['now']['queried']:,} tokens"
 
 
 def _ranges(account: Data) -> Iterator[str]:
@@ -59,21 +59,21 @@ def _path(data: Data) -> Iterator[str]:
     found = [f"{item['position']:,} ({item['kind'].replace('_', ' ')})" for item in data["snapshots"]]
     more = len(found) - MAX_SHOWN + data["num_snapshots_left_out"] if len(found) > MAX_SHOWN else 0
     shown = ", ".join(found[:MAX_SHOWN]) + (f" and {more:,} more" if more else "")
-    yield f"on its path: snapshots at {shown}" if found else "on its path: no snapshot"
+    yield f"snapshots on its path: {shown if found else 'none'}"
     if data["next_snapshot"] is not None:
-        yield f"the cached path that goes on from there has its next snapshot at {data['next_snapshot']:,}"
+        yield f"next snapshot on the cached path: {data['next_snapshot']:,}"
     yield f"keys and values cached: {data['kv_now']:,} tokens"
 
 
 def _parting(parting: Data) -> Iterator[str]:
     position = parting["position"]
     yield (
-        f"the prompt leaves what is cached at token {position:,}:"
+        f"the prompt diverges from the cache at token {position:,}:"
         if position
-        else "it begins unlike all that is cached:"
+        else "the prompt diverges from the cache at its first token:"
     )
     if parting["prompt"] is None:
-        yield "  (the server shows no text of prompts)"
+        yield "  (the server is configured not to show prompt text)"
         return
     if position:
         yield f"  shared  …{_shown(parting['before'])[-MAX_CHARACTERS:]}"

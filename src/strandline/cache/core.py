@@ -111,7 +111,7 @@ class PrefixCache:
     # Looking up
 
     def lookup(self, tokens: TokenBuffer, salt: str = "") -> Account:
-        """Return what a request with these tokens would hit, and why not more. Changes nothing."""
+        """Return what a request with these tokens would hit, and why the rest would miss. Changes nothing."""
         if not self.is_enabled:
             return Account.not_asked(len(tokens))
         root = self._index.roots.get(salt)

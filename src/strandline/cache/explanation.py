@@ -278,10 +278,14 @@ def _advice(
             yield advice
     if moved is not None:
         position = account.kv_tokens
-        what = f"tokens [{position:,}, {moved.start:,}) differ" if moved.start > position else "something is left out"
+        what = (
+            f"tokens [{position:,}, {moved.start:,}) differ"
+            if moved.start > position
+            else "some cached tokens are left out"
+        )
         text = (
-            f"put what changes behind what does not: {what}, and the {moved.num_tokens:,} tokens from {moved.start:,} "
-            "on are those of a cached prompt again"
+            f"move the changing part behind the constant part: {what}, and the {moved.num_tokens:,} tokens from "
+            f"{moved.start:,} on match a cached prompt again"
         )
         yield Advice(Help.ORDER, position, moved.num_tokens, text)
 
@@ -293,30 +297,32 @@ def _advice_on_miss(
     match miss.reason:
         case Reason.NO_SNAPSHOT:
             if any(snapshot.position == miss.end for snapshot in snapshots):
-                text = f"no more is needed: there is a snapshot at {miss.end:,} now, for the next such prompt"
+                text = f"nothing to do: a snapshot at {miss.end:,} now serves the next such prompt"
             else:
-                text = f"a mark at {miss.end:,}: the first prompt to pass it then leaves a snapshot there"
+                text = f"a mark at {miss.end:,}: the first prompt that passes it leaves a snapshot there"
                 if cache.internals().placement.takes_branches():
-                    text += "; without one, the first prompt to leave there takes it, for those that follow"
+                    text += "; without one, the first prompt that diverges there takes the snapshot for later prompts"
             return Advice(Help.MARK, miss.end, size, text)
         case Reason.SNAPSHOT_EVICTED:
             slot_bytes = block_bytes * cache.internals().allocator.blocks_per_slab
-            text = f"more memory: the snapshot that went took {_mib(slot_bytes)}; raise --memory"
+            text = f"more memory: the evicted snapshot took {_mib(slot_bytes)}; raise --memory"
             return Advice(Help.MEMORY, miss.end, size, text)
         case Reason.EVICTED:
             num_bytes = (
                 -(-size // BLOCK_TOKENS) * block_bytes + block_bytes * cache.internals().allocator.blocks_per_slab
             )
-            text = f"more memory: what went took at least {_mib(num_bytes)}, a snapshot included; raise --memory"
+            text = (
+                f"more memory: the evicted data took at least {_mib(num_bytes)}, including a snapshot; raise --memory"
+            )
             return Advice(Help.MEMORY, miss.start, size, text)
         case Reason.NO_ROOM:
             text = f"more memory: the snapshot at {miss.end:,} found no room beside the request's own state"
             return Advice(Help.MEMORY, miss.end, size, text)
         case Reason.COMPUTING:
-            text = f"to come later: request {miss.request_id} was computing these tokens"
+            text = f"a later arrival: request {miss.request_id} was computing these tokens"
             return Advice(Help.PATIENCE, miss.end, size, text)
         case Reason.NOT_ASKED:
-            text = "to read the cache: it is off, or the request wanted its prompt's log-probabilities"
+            text = "reading the cache: it is off, or the request wanted its prompt's log-probabilities"
             return Advice(Help.ASK, 0, size, text)
         case _:
             return None

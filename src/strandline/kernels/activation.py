@@ -1,6 +1,6 @@
 """Gates: of feed-forward layers, and of attention's output.
 
-Shape suffixes: F intermediate size, O features; the dimensions before them are free.
+Shape suffixes: T tokens, F intermediate size, O features; the dimensions before F and O are free.
 """
 
 import torch.nn.functional as F

@@ -6,8 +6,8 @@ one, in their order in the step.
 Invariants: what a sequence does not own never reaches its result, NaN included: neither other blocks, nor the
 rows of its last block past its context, nor the null block.
 
-Shape suffixes: T tokens, M blocks of a sequence, L keys of a sequence, B blocks, P tokens in a block, G key/value
-heads, R query heads per key/value head, H = G R query heads, D head dim.
+Shape suffixes: T tokens, N sequences, M blocks of a sequence, L keys of a sequence, B blocks, P tokens in a block,
+G key/value heads, R query heads per key/value head, H = G R query heads, D head dim.
 """
 
 from collections.abc import Iterator

@@ -26,7 +26,8 @@ sequences and one for many): numbers of tokens, chunks and sequences, and where 
 
 Source: Yang et al., "Gated Delta Networks", section 3.3; the inverse is built from its halves, as in ``gdn.py``.
 
-Shape suffixes: as in ``gdn.py``, and L rows of a padded chunk (64), W value columns of a program.
+Shape suffixes: as in ``gdn.py``, and C chunks, L rows of a padded chunk (64), W value columns of a
+program, X scales per row (read, query), D channels of a head of any kind.
 """
 # mypy: ignore-errors
 

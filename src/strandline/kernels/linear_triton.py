@@ -4,7 +4,8 @@ One row, and up to ``MAX_ROWS_GEMV`` with a small weight: every program multipli
 in float32. Up to ``MAX_ROWS_SKINNY`` with many outputs: tiles of 16 rows, on tensor cores. Otherwise torch's GEMM. The
 way depends on shapes alone, and a row's result on no other row.
 
-Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a matrix product sums over.
+Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a matrix product sums over,
+S spans of the inputs.
 """
 # mypy: ignore-errors
 

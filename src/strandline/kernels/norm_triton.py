@@ -3,7 +3,8 @@
 Rows may lie far apart (views of a fused projection); the last dimension must be dense, else it is copied. A kernel is
 compiled per function, size and strides: any number of rows runs it.
 
-Shape suffixes: as in ``norm.py``. Kernels address a row by two indices, ``row // H`` and ``row % H``.
+Shape suffixes: as in ``norm.py``; R rows of a program. Kernels address a row by two indices,
+``row // H`` and ``row % H``.
 """
 # mypy: ignore-errors
 

@@ -3,7 +3,7 @@
 Invariants: of the blocks only the rows named for writing are written; the null block never is.
 
 Shape suffixes: T tokens, O features of all heads side by side, G key/value heads, H query heads, D head dim, B blocks,
-P tokens in a block.
+P tokens in a block, F rotated pairs per head.
 """
 
 from torch import Tensor

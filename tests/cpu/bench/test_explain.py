@@ -54,19 +54,19 @@ ANSWER: dict[str, Any] = {
 TEXT = """\
 request cmpl-1-0: 2,000 prompt tokens, 1,000 hit (50.0%), 1,000 to compute
   [0, 1,000)      hit          resumed from a snapshot (prompt end)
-  [1,000, 1,024)  no_snapshot  keys and values are cached, but no state was kept at or after this position
-  [1,024, 1,900)  computing    another request was computing it: cmpl-0-0
-  [1,900, 2,000)  diverged     the prompt leaves every cached one here
-on its path: snapshots at 1,000 (prompt end), 512 (ladder)
-the cached path that goes on from there has its next snapshot at 1,500
+  [1,000, 1,024)  no_snapshot  keys and values are cached, but no snapshot was taken at or after this position
+  [1,024, 1,900)  computing    another request was computing the tokens: cmpl-0-0
+  [1,900, 2,000)  diverged     the prompt diverges from every cached one here
+snapshots on its path: 1,000 (prompt end), 512 (ladder)
+next snapshot on the cached path: 1,500
 keys and values cached: 2,000 tokens
-the prompt leaves what is cached at token 1,024:
+the prompt diverges from the cache at token 1,024:
   shared  …Today is⏎
   prompt  Monday
   cached  Sunday\ufffd[31m
 what would have helped:
   - a mark at 1,024 (24 tokens)
-asked again now, it would hit 2,000 of 2,000
+sent again now, it would hit 2,000 of 2,000 tokens
 """
 
 
@@ -191,7 +191,7 @@ def test_without_texts_tokens_are_shown() -> None:
     }
     assert "  shared  …1 2" in list(lines({**ANSWER, "parting": parting}, "it"))
     hidden = {"position": 7, "before": None, "prompt": None, "cached": []}
-    assert "  (the server shows no text of prompts)" in list(lines({**ANSWER, "parting": hidden}, "it"))
+    assert "  (the server is configured not to show prompt text)" in list(lines({**ANSWER, "parting": hidden}, "it"))
 
 
 # In a replay
@@ -235,7 +235,7 @@ def test_trace_request_is_explained_as_of_its_start(tmp_path: Path, capsys: pyte
     assert main(["explain", "--trace", name, "--request", "2"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("request 2 of 2: 1,000 prompt tokens")
-    assert "put what changes behind what does not: tokens [300, 303) differ" in out
+    assert "move the changing part behind the constant part: tokens [300, 303) differ" in out
 
 
 def test_largest_avoidable_misses_are_listed_without_a_number(

@@ -95,8 +95,11 @@ def served(driver: Driver) -> Driver:
 
 def test_branch_is_not_promised_by_a_placement_without_branches() -> None:
     tokens = prompt(100) + prompt(40, 5000)
-    assert "leave there takes it" in only_advice(explain(served(Driver()), tokens)).text
-    assert "leave there takes it" not in only_advice(explain(served(Driver(placement=NoSnapshots())), tokens)).text
+    assert "diverges there takes the snapshot" in only_advice(explain(served(Driver()), tokens)).text
+    assert (
+        "diverges there takes the snapshot"
+        not in only_advice(explain(served(Driver(placement=NoSnapshots())), tokens)).text
+    )
 
 
 def test_advised_memory_would_have_prevented_the_eviction() -> None:
@@ -178,7 +181,7 @@ def test_past_lookup_keeps_its_account_and_ignores_its_own_tokens() -> None:
     assert explanation.parting is not None
     assert explanation.parting.cached == (tuple(prompt(32, 1100)),)
     assert [(s.position, s.kind) for s in explanation.snapshots] == [(100, SnapshotKind.BRANCH)]
-    assert "there is a snapshot at 100 now" in only_advice(explanation).text
+    assert "a snapshot at 100 now" in only_advice(explanation).text
 
 
 def test_divergence_is_omitted_once_the_cached_prompt_is_evicted() -> None:

@@ -61,7 +61,7 @@ def test_a_click_explains_a_request(page: Browser, server: ServerProcess) -> Non
     text = page.text()
     assert "0 of 136 tokens were hit; 136 were computed." in text
     assert "no snapshot" in text
-    assert "Where it leaves what is cached: token 130" in text
+    assert "Where it diverges from the cache: token 130" in text
     assert "it would hit 136 of 136" in text
     assert page.errors == []
 
