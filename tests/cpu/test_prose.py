@@ -41,12 +41,7 @@ AVOIDED: Mapping[str, str] = {
 """Phrases that translate back into another language rather than say what happens, and what to write instead."""
 
 MAX_NAME_WORDS = 10
-LONG_NAMES = frozenset(
-    {
-        "test_weights_from_bfloat16_are_halved_unless_the_user_names_a_dtype",
-        "test_the_stand_in_of_a_halved_weight_has_its_shape_and_no_numbers",
-    }
-)
+LONG_NAMES = frozenset({"test_weights_from_bfloat16_are_halved_unless_the_user_names_a_dtype"})
 """Names from before the limit; a renamed test leaves this set."""
 
 

@@ -3,6 +3,8 @@
 Chunk boundaries lie on the absolute 64-token grid of each sequence and wherever a cut is wanted, so that the
 partition up to any position does not depend on how the prompt was split into steps. After a chunk that ends
 at a cut, the recurrent kernels store the state into the cut's slot.
+
+Shape suffixes: N sequences, C chunks.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""The Triton versions of ``step.py``: one small launch each."""
+"""The Triton versions of ``step.py``: one small launch each.
+
+Shape suffixes: as in ``step.py``.
+"""
 
 # mypy: ignore-errors
 
