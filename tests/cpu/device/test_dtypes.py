@@ -126,9 +126,7 @@ def test_weights_keys_and_values_follow_the_choice(
 
 @pytest.mark.skipif(torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="no products with float16 weights")
 @pytest.mark.usefixtures("slow_cpu")
-def test_weights_from_bfloat16_are_halved_unless_the_user_names_a_dtype(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_weights_are_halved_unless_a_dtype_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save_tiny_model(tmp_path)
     monkeypatch.setattr("strandline.device.dtypes.published_dtype", lambda config: torch.bfloat16)
     monkeypatch.setattr("strandline.models.weights.published_dtype", lambda config: torch.bfloat16)

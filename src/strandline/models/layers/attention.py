@@ -5,7 +5,7 @@ split into it while loading.
 
 Source: ``transformers`` (``qwen3_next``, ``qwen3_5``).
 
-Shape suffixes: T tokens of the step, E hidden size, D head dim, O rows of a fused projection.
+Shape suffixes: T tokens of the step, E hidden size, H query heads, D head dim, O rows of a fused projection.
 """
 
 from typing import Any
