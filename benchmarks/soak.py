@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 
 from strandline import LLM, SamplingParams
-from strandline.engine.core_process import REST_AFTER_S
+from strandline.engine.core_process import TRIM_AFTER_S
 
 LISTENING = re.compile(r"serving \S+ on (http://\S+)")
 MAX_OUTPUT_TOKENS = 160
@@ -334,7 +334,7 @@ async def run(options: argparse.Namespace, server: Server, prompts: list[list[in
                 break
             soak.may_run.clear()
             state = await quiet(watcher, server)
-            await asyncio.sleep(REST_AFTER_S + 1)
+            await asyncio.sleep(TRIM_AFTER_S + 1)
             now_mib = server.resident_mib()
             first_mib = first_mib or now_mib
             report(soak, before, state, now_mib, first_mib, options.max_growth_mib, time.monotonic() - begin_s)
