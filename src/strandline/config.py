@@ -3,7 +3,9 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from difflib import get_close_matches
+from types import NoneType
 from typing import Any, Final
 
 from strandline.errors import ConfigError
@@ -45,6 +47,9 @@ class EngineConfig:
     """Most requests that run at once."""
     max_num_batched_tokens: int | None = None
     """Most tokens computed in one step. Longer prompts are computed over several steps. None: 2,048, on GPUs 8,192."""
+    long_prefill_token_threshold: int | None = None
+    """Prefills of more tokens are long. While other requests decode, long prefills together compute at most this number
+    of tokens, in every third step. 0: no limit. None: a quarter of ``max_num_batched_tokens``."""
     async_scheduling: bool | None = None
     """Plan each step while the device runs the one before; None: on GPUs."""
     enforce_eager: bool = False
@@ -73,21 +78,35 @@ class EngineConfig:
         _require_choice("mamba_cache_mode", self.mamba_cache_mode, CACHE_MODES)
         _require_choice("device", self.device, DEVICES)
         _require_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTORS)
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        _require_type("model", self.model, (str,))
+        _require_type("tokenizer", self.tokenizer, (str, NoneType))
+        _require_type("async_scheduling", self.async_scheduling, (bool, NoneType))
+        for name in ("skip_tokenizer_init", "enforce_eager", "enable_prefix_caching", "deterministic"):
+            _require_type(name, getattr(self, name), (bool,))
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "mamba_block_size"):
+            if getattr(self, name) is not None or name in ("max_num_seqs", "mamba_block_size"):
+                _require_count(name, getattr(self, name))
+        if self.mamba_block_size % BLOCK_TOKENS:
+            raise ConfigError(f"--mamba-block-size must be a multiple of {BLOCK_TOKENS}, got {self.mamba_block_size}")
+        seed: object = self.seed
+        if type(seed) is not int or not -(2**63) <= seed < 2**63:
+            raise ConfigError(f"--seed must be a whole number of 64 bits, got {seed!r}")
         if self.deterministic and (self.max_num_batched_tokens or BLOCK_TOKENS) < BLOCK_TOKENS:
             raise ConfigError(
-                f"deterministic, a step computes whole blocks of a prompt: max_num_batched_tokens must be at least "
+                f"--deterministic, a step computes whole blocks of a prompt: --max-num-batched-tokens must be at least "
                 f"{BLOCK_TOKENS}, got {self.max_num_batched_tokens}"
             )
+        threshold: object = self.long_prefill_token_threshold
+        if threshold is not None and (
+            not isinstance(threshold, int) or isinstance(threshold, bool) or 0 != threshold < BLOCK_TOKENS
+        ):
+            raise ConfigError(f"long_prefill_token_threshold must be 0 or at least {BLOCK_TOKENS}, got {threshold!r}")
         share: object = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
+            raise ConfigError(f"--gpu-memory-utilization must be above 0 and at most 1, got {share!r}")
         rate: object = self.audit_rate
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
-            raise ConfigError(f"audit_rate must be from 0 to 1, got {rate!r}")
+            raise ConfigError(f"--audit-rate must be from 0 to 1, got {rate!r}")
         if self.memory is not None:
             parse_bytes(self.memory)
 
@@ -111,6 +130,11 @@ def reject_unknown(options: Mapping[str, Any], known: list[str]) -> None:
             raise ConfigError(f"unknown option {name!r}{hint}")
 
 
+def flag(name: str) -> str:
+    """Return the flag that sets a field: messages name flags, which ``LLM`` takes as options without the dashes."""
+    return f"--{name.replace('_', '-')}"
+
+
 def parse_bytes(text: str | int) -> int:
     """Read a number of bytes such as ``512MiB``, ``4G`` or ``1000000``; units are powers of 1,024.
 
@@ -118,12 +142,23 @@ def parse_bytes(text: str | int) -> int:
         ConfigError: it is not a positive size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
-    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    size = int(Decimal(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size < 1:
-        raise ConfigError(f"memory must be a size such as '4GiB', got {text!r}")
+        raise ConfigError(f"--memory must be a size such as 4GiB, got {text!r}")
     return size
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def _require_type(name: str, value: object, types: tuple[type, ...]) -> None:
+    if type(value) not in types:
+        wanted = " or ".join("None" if kind is NoneType else kind.__name__ for kind in types)
+        raise ConfigError(f"{flag(name)} must be {wanted}, got {value!r}")
+
+
+def _require_count(name: str, value: object) -> None:
+    if type(value) is not int or not 1 <= value < 2**63:
+        raise ConfigError(f"{flag(name)} must be a whole number of at least 1, got {value!r}")

@@ -4,6 +4,11 @@ A message says what was asked, what was found, the limit, and the knob that move
 """
 
 
+def cause_of(error: Exception) -> str:
+    """Return what an error of a library says, in one line."""
+    return " ".join(str(error).split()) or repr(error)
+
+
 class StrandlineError(Exception):
     """Root of every error raised on purpose."""
 

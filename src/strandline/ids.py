@@ -18,6 +18,9 @@ LogId = NewType("LogId", int)
 
 RequestId = NewType("RequestId", str)
 
+AUDIT_PREFIX: Final = "audit of "
+"""Ids of requests that replay others begin with it; users' may not."""
+
 
 class PendingToken(IntEnum):
     """Whether a sequence's one token is what the step before samples, which runs still."""
@@ -34,3 +37,6 @@ BLOCK_TOKENS: Final = 64
 NULL_BLOCK: Final = BlockId(0)
 NULL_SLOT: Final = SlotId(0)
 NULL_LOG: Final = LogId(0)
+
+NO_TOKEN: Final = -1
+"""Sampled where no token can be: the row's logits have no finite maximum."""

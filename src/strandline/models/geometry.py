@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
-from strandline.errors import ConfigError
+from strandline.model_config import read_model_config
 from strandline.models.registry import builder_for
 from strandline.specs import ModelSpec
 
@@ -25,12 +24,9 @@ def read_model_size(path: str | Path) -> ModelSize:
     """Return the size of the model that a ``config.json``, or a directory with one, describes.
 
     Raises:
-        ConfigError: there is none, or its architecture is not supported.
+        ConfigError: there is none, or its architecture or a setting is not supported.
     """
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: no model configuration can be read: {error}") from error
+    config = read_model_config(Path(path))
     model = builder_for(config)(config, torch.bfloat16, "meta")
     text = getattr(config, "text_config", config)
     num_experts = getattr(text, "num_experts", None) or 1

@@ -1,0 +1,208 @@
+"""A model's ``config.json``: read by transformers, and checked field by field before anything depends on it.
+
+transformers is imported by the function that needs it, so that importing this module loads no tensor library.
+"""
+
+import json
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+
+from strandline.errors import ConfigError, cause_of
+
+if TYPE_CHECKING:
+    from transformers.configuration_utils import PretrainedConfig
+
+T = TypeVar("T")
+
+ARCHITECTURES: Final = (
+    "LlamaForCausalLM",
+    "OlmoHybridForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+"""What can be served. ``models/registry.py`` has a builder for each; the names are here to be checked without torch."""
+
+DTYPES: Final = ("float32", "bfloat16", "float16")
+"""Of published weights, and of recurrent states."""
+
+MAX_LAYERS: Final = 1024
+LISTED: Final = {"num_hidden_layers": MAX_LAYERS, "num_labels": 2**16}
+"""Counts that transformers expands into lists while it reads a configuration, and the most of each."""
+
+MAX_HEADS: Final = 1024
+MAX_HEAD_DIM: Final = 256
+"""Channels of a head: kernels hold whole rows of them in registers."""
+MAX_SIZE: Final = 2**20
+"""Channels of the hidden and intermediate states."""
+MAX_VOCAB: Final = 2**24
+MIN_EPS: Final = 1e-12
+"""Norms of zeros are not numbers without it."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is something else.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must be a JSON object, got {reprlib.repr(values)}")
+    return values
+
+
+def read_model_config(path: Path) -> "PretrainedConfig":
+    """Read a ``config.json``, given by its own path or that of its directory.
+
+    Raises:
+        ConfigError: it is missing or transformers does not understand it.
+    """
+    from transformers import AutoConfig
+
+    file, values = _read_file(path)
+    for part in (values, *(value for value in values.values() if isinstance(value, dict))):
+        for name, most in LISTED.items():
+            Fields(part).size(name, at_least=0, at_most=most, default=0)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(f"{file} cannot be read: {cause_of(error)}") from error
+    return config
+
+
+def _read_file(path: Path) -> tuple[Path, dict[str, Any]]:
+    file = path if path.is_file() else path / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{path} has no config.json: is it a model's directory in the published layout?")
+    return file, read_json_object(file)
+
+
+def check_architecture(path: Path) -> None:
+    """Check that a ``config.json`` names a supported architecture; takes milliseconds, as transformers is not imported.
+
+    Raises:
+        ConfigError: it does not, or it is missing.
+    """
+    find_architecture(_read_file(path)[1].get("architectures"))
+
+
+def find_architecture(names: Sequence[str] | None) -> str:
+    """Return the first of a model's ``architectures`` that is supported.
+
+    Raises:
+        ConfigError: none is.
+    """
+    names = [str(name) for name in names] if isinstance(names, list) else []
+    for name in names:
+        if name in ARCHITECTURES:
+            return name
+    asked = ", ".join(names) or "no architecture"
+    raise ConfigError(f"the model's configuration names {asked}; supported: {', '.join(ARCHITECTURES)}")
+
+
+class Fields:
+    """The fields of a configuration, checked as they are read: what is returned has the type and range asked for.
+
+    Every method raises a ConfigError that names the field, its value and what is allowed. A field that is missing or
+    null has the default, if there is one.
+
+    Args:
+        prefix: of the names in messages: the file, and the path of a configuration inside another.
+    """
+
+    def __init__(self, config: "PretrainedConfig | Mapping[str, Any]", prefix: str = "config.json: ") -> None:
+        self._config, self._prefix = config, prefix
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Return a field as it is."""
+        value = self._config.get(name) if isinstance(self._config, Mapping) else getattr(self._config, name, None)
+        return default if value is None else value
+
+    def size(self, name: str, *, at_least: int = 1, at_most: int = MAX_SIZE, default: int | None = None) -> int:
+        """Return a whole number."""
+        value = self.value(name, default)
+        if type(value) is not int or not at_least <= value <= at_most:
+            self.reject(name, f"a whole number from {at_least:,} to {at_most:,}")
+        return value
+
+    def number(self, name: str, *, at_least: float, at_most: float, default: float | None = None) -> float:
+        """Return a number."""
+        value = self.value(name, default)
+        if type(value) not in (int, float) or not at_least <= value <= at_most:
+            self.reject(name, f"a number from {at_least:g} to {at_most:g}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """Return a boolean."""
+        value = self.value(name)
+        if type(value) is not bool:
+            self.reject(name, "true or false")
+        return value
+
+    def choice(self, name: str, choices: Sequence[str], *, default: str | None = None) -> str:
+        """Return one of several strings."""
+        value = self.value(name, default)
+        if not isinstance(value, str) or value not in choices:
+            found, supported = reprlib.repr(value), ", ".join(choices)
+            raise ConfigError(f"{self._prefix}{name} {found} is not supported; supported: {supported}")
+        return value
+
+    def list_of(self, name: str, read: "Callable[[Fields, str], T]") -> tuple[T, ...]:
+        """Return a list, each entry as ``read`` returns it, which is called as a method is."""
+        values = self.value(name)
+        if not isinstance(values, list):
+            self.reject(name, "a list")
+        named = {f"{name}[{index}]": value for index, value in enumerate(values)}
+        entries = Fields(named, self._prefix)
+        return tuple(read(entries, entry) for entry in named)
+
+    def tokens(self, name: str, vocab_size: int) -> frozenset[int]:
+        """Return one token id or a list of them as a set; empty: it is missing."""
+
+        def token(fields: Fields, name: str) -> int:
+            return fields.size(name, at_least=0, at_most=vocab_size - 1)
+
+        value = self.value(name)
+        if value is None:
+            return frozenset()
+        return frozenset(self.list_of(name, token) if isinstance(value, list) else [token(self, name)])
+
+    def reject(self, name: str, allowed: str) -> NoReturn:
+        """Raise a ConfigError for a field that must be ``allowed``."""
+        value = self.value(name)
+        found = "is missing" if value is None else f"is {reprlib.repr(value)}"
+        raise ConfigError(f"{self._prefix}{name} {found}; it must be {allowed}")
+
+
+def read_vocab_size(fields: Fields) -> int:
+    """Return the number of token ids."""
+    return fields.size("vocab_size", at_most=MAX_VOCAB)
+
+
+def read_layer_types(fields: Fields, kinds: Sequence[str]) -> tuple[str, ...]:
+    """Return the kind of each layer."""
+    layer_types = fields.list_of("layer_types", lambda entries, name: entries.choice(name, kinds))
+    if fields.size("num_hidden_layers", at_most=MAX_LAYERS) != len(layer_types):
+        fields.reject("num_hidden_layers", f"the number of layer_types, {len(layer_types)}")
+    return layer_types
+
+
+def read_head_dim(fields: Fields) -> int:
+    """Return the channels of an attention head: its share of the hidden size where there is no ``head_dim``."""
+    share = fields.size("hidden_size") // fields.size("num_attention_heads", at_most=MAX_HEADS)
+    return fields.size("head_dim", at_most=MAX_HEAD_DIM, default=share)
+
+
+def read_eps(fields: Fields) -> float:
+    """Return what norms add to a mean square."""
+    return fields.number("rms_norm_eps", at_least=MIN_EPS, at_most=1)

@@ -1,0 +1,188 @@
+"""Configurations that no model can be built from: each is refused by the name of its field, before any allocation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strandline.config import EngineConfig
+from strandline.errors import ConfigError
+from strandline.model_config import ARCHITECTURES, read_model_config
+from strandline.models import registry
+from strandline.models.weights import published_dtype
+from strandline.text.vocabulary import load_vocabulary
+from tests.cpu.models.families import ODD, config_of
+
+NO_DEVICE = "there is none of this name"
+"""An allocation on it raises another error than the one that is expected."""
+
+WHOLE = "it must be a whole number from"
+
+
+def write(directory: Path, name: str = "qwen3_5", **changes: Any) -> Path:
+    """Write a family's ``config.json`` with other values."""
+    config_of(name).save_pretrained(directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return directory
+
+
+def read_and_build(directory: Path) -> None:
+    config = read_model_config(directory)
+    registry.builder_for(config)(config, torch.float32, NO_DEVICE)
+
+
+def rope(**values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, **values}}
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_5", {"vocab_size": 0}, f"vocab_size is 0; {WHOLE} 1 to 16,777,216"),
+    ("qwen3_5", {"hidden_size": -32}, f"hidden_size is -32; {WHOLE} 1 to 1,048,576"),
+    ("qwen3_5", {"intermediate_size": 10**12}, f"intermediate_size is 1000000000000; {WHOLE} 1 to 1,048,576"),
+    ("qwen3_5", {"max_position_embeddings": 0}, f"max_position_embeddings is 0; {WHOLE} 1 to 2,147,483,647"),
+    ("qwen3_5", {"num_attention_heads": 0}, f"num_attention_heads is 0; {WHOLE} 1 to 1,024"),
+    ("qwen3_5", {"num_key_value_heads": 0}, f"num_key_value_heads is 0; {WHOLE} 1 to 1,024"),
+    ("qwen3_5", {"num_key_value_heads": 3}, "num_key_value_heads is 3; it must be a divisor of num_attention_heads, 4"),
+    ("qwen3_5", {"num_key_value_heads": 8}, "num_key_value_heads is 8; it must be a divisor of num_attention_heads, 4"),
+    ("qwen3_5", {"head_dim": -16}, f"head_dim is -16; {WHOLE} 1 to 256"),
+    ("qwen3_5", {"head_dim": 15, **rope(partial_rotary_factor=1.0)}, "head_dim is 15; it must be even"),
+    ("qwen3_5", {"linear_num_value_heads": 3}, "is 3; it must be a multiple of linear_num_key_heads, 2"),
+    ("qwen3_next", {"linear_num_value_heads": 3}, "is 3; it must be a multiple of linear_num_key_heads, 2"),
+    ("qwen3_5", {"linear_key_head_dim": 257}, f"linear_key_head_dim is 257; {WHOLE} 1 to 256"),
+    ("qwen3_5", {"linear_conv_kernel_dim": 0}, f"linear_conv_kernel_dim is 0; {WHOLE} 2 to 5"),
+    ("qwen3_5", {"mamba_ssm_dtype": "float64"}, "mamba_ssm_dtype 'float64' is not supported; supported: float32, "),
+    ("qwen3_5", {"mamba_ssm_dtype": 16}, "mamba_ssm_dtype 16 is not supported; supported: float32, bfloat16, float16"),
+    ("qwen3_5", {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06; it must be a number from 1e-12 to 1"),
+    ("qwen3_5", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a number from 1e-12 to 1"),
+    ("qwen3_5", {"num_hidden_layers": 0, "layer_types": []}, f"num_hidden_layers is 0; {WHOLE} 1 to 1,024"),
+    ("qwen3_5", {"layer_types": ["linear_attention", "sliding_attention"], "num_hidden_layers": 2},
+     r"layer_types\[1\] 'sliding_attention' is not supported; supported: full_attention, linear_attention"),
+    ("qwen3_5", rope(partial_rotary_factor=2.0), "rope_parameters.partial_rotary_factor is 2.0; it must be a number"),
+    ("qwen3_5", rope(partial_rotary_factor=-0.5), "partial_rotary_factor is -0.5; it must be a number from 0 to 1"),
+    ("qwen3_5", rope(partial_rotary_factor=0.2), "is 0.2; it must be such that an even number of a head's 16 channels"),
+    ("qwen3_5", rope(rope_theta=0), "rope_parameters.rope_theta is 0; it must be a number from 1 to 1e"),
+    ("qwen3_5", rope(rope_type="linear", factor="2"), r"rope_parameters \{.*\}: TypeError"),
+    ("qwen3_5", rope(rope_type="linear", factor=float("nan")), "it must be such that at most 16 channels have finite"),
+    ("qwen3_5_moe", {"num_experts_per_tok": 6}, f"num_experts_per_tok is 6; {WHOLE} 1 to 5"),
+    ("qwen3_5_moe", {"num_experts_per_tok": 0}, f"num_experts_per_tok is 0; {WHOLE} 1 to 5"),
+    ("qwen3_5_moe", {"num_experts": -1}, f"num_experts is -1; {WHOLE} 0 to "),
+    ("qwen3_next", {"decoder_sparse_step": 0}, f"decoder_sparse_step is 0; {WHOLE} 1 to "),
+    ("llama", {"mlp_bias": True}, "mlp_bias is True; it must be false"),
+    ("llama", {"max_position_embeddings": 0}, f"max_position_embeddings is 0; {WHOLE} 1 to 2,147,483,647"),
+    ("qwen3", {"vocab_size": -1}, f"vocab_size is -1; {WHOLE} 1 to 16,777,216"),
+    ("qwen3", {"num_attention_heads": 3}, "num_key_value_heads is 2; it must be a divisor of num_attention_heads, 3"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+     r"layer_types\[1\] 'sliding_attention' is not supported; supported: full_attention"),
+    ("qwen3", rope(partial_rotary_factor=4.0), "rope_parameters.partial_rotary_factor is 4.0; it must be a number"),
+    ("qwen3_next", {"mlp_only_layers": [-1]}, rf"mlp_only_layers\[0\] is -1; {WHOLE} 0 to "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), WRONG)
+def test_wrong_value_is_refused_by_name_before_allocation(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"^config.json: .*{message}"):
+        read_and_build(write(tmp_path, name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": "97"}, "vocab_size"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers"),
+        ({"layer_types": ["full_attention", 7]}, "layer_types"),
+        ({"dtype": "nonsense"}, "nonsense"),
+        ({"model_type": "unheard_of"}, "unheard_of"),
+        ({"rope_parameters": "none"}, "rope_parameters"),
+    ],
+)
+def test_errors_of_transformers_name_the_file(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.json cannot be read: .*{message}"):
+        read_model_config(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, "\ud800"])
+def test_config_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(ConfigError, match=r"config\.json (cannot be read as JSON|must be a JSON object)"):
+        read_model_config(tmp_path)
+
+
+def test_number_of_layers_is_checked_before_transformers_lists_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_hidden_layers is 1000000000000; it must be a whole number from 0"):
+        read_model_config(write(tmp_path, num_hidden_layers=10**12, layer_types=None))
+
+
+def test_number_of_labels_is_checked_before_transformers_lists_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_labels is 1000000000000; it must be a whole number from 0 to 65,536"):
+        read_model_config(write(tmp_path, vision_config={"num_labels": 10**12}))
+
+
+def test_missing_field_is_named() -> None:
+    config = config_of("qwen3_5_moe")
+    config.num_experts = 0
+    with pytest.raises(ConfigError, match="intermediate_size is missing; it must be a whole number"):
+        registry.builder_for(config)(config, torch.float32, NO_DEVICE)
+
+
+def test_odd_but_possible_sizes_are_accepted() -> None:
+    config = config_of("qwen3_5-odd-tied")
+    model: Any = registry.builder_for(config)(config, torch.float32, "meta")
+    assert (config.num_attention_heads, len(model.spec.layers)) == (ODD["num_attention_heads"], 4)
+
+
+def test_dtype_of_unsupported_weights_is_refused(tmp_path: Path) -> None:
+    config = read_model_config(write(tmp_path, dtype="float64"))
+    with pytest.raises(ConfigError, match="dtype 'float64' is not supported; supported: float32, bfloat16, float16"):
+        published_dtype(config)
+
+
+def test_every_architecture_has_a_builder() -> None:
+    assert set(registry.ARCHITECTURES) == set(ARCHITECTURES)
+
+
+def vocabulary_of(directory: Path, generation: Any = None) -> frozenset[int]:
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return load_vocabulary(EngineConfig(model=str(directory), skip_tokenizer_init=True)).eos_ids
+
+
+@pytest.mark.parametrize("eos", [5000, -1, [3, 97], 97])
+def test_end_token_beyond_the_vocabulary_is_refused(eos: Any, tmp_path: Path) -> None:
+    wrong = eos if isinstance(eos, int) else eos[1]
+    message = rf"eos_token_id\S* is {wrong}; it must be a whole number from 0 to 96"
+    with pytest.raises(ConfigError, match=f"^config.json: {message}"):
+        vocabulary_of(write(tmp_path / "config", eos_token_id=eos))
+    with pytest.raises(ConfigError, match=f"^generation_config.json: {message}"):
+        vocabulary_of(write(tmp_path / "generation"), {"eos_token_id": eos})
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ([], "must be a JSON object"),
+        ({"eos_token_id": "3"}, "eos_token_id is '3'; it must be a whole number from 0 to 96"),
+        ({"eos_token_id": [3, None]}, r"eos_token_id\[1\] is missing; it must be a whole number"),
+        ({"eos_token_id": True}, "eos_token_id is True; it must be a whole number"),
+    ],
+)
+def test_wrong_generation_config_is_refused(generation: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        vocabulary_of(write(tmp_path), generation)
+
+
+def test_generation_config_replaces_end_tokens(tmp_path: Path) -> None:
+    write(tmp_path, eos_token_id=5)
+    assert vocabulary_of(tmp_path) == {5}
+    assert vocabulary_of(tmp_path, {"eos_token_id": [0, 96]}) == {0, 96}
+    assert vocabulary_of(tmp_path, {"eos_token_id": None}) == frozenset()
+
+
+def test_architecture_is_refused_before_a_missing_tokenizer(tmp_path: Path) -> None:
+    write(tmp_path, architectures=["GPT2LMHeadModel"])
+    with pytest.raises(ConfigError, match="names GPT2LMHeadModel; supported: "):
+        load_vocabulary(EngineConfig(model=str(tmp_path)))
