@@ -2,11 +2,14 @@
 
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-4b
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only decode,serving
+    python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only long,beside --max-model-len 262144
 
 Decode: prompts of 1,024 tokens, 256 tokens out; the time per step in which every sequence decodes. Prefill: prompts
 that share nothing, one token out. Serving: one shared prefix of 4,096 tokens, 128 more each, 512 out, 16 requests
 under way at any time, 128 in all. Turns: 128 and 500 new tokens behind 4,096 cached ones, alone and while 15 sequences
-decode; the time to the first token. Everything is greedy, and runs once before it is measured.
+decode; the time to the first token. Long: one cold prompt of each length, the decode steps of one and of four sequences
+behind it. Beside: the gaps between the tokens of short decodes beside the prefill of 100,000. Everything is greedy, and
+runs once before it is measured.
 """
 
 import argparse
@@ -36,6 +39,8 @@ def main() -> None:
         "prefill": measure_prefill,
         "serving": measure_serving,
         "turns": measure_turns,
+        "long": measure_long,
+        "beside": measure_beside,
     }
     llm = load(options)
     for name, measure in parts.items():
@@ -51,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--only", default="decode,prefill,serving,turns")
     parser.add_argument("--batch-sizes", default="1,16,64,256")
+    parser.add_argument("--lengths", default="32000,100000,200000,262000", help="of long prompts, in tokens")
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--max-model-len", type=int, default=16384)
@@ -188,6 +194,78 @@ def measure_turns(llm: LLM, options: argparse.Namespace) -> None:
             )
         for index in range(num_decodes):
             engine.abort(f"beside {index}")
+
+
+def measure_long(llm: LLM, options: argparse.Namespace) -> None:
+    rng = Random(7)
+    first_token_s(llm, "warm up", some_tokens(llm, rng, 20_000))
+    for length in map(int, options.lengths.split(",")):
+        prompt = some_tokens(llm, rng, length)
+        wait_s = first_token_s(llm, f"{length}", prompt)
+        steps = []
+        for num_sequences in (1, 4):
+            for index in range(num_sequences):
+                llm.engine.add_request(f"{length} {index}", [*prompt, 1000 + index], params_for(64))
+            steps.append(median_step_ms(llm))
+        print(
+            f"{length:,} tokens cold: first token after {wait_s:.3f} s, {length / wait_s:,.0f} tokens/s; decode behind "
+            f"it {steps[0]:.2f} ms per step, four sequences {steps[1]:.2f}",
+            flush=True,
+        )
+
+
+def measure_beside(llm: LLM, options: argparse.Namespace) -> None:
+    del options
+    rng = Random(8)
+    for num_decodes in (1, 4):
+        for index in range(num_decodes):
+            llm.engine.add_request(f"beside {index}", some_tokens(llm, rng, 1024), params_for(8192))
+        alone_ms = median_step_ms(llm, num_steps=100)
+        start_s = time.perf_counter()
+        llm.engine.add_request("long", some_tokens(llm, rng, 100_000), params_for(1))
+        gaps_ms, last_s, is_prefilling = [], start_s, True
+        while is_prefilling:
+            names = {output.request_id for output in llm.engine.step()}
+            now_s = time.perf_counter()
+            if "beside 0" in names:
+                gaps_ms.append((now_s - last_s) * 1000)
+                last_s = now_s
+            is_prefilling = "long" not in names
+        wait_s = time.perf_counter() - start_s
+        for index in range(num_decodes):
+            llm.engine.abort(f"beside {index}")
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        print(
+            f"{num_decodes} decodes beside a prefill of 100,000: {median(gaps_ms):.2f} ms from token to token (median; "
+            f"mean {mean(gaps_ms):.2f}, longest {max(gaps_ms):.1f}, alone {alone_ms:.2f}), "
+            f"its first token after {wait_s:.3f} s",
+            flush=True,
+        )
+
+
+def first_token_s(llm: LLM, name: str, prompt: list[int]) -> float:
+    """Return how long a prompt alone takes until its first token."""
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    llm.engine.add_request(name, prompt, params_for(1))
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    return time.perf_counter() - start_s
+
+
+def median_step_ms(llm: LLM, num_steps: int = 50) -> float:
+    """Return the median time of the decode steps of the requests just added; end those that ask for no more."""
+    while llm.engine.scheduler.waiting or any(len(r.output_ids) < 4 for r in llm.engine.scheduler.running):
+        llm.engine.step()
+    times_ms = []
+    for _ in range(num_steps):
+        start_s = time.perf_counter()
+        llm.engine.step()
+        times_ms.append((time.perf_counter() - start_s) * 1000)
+    while any(r.params.max_tokens == 64 for r in llm.engine.scheduler.running):
+        llm.engine.step()
+    return median(times_ms)
 
 
 def profile_decode(llm: LLM, options: argparse.Namespace) -> None:

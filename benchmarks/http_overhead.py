@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
@@ -33,6 +32,7 @@ from strandline.bench.serving.load_client import ServerUnderLoad
 from strandline.bench.serving.options import Pace, Target
 from strandline.bench.serving.prompt_vocabulary import Vocabulary
 from strandline.bench.serving.session import Ask, single
+from strandline.version import VERSION
 
 LISTENING = re.compile(r"serving \S+ on (http://\S+)")
 VOCAB_SIZE = 3000
@@ -153,7 +153,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     print(
-        f"{date.today()} · strandline {version('strandline')} · {platform.machine()}, {os.cpu_count()} cores · "
+        f"{date.today()} · strandline {VERSION} · {platform.machine()}, {os.cpu_count()} cores · "
         f"Python {platform.python_version()} · {options.model}, {options.dtype} · {options.prompt_tokens} prompt and "
         f"{options.output_tokens} output tokens · median of {options.repeats}\n"
     )

@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,6 +31,7 @@ import httpx
 
 from strandline import LLM, SamplingParams
 from strandline.engine.core_process import TRIM_AFTER_S
+from strandline.version import VERSION
 
 LISTENING = re.compile(r"serving \S+ on (http://\S+)")
 MAX_OUTPUT_TOKENS = 160
@@ -453,7 +453,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    print(f"strandline {version('strandline')} · {options.clients} clients · {options.minutes:g} minutes · "
+    print(f"strandline {VERSION} · {options.clients} clients · {options.minutes:g} minutes · "
           f"{options.memory} · model {options.model} · seed {options.seed}", flush=True)  # fmt: skip
     server = start(options, Path(options.log))
     try:

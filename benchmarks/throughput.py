@@ -40,6 +40,7 @@ def parse() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--only", nargs="+", default=PARTS, choices=PARTS, help="parts to measure, to alternate engines"
@@ -56,7 +57,14 @@ def describe(options: argparse.Namespace) -> None:
 
 
 def load(options: argparse.Namespace, **more: object) -> LLM:
-    return LLM(options.model, dtype=options.dtype, load_format=options.load_format, skip_tokenizer_init=True, **more)
+    return LLM(
+        options.model,
+        dtype=options.dtype,
+        load_format=options.load_format,
+        deterministic=options.deterministic,
+        skip_tokenizer_init=True,
+        **more,
+    )
 
 
 def measure(loads: Mapping[str, Load], options: argparse.Namespace) -> None:

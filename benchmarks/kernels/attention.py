@@ -9,13 +9,14 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import e, log2
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from triton.testing import do_bench
 
-from strandline.kernels import attention, attention_triton
+from strandline.kernels import attention, attention_prefix_triton, attention_triton
 from strandline.kernels.attention_triton import Tile
 from strandline.kernels.batch import AttentionBatch, KVMemory
 
@@ -37,6 +38,9 @@ PREFILLS = {
     "1 x 128 over 4096": [(4096, 4224)],
     "1 x 2048 over 8192": [(8192, 10240)],
     "1 x 1024": [(0, 1024)],
+    "1 x 8192 over 24576": [(24576, 32768)],
+    "1 x 8192 over 91904": [(91904, 100096)],
+    "1 x 2048 over 91904": [(91904, 93952)],
 }
 DECODE_TILES = [
     Tile(16, 32, 4, 2),
@@ -217,6 +221,26 @@ def time_torch_prefill(work: Work, model: str, ranges: Sequence[tuple[int, int]]
     print(f"{work.label}: torch varlen_attn: {str(last_error).splitlines()[0]}")
 
 
+def time_prefix(work: Work, model: str, start: int, end: int, memory: KVMemory) -> None:
+    """Time attention to what stands before the queries alone, and cuDNN's, on contiguous keys and values."""
+    num_heads, num_kv_heads = HEADS[model]
+    q_THD, batch = work.steps[0]
+    flops = 4.0 * (end - start) * start * num_heads * HEAD_DIM
+    prefix = Work(f"{work.label}, prefix", [], 0, work.read_bytes, flops)
+    scale_log2 = SCALE * log2(e)
+    if attention_prefix_triton.supports(q_THD, memory):
+        run = lambda: attention_prefix_triton.attend_prefix(  # noqa: E731
+            q_THD, memory, batch.block_table_NM[0], start // 64, scale_log2
+        )
+        report("strandline", prefix, do_bench(run, warmup=20, rep=200, return_mode="median") * 1000)
+    q = q_THD.transpose(0, 1).unsqueeze(0)
+    k, v = (torch.randn(1, num_kv_heads, start, HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
+    run = lambda: torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: E731
+        q, k, v, None, True, 0.0, False, False, scale=SCALE
+    )
+    report("torch cuDNN", prefix, do_bench(run, warmup=20, rep=200, return_mode="median") * 1000)
+
+
 def time_all(name: str, works: Sequence[Work], memory: KVMemory, best: dict[str, tuple[float, str]]) -> None:
     """Time a variant on every shape; one that does not compile or fit says so and is left."""
     for work in works:
@@ -264,6 +288,8 @@ def time_model(model: str, memory: KVMemory, only: str | None) -> None:
             if work := make_work(label, model, ranges, 0):
                 time_all("strandline", [work], memory, {})
                 time_torch_prefill(work, model, ranges)
+                if " over " in label and len(ranges) == 1 and ranges[0][0] > 8192:
+                    time_prefix(work, model, *ranges[0], memory)
 
 
 def main() -> None:

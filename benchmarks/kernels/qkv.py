@@ -14,6 +14,7 @@ from triton.testing import do_bench
 
 from strandline.kernels import qkv, qkv_triton
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.qkv import HeadNorm
 from strandline.kernels.rotary import default_frequencies, rotary_table
 
 BYTES_PER_S = 4.3e12
@@ -35,7 +36,7 @@ class Work:
 
     model: str
     projections: list[Tensor]
-    norms: tuple[Tensor, Tensor]
+    norm: HeadNorm
     rotary: Rotary
     memory: KVMemory
     batch: AttentionBatch
@@ -50,7 +51,7 @@ class Work:
         q_TO, k_TO, v_TO, _ = projected_TO.tensor_split(
             [num_heads * HEAD_DIM, (num_heads + num_kv_heads) * HEAD_DIM, (num_heads + 2 * num_kv_heads) * HEAD_DIM], 1
         )
-        result = operation(q_TO, k_TO, v_TO, *self.norms, EPS, self.rotary, self.memory, self.batch)
+        result = operation(q_TO, k_TO, v_TO, self.norm, self.rotary, self.memory, self.batch)
         assert isinstance(result, Tensor)
         return result
 
@@ -87,9 +88,10 @@ def make_work(model: str, num_tokens: int, memory: KVMemory) -> Work:
         write_offsets_T=positions_T % 64,
         is_all_written=True,
     )
-    norms = torch.randn(HEAD_DIM, device="cuda").bfloat16(), torch.randn(HEAD_DIM, device="cuda").bfloat16()
+    weights = (torch.randn(HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
+    norm = HeadNorm(*weights, EPS, is_zero_centered=True)
     rotary = rotary_table(positions_T, default_frequencies(1e7, ROTARY_DIM).cuda(), 1.0)
-    return Work(model, projections, norms, rotary, memory, batch)
+    return Work(model, projections, norm, rotary, memory, batch)
 
 
 def verify(work: Work) -> None:

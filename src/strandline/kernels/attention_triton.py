@@ -8,12 +8,14 @@ are read once for all of these heads.
 - Prefills: one program per tile of rows, key/value head and split; heaviest tiles first. Most tiles of keys are seen
   whole by all rows; only those at the diagonal, at the end and at the window's edge are masked.
 
+On Hopper GPUs, prefills behind a long prefix continue what ``attention_prefix_triton.py`` has taken in of it.
+
 With more than one split each program leaves its normalised result and the logarithm of its sum, and a third, small
 kernel combines them. How many splits there are depends on shapes and host integers only, so that a graph can hold the
 launch; how the context is shared among them is decided on the device, from its real length.
 
 Variants, per layer shape and window: decodes with one split and with more; prefills with one split and with more, each
-of up to 16 sequences and of more; combinations of up to 8, 32 and 128 splits.
+of up to 16 sequences and of more, and of one sequence behind a prefix; combinations of up to 8, 32 and 128 splits.
 
 Deterministic, a decode's splits have a fixed length instead, and a prefill has one: bits depend on no other sequence.
 
@@ -26,7 +28,8 @@ Shape suffixes: as in ``attention.py``; further M rows of a tile, K keys of a ti
 """
 # mypy: ignore-errors
 
-from functools import lru_cache
+import warnings
+from functools import cache, lru_cache
 from itertools import pairwise
 from math import log2
 from typing import NamedTuple
@@ -37,6 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.attention_prefix_triton import attend_prefix, supports
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
@@ -73,6 +77,15 @@ INVARIANT_SPLIT_BLOCKS = 16
 
 INVARIANT_COMBINE = 32
 """Splits that are added up together then; what lies beyond the context adds exact zeros."""
+
+MAX_CAPTURED_QUERIES = 1024
+"""Prefills of more tokens are not captured in a CUDA graph, so that their real context is known on the host."""
+
+MIN_PREFIX_BLOCKS = 32
+"""Shorter prefixes are not worth a launch of their own."""
+
+MAX_PREFIX_DIFFERENCE = 1e-2
+"""Of the check before the first use of the kernel for prefixes, relative: results are rounded to bfloat16."""
 
 MAX_DECODE_SPLITS = 128
 MAX_PREFILL_SPLITS = 16
@@ -309,7 +322,16 @@ def _decode_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["window_tokens", "stride_table", "num_splits", "num_decodes", "num_prefills", "num_tiles"],
+    do_not_specialize=[
+        "window_tokens",
+        "stride_table",
+        "num_splits",
+        "first_sequence",
+        "first_row",
+        "num_prefills",
+        "num_tiles",
+        "num_taken_in",
+    ],
     do_not_specialize_on_alignment=["table_ptr", "query_start_ptr", "context_len_ptr"],
 )
 def _prefill_kernel(
@@ -331,9 +353,11 @@ def _prefill_kernel(
     stride_head,
     stride_table,
     num_splits,
-    num_decodes,
+    first_sequence,
+    first_row,
     num_prefills,
     num_tiles,
+    num_taken_in,
     PAGE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -345,6 +369,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_WINDOWED: tl.constexpr,
+    IS_CONTINUED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # Programs start in the order of their index: a sequence's last tiles, which see most keys, go first.
@@ -353,7 +378,7 @@ def _prefill_kernel(
     split = tl.program_id(1)
 
     index_N = tl.arange(0, BLOCK_N)
-    start_ptr_N = query_start_ptr + num_decodes + index_N
+    start_ptr_N = query_start_ptr + first_sequence + index_N
     is_prefill_N = index_N < num_prefills
     start_N = tl.load(start_ptr_N, mask=is_prefill_N, other=0).to(tl.int32)
     stop_N = tl.load(start_ptr_N + 1, mask=is_prefill_N, other=0).to(tl.int32)
@@ -364,7 +389,7 @@ def _prefill_kernel(
     if prefill >= num_prefills:
         return
     tile = tile - tl.sum(tl.where(is_before_N, num_tiles_N, 0), axis=0)
-    sequence = (num_decodes + prefill).to(tl.int64)
+    sequence = (first_sequence + prefill).to(tl.int64)
     query_start = tl.load(query_start_ptr + sequence).to(tl.int32)
     num_queries = tl.load(query_start_ptr + sequence + 1).to(tl.int32) - query_start
     context_len = tl.load(context_len_ptr + sequence).to(tl.int32)
@@ -387,6 +412,8 @@ def _prefill_kernel(
         first_key = tl.maximum(first_position - window_tokens + 1, 0)
         first_whole_key = tl.maximum(last_position - window_tokens + 1, 0)
     first_tile = first_key // BLOCK_K
+    if IS_CONTINUED:
+        first_tile = num_taken_in // BLOCK_K
     end_tile = last_position // BLOCK_K + 1
     tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
     first_tile = first_tile + split * tiles_per_split
@@ -400,9 +427,16 @@ def _prefill_kernel(
     k_ptr += kv_head * stride_head
     v_ptr += kv_head * stride_head
     table_ptr += sequence * stride_table
-    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if IS_CONTINUED:
+        taken_in_M = (row_M - first_row) * NUM_HEADS + head_M
+        is_read_MD = is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :]
+        acc_MD = tl.load(partial_ptr + (taken_in_M * HEAD_DIM)[:, None] + channel_D[None, :], is_read_MD, other=0.0)
+        max_M = tl.load(lse_ptr + taken_in_M, mask=is_row_M, other=0.0)
+        sum_M = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+    else:
+        acc_MD = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
     # fmt: off
     if IS_WINDOWED:
         acc_MD, max_M, sum_M = _attend(
@@ -421,7 +455,7 @@ def _prefill_kernel(
         PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, True, IS_WINDOWED, False, PRECISION,
     )
     _store(
-        acc_MD, max_M, sum_M, out_ptr, partial_ptr, lse_ptr, row_M, head_M, is_row_M, num_decodes, split, num_splits,
+        acc_MD, max_M, sum_M, out_ptr, partial_ptr, lse_ptr, row_M, head_M, is_row_M, first_row, split, num_splits,
         NUM_HEADS, HEAD_DIM, BLOCK_D, IS_SPLIT,
     )
     # fmt: on
@@ -496,6 +530,30 @@ def _combine_in_order_kernel(
     tl.store(out_ptr_D, out_D.to(out_ptr.dtype.element_ty), mask=channel_D < HEAD_DIM)
 
 
+class _Call(NamedTuple):
+    """What the launches of one call share."""
+
+    q_THD: Tensor
+    memory: KVMemory
+    batch: AttentionBatch
+    out_THD: Tensor
+    scale_log2: float
+    window_tokens: int | None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.memory.k_BPGD.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.q_THD.shape[1] // self.num_kv_heads
+
+    @property
+    def prefill_tile(self) -> Tile:
+        return FLOAT32_TILE if self.q_THD.dtype == torch.float32 else PREFILL_TILE
+
+
 def paged_attention(
     q_THD: Tensor,
     memory: KVMemory,
@@ -542,28 +600,19 @@ def _attend_all(
     if memory.k_BPGD.stride() != memory.v_BPGD.stride():
         raise ValueError(f"strides of keys {memory.k_BPGD.stride()} are not those of values {memory.v_BPGD.stride()}")
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    scale_log2 = scale * log2(torch.e)
+    call = _Call(q_THD, memory, batch, out_THD, scale * log2(torch.e), window_tokens)
     if num_decodes:
-        _attend_decodes(q_THD, memory, batch, num_decodes, out_THD, scale_log2, window_tokens, is_invariant)
+        _attend_decodes(call, num_decodes, is_invariant)
     if q_THD.shape[0] > num_decodes:
-        _attend_prefills(q_THD, memory, batch, num_decodes, out_THD, scale_log2, window_tokens, is_invariant)
+        _attend_prefills(call, num_decodes, is_invariant)
     return out_THD
 
 
-def _attend_decodes(
-    q_THD: Tensor,
-    memory: KVMemory,
-    batch: AttentionBatch,
-    num_decodes: int,
-    out_THD: Tensor,
-    scale_log2: float,
-    window_tokens: int | None,
-    is_invariant: bool,
-) -> None:
+def _attend_decodes(call: _Call, num_decodes: int, is_invariant: bool) -> None:
     """Write the rows of the decodes."""
+    q_THD, memory, batch, out_THD, scale_log2, window_tokens = call
     _, num_heads, head_dim = q_THD.shape
-    num_kv_heads = memory.k_BPGD.shape[2]
-    group = num_heads // num_kv_heads
+    num_kv_heads = call.num_kv_heads
     tile = FLOAT32_TILE if q_THD.dtype == torch.float32 else DECODE_TILE
     num_blocks = batch.block_table_NM.shape[1]
     if window_tokens is not None:
@@ -592,9 +641,9 @@ def _attend_decodes(
         INVARIANT_SPLIT_BLOCKS * (BLOCK_TOKENS // tile.keys) if is_invariant else 0,
         PAGE=BLOCK_TOKENS,
         NUM_HEADS=num_heads,
-        GROUP=group,
+        GROUP=call.group,
         HEAD_DIM=head_dim,
-        BLOCK_M=max(tile.rows, next_power_of_2(group)),
+        BLOCK_M=max(tile.rows, next_power_of_2(call.group)),
         BLOCK_K=tile.keys,
         BLOCK_D=_padded(head_dim),
         IS_SPLIT=is_invariant or num_splits > 1,
@@ -610,29 +659,127 @@ def _attend_decodes(
         _combine(partial, lse, out_THD, 0, num_decodes, num_splits)
 
 
-def _attend_prefills(
-    q_THD: Tensor,
-    memory: KVMemory,
-    batch: AttentionBatch,
-    num_decodes: int,
-    out_THD: Tensor,
-    scale_log2: float,
-    window_tokens: int | None,
-    is_invariant: bool,
+def _attend_prefills(call: _Call, num_decodes: int, is_invariant: bool) -> None:
+    """Write the rows behind the decodes': sequences behind a long prefix one by one, those between them together."""
+    batch = call.batch
+    num_sequences = len(batch.query_starts) - 1
+    first = num_decodes
+    if call.window_tokens is None and not is_invariant and _may_split_off_prefixes(call):
+        for sequence in range(num_decodes, num_sequences):
+            if num_blocks := _num_prefix_blocks(batch, sequence):
+                if first < sequence:
+                    _attend_together(call, first, sequence, is_invariant=False)
+                _attend_behind_prefix(call, sequence, num_blocks)
+                first = sequence + 1
+    if first < num_sequences:
+        _attend_together(call, first, num_sequences, is_invariant=is_invariant)
+
+
+def _may_split_off_prefixes(call: _Call) -> bool:
+    """Whether there is a kernel for prefixes here, and it computes what it should."""
+    if not supports(call.q_THD, call.memory):
+        return False
+    return _is_prefix_kernel_right(call.q_THD.device, *call.memory.k_BPGD.shape[2:], call.group)
+
+
+@cache
+def _is_prefix_kernel_right(device: torch.device, num_kv_heads: int, head_dim: int, group: int) -> bool:
+    """Whether attention in two launches equals that in one. A warning says so if not: Gluon is experimental."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    num_queries, num_blocks = 70, 5
+    context_len = 3 * BLOCK_TOKENS + num_queries
+    blocks = random(num_blocks, 2, BLOCK_TOKENS, num_kv_heads, head_dim)
+    batch = AttentionBatch(
+        query_starts=(0, num_queries),
+        context_lens=(context_len,),
+        query_starts_N1=torch.tensor([0, num_queries], device=device),
+        context_lens_N=torch.tensor([context_len], device=device),
+        block_table_NM=torch.tensor([[3, 1, 4, 2, 0]], dtype=torch.int32, device=device),
+        write_blocks_T=torch.empty(0, dtype=torch.int64, device=device),
+        write_offsets_T=torch.empty(0, dtype=torch.int64, device=device),
+        is_all_written=True,
+    )
+    q_THD = random(num_queries, num_kv_heads * group, head_dim)
+    outs = [torch.zeros_like(q_THD) for _ in range(2)]
+    whole, split = (
+        _Call(q_THD, KVMemory(blocks[:, 0], blocks[:, 1]), batch, out_THD, head_dim**-0.5, None) for out_THD in outs
+    )
+    problem = "its results are wrong"
+    try:
+        _attend_together(whole, 0, 1, is_invariant=False)
+        _attend_behind_prefix(split, 0, 3)
+        difference = (outs[0].float() - outs[1].float()).norm() / outs[0].float().norm()
+        if difference < MAX_PREFIX_DIFFERENCE:
+            return True
+    except Exception as error:  # noqa: BLE001 -- whatever this version of Triton fails with
+        problem = f"{type(error).__name__}: {error}"
+    warnings.warn(f"long prompts use the slower attention kernel, the Gluon kernel fails: {problem}", stacklevel=2)
+    return False
+
+
+def _num_prefix_blocks(batch: AttentionBatch, sequence: int) -> int:
+    """Return how many whole blocks before its queries a sequence attends to in a launch of their own."""
+    num_queries = batch.query_starts[sequence + 1] - batch.query_starts[sequence]
+    num_blocks = (batch.context_lens[sequence] - num_queries) // BLOCK_TOKENS
+    return num_blocks if num_queries > MAX_CAPTURED_QUERIES and num_blocks >= MIN_PREFIX_BLOCKS else 0
+
+
+def _attend_together(call: _Call, first: int, end: int, *, is_invariant: bool) -> None:
+    """Write the rows of the prefills ``[first, end)``."""
+    batch, tile = call.batch, call.prefill_tile
+    query_starts = batch.query_starts[first : end + 1]
+    # A padded step's last prompt ends, on the host, behind its rows: there is a tile for every prompt's last row.
+    num_tokens = min(query_starts[-1], len(call.q_THD)) - query_starts[0]
+    num_tiles = _num_row_tiles(query_starts, call.group, tile.rows)
+    max_keys = max(batch.context_lens[first:end])
+    if call.window_tokens is not None:
+        max_keys = min(max_keys, call.window_tokens + tile.rows // call.group)
+    num_splits = 1 if is_invariant else _num_prefill_splits(num_tiles * call.num_kv_heads, -(-max_keys // tile.keys))
+    partial, lse = _scratch(call.out_THD, num_tokens, num_splits, is_needed=num_splits > 1)
+    # Few sizes, so that a server compiles few kernels.
+    max_prefills = 16 if end - first <= 16 and not is_invariant else max(256, next_power_of_2(end - first))
+    _launch_prefills(call, first, end, num_tiles, partial, lse, num_splits, max_prefills)
+    if num_splits > 1:
+        _combine(partial, lse, call.out_THD, query_starts[0], num_tokens, num_splits)
+
+
+def _attend_behind_prefix(call: _Call, sequence: int, num_blocks: int) -> None:
+    """Write the rows of a prefill in two launches; the first takes in ``num_blocks`` blocks."""
+    batch = call.batch
+    query_starts = batch.query_starts[sequence : sequence + 2]
+    q_THD = call.q_THD[slice(*query_starts)]
+    prefix_THD, lse_TH = attend_prefix(q_THD, call.memory, batch.block_table_NM[sequence], num_blocks, call.scale_log2)
+    num_tiles = _num_row_tiles(query_starts, call.group, call.prefill_tile.rows)
+    num_keys = num_blocks * BLOCK_TOKENS
+    _launch_prefills(call, sequence, sequence + 1, num_tiles, prefix_THD, lse_TH, 1, 16, num_taken_in=num_keys)
+
+
+def _launch_prefills(
+    call: _Call,
+    first: int,
+    end: int,
+    num_tiles: int,
+    partial: Tensor,
+    lse: Tensor,
+    num_splits: int,
+    max_prefills: int,
+    *,
+    num_taken_in: int = 0,
 ) -> None:
-    """Write the rows behind the decodes'."""
-    num_tokens, num_heads, head_dim = q_THD.shape
-    num_kv_heads = memory.k_BPGD.shape[2]
-    group = num_heads // num_kv_heads
-    tile = FLOAT32_TILE if q_THD.dtype == torch.float32 else PREFILL_TILE
-    num_tiles = _num_row_tiles(batch.query_starts[num_decodes:], group, tile.rows)
-    max_keys = max(batch.context_lens[num_decodes:])
-    if window_tokens is not None:
-        max_keys = min(max_keys, window_tokens + tile.rows // group)
-    num_splits = 1 if is_invariant else _num_prefill_splits(num_tiles * num_kv_heads, -(-max_keys // tile.keys))
-    num_prefills = len(batch.query_starts) - 1 - num_decodes
-    partial, lse = _scratch(out_THD, num_tokens - num_decodes, num_splits, is_needed=num_splits > 1)
-    _prefill_kernel[(num_tiles * num_kv_heads, num_splits)](
+    """Launch the kernel for the prefills ``[first, end)``.
+
+    Args:
+        partial: for the splits' results; with ``num_taken_in``, the result of these keys, and ``lse`` theirs.
+        max_prefills: what the kernel is compiled for.
+    """
+    q_THD, memory, batch, out_THD, scale_log2, window_tokens = call
+    _, num_heads, head_dim = q_THD.shape
+    tile = call.prefill_tile
+    _prefill_kernel[(num_tiles * call.num_kv_heads, num_splits)](
         q_THD,
         memory.k_BPGD,
         memory.v_BPGD,
@@ -649,27 +796,27 @@ def _attend_prefills(
         *memory.k_BPGD.stride()[:3],
         batch.block_table_NM.stride(0),
         num_splits,
-        num_decodes,
-        num_prefills,
+        first,
+        batch.query_starts[first],
+        end - first,
         num_tiles,
+        num_taken_in,
         PAGE=BLOCK_TOKENS,
         NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
+        NUM_KV_HEADS=call.num_kv_heads,
+        GROUP=call.group,
         HEAD_DIM=head_dim,
         BLOCK_M=tile.rows,
         BLOCK_K=tile.keys,
         BLOCK_D=_padded(head_dim),
-        # Few sizes, so that a server compiles few kernels.
-        BLOCK_N=16 if num_prefills <= 16 and not is_invariant else max(256, next_power_of_2(num_prefills)),
+        BLOCK_N=max_prefills,
         IS_SPLIT=num_splits > 1,
         IS_WINDOWED=window_tokens is not None,
+        IS_CONTINUED=num_taken_in > 0,
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if num_splits > 1:
-        _combine(partial, lse, out_THD, num_decodes, num_tokens - num_decodes, num_splits)
 
 
 def _combine(

@@ -6,6 +6,8 @@ NaN but for what its sequences own.
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from math import log
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +142,68 @@ def test_the_result_does_not_depend_on_the_splits(monkeypatch: pytest.MonkeyPatc
 
 def test_many_sequences_find_their_tiles() -> None:
     check(make_case([(i, i + 1 + i % 3) for i in range(19)], heads=(1, 2, 4)), "cpu")
+
+
+BEHIND_PREFIXES: Sequence[tuple[list[tuple[int, int]], int]] = [
+    ([(150, 170)], 0),
+    ([*decodes(70, 1), (10, 14), (130, 135), (64, 130), (128, 131), (0, 3)], 2),
+]
+"""Ranges and decodes of steps with sequences behind one or two whole blocks, alone and between others."""
+
+
+def attend_prefix(
+    q_THD: Tensor, memory: KVMemory, table_M: Tensor, num_blocks: int, scale_log2: float
+) -> tuple[Tensor, Tensor]:
+    """Do what ``attention_prefix_triton.attend_prefix`` does."""
+    heads_per_key = q_THD.shape[1] // memory.k_BPGD.shape[2]
+    blocks = table_M[:num_blocks].long()
+    k_LHD, v_LHD = (
+        x[blocks].flatten(0, 1).float().repeat_interleave(heads_per_key, 1) for x in (memory.k_BPGD, memory.v_BPGD)
+    )
+    scores_THL = torch.einsum("thd,lhd->thl", q_THD.float(), k_LHD) * (scale_log2 * log(2))
+    out_THD = torch.einsum("thl,lhd->thd", scores_THL.softmax(-1), v_LHD)
+    return out_THD.contiguous(), (scores_THL.logsumexp(-1) / log(2)).contiguous()
+
+
+@pytest.mark.parametrize(("ranges", "num_decodes"), BEHIND_PREFIXES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prefills_continue_the_prefix_that_was_taken_in(
+    monkeypatch: pytest.MonkeyPatch, ranges: list[tuple[int, int]], num_decodes: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(attention_triton, "supports", lambda *_: True)
+    monkeypatch.setattr(attention_triton, "attend_prefix", attend_prefix)
+    monkeypatch.setattr(attention_triton, "MAX_CAPTURED_QUERIES", 2)
+    monkeypatch.setattr(attention_triton, "MIN_PREFIX_BLOCKS", 1)
+    check(make_case(ranges, num_decodes, heads=(2, 3, 16), dtype=dtype), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_failing", "warning"), [(1, False, None), (1.1, False, "are wrong"), (1, True, "OSError: no")]
+)
+def test_prefix_kernel_is_used_only_if_it_works(
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+    factor: float,
+    is_failing: bool,
+    warning: str | None,
+) -> None:
+    def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+        if is_failing:
+            raise OSError("no such instruction")
+        out_THD, lse_TH = attend_prefix(*arguments)
+        return factor * out_THD, lse_TH
+
+    monkeypatch.setattr(attention_triton, "attend_prefix", attend)
+    attention_triton._is_prefix_kernel_right.cache_clear()
+    assert attention_triton._is_prefix_kernel_right(torch.device("cpu"), 2, 16, 3) == (warning is None)
+    assert [str(w.message) for w in recwarn if warning is None or warning not in str(w.message)] == []
+    attention_triton._is_prefix_kernel_right.cache_clear()
+
+
+def test_only_long_prefills_behind_long_prefixes_take_them_in_apart() -> None:
+    batch = make_case([(0, 1), (2112, 3136), (2112, 3137), (2047, 3200), (2048, 3200), (0, 1100)]).batch
+    blocks = [attention_triton._num_prefix_blocks(batch, sequence) for sequence in range(6)]
+    assert blocks == [0, 0, 33, 0, 32, 0]
 
 
 def test_padded_rows_of_a_graph_give_zeros() -> None:

@@ -9,7 +9,7 @@ from tests.cpu.engine.conftest import MakeLLM, llm_maker, model_dir
 __all__ = ["make_llm", "model_dir"]
 
 MAX_NUM_SEQS = 16
-"""Few, so that few steps are recorded."""
+"""Few, so that few steps are captured."""
 
 
 @pytest.fixture

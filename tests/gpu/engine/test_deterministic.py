@@ -5,39 +5,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from strandline import LLM, SamplingParams
-from strandline.cache.tokens import decode
-from strandline.errors import ConfigError
+from strandline import LLM
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
+from tests.cpu.engine.test_bits import (
+    MIXTURE,
+    WIDE,
+    test_a_published_slot_holds_the_bits_of_a_cold_prefill,
+    test_forks_have_the_bits_of_a_cold_run,
+    test_preempted_answers_have_the_same_bits,
+    test_resuming_at_any_position_gives_the_same_bits,
+    traces,
+)
 from tests.cpu.engine.test_deterministic import prompts_that_share
-from tests.cpu.engine.test_state_oracle import contents, live_through_much
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.gpu.engine.conftest import MAX_NUM_SEQS
 
-SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=40, logprobs=2, ignore_eos=True)
-WIDE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "head_dim": 64,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "initializer_range": 0.1,
-}
-"""Large enough for the instructions that real models' tiles compile to."""
-
-MIXTURE: dict[str, Any] = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-}
-
-Trace = list[tuple[list[int], list[float]]]
+__all__ = [
+    "test_a_published_slot_holds_the_bits_of_a_cold_prefill",
+    "test_forks_have_the_bits_of_a_cold_run",
+    "test_preempted_answers_have_the_same_bits",
+    "test_resuming_at_any_position_gives_the_same_bits",
+]
 
 
 @pytest.fixture(scope="session", params=["small", "wide", "mixture"])
@@ -53,14 +42,6 @@ def make_exact(model_dir: Path, monkeypatch: pytest.MonkeyPatch, request: pytest
     return llm_maker(model_dir, monkeypatch, deterministic=True, **settings)
 
 
-def traces(llm: LLM, prompts: list[list[int]]) -> Trace:
-    """Return the tokens of each answer and the log-probabilities of their rivals."""
-    outputs = [output.outputs[0] for output in llm.generate(prompts, SAMPLED, use_tqdm=False)]
-    return [
-        (list(o.token_ids), [entry.logprob for place in o.logprobs or () for entry in place.values()]) for o in outputs
-    ]
-
-
 def test_answers_are_bitwise_independent_of_cache_and_batch(make_exact: MakeLLM) -> None:
     prompts = prompts_that_share(5, count=14)
     cold = make_exact(enable_prefix_caching=False)
@@ -70,35 +51,6 @@ def test_answers_are_bitwise_independent_of_cache_and_batch(make_exact: MakeLLM)
         assert traces(llm, prompts) == expected, options
         assert traces(llm, prompts[::-1]) == expected[::-1], options
         assert llm.engine.cache.stats().hit_tokens > 0
-
-
-def test_preempted_answers_have_the_same_bits(make_exact: MakeLLM) -> None:
-    prompts = prompts_that_share(6)
-    expected = traces(make_exact(enable_prefix_caching=False), prompts)
-    slab = make_exact().engine.core.spec.slab_bytes
-    for num_slabs in (5, 7, 10, 14, 20, 28):
-        try:
-            llm = make_exact(memory=num_slabs * slab, max_model_len=448)
-        except ConfigError:
-            continue
-        assert traces(llm, prompts) == expected
-        if llm.engine.scheduler.num_preemptions:
-            return
-    pytest.fail("nothing was preempted")
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_published_slot_holds_the_bits_of_a_cold_prefill(make_exact: MakeLLM, seed: int) -> None:
-    llm = make_exact(max_num_batched_tokens=100)
-    live_through_much(llm, seed)
-    cold = make_exact()
-    published = list(llm.engine.cache.snapshots())
-    assert len(published) > 5
-    for _, key, snapshot in published:
-        cold.generate([decode(key)], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
-        [slot] = [s.slot for _, k, s in cold.engine.cache.snapshots() if k == key]
-        mine, theirs = contents(llm, snapshot.slot), contents(cold, slot)
-        assert torch.equal(mine, theirs), f"{snapshot.position} ({snapshot.kind}): {(mine != theirs).sum()} values"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,11 +15,11 @@ from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import (
     GREEDY,
     answers,
-    test_a_running_request_can_be_followed_and_neither_sees_the_other,
     test_forks_equal_requests_with_their_seeds_and_share_the_prompt,
     test_greedy_tokens_are_those_of_transformers,
     test_identical_prompt_hits_fully_and_runs_no_forward,
     test_preempted_requests_give_the_same_tokens_and_recompute_one,
+    test_requests_that_share_a_running_prefix_stay_independent,
     test_resuming_at_every_position_gives_the_same_tokens,
     test_shared_prefix_hits_to_the_token_from_third_prompt,
     test_steps_of_any_size_give_the_same_tokens,
@@ -28,27 +28,27 @@ from tests.cpu.engine.test_exactness import (
 )
 from tests.cpu.engine.test_overlap import (
     serve,
-    test_an_aborted_request_leaves_no_trace_in_the_step_under_way,
-    test_an_answer_that_stops_leaves_a_snapshot_before_its_stop_token,
+    test_aborted_request_leaves_no_trace_in_the_step_in_flight,
     test_overlapped_steps_give_the_same_answers,
-    test_overlapped_steps_preempt_in_little_memory_and_give_the_same_answers,
+    test_overlapped_steps_with_preemptions_give_the_same_answers,
+    test_stopped_answer_leaves_a_snapshot_before_its_stop_token,
 )
 from tests.cpu.engine.test_state_oracle import test_a_published_slot_holds_the_state_of_its_tokens
 
 __all__ = [
     "test_a_published_slot_holds_the_state_of_its_tokens",
-    "test_a_running_request_can_be_followed_and_neither_sees_the_other",
-    "test_an_aborted_request_leaves_no_trace_in_the_step_under_way",
-    "test_an_answer_that_stops_leaves_a_snapshot_before_its_stop_token",
+    "test_aborted_request_leaves_no_trace_in_the_step_in_flight",
     "test_forks_equal_requests_with_their_seeds_and_share_the_prompt",
     "test_greedy_tokens_are_those_of_transformers",
     "test_identical_prompt_hits_fully_and_runs_no_forward",
     "test_overlapped_steps_give_the_same_answers",
-    "test_overlapped_steps_preempt_in_little_memory_and_give_the_same_answers",
+    "test_overlapped_steps_with_preemptions_give_the_same_answers",
     "test_preempted_requests_give_the_same_tokens_and_recompute_one",
+    "test_requests_that_share_a_running_prefix_stay_independent",
     "test_resuming_at_every_position_gives_the_same_tokens",
     "test_shared_prefix_hits_to_the_token_from_third_prompt",
     "test_steps_of_any_size_give_the_same_tokens",
+    "test_stopped_answer_leaves_a_snapshot_before_its_stop_token",
     "test_turns_of_a_chat_hit_all_but_their_new_tokens",
 ]
 
@@ -63,7 +63,7 @@ def test_slowly_launched_step_returns_its_first_token(make_llm: MakeLLM) -> None
     assert len(output.outputs[0].token_ids) == 1
 
 
-def test_recorded_steps_overlap(make_llm: MakeLLM) -> None:
+def test_captured_steps_overlap(make_llm: MakeLLM) -> None:
     llm = make_llm(async_scheduling=True)
     llm.engine.add_request("short", tokens(300, seed=1), LONG)
     # Each token comes when the next one is being computed.
@@ -83,7 +83,7 @@ def test_greedy_tokens_are_those_of_the_torch_kernels(make_llm: MakeLLM, monkeyp
     assert answers(make_llm(), PROMPTS, LONG) == expected
 
 
-def test_recorded_steps_give_the_tokens_of_launched_ones(make_llm: MakeLLM) -> None:
+def test_captured_steps_give_the_tokens_of_launched_ones(make_llm: MakeLLM) -> None:
     prompts = [*PROMPTS, *PROMPTS[::-1]]
     assert answers(make_llm(), prompts, LONG) == answers(make_llm(enforce_eager=True), prompts, LONG)
 

@@ -1,10 +1,13 @@
 """Attention in Triton on a GPU: the steps of the CPU's tests, and some at the shapes of published models."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
+from strandline.kernels import attention_prefix_triton, attention_triton
 from tests.cpu.kernels.test_attention import decodes, make_case
-from tests.cpu.kernels.test_attention_triton import CASES, check, check_padding, check_views
+from tests.cpu.kernels.test_attention_triton import BEHIND_PREFIXES, CASES, check, check_padding, check_views
 
 DTYPES = [torch.float32, torch.bfloat16]
 MODEL_HEADS = [(4, 4, 256), (2, 8, 256), (8, 4, 128), (2, 6, 80)]
@@ -42,3 +45,22 @@ def test_padded_rows_of_a_graph_give_zeros(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_views_of_wider_rows_are_read_in_place(dtype: torch.dtype) -> None:
     check_views(make_case([*decodes(70, 3), (0, 9)], 2, heads=(2, 8, 256), dtype=dtype), "cuda")
+
+
+@pytest.mark.skipif(
+    torch.cuda.get_device_capability() != attention_prefix_triton.CAPABILITY, reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("heads", [(2, 8, 256), (4, 4, 256), (1, 3, 128), (2, 2, 64)])
+@pytest.mark.parametrize(
+    ("ranges", "num_decodes"), [*BEHIND_PREFIXES, ([*decodes(300), (2100, 2400), (200, 400), (5000, 5017)], 1)]
+)
+def test_prefixes_taken_in_apart_equal_the_oracle(
+    monkeypatch: pytest.MonkeyPatch, ranges: list[tuple[int, int]], num_decodes: int, heads: tuple[int, int, int]
+) -> None:
+    prefix = Mock(wraps=attention_triton.attend_prefix)
+    monkeypatch.setattr(attention_triton, "attend_prefix", prefix)
+    monkeypatch.setattr(attention_triton, "MAX_CAPTURED_QUERIES", 2)
+    monkeypatch.setattr(attention_triton, "MIN_PREFIX_BLOCKS", 1)
+    check(make_case(ranges, num_decodes, heads=heads, dtype=torch.bfloat16), "cuda")
+    num_behind = sum(end - start > 2 and start >= 64 for start, end in ranges)
+    assert prefix.call_count == num_behind

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from strandline.kernels import sampling_triton
-from tests.cpu.kernels.test_sampling_triton import ROWS, check_draws, check_filters, check_greedy, filters
+from tests.cpu.kernels.test_sampling_triton import (
+    ROWS,
+    check_draws,
+    check_filters,
+    check_greedy,
+    check_rows_without_a_maximum,
+    filters,
+)
 
 VOCAB = 248_320
 
@@ -28,6 +35,11 @@ def test_ties_keep_the_first_tokens_up_to_top_p() -> None:
 @pytest.mark.parametrize("num_rows", [1, 63])
 def test_greedy_takes_the_first_of_the_largest(num_rows: int, dtype: torch.dtype) -> None:
     check_greedy(torch.randn(num_rows, VOCAB, device="cuda").to(dtype))
+
+
+@pytest.mark.parametrize("vocab", [1000, VOCAB])
+def test_rows_without_a_finite_maximum_give_no_token(vocab: int) -> None:
+    check_rows_without_a_maximum(vocab, "cuda")
 
 
 @pytest.mark.parametrize("vocab", [1, 5000, VOCAB])
