@@ -22,7 +22,7 @@ from torch import Tensor
 
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
-from strandline.specs import LayerSpec, LogSpec, ModelSpec, TensorSpec, state_bytes, stream_bytes
+from strandline.specs import ALIGN_BYTES, LayerSpec, LogSpec, ModelSpec, TensorSpec, state_bytes, stream_bytes
 
 NAN_BYTE = 0xFF
 """Memory filled with this byte reads as NaN in float32, bfloat16 and float16."""
@@ -195,7 +195,12 @@ def _repeated(view: Tensor, axis: int, count: int, stride_bytes: int) -> Tensor:
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Allocate zeroed bytes; on a CPU the system backs them with memory when they are first used."""
+    """Allocate zeroed bytes; on a CPU the system backs them with memory when they are first used.
+
+    There a library's sums may depend on how its inputs are aligned, so that all arenas are aligned alike.
+    """
     if device.type == "cpu":
-        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
+        spacious = np.zeros(num_bytes + ALIGN_BYTES, dtype=np.uint8)
+        first = -spacious.ctypes.data % ALIGN_BYTES
+        return torch.from_numpy(spacious[first : first + num_bytes])
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from strandline.ids import NULL_SLOT
 from strandline.kernels.batch import LogBatch
-from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
+from strandline.kernels.chunkwise import MIN_LOG_DECAY
+from strandline.kernels.gdn import L2_NORM_EPS
 from strandline.kernels.gdn_log import LogMemory
 from strandline.kernels.runtime_numba import (
     arguments,
@@ -41,7 +42,8 @@ CACHE_LINE_BYTES = 64
 STATE_FIELDS = "num_heads heads_per_key key_dim value_dim states state_stride "
 
 LAYER_FIELDS = (
-    STATE_FIELDS + "dtype gate_dtype q q_stride k k_stride v v_stride a a_stride b b_stride rates biases dst out "
+    STATE_FIELDS
+    + "dtype gate_dtype q q_stride k k_stride v v_stride a a_stride b b_stride rates biases max_beta dst out "
 )
 
 LOG_FIELDS = "log_keys log_key_stride log_values log_value_stride log_decays log_decay_stride places "
@@ -59,9 +61,10 @@ def gdn_decode(
     state_SHKV: Tensor,
     src_N: Tensor,
     dst_N: Tensor,
+    max_beta: int = 1,
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.gdn.gdn_decode`."""
-    inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N)
+    inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N, max_beta)
     if _is_overwritten(src_N, dst_N):
         raise ValueError(f"a sequence writes where another one reads: from slots {src_N} to {dst_N}")
     return _decode(inputs, NO_LOGS)
@@ -80,9 +83,10 @@ def gdn_decode_logged(
     dst_N: Tensor,
     memory: LogMemory,
     logs: LogBatch,
+    max_beta: int = 1,
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.gdn_log.gdn_decode_logged`."""
-    inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N)
+    inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N, max_beta)
     where = {
         "logs": logs.log_N.data_ptr(),
         "log_lens": logs.len_N.data_ptr(),
@@ -113,7 +117,13 @@ def _is_overwritten(src_N: Tensor, dst_N: Tensor) -> bool:
 
 
 def layer_arguments(
-    rows: tuple[Tensor, ...], A_log_H: Tensor, dt_bias_H: Tensor, state_SHKV: Tensor, dst_N: Tensor, out: Tensor
+    rows: tuple[Tensor, ...],
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    max_beta: int,
+    state_SHKV: Tensor,
+    dst_N: Tensor,
+    out: Tensor,
 ) -> dict[str, int]:
     """Return the arguments that ``LAYER_FIELDS`` names.
 
@@ -137,6 +147,7 @@ def layer_arguments(
         "b_stride": b.stride(0),
         "rates": A_log_H.data_ptr(),
         "biases": dt_bias_H.data_ptr(),
+        "max_beta": max_beta,
         "dst": dst_N.data_ptr(),
         "out": out.data_ptr(),
     }
@@ -168,14 +179,14 @@ def _log_arguments(memory: LogMemory) -> dict[str, int]:
     }
 
 
-def _decode(inputs: tuple[Tensor, ...], logs: dict[str, int]) -> Tensor:
+def _decode(inputs: tuple, logs: dict[str, int]) -> Tensor:
     rows = tuple(packed_rows(x) for x in inputs[:5])
-    A_log_H, dt_bias_H, state_SHKV, src_N, dst_N = inputs[5:]
+    A_log_H, dt_bias_H, state_SHKV, src_N, dst_N, max_beta = inputs[5:]
     q_NGK, _, v_NHV = rows[:3]
     out_NHV = v_NHV.new_empty(v_NHV.shape, dtype=q_NGK.dtype)
     _decode_kernel(
         v_NHV.shape[0] * v_NHV.shape[1],
-        **layer_arguments(rows, A_log_H, dt_bias_H, state_SHKV, dst_N, out_NHV),
+        **layer_arguments(rows, A_log_H, dt_bias_H, max_beta, state_SHKV, dst_N, out_NHV),
         src=src_N.data_ptr(),
         **logs,
     )
@@ -183,11 +194,12 @@ def _decode(inputs: tuple[Tensor, ...], logs: dict[str, int]) -> Tensor:
 
 
 @helper
-def gates(a, b, log_rate, bias):
+def gates(a, b, log_rate, bias, max_beta):
     """Return the log decay and the write strength, computed in float64 as in the torch version."""
     x = a + bias
     softplus = x if x > 20.0 else math.log1p(math.exp(x))
-    return np.float32(-min(softplus * math.exp(log_rate), -MIN_LOG_DECAY)), np.float32(1.0 / (1.0 + math.exp(-b)))
+    log_decay = -min(softplus * math.exp(log_rate), -MIN_LOG_DECAY)
+    return np.float32(log_decay), np.float32(max_beta / (1.0 + math.exp(-b)))
 
 
 @helper
@@ -318,7 +330,8 @@ def _decode_kernel(tasks):
         load(args.b, args.gate_dtype, sequence * args.b_stride + head, gate[1:])
         overlap = _normalise(key, query)
         rate, bias = floats(args.rates, num_heads)[head], floats(args.biases, num_heads)[head]
-        log_decay, beta = gates(np.float64(gate[0]), np.float64(gate[1]), np.float64(rate), np.float64(bias))
+        a, b = np.float64(gate[0]), np.float64(gate[1])
+        log_decay, beta = gates(a, b, np.float64(rate), np.float64(bias), args.max_beta)
 
         source, target = ints(args.src, sequence + 1)[sequence], ints(args.dst, sequence + 1)[sequence]
         state = floats(args.states + 4 * (source * args.state_stride + head * state_size), state_size)

@@ -28,7 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.batch import LogBatch
-from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
+from strandline.kernels.chunkwise import MIN_LOG_DECAY
+from strandline.kernels.gdn import L2_NORM_EPS
 from strandline.kernels.gdn_log import LogMemory
 from strandline.kernels.gdn_log_triton import add_logged, load_logged, weights_of_logged
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
@@ -73,6 +74,7 @@ def gdn_decode(
     state_SHKV: Tensor,
     src_N: Tensor,
     dst_N: Tensor,
+    max_beta: int = 1,
 ) -> Tensor:
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``q_NGK``.
 
@@ -81,7 +83,7 @@ def gdn_decode(
     """
     launch = FEW if len(q_NGK) <= FEW_SEQUENCES else MANY
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H)
-    return _decode(inputs, state_SHKV, src_N, dst_N, (None,) * 6, 0, launch)
+    return _decode(inputs, state_SHKV, src_N, dst_N, (None,) * 6, 0, max_beta, launch)
 
 
 def gdn_decode_invariant(
@@ -95,10 +97,11 @@ def gdn_decode_invariant(
     state_SHKV: Tensor,
     src_N: Tensor,
     dst_N: Tensor,
+    max_beta: int = 1,
 ) -> Tensor:
     """As :func:`gdn_decode`, with one launch for any number of sequences."""
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H)
-    return _decode(inputs, state_SHKV, src_N, dst_N, (None,) * 6, 0, MANY)
+    return _decode(inputs, state_SHKV, src_N, dst_N, (None,) * 6, 0, max_beta, MANY)
 
 
 def gdn_decode_logged(
@@ -114,12 +117,13 @@ def gdn_decode_logged(
     dst_N: Tensor,
     memory: LogMemory,
     logs: LogBatch,
+    max_beta: int = 1,
 ) -> Tensor:
     """As ``gdn_log.gdn_decode_logged``, and strides as in :func:`gdn_decode`; logs are contiguous."""
     launch = FEW if len(q_NGK) <= FEW_LOGGED_SEQUENCES else MANY_LOGGED
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H)
     log = (memory.key_JGLK, memory.value_JHLV, memory.decay_JHL, logs.log_N, logs.len_N, logs.num_folded_N)
-    return _decode(inputs, state_SHKV, src_N, dst_N, log, memory.decay_JHL.shape[2], launch)
+    return _decode(inputs, state_SHKV, src_N, dst_N, log, memory.decay_JHL.shape[2], max_beta, launch)
 
 
 def _decode(
@@ -129,6 +133,7 @@ def _decode(
     dst_N: Tensor,
     log: tuple[Tensor | None, ...],
     num_places: int,
+    max_beta: int,
     launch: Launch,
 ) -> Tensor:
     """Launch the kernel; with no places in a log, without logs."""
@@ -163,6 +168,7 @@ def _decode(
         SCALE=key_dim**-0.5,
         EPS=L2_NORM_EPS,
         MIN_LOG_DECAY=MIN_LOG_DECAY,
+        MAX_BETA=max_beta,
         num_warps=launch.num_warps,
         **overlap_options(q_NGK),
     )
@@ -208,6 +214,7 @@ def _decode_kernel(
     SCALE: tl.constexpr,
     EPS: tl.constexpr,
     MIN_LOG_DECAY: tl.constexpr,
+    MAX_BETA: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Advance ``BLOCK_V`` value channels of a head of a sequence by a token; without logs where L is 0."""
@@ -247,7 +254,7 @@ def _decode_kernel(
     a = tl.load(a_ptr + sequence * a_row_stride + head).to(tl.float32)
     b = tl.load(b_ptr + sequence * b_row_stride + head).to(tl.float32)
     log_decay = _log_decay_of(a, tl.load(A_log_ptr + head), tl.load(dt_bias_ptr + head), MIN_LOG_DECAY)
-    beta = 1.0 / (1.0 + tl.exp(-b))
+    beta = MAX_BETA / (1.0 + tl.exp(-b))
 
     q_K = q_K.to(tl.float32)
     k_K = k_K.to(tl.float32)

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from strandline.ids import NULL_LOG, NULL_SLOT
 from strandline.kernels.batch import LogBatch
-from strandline.kernels.gdn import FLOAT32_STATE, MIN_EXPONENT, gates, normalise
+from strandline.kernels.chunkwise import FLOAT32_STATE, MIN_EXPONENT
+from strandline.kernels.gdn import gates, normalise
 from strandline.kernels.operation import numba, operation, triton
 
 LOG_TOKENS: Final = 8
@@ -67,13 +68,14 @@ def gdn_decode_logged(
     dst_N: Tensor,
     memory: LogMemory,
     logs: LogBatch,
+    max_beta: int = 1,
 ) -> Tensor:
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``q_NGK``.
 
     Where ``src`` is not ``dst``, the log must be empty. No sequence's ``src`` may be another sequence's ``dst``.
     """
     num_sequences, num_heads, value_dim = v_NHV.shape
-    log_decay_NH, beta_NH = gates(a_NH, b_NH, A_log_H, dt_bias_H)
+    log_decay_NH, beta_NH = gates(a_NH, b_NH, A_log_H, dt_bias_H, max_beta)
     key_query_NGXK = torch.stack(normalise(q_NGK, k_NGK)[::-1], dim=2)
     key_query_NHXK = key_query_NGXK.repeat_interleave(num_heads // k_NGK.shape[1], dim=1)
     if 0 in logs.lens:
@@ -83,7 +85,7 @@ def gdn_decode_logged(
     srcs = src_N.tolist()
     for i, src in enumerate(srcs):
         if src != NULL_SLOT:
-            torch.bmm(key_query_NHXK[i], state_SHKV[src], out=read_NHXV[i])
+            torch.bmm(key_query_NHXK[i], state_SHKV[src].float(), out=read_NHXV[i])
     weight_NHL = carried_NH = log_decay_NH.exp()
     if any(logs.lens):
         decay_NHL = memory.decay_JHL[logs.rows]
@@ -99,10 +101,12 @@ def gdn_decode_logged(
     if any(logs.num_folded):
         for i, (src, dst, num_tokens) in enumerate(zip(srcs, dst_N.tolist(), logs.lens, strict=True)):
             if logs.num_folded[i] and dst != NULL_SLOT:
-                state_HKV = _carry(state_SHKV[src] if src != NULL_SLOT else None, state_SHKV[dst], carried_NH[i])
+                source_HKV = state_SHKV[src] if src != NULL_SLOT else torch.zeros_like(state_SHKV[dst])
+                state_HKV = source_HKV * carried_NH[i].view(-1, 1, 1)
                 if num_tokens:
                     _add_logged(state_HKV, memory, int(logs.log_N[i]), weight_NHL[i], num_tokens)
                 state_HKV.baddbmm_(key_query_NHXK[i, :, :1].transpose(1, 2), delta_NHV[i].unsqueeze(1))
+                state_SHKV[dst] = state_HKV
         is_folded_N = logs.num_folded_N > 0
         log_N, place_N = log_N.masked_fill_(is_folded_N, NULL_LOG), place_N.masked_fill(is_folded_N, 0)
     memory.key_JGLK[log_N, :, place_N] = key_query_NGXK[:, :, 0]
@@ -122,19 +126,13 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
     for slot, log, num_tokens in zip(slot_N.tolist(), log_N.tolist(), len_N.tolist(), strict=True):
         for layer, state_SHKV in enumerate(state_RSHKV):
             decay_HL = memory.decay_JHL[layer, log]
-            state_HKV = _carry(state_SHKV[slot], state_SHKV[slot], decay_HL.sum(-1).exp())
+            state_HKV = state_SHKV[slot] * decay_HL.sum(-1).exp().view(-1, 1, 1)
             _add_logged(state_HKV, memory.of_layer(layer), log, _weights(decay_HL), num_tokens)
-
-
-def _carry(source_HKV: Tensor | None, target_HKV: Tensor, carried_H: Tensor) -> Tensor:
-    """Write to the target, and return, what is left of the source; a source of None is zeros."""
-    if source_HKV is None:
-        return target_HKV.zero_()
-    return torch.mul(source_HKV, carried_H.view(-1, 1, 1), out=target_HKV)
+            state_SHKV[slot] = state_HKV
 
 
 def _add_logged(state_HKV: Tensor, memory: LogMemory, log: int, weight_HL: Tensor, num_tokens: int) -> None:
-    """Add the first ``num_tokens`` of a log to a state."""
+    """Add the first ``num_tokens`` of a log to a float32 state."""
     key_GLK = memory.key_JGLK[log, :, :num_tokens]
     value_HLV = memory.value_JHLV[log, :, :num_tokens] * weight_HL[:, :num_tokens].unsqueeze(-1)
     key_HLK = key_GLK.repeat_interleave(len(value_HLV) // len(key_GLK), dim=0)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from strandline.ids import NULL_SLOT
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
-from strandline.kernels.gdn import L2_NORM_EPS, MIN_EXPONENT
+from strandline.kernels.chunkwise import MIN_EXPONENT
+from strandline.kernels.gdn import L2_NORM_EPS
 from strandline.kernels.gdn_decode_numba import LAYER_FIELDS, gates, layer_arguments
 from strandline.kernels.runtime_numba import (
     arguments,
@@ -54,6 +55,7 @@ def gdn_prefill(
     src_N: Tensor,
     dst_N: Tensor,
     chunks: ChunkTable,
+    max_beta: int = 1,
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.gdn.gdn_prefill`."""
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH)
@@ -65,7 +67,7 @@ def gdn_prefill(
     num_parts = min(most_parts, cdiv(torch.get_num_threads(), num_sequences * num_key_heads))
     _kernel(
         num_sequences * num_key_heads * num_parts,
-        **layer_arguments(rows, A_log_H, dt_bias_H, state_SHKV, dst_N, out_THV),
+        **layer_arguments(rows, A_log_H, dt_bias_H, max_beta, state_SHKV, dst_N, out_THV),
         num_parts=num_parts,
         sources=source_N.data_ptr(),
         num_sequences=num_sequences,
@@ -223,7 +225,7 @@ def _scale(values, factors, num_tokens, rows):
 
 
 @helper
-def _load_gates(a, b, strides, dtype, rate, bias, total, beta, since_start, until_end):
+def _load_gates(a, b, strides, dtype, rate, bias, max_beta, total, beta, since_start, until_end):
     """Say how strongly each token is written, and how much is left of what came before it, and of it at the end.
 
     Args:
@@ -233,7 +235,8 @@ def _load_gates(a, b, strides, dtype, rate, bias, total, beta, since_start, unti
     for token in range(beta.size):
         load(a[0], dtype, a[1] + token * strides[0], gate[:1])
         load(b[0], dtype, b[1] + token * strides[1], gate[1:])
-        log_decay, beta[token] = gates(np.float64(gate[0]), np.float64(gate[1]), np.float64(rate), np.float64(bias))
+        inputs = (np.float64(gate[0]), np.float64(gate[1]), np.float64(rate), np.float64(bias))
+        log_decay, beta[token] = gates(*inputs, max_beta)
         so_far += np.float64(log_decay)
         total[token] = so_far
     for token in range(beta.size):
@@ -324,8 +327,8 @@ def _kernel(tasks):
                     _read_state(source, first_panel, end_panel, key_dim, value_dim, head_states)
 
                 a, b = (args.a, start * args.a_stride + head), (args.b, start * args.b_stride + head)
-                strides, rate, bias = (args.a_stride, args.b_stride), rates[head], biases[head]
-                _load_gates(a, b, strides, args.gate_dtype, rate, bias, total, beta[:length], since_start, until_end)
+                strides, gate = (args.a_stride, args.b_stride), (rates[head], biases[head], args.max_beta)
+                _load_gates(a, b, strides, args.gate_dtype, *gate, total, beta[:length], since_start, until_end)
                 _weigh(key_products, query_products, total, beta, length, system, attend)
                 tokens = (is_zero, key_rows, query_rows, key_dim, length, system.ctypes.data, attend.ctypes.data)
                 factors = (beta, since_start, until_end)

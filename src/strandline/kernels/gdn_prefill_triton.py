@@ -14,8 +14,8 @@ are left operands, which the matrix units take from the registers that they left
 tiles as they lie in memory. Nothing on the way from one state to the next passes through shared memory.
 
 In bfloat16 the operands of matrix products are rounded to bfloat16 (the state too, where it is one), those of the
-inverse to float16: none of its entries exceeds 1, for it is built of contractions. Sums are float32. In float32
-everything is.
+inverse to float16: none of its entries exceeds ``max_beta``, for it is built of contractions. Sums are float32. In
+float32 everything is.
 
 Invariants: a cut's state is stored from the registers that carry it on. Of rows past a chunk's end, which belong to
 other chunks, nothing reaches an output or a state, and none is written. No ``src`` may equal the ``dst`` of another
@@ -39,7 +39,8 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
-from strandline.kernels.gdn import L2_NORM_EPS, MIN_LOG_DECAY
+from strandline.kernels.chunkwise import MIN_LOG_DECAY
+from strandline.kernels.gdn import L2_NORM_EPS
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 
 PREPARE_WARPS = 4
@@ -154,6 +155,7 @@ def _prepare_kernel(
     L: tl.constexpr,
     EPS: tl.constexpr,
     MIN_LOG: tl.constexpr,
+    MAX_BETA: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
@@ -183,7 +185,7 @@ def _prepare_kernel(
     log_decay = -rate * _softplus(a + tl.load(dt_bias_ptr + head).to(tl.float32))
     log_decay = tl.maximum(log_decay, MIN_LOG, propagate_nan=tl.PropagateNan.ALL)
     log_decay = tl.where(is_token, log_decay, 0.0) * LOG2_E
-    beta = tl.where(is_token, tl.sigmoid(b), 0.0)
+    beta = tl.where(is_token, MAX_BETA * tl.sigmoid(b), 0.0)
     # A difference of large sums must keep the small decays that came after a strong one. So the sums are
     # float64, but no matrix is: the high halves' difference is exact where the exponential is not 0.
     sum_L = tl.cumsum(log_decay.to(tl.float64), 0)
@@ -349,6 +351,7 @@ def gdn_prefill(
     src_N: Tensor,
     dst_N: Tensor,
     chunks: ChunkTable,
+    max_beta: int = 1,
 ) -> Tensor:
     """Run the layer over the new tokens of N sequences; return ``out_THV`` in the dtype of ``q_TGK``.
 
@@ -357,7 +360,7 @@ def gdn_prefill(
     """
     launch = choose_launch(chunks.num_sequences, *v_THV.shape[1:])
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH, A_log_H, dt_bias_H)
-    return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, launch)
+    return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, launch)
 
 
 def gdn_prefill_invariant(
@@ -372,10 +375,11 @@ def gdn_prefill_invariant(
     src_N: Tensor,
     dst_N: Tensor,
     chunks: ChunkTable,
+    max_beta: int = 1,
 ) -> Tensor:
     """As :func:`gdn_prefill`, with one kernel that carries a state, whatever other sequences there are."""
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH, A_log_H, dt_bias_H)
-    return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, FEW_PROGRAMS)
+    return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, FEW_PROGRAMS)
 
 
 def _prefill(
@@ -390,10 +394,11 @@ def _prefill(
     src_N: Tensor,
     dst_N: Tensor,
     chunks: ChunkTable,
+    max_beta: int,
     launch: Advance,
 ) -> Tensor:
     q_TGK, k_TGK, v_THV = _aligned(q_TGK), _aligned(k_TGK), _aligned(v_THV)
-    prepared = prepare(q_TGK, k_TGK, a_TH, b_TH, A_log_H, dt_bias_H, chunks)
+    prepared = prepare(q_TGK, k_TGK, a_TH, b_TH, A_log_H, dt_bias_H, chunks, max_beta)
     return advance(q_TGK, k_TGK, v_THV, prepared, state_SHKV, src_N, dst_N, chunks, launch)
 
 
@@ -405,6 +410,7 @@ def prepare(
     A_log_H: Tensor,
     dt_bias_H: Tensor,
     chunks: ChunkTable,
+    max_beta: int = 1,
 ) -> Prepared:
     """Compute the matrices of all chunks."""
     _, num_key_heads, key_dim = k_TGK.shape
@@ -441,6 +447,7 @@ def prepare(
         L=CHUNK_TOKENS,
         EPS=L2_NORM_EPS,
         MIN_LOG=MIN_LOG_DECAY,
+        MAX_BETA=max_beta,
         PRECISION=FLOAT32_PRECISION,
         INVERSE=tl.float32 if is_float32 else tl.float16,
         num_warps=PREPARE_WARPS,

@@ -57,6 +57,8 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     state_dtype: str
+    max_beta: int = 1
+    """Limit of the write strength: 1, or 2 where eigenvalues may be negative."""
     kernels: GatedDeltaKernels = GatedDeltaKernels()
 
     operations: ClassVar = (gdn_prefill, gdn_decode, gdn_decode_logged, gdn_fold)
@@ -87,15 +89,15 @@ class GatedDelta:
         self, inputs: GatedDeltaInputs, memory: GatedDeltaMemory, src_N: Tensor, dst_N: Tensor, chunks: ChunkTable
     ) -> Tensor:
         """Run over the new tokens of N sequences; return ``out_THV``."""
-        return self.kernels.prefill(*inputs, memory.state_SHKV, src_N, dst_N, chunks)
+        return self.kernels.prefill(*inputs, memory.state_SHKV, src_N, dst_N, chunks, self.max_beta)
 
     def decode(
         self, inputs: GatedDeltaInputs, memory: GatedDeltaMemory, src_N: Tensor, dst_N: Tensor, log: LogBatch | None
     ) -> Tensor:
         """Advance N sequences by one token each; return ``out_THV``."""
         if log is not None and memory.log is not None:
-            return self.kernels.decode_logged(*inputs, memory.state_SHKV, src_N, dst_N, memory.log, log)
-        return self.kernels.decode(*inputs, memory.state_SHKV, src_N, dst_N)
+            return self.kernels.decode_logged(*inputs, memory.state_SHKV, src_N, dst_N, memory.log, log, self.max_beta)
+        return self.kernels.decode(*inputs, memory.state_SHKV, src_N, dst_N, self.max_beta)
 
     def fold(self, memory: GatedDeltaMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
         """Fold N logs into the states in N slots, in all stacked layers."""

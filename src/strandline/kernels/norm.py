@@ -5,7 +5,7 @@ between families and is part of each function's contract: a model must use the o
 
 Source: ``transformers`` for the rounding.
 
-Shape suffixes: D channels; the dimensions before it are free.
+Shape suffixes: D channels; the dimensions before it are free, or T tokens, then G groups of channels.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,22 @@ ELEMENTS_PER_PASS_CPU = 2**17
 """Elements of a large input that a CPU normalises in one pass, so that intermediate results stay in its cache."""
 
 
+@operation(triton("norm_triton"), numba("norm_numba"))
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise, round to x's dtype, then multiply by the weight (Llama and most others)."""
-    return _in_passes(lambda x: _normalised(x, eps).to(x.dtype) * weight_D, x)
+    return rms_norm_heads(x, weight_D, eps)
+
+
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise as above, with one weight, ``[D]``, or one for each head, ``[H, D]``."""
+    return _in_passes(lambda x: (_normalised(x, eps).to(x.dtype) * weight).to(x.dtype), x)
+
+
+@operation(triton("norm_triton"), numba("norm_numba"))
+def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add the residual stream, round the sum; return it normalised as above, and itself. ``x`` is overwritten."""
+    total = x.add_(residual)
+    return rms_norm.reference(total, weight_D, eps), total
 
 
 @operation(triton("norm_triton"), numba("norm_numba"))
@@ -43,7 +56,7 @@ def rms_norm_heads_zero_centered(x: Tensor, weight: Tensor, eps: float) -> Tenso
 
 @operation(triton("norm_triton"), numba("norm_numba"))
 def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add the residual stream, round the sum; return it normalised as above, and itself. ``x`` is overwritten."""
+    """As :func:`add_rms_norm`, with the zero-centred norm."""
     total = x.add_(residual)
     return rms_norm_zero_centered.reference(total, weight_D, eps), total
 
@@ -80,3 +93,14 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
     """Divide by ``sqrt(sum(x ** 2) + eps)`` in float32; return float32."""
     x = x.float()
     return x * torch.rsqrt(torch.linalg.vecdot(x, x).unsqueeze(-1) + eps)
+
+
+@operation()
+def rms_norm_of_gated(x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, num_groups: int) -> Tensor:
+    """Multiply by ``silu(gate)`` in float32, normalise each group of channels, round, multiply by the weight."""
+
+    def norm(x_TD: Tensor, gate_TD: Tensor) -> Tensor:
+        gated_TGD = F.silu(gate_TD.float()).mul_(x_TD).unflatten(-1, (num_groups, -1))
+        return _normalised(gated_TGD, eps).flatten(1).to(x_TD.dtype) * weight_D
+
+    return _in_passes(norm, x_TD, gate_TD)

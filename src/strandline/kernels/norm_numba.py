@@ -29,19 +29,37 @@ from strandline.kernels.sizes import cdiv
 TASK_ELEMENTS = 2**13
 
 
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Numba version of :func:`strandline.kernels.norm.rms_norm`."""
+    return _normed(_plain, x, weight_D, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Numba version of :func:`strandline.kernels.norm.add_rms_norm`."""
+    return _added_and_normed(_plain, x, residual, weight_D, eps)
+
+
 def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Numba version of :func:`strandline.kernels.norm.rms_norm_zero_centered`."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    _launch(_zero_centered, x, out, weight_D, eps, residual=0)
-    return out
+    return _normed(_zero_centered, x, weight_D, eps)
 
 
 def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Numba version of :func:`strandline.kernels.norm.add_rms_norm_zero_centered`."""
+    return _added_and_normed(_zero_centered, x, residual, weight_D, eps)
+
+
+def _normed(norm: Kernel, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _launch(norm, x, out, weight_D, eps, residual=0)
+    return out
+
+
+def _added_and_normed(norm: Kernel, x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, residual = x.contiguous(), residual.contiguous()
     out = torch.empty_like(x)
-    _launch(_zero_centered, x, out, weight_D, eps, residual=residual.data_ptr())
+    _launch(norm, x, out, weight_D, eps, residual=residual.data_ptr())
     return out, x
 
 
@@ -131,6 +149,29 @@ def _zero_centered(tasks):
                 round_to(dtype, row)
                 store(args.x, dtype, index * num_channels, row)
             _multiply(row, _scale_of(row, args.eps), weight)
+            store(args.out, dtype, index * num_channels, row)
+        task = claim(tasks)
+
+
+@kernel(SHARED + "residual")
+def _plain(tasks):
+    args = arguments(tasks)
+    num_channels, dtype = args.num_channels, args.dtype
+    weight, row = np.empty(num_channels, np.float32), np.empty(num_channels, np.float32)
+    added = np.empty(num_channels, np.float32)
+    load(args.weight, args.weight_dtype, 0, weight)
+    task = claim(tasks)
+    while task < args.num_tasks:
+        for index in range(task * args.rows_per_task, min((task + 1) * args.rows_per_task, args.num_rows)):
+            load(args.x, dtype, index * num_channels, row)
+            if args.residual:
+                load(args.residual, dtype, index * num_channels, added)
+                _add(row, added)
+                round_to(dtype, row)
+                store(args.x, dtype, index * num_channels, row)
+            _scale(row, _scale_of(row, args.eps))
+            round_to(dtype, row)
+            _multiply(row, np.float32(1.0), weight)
             store(args.out, dtype, index * num_channels, row)
         task = claim(tasks)
 

@@ -40,6 +40,7 @@ def _norm_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
+    IS_ZERO_CENTERED: tl.constexpr,
     ADDS: tl.constexpr,
     GATES: tl.constexpr,
     ROUNDS_PRODUCT: tl.constexpr,
@@ -70,24 +71,37 @@ def _norm_kernel(
         if ROUNDS_PRODUCT:
             normed_RD = normed_RD.to(out_dtype).to(tl.float32)
         out_RD = normed_RD * (gate_RD * tl.sigmoid(gate_RD))
-    else:
+    elif IS_ZERO_CENTERED:
         out_RD = normed_RD * (weight_D + 1.0)[None, :]
+    else:
+        out_RD = normed_RD.to(out_dtype).to(tl.float32) * weight_D[None, :]
     out_RD_ptr = out_ptr + row_R[:, None] * D + col_D[None, :]
     tl.store(out_RD_ptr, out_RD.to(out_dtype), mask=mask_RD)
 
 
-def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Normalise and multiply by ``1 + weight`` in float32, then round to x's dtype."""
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Normalise, round to x's dtype, then multiply by the weight."""
     x = _with_dense_rows(x)
     return _launch(x, x, weight_D, eps)
 
 
-def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add the residual stream, round the sum; return it normalised, and itself. ``x`` is overwritten.
 
     Only ``residual`` may have an inner stride: ``x`` has to be written in place.
     """
     return _launch(x, _with_dense_rows(residual), weight_D, eps, adds=True), x
+
+
+def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Normalise and multiply by ``1 + weight`` in float32, then round to x's dtype."""
+    x = _with_dense_rows(x)
+    return _launch(x, x, weight_D, eps, is_zero_centered=True)
+
+
+def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As :func:`add_rms_norm`, with the zero-centred norm."""
+    return _launch(x, _with_dense_rows(residual), weight_D, eps, is_zero_centered=True, adds=True), x
 
 
 def rms_norm_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -106,7 +120,16 @@ def _row_strides(x: Tensor) -> tuple[int, int]:
     return (x.stride(-2), 0) if x.dim() == 2 else (x.shape[-1], 0)
 
 
-def _launch(x: Tensor, other: Tensor, weight_D: Tensor, eps: float, adds: bool = False, gates: bool = False) -> Tensor:
+def _launch(
+    x: Tensor,
+    other: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    *,
+    is_zero_centered: bool = False,
+    adds: bool = False,
+    gates: bool = False,
+) -> Tensor:
     num_channels = x.shape[-1]
     num_rows = x.numel() // num_channels
     block = next_power_of_2(num_channels)
@@ -125,6 +148,7 @@ def _launch(x: Tensor, other: Tensor, weight_D: Tensor, eps: float, adds: bool =
         D=num_channels,
         BLOCK_D=block,
         ROWS=rows,
+        IS_ZERO_CENTERED=is_zero_centered,
         ADDS=adds,
         GATES=gates,
         ROUNDS_PRODUCT=weight_D.dtype == x.dtype,

@@ -6,13 +6,30 @@ Shape suffixes: T tokens, O features of all heads side by side, G key/value head
 P tokens in a block, F rotated pairs per head.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from strandline.ids import NULL_BLOCK
 from strandline.kernels.batch import AttentionBatch, KVMemory
-from strandline.kernels.norm import rms_norm_heads_zero_centered
+from strandline.kernels.norm import rms_norm_heads, rms_norm_heads_zero_centered
 from strandline.kernels.operation import KEYS_AND_VALUES, numba, operation, triton
 from strandline.kernels.rotary import apply_rotary
+
+
+class HeadNorm(NamedTuple):
+    """An RMS norm over each head of queries and keys."""
+
+    q_D: Tensor
+    k_D: Tensor
+    eps: float
+    is_zero_centered: bool
+    """Whether the weights are added to 1 (``rms_norm_zero_centered``), or multiply what is rounded (``rms_norm``)."""
+
+    def __call__(self, x: Tensor, weight_D: Tensor) -> Tensor:
+        """Normalise in torch."""
+        norm = rms_norm_heads_zero_centered if self.is_zero_centered else rms_norm_heads
+        return norm(x, weight_D, self.eps)
 
 
 @operation(triton("qkv_triton", invariant="qkv_triton"), numba("qkv_numba", memory=KEYS_AND_VALUES))
@@ -20,10 +37,8 @@ def prepare_qkv(
     q_TO: Tensor,
     k_TO: Tensor,
     v_TO: Tensor,
-    q_norm_D: Tensor,
-    k_norm_D: Tensor,
-    eps: float,
-    rotary: tuple[Tensor, Tensor],
+    norm: HeadNorm | None,
+    rotary: tuple[Tensor, Tensor] | None,
     memory: KVMemory,
     batch: AttentionBatch,
 ) -> Tensor:
@@ -31,13 +46,17 @@ def prepare_qkv(
 
     Args:
         q_TO: per row ``[H, D]``; of keys and values ``[G, D]``. They may be columns of one tensor; rows may lie apart.
-        q_norm_D: weight of a zero-centred RMS norm over each head, applied before the rotary embedding.
-        rotary: as :func:`strandline.kernels.rotary.rotary_table` returns it.
+        norm: applied before the rotary embedding; None: there is none.
+        rotary: as :func:`strandline.kernels.rotary.rotary_table` returns it; None: positions are not embedded.
     """
     q_THD, k_TGD, v_TGD = (x.unflatten(-1, (-1, memory.k_BPGD.shape[-1])) for x in (q_TO, k_TO, v_TO))
-    k_TGD = apply_rotary(rms_norm_heads_zero_centered(k_TGD, k_norm_D, eps), rotary)
-    write_kv(k_TGD, v_TGD, memory, batch)
-    return apply_rotary(rms_norm_heads_zero_centered(q_THD, q_norm_D, eps), rotary)
+    # Copies, since the rotary embedding works in place.
+    query_THD: Tensor = q_THD.clone() if norm is None else norm(q_THD, norm.q_D)
+    key_TGD: Tensor = k_TGD.clone() if norm is None else norm(k_TGD, norm.k_D)
+    if rotary is not None:
+        query_THD, key_TGD = apply_rotary(query_THD, rotary), apply_rotary(key_TGD, rotary)
+    write_kv(key_TGD, v_TGD, memory, batch)
+    return query_THD
 
 
 def write_kv(k_TGD: Tensor, v_TGD: Tensor, memory: KVMemory, batch: AttentionBatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strandline.ids import NULL_BLOCK
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.qkv import HeadNorm
 from strandline.kernels.runtime_numba import (
     BLOCK_FIELDS,
     arguments,
@@ -28,25 +29,28 @@ from strandline.kernels.runtime_numba import (
     store,
 )
 
+NO_NORM, PLAIN_NORM, ZERO_CENTERED_NORM = 0, 1, 2
+
 
 def prepare_qkv(
     q_TO: Tensor,
     k_TO: Tensor,
     v_TO: Tensor,
-    q_norm_D: Tensor,
-    k_norm_D: Tensor,
-    eps: float,
-    rotary: tuple[Tensor, Tensor],
+    norm: HeadNorm | None,
+    rotary: tuple[Tensor, Tensor] | None,
     memory: KVMemory,
     batch: AttentionBatch,
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.qkv.prepare_qkv`."""
     k_BPGD, v_BPGD = memory.k_BPGD, memory.v_BPGD
+    q_norm_D, k_norm_D, eps, is_zero_centered = norm or (q_TO, q_TO, 0.0, False)
+    norm_kind = NO_NORM if norm is None else ZERO_CENTERED_NORM if is_zero_centered else PLAIN_NORM
     if k_BPGD.dtype != q_TO.dtype or q_norm_D.dtype != k_norm_D.dtype:
         dtypes = (q_TO.dtype, k_BPGD.dtype, q_norm_D.dtype, k_norm_D.dtype)
         raise ValueError(f"inputs and keys must have one dtype, and both norms: {dtypes}")
     num_kv_heads, head_dim = k_BPGD.shape[2:]
-    q_TO, k_TO, v_TO, cos_T12F, sin_T12F = (packed_rows(x) for x in (q_TO, k_TO, v_TO, *rotary))
+    cos_T12F, sin_T12F = rotary or (q_TO[:, :0], q_TO[:, :0])
+    q_TO, k_TO, v_TO, cos_T12F, sin_T12F = (packed_rows(x) for x in (q_TO, k_TO, v_TO, cos_T12F, sin_T12F))
     num_heads = q_TO.shape[1] // head_dim
     q_THD = q_TO.new_empty((len(q_TO), num_heads, head_dim))
     _kernel(
@@ -61,6 +65,7 @@ def prepare_qkv(
         new_k_stride=k_TO.stride(0),
         new_v=v_TO.data_ptr(),
         new_v_stride=v_TO.stride(0),
+        norm=norm_kind,
         norm_dtype=kind(q_norm_D),
         q_norm=q_norm_D.data_ptr(),
         k_norm=k_norm_D.data_ptr(),
@@ -79,14 +84,24 @@ def prepare_qkv(
 
 
 @helper
-def _normalise(head, weight, eps):
+def _normalise(head, norm, weight, eps, dtype):
+    if norm == NO_NORM:
+        return
     square = np.float32(0.0)
     for i in range(head.size):
         square += head[i] * head[i]
     factor = np.float32(1.0 / math.sqrt(square / head.size + eps))
-    for i in range(head.size):
-        normed = head[i] * factor
-        head[i] = normed + normed * weight[i]
+    if norm == ZERO_CENTERED_NORM:
+        for i in range(head.size):
+            normed = head[i] * factor
+            head[i] = normed + normed * weight[i]
+    else:
+        for i in range(head.size):
+            head[i] *= factor
+        round_to(dtype, head)
+        for i in range(head.size):
+            head[i] *= weight[i]
+    round_to(dtype, head)
 
 
 @helper
@@ -100,23 +115,23 @@ def _turn(head, cos, sin):
 
 @kernel(
     BLOCK_FIELDS + "num_heads num_kv_heads head_dim dtype new_q new_q_stride new_k new_k_stride new_v new_v_stride "
-    "norm_dtype q_norm k_norm eps:float num_pairs cos cos_stride sin sin_stride write_blocks write_offsets q"
+    "norm norm_dtype q_norm k_norm eps:float num_pairs cos cos_stride sin sin_stride write_blocks write_offsets q"
 )
 def _kernel(tasks):
     args = arguments(tasks)
     num_heads, num_kv_heads, head_dim, dtype = args.num_heads, args.num_kv_heads, args.head_dim, args.dtype
     head = np.empty(head_dim, np.float32)
     q_norm, k_norm = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
-    load(args.q_norm, args.norm_dtype, 0, q_norm)
-    load(args.k_norm, args.norm_dtype, 0, k_norm)
+    if args.norm != NO_NORM:
+        load(args.q_norm, args.norm_dtype, 0, q_norm)
+        load(args.k_norm, args.norm_dtype, 0, k_norm)
     task = claim(tasks)
     while task < args.num_tasks:
         cos = floats(args.cos + 4 * task * args.cos_stride, 2 * args.num_pairs)
         sin = floats(args.sin + 4 * task * args.sin_stride, 2 * args.num_pairs)
         for i in range(num_heads):
             load(args.new_q, dtype, task * args.new_q_stride + i * head_dim, head)
-            _normalise(head, q_norm, args.eps)
-            round_to(dtype, head)
+            _normalise(head, args.norm, q_norm, args.eps, dtype)
             _turn(head, cos, sin)
             store(args.q, dtype, (task * num_heads + i) * head_dim, head)
         block = ints(args.write_blocks, task + 1)[task]
@@ -125,8 +140,7 @@ def _kernel(tasks):
         v_place = block * args.v_block_stride + offset * args.v_token_stride
         for i in range(num_kv_heads if block != NULL_BLOCK else 0):
             load(args.new_k, dtype, task * args.new_k_stride + i * head_dim, head)
-            _normalise(head, k_norm, args.eps)
-            round_to(dtype, head)
+            _normalise(head, args.norm, k_norm, args.eps, dtype)
             _turn(head, cos, sin)
             store(args.k, dtype, k_place + i * args.k_head_stride, head)
             load(args.new_v, dtype, task * args.new_v_stride + i * head_dim, head)

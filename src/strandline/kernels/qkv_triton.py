@@ -19,6 +19,7 @@ from torch import Tensor
 
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.qkv import HeadNorm
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 FEW_TOKENS = 64
@@ -30,6 +31,26 @@ FEW_TOKENS_LAUNCH = (2, 2)
 MANY_TOKENS_LAUNCH = (4, 1)
 """A head of 256 channels fills a warp with 16-byte loads, and its sum needs no barrier: 8,192 tokens of the 4B model
 take 81 µs on an H200, where 8 heads and 4 warps take 94."""
+
+
+NO_NORM, PLAIN_NORM, ZERO_CENTERED_NORM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _normed(x_WD, rstd_W1, q_norm_ptr, k_norm_ptr, is_q_W, channel_D, is_channel_D, dtype_ptr, NORM: tl.constexpr):
+    """Return channels normalised and rounded, as the separate operations round them; float32."""
+    dtype = dtype_ptr.dtype.element_ty
+    normed_WD = x_WD
+    if NORM != NO_NORM:
+        q_norm_D = tl.load(q_norm_ptr + channel_D, mask=is_channel_D, other=0.0).to(tl.float32)
+        k_norm_D = tl.load(k_norm_ptr + channel_D, mask=is_channel_D, other=0.0).to(tl.float32)
+        weight_WD = tl.where(is_q_W[:, None], q_norm_D[None, :], k_norm_D[None, :])
+        if NORM == ZERO_CENTERED_NORM:
+            normed_WD = x_WD * rstd_W1 * (weight_WD + 1.0)
+        else:
+            normed_WD = (x_WD * rstd_W1).to(dtype).to(tl.float32) * weight_WD
+        normed_WD = normed_WD.to(dtype).to(tl.float32)
+    return normed_WD
 
 
 @triton.jit(do_not_specialize_on_alignment=["block_ptr", "offset_ptr"])
@@ -62,6 +83,7 @@ def _prepare_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     NUM_PAIRS: tl.constexpr,
+    NORM: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -85,21 +107,14 @@ def _prepare_kernel(
     raw_WD = tl.load(head_ptr_W1 + channel_D[None, :], mask=is_inside_WD, other=0.0)
     x_WD = raw_WD.to(tl.float32)
     rstd_W1 = tl.rsqrt(tl.sum(x_WD * x_WD, axis=1) / HEAD_DIM + eps)[:, None]
-    q_norm_D = tl.load(q_norm_ptr + channel_D, mask=is_channel_D, other=0.0).to(tl.float32) + 1.0
-    k_norm_D = tl.load(k_norm_ptr + channel_D, mask=is_channel_D, other=0.0).to(tl.float32) + 1.0
-    norm_WD = tl.where(is_q_W[:, None], q_norm_D[None, :], k_norm_D[None, :])
-    # Rounded here, as the separate operations round it.
-    normed_WD = (x_WD * rstd_W1 * norm_WD).to(raw_WD.dtype).to(tl.float32)
+    normed_WD = _normed(x_WD, rstd_W1, q_norm_ptr, k_norm_ptr, is_q_W, channel_D, is_channel_D, new_q_ptr, NORM)
 
     turns_D = channel_D < 2 * NUM_PAIRS
     partner_D = tl.where(channel_D < NUM_PAIRS, channel_D + NUM_PAIRS, channel_D - NUM_PAIRS)
     partner_D = tl.where(turns_D, partner_D, 0)
     partner_raw_WD = tl.load(head_ptr_W1 + partner_D[None, :], mask=is_inside_WD & turns_D[None, :], other=0.0)
-    partner_q_norm_D = tl.load(q_norm_ptr + partner_D, mask=turns_D, other=0.0).to(tl.float32) + 1.0
-    partner_k_norm_D = tl.load(k_norm_ptr + partner_D, mask=turns_D, other=0.0).to(tl.float32) + 1.0
-    partner_norm_WD = tl.where(is_q_W[:, None], partner_q_norm_D[None, :], partner_k_norm_D[None, :])
-    partner_WD = partner_raw_WD.to(tl.float32) * rstd_W1 * partner_norm_WD
-    partner_WD = partner_WD.to(raw_WD.dtype).to(tl.float32)
+    partner_WD = partner_raw_WD.to(tl.float32)
+    partner_WD = _normed(partner_WD, rstd_W1, q_norm_ptr, k_norm_ptr, is_q_W, partner_D, turns_D, new_q_ptr, NORM)
     cos_D = tl.load(cos_ptr + token * stride_cos + channel_D, mask=turns_D, other=1.0)
     sin_D = tl.load(sin_ptr + token * stride_sin + channel_D, mask=turns_D, other=0.0)
     rotated_WD = normed_WD * cos_D[None, :] + partner_WD * sin_D[None, :]
@@ -124,10 +139,8 @@ def prepare_qkv(
     q_TO: Tensor,
     k_TO: Tensor,
     v_TO: Tensor,
-    q_norm_D: Tensor,
-    k_norm_D: Tensor,
-    eps: float,
-    rotary: tuple[Tensor, Tensor],
+    norm: HeadNorm | None,
+    rotary: tuple[Tensor, Tensor] | None,
     memory: KVMemory,
     batch: AttentionBatch,
 ) -> Tensor:
@@ -137,32 +150,28 @@ def prepare_qkv(
     may name one place to be written to, as in every step.
     """
     launch = FEW_TOKENS_LAUNCH if len(q_TO) <= FEW_TOKENS else MANY_TOKENS_LAUNCH
-    return _prepare(q_TO, k_TO, v_TO, q_norm_D, k_norm_D, eps, rotary, memory, batch, launch)
+    return _prepare(q_TO, k_TO, v_TO, norm, rotary, memory, batch, launch)
 
 
 def prepare_qkv_invariant(
     q_TO: Tensor,
     k_TO: Tensor,
     v_TO: Tensor,
-    q_norm_D: Tensor,
-    k_norm_D: Tensor,
-    eps: float,
-    rotary: tuple[Tensor, Tensor],
+    norm: HeadNorm | None,
+    rotary: tuple[Tensor, Tensor] | None,
     memory: KVMemory,
     batch: AttentionBatch,
 ) -> Tensor:
     """As :func:`prepare_qkv`, with one launch for any number of tokens: others add a head's squares differently."""
-    return _prepare(q_TO, k_TO, v_TO, q_norm_D, k_norm_D, eps, rotary, memory, batch, MANY_TOKENS_LAUNCH)
+    return _prepare(q_TO, k_TO, v_TO, norm, rotary, memory, batch, MANY_TOKENS_LAUNCH)
 
 
 def _prepare(
     q_TO: Tensor,
     k_TO: Tensor,
     v_TO: Tensor,
-    q_norm_D: Tensor,
-    k_norm_D: Tensor,
-    eps: float,
-    rotary: tuple[Tensor, Tensor],
+    norm: HeadNorm | None,
+    rotary: tuple[Tensor, Tensor] | None,
     memory: KVMemory,
     batch: AttentionBatch,
     launch: tuple[int, int],
@@ -173,7 +182,8 @@ def _prepare(
     q_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=q_TO.dtype, device=q_TO.device)
     if num_tokens == 0:
         return q_THD
-    cos_T12F, sin_T12F = rotary
+    cos_T12F, sin_T12F = rotary or (q_TO[..., :0], q_TO[..., :0])
+    q_norm_D, k_norm_D, eps, is_zero_centered = norm or (q_TO, q_TO, 0.0, False)
     block_w, num_warps = launch
     grid = (num_tokens, cdiv(num_heads + 2 * num_kv_heads, block_w))
     _prepare_kernel[grid](
@@ -205,6 +215,7 @@ def _prepare(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         NUM_PAIRS=cos_T12F.shape[-1],
+        NORM=(NO_NORM if norm is None else ZERO_CENTERED_NORM if is_zero_centered else PLAIN_NORM).value,
         BLOCK_W=block_w,
         BLOCK_D=next_power_of_2(head_dim),
         num_warps=num_warps,

@@ -22,13 +22,15 @@ Kernels compute in float32; ``load`` and ``store`` convert rows of what lies in 
 number of threads or of rows. Exponentials are polynomials, because the C library's take one number at a time.
 
 Compiled code is kept for the next process in ``$XDG_CACHE_HOME/strandline`` (``~/.cache/strandline``), by the sources'
-hash and by CPU; where nothing can be written it is compiled anew. Threads are those of the GNU OpenMP library that
-torch brings along on Linux: a second pool would compete with the first for the same cores.
+hash and by CPU; where nothing can be written it is compiled anew, and a warning says so. Threads are those of the GNU
+OpenMP library that torch brings along on Linux: a second pool would compete with the first for the same cores.
 """
 
 # mypy: ignore-errors
 
 import ctypes
+import errno
+import logging
 import os
 from collections.abc import Callable
 from functools import cache, partial
@@ -45,6 +47,8 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from strandline import env, ids, specs
+
+LOGGER: Final = logging.getLogger("strandline.kernels")
 
 FLOAT32: Final = 0
 BFLOAT16: Final = 1
@@ -141,8 +145,8 @@ def kernel(fields: str) -> Callable[[Callable[[Any], None]], Kernel]:
             numba.config.CACHE_DIR = str(directory)
             try:
                 return Kernel(compile_it(cache=True)(body), table)
-            except OSError:
-                pass  # the disk is full, say
+            except OSError as error:
+                _say_uncached(str(error))  # the disk is full, say
             finally:
                 numba.config.CACHE_DIR = before
         return Kernel(compile_it()(body), table)
@@ -162,9 +166,22 @@ def cache_directory() -> Path | None:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         directory = base / "strandline" / f"kernels-{digest}"
         directory.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+    except (OSError, RuntimeError) as error:
+        _say_uncached(str(error))
         return None
-    return directory if os.access(directory, os.W_OK) else None
+    return directory
+
+
+@cache
+def _say_uncached(reason: str) -> None:
+    """Log, once, that compiled kernels are not kept."""
+    LOGGER.warning(
+        "kernels are compiled at every start, for a minute or more, as they cannot be kept: %s; let XDG_CACHE_HOME "
+        "name a folder that can be written to",
+        reason,
+    )
 
 
 # What kernels call.

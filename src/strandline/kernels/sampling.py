@@ -2,7 +2,7 @@
 
 Invariants: what happens to a row depends on that row and its parameters alone; a draw depends on the request's
 seed and the token's position alone, so that batching, forks and preemption never change it; a token of
-probability zero is never drawn.
+probability zero is never drawn; a row without a finite maximum (NaN, infinity, every token banned) gives ``NO_TOKEN``.
 
 The order of the filters and their meaning are those of vLLM: temperature, min-p, top-k, top-p. Source of the
 hash: Steele et al., "Fast splittable pseudorandom number generators", section 5 (SplitMix64).
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strandline.ids import NO_TOKEN
 from strandline.kernels.operation import operation, triton
 
 NUM_CANDIDATES_CPU = (512, 8192)
@@ -30,9 +31,10 @@ ROWS_PER_PASS_CPU = 4
 
 @operation(triton("sampling_triton"))
 def greedy(logits_NV: Tensor) -> Tensor:
-    """Return each row's likeliest token, int64; of equals, the first."""
+    """Return each row's likeliest token, int64; of equals, the first. ``NO_TOKEN`` where no maximum is finite."""
     # A CPU finds the largest value of a row with its place in a quarter of the time of argmax.
-    return logits_NV.max(dim=-1).indices
+    top_N, token_N = logits_NV.max(dim=-1)
+    return token_N.masked_fill_(~top_N.isfinite(), NO_TOKEN)
 
 
 def apply_penalties(
@@ -94,7 +96,10 @@ def uniform_from_seed(seed_N: Tensor, position_N: Tensor) -> Tensor:
 
 @operation(triton("sampling_triton"))
 def sample(logits_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """Return int64 tokens drawn by inverting each row's cumulated distribution at its uniform number."""
+    """Return int64 tokens drawn by inverting each row's cumulated distribution at its uniform number.
+
+    ``NO_TOKEN`` where a row has no finite maximum.
+    """
     if logits_NV.device.type != "cpu":
         return _draw(logits_NV, uniform_N)
     groups = zip(logits_NV.split(ROWS_PER_PASS_CPU), uniform_N.split(ROWS_PER_PASS_CPU), strict=True)
@@ -104,14 +109,17 @@ def sample(logits_NV: Tensor, uniform_N: Tensor) -> Tensor:
 def gather_logprobs(logits_NV: Tensor, token_N: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return, per row, the token's log-probability, its rank (from 1), and the likeliest tokens with theirs.
 
+    Args:
+        num_top: how many of the likeliest; no more than the vocabulary has.
+
     Returns:
         float32 ``[N]``, int64 ``[N]``, int64 ``[N, num_top]``, float32 ``[N, num_top]``.
     """
     logits_NV = logits_NV.float()
     total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
-    chosen_N1 = logits_NV.gather(-1, token_N.unsqueeze(-1))
+    chosen_N1 = logits_NV.gather(-1, token_N.clamp_min(0).unsqueeze(-1))
     rank_N = (logits_NV > chosen_N1).sum(dim=-1) + 1
-    top_NK, ids_NK = logits_NV.topk(num_top, dim=-1)
+    top_NK, ids_NK = logits_NV.topk(min(num_top, logits_NV.shape[1]), dim=-1)
     return (chosen_N1 - total_N1).squeeze(-1), rank_N, ids_NK, top_NK - total_N1
 
 
@@ -170,7 +178,8 @@ def _nucleus(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, num_candidates
 
 def _draw(logits_NV: Tensor, uniform_N: Tensor) -> Tensor:
     padding = -logits_NV.shape[1] % TILE_TOKENS
-    weight_NV = (logits_NV - logits_NV.amax(dim=-1, keepdim=True)).exp_()
+    top_N1 = logits_NV.amax(dim=-1, keepdim=True)
+    weight_NV = (logits_NV - top_N1).exp_()
     weight_NV = F.pad(weight_NV, (0, padding)) if padding else weight_NV
     weight_NBI = weight_NV.view(len(weight_NV), -1, TILE_TOKENS)
     tile_sum_NB = weight_NBI.sum(dim=-1, dtype=torch.float64)
@@ -178,7 +187,7 @@ def _draw(logits_NV: Tensor, uniform_N: Tensor) -> Tensor:
     inner_NI = weight_NBI[torch.arange(len(tile_N), device=tile_N.device), tile_N].double()
     target_N = uniform_N * total_N - before_N
     offset_N, _, _ = _invert(inner_NI, target_N / inner_NI.sum(dim=-1))
-    return tile_N * TILE_TOKENS + offset_N
+    return (tile_N * TILE_TOKENS + offset_N).masked_fill_(~top_N1.squeeze(-1).isfinite(), NO_TOKEN)
 
 
 def _invert(weight_NC: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +199,8 @@ def _invert(weight_NC: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tenso
     total_N = sum_NC[:, -1]
     target_N = (uniform_N * total_N).clamp_min(0.0)
     target_N = torch.minimum(target_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
-    index_N1 = torch.searchsorted(sum_NC, target_N.unsqueeze(-1), right=True)
+    # Past the end only where a weight is NaN.
+    index_N1 = torch.searchsorted(sum_NC, target_N.unsqueeze(-1), right=True).clamp_max_(sum_NC.shape[1] - 1)
     before_N1 = torch.where(index_N1 > 0, sum_NC.gather(-1, (index_N1 - 1).clamp_min(0)), 0.0)
     return index_N1.squeeze(-1), before_N1.squeeze(-1), total_N
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline import ids
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 CHUNK = 4096
@@ -33,6 +34,9 @@ MAX_CANDIDATES = 4096
 
 MASS_SCALE = tl.constexpr(2.0**44)
 """The mass of the likeliest token. 2^18 tokens of that mass still fit into an int64."""
+
+
+NO_TOKEN = tl.constexpr(ids.NO_TOKEN)
 
 
 @triton.jit
@@ -59,7 +63,8 @@ def _greedy_kernel(logits_ptr, keys_ptr, stride_n, V, S, INDEX_BITS: tl.constexp
     row = tl.program_id(0).to(tl.int64)
     token_V = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     logit_V = tl.load(logits_ptr + row * stride_n + token_V, mask=token_V < V, other=float("-inf")).to(tl.float32)
-    key_V = _key(logit_V, token_V, INDEX_BITS)
+    # A NaN of either sign is the largest, so that the row is seen to have no finite maximum.
+    key_V = _key(tl.where(logit_V != logit_V, float("inf"), logit_V), token_V, INDEX_BITS)
     tl.store(keys_ptr + row * S + tl.program_id(1), tl.max(key_V, axis=0))
 
 
@@ -69,7 +74,10 @@ def _greedy_end_kernel(keys_ptr, token_ptr, S, INDEX_BITS: tl.constexpr, BLOCK_S
     chunk_S = tl.arange(0, BLOCK_S)
     key_S = tl.load(keys_ptr + row * S + chunk_S, mask=chunk_S < S, other=-0x7FFFFFFFFFFFFFFF)
     last = (1 << INDEX_BITS) - 1
-    tl.store(token_ptr + row, last - (tl.max(key_S, axis=0) & last))
+    key = tl.max(key_S, axis=0)
+    top = _logit(key, INDEX_BITS)
+    is_finite = (top > float("-inf")) & (top < float("inf"))
+    tl.store(token_ptr + row, tl.where(is_finite, last - (key & last), NO_TOKEN))
 
 
 @triton.jit
@@ -115,7 +123,9 @@ def _draw_kernel(
     sum_S = tl.load(sum_ptr + row * S + chunk_S, mask=chunk_S < S, other=0.0)
     top = tl.max(max_S, axis=0)
     sum_S = sum_S * tl.exp(max_S - top).to(tl.float64)
-    target = tl.load(uniform_ptr + row) * tl.sum(sum_S, axis=0)
+    total = tl.sum(sum_S, axis=0)
+    is_possible = (total > 0.0) & (total < float("inf"))  # neither holds where a logit is NaN or infinite
+    target = tl.load(uniform_ptr + row) * total
     chunk, before = _first_above(sum_S, chunk_S, target, BLOCK_S)
     offset_V = tl.arange(0, CHUNK)
     token_V = chunk * CHUNK + offset_V
@@ -124,7 +134,7 @@ def _draw_kernel(
     # The chunk's own sum, so that rounding in the first sums cannot lead past its end.
     share = (target - before) / tl.sum(tl.where(chunk_S == chunk, sum_S, 0.0), axis=0)
     offset, _ = _first_above(weight_V, offset_V, share * tl.sum(weight_V, axis=0), CHUNK)
-    tl.store(token_ptr + row, (chunk * CHUNK + offset).to(tl.int64))
+    tl.store(token_ptr + row, tl.where(is_possible, (chunk * CHUNK + offset).to(tl.int64), NO_TOKEN))
 
 
 @triton.jit

@@ -11,11 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from strandline.ids import BLOCK_TOKENS, NULL_SLOT, PendingToken
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_SLOT, PendingToken
 from strandline.kernels.operation import operation, triton
-
-NO_TOKEN = -1
-"""Pads sets of stop tokens."""
 
 
 class RowPlaces(NamedTuple):
@@ -71,7 +68,8 @@ def resolve_pending(
     """Fill in the tokens that the step before has sampled, in place.
 
     A sequence whose pending token is one of its stop tokens, and may stop it, has ended: its state is not stored. Its
-    keys and values are, behind those that belong to it.
+    keys and values are, behind those that belong to it. So has one for which no token could be sampled; it gets
+    token 0, so that nothing is read from outside the vocabulary.
 
     Args:
         last_rows_N: each sequence's last row of the step, which holds the pending token.
@@ -80,8 +78,9 @@ def resolve_pending(
     """
     token_N = sampled_P[source_rows_N]
     is_pending_N = pending_N != 0
-    is_over_N = (pending_N == PendingToken.MAY_STOP) & (stop_ids_XI[stop_sets_N] == token_N.unsqueeze(-1)).any(-1)
-    token_ids_T[last_rows_N] = torch.where(is_pending_N, token_N, token_ids_T[last_rows_N])
+    is_stop_N = (stop_ids_XI[stop_sets_N] == token_N.unsqueeze(-1)).any(-1) | (token_N == NO_TOKEN)
+    is_over_N = (pending_N == PendingToken.MAY_STOP) & is_stop_N
+    token_ids_T[last_rows_N] = torch.where(is_pending_N, token_N.clamp_min(0), token_ids_T[last_rows_N])
     dst_N.masked_fill_(is_over_N, NULL_SLOT)
 
 

@@ -116,9 +116,9 @@ def _resolve_kernel(
     row = tl.load(last_rows + n, mask, 0)
     source = tl.load(source_rows + n, is_pending, 0)
     token = tl.load(sampled + source, is_pending, 0)
-    tl.store(token_ids + row, token, is_pending)
+    tl.store(token_ids + row, tl.maximum(token, 0), is_pending)
     stop_set = tl.load(stop_sets + n, mask, 0)
-    is_over = kind > MAY_STOP
+    is_over = token < 0
     for i in tl.static_range(NUM_STOPS):
         is_over = is_over | (tl.load(stop_ids + stop_set * NUM_STOPS + i, mask, -1) == token)
     is_over = is_over & (kind == MAY_STOP)

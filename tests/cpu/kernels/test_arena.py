@@ -8,7 +8,7 @@ import torch
 from strandline.errors import CacheInvariantError
 from strandline.ids import BlockId, SlotId
 from strandline.kernels.arena import ArenaTensors
-from strandline.specs import LayerSpec, LogSpec, ModelSpec, TensorSpec, kv_spec, state_bytes, stream_bytes
+from strandline.specs import ALIGN_BYTES, LayerSpec, LogSpec, ModelSpec, TensorSpec, kv_spec, state_bytes, stream_bytes
 from tests.cpu.pages import needs_pagemap, resident_share
 
 ATTENTION = kv_spec(2, 8, "bfloat16")
@@ -164,6 +164,10 @@ def test_stacks_hold_what_each_of_their_layers_sees() -> None:
     assert [float(arena.layers[index].states["window"].mean()) for index in (0, 2, 4)] == [0, 2, 4]
     assert [memory.log for memory in (arena.layers[1], arena.layers[3])] == [None, None]
     assert sum(x.nbytes for stack in arena.stacks for x in stack.log.values()) == 7 * spec.log_bytes
+
+
+def test_arenas_are_aligned_alike() -> None:
+    assert {ArenaTensors(SPECS[0], num_slabs).bytes.data_ptr() % ALIGN_BYTES for num_slabs in range(1, 9)} == {0}
 
 
 @needs_pagemap

@@ -57,6 +57,7 @@ class Layer:
     b_TH: Tensor
     A_log_H: Tensor
     dt_bias_H: Tensor
+    max_beta: int = 1
 
     def rows(self, start: int, end: int) -> "Layer":
         """Return the layer with the inputs of rows ``[start, end)``."""
@@ -111,7 +112,7 @@ def prefill(layer: Layer, state_SHKV: Tensor, prompts: Sequence[Prompt]) -> Tens
     """Run the kernel over prompts whose tokens are the layer's rows, prompt after prompt."""
     chunks = build_chunk_table([(p.start, p.end) for p in prompts], [p.cuts for p in prompts])
     src_N, dst_N = torch.tensor([p.src for p in prompts]), torch.tensor([p.dst for p in prompts])
-    return gdn_prefill(*layer.arguments(), state_SHKV, src_N, dst_N, chunks)
+    return gdn_prefill(*layer.arguments(), state_SHKV, src_N, dst_N, chunks, layer.max_beta)
 
 
 def check_prefill(layer: Layer, state_SHKV: Tensor, prompts: Sequence[Prompt]) -> None:
@@ -125,7 +126,7 @@ def check_prefill(layer: Layer, state_SHKV: Tensor, prompts: Sequence[Prompt]) -
         for stop, slot in (*prompt.cuts, (prompt.end, prompt.dst)):
             if stop > position:
                 part = layer.rows(row, row + stop - position)
-                expected_THV, state_HKV = gdn_recurrent_reference(*part.arguments(), state_HKV)
+                expected_THV, state_HKV = gdn_recurrent_reference(*part.arguments(), state_HKV, layer.max_beta)
                 torch.testing.assert_close(out_THV[row : row + stop - position], expected_THV, **FLOAT32)
                 row, position = row + stop - position, stop
             if slot:
@@ -139,6 +140,17 @@ def test_prefill_equals_the_recurrence_at_any_length(num_tokens: int, start: int
     prompt = Prompt(start, start + num_tokens, src=2 if start else 0, dst=1, cuts=((start + num_tokens // 2 + 1, 3),))
     prompt = prompt if num_tokens > 1 else replace(prompt, cuts=())
     check_prefill(make_layer(num_tokens), make_arena([2]), [prompt])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_prefill_rounds_states_only_where_it_stores_them(dtype: torch.dtype) -> None:
+    layer, prompt = make_layer(141), Prompt(37, 178, src=2, dst=1, cuts=((100, 3),))
+    state_SHKV = make_arena([2]).to(dtype)
+    exact_SHKV = state_SHKV.float()
+    out_THV, expected_THV = (prefill(layer, states, [prompt]) for states in (state_SHKV, exact_SHKV))
+    torch.testing.assert_close(out_THV, expected_THV, **FLOAT32)
+    error = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(state_SHKV[[1, 3]].float(), exact_SHKV[[1, 3]], rtol=error, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -317,6 +329,12 @@ def test_repeated_keys_written_at_full_strength_stay_accurate() -> None:
     check_prefill(layer, make_arena([1]), [Prompt(0, 130, 1, 2)])
 
 
+def test_negative_eigenvalues_in_prefill_and_decode_equal_the_recurrence() -> None:
+    layer = replace(make_layer(141), max_beta=2)
+    check_prefill(layer, make_arena([2]), [Prompt(37, 178, src=2, dst=1, cuts=((100, 3),))])
+    check_decode(layer.rows(0, 3), make_arena([1, 2]), [1, 2, 0], [1, 3, 4])
+
+
 def test_zero_queries_and_keys_give_zeros() -> None:
     layer = make_layer(70)
     layer = replace(layer, q_TGK=torch.zeros_like(layer.q_TGK), k_TGK=torch.zeros_like(layer.k_TGK))
@@ -327,12 +345,13 @@ def transformers_inputs(layer: Layer) -> tuple[Tensor, ...]:
     ratio = layer.v_THV.shape[1] // layer.k_TGK.shape[1]
     g_TH = -layer.A_log_H.exp() * torch.nn.functional.softplus(layer.a_TH.float() + layer.dt_bias_H)
     q_THK, k_THK = (x.repeat_interleave(ratio, 1) for x in (layer.q_TGK, layer.k_TGK))
-    return tuple(x.unsqueeze(0) for x in (q_THK, k_THK, layer.v_THV, g_TH, layer.b_TH.sigmoid()))
+    return tuple(x.unsqueeze(0) for x in (q_THK, k_THK, layer.v_THV, g_TH, layer.max_beta * layer.b_TH.sigmoid()))
 
 
+@pytest.mark.parametrize("max_beta", [1, 2])
 @pytest.mark.parametrize("peer", [torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule])
-def test_prefill_equals_transformers(peer) -> None:  # type: ignore[no-untyped-def]
-    layer, state_SHKV = make_layer(150), make_arena([1])
+def test_prefill_equals_transformers(peer, max_beta: int) -> None:  # type: ignore[no-untyped-def]
+    layer, state_SHKV = replace(make_layer(150), max_beta=max_beta), make_arena([1])
     q, k, v, g, beta = transformers_inputs(layer)
     expected_THV, expected_HKV = peer(
         q, k, v, g=g, beta=beta, initial_state=state_SHKV[1:2], output_final_state=True, use_qk_l2norm_in_kernel=True
@@ -360,7 +379,8 @@ def test_prefill_reads_strided_inputs() -> None:
 
 
 def decode(layer: Layer, state_SHKV: Tensor, src: Sequence[int], dst: Sequence[int]) -> Tensor:
-    return gdn_decode(*layer.arguments(), state_SHKV, torch.tensor(src), torch.tensor(dst))
+    slots = torch.tensor(src), torch.tensor(dst)
+    return gdn_decode(*layer.arguments(), state_SHKV, *slots, layer.max_beta)
 
 
 def check_decode(layer: Layer, state_SHKV: Tensor, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -369,7 +389,8 @@ def check_decode(layer: Layer, state_SHKV: Tensor, src: Sequence[int], dst: Sequ
     expected_NHV = torch.empty_like(layer.v_THV)
     for i, (src_slot, dst_slot) in enumerate(zip(src, dst, strict=True)):
         before_HKV = initial_state(state_SHKV, src_slot)
-        expected_NHV[i], after_HKV = gdn_recurrent_reference(*layer.rows(i, i + 1).arguments(), before_HKV)
+        token = layer.rows(i, i + 1).arguments()
+        expected_NHV[i], after_HKV = gdn_recurrent_reference(*token, before_HKV, layer.max_beta)
         if dst_slot:
             expected_SHKV[dst_slot] = after_HKV
     torch.testing.assert_close(decode(layer, state_SHKV, src, dst), expected_NHV, **FLOAT32)

@@ -79,6 +79,7 @@ def check_decode(
     device: str,
     state_dtype: torch.dtype = torch.float32,
     inputs: list[Tensor] | None = None,
+    max_beta: int = 1,
 ) -> None:
     """Assert outputs and states of one token per sequence, and that no other slot has changed a bit."""
     filled = sorted({*src} - {0})
@@ -87,7 +88,7 @@ def check_decode(
     inputs = inputs or make_inputs(len(src), shape, dtype, device)
     slots = (torch.tensor(src, device=device), torch.tensor(dst, device=device))
     with poisoned_memory():
-        out_NHV = gdn_decode(*inputs, state_SHKV, *slots)
+        out_NHV = gdn_decode(*inputs, state_SHKV, *slots, max_beta)
     assert out_NHV.dtype == dtype
     after_SHKV = state_SHKV.cpu()
     expected_SHKV = before_SHKV.clone()
@@ -96,7 +97,7 @@ def check_decode(
     for i, (src_slot, dst_slot) in enumerate(zip(src, dst, strict=True)):
         state_HKV = before_SHKV[src_slot].float() if src_slot else torch.zeros(before_SHKV.shape[1:])
         tokens = [x[i : i + 1] for x in host[:5]]
-        out_1HV, state_HKV = gdn.gdn_recurrent_reference(*tokens, *host[5:], state_HKV)
+        out_1HV, state_HKV = gdn.gdn_recurrent_reference(*tokens, *host[5:], state_HKV, max_beta)
         expected_NHV[i] = out_1HV[0]
         if dst_slot:
             expected_SHKV[dst_slot] = state_HKV
@@ -160,6 +161,10 @@ def test_decode_in_place_from_a_shared_slot_and_from_nothing(num_sequences: int)
     check_decode(slots, slots, Shape(), torch.float32, "cpu")
     check_decode([num_sequences + 1] * num_sequences, slots, Shape(), torch.float32, "cpu")
     check_decode([0] * num_sequences, slots, Shape(), torch.float32, "cpu")
+
+
+def test_negative_eigenvalues_equal_the_recurrence() -> None:
+    check_decode([1, 2, 0], [1, 3, 4], Shape(), torch.float32, "cpu", max_beta=2)
 
 
 def test_padded_rows_and_null_destinations_write_nothing() -> None:

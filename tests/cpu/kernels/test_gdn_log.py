@@ -44,6 +44,7 @@ class Setting:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     shape: Shape = USUAL
+    max_beta: int = 1
 
 
 USUAL_SETTING = Setting()
@@ -133,7 +134,8 @@ class Decoding:
         )
         slots = [torch.tensor([*column, *padding], device=device) for column in (src, dst)]
         with poisoned_memory():
-            out_NHV = self.setting.decode(*inputs, *gates, self.state_SHKV, *slots, self.memory.of_layer(0), logs)
+            memory = (self.state_SHKV, *slots, self.memory.of_layer(0), logs)
+            out_NHV = self.setting.decode(*inputs, *gates, *memory, self.setting.max_beta)
         assert out_NHV.dtype == self.setting.dtype
         for i, target, out_HV in zip(members, dst, out_NHV.cpu(), strict=False):
             if target == NULL_SLOT:
@@ -149,7 +151,7 @@ class Decoding:
     def check(self, i: int) -> None:
         """Assert that a sequence's outputs are those of the recurrence, and its state after a fold, too."""
         layer = self.layers[i].rows(0, self.done[i])
-        expected_THV, state_HKV = gdn_recurrent_reference(*layer.arguments(), self.initial[i])
+        expected_THV, state_HKV = gdn_recurrent_reference(*layer.arguments(), self.initial[i], self.setting.max_beta)
         tolerance = FLOAT32 if self.setting.dtype == torch.float32 else BFLOAT16
         torch.testing.assert_close(torch.stack(self.outs[i]).float(), expected_THV.float(), **tolerance)
         self.fold([i])
@@ -328,6 +330,10 @@ def test_a_log_holds_for_any_ratio_and_size_of_heads(shape: Shape) -> None:
 def test_sequences_with_independent_lifetimes_do_not_interact(random: Random) -> None:
     torch.manual_seed(random.randrange(1000))
     check_sequences_that_come_and_go(random, USUAL_SETTING)
+
+
+def test_negative_eigenvalues_with_a_log_equal_the_recurrence() -> None:
+    check_however_full(2 * LOG_TOKENS + 3, replace(USUAL_SETTING, max_beta=2))
 
 
 def test_a_shared_snapshot_is_read_and_never_written() -> None:

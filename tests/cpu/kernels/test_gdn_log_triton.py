@@ -43,6 +43,10 @@ def test_sequences_with_independent_lifetimes_do_not_interact() -> None:
     checks.check_sequences_that_come_and_go(Random(0), TRITON, num_steps=10)
 
 
+def test_negative_eigenvalues_with_a_log_equal_the_recurrence() -> None:
+    checks.check_however_full(LOG_TOKENS + 3, replace(TRITON, max_beta=2), logs=[4])
+
+
 def test_a_shared_snapshot_is_read_and_never_written() -> None:
     checks.check_a_shared_snapshot_is_only_read(TRITON)
 

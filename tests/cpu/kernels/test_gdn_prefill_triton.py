@@ -67,6 +67,7 @@ class Layer:
     b_TH: Tensor
     A_log_H: Tensor
     dt_bias_H: Tensor
+    max_beta: int = 1
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return what the kernel takes first."""
@@ -111,14 +112,14 @@ def check(layer: Layer, state_SHKV: Tensor, prompts: Sequence[Prompt], limit: fl
     expected_SHKV = state_SHKV.cpu().clone()
     src_N, dst_N = torch.tensor([p.src for p in prompts]), torch.tensor([p.dst for p in prompts])
     expected_THV = gdn_prefill_by_torch(
-        *exact.arguments(), expected_SHKV, src_N, dst_N, build_chunk_table(ranges, cuts)
+        *exact.arguments(), expected_SHKV, src_N, dst_N, build_chunk_table(ranges, cuts), layer.max_beta
     )
     # Freed memory that the kernels' scratch is likely to get.
     poison = [torch.full((layer.v_THV.numel() * n,), POISON, device=device) for n in (1, 2, 3, 4)]
     del poison
-    out_THV = gdn_prefill(
-        *layer.arguments(), state_SHKV, src_N.to(device), dst_N.to(device), build_chunk_table(ranges, cuts, device)
-    )
+    chunks = build_chunk_table(ranges, cuts, device)
+    slots = src_N.to(device), dst_N.to(device)
+    out_THV = gdn_prefill(*layer.arguments(), state_SHKV, *slots, chunks, layer.max_beta)
     assert out_THV.dtype == layer.q_TGK.dtype
     out_error = float((out_THV.cpu().float() - expected_THV).norm() / expected_THV.norm())
     is_written = expected_SHKV.isfinite()
@@ -150,6 +151,11 @@ def check_mixed_batch(shape: Shape, device: str, dtype: torch.dtype, limit: floa
     check(layer, make_arena([1, 7], shape, device), prompts, limit)
 
 
+def check_negative_eigenvalues(device: str, dtype: torch.dtype, limit: float) -> None:
+    layer = replace(make_layer(130, Shape(), dtype, device), max_beta=2)
+    check(layer, make_arena([2], Shape(), device), [Prompt(37, 167, 2, 1, ((100, 3),))], limit)
+
+
 def check_gates(gate: str, device: str) -> None:
     shape = Shape(2, 4)
     layer = make_layer(150, shape, torch.float32, device)
@@ -164,11 +170,12 @@ def check_gates(gate: str, device: str) -> None:
     check(layer, make_arena([1], shape, device), [Prompt(5, 155, 1, 2, ((70, 3),))], FLOAT32_ERROR)
 
 
-def check_repeated_keys(device: str, dtype: torch.dtype, limit: float) -> None:
+def check_repeated_keys(device: str, dtype: torch.dtype, limit: float, max_beta: int = 1) -> None:
     shape = Shape()
     layer = make_layer(130, shape, dtype, device)
     k_TGK = (layer.k_TGK[:1].float() + 1e-3 * layer.k_TGK.float()).to(dtype)
-    layer = replace(layer, k_TGK=k_TGK, b_TH=torch.full_like(layer.b_TH, 20.0), a_TH=layer.a_TH - 30.0)
+    b_TH, a_TH = torch.full_like(layer.b_TH, 20.0), layer.a_TH - 30.0
+    layer = replace(layer, k_TGK=k_TGK, b_TH=b_TH, a_TH=a_TH, max_beta=max_beta)
     check(layer, make_arena([1], shape, device), [Prompt(0, 130, 1, 2)], limit)
 
 
@@ -192,6 +199,13 @@ def test_outputs_and_states_are_torchs_at_any_length() -> None:
     check_lengths(Shape(), "cpu", torch.float32, FLOAT32_ERROR)
 
 
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_states_of_smaller_dtypes_are_rounded_where_stored(state_dtype: torch.dtype) -> None:
+    state_SHKV = make_arena([2], Shape(), "cpu").to(state_dtype)
+    layer = make_layer(141, Shape(), torch.float32, "cpu")
+    check(layer, state_SHKV, [Prompt(37, 178, 2, 1, ((100, 3),))], torch.finfo(state_dtype).eps)
+
+
 @pytest.mark.parametrize("shape", [Shape(), Shape(1, 3, 5, 7), Shape(2, 2, 24, 40)], ids=str)
 def test_a_mixed_batch_treats_each_sequence_alone(shape: Shape) -> None:
     check_mixed_batch(shape, "cpu", torch.float32, FLOAT32_ERROR)
@@ -206,8 +220,13 @@ def test_extreme_gates_neither_overflow_nor_lose_the_weak_ones(gate: str) -> Non
     check_gates(gate, "cpu")
 
 
-def test_repeated_keys_written_at_full_strength_stay_accurate() -> None:
-    check_repeated_keys("cpu", torch.float32, 1e-4)
+@pytest.mark.parametrize("max_beta", [1, 2])
+def test_repeated_keys_written_at_full_strength_stay_accurate(max_beta: int) -> None:
+    check_repeated_keys("cpu", torch.float32, 1e-4, max_beta)
+
+
+def test_negative_eigenvalues_are_torchs() -> None:
+    check_negative_eigenvalues("cpu", torch.float32, FLOAT32_ERROR)
 
 
 def test_nan_in_the_tokens_of_one_sequence_stays_there() -> None:

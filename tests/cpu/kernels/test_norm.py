@@ -3,16 +3,21 @@
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import l2norm as transformers_l2norm
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from strandline.kernels import norm
-from strandline.kernels.norm import ELEMENTS_PER_PASS_CPU, l2_norm, rms_norm
+from strandline.kernels.norm import ELEMENTS_PER_PASS_CPU, l2_norm
 from tests.bound import bound
 
+add_rms_norm = bound(norm.add_rms_norm)
 add_rms_norm_zero_centered = bound(norm.add_rms_norm_zero_centered)
+rms_norm = bound(norm.rms_norm)
 rms_norm_gated = bound(norm.rms_norm_gated)
+rms_norm_of_gated = bound(norm.rms_norm_of_gated)
 rms_norm_zero_centered = bound(norm.rms_norm_zero_centered)
 
 pytestmark = pytest.mark.usefixtures("each_version")
@@ -56,9 +61,10 @@ def test_rms_norm_zero_centered_equals_qwen3_next(shape: tuple[int, ...], dtype:
 def test_a_sum_is_rounded_before_it_is_normalised(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual, weight_D = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1])
     expected = x + residual
-    normed, total = add_rms_norm_zero_centered(x, residual, weight_D.to(dtype), EPS)
-    assert torch.equal(total, expected)
-    check(normed, rms_norm_zero_centered(expected, weight_D.to(dtype), EPS), dtype)
+    for norm_alone, add_norm in ((rms_norm, add_rms_norm), (rms_norm_zero_centered, add_rms_norm_zero_centered)):
+        normed, total = add_norm(x.clone(), residual, weight_D.to(dtype), EPS)
+        assert torch.equal(total, expected)
+        check(normed, norm_alone(expected, weight_D.to(dtype), EPS), dtype)
 
 
 def test_a_gate_may_lie_in_rows_of_a_fused_projection(dtype: torch.dtype) -> None:
@@ -93,6 +99,15 @@ def test_rms_norm_gated_equals_qwen3_next(
     module = Qwen3NextRMSNormGated(shape[-1], EPS)
     module.weight.data = weight_D.to(weight_dtype)
     check(rms_norm_gated(x, gate, weight_D.to(weight_dtype), EPS), module(x, gate), dtype)
+
+
+@pytest.mark.parametrize(("size", "num_groups"), [(8, 1), (63, 3), (1024, 8)])
+def test_rms_norm_of_gated_equals_bamba_and_zamba2(size: int, num_groups: int, dtype: torch.dtype) -> None:
+    wide, weight_D = torch.randn(33, 2 * size).to(dtype), torch.randn(size).to(dtype)
+    x, gate = wide.chunk(2, dim=-1)
+    module = BambaRMSNormGated(size, EPS) if num_groups == 1 else Zamba2RMSNormGated(size, size // num_groups, EPS)
+    module.weight.data = weight_D
+    check(rms_norm_of_gated(x, gate, weight_D, EPS, num_groups), module(x, gate), dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

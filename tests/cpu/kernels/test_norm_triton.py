@@ -45,17 +45,16 @@ def check_norms(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
     x, residual = view_of_wider(shape, dtype, device), view_of_wider(shape, dtype, device)
     weight_D = torch.randn(shape[-1], device=device).to(dtype)
     with poisoned_memory():
-        near(
-            norm_triton.rms_norm_zero_centered(x, weight_D, EPS),
-            norm.rms_norm_zero_centered.reference(x, weight_D, EPS),
-        )
-        for added in (residual, torch.randn(shape, device=device).to(dtype)):
-            expected, total = norm.add_rms_norm_zero_centered.reference(x.clone(), added, weight_D, EPS)
-            x_in = x.clone()
-            actual, actual_total = norm_triton.add_rms_norm_zero_centered(x_in, added, weight_D, EPS)
-            near(actual, expected)
-            near(actual_total, total)
-            assert actual_total.data_ptr() == x_in.data_ptr()
+        for suffix in ("", "_zero_centered"):
+            norm_alone, add_norm = getattr(norm, f"rms_norm{suffix}"), getattr(norm, f"add_rms_norm{suffix}")
+            near(getattr(norm_triton, norm_alone.name)(x, weight_D, EPS), norm_alone.reference(x, weight_D, EPS))
+            for added in (residual, torch.randn(shape, device=device).to(dtype)):
+                expected, total = add_norm.reference(x.clone(), added, weight_D, EPS)
+                x_in = x.clone()
+                actual, actual_total = getattr(norm_triton, add_norm.name)(x_in, added, weight_D, EPS)
+                near(actual, expected)
+                near(actual_total, total)
+                assert actual_total.data_ptr() == x_in.data_ptr()
 
 
 def check_gated_norm(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype, device: str) -> None:

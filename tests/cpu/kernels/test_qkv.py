@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels import norm, qkv
+from strandline.kernels import qkv
 from strandline.kernels.arena import NAN_BYTE, ArenaTensors
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.norm import rms_norm, rms_norm_zero_centered
+from strandline.kernels.qkv import HeadNorm
 from strandline.kernels.rotary import apply_rotary, default_frequencies, rotary_table
 from strandline.specs import ModelSpec, kv_spec
 from tests.bound import bound
 
-rms_norm_zero_centered = bound(norm.rms_norm_zero_centered)
 prepare_qkv = bound(qkv.prepare_qkv)
 
 pytestmark = pytest.mark.usefixtures("each_version")
@@ -28,8 +29,7 @@ class Case:
 
     projected_TO: Tensor
     num_heads: int
-    q_norm_D: Tensor
-    k_norm_D: Tensor
+    norm: HeadNorm
     rotary: tuple[Tensor, Tensor]
     memory: KVMemory
     batch: AttentionBatch
@@ -64,20 +64,27 @@ def make_case(
         is_all_written=0 not in blocks,
     )
     rotary = rotary_table(positions_T, default_frequencies(1e4, rotary_dim), 1.0)
-    q_norm_D, k_norm_D = torch.randn(2, head_dim).to(dtype)
-    return Case(projected_TO, num_heads, q_norm_D, k_norm_D, rotary, memory, batch)
+    norm = HeadNorm(*torch.randn(2, head_dim).to(dtype), EPS, is_zero_centered=True)
+    return Case(projected_TO, num_heads, norm, rotary, memory, batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("blocks", [[1, 3, 3, 4], [2, 0, 0, 1], [0, 0, 0, 0]])
-def test_only_keys_and_values_of_named_rows_are_stored(blocks: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("norm", ["none", "plain", "zero-centred"])
+@pytest.mark.parametrize("is_rotated", [True, False])
+def test_only_keys_and_values_of_named_rows_are_stored(
+    blocks: list[int], dtype: torch.dtype, norm: str, is_rotated: bool
+) -> None:
     case = make_case(blocks, [63, 0, 7, 1], dtype=dtype)
     num_kv_heads, head_dim = case.memory.k_BPGD.shape[2:]
     split = [case.num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim, 5]
     q_TO, k_TO, v_TO, _ = case.projected_TO.clone().split(split, dim=-1)
     q_THD, k_TGD, v_TGD = (x.unflatten(-1, (-1, head_dim)) for x in (q_TO, k_TO, v_TO))
-    q_THD = apply_rotary(rms_norm_zero_centered(q_THD, case.q_norm_D, EPS), case.rotary)
-    k_TGD = apply_rotary(rms_norm_zero_centered(k_TGD, case.k_norm_D, EPS), case.rotary)
+    if norm != "none":
+        normalise = (rms_norm if norm == "plain" else rms_norm_zero_centered).reference
+        q_THD, k_TGD = normalise(q_THD, case.norm.q_D, EPS), normalise(k_TGD, case.norm.k_D, EPS)
+    if is_rotated:
+        q_THD, k_TGD = apply_rotary(q_THD, case.rotary), apply_rotary(k_TGD, case.rotary)
     expected = [memory.clone() for memory in (case.memory.k_BPGD, case.memory.v_BPGD)]
     for memory, new_TGD in zip(expected, (k_TGD, v_TGD), strict=True):
         for row, (block, offset) in enumerate(zip(blocks, [63, 0, 7, 1], strict=True)):
@@ -85,10 +92,8 @@ def test_only_keys_and_values_of_named_rows_are_stored(blocks: list[int], dtype:
                 memory[block, offset] = new_TGD[row]
     out_THD = prepare_qkv(
         *case.projected_TO.split(split, dim=-1)[:3],
-        case.q_norm_D,
-        case.k_norm_D,
-        EPS,
-        case.rotary,
+        None if norm == "none" else case.norm._replace(is_zero_centered=norm != "plain"),
+        case.rotary if is_rotated else None,
         case.memory,
         case.batch,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from strandline.kernels import qkv
 from strandline.kernels.arena import NAN_BYTE, ArenaTensors
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.qkv import HeadNorm
 from strandline.kernels.rotary import default_frequencies, rotary_table
 from strandline.specs import ModelSpec, kv_spec
 from tests.poison import poisoned_memory
@@ -70,10 +71,19 @@ def near(actual: Tensor, expected: Tensor) -> None:
     assert difference.nan_to_num().amax() <= tolerance * scale
 
 
-def check(shape: Shape, dtype: torch.dtype, device: str, *, is_apart: bool = False) -> None:
+def check(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    is_apart: bool = False,
+    norm: str = "zero-centred",
+    is_rotated: bool = True,
+) -> None:
     """Compare with the reference implementation.
 
     Args:
+        norm: of heads: ``none``, ``plain`` or ``zero-centred``.
         is_apart: queries, keys and values are tensors of their own, not columns of one.
     """
     num_tokens, head_dim = len(shape.blocks), shape.head_dim
@@ -81,7 +91,8 @@ def check(shape: Shape, dtype: torch.dtype, device: str, *, is_apart: bool = Fal
     wide = torch.full((num_tokens, features + 24), torch.nan, dtype=dtype, device=device)
     projected_TO = wide[:, 8 : 8 + features + 5]
     projected_TO[:, :features] = torch.randn(num_tokens, features, device=device).to(dtype)
-    q_norm_D, k_norm_D = torch.randn(2, head_dim, device=device).to(dtype)
+    weights = torch.randn(2, head_dim, device=device).to(dtype)
+    head_norm = None if norm == "none" else HeadNorm(*weights, EPS, is_zero_centered=norm != "plain")
     positions_T = torch.randint(0, 5000, (num_tokens,), device=device)
     rotary = rotary_table(positions_T, default_frequencies(1e4, shape.rotary_dim).to(device), 1.0)
     batch = make_batch(shape.blocks, device)
@@ -94,7 +105,7 @@ def check(shape: Shape, dtype: torch.dtype, device: str, *, is_apart: bool = Fal
         memory = make_memory(shape, dtype, device)
         before = projected_TO.clone()
         with poisoned_memory():
-            q_THD = operation(*rows, q_norm_D, k_norm_D, EPS, rotary, memory, batch)
+            q_THD = operation(*rows, head_norm, rotary if is_rotated else None, memory, batch)
         assert torch.equal(projected_TO[:, :features], before[:, :features])
         results.append((q_THD, memory.k_BPGD, memory.v_BPGD))
     (q, k, v), (expected_q, expected_k, expected_v) = results
@@ -119,6 +130,13 @@ def test_rows_are_stored_where_they_belong_and_nowhere_else(shape: Shape, dtype:
     check(shape, dtype, "cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", ["none", "plain", "zero-centred"])
+@pytest.mark.parametrize("is_rotated", [True, False])
+def test_norm_and_rotation_may_be_left_out(norm: str, is_rotated: bool, dtype: torch.dtype) -> None:
+    check(SHAPES[0], dtype, "cpu", norm=norm, is_rotated=is_rotated)
+
+
 def test_queries_keys_and_values_may_lie_apart() -> None:
     check(SHAPES[0], torch.float32, "cpu", is_apart=True)
 
@@ -134,5 +152,6 @@ def test_a_step_of_no_tokens_gives_nothing() -> None:
     weight_D = torch.randn(8)
     memory = make_memory(shape, torch.float32, "cpu")
     rows = torch.randn(0, 40).split([24, 8, 8], dim=-1)
-    q_THD = qkv_triton.prepare_qkv(*rows, weight_D, weight_D, EPS, rotary, memory, make_batch([], "cpu"))
+    norm = HeadNorm(weight_D, weight_D, EPS, is_zero_centered=True)
+    q_THD = qkv_triton.prepare_qkv(*rows, norm, rotary, memory, make_batch([], "cpu"))
     assert q_THD.shape == (0, 3, 8)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.gdn_recurrence import GatedDelta
+from strandline.kernels.mamba2_recurrence import Mamba2
 from strandline.kernels.recurrence import Recurrence, bind_folds
 from strandline.specs import LayerSpec, LogSpec, ModelSpec, TensorSpec, kv_spec
 
@@ -68,3 +69,12 @@ def test_gated_delta_recurrences_of_one_size_are_equal() -> None:
     assert one != GatedDelta(2, 4, 8, 8, "bfloat16")
     recurrence: Recurrence[Any, Any] = one
     assert [(state.shape, state.is_recurrent) for state in recurrence.states] == [((4, 8, 8), True)]
+
+
+def test_mamba2_recurrences_of_one_size_are_equal() -> None:
+    one = Mamba2(4, 16, 8, (0.0, 1.0), "float32")
+    assert one == Mamba2(4, 16, 8, (0.0, 1.0), "float32")
+    assert one != Mamba2(4, 16, 8, (0.1, 1.0), "float32")
+    recurrence: Recurrence[Any, Any] = one
+    assert [(state.shape, state.is_recurrent) for state in recurrence.states] == [((4, 16, 8), True)]
+    assert recurrence.log is None

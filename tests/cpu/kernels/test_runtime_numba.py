@@ -111,7 +111,9 @@ def test_rows_that_lie_packed_are_not_copied() -> None:
     assert runtime.packed_rows(fused[:, ::2]).is_contiguous()
 
 
-def test_kernels_are_compiled_anew_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernels_are_compiled_anew_where_nothing_can_be_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "strandline").touch()  # a file where the directory should be
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runtime.cache_directory.cache_clear()
@@ -125,6 +127,12 @@ def test_kernels_are_compiled_anew_where_nothing_can_be_kept(monkeypatch: pytest
         out = torch.zeros(1, dtype=torch.int64)
         answer(1, out=out.data_ptr())
         assert out.item() == 42
+        runtime.cache_directory.cache_clear()
+        assert runtime.cache_directory() is None
+        [said] = caplog.messages
+        assert said.startswith("kernels are compiled at every start")
+        assert f"{tmp_path / 'strandline'}" in said
+        assert said.endswith("let XDG_CACHE_HOME name a folder that can be written to")
     finally:
         runtime.cache_directory.cache_clear()
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.ids import NO_TOKEN
 from strandline.kernels import sampling
 from tests.poison import poisoned_memory
 
@@ -60,7 +61,9 @@ def check_greedy(logits_NV: Tensor) -> None:
     with poisoned_memory():
         token_N = sampling_triton.greedy(logits_NV)
     # Rows are compared on the host: torch's own argmax on a GPU does not promise the first of equals.
-    assert token_N.cpu().tolist() == [int((row == row.max()).nonzero()[0]) for row in logits_NV.float().cpu()]
+    assert token_N.cpu().tolist() == [
+        int((row == row.max()).nonzero()[0]) if row.max().isfinite() else NO_TOKEN for row in logits_NV.float().cpu()
+    ]
 
 
 def check_draws(logits_V: Tensor, num_draws: int) -> None:
@@ -77,11 +80,38 @@ def check_draws(logits_V: Tensor, num_draws: int) -> None:
     assert (token_N != expected_N).float().mean() < 0.01
 
 
+def check_rows_without_a_maximum(vocab: int, device: str) -> None:
+    """Rows with NaN of either sign, an infinity or nothing but bans, between others, give no token."""
+    logits_NV = torch.randn(6, vocab, device=device)
+    logits_NV[1, vocab // 2] = torch.nan
+    logits_NV[2, vocab - 1] = -torch.tensor(torch.nan)
+    logits_NV[3, 0] = torch.inf
+    logits_NV[4] = -torch.inf
+    is_bad = [False, True, True, True, True, False]
+    uniform_N = torch.rand(6, dtype=torch.float64, device=device)
+    for version in (sampling_triton, sampling):
+        greedy, sample = (getattr(version, name) for name in ("greedy", "sample"))
+        if version is sampling:
+            greedy, sample = greedy.reference, sample.reference
+        assert [token == NO_TOKEN for token in greedy(logits_NV).tolist()] == is_bad
+        assert [token == NO_TOKEN for token in sample(logits_NV, uniform_N).tolist()] == is_bad
+    top_k, top_p, min_p = filters([{"top_k": 5, "top_p": 0.9, "min_p": 0.1}] * 6, device)
+    for mask in (sampling_triton.mask_top_k_top_p_min_p, sampling.mask_top_k_top_p_min_p.reference):
+        tokens = sampling.sample.reference(mask(logits_NV, top_k, top_p, min_p), uniform_N).tolist()
+        assert all(NO_TOKEN <= token < vocab for token in tokens)
+        assert [tokens[row] == NO_TOKEN for row in (0, 5)] == [False, False]
+
+
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small rows have several chunks, and more tokens than candidates."""
     for name, value in {"CHUNK": 256, "TILE": 16, "BOUND_TILES": 40, "MAX_CANDIDATES": 128}.items():
         monkeypatch.setattr(sampling_triton, name, value)
+
+
+@pytest.mark.parametrize("vocab", [7, 300, 1000])
+def test_rows_without_a_finite_maximum_give_no_token(vocab: int) -> None:
+    check_rows_without_a_maximum(vocab, "cpu")
 
 
 @pytest.mark.parametrize(("vocab", "scale"), [(7, 0.01), (130, 3.0), (300, 0.5)])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from strandline.ids import BLOCK_TOKENS, PendingToken
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN, PendingToken
 from strandline.kernels import step
-from strandline.kernels.step import NO_TOKEN, RowPlaces
+from strandline.kernels.step import RowPlaces
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -36,6 +36,16 @@ def test_pending_tokens_are_filled_and_stop_token_keeps_state(
     resolve_pending(token_ids, dst, last_rows, pending, source_rows, sampled, stop_sets, stop_ids)
     assert token_ids.tolist() == [70, 5, 5, 9, 74, 8]
     assert dst.tolist() == [11, 12, 0, 14, 0]
+
+
+@pytest.mark.parametrize("resolve_pending", versions("resolve_pending"), ids=["torch", "triton"])
+def test_sequence_without_a_sampled_token_keeps_its_state(resolve_pending: Callable[..., None]) -> None:
+    token_ids, dst = torch.tensor([70, 71, 72]), torch.tensor([11, 12, 13])
+    pending = torch.tensor([PendingToken.MAY_STOP, PendingToken.GOES_ON, PendingToken.MAY_STOP])
+    rows, stop_ids = torch.arange(3), torch.tensor([[3, 8]])
+    resolve_pending(token_ids, dst, rows, pending, rows, torch.tensor([NO_TOKEN, NO_TOKEN, 5]), 0 * rows, stop_ids)
+    assert token_ids.tolist() == [0, 0, 5]
+    assert dst.tolist() == [0, 12, 13]
 
 
 @pytest.mark.parametrize("locate_rows", versions("locate_rows"), ids=["torch", "triton"])
