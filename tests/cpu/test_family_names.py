@@ -1,4 +1,4 @@
-"""Only ``models/`` and one recurrence's own kernels know a model family by name; every other use has a reason."""
+"""Only ``models/`` and a recurrence's own kernels know a model family by name; every other use has a reason."""
 
 import re
 from collections.abc import Mapping
@@ -8,11 +8,12 @@ import strandline
 
 PACKAGE = Path(strandline.__file__).parent
 
-FAMILY = re.compile(r"gdn|gated.?delta|qwen", re.IGNORECASE)
+FAMILY = re.compile(r"gdn|gated.?delta|olmo|qwen|mamba.?2|granite|bamba|nemotron", re.IGNORECASE)
 
-HOMES = re.compile(r"models/.*|kernels/gdn\w*\.py")
+HOMES = re.compile(r"models/.*|kernels/(gdn|mamba2)\w*\.py")
 
 ALLOWED: Mapping[str, str] = {
+    "model_config.py": "architectures by their published names, which are checked before torch is loaded",
     "cli.py": "values of users' flags: parsers and the default geometry",
     "server/tool_calls.py": "wire formats of tool calls are named after the models that brought them",
     "server/tools.py": "the same wire formats",

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from strandline.model_config import Fields
 from strandline.models import qwen3_hybrid
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.gated_delta import GatedDeltaNet
-from strandline.models.layers.mlp import GatedMlp
-from strandline.models.layers.moe import SparseMoe
+from strandline.models.layers.mlp import GatedMlpConfig
+from strandline.models.layers.moe import SparseMoeConfig
+from strandline.models.qwen3_hybrid import HybridConfig, MlpConfig
 from strandline.models.targets import NamedTargets, whole
 
 
@@ -23,16 +25,17 @@ def build_qwen3_5(config: Any, dtype: torch.dtype, device: torch.device | str) -
         ConfigError: a setting is not supported.
     """
     text = config.get_text_config()
-    mlps = [build_mlp(text, dtype, device) for _ in text.layer_types]
-    is_tied = config.tie_word_embeddings
-    return qwen3_hybrid.build(text, mlps, in_proj_targets, dtype, device, is_tied=is_tied)
+    hybrid = HybridConfig.read(text)
+    mlps = [read_mlp(Fields(text))] * len(hybrid.layer_types)
+    is_tied = Fields(config).flag("tie_word_embeddings")
+    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, dtype, device, is_tied=is_tied)
 
 
-def build_mlp(text: Any, dtype: torch.dtype, device: torch.device | str) -> GatedMlp | SparseMoe:
-    """Return one layer's feed-forward part."""
-    if getattr(text, "num_experts", 0):
-        return SparseMoe(text, dtype, device, is_normalised=True)
-    return GatedMlp(text.hidden_size, text.intermediate_size, dtype, device)
+def read_mlp(fields: Fields) -> MlpConfig:
+    """Read the feed-forward part of every layer."""
+    if fields.size("num_experts", at_least=0, default=0):
+        return SparseMoeConfig.read(fields, is_normalised=True)
+    return GatedMlpConfig.read(fields)
 
 
 def in_proj_targets(mixer: GatedDeltaNet, prefix: str) -> NamedTargets:

@@ -7,53 +7,84 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from strandline.errors import ConfigError
+from strandline.model_config import Fields, read_layer_types, read_vocab_size
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.attention import GatedAttention
+from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm, zero_centered
-from strandline.models.layers.gated_delta import GatedDeltaNet
-from strandline.models.layers.mlp import GatedMlp
-from strandline.models.layers.moe import SparseMoe
-from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
+from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.targets import NamedTargets, whole
+
+LAYER_TYPES: Final = ("full_attention", "linear_attention")
 
 InProjTargets = Callable[[GatedDeltaNet, str], NamedTargets]
 """Yields the input projections of a Gated DeltaNet layer, given the prefix of their names."""
 
 
+MlpConfig = GatedMlpConfig | SparseMoeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class HybridConfig:
+    """What the text configurations of both families say."""
+
+    layer_types: tuple[str, ...]
+    vocab_size: int
+    max_position: int
+    attention: AttentionConfig
+    gated_delta: GatedDeltaNetConfig
+    rotary: RotaryFrequencies
+
+    @classmethod
+    def read(cls, text: Any) -> "HybridConfig":
+        """Read a text configuration.
+
+        Raises:
+            ConfigError: a setting is not supported, or does not go with another one.
+        """
+        fields = Fields(text)
+        layer_types = read_layer_types(fields, LAYER_TYPES)
+        fields.choice("hidden_act", ["silu"])
+        return cls(
+            layer_types=layer_types,
+            vocab_size=read_vocab_size(fields),
+            max_position=fields.size("max_position_embeddings", at_most=2**31 - 1),
+            attention=AttentionConfig.read(fields, QueryKeyNorm.ZERO_CENTERED),
+            gated_delta=GatedDeltaNetConfig.read(fields),
+            rotary=rotary_frequencies(text),
+        )
+
+
 def build(
-    text: Any,
-    mlps: Sequence[GatedMlp | SparseMoe],
+    config: HybridConfig,
+    mlps: Sequence[MlpConfig],
     in_proj_targets: InProjTargets,
     dtype: torch.dtype,
     device: torch.device | str,
     *,
     is_tied: bool,
 ) -> CausalLM:
-    """Build the model of a text configuration.
+    """Build the model of a configuration.
 
     Args:
         mlps: per layer, its feed-forward part.
         in_proj_targets: of the family, which publishes them in its own order.
         dtype: of activations, and of the weights until they are packed.
-
-    Raises:
-        ConfigError: a setting is not supported.
     """
-    if text.hidden_act != "silu":
-        raise ConfigError(f"hidden_act {text.hidden_act!r} is not supported; supported: silu")
-    norm = zero_centered(text.rms_norm_eps)
+    norm = zero_centered(config.attention.eps)
     parts = [
-        _build_layer(text, kind, mlp, norm, in_proj_targets, dtype, device)
-        for kind, mlp in zip(text.layer_types, mlps, strict=True)
+        _build_layer(config, kind, _build_mlp(mlp, dtype, device), norm, in_proj_targets, dtype, device)
+        for kind, mlp in zip(config.layer_types, mlps, strict=True)
     ]
-    layers, shape = [part.layer for part in parts], (text.vocab_size, text.hidden_size)
-    decoder = Decoder(layers, norm, rotary_frequencies(text), shape, dtype, device, is_tied=is_tied)
-    return CausalLM(decoder, text.max_position_embeddings, partial(_published, decoder, parts))
+    layers, shape = [part.layer for part in parts], (config.vocab_size, config.attention.hidden_size)
+    decoder = Decoder(layers, norm, config.rotary, shape, dtype, device, is_tied=is_tied)
+    return CausalLM(decoder, config.max_position, partial(_published, decoder, parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +104,7 @@ class _Layer:
 
 
 def _build_layer(
-    text: Any,
+    config: HybridConfig,
     kind: str,
     mlp: GatedMlp | SparseMoe,
     norm: ResidualNorm,
@@ -81,33 +112,31 @@ def _build_layer(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> _Layer:
-    match kind:
-        case "full_attention":
-            attention = GatedAttention(text, dtype, device)
-            layer = DecoderLayer(attention, mlp, norm, text.hidden_size, dtype, device)
-            return _Layer(layer, "self_attn", attention.targets, mlp.targets)
-        case "linear_attention":
-            gated_delta = GatedDeltaNet(text, dtype, device)
-            layer = DecoderLayer(gated_delta, mlp, norm, text.hidden_size, dtype, device)
-            return _Layer(
-                layer,
-                "linear_attn",
-                lambda prefix: chain(gated_delta.targets(prefix), in_proj_targets(gated_delta, prefix)),
-                mlp.targets,
-            )
-    raise ConfigError(f"layer type {kind!r} is not supported; supported: full_attention, linear_attention")
+    hidden_size = config.attention.hidden_size
+    if kind == "full_attention":
+        attention = GatedAttention(config.attention, dtype, device)
+        layer = DecoderLayer(attention, mlp, norm, hidden_size, dtype, device)
+        return _Layer(layer, "self_attn", attention.targets, mlp.targets)
+    gated_delta = GatedDeltaNet(config.gated_delta, dtype, device)
+    layer = DecoderLayer(gated_delta, mlp, norm, hidden_size, dtype, device)
+    return _Layer(
+        layer,
+        "linear_attn",
+        lambda prefix: chain(gated_delta.targets(prefix), in_proj_targets(gated_delta, prefix)),
+        mlp.targets,
+    )
+
+
+def _build_mlp(config: MlpConfig, dtype: torch.dtype, device: torch.device | str) -> GatedMlp | SparseMoe:
+    if isinstance(config, SparseMoeConfig):
+        return SparseMoe(config, dtype, device)
+    return GatedMlp(config, dtype, device)
 
 
 def _published(decoder: Decoder, layers: Sequence[_Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors: under ``model.``, or next to a vision tower ``model.language_model.``."""
     is_nested = any(name.startswith("model.language_model.") for name in names)
     prefix = "model.language_model." if is_nested else "model."
-    yield f"{prefix}embed_tokens.weight", whole(decoder.embed_ZE)
-    yield f"{prefix}norm.weight", whole(decoder.norm_E)
+    yield from decoder.targets(prefix, names)
     for index, layer in enumerate(layers):
         yield from layer.targets(f"{prefix}layers.{index}.", names)
-    # A tied head may be published all the same: it is the embedding once more.
-    if decoder.head is not None:
-        yield "lm_head.weight", whole(decoder.head.weight_OI)
-    elif "lm_head.weight" in names:
-        yield "lm_head.weight", whole(decoder.embed_ZE)

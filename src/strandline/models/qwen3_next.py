@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from strandline.model_config import Fields
 from strandline.models import qwen3_hybrid
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.gated_delta import GatedDeltaNet
-from strandline.models.layers.mlp import GatedMlp
-from strandline.models.layers.moe import SparseMoe
+from strandline.models.layers.mlp import GatedMlpConfig
+from strandline.models.layers.moe import SparseMoeConfig
+from strandline.models.qwen3_hybrid import HybridConfig, MlpConfig
 from strandline.models.targets import NamedTargets, interleaved
 
 
@@ -22,17 +24,28 @@ def build_qwen3_next(config: Any, dtype: torch.dtype, device: torch.device | str
     Raises:
         ConfigError: a setting is not supported.
     """
-    mlps = [build_mlp(config, index, dtype, device) for index in range(len(config.layer_types))]
-    is_tied = config.tie_word_embeddings
-    return qwen3_hybrid.build(config, mlps, in_proj_targets, dtype, device, is_tied=is_tied)
+    hybrid, fields = HybridConfig.read(config), Fields(config)
+    mlps = read_mlps(fields, len(hybrid.layer_types))
+    is_tied = fields.flag("tie_word_embeddings")
+    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, dtype, device, is_tied=is_tied)
 
 
-def build_mlp(config: Any, index: int, dtype: torch.dtype, device: torch.device | str) -> GatedMlp | SparseMoe:
-    """Return the feed-forward layer of layer ``index``: experts on every ``decoder_sparse_step``-th layer."""
-    is_sparse = config.num_experts > 0 and (index + 1) % config.decoder_sparse_step == 0
-    if is_sparse and index not in config.mlp_only_layers:
-        return SparseMoe(config, dtype, device, is_normalised=config.norm_topk_prob)
-    return GatedMlp(config.hidden_size, config.intermediate_size, dtype, device)
+def read_mlps(fields: Fields, num_layers: int, *, is_shared: bool = True) -> list[MlpConfig]:
+    """Read the feed-forward part of each layer: experts in every ``decoder_sparse_step``-th, but for exceptions.
+
+    Args:
+        is_shared: whether the family has a shared expert.
+    """
+    is_sparse = fields.size("num_experts", at_least=0) > 0
+    step = fields.size("decoder_sparse_step")
+    dense = fields.list_of("mlp_only_layers", lambda entries, name: entries.size(name, at_least=0))
+    is_normalised = fields.flag("norm_topk_prob")
+    return [
+        SparseMoeConfig.read(fields, is_normalised=is_normalised, is_shared=is_shared)
+        if is_sparse and (index + 1) % step == 0 and index not in dense
+        else GatedMlpConfig.read(fields)
+        for index in range(num_layers)
+    ]
 
 
 def in_proj_targets(mixer: GatedDeltaNet, prefix: str) -> NamedTargets:

@@ -5,14 +5,21 @@ from typing import Any
 
 import torch
 
-from strandline.errors import ConfigError
+from strandline.model_config import find_architecture
 from strandline.models.causal_lm import CausalLM
+from strandline.models.llama import build_llama
+from strandline.models.olmo_hybrid import build_olmo_hybrid
+from strandline.models.qwen3 import build_qwen3, build_qwen3_moe
 from strandline.models.qwen3_5 import build_qwen3_5
 from strandline.models.qwen3_next import build_qwen3_next
 
 Builder = Callable[[Any, torch.dtype, torch.device | str], CausalLM]
 
 ARCHITECTURES: dict[str, Builder] = {
+    "LlamaForCausalLM": build_llama,
+    "OlmoHybridForCausalLM": build_olmo_hybrid,
+    "Qwen3ForCausalLM": build_qwen3,
+    "Qwen3MoeForCausalLM": build_qwen3_moe,
     "Qwen3NextForCausalLM": build_qwen3_next,
     "Qwen3_5ForCausalLM": build_qwen3_5,
     "Qwen3_5ForConditionalGeneration": build_qwen3_5,
@@ -27,9 +34,4 @@ def builder_for(config: Any) -> Builder:
     Raises:
         ConfigError: its architecture is not supported.
     """
-    names = config.architectures or []
-    for name in names:
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
-    asked = ", ".join(names) or "no architecture"
-    raise ConfigError(f"the model's configuration names {asked}; supported: {', '.join(sorted(ARCHITECTURES))}")
+    return ARCHITECTURES[find_architecture(config.architectures)]

@@ -17,9 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig
 
 from strandline.errors import ConfigError, WeightsError
+from strandline.model_config import DTYPES, Fields, read_model_config
+from strandline.models.layers.parameters import Gain
 from strandline.models.protocol import LoadableModel
 from strandline.models.registry import builder_for
 from strandline.models.targets import Target
@@ -77,7 +78,7 @@ def load_model(
         ConfigError: the architecture or a setting is not supported.
         WeightsError: a file or tensor is missing, unreadable, unexpected or misshapen.
     """
-    config = AutoConfig.from_pretrained(path, local_files_only=True) if config is None else config
+    config = read_model_config(Path(path)) if config is None else config
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{path}: quantised weights are not supported; use a model published in bfloat16")
     model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device)
@@ -87,7 +88,7 @@ def load_model(
     elif load_format in ("auto", "safetensors"):
         model.weights_report = _fill_from_files(model, Path(path), progress=progress)
     else:
-        raise ConfigError(f"load_format {load_format!r} is unknown; known: auto, safetensors, dummy")
+        raise ConfigError(f"--load-format {load_format!r} is unknown; known: auto, safetensors, dummy")
     filled: LoadableModel = model.eval()
     return filled
 
@@ -106,7 +107,7 @@ def fill_with_random_weights(model: LoadableModel, seed: int, dtype: torch.dtype
             tensor.data.normal_(generator=drawn_on).mul_(_random_scale(name, tensor.shape))
             continue
         generator = torch.Generator().manual_seed(hash_name(name, seed))
-        values = _random_values(name, tuple(tensor.shape), generator)
+        values = _random_values(name, tuple(tensor.shape), generator) + isinstance(tensor, Gain)
         tensor.data.copy_(values if values.ndim == 1 else values.to(dtype))
 
 
@@ -127,8 +128,6 @@ def _random_values(name: str, shape: tuple[int, ...], generator: torch.Generator
         step = torch.empty(shape).uniform_(math.log(0.001), math.log(0.1), generator=generator).exp_()
         return step + torch.log(-torch.expm1(-step))
     noise = torch.randn(shape, generator=generator)
-    if kind == "norm_V":
-        return 1 + 0.1 * noise
     if len(shape) == 1:
         return 0.1 * noise
     return noise * _random_scale(name, shape)
@@ -139,11 +138,16 @@ def _random_scale(name: str, shape: Sequence[int]) -> float:
 
 
 def published_dtype(config: Any) -> torch.dtype:
-    """Return the dtype that a ``PretrainedConfig`` names, or bfloat16 where it has none."""
-    for source in (config, config.get_text_config()):
-        if isinstance(source.dtype, torch.dtype):
-            return source.dtype
-    return torch.bfloat16
+    """Return the dtype that a ``PretrainedConfig`` names, or bfloat16 where it has none.
+
+    Raises:
+        ConfigError: weights of that dtype are not supported.
+    """
+    named = next(
+        (source.dtype for source in (config, config.get_text_config()) if source.dtype is not None), "bfloat16"
+    )
+    dtype: torch.dtype = getattr(torch, Fields({"dtype": str(named).removeprefix("torch.")}).choice("dtype", DTYPES))
+    return dtype
 
 
 def _fill_from_files(model: LoadableModel, directory: Path, *, progress: bool) -> WeightsReport:
@@ -164,7 +168,7 @@ def _find_files(directory: Path) -> list[Path]:
     if not index.is_file():
         files = sorted(directory.glob("*.safetensors"))
         if not files:
-            raise WeightsError(f"{directory} holds no *.safetensors; load_format='dummy' runs on random weights")
+            raise WeightsError(f"{directory} holds no *.safetensors; --load-format dummy runs on random weights")
         return files
     try:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))

@@ -6,13 +6,18 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    LlamaConfig,
+    OlmoHybridConfig,
     PretrainedConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -81,6 +86,25 @@ def sparse(**changes: Any) -> dict[str, Any]:
     return values
 
 
+ATTENTION_ONLY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rope_parameters": rope(1.0),
+}
+OLMO: dict[str, Any] = {
+    **{name: value for name, value in TEXT.items() if name != "head_dim"},
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    "pad_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3_ROPE = rope(1.0, original_max_position_embeddings=64, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
+
 MROPE = rope(0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
 CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
@@ -116,6 +140,42 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
         "Qwen3NextForCausalLM",
         Qwen3NextConfig,
         dense(**EXPERTS, linear_num_key_heads=1, decoder_sparse_step=2, rope_parameters=rope(0.5)),
+    ),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", OlmoHybridConfig, OLMO),
+    "olmo_hybrid-odd": (
+        "OlmoHybridForCausalLM",
+        OlmoHybridConfig,
+        {
+            **OLMO,
+            **ODD,
+            "head_dim": 12,
+            "linear_value_head_dim": 8,
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": rope(1.0),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama": (
+        "LlamaForCausalLM",
+        LlamaConfig,
+        {**ATTENTION_ONLY, "rope_parameters": {**LLAMA3_ROPE, "rope_type": "llama3"}},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", Qwen3Config, ATTENTION_ONLY),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        Qwen3MoeConfig,
+        {**ATTENTION_ONLY, **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "qwen3-odd-tied": (
+        "Qwen3ForCausalLM",
+        Qwen3Config,
+        {
+            **ATTENTION_ONLY,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 
@@ -164,4 +224,24 @@ def oracle_logits(name: str, tokens: tuple[int, ...]) -> Tensor:
 def save(name: str, directory: Path) -> Path:
     """Write the oracle in the published layout."""
     oracle(name).save_pretrained(directory / name)
+    if name == "olmo_hybrid":
+        _split_convolutions(directory / name / "model.safetensors", config_of(name))
     return directory / name
+
+
+def _split_convolutions(path: Path, config: Any) -> None:
+    """Give queries, keys and values their own channels, as published; transformers saves three equal parts."""
+    tensors = load_file(path)
+    key_dim = config.linear_num_key_heads * config.linear_key_head_dim
+    value_dim = config.linear_num_value_heads * config.linear_value_head_dim
+    for layer, kind in enumerate(config.layer_types):
+        prefix = f"model.layers.{layer}"
+        if kind == "linear_attention":
+            names = [f"{prefix}.linear_attn.{x}_conv1d.weight" for x in "qkv"]
+            fused = torch.cat([tensors[name] for name in names])
+            parts = fused.split([key_dim, key_dim, value_dim])
+            tensors.update({name: part.clone() for name, part in zip(names, parts, strict=True)})
+        else:
+            norm = tensors.pop(f"{prefix}.feedforward_layer_norm.weight")
+            tensors[f"{prefix}.post_attention_layernorm.weight"] = norm
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -5,11 +5,12 @@ from functools import partial
 
 import torch
 
+from strandline.model_config import Fields
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.attention import GatedAttention
+from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, zero_centered
-from strandline.models.layers.gated_delta import GatedDeltaNet
-from strandline.models.layers.mlp import GatedMlp
+from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.targets import NamedTargets
 from strandline.specs import LayerSpec
@@ -51,15 +52,15 @@ def fill(model: CausalLM) -> None:
 
 
 def gated_delta() -> GatedDeltaNet:
-    return GatedDeltaNet(CONFIG, torch.float32, DEVICE)
+    return GatedDeltaNet(GatedDeltaNetConfig.read(Fields(CONFIG)), torch.float32, DEVICE)
 
 
 def attention() -> GatedAttention:
-    return GatedAttention(CONFIG, torch.float32, DEVICE)
+    return GatedAttention(AttentionConfig.read(Fields(CONFIG), QueryKeyNorm.ZERO_CENTERED), torch.float32, DEVICE)
 
 
 def mlp() -> GatedMlp:
-    return GatedMlp(CONFIG.hidden_size, 24, torch.float32, DEVICE)
+    return GatedMlp(GatedMlpConfig(CONFIG.hidden_size, 24), torch.float32, DEVICE)
 
 
 def test_a_pair_equals_its_parts_as_two_layers() -> None:

@@ -270,7 +270,7 @@ def test_an_unsupported_setting_is_named(saved: Path, setting: str, value: Any, 
 
 
 def test_an_unknown_load_format_is_named(saved: Path) -> None:
-    with pytest.raises(ConfigError, match="load_format 'pickle' is unknown; known: auto, safetensors, dummy"):
+    with pytest.raises(ConfigError, match="--load-format 'pickle' is unknown; known: auto, safetensors, dummy"):
         load_model(saved / "qwen3_5", load_format="pickle")
 
 

@@ -17,15 +17,21 @@ from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.linear import bind_linear, linear
-from strandline.kernels.norm import add_rms_norm_zero_centered, rms_norm_zero_centered
+from strandline.kernels.norm import (
+    add_rms_norm,
+    add_rms_norm_zero_centered,
+    rms_norm,
+    rms_norm_zero_centered,
+)
 from strandline.kernels.operation import Operation
 from strandline.kernels.recurrence import Recurrence, bind_folds
 from strandline.kernels.rotary import rotary_table
 from strandline.kernels.weights import DenseWeight, Layout
-from strandline.models.layers.parameters import dtype_name, parameter
+from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
 from strandline.models.protocol import ModelMemory
+from strandline.models.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, ModelSpec
 
 
@@ -60,11 +66,18 @@ class ResidualNorm:
     add_norm: Operation[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     """Of what a part adds, the stream, a weight and ``eps``; also returns the new stream."""
     eps: float
+    weight: Callable[..., Tensor]
+    """Makes the weight of a norm: ``gain``, or ``parameter`` where it is added to 1."""
+
+
+def plain(eps: float) -> ResidualNorm:
+    """Return the RMS norm whose weight multiplies what was rounded."""
+    return ResidualNorm(rms_norm, add_rms_norm, eps, gain)
 
 
 def zero_centered(eps: float) -> ResidualNorm:
     """Return the RMS norm whose weight is added to 1."""
-    return ResidualNorm(rms_norm_zero_centered, add_rms_norm_zero_centered, eps)
+    return ResidualNorm(rms_norm_zero_centered, add_rms_norm_zero_centered, eps, parameter)
 
 
 class DecoderLayer(nn.Module):
@@ -88,9 +101,9 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.norm, self.mixer, self.mlp = norm, mixer, mlp
         if mixer is not None:
-            self.mixer_norm_E = parameter(hidden_size, dtype=dtype, device=device)
+            self.mixer_norm_E = norm.weight(hidden_size, dtype=dtype, device=device)
         if mlp is not None:
-            self.mlp_norm_E = parameter(hidden_size, dtype=dtype, device=device)
+            self.mlp_norm_E = norm.weight(hidden_size, dtype=dtype, device=device)
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
@@ -113,8 +126,8 @@ class DecoderLayer(nn.Module):
         return None if self.mixer is None else self.mixer.bind(memory)
 
     @property
-    def first_norm_E(self) -> Tensor:
-        """Weight of the norm before the layer's first part."""
+    def first_norm_E(self) -> Tensor | None:
+        """Weight of the norm before the layer's first part; None: that part reads the stream itself."""
         return self.mlp_norm_E if self.mixer is None else self.mixer_norm_E
 
     def forward(
@@ -128,6 +141,34 @@ class DecoderLayer(nn.Module):
         if mixer is not None:
             normed_TE, residual_TE = self._add_norm(mixed_TE, residual_TE, self.mlp_norm_E, self.norm.eps)
         return mlp(normed_TE), residual_TE
+
+
+class PostNormLayer(DecoderLayer):
+    """A mixer, then a feed-forward part, on the residual stream itself: what they add to it is normalised."""
+
+    @property
+    def operations(self) -> tuple[Operation[..., Any], ...]:
+        return (self.norm.norm,)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._norm = kernels[self.norm.norm]
+
+    @property
+    def first_norm_E(self) -> None:
+        return None
+
+    def forward(
+        self, normed_TE: Tensor, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the feed-forward part adds to the residual stream, and the stream without that."""
+        del normed_TE  # the stream itself
+        mixer, mlp, eps = self.mixer, self.mlp, self.norm.eps
+        assert mixer is not None
+        assert mlp is not None
+        mixed_TE = mixer(residual_TE, rotary, batch, memory)
+        residual_TE = self._norm(mixed_TE, self.mixer_norm_E, eps).add_(residual_TE)
+        return self._norm(mlp(residual_TE), self.mlp_norm_E, eps), residual_TE
 
 
 class Decoder(nn.Module):
@@ -156,7 +197,7 @@ class Decoder(nn.Module):
         self.norm, self.dtype = norm, dtype
         self.embed_ZE = parameter(*shape, dtype=dtype, device=device)
         self.layers = nn.ModuleList(layers)
-        self.norm_E = parameter(shape[1], dtype=dtype, device=device)
+        self.norm_E = norm.weight(shape[1], dtype=dtype, device=device)
         self.head = None if is_tied else Projection(*shape, dtype, device)
         self.attention_factor = 1.0 if rotary is None else rotary.attention_factor
         inv_freq_F = None if rotary is None else rotary.inv_freq_F.to(device)
@@ -190,16 +231,32 @@ class Decoder(nn.Module):
             rotary = rotary_table(batch.positions_T, self.inv_freq_F, self.attention_factor)
         layers, eps = self._layers, self.norm.eps
         norms = [*(layer.first_norm_E for layer in layers[1:]), self.norm_E]
-        normed_TE = self._norm(residual_TE, layers[0].first_norm_E, eps)
+        first_norm_E = layers[0].first_norm_E
+        normed_TE = residual_TE if first_norm_E is None else self._norm(residual_TE, first_norm_E, eps)
         for layer, layer_memory, norm_E in zip(layers, memory.layers, norms, strict=True):
             added_TE, residual_TE = layer(normed_TE, residual_TE, rotary, batch, layer_memory)
-            normed_TE, residual_TE = self._add_norm(added_TE, residual_TE, norm_E, eps)
+            if norm_E is None:
+                normed_TE = residual_TE = added_TE.add_(residual_TE)
+            else:
+                normed_TE, residual_TE = self._add_norm(added_TE, residual_TE, norm_E, eps)
         return normed_TE
 
     @torch.no_grad()
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
         return self._tied_head(hidden_NE) if self.head is None else self.head.multiply(hidden_NE)
+
+    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
+        """Yield the published tensors but for the layers'.
+
+        A tied head may be published all the same: it is the embedding once more.
+        """
+        yield f"{prefix}embed_tokens.weight", whole(self.embed_ZE)
+        yield f"{prefix}norm.weight", whole(self.norm_E)
+        if self.head is not None:
+            yield "lm_head.weight", whole(self.head.weight_OI)
+        elif "lm_head.weight" in names:
+            yield "lm_head.weight", whole(self.embed_ZE)
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the form of all weights that are only multiplied with; they cannot be loaded or moved afterwards."""

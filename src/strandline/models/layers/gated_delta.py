@@ -3,7 +3,8 @@
 Projections that read the same input are one matrix (comments name the order of its rows); the published tensors are
 split into it while loading. ``A_log`` and ``dt_bias`` are float32.
 
-Source: Yang et al., "Gated Delta Networks"; ``transformers`` (``qwen3_next``, ``qwen3_5``) for the composition.
+Source: Yang et al., "Gated Delta Networks"; ``transformers`` (``qwen3_next``, ``qwen3_5``, ``olmo_hybrid``) for the
+composition.
 
 Shape suffixes: T tokens of the step, D those of decodes, R those of prefills, N sequences, E hidden size, G key heads,
 H value heads, K and V channels of a key and of a value head, C channels of the convolution, W its taps, S slots,
@@ -11,7 +12,7 @@ O rows of a fused projection; of a window's memory R are the rows.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,15 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_update
 from strandline.kernels.gdn_recurrence import GatedDelta, GatedDeltaInputs, GatedDeltaMemory
 from strandline.kernels.norm import rms_norm_gated
-from strandline.models.layers.parameters import dtype_name, parameter
+from strandline.model_config import DTYPES, MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
+from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
+
+MAX_TAPS: Final = 5
+"""Of the convolution: the most that kernels are tested with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,40 @@ class GatedDeltaNetMemory:
 
     recurrent: GatedDeltaMemory
     window_SRC: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNetConfig:
+    """Sizes of the layer."""
+
+    hidden_size: int
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    num_taps: int
+    eps: float
+    state_dtype: str
+    max_beta: int = 1
+    """Limit of the write strength: 1, or 2 where eigenvalues may be negative."""
+
+    @classmethod
+    def read(cls, fields: Fields) -> "GatedDeltaNetConfig":
+        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        num_key_heads = fields.size("linear_num_key_heads", at_most=MAX_HEADS)
+        num_heads = fields.size("linear_num_value_heads", at_most=MAX_HEADS)
+        if num_heads % num_key_heads:
+            fields.reject("linear_num_value_heads", f"a multiple of linear_num_key_heads, {num_key_heads}")
+        return cls(
+            hidden_size=fields.size("hidden_size"),
+            num_key_heads=num_key_heads,
+            num_heads=num_heads,
+            key_dim=fields.size("linear_key_head_dim", at_most=MAX_HEAD_DIM),
+            value_dim=fields.size("linear_value_head_dim", at_most=MAX_HEAD_DIM),
+            num_taps=fields.size("linear_conv_kernel_dim", at_least=2, at_most=MAX_TAPS),
+            eps=read_eps(fields),
+            state_dtype=fields.choice("mamba_ssm_dtype", DTYPES, default="float32"),
+        )
 
 
 class GatedDeltaNet(nn.Module):
@@ -46,23 +85,23 @@ class GatedDeltaNet(nn.Module):
 
     operations = (causal_conv1d_update, causal_conv1d_prefill, rms_norm_gated, *GatedDelta.operations)
 
-    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, config: GatedDeltaNetConfig, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.num_key_heads, self.num_heads = config.linear_num_key_heads, config.linear_num_value_heads
-        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        self.eps = config.rms_norm_eps
+        self.num_key_heads, self.num_heads = config.num_key_heads, config.num_heads
+        self.key_dim, self.value_dim = config.key_dim, config.value_dim
+        self.eps = config.eps
         self.dtype = dtype
-        state_dtype: str = getattr(config, "mamba_ssm_dtype", None) or "float32"
-        self.recurrence = GatedDelta(self.num_key_heads, self.num_heads, self.key_dim, self.value_dim, state_dtype)
+        sizes = (self.num_key_heads, self.num_heads, self.key_dim, self.value_dim)
+        self.recurrence = GatedDelta(*sizes, config.state_dtype, config.max_beta)
         key_rows, value_rows = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         self.conv_sizes = [key_rows, key_rows, value_rows]
         self.sizes = [sum(self.conv_sizes), value_rows, self.num_heads, self.num_heads]
         self.in_proj = Projection(sum(self.sizes), config.hidden_size, dtype, device)
         """Rows: query, key, value, output gate (z), write strength (b), decay (a)."""
-        self.conv_CW = parameter(self.sizes[0], config.linear_conv_kernel_dim, dtype=dtype, device=device)
+        self.conv_CW = parameter(self.sizes[0], config.num_taps, dtype=dtype, device=device)
         self.A_log_H = parameter(self.num_heads, dtype=torch.float32, device=device)
         self.dt_bias_H = parameter(self.num_heads, dtype=torch.float32, device=device)
-        self.norm_V = parameter(self.value_dim, dtype=dtype, device=device)
+        self.norm_V = gain(self.value_dim, dtype=dtype, device=device)
         self.out_proj = Projection(config.hidden_size, value_rows, dtype, device)
 
     @property
@@ -126,7 +165,7 @@ class GatedDeltaNet(nn.Module):
         )
 
     def targets(self, prefix: str) -> NamedTargets:
-        """Yield the published tensors but for the input projections, which differ between families."""
+        """Yield Qwen's published tensors but for the input projections, which differ between its generations."""
         yield f"{prefix}conv1d.weight", whole(self.conv_CW.unsqueeze(1))
         yield f"{prefix}A_log", whole(self.A_log_H)
         yield f"{prefix}dt_bias", whole(self.dt_bias_H)

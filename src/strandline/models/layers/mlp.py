@@ -3,20 +3,35 @@
 Shape suffixes: T tokens of the step, E hidden size.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
+from strandline.model_config import Fields
 from strandline.models.layers.projection import GatedProjection, Projection
 from strandline.models.targets import NamedTargets, whole
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlpConfig:
+    """Sizes of the layer."""
+
+    hidden_size: int
+    intermediate_size: int
+
+    @classmethod
+    def read(cls, fields: Fields) -> "GatedMlpConfig":
+        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        return cls(fields.size("hidden_size"), fields.size("intermediate_size"))
 
 
 class GatedMlp(nn.Module):
     """A feed-forward layer with a gated linear unit."""
 
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, config: GatedMlpConfig, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
+        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
         self.gate_up = GatedProjection(2 * intermediate_size, hidden_size, dtype, device)
         self.down = Projection(hidden_size, intermediate_size, dtype, device)
 

@@ -1,4 +1,4 @@
-"""A mixture of experts with a shared expert.
+"""A mixture of experts, with or without a shared one.
 
 Projections that read the same input are one matrix (comments name the order of its rows); the published tensors are
 split into it while loading.
@@ -7,38 +7,77 @@ Shape suffixes: T tokens of the step, E hidden size, F intermediate size, X expe
 projection, S rows of the shared expert's gate and up projections.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
 from strandline.kernels.moe import mixture
+from strandline.model_config import Fields
 from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.targets import NamedTargets, whole
+
+MAX_EXPERTS: Final = 2**14
+
+STAND_IN_SIZE: Final = 8
+"""Intermediate size of the shared expert of zeros that stands where a family has none: kernels always add one."""
 
 PROJECTION_ROWS = 8
 """A fused projection's rows are a multiple of this, so that every row of what it returns starts on 16 bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class SparseMoeConfig:
+    """Sizes of the layer."""
+
+    hidden_size: int
+    size: int
+    shared_size: int
+    """0: there is no shared expert."""
+    num_experts: int
+    top_k: int
+    is_normalised: bool
+
+    @classmethod
+    def read(cls, fields: Fields, *, is_normalised: bool, is_shared: bool = True) -> "SparseMoeConfig":
+        """Read a text configuration; raises as :class:`strandline.model_config.Fields`.
+
+        Args:
+            is_shared: whether the family has a shared expert.
+        """
+        num_experts = fields.size("num_experts", at_most=MAX_EXPERTS)
+        return cls(
+            hidden_size=fields.size("hidden_size"),
+            size=fields.size("moe_intermediate_size"),
+            shared_size=fields.size("shared_expert_intermediate_size") if is_shared else 0,
+            num_experts=num_experts,
+            top_k=fields.size("num_experts_per_tok", at_most=num_experts),
+            is_normalised=is_normalised,
+        )
+
+
 class SparseMoe(nn.Module):
-    """A mixture of experts with one shared expert behind a sigmoid gate."""
+    """A mixture of experts; if the configuration has one, with a shared expert behind a sigmoid gate."""
 
     operations = (mixture,)
 
-    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device | str, *, is_normalised: bool) -> None:
+    def __init__(self, config: SparseMoeConfig, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        hidden_size, size = config.hidden_size, config.moe_intermediate_size
-        shared_size: int = config.shared_expert_intermediate_size
-        self.top_k = config.num_experts_per_tok
-        self.is_normalised = is_normalised
+        hidden_size, size, shared_size = config.hidden_size, config.size, config.shared_size or STAND_IN_SIZE
+        self.is_shared = config.shared_size > 0
+        self.top_k, self.is_normalised = config.top_k, config.is_normalised
         self.sizes = [2 * shared_size, config.num_experts, 1]
         self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
         self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
         """Rows: the shared expert's gate and up projections, the router, the shared expert's gate, and zeros."""
         self.in_proj.weight_OI[-self.sizes[-1] :].zero_()
         self.shared_down = Projection(hidden_size, shared_size, dtype, device)
+        if not self.is_shared:
+            self.in_proj.weight_OI.zero_()
+            self.shared_down.weight_OI.zero_()
         self.gate_up_XFE = parameter(config.num_experts, 2 * size, hidden_size, dtype=dtype, device=device)
         self.down_XEF = parameter(config.num_experts, hidden_size, size, dtype=dtype, device=device)
 
@@ -57,10 +96,11 @@ class SparseMoe(nn.Module):
         shared, router, shared_gate, _ = self.in_proj.weight_OI.split(self.sizes)
         gate, up = shared.chunk(2)
         yield f"{prefix}gate.weight", whole(router)
-        yield f"{prefix}shared_expert_gate.weight", whole(shared_gate)
-        yield f"{prefix}shared_expert.gate_proj.weight", whole(gate)
-        yield f"{prefix}shared_expert.up_proj.weight", whole(up)
-        yield f"{prefix}shared_expert.down_proj.weight", whole(self.shared_down.weight_OI)
+        if self.is_shared:
+            yield f"{prefix}shared_expert_gate.weight", whole(shared_gate)
+            yield f"{prefix}shared_expert.gate_proj.weight", whole(gate)
+            yield f"{prefix}shared_expert.up_proj.weight", whole(up)
+            yield f"{prefix}shared_expert.down_proj.weight", whole(self.shared_down.weight_OI)
         if f"{prefix}experts.gate_up_proj" in names:
             yield f"{prefix}experts.gate_up_proj", whole(self.gate_up_XFE)
             yield f"{prefix}experts.down_proj", whole(self.down_XEF)

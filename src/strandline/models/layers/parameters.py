@@ -12,3 +12,12 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name that specs use for a dtype."""
     return str(dtype).removeprefix("torch.")
+
+
+class Gain(nn.Parameter):
+    """A weight that multiplies and is near 1, as of most norms; random weights keep it there."""
+
+
+def gain(*shape: int, dtype: torch.dtype, device: torch.device | str) -> Gain:
+    """Return an uninitialised gain that needs no gradient."""
+    return Gain(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

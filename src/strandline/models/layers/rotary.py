@@ -3,7 +3,8 @@
 Shape suffixes: F pairs of channels.
 """
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +12,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from strandline.errors import ConfigError
 from strandline.kernels.rotary import default_frequencies
+from strandline.model_config import Fields, read_head_dim
 
 RotaryTable = tuple[Tensor, Tensor]
 """Cosines and signed sines of the step's positions, as :func:`strandline.kernels.rotary.rotary_table` returns them."""
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds of rotary embedding whose angles depend on the prompt's length: cached keys would be wrong."""
+
+
+KINDS: Final = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind not in LENGTH_DEPENDENT_ROPE))
 
 
 class RotaryFrequencies(NamedTuple):
@@ -30,15 +35,22 @@ def rotary_frequencies(config: Any) -> RotaryFrequencies:
     """Return the frequencies of a text configuration.
 
     Raises:
-        ConfigError: its kind of rotary embedding is unknown, or depends on the prompt's length.
+        ConfigError: its kind of rotary embedding is unknown or depends on the prompt's length, or a parameter is wrong.
     """
-    rope = config.rope_parameters
-    kind = rope.get("rope_type", "default")
+    if not isinstance(config.rope_parameters, dict):
+        Fields(config).reject("rope_parameters", "an object")
+    rope, head_dim = Fields(config.rope_parameters, "config.json: rope_parameters."), read_head_dim(Fields(config))
+    kind = rope.choice("rope_type", KINDS, default="default")
+    theta = rope.number("rope_theta", at_least=1, at_most=1e15)
+    rotary_dim = int(head_dim * rope.number("partial_rotary_factor", at_least=0, at_most=1, default=1.0))
+    if rotary_dim < 2 or rotary_dim % 2:
+        rope.reject("partial_rotary_factor", f"such that an even number of a head's {head_dim} channels is rotated")
     if kind == "default":
-        rotary_dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
-        return RotaryFrequencies(default_frequencies(rope["rope_theta"], rotary_dim), 1.0)
-    if kind not in ROPE_INIT_FUNCTIONS or kind in LENGTH_DEPENDENT_ROPE:
-        supported = ["default", *(k for k in ROPE_INIT_FUNCTIONS if k not in LENGTH_DEPENDENT_ROPE)]
-        raise ConfigError(f"rope_type {kind!r} is not supported; supported: {', '.join(supported)}")
-    inv_freq_F, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        return RotaryFrequencies(default_frequencies(theta, rotary_dim), 1.0)
+    try:
+        inv_freq_F, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    except Exception as error:
+        raise ConfigError(f"config.json: rope_parameters {config.rope_parameters}: {error!r}") from error
+    if 2 * len(inv_freq_F) > head_dim or not inv_freq_F.isfinite().all() or not math.isfinite(attention_factor):
+        Fields(config).reject("rope_parameters", f"such that at most {head_dim} channels have finite frequencies")
     return RotaryFrequencies(inv_freq_F.float(), attention_factor)

@@ -1,0 +1,81 @@
+"""Llama: attention and a feed-forward part in every layer, without recurrence. Others are built alike.
+
+Source: ``transformers`` (``llama``).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from strandline.model_config import MAX_LAYERS, Fields, read_vocab_size
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
+from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.targets import NamedTargets, whole
+
+
+def build_llama(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported.
+    """
+    if config.mlp_bias:
+        Fields(config).reject("mlp_bias", "false")
+    fields = Fields(config)
+    mlps = [GatedMlpConfig.read(fields)] * fields.size("num_hidden_layers", at_most=MAX_LAYERS)
+    return build(config, QueryKeyNorm.NONE, mlps, dtype, device)
+
+
+def build(
+    config: Any,
+    norm: QueryKeyNorm,
+    mlps: Sequence[GatedMlpConfig | SparseMoeConfig],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> CausalLM:
+    """Build the model of a configuration that names its fields as Llama's does.
+
+    Args:
+        mlps: per layer, its feed-forward part.
+
+    Raises:
+        ConfigError: a setting is not supported.
+    """
+    fields = Fields(config)
+    fields.choice("hidden_act", ["silu"])
+    attention, is_tied = AttentionConfig.read(fields, norm), fields.flag("tie_word_embeddings")
+    shape, rotary = (read_vocab_size(fields), attention.hidden_size), rotary_frequencies(config)
+    max_position = fields.size("max_position_embeddings", at_most=2**31 - 1)
+    residual_norm = plain(attention.eps)
+    layers = [
+        DecoderLayer(
+            Attention(attention, dtype, device),
+            SparseMoe(mlp, dtype, device) if isinstance(mlp, SparseMoeConfig) else GatedMlp(mlp, dtype, device),
+            residual_norm,
+            attention.hidden_size,
+            dtype,
+            device,
+        )
+        for mlp in mlps
+    ]
+    decoder = Decoder(layers, residual_norm, rotary, shape, dtype, device, is_tied=is_tied)
+    return CausalLM(decoder, max_position, partial(_published, decoder, layers))
+
+
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    yield from decoder.targets("model.", names)
+    for index, layer in enumerate(layers):
+        prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
+        assert isinstance(mixer, Attention)
+        assert isinstance(mlp, GatedMlp | SparseMoe)
+        yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
+        yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
+        yield from mixer.targets(f"{prefix}self_attn.")
+        yield from mlp.targets(f"{prefix}mlp.", names)

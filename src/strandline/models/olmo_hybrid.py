@@ -1,0 +1,100 @@
+"""OLMo Hybrid: three Gated DeltaNet layers, then one of attention, and so on, each with a gated feed-forward part.
+
+A Gated DeltaNet layer reads the normalised residual stream; its eigenvalues may be negative. An attention layer reads
+the stream itself, and what it adds is normalised; queries and keys are normalised over all heads at once. Published
+models embed no positions. The separate convolutions of queries, keys and values are one here: none mixes channels.
+
+Source: ``transformers`` (``olmo_hybrid``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import Fields, read_layer_types, read_vocab_size
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.decoder import Decoder, DecoderLayer, PostNormLayer, plain
+from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
+from strandline.models.targets import NamedTargets, whole
+
+LAYER_TYPES: Final = ("full_attention", "linear_attention")
+
+OUTPUT_NORM_EPS: Final = 1e-5
+"""Of the gated norm, whatever the other norms add."""
+
+
+def build_olmo_hybrid(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported, or does not go with another one.
+    """
+    fields = Fields(config)
+    fields.choice("hidden_act", ["silu"])
+    layer_types = read_layer_types(fields, LAYER_TYPES)
+    attention, mlp = AttentionConfig.read(fields, QueryKeyNorm.WIDE), GatedMlpConfig.read(fields)
+    max_beta = 2 if fields.flag("linear_allow_neg_eigval") else 1
+    gated_delta = replace(GatedDeltaNetConfig.read(fields), eps=OUTPUT_NORM_EPS, max_beta=max_beta)
+    norm, hidden_size = plain(attention.eps), attention.hidden_size
+
+    def build_layer(kind: str) -> DecoderLayer:
+        rest = (GatedMlp(mlp, dtype, device), norm, hidden_size, dtype, device)
+        if kind == "full_attention":
+            return PostNormLayer(Attention(attention, dtype, device), *rest)
+        return DecoderLayer(GatedDeltaNet(gated_delta, dtype, device), *rest)
+
+    layers = [build_layer(kind) for kind in layer_types]
+    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
+    decoder = Decoder(layers, norm, _read_rotary(config), shape, dtype, device, is_tied=is_tied)
+    max_position = fields.size("max_position_embeddings", at_most=2**31 - 1)
+    return CausalLM(decoder, max_position, partial(_published, decoder, layers))
+
+
+def _read_rotary(config: Any) -> RotaryFrequencies | None:
+    """Return the frequencies; None: positions are not embedded."""
+    rope = config.rope_parameters
+    if rope is None or (isinstance(rope, dict) and rope.get("rope_theta") is None):
+        return None
+    return rotary_frequencies(config)
+
+
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    yield from decoder.targets("model.", names)
+    for index, layer in enumerate(layers):
+        prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
+        assert isinstance(mlp, GatedMlp)
+        yield from mlp.targets(f"{prefix}mlp.", names)
+        if isinstance(mixer, GatedDeltaNet):
+            yield f"{prefix}attention_layer_norm.weight", whole(layer.mixer_norm_E)
+            yield f"{prefix}feedforward_layer_norm.weight", whole(layer.mlp_norm_E)
+            yield from _gated_delta_targets(mixer, f"{prefix}linear_attn.")
+            continue
+        assert isinstance(mixer, Attention)
+        # Where transformers saves a model, this norm has the name of the other kind of layer's second one.
+        resaved = f"{prefix}feedforward_layer_norm.weight"
+        mixer_norm = resaved if resaved in names else f"{prefix}post_attention_layernorm.weight"
+        yield mixer_norm, whole(layer.mixer_norm_E)
+        yield f"{prefix}post_feedforward_layernorm.weight", whole(layer.mlp_norm_E)
+        yield from mixer.targets(f"{prefix}self_attn.")
+
+
+def _gated_delta_targets(mixer: GatedDeltaNet, prefix: str) -> NamedTargets:
+    """Yield the tensors of a Gated DeltaNet layer."""
+    qkv, z, b, a = mixer.in_proj.weight_OI.split(mixer.sizes)
+    for name, rows in zip("qkv", qkv.split(mixer.conv_sizes), strict=True):
+        yield f"{prefix}{name}_proj.weight", whole(rows)
+    for name, rows in {"g": z, "b": b, "a": a}.items():
+        yield f"{prefix}{name}_proj.weight", whole(rows)
+    for name, taps in zip("qkv", mixer.conv_CW.split(mixer.conv_sizes), strict=True):
+        yield f"{prefix}{name}_conv1d.weight", whole(taps.unsqueeze(1))
+    yield f"{prefix}A_log", whole(mixer.A_log_H)
+    yield f"{prefix}dt_bias", whole(mixer.dt_bias_H)
+    yield f"{prefix}o_norm.weight", whole(mixer.norm_V)
+    yield f"{prefix}o_proj.weight", whole(mixer.out_proj.weight_OI)

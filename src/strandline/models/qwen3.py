@@ -1,0 +1,41 @@
+"""Qwen3, dense and mixture of experts: as Llama, with normalised heads of queries and keys.
+
+Source: ``transformers`` (``qwen3``, ``qwen3_moe``).
+"""
+
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import MAX_LAYERS, Fields, read_layer_types
+from strandline.models import llama
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.attention import QueryKeyNorm
+from strandline.models.layers.mlp import GatedMlpConfig
+from strandline.models.qwen3_next import read_mlps
+
+LAYER_TYPES: Final = ("full_attention",)
+
+
+def build_qwen3(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported.
+    """
+    fields = Fields(config)
+    mlps = [GatedMlpConfig.read(fields)] * len(read_layer_types(fields, LAYER_TYPES))
+    return llama.build(config, QueryKeyNorm.PLAIN, mlps, dtype, device)
+
+
+def build_qwen3_moe(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported.
+    """
+    fields = Fields(config)
+    if fields.value("use_sliding_window") and fields.value("sliding_window") is not None:
+        fields.reject("use_sliding_window", "false")
+    mlps = read_mlps(fields, fields.size("num_hidden_layers", at_most=MAX_LAYERS), is_shared=False)
+    return llama.build(config, QueryKeyNorm.PLAIN, mlps, dtype, device)

@@ -1,0 +1,75 @@
+"""The engine's promises hold for every family: resumed anywhere, forked, preempted, in steps of any size (contract 6).
+
+``test_exactness.py`` tests more of them, on Qwen3.5.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from strandline import SamplingParams
+from strandline.env import NUMBA
+from tests.cpu.engine.conftest import MakeLLM, llm_maker
+from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
+from tests.cpu.engine.test_state_oracle import check_published_slots, live_through_much
+from tests.cpu.engine.tiny import greedy_tokens
+from tests.cpu.models import families
+
+FAMILIES = ["llama", "olmo_hybrid", "qwen3", "qwen3_moe"]
+"""Names of ``tests.cpu.models.families``."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.save(request.param, tmp_path_factory.mktemp("families"))
+
+
+@pytest.fixture(params=["numba", "torch"])
+def make_llm(request: pytest.FixtureRequest, directory: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
+    monkeypatch.setenv(NUMBA, str(int(request.param == "numba")))
+    return llm_maker(directory, monkeypatch, device="cpu")
+
+
+def test_greedy_tokens_are_those_of_transformers(make_llm: MakeLLM, directory: Path) -> None:
+    prompts = [tokens(count, seed=count) for count in (1, 2, 63, 64, 65, 130)]
+    expected = [greedy_tokens(directory, prompt, 8) for prompt in prompts]
+    assert answers(make_llm(), prompts) == expected
+    assert answers(make_llm(max_num_batched_tokens=65), prompts) == expected
+
+
+def test_resuming_at_every_position_gives_the_same_tokens(make_llm: MakeLLM) -> None:
+    prompt = tokens(70)
+    [expected] = answers(make_llm(enable_prefix_caching=False), [prompt])
+    llm = make_llm(memory="32MiB")
+    for position in range(1, len(prompt)):
+        salt = {"cache_salt": str(position)}
+        llm.generate({"prompt_token_ids": prompt[:position], **salt}, SamplingParams(max_tokens=1), use_tqdm=False)
+        [output] = llm.generate({"prompt_token_ids": prompt, **salt}, GREEDY, use_tqdm=False)
+        assert (output.num_cached_tokens, output.outputs[0].token_ids) == (position, expected)
+
+
+def test_forks_equal_requests_with_their_seeds(make_llm: MakeLLM) -> None:
+    prompt = tokens(100)
+    llm = make_llm()
+    [forked] = llm.generate([prompt], SamplingParams(n=3, seed=11, max_tokens=12), use_tqdm=False)
+    params = [SamplingParams(seed=11 + index, max_tokens=12) for index in range(3)]
+    alone = make_llm(enable_prefix_caching=False).generate([prompt] * 3, params, use_tqdm=False)
+    assert [output.token_ids for output in forked.outputs] == [output.outputs[0].token_ids for output in alone]
+    assert llm.engine.cache.stats().hit_tokens == 2 * 100
+
+
+def test_preempted_requests_give_the_same_tokens(make_llm: MakeLLM) -> None:
+    prompts = [tokens(60, seed=seed) for seed in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=100)
+    expected = answers(make_llm(enable_prefix_caching=False), prompts, params)
+    spec = make_llm().engine.core.spec
+    request_slabs = 2 + -(-(60 + 100) // 64) // spec.blocks_per_slab + 1
+    llm = make_llm(memory=(2 * request_slabs + 3) * spec.slab_bytes, max_model_len=170)
+    assert answers(llm, prompts, params) == expected
+    assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_a_published_slot_holds_the_state_of_its_tokens(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_model_len=512, max_num_batched_tokens=100)
+    live_through_much(llm, seed=1)
+    check_published_slots(llm, make_llm(memory="64MiB"))
