@@ -1,9 +1,11 @@
 """Cache accounts and explanations as JSON data, for the API, the cache page and ``strandline explain``."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from strandline.cache import Account
+from strandline.cache.tokens import Excerpt
 from strandline.records.cache_questions import CacheAnswer
 
 Json = dict[str, Any]
@@ -58,3 +60,16 @@ def answer_data(answer: CacheAnswer, text_of: TextOf) -> Json:
             for advice in explanation.advice
         ],
     }
+
+
+def excerpt_text(excerpt: Excerpt | None, text_of: TextOf) -> str | None:
+    """Return the text of an excerpt from the beginning of its first word; None where it must not be shown."""
+    if excerpt is None:
+        return None
+    before, text = text_of(excerpt.before), text_of([*excerpt.before, *excerpt.tokens])
+    if before is None or text is None:
+        return None
+    start = len(before.rstrip("\ufffd"))  # U+FFFD: a character whose last bytes follow
+    if start and re.match(r"\w\w", text[start - 1 : start + 1]):
+        start -= len(text[:start].split()[-1])
+    return text[start:]

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from strandline.errors import RequestError
+from strandline.text.control_tokens import ControlTokens, SplitText
 from strandline.text.marks import Characters, Messages, Turns, common_length, find_turns, next_start
-from strandline.text.prompts import check_length, check_text, render_chat
+from strandline.text.prompts import check_length, check_messages, check_text, render_chat
 
 MARK: Final = "cache_control"
 MAX_MARKS: Final = 4
@@ -49,10 +50,12 @@ class ChatRenderer:
 
     Args:
         chat_template: replaces the tokenizer's own.
+        parse_special_tokens: read control tokens in the text of users and tools as such.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, chat_template: str | None = None, *, parse_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._control_tokens = ControlTokens(tokenizer, is_parsed=parse_special_tokens)
         self._chat_template = chat_template
         self._turns: Turns | None = None
         self._renders_tools: bool | None = None
@@ -98,17 +101,17 @@ class ChatRenderer:
             )
         marked = [_without_marks(message) for message in messages]
         plain = [entry.message for entry in marked]
+        split, mark = self._control_tokens.split(check_messages(plain))
         bare_tools = [{name: value for name, value in tool.items() if name != MARK} for tool in tools]
 
         def text_of(messages: Messages, tools: list[dict[str, Any]]) -> str:
             return self._render(messages, add_generation_prompt, tools, template_options)
 
-        text = text_of(plain, bare_tools)
-        check_length(text, max_characters)
-        check_text(text)
-        encoding = self._tokenizer(text, add_special_tokens=False)
-        token_ids = list(encoding["input_ids"])
-        characters = Characters(self._tokenizer, text, encoding)
+        rendered = text_of(split, bare_tools)
+        check_length(rendered, max_characters)
+        check_text(rendered)
+        whole = SplitText(self._tokenizer, rendered, mark)
+        text, token_ids, characters = whole.text, whole.token_ids, Characters(whole)
         has_system = bool(plain and plain[0].get("role") in ("system", "developer"))
         marks = set(
             self.turns.marks(token_ids, has_system=has_system or bool(tools), is_answer_next=add_generation_prompt)
@@ -117,9 +120,9 @@ class ChatRenderer:
             marks |= _tools_end(text, plain[0].get("content"), characters)
         _check_count(marked, tools)
         if any(entry.places for entry in marked):
-            rendered = text_of([_with_sentinels(entry) for entry in marked], bare_tools)
+            marked_text = text_of([_with_sentinels(entry) for entry in marked], bare_tools)
             ends = [place == len(_content(entry)) for entry in marked for place in entry.places]
-            marks |= self._marked(_sentinel_positions(rendered, text), ends, characters, token_ids)
+            marks |= self._marked(_sentinel_positions(marked_text, text), ends, characters, token_ids)
         for index, tool in enumerate(tools):
             if _is_marked(tool):
                 cut = text_of(plain, [*bare_tools[: index + 1], dict(PROBE_TOOL)])

@@ -4,20 +4,24 @@ It checks requests, chooses seeds, splits a request into ``n`` sequences, and de
 not call the core, so the offline ``Engine`` and a server in another process share it.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from random import Random
 from typing import Any, Final
 
 from strandline.clock import SYSTEM_CLOCK, Clock
 from strandline.errors import RequestError
-from strandline.ids import RequestId
-from strandline.records.events import Limits, StepEvents, Submission
+from strandline.ids import AUDIT_PREFIX, NO_TOKEN, RequestId
+from strandline.records.events import FinishReason, Limits, StepEvents, Submission, TokenEvent
+from strandline.records.failures import OUTPUT_FAILED, failure_text
 from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams
 from strandline.text.output_streams import OutputStream, RequestStream
 from strandline.text.structured import Grammars
 
+LOGGER: Final = logging.getLogger(__name__)
 SEED_BITS: Final = 63
 
 
@@ -86,20 +90,28 @@ class Frontend:
         Raises:
             RequestError: they cannot be served.
         """
+        if params.structured_outputs is not None:
+            self.grammars.check(params.structured_outputs)
+        return self.check_values(params)
+
+    def check_values(self, params: SamplingParams) -> CheckedParams:
+        """Check parameters as ``check_params``, but for the grammar."""
         vocab_size = self.limits.vocab_size
         for token in (*(params.stop_token_ids or ()), *(params.logit_bias or ())):
             if token >= vocab_size:
                 raise RequestError(f"token {token} of the sampling parameters is not in [0, {vocab_size})")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab_size:
+                raise RequestError(f"{name} must be at most the {vocab_size} tokens of the vocabulary, got "
+                                   f"{getattr(params, name)}")  # fmt: skip
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise RequestError("stop strings and bad_words need a tokenizer; the engine runs without one")
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
-        if params.structured_outputs is not None:
-            self.grammars.check(params.structured_outputs)
-            if not stop_ids:
-                raise RequestError(
-                    "structured_outputs needs a token that ends the output: the model names none, or ignore_eos is "
-                    "set; give stop_token_ids"
-                )
+        if params.structured_outputs is not None and not stop_ids:
+            raise RequestError(
+                "structured_outputs needs a token that ends the output: the model names none, or ignore_eos is set; "
+                "give stop_token_ids"
+            )
         return CheckedParams(params.owned(), stop_ids)
 
     def check(self, prompt_ids: Sequence[int], params: CheckedParams) -> CheckedRequest:
@@ -138,11 +150,15 @@ class Frontend:
             marks: token positions up to which other prompts are likely to share this one's prefix.
 
         Raises:
-            RequestError: the id is in use; nothing has changed.
+            RequestError: the id, or that of one of its outputs, is in use or reserved; nothing has changed.
         """
-        if request_id in self.requests:
-            raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
-        submissions = self._submissions(request_id, request, salt, marks)
+        if request_id.startswith(AUDIT_PREFIX):
+            raise RequestError(f"request id {request_id!r} is reserved: {AUDIT_PREFIX!r} begins those of audits")
+        names = _output_names(request_id, request.params.params.n)
+        taken = next((name for name in (request_id, *names) if name in self.requests or name in self._outputs), None)
+        if taken is not None:
+            raise RequestError(f"request id {taken!r} is in use by an unfinished request")
+        submissions = self._submissions(names, request, salt, marks)
         news = [submission.new for submission in submissions]
         stream = RequestStream(request_id, prompt, news, self.tokenizer, self._clock())
         self.requests[request_id] = stream
@@ -150,7 +166,7 @@ class Frontend:
         return submissions
 
     def _submissions(
-        self, request_id: str, request: CheckedRequest, salt: str, marks: tuple[int, ...]
+        self, names: Sequence[RequestId], request: CheckedRequest, salt: str, marks: tuple[int, ...]
     ) -> list[Submission]:
         prompt_ids, params, stop_ids = request.prompt_ids, request.params.params, request.params.stop_ids
         max_total = self.limits.max_model_len
@@ -159,9 +175,8 @@ class Frontend:
         seed = self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
         bad_words_ids = self._encode_bad_words(params)
         submissions: list[Submission] = []
-        for index in range(params.n):
-            name = request_id if params.n == 1 else f"{request_id}#{index}"
-            new = NewRequest(RequestId(name), prompt_ids, params, _wrap_seed(seed + index), stop_ids, bad_words_ids)
+        for index, name in enumerate(names):
+            new = NewRequest(name, prompt_ids, params, _wrap_seed(seed + index), stop_ids, bad_words_ids)
             submissions.append(Submission(new, max_total, salt, marks))
             if params.prompt_logprobs is not None and params.max_tokens != 0:
                 params = replace(params, prompt_logprobs=None)  # of the first output; the others share its prompt
@@ -192,21 +207,32 @@ class Frontend:
 
         Returns:
             The requests that got tokens, which are dropped here once finished; and the sequences that ended at a stop
-            string, for the core to end.
+            string or with an error, for the core to end.
         """
         outputs = self._outputs
-        for name, start, entries in events.prompts:
-            if name in outputs:
-                outputs[name].request.put_prompt_logprobs(start, entries)
         touched: dict[str, RequestStream] = {}
         stopped: list[RequestId] = []
-        for event in events.tokens:
+        failed: list[TokenEvent] = []
+        for name, start, entries in events.prompts:
+            try:
+                if name in outputs:
+                    outputs[name].request.put_prompt_logprobs(start, entries)
+            except Exception as error:
+                LOGGER.exception(OUTPUT_FAILED)
+                failed.append(TokenEvent(name, NO_TOKEN, None, FinishReason.ERROR, failure_text(error), None))
+        for event in chain(failed, events.tokens):
             output = outputs.get(event.request_id)
             if output is None:
                 continue
             request = output.request
             touched[request.request_id] = request
-            if output.append(event):
+            try:
+                must_end = output.append(event)
+            except Exception as error:
+                LOGGER.exception(OUTPUT_FAILED)
+                output.fail(failure_text(error))
+                must_end = True
+            if must_end:
                 stopped.append(event.request_id)
             if output.is_finished:
                 del outputs[event.request_id]
@@ -214,6 +240,13 @@ class Frontend:
                     del self.requests[request.request_id]
             request.note_token(self._clock)
         return list(touched.values()), stopped
+
+
+def _output_names(request_id: str, num_outputs: int) -> list[RequestId]:
+    """Return the ids of a request's sequences."""
+    if num_outputs == 1:
+        return [RequestId(request_id)]
+    return [RequestId(f"{request_id}#{index}") for index in range(num_outputs)]
 
 
 def _wrap_seed(seed: int) -> int:

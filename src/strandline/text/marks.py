@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from strandline.errors import RequestError
+from strandline.text.control_tokens import SplitText
 
 MIN_GAP_TOKENS: Final = 16
 """Minimum distance between the template's marks: fewer tokens are cheaper to recompute than to cache."""
@@ -98,39 +99,31 @@ def _between(text: str, before: str, after: str) -> str:
 
 
 class Characters:
-    """Maps characters of a tokenized text to token positions.
+    """Maps characters of a tokenized text to token positions."""
 
-    Args:
-        encoding: what the tokenizer returned for the text.
-    """
-
-    def __init__(self, tokenizer: Any, text: str, encoding: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, text: SplitText) -> None:
         self._text = text
-        self._encoding = encoding
-        self._token_ids: list[int] = encoding["input_ids"]
 
     def position(self, character: int) -> int:
         """Return how many tokens the text up to a character has in common with the whole text.
 
         The text after a character may change the tokens right before it, so these are tokenized again.
         """
-        if not self._tokenizer.is_fast:
+        if not self._text.knows_characters:
             return self._agreement(0, character)
         token = None
-        for place in range(character, min(character + 8, len(self._text))):
-            token = self._encoding.char_to_token(place)
+        for place in range(character, min(character + 8, len(self._text.text))):
+            token = self._text.token_at(place)
             if token is not None:
                 break
-        anchor = max((len(self._token_ids) if token is None else token) - REACH_TOKENS, 0)
+        anchor = max((len(self._text.token_ids) if token is None else token) - REACH_TOKENS, 0)
         return self._agreement(anchor, character) or self._agreement(0, character)
 
     def _agreement(self, anchor: int, character: int) -> int:
         """Return the position up to which the tokens from ``anchor`` on agree; 0 if none do."""
-        first = self._encoding.token_to_chars(anchor).start if anchor else 0
-        token_ids = self._tokenizer.encode(self._text[first:character], add_special_tokens=False)
+        token_ids = self._text.encode(self._text.start_of(anchor) if anchor else 0, character)
         count = 0
-        for ours, theirs in zip(token_ids, self._token_ids[anchor : anchor + len(token_ids)], strict=False):
+        for ours, theirs in zip(token_ids, self._text.token_ids[anchor : anchor + len(token_ids)], strict=False):
             if ours != theirs:
                 break
             count += 1

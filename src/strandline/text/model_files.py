@@ -1,15 +1,31 @@
 """A model's directory and the files in it that are plain JSON: no library is needed to read them."""
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
-from strandline.errors import ConfigError
+from strandline.config import EngineConfig
+from strandline.errors import ConfigError, RequestError, cause_of
+from strandline.model_config import check_architecture, read_json_object
+from strandline.records.sampling_params import SamplingParams
 
 DEMO_MODEL: Final = "demo"
 DEMO_DIRECTORY: Final = Path(__file__).parent.parent / "demo"
 
+GENERATION_CONFIG: Final = "generation_config.json"
 GENERATION_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def check_files(config: EngineConfig) -> Path:
+    """Return the model's directory, and check what of it and its tokenizer takes no library to check.
+
+    Raises:
+        ConfigError: there is no such model or tokenizer, or the model's architecture is not supported.
+    """
+    directory = find_model(config.model)
+    check_architecture(directory)
+    if config.tokenizer is not None and not Path(config.tokenizer).is_dir() and not _is_hub_name(config.tokenizer):
+        raise ConfigError(f"--tokenizer {config.tokenizer!r} is neither a directory nor a hub name (owner/name)")
+    return directory
 
 
 def find_model(name: str) -> Path:
@@ -23,10 +39,13 @@ def find_model(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if not is_hub_name:
+    if not _is_hub_name(name):
         raise ConfigError(f"model {name!r} is neither 'demo', nor a directory, nor a hub name (owner/name)")
     return _fetch(name)
+
+
+def _is_hub_name(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def _fetch(name: str) -> Path:
@@ -36,32 +55,33 @@ def _fetch(name: str) -> Path:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model {name!r} is no directory and cannot be fetched from the hub: {error}") from error
+        raise ConfigError(
+            f"model {name!r} is no directory and cannot be fetched from the hub: {cause_of(error)}"
+        ) from error
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
     """Return ``generation_config.json``, or an empty dictionary.
 
     Raises:
-        ConfigError: it is not JSON.
+        ConfigError: it is not a JSON object.
     """
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        values: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    return values
+    path = directory / GENERATION_CONFIG
+    return read_json_object(path) if path.is_file() else {}
 
 
 def default_sampling_params(directory: Path) -> dict[str, Any]:
     """Return what the model's ``generation_config.json`` recommends, as fields of ``SamplingParams``.
 
     Raises:
-        ConfigError: it is not JSON.
+        ConfigError: it is not a JSON object, or a value is out of range.
     """
     values = read_generation_config(directory)
     if values.get("do_sample") is False:
         return {"temperature": 0.0}
-    return {name: values[name] for name in GENERATION_DEFAULTS if values.get(name) is not None}
+    recommended = {name: values[name] for name in GENERATION_DEFAULTS if values.get(name) is not None}
+    try:
+        SamplingParams(**recommended)
+    except RequestError as error:
+        raise ConfigError(f"{GENERATION_CONFIG}: {error}") from error
+    return recommended

@@ -50,9 +50,15 @@ class OutputStream:
         return self._logprobs is not None
 
     def append(self, event: TokenEvent) -> bool:
-        """Add a token; return whether it completes a stop string. That wins over any other reason to end."""
+        """Add a token; return whether the core must end the sequence.
+
+        It must where the token completes a stop string, which wins over any other reason to end, and after an error.
+        """
         if event.account is not None:
             self.request.note_account(self, event.account)
+        if event.finish_reason is FinishReason.ERROR:
+            self._end(FinishReason.ERROR, event.stop_reason)
+            return True
         if self._is_mute:  # the core samples one token even if none was asked for
             self._end(FinishReason.LENGTH, None)
             return False
@@ -69,6 +75,12 @@ class OutputStream:
         elif event.finish_reason is not None:
             self._end(event.finish_reason, event.stop_reason)
         return stop is not None
+
+    def fail(self, text: str) -> None:
+        """End the output with an error, in whatever state an exception has left it."""
+        if self.finish_reason is None:
+            self.request.num_unfinished -= 1
+        self.finish_reason, self._stop_reason = FinishReason.ERROR, text
 
     def _end(self, finish_reason: FinishReason, stop_reason: int | str | None) -> None:
         self.finish_reason, self._stop_reason = finish_reason, stop_reason

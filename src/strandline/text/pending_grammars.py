@@ -2,15 +2,14 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from concurrent.futures import Future
+from threading import Lock
 
+from strandline.errors import RequestError
 from strandline.ids import RequestId
 from strandline.records.events import Submission
 from strandline.records.sampling_params import StructuredOutputsParams
-
-NUM_THREADS: Final = 2
-"""More than one, so that a slow grammar does not delay all others."""
+from strandline.text.compiling_threads import CompilingThreads
 
 
 class PendingGrammars:
@@ -22,9 +21,11 @@ class PendingGrammars:
             compile_grammar: returns what keeps the compiled grammar (``Executor.compile_grammar``); threads call it.
         """
         self._compile_grammar = compile_grammar
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars")
+        self._threads = CompilingThreads()
         self._waiting: dict[RequestId, tuple[Submission, Future[object]]] = {}
         self._done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = Lock()
+        self._is_closed = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -40,17 +41,17 @@ class PendingGrammars:
             raise ValueError(f"sequence {submission.new.request_id!r} has no grammar")
         future = self._threads.submit(self._compile_grammar, structure)
         self._waiting[submission.new.request_id] = submission, future
-        future.add_done_callback(lambda _: os.eventfd_write(self._done, 1))
+        future.add_done_callback(self._wake)
 
-    def take(self) -> list[tuple[Submission, object]]:
+    def take(self) -> list[tuple[Submission, object | RequestError]]:
         """Return the sequences whose grammars are compiled by now, each with what keeps its grammar compiled.
 
-        Raises what compiling one raised.
+        A sequence whose grammar cannot be compiled comes with the error. Other errors are raised.
         """
         os.eventfd_read(self._done)
         ready = [name for name, (_, future) in self._waiting.items() if future.done()]
         taken = [self._waiting.pop(name) for name in ready]
-        return [(submission, future.result()) for submission, future in taken]
+        return [(submission, _result(future)) for submission, future in taken]
 
     def discard(self, request_id: RequestId) -> None:
         """Forget a sequence. Unknown ids are ignored."""
@@ -59,7 +60,21 @@ class PendingGrammars:
             found[1].cancel()
 
     def close(self) -> None:
-        """Wait for running compilations, drop the others and end the threads."""
+        """Drop what waits; compilations that run are not waited for."""
         self._waiting.clear()
-        self._threads.shutdown(cancel_futures=True)
-        os.close(self._done)
+        self._threads.close()
+        with self._lock:
+            self._is_closed = True
+            os.close(self._done)
+
+    def _wake(self, _: object) -> None:
+        with self._lock:
+            if not self._is_closed:
+                os.eventfd_write(self._done, 1)
+
+
+def _result(future: Future[object]) -> object | RequestError:
+    try:
+        return future.result()
+    except RequestError as error:
+        return error

@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from strandline.errors import RequestError
+from jinja2 import TemplateSyntaxError
+
+from strandline.errors import ConfigError, RequestError
 
 
 def encode_text(tokenizer: Any, text: object, *, add_special_tokens: bool = True) -> list[int]:
@@ -51,7 +53,7 @@ def render_chat(
     Raises:
         RequestError: the messages are malformed, or there is no template.
     """
-    checked = _check_messages(messages)
+    checked = check_messages(messages)
     try:
         text: str = tokenizer.apply_chat_template(
             checked,
@@ -67,7 +69,18 @@ def render_chat(
     return text
 
 
-def _check_messages(messages: Iterable[Any]) -> list[dict[str, Any]]:
+def check_template(template: str) -> None:
+    """Raise a ConfigError if a chat template has a syntax error."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template([], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"--chat-template has a syntax error in line {error.lineno}: {error.message}") from error
+
+
+def check_messages(messages: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return messages as dictionaries. Raises a RequestError if one is malformed or there are none."""
     checked = []
     for message in messages:
         is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)

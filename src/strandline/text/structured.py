@@ -23,22 +23,37 @@ from numpy.typing import NDArray
 
 from strandline.errors import RequestError
 from strandline.records.sampling_params import StructuredOutputsParams
+from strandline.text.closed_objects import close_objects
 from strandline.text.prompts import check_text
+from strandline.text.schema_patterns import check_patterns
 
 MAX_GRAMMAR_CHARACTERS: Final = 512 * 1024
-MAX_KEPT: Final = 64
-"""Compiled grammars that are kept for the next request with the same one, though no request holds them."""
+MAX_KEPT_BYTES: Final = 64 * 2**20
+"""Size of the compiled grammars that are kept for the next request with the same one, though no request holds them."""
+BYTES_PER_GRAMMAR: Final = 100_000
+BYTES_PER_CHARACTER: Final = 200
+"""What a compiled grammar takes besides: an object of 5,000 optional properties 25 MiB, other large ones less."""
 
 LIMITS: Final = LLParserLimits(max_items_in_row=50_000, precompute_large_lexemes=False, verbose_errors=False)
 """Precomputing large lexemes takes llguidance seconds and saves milliseconds. A row may have as many items as a step:
 objects with thousands of optional properties need them."""
+NO_FORCING: Final = '%llguidance {"no_forcing": true}'
+"""Lets the model tokenize text that only one text can follow. llguidance would walk through and tokenize all of it
+at every token, which takes minutes and gigabytes for ``(a{1000}b){1000}``."""
 UNSATISFIABLE: Final = "NoExtensionBias"
 """llguidance's error for a grammar that no output satisfies."""
+
+WHITE_SPACE: Final = " "
+"""White space between two tokens of JSON, at most, unless the request or the schema says otherwise. JSON allows any
+amount, and small models fill the rest of an answer with it."""
+WHITE_SPACE_OPTIONS: Final = frozenset({"whitespace_flexible", "whitespace_pattern"})
+"""llguidance's, in a schema's ``x-guidance``; the pattern has precedence."""
 
 TERMINAL: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
 """A string, comment or regular expression in Lark's syntax."""
 SET_OPERATION: Final = re.compile(r"&|~(?!\s*\d)")
 """Intersection and complement of terminals; a ``~`` before a number is a repetition count."""
+INNER_SCHEMA: Final = re.compile(r"%json\s*")
 
 Source = Callable[[], tuple[Any, frozenset[int]]]
 """Loads the tokenizer, and the tokens that end an answer."""
@@ -61,11 +76,14 @@ class Matcher:
             self._matcher.consume_token(token)
 
     def fill(self, words: NDArray[np.int32], row: int) -> None:
-        """Set the bits of the tokens allowed next; clear all others."""
-        if self._is_done or self._matcher.is_error():
-            words[row] = 0
-        else:
-            fill_next_token_bitmask(self._matcher, words, row)
+        """Set the bits of the tokens allowed next; clear all others. If the matcher has failed, none is allowed."""
+        words[row] = 0
+        if not self._is_done:
+            if not self._matcher.is_error():
+                fill_next_token_bitmask(self._matcher, words, row)
+            if self._matcher.is_error():
+                words[row] = 0
+                return
         for token in self._foreign_ids:
             _set_bit(words[row], token, False)
         if self._may_end():
@@ -73,8 +91,8 @@ class Matcher:
                 _set_bit(words[row], token, True)
 
     def _may_end(self) -> bool:
-        """Return whether the output may end: the grammar is satisfied, or the matcher has failed."""
-        return self._is_done or self._matcher.is_error() or self._matcher.is_accepting()
+        """Return whether the output may end."""
+        return self._is_done or (not self._matcher.is_error() and self._matcher.is_accepting())
 
 
 class CompiledGrammar:
@@ -101,21 +119,6 @@ class _Words:
         self.eos_token_id = eos_ids[0]
         self.tokens = [plain.decode_bytes([token]) for token in range(vocab_size)]
         self.special_token_ids = [token for token in range(vocab_size) if plain.is_special_token(token)]
-        self._special_ids = frozenset(self.special_token_ids)
-        self._backend = tokenizer.backend_tokenizer
-
-    def __call__(self, text: bytes) -> list[int]:
-        token_ids: list[int] = []
-        for token in self._encode(text.decode()):
-            if token in self._special_ids:
-                tag = self.tokens[token].decode()
-                token_ids += self._encode(tag[:1]) + self._encode(tag[1:])
-            else:
-                token_ids.append(token)
-        return token_ids
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
 
 class Grammars:
@@ -131,8 +134,9 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._tokenizer: Any = None
+        self._loaded: tuple[Any, frozenset[int]] | None = None
         self._recent: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._kept_bytes = 0
         self._held: WeakValueDictionary[str, CompiledGrammar] = WeakValueDictionary()
         """All compiled grammars: the recent ones and those that callers of ``compile`` hold."""
 
@@ -150,18 +154,28 @@ class Grammars:
         """Prepare the vocabulary, which takes seconds for the largest, unless that is done.
 
         Raises:
-            RequestError: there is no tokenizer, or it is not a fast one.
+            RequestError: there is no tokenizer, it is not a fast one, or llguidance does not understand it.
         """
+        tokenizer, eos_ids = self._load_tokenizer()
         with self._lock:
             if self._vocabulary is None:
-                self._tokenizer, eos_ids = self._source()
-                if self._tokenizer is None or not getattr(self._tokenizer, "is_fast", False):
-                    raise RequestError("structured outputs need a tokenizer, and a fast one; the engine has none")
                 # A model without an end token gets one that it cannot sample.
                 end = sorted(eos_ids) or [self._vocab_size]
-                words = _Words(self._tokenizer, self._vocab_size + 1, end)
-                self._vocabulary = LLTokenizer(TokenizerWrapper(words), eos_token=end)
+                try:
+                    words = _Words(tokenizer, self._vocab_size + 1, end)
+                    self._vocabulary = LLTokenizer(TokenizerWrapper(words), eos_token=end)
+                except ValueError as error:
+                    raise RequestError(f"structured outputs cannot be used with this tokenizer: {error}") from error
             return self._vocabulary
+
+    def _load_tokenizer(self) -> tuple[Any, frozenset[int]]:
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = self._source()
+            tokenizer, eos_ids = self._loaded
+        if tokenizer is None or not getattr(tokenizer, "is_fast", False):
+            raise RequestError("structured outputs need a tokenizer, and a fast one; the engine has none")
+        return tokenizer, eos_ids
 
     def check(self, params: StructuredOutputsParams) -> None:
         """Compile a grammar.
@@ -185,41 +199,42 @@ class Grammars:
         Raises:
             RequestError: it is invalid; the message says why.
         """
-        grammar = self._source_text(params)
+        source = self.source_text(params)
         vocabulary = self.load()
         with self._lock:
-            found = self._held.get(grammar)
+            found = self._held.get(source)
             if found is not None:
-                self._keep(grammar, found)
+                self._keep(source, found)
                 return found
-        start = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
-        begun = start.deep_copy()
-        if not begun.is_error():
-            begun.compute_bitmask()  # only now are some grammars found too large
-        if begun.is_error():
-            reason = _first_lines(begun.get_error())
-            reason = "nothing can fulfil it" if reason.startswith(UNSATISFIABLE) else reason
-            raise RequestError(f"the {params.kind} of structured_outputs cannot be used: {reason}")
-        compiled = CompiledGrammar(start)
+        try:
+            compiled = CompiledGrammar(compile_source(source, vocabulary))
+        except RequestError as error:
+            raise refusal(params, str(error)) from error
         with self._lock:
-            self._held[grammar] = compiled
-            self._keep(grammar, compiled)
+            self._held[source] = compiled
+            self._keep(source, compiled)
         return compiled
 
     def _keep(self, grammar: str, compiled: CompiledGrammar) -> None:
-        """Mark a grammar as used; release the least recently used one if there are too many."""
+        """Mark a grammar as used; release those least recently used that there is no room for."""
+        if grammar not in self._recent:
+            self._kept_bytes += _estimate_bytes(grammar)
         self._recent[grammar] = compiled
         self._recent.move_to_end(grammar)
-        if len(self._recent) > MAX_KEPT:
-            self._recent.popitem(last=False)
+        while self._kept_bytes > MAX_KEPT_BYTES:
+            released, _ = self._recent.popitem(last=False)
+            self._kept_bytes -= _estimate_bytes(released)
 
-    def _source_text(self, params: StructuredOutputsParams) -> str:
-        """Return the grammar in llguidance's format."""
+    def source_text(self, params: StructuredOutputsParams) -> str:
+        """Return the grammar in llguidance's format.
+
+        Raises:
+            RequestError: it is no grammar, too long, or may take hours to compile.
+        """
         for part in (params.regex, params.grammar, params.after):
             check_text(part or "")
-        grammars = [_body(params)]
-        if params.after is not None:
-            grammars = [{"lark_grammar": self._preamble(params.after)}, {"name": "body", **grammars[0]}]
+        start = "start: @body" if params.after is None else self._preamble(params.after)
+        grammars = [{"lark_grammar": f"{start}\n{NO_FORCING}"}, {"name": "body", **_body(params)}]
         text = json.dumps({"grammars": grammars})
         if len(text) > MAX_GRAMMAR_CHARACTERS:
             raise RequestError(
@@ -228,16 +243,42 @@ class Grammars:
         return text
 
     def tag(self, text: str) -> str:
-        """Return a tag in Lark's syntax: as a special token if it is one, else as a string."""
-        vocabulary = self.load()
-        token = self._tokenizer.get_added_vocab().get(text)
-        return text if token is not None and vocabulary.is_special_token(token) else json.dumps(text)
+        """Return a tag such as ``<tool_call>`` in Lark's syntax: as a special token if it is one, else as a string."""
+        tokenizer, _ = self._load_tokenizer()
+        is_tag = text.startswith("<") and text.endswith(">")  # then llguidance takes it for a special token
+        return text if is_tag and text in tokenizer.get_added_vocab() else json.dumps(text)
 
     def _preamble(self, end: str) -> str:
         """Return a grammar of any text up to ``end``, and then the body."""
         if self.tag(end) == end:
             return f"start: /(?s:.*)/ {end} SPACE @body\nSPACE: /[ \\n]{{0,4}}/"
         return f"start: free SPACE @body\nfree[suffix={json.dumps(end)}]: /(?s:.*)/\nSPACE: /[ \\n]{{0,4}}/"
+
+
+def compile_source(source: str, vocabulary: LLTokenizer) -> LLMatcher:
+    """Compile a grammar in llguidance's format; return a matcher at its beginning.
+
+    Raises:
+        RequestError: it is invalid; the message is the reason alone.
+    """
+    start = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
+    begun = start.deep_copy()
+    if not begun.is_error():
+        begun.compute_bitmask()  # only now are some grammars found too large
+    if begun.is_error():
+        reason = _first_lines(begun.get_error())
+        raise RequestError("nothing can fulfil it" if reason.startswith(UNSATISFIABLE) else reason)
+    return start
+
+
+def refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
+    """Return the error of a grammar that cannot be compiled."""
+    return RequestError(f"the {params.kind} of structured_outputs cannot be used: {reason}")
+
+
+def _estimate_bytes(grammar: str) -> int:
+    """Return what a compiled grammar takes."""
+    return BYTES_PER_GRAMMAR + BYTES_PER_CHARACTER * len(grammar)
 
 
 def _body(params: StructuredOutputsParams) -> dict[str, Any]:
@@ -257,14 +298,20 @@ def _schema(params: StructuredOutputsParams) -> Any:
     schema: Any = {"type": "object"} if params.json is None else params.json
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the json of structured_outputs is no JSON schema: {error}") from error
-    spaces: dict[str, Any] = {}
+    check_patterns(schema)
+    schema = {} if schema is True else close_objects(schema)
+    own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+    if not isinstance(own, dict):
+        return schema  # llguidance says what is wrong with it
     if params.disable_any_whitespace:
-        spaces = {"whitespace_flexible": False}
+        own = {**own, "whitespace_flexible": False, "whitespace_pattern": None}
     elif params.whitespace_pattern is not None:
-        spaces = {"whitespace_pattern": params.whitespace_pattern}
-    return {**schema, "x-guidance": spaces} if spaces and isinstance(schema, dict) else schema
+        own = {**own, "whitespace_pattern": params.whitespace_pattern}
+    elif WHITE_SPACE_OPTIONS.isdisjoint(own):
+        own = {**own, "whitespace_pattern": WHITE_SPACE}
+    return {**schema, "x-guidance": own}
 
 
 def _lark(grammar: str) -> str:
@@ -275,6 +322,7 @@ def _lark(grammar: str) -> str:
                 "the grammar of structured_outputs must not use & or ~ on terminals: a short one may take hours "
                 "to compile"
             )
+        _check_schemas(grammar)
         return grammar
     try:
         lark: str = any_to_lark(grammar)
@@ -282,6 +330,16 @@ def _lark(grammar: str) -> str:
         # The translator may raise anything on malformed input.
         raise RequestError(f"the grammar of structured_outputs is not GBNF: {error}") from error
     return lark
+
+
+def _check_schemas(grammar: str) -> None:
+    """Check the JSON schemas inside a grammar in Lark's syntax."""
+    for found in INNER_SCHEMA.finditer(grammar):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"what follows %json in the grammar is no JSON schema: {error}") from error
+        check_patterns(schema)
 
 
 def _set_bit(words: NDArray[np.int32], token: int, value: bool) -> None:

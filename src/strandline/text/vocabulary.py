@@ -3,19 +3,18 @@
 transformers is imported by the functions that need it, so that importing the text part loads no tensor library.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from strandline.config import EngineConfig
-from strandline.errors import ConfigError
+from strandline.errors import ConfigError, cause_of
+from strandline.model_config import Fields, read_model_config, read_vocab_size
 from strandline.records.events import Limits
 from strandline.text.frontend import Frontend
-from strandline.text.model_files import find_model, read_generation_config
+from strandline.text.model_files import GENERATION_CONFIG, check_files, read_generation_config
 from strandline.text.structured import Grammars
-
-if TYPE_CHECKING:
-    from transformers.configuration_utils import PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,13 @@ def load_vocabulary(config: EngineConfig) -> Vocabulary:
     Raises:
         ConfigError: the model, its configuration or its tokenizer cannot be found or read.
     """
-    directory = find_model(config.model)
+    directory = check_files(config)
     model_config = read_model_config(directory)
+    text_config = Fields(model_config.get_text_config())
+    vocab_size = read_vocab_size(text_config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or str(directory))
-    eos_ids = find_eos_ids(directory, model_config, tokenizer)
-    grammars = Grammars(lambda: (tokenizer, eos_ids), model_config.get_text_config().vocab_size)
+    eos_ids = find_eos_ids(directory, text_config, tokenizer, vocab_size)
+    grammars = Grammars(lambda: (tokenizer, eos_ids), vocab_size)
     return Vocabulary(tokenizer, eos_ids, grammars)
 
 
@@ -52,23 +53,6 @@ def load_frontend(config: EngineConfig, limits: Limits, vocabulary: Vocabulary) 
     )
 
 
-def read_model_config(directory: Path) -> "PretrainedConfig":
-    """Read ``config.json``.
-
-    Raises:
-        ConfigError: it is missing or transformers does not understand it.
-    """
-    from transformers import AutoConfig
-
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"{directory} has no config.json: is it a model's directory in the published layout?")
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{directory / 'config.json'} cannot be read: {error}") from error
-    return config
-
-
 def load_tokenizer(name: str) -> Any:
     """Load a tokenizer from a directory or the hub.
 
@@ -78,19 +62,19 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"no tokenizer in {name}: {error}; name one with tokenizer=…, or set skip_tokenizer_init=True to work "
-            "with token ids alone"
-        ) from error
+        # Prompts are limited by max_model_len; the tokenizer would warn of its own limit.
+        return AutoTokenizer.from_pretrained(name, model_max_length=sys.maxsize, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(f"no tokenizer in {name}: {cause_of(error)}; name one with --tokenizer") from error
 
 
-def find_eos_ids(directory: Path, model_config: "PretrainedConfig", tokenizer: Any | None) -> frozenset[int]:
-    """Return the end-of-sequence tokens: the generation configuration's, else the model's, and the tokenizer's."""
-    text_config = model_config.get_text_config()
-    named = read_generation_config(directory).get("eos_token_id", getattr(text_config, "eos_token_id", None))
-    ids = set(named) if isinstance(named, list) else {named}
-    if tokenizer is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(token for token in ids if token is not None)
+def find_eos_ids(directory: Path, text_config: Fields, tokenizer: Any | None, vocab_size: int) -> frozenset[int]:
+    """Return the end-of-sequence tokens: the generation configuration's, else the model's, and the tokenizer's.
+
+    Raises:
+        ConfigError: one is not in the vocabulary.
+    """
+    own = Fields({"eos_token_id": getattr(tokenizer, "eos_token_id", None)}, "the tokenizer: ")
+    generation = read_generation_config(directory)
+    named = Fields(generation, f"{GENERATION_CONFIG}: ") if "eos_token_id" in generation else text_config
+    return named.tokens("eos_token_id", vocab_size) | own.tokens("eos_token_id", vocab_size)

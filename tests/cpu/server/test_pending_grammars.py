@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from strandline.errors import RequestError
 from strandline.ids import RequestId
-from strandline.records.events import Limits
-from strandline.records.messages import Finish
+from strandline.records.events import FinishReason, Limits
+from strandline.records.messages import FROM_CORE, Finish, Stepped
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.server.service import Service
 from strandline.text import structured
@@ -69,6 +70,29 @@ def test_request_aborted_while_its_grammar_compiles_never_runs(held: HeldTokeniz
     assert loop.num_waiting() == 0
 
 
+def test_grammar_that_fails_in_engine_ends_its_request(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RequestError("too large here")
+
+    monkeypatch.setattr(structured, "compile_source", refuse)
+    loop = make_loop(Grammars(lambda: (byte_tokenizer(), frozenset({0})), VOCAB_SIZE))
+    loop.submit("bound", YES)
+    message = FROM_CORE.decode(loop.socket.recv())
+    assert isinstance(message, Stepped)
+    [event] = message.events.tokens
+    assert (event.request_id, event.finish_reason) == ("bound", FinishReason.ERROR)
+    loop.submit("other")
+    assert loop.finished() == "other"
+
+
+def test_loop_ends_while_a_grammar_compiles(held: HeldTokenizer, make_loop: MakeLoop) -> None:
+    loop = make_loop(Grammars(held, VOCAB_SIZE))
+    loop.submit("bound", YES)
+    assert held.is_asked.wait(TIMEOUT_S)
+    loop.end()
+    assert not held.may_go.is_set()
+
+
 def test_step_compiles_no_grammar(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 
@@ -77,7 +101,7 @@ def test_step_compiles_no_grammar(make_loop: MakeLoop, monkeypatch: pytest.Monke
         return CompiledGrammar(start)
 
     monkeypatch.setattr(structured, "CompiledGrammar", watched)
-    monkeypatch.setattr(structured, "MAX_KEPT", 1)
+    monkeypatch.setattr(structured, "MAX_KEPT_BYTES", 0)
     loop = make_loop(Grammars(lambda: (byte_tokenizer(), frozenset({0})), VOCAB_SIZE))
     names = [f"request {index}" for index in range(6)]
     for name in names:

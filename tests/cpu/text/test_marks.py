@@ -13,7 +13,14 @@ from strandline.text.marks import common_length
 from strandline.text.model_files import DEMO_DIRECTORY
 from strandline.text.vocabulary import load_tokenizer
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.engine.tokenizers import CALLS_IN_XML, CHAT_VOCAB_SIZE, byte_tokenizer, chat_template, chat_tokenizer
+from tests.cpu.engine.tokenizers import (
+    CALLS_IN_XML,
+    CHAT_VOCAB_SIZE,
+    TEMPLATE,
+    byte_tokenizer,
+    chat_template,
+    chat_tokenizer,
+)
 
 SYSTEM = {"role": "system", "content": "You answer in few words, and always in the same tone of voice."}
 TOOL: dict[str, Any] = {
@@ -113,13 +120,11 @@ def test_marks_are_counted_and_their_kind_is_checked() -> None:
 
 def test_tools_for_a_template_that_knows_none_are_refused() -> None:
     with pytest.raises(RequestError, match="does not support tools"):
-        ChatRenderer(load_tokenizer(str(DEMO_DIRECTORY))).render([user("x")], tools=[TOOL])
+        ChatRenderer(byte_tokenizer(), TEMPLATE).render([user("x")], tools=[TOOL])
 
 
 def test_template_without_special_tokens_has_no_marks() -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
-    assert ChatRenderer(tokenizer).render([SYSTEM, user("a question of some length")]).marks == ()
+    assert ChatRenderer(byte_tokenizer(), TEMPLATE).render([SYSTEM, user("a question of some length")]).marks == ()
 
 
 DEMO_TOKENIZER = load_tokenizer(str(DEMO_DIRECTORY))

@@ -2,19 +2,30 @@
 
 import json
 import re
+import resource
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from llguidance import LLParserLimits
 
 from strandline import LLM, SamplingParams, StructuredOutputsParams
 from strandline.device.grammar_mask import mask_logits
 from strandline.errors import RequestError
+from strandline.text import structured
 from strandline.text.structured import Grammars, Matcher
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.engine.tokenizers import CALLS_IN_JSON, CHAT_VOCAB_SIZE, byte_tokenizer, chat_template, chat_tokenizer
+from tests.cpu.engine.tokenizers import (
+    CALLS_IN_JSON,
+    CHAT_VOCAB_SIZE,
+    ascii_tokenizer,
+    byte_tokenizer,
+    chat_template,
+    chat_tokenizer,
+)
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -27,6 +38,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 COMPACT = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+BYTES = Grammars(lambda: (byte_tokenizer(), frozenset({0})), 256)
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +154,8 @@ def test_bans_that_leave_nothing_give_way_to_the_grammar(llm: LLM) -> None:
     [
         ({"json": {"type": "strin"}}, "the json of structured_outputs cannot be used: Invalid type: strin"),
         ({"json": "{"}, "is no JSON schema"),
+        ({"json": "[" * 100_000}, "is no JSON schema: maximum recursion depth"),
+        ({"grammar": "start: %json " + "[" * 100_000}, "follows %json in the grammar is no JSON schema"),
         ({"regex": "(["}, "the regex of structured_outputs cannot be used: .*regex parse error"),
         ({"grammar": "start: missing"}, 'unknown name: "missing"'),
         ({"grammar": "root ::= ("}, "structured_outputs"),
@@ -150,6 +164,11 @@ def test_bans_that_leave_nothing_give_way_to_the_grammar(llm: LLM) -> None:
         ({"regex": "a" * 600_000}, "characters, at most"),
         ({"json": {"$ref": "#"}}, "nothing can fulfil it"),
         ({"grammar": "start: A\nA: /(.*a.{30})/ & ~/(.*b.{30})/"}, "must not use & or ~"),
+        (
+            {"grammar": 'start: %json {"allOf": [{"pattern": "a"}, {"pattern": "b"}]}'},
+            "binds one string to the patterns",
+        ),
+        ({"json": {"allOf": [{"pattern": "a"}, {"pattern": "b"}]}}, "binds one string to the patterns"),
         ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "nothing can fulfil it"),
     ],
 )
@@ -162,6 +181,55 @@ def test_a_wrong_grammar_is_refused_and_says_why(llm: LLM, wish: dict[str, Any],
 def test_repetitions_and_strings_are_not_set_operations(llm: LLM) -> None:
     [output] = outputs(llm, StructuredOutputsParams(grammar='start: "a&b~"~3 /[&~]{2}/  // & and ~'))
     assert re.fullmatch("(a&b~){3}[&~]{2}", output.text)
+
+
+def test_long_text_without_a_choice_takes_no_memory() -> None:
+    page_bytes, statm = resource.getpagesize(), Path("/proc/self/statm")
+    before = int(statm.read_text().split()[1])
+    matcher = BYTES.matcher(StructuredOutputsParams(regex="((a{1000}b){1000}c){10}"), {0})
+    for token in byte_tokenizer().encode("aaa"):
+        matcher.fill(np.zeros((1, 9), dtype=np.int32), 0)
+        matcher.append(token)
+    assert (int(statm.read_text().split()[1]) - before) * page_bytes < 32 * 2**20
+
+
+def test_failed_grammar_ends_only_its_own_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = LLParserLimits(max_lexer_states=30, precompute_large_lexemes=False, verbose_errors=False)
+    plain = SamplingParams(seed=1, max_tokens=60)
+    alone = llm.generate("x", plain, use_tqdm=False)[0].outputs[0].token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(structured, "LIMITS", limits)
+        bound = SamplingParams(seed=1, max_tokens=60, structured_outputs=StructuredOutputsParams(regex="[b-y]{100}"))
+        [other], [failed] = [output.outputs for output in llm.generate(["x", "x"], [plain, bound], use_tqdm=False)]
+    assert (failed.finish_reason, other.finish_reason) == ("error", "length")
+    assert other.token_ids == alone
+
+
+@pytest.mark.parametrize("method", ["fill", "append", "__init__"])
+def test_matcher_that_raises_ends_only_its_own_output(llm: LLM, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(Matcher, method, fail)
+    params = [SamplingParams(seed=1, max_tokens=9, structured_outputs=structure) for structure in (COMPACT, None)]
+    [failed], [other] = [output.outputs for output in llm.generate(["x", "x"], params, use_tqdm=False)]
+    assert (failed.finish_reason, other.finish_reason) == ("error", "length")
+
+
+def test_compiled_grammars_are_kept_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(lambda: (byte_tokenizer(), frozenset({0})), 256)
+    monkeypatch.setattr(structured, "MAX_KEPT_BYTES", 10 * structured.BYTES_PER_GRAMMAR)
+    long = StructuredOutputsParams(regex="a" * (6 * structured.BYTES_PER_GRAMMAR // structured.BYTES_PER_CHARACTER))
+    short = [StructuredOutputsParams(regex=letter) for letter in "abcdefgh"]
+
+    first = weakref.ref(grammars.compile(long))
+    assert grammars.compile(long) is first()
+    for structure in short[:2]:
+        grammars.compile(structure)
+    assert first() is not None
+    for structure in short[2:]:
+        grammars.compile(structure)
+    assert first() is None
 
 
 def test_of_very_many_choices_one_is_made(llm: LLM) -> None:
@@ -213,6 +281,55 @@ def test_without_a_tokenizer_structured_outputs_are_refused(chat_dir: Path) -> N
         bare.generate([[1, 2]], params, use_tqdm=False)
 
 
+SPACES = byte_tokenizer().encode(" \n\t\r")
+
+
+def most_white_space(structure: StructuredOutputsParams, text: str) -> int:
+    """Return the longest run of white space, at most 100, that may come between the tokens of a JSON text."""
+    longest = 0
+    for end in (0, *(found.end() for found in re.finditer(r'"\w+"|\w+|\W', text))):
+        matcher = BYTES.matcher(structure, {0})
+        for token in byte_tokenizer().encode(text[:end]):
+            matcher.append(token)
+        words = np.zeros((1, 9), dtype=np.int32)
+        for length in range(100):
+            matcher.fill(words, 0)
+            allowed = [token for token in SPACES if words.view(np.uint32)[0, token // 32] >> token % 32 & 1]
+            if not allowed:
+                break
+            longest = max(longest, length + 1)
+            matcher.append(allowed[length % len(allowed)])
+    return longest
+
+
+LIST: dict[str, Any] = {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+@pytest.mark.parametrize(
+    ("structure", "text", "expected"),
+    [
+        (StructuredOutputsParams(json=LIST), '[{"a":1},{}]', 1),
+        (StructuredOutputsParams(json=json.dumps(LIST)), '[{"a":1},{}]', 1),
+        (StructuredOutputsParams(json="true"), '[{"a":1},{}]', 1),
+        (StructuredOutputsParams(json_object=True), '{"a":[1,true]}', 1),
+        (StructuredOutputsParams(json=LIST | {"x-guidance": {"lenient": True}}), '[{"a":1},{}]', 1),
+        (StructuredOutputsParams(json=LIST | {"x-guidance": {"whitespace_pattern": " {1,3}"}}), '[{"a":1}]', 3),
+        (StructuredOutputsParams(json=LIST | {"x-guidance": {"whitespace_flexible": True}}), '[{"a":1}]', 100),
+        (StructuredOutputsParams(json=LIST, whitespace_pattern="[ \n]{1,5}"), '[{"a":1},{}]', 5),
+        (StructuredOutputsParams(json=LIST, disable_any_whitespace=True), '[{"a":1},{}]', 0),
+        (
+            StructuredOutputsParams(
+                json=LIST | {"x-guidance": {"whitespace_pattern": " +"}}, disable_any_whitespace=True
+            ),
+            '[{"a":1}]',
+            0,
+        ),
+    ],
+)
+def test_white_space_in_json_is_bounded(structure: StructuredOutputsParams, text: str, expected: int) -> None:
+    assert most_white_space(structure, text) == expected
+
+
 class _Fixed(Matcher):
     """Allows the same tokens always."""
 
@@ -232,3 +349,9 @@ def test_masks_change_only_their_rows() -> None:
     assert torch.equal(logits[[0, 2]], expected[[0, 2]])
     assert torch.nonzero(torch.isfinite(logits[1])).flatten().tolist() == [0, 31, 63, 69]
     assert logits[1, 69] == expected[1, 69]
+
+
+def test_tokenizer_that_llguidance_cannot_read_is_said() -> None:
+    grammars = Grammars(lambda: (ascii_tokenizer(), frozenset({95})), 97)
+    with pytest.raises(RequestError, match="structured outputs cannot be used with this tokenizer: "):
+        grammars.check(StructuredOutputsParams(regex="a"))
