@@ -1,7 +1,6 @@
 """The HTTP application and its routes."""
 
-from collections.abc import Mapping
-from importlib.metadata import version
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -14,11 +13,13 @@ from strandline.server.chat_api import chat
 from strandline.server.completions_api import complete
 from strandline.server.error_responses import add_error_handlers, error_response
 from strandline.server.gate import Gate
+from strandline.server.host_check import HostCheck
 from strandline.server.messages_api import CountBody, MessagesBody, count_tokens, create_message
 from strandline.server.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from strandline.server.responses_api import ResponsesBody, create_response
 from strandline.server.service import Service
-from strandline.server.sse import json_response
+from strandline.server.sse import json_response, while_connected
+from strandline.version import VERSION, find_commit
 
 STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}
 """OpenAPI documentation of responses that may be streamed."""
@@ -28,6 +29,7 @@ def build_app(
     service: Service,
     *,
     api_keys: Mapping[str, str] | None = None,
+    allowed_hosts: Collection[str] = ("*",),
     max_body_bytes: int = 8 * 2**20,
     cache_page: str = "counts",
 ) -> FastAPI:
@@ -35,9 +37,10 @@ def build_app(
 
     Args:
         api_keys: as ``Gate`` takes them.
+        allowed_hosts: as ``HostCheck`` takes them.
         cache_page: what ``/cache`` shows: ``text``, ``counts``, or ``off`` for no page.
     """
-    app = FastAPI(title="Strandline", version=version("strandline"), docs_url=None, redoc_url=None)
+    app = FastAPI(title="Strandline", version=VERSION, docs_url=None, redoc_url=None)
     _add_generation(app, service)
     _add_models(app, service)
     _add_tokenizer(app, service)
@@ -45,25 +48,26 @@ def build_app(
     add_cache_page(app, service, cache_page)
     add_error_handlers(app)
     app.add_middleware(Gate, api_keys=api_keys or {}, max_body_bytes=max_body_bytes)
+    app.add_middleware(HostCheck, allowed=allowed_hosts)  # added last, so it comes first
     return app
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=STREAMED)
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return await complete(service, body, request)
+        return await while_connected(request, complete(service, body, request))
 
     @app.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await chat(service, body, request)
+        return await while_connected(request, chat(service, body, request))
 
     @app.post("/v1/responses", responses=STREAMED)
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        return await create_response(service, body, request)
+        return await while_connected(request, create_response(service, body, request))
 
     @app.post("/v1/messages", responses=STREAMED)
     async def messages(body: MessagesBody, request: Request) -> Response:
-        return await create_message(service, body, request)
+        return await while_connected(request, create_message(service, body, request))
 
     @app.post("/v1/messages/count_tokens")
     async def message_tokens(body: CountBody) -> Response:
@@ -118,11 +122,16 @@ def _add_operation(app: FastAPI, service: Service) -> None:
         failure = service.client.failure
         if failure is not None:
             return error_response(request.url.path, 503, f"the engine has stopped: {failure}", code="engine_dead")
+        hang = service.client.find_hang()
+        if hang is not None:
+            return error_response(request.url.path, 503, f"the engine hangs: {hang}", code="engine_hung")
         return json_response({"status": "ok"})
+
+    shown = {"version": VERSION, "commit": find_commit()}
 
     @app.get("/version")
     async def show_version() -> Response:
-        return json_response({"version": version("strandline")})
+        return json_response(shown)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -19,13 +19,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from strandline.errors import RequestError
 from strandline.records.cache_questions import CacheQuestion, CacheState
-from strandline.server.config import LOCAL_NAMES
 from strandline.server.gate import salt_of
+from strandline.server.host_check import host_of
+from strandline.server.host_names import is_local
 from strandline.server.messages_api import CountBody, render
 from strandline.server.request_bodies import Objects, Tokens
 from strandline.server.service import Service
 from strandline.server.sse import json_response
-from strandline.text.cache_report import Json, TextOf, account_data, answer_data
+from strandline.text.cache_report import Json, TextOf, account_data, answer_data, excerpt_text
 
 PAGE: Final = Path(__file__).parent / "static" / "cache.html"
 MAX_TEXTS: Final = 8192
@@ -74,20 +75,28 @@ class CachePage:
 
     def _state_data(self, state: CacheState, text_of: TextOf) -> Json:
         data: Json = msgspec.to_builtins(state)
-        for run in data["tree"]["runs"]:
-            run["text"] = text_of(run.pop("head"))
+        for run, shown in zip(data["tree"]["runs"], state.tree.runs, strict=True):
+            del run["head"]
+            run["text"] = excerpt_text(shown.head, text_of)
         data["lookups"] = [
             {
                 "request_id": row.request_id,
                 "salt_label": row.salt_label,
                 "age_s": row.age_s,
                 "account": account_data(row.account),
+                "text": excerpt_text(row.head, text_of),
             }
             for row in state.lookups
         ]
         data["model"] = self._service.model_names[0]
+        data["control_tokens"] = self._control_tokens()
         data["shows_text"] = text_of(()) is not None
         return data
+
+    def _control_tokens(self) -> list[str]:
+        """Return the control tokens' names, which the page leaves out of one-line texts."""
+        added = getattr(self._service.client.frontend.tokenizer, "added_tokens_decoder", {})
+        return [token.content for token in added.values() if token.special]
 
     async def explain(self, body: ExplainBody, salt: str, text_of: TextOf) -> Json:
         """Explain a request or a prompt under a salt.
@@ -171,8 +180,9 @@ def add_cache_page(app: FastAPI, service: Service, mode: str) -> None:
 
     def text_of(request: Request) -> TextOf:
         # A foreign page whose host name resolves to this machine (DNS rebinding) asks by that name.
-        is_local = mode == "local" and request.url.hostname in LOCAL_NAMES
-        return page.text_of if mode == "text" or is_local else _no_text
+        name = host_of(request.scope)
+        shows_text = mode == "text" or (mode == "local" and name is not None and is_local(name))
+        return page.text_of if shows_text else _no_text
 
     @app.get("/cache", response_class=HTMLResponse)
     async def show_page() -> Response:

@@ -15,7 +15,7 @@ from strandline.server.output_parser import OutputParser, chat_deltas, chat_fini
 from strandline.server.request_bodies import ChatBody
 from strandline.server.segments import merge_segments
 from strandline.server.service import Service
-from strandline.server.sse import CLIENT_CLOSED_REQUEST, EventStream, json_response, plain_events, while_connected
+from strandline.server.sse import EventStream, json_response, plain_events
 from strandline.server.tools import Toolbox, toolbox
 from strandline.server.usage_and_logprobs import Json, chat_logprobs, usage, usage_so_far
 from strandline.text.frontend import CheckedParams
@@ -137,5 +137,4 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     started = Chat(service, body, prompt, checked, box, salt_of(request, body.cache_salt))
     if body.stream:
         return EventStream(started.job, plain_events(request.url.path, started.chunks()))
-    answer = await while_connected(request, started.answer())
-    return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)
+    return json_response(await started.answer())

@@ -15,7 +15,7 @@ from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.request_bodies import CompletionBody
 from strandline.server.service import Service
-from strandline.server.sse import CLIENT_CLOSED_REQUEST, EventStream, json_response, plain_events, while_connected
+from strandline.server.sse import EventStream, json_response, plain_events
 from strandline.server.usage_and_logprobs import Entry, Json, completion_logprobs, usage, usage_so_far
 from strandline.text.frontend import CheckedParams
 from strandline.text.output_streams import RequestStream
@@ -151,8 +151,7 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     completion = Completion(service, body, prompts, checked, salt, is_batch=is_batch)
     if body.stream:
         return EventStream(completion.job, plain_events(request.url.path, completion.chunks()))
-    answer = await while_connected(request, completion.answer())
-    return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)
+    return json_response(await completion.answer())
 
 
 def _given(body: CompletionBody) -> tuple[list[str | list[int]], bool]:

@@ -7,9 +7,9 @@ from typing import Final
 
 from strandline.env import API_KEY, read_api_key
 from strandline.errors import ConfigError
+from strandline.server.host_names import is_local, parse_host
 
 CACHE_PAGES: Final = ("auto", "text", "counts", "off")
-LOCAL_NAMES: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,8 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any free port."""
+    allowed_hosts: Sequence[str] = ()
+    """Host names that requests may use beside local ones; ``*`` is any. Empty: on a loopback address none, else any."""
     served_model_name: Sequence[str] = ()
     """Names that requests may use; empty: the model's."""
     api_key: Sequence[str] = ()
@@ -26,6 +28,8 @@ class ServerConfig:
     """Requests share cached prefixes only with requests of the same key."""
     chat_template: str | None = None
     """A file, or the template itself."""
+    parse_special_tokens: bool = False
+    """Control tokens in the text of users and tools are read as such, as vLLM does, and not as plain text."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls; ``auto`` derives it from the chat template."""
     reasoning_parser: str = "auto"
@@ -37,7 +41,7 @@ class ServerConfig:
     max_body_bytes: int = 8 * 2**20
     request_timeout_s: float | None = None
     client_timeout_s: float = 60.0
-    """Time limit for a client to read a part of its response; 0: no limit."""
+    """Time limit for a client to send a request's head, a part of its body, or read a part of its response; 0: none."""
     restart: bool = False
     """Restart the engine when its process has exited."""
     cache_page: str = "auto"
@@ -45,15 +49,20 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
+        for name in self.allowed_hosts:
+            if name != "*" and parse_host(name.removeprefix("*.").encode(errors="replace") + b":0") is None:
+                raise ConfigError(
+                    f"--allowed-hosts must be names without ports, as api.example.com, *.example.com or *: got {name!r}"
+                )
         if self.max_queue < 0 or self.max_body_bytes < 1:
-            raise ConfigError("max_queue must be at least 0 and max_body_bytes at least 1")
+            raise ConfigError("--max-queue must be at least 0 and --max-body-bytes at least 1")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
-            raise ConfigError(f"request_timeout_s must be above 0, got {self.request_timeout_s:g}")
+            raise ConfigError(f"--request-timeout-s must be above 0, got {self.request_timeout_s:g}")
         if not self.client_timeout_s >= 0:
-            raise ConfigError(f"client_timeout_s must be at least 0, got {self.client_timeout_s:g}")
+            raise ConfigError(f"--client-timeout-s must be at least 0, got {self.client_timeout_s:g}")
         if self.cache_page not in CACHE_PAGES:
-            raise ConfigError(f"cache_page must be one of {', '.join(CACHE_PAGES)}; got {self.cache_page!r}")
+            raise ConfigError(f"--cache-page must be one of {', '.join(CACHE_PAGES)}; got {self.cache_page!r}")
 
     def key_salts(self) -> dict[str, str]:
         """Return the valid keys, the environment's included, each with the prefix of its requests' salts.
@@ -69,11 +78,17 @@ class ServerConfig:
             )
         return {key: salt_of_key(key) if self.salt_per_key else "" for key in keys}
 
-    def page_mode(self) -> str:
-        """Return what the cache page shows; ``auto`` shows text to this machine alone."""
+    def allowed_names(self, address: str) -> frozenset[str]:
+        """Return the names that requests to a server on an address may use beside local ones, as ``HostCheck`` does."""
+        if not self.allowed_hosts and not is_local(address):
+            return frozenset({"*"})
+        return frozenset(name.lower().strip("[]").rstrip(".") for name in (self.host, *self.allowed_hosts))
+
+    def page_mode(self, address: str) -> str:
+        """Return what the cache page of a server on an address shows; ``auto`` shows text to this machine alone."""
         if self.cache_page != "auto":
             return self.cache_page
-        return "local" if self.host in LOCAL_NAMES else "counts"
+        return "local" if is_local(address) else "counts"
 
 
 def salt_of_key(key: str) -> str:

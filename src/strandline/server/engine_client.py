@@ -13,7 +13,8 @@ from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
-from strandline.records.events import CoreStats, Limits, StepEvents
+from strandline.records.events import CoreStats, FinishReason, Limits, StepEvents
+from strandline.records.heartbeat import Heartbeat
 from strandline.records.messages import (
     ENCODER,
     FROM_CORE,
@@ -35,7 +36,9 @@ from strandline.text.frontend import CheckedParams, Frontend
 from strandline.text.output_streams import RequestStream
 from strandline.text.prompts import check_text
 
-STATS_TIMEOUT_S: Final = 5.0
+ANSWER_TIMEOUT_S: Final = 5.0
+STATS_TIMEOUT_S: Final = 2.0
+"""Shorter, since Prometheus gives up after 10 s by default."""
 
 
 class EngineDeadError(EngineError):
@@ -44,6 +47,14 @@ class EngineDeadError(EngineError):
 
 class QueueFullError(RequestError):
     """Too many requests are queued."""
+
+
+class NoTokenError(EngineError):
+    """No token could be sampled for a request."""
+
+
+class OutputFailedError(EngineError):
+    """An exception that concerned one output has ended it."""
 
 
 class RequestTimeoutError(EngineError):
@@ -98,6 +109,8 @@ class Job:
         Raises:
             EngineDeadError: the engine has exited.
             RequestTimeoutError: the job has timed out.
+            NoTokenError: an output ended because no token could be sampled.
+            OutputFailedError: an output ended by an exception.
         """
         num_unfinished = len(self.streams)
         while num_unfinished:
@@ -105,15 +118,19 @@ class Job:
             dirty, self._dirty = self._dirty, {}
             for request_id in dirty:
                 place = self._places[request_id]
-                delta = self.streams[place].take()
+                delta = _checked(self.streams[place].take())
                 num_unfinished -= delta.finished
                 yield place, delta
 
     async def whole(self) -> list[RequestDelta]:
         """Return the whole outputs of all prompts, as one delta each, when all are finished. Raises as ``deltas``."""
-        while not all(stream.is_finished for stream in self.streams):
+        while not self.is_finished:
             await self._wait()
-        return [stream.take() for stream in self.streams]
+        return [_checked(stream.take()) for stream in self.streams]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(stream.is_finished for stream in self.streams)
 
     async def _wait(self) -> None:
         try:
@@ -128,11 +145,25 @@ class Job:
             raise EngineDeadError(f"the engine has stopped: {self._failure}")
 
 
+def _checked(delta: RequestDelta) -> RequestDelta:
+    for output in delta.outputs:
+        if output.finish_reason != FinishReason.ERROR:
+            continue
+        if output.stop_reason is not None:
+            raise OutputFailedError(f"the output has failed and cannot be continued: {output.stop_reason}")
+        raise NoTokenError(
+            "no token could be sampled, as the logits have no finite maximum: every token is banned, a parameter is "
+            "extreme for this model, its grammar has become too complex, or the model's weights give NaN"
+        )
+    return delta
+
+
 class EngineClient:
     """Talks to the engine process.
 
     Args:
         socket: connected to an engine that is ready.
+        heartbeat: that of the engine's process.
         frontend: turns requests into sequences and tokens into text.
         max_unfinished: most sequences that run or are queued; more are refused.
         timeout_s: time limit of a job.
@@ -145,6 +176,7 @@ class EngineClient:
         frontend: Frontend,
         metrics: Metrics,
         *,
+        heartbeat: Heartbeat,
         max_unfinished: int,
         timeout_s: float | None = None,
         advice: str = "restart the server",
@@ -153,8 +185,11 @@ class EngineClient:
         self.metrics = metrics
         self.failure: str | None = None
         """Why the engine has exited; None while it runs."""
+        self.num_jobs_failed = 0
+        """Jobs that were unfinished when the engine exited, since the start."""
         self._advice = advice
         self._socket = socket
+        self._heartbeat = heartbeat
         self._max_unfinished = max_unfinished
         self._timeout_s = timeout_s
         self._jobs: dict[str, Job] = {}
@@ -245,16 +280,23 @@ class EngineClient:
         if self.failure is not None:
             return
         self.failure = f"{reason}; {self._advice}"
-        for job in set(self._jobs.values()):
+        jobs = set(self._jobs.values())
+        self.num_jobs_failed += sum(not job.is_finished for job in jobs)
+        for job in jobs:
             job.fail(self.failure)
         for future in (*self._stats_wanted, *self._questions.values()):
             if not future.done():
                 future.set_exception(EngineDeadError(reason))
         self._stats_wanted.clear()
 
-    def reconnect(self, socket: zmq.asyncio.Socket, limits: Limits) -> None:
+    def find_hang(self) -> str | None:
+        """Return why the engine seems to hang; None if it does not, or has exited."""
+        return self._heartbeat.find_hang() if self.failure is None else None
+
+    def reconnect(self, socket: zmq.asyncio.Socket, limits: Limits, heartbeat: Heartbeat) -> None:
         """Use a new engine process; all jobs of the old one have failed."""
         self._socket = socket
+        self._heartbeat = heartbeat
         self.frontend.limits = limits
         self.failure = None
 
@@ -265,7 +307,7 @@ class EngineClient:
             EngineDeadError: it has exited.
             RequestTimeoutError: it does not respond.
         """
-        self.require_running()
+        self._require_answers()
         future = asyncio.get_running_loop().create_future()
         self._stats_wanted.append(future)
         self._send(AskStats())
@@ -275,6 +317,12 @@ class EngineClient:
                 return replace(stats, num_waiting=stats.num_waiting + self._num_expected)
         except TimeoutError as error:
             raise RequestTimeoutError(f"the engine has not answered for {STATS_TIMEOUT_S:g} s") from error
+
+    def _require_answers(self) -> None:
+        self.require_running()
+        hang = self.find_hang()
+        if hang is not None:
+            raise RequestTimeoutError(f"the engine does not answer: {hang}")
 
     async def show_cache(self, salt: str) -> CacheState:
         """Return the cache's content under a salt. Raises as ``ask_stats``."""
@@ -287,16 +335,16 @@ class EngineClient:
         return answer
 
     async def _ask(self, message: Callable[[int], ToCore]) -> Any:
-        self.require_running()
+        self._require_answers()
         self._num_questions += 1
         number = self._num_questions
         future = self._questions[number] = asyncio.get_running_loop().create_future()
         self._send(message(number))
         try:
-            async with asyncio.timeout(STATS_TIMEOUT_S):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await future
         except TimeoutError as error:
-            raise RequestTimeoutError(f"the engine has not answered for {STATS_TIMEOUT_S:g} s") from error
+            raise RequestTimeoutError(f"the engine has not answered for {ANSWER_TIMEOUT_S:g} s") from error
         finally:
             del self._questions[number]
 

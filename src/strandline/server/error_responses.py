@@ -13,13 +13,20 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from strandline.errors import EngineError, RequestError
-from strandline.server.engine_client import EngineDeadError, QueueFullError, RequestTimeoutError
+from strandline.server.engine_client import (
+    EngineDeadError,
+    NoTokenError,
+    OutputFailedError,
+    QueueFullError,
+    RequestTimeoutError,
+)
 
 MAX_MESSAGE: Final = 1000
 RETRY_AFTER_S: Final = 1
 TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -69,6 +76,10 @@ def status_of(error: RequestError | EngineError) -> tuple[int, str | None]:
             return 400, None
         case EngineDeadError():
             return 503, "engine_dead"
+        case NoTokenError():
+            return 500, "no_token"
+        case OutputFailedError():
+            return 500, "output_failed"
         case RequestTimeoutError():
             return 504, "timeout"
         case _:

@@ -1,4 +1,4 @@
-"""Middleware that checks API keys and the size of bodies."""
+"""Middleware that checks API keys, and how long bodies are."""
 
 import hmac
 from collections.abc import Mapping
@@ -40,6 +40,11 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # A proxy may take another of the two than this server, and then sees other requests (RFC 9112, 6.1).
+            message = "a request has a Content-Length or a Transfer-Encoding, not both"
+            await error_response(scope["path"], 400, message, headers={"Connection": "close"})(scope, receive, send)
+            return
         salt = self._salt(headers) if self._keys and scope["path"] not in OPEN_PATHS else ""
         if salt is None:
             refusal = error_response(

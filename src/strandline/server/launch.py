@@ -1,6 +1,7 @@
 """Starts and shuts down a server: engine process, socket, signals, drain."""
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -8,10 +9,12 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError
@@ -19,13 +22,17 @@ from strandline.gc_policy import freeze_gc
 from strandline.server.app import build_app
 from strandline.server.config import ServerConfig
 from strandline.server.engine_client import EngineClient
+from strandline.server.grammar_trials import GrammarTrials
+from strandline.server.http_protocol import HttpProtocol
+from strandline.server.listener import Listener, log_loop_error
 from strandline.server.metrics import Metrics
 from strandline.server.output_parser import choose_output_format
 from strandline.server.service import Service
 from strandline.server.slow_client_timeout import SlowClientTimeout
 from strandline.server.supervisor import engine_process, keep_restarting
 from strandline.text.model_files import default_sampling_params, find_model
-from strandline.text.vocabulary import load_frontend, load_vocabulary
+from strandline.text.prompts import check_template
+from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary
 
 LOGGER: Final = logging.getLogger("strandline.server")
 INTERRUPTED: Final = 130
@@ -42,7 +49,11 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
     logging.getLogger("strandline").setLevel(logging.INFO)
     listener = listen(server.host, server.port)
     with listener:
-        return asyncio.run(_serve(engine, server, listener))
+        try:
+            return asyncio.run(_serve(engine, server, listener))
+        except asyncio.CancelledError:
+            LOGGER.info("stopped before it served")
+            return 0
 
 
 def _keep_torch_out() -> None:
@@ -56,76 +67,126 @@ def _keep_torch_out() -> None:
 
 
 async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> int:
+    _cancel_on_sigterm()
     template = read_template(server.chat_template)
     keys = server.key_salts()
-    async with start_core(engine, server) as client:
+    defaults = default_sampling_params(find_model(engine.model))
+    vocabulary = load_vocabulary(engine)
+    trials = GrammarTrials(vocabulary.grammars, server.request_timeout_s)  # before there are threads
+    async with trials, start_core(engine, server, vocabulary) as client:
         names = server.served_model_name or (engine.model,)
-        defaults = default_sampling_params(find_model(engine.model))
         shown = template or str(getattr(client.frontend.tokenizer, "chat_template", None) or "")
         output_format = choose_output_format(server.tool_call_parser, server.reasoning_parser, shown)
-        service = Service(client, names, defaults, template, output_format)
-        mode = server.page_mode()
-        app = build_app(service, api_keys=keys, max_body_bytes=server.max_body_bytes, cache_page=mode)
+        service = Service(client, names, defaults, template, output_format, server.parse_special_tokens, trials.check)
+        host, port = listener.getsockname()[:2]
+        mode = server.page_mode(host)
+        app = build_app(
+            service,
+            api_keys=keys,
+            allowed_hosts=server.allowed_names(host),
+            max_body_bytes=server.max_body_bytes,
+            cache_page=mode,
+        )
         freeze_gc()
         listener.listen()  # before the address is logged
-        host, port = listener.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if mode != "off":
             shown_as = "without prompt text" if mode == "counts" else "with prompt text"
             LOGGER.info("cache page (%s): %s/cache", shown_as, address)
         LOGGER.info("serving %s on %s", names[0], address)
-        return await _run_http(SlowClientTimeout(app, server.client_timeout_s or None), listener)
+        if await _run_http(app, listener, server.client_timeout_s or None):
+            LOGGER.info("stopped at once")
+            return INTERRUPTED
+        if client.num_jobs_failed:
+            text = "stopped; requests that ended when the engine stopped: %d; all others were answered"
+            LOGGER.info(text, client.num_jobs_failed)
+        else:
+            LOGGER.info("stopped; every request was answered")
+        return 0
 
 
-async def _run_http(app: object, listener: socket.socket) -> int:
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")  # type: ignore[arg-type]
-    http = uvicorn.Server(config)
+def _cancel_on_sigterm() -> None:
+    """Cancel the current task at SIGTERM, so that a server that is starting removes its files, as it does at Ctrl-C."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    def cancel(*_: object) -> None:
+        if task is not None:
+            loop.call_soon_threadsafe(task.cancel)
+
+    signal.signal(signal.SIGTERM, cancel)
+
+
+async def _run_http(app: ASGIApp, listener: socket.socket, client_timeout_s: float | None) -> bool:
+    """Serve until a signal; return whether a second Ctrl-C ended unfinished requests."""
+    asyncio.get_running_loop().set_exception_handler(log_loop_error)
+    http = uvicorn.Server(http_config(app, client_timeout_s))
     # At shutdown uvicorn raises the signals that it handled again, for the handlers that were installed before.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     await http.serve(sockets=[listener])
-    LOGGER.info("stopped at once" if http.force_exit else "stopped; every request was answered")
-    return INTERRUPTED if http.force_exit else 0
+    return http.force_exit
+
+
+def http_config(app: ASGIApp, client_timeout_s: float | None) -> uvicorn.Config:
+    """Return uvicorn's configuration for an application whose clients have a time limit; None: no limit."""
+    protocol: Any = partial(HttpProtocol, client_timeout_s=client_timeout_s)
+    return uvicorn.Config(
+        SlowClientTimeout(app, client_timeout_s),
+        http=protocol,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+    )
 
 
 def read_template(given: str | None) -> str | None:
     """Return the chat template in a file, or the text itself if it looks like a template.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or has a syntax error.
     """
-    if given is None or "{" in given:
-        return given
-    try:
-        return Path(given).read_text()
-    except OSError as error:
-        raise ConfigError(f"chat template {given!r} is neither a file nor a template: {error.strerror}") from error
+    if given is None:
+        return None
+    template = given
+    if "{" not in given:
+        try:
+            template = Path(given).read_text()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--chat-template {given!r} is neither a file nor a template: {error}") from error
+    check_template(template)
+    return template
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> Listener:
+    """Return a socket that is bound to an address.
+
+    Raises:
+        ConfigError: the address is not there, or taken.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # If a socket names its protocol, asyncio turns off Nagle's algorithm, which would delay a response's second write
     # until the client acknowledges the first, by 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        wrong = "--port" if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        cause = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {host}:{port}: {cause}; choose another {wrong}") from error
     return listener
 
 
 @asynccontextmanager
-async def start_core(engine: EngineConfig, server: ServerConfig) -> AsyncIterator[EngineClient]:
+async def start_core(engine: EngineConfig, server: ServerConfig, vocabulary: Vocabulary) -> AsyncIterator[EngineClient]:
     """Start the engine process, yield a client of it, and end the process on exit.
 
     Raises:
         ConfigError: the configuration does not allow a start.
         EngineError: the process ended before it was ready.
     """
-    vocabulary = load_vocabulary(engine)
-    vocabulary.grammars.begin()
     async with AsyncExitStack() as stack:
         process, limits = await stack.enter_async_context(engine_process(engine))
         names = server.served_model_name or (engine.model,)
@@ -133,6 +194,7 @@ async def start_core(engine: EngineConfig, server: ServerConfig) -> AsyncIterato
             process.socket,
             load_frontend(engine, limits, vocabulary),
             Metrics(names[0]),
+            heartbeat=process.heartbeat,
             max_unfinished=engine.max_num_seqs + server.max_queue,
             timeout_s=server.request_timeout_s,
             advice="it is being started again" if server.restart else "restart the server",

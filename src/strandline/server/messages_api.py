@@ -17,11 +17,9 @@ from strandline.server.request_bodies import Objects, Strings, check_extra
 from strandline.server.segments import merge_segments
 from strandline.server.service import Service
 from strandline.server.sse import (
-    CLIENT_CLOSED_REQUEST,
     EventStream,
     json_response,
     named_events,
-    while_connected,
 )
 from strandline.server.structured_fields import structure_of
 from strandline.server.tools import Toolbox
@@ -155,8 +153,7 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     message = Message(service, body, prompt, checked, salt_of(request, body.cache_salt))
     if body.stream:
         return EventStream(message.job, named_events(request.url.path, message.events()))
-    answer = await while_connected(request, message.answer())
-    return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)
+    return json_response(await message.answer())
 
 
 async def count_tokens(service: Service, body: CountBody) -> Response:

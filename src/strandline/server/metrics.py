@@ -116,8 +116,11 @@ class _CoreMetrics:
         self.stats: CoreStats | None = None
         self._model_name = model_name
 
-    def collect(self) -> Iterable[Metric]:
-        return [] if self.stats is None else self._families(self.stats)
+    def collect(self) -> Iterator[Metric]:
+        text = "1 if the engine answers; 0 if its metrics are missing."
+        yield self._gauge("engine_up", text, {"": self.stats is not None})
+        if self.stats is not None:
+            yield from self._families(self.stats)
 
     def describe(self) -> Iterable[Metric]:
         return []

@@ -16,18 +16,20 @@ from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.reasoning import CLOSE
-from strandline.server.request_bodies import Objects, Strings, check_extra
+from strandline.server.request_bodies import Count, Objects, Strings, check_extra
 from strandline.server.responses_items import Items, chat_messages, chat_tools
 from strandline.server.segments import merge_segments
 from strandline.server.service import Service
-from strandline.server.sse import CLIENT_CLOSED_REQUEST, EventStream, json_response, named_events, while_connected
+from strandline.server.sse import EventStream, json_response, named_events
 from strandline.server.structured_fields import structure_of
 from strandline.server.tools import Toolbox
-from strandline.server.usage_and_logprobs import Json, cache_account
+from strandline.server.usage_and_logprobs import Json, cache_account, chat_logprobs
 from strandline.text.frontend import CheckedParams
 
 STORED: Final = ("previous_response_id", "conversation", "background", "prompt")
 """Fields that need stored state."""
+LOGPROBS: Final = "message.output_text.logprobs"
+"""In ``include``: asks for log-probabilities."""
 
 
 class ResponsesBody(BaseModel):
@@ -51,6 +53,7 @@ class ResponsesBody(BaseModel):
     store: bool | None = None
     truncation: str | None = None
     include: Strings | None = None
+    top_logprobs: Count | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
@@ -75,11 +78,28 @@ class ResponsesBody(BaseModel):
                 raise RequestError(
                     f"{name} is not served: nothing is stored here; send the whole conversation as input"
                 )
+        if self.top_logprobs and not self.wants_logprobs:
+            raise RequestError(f"top_logprobs needs include: [{LOGPROBS!r}]")
         given = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
         wanted = {"structured_outputs": self.structured_outputs, "response_format": (self.text or {}).get("format")}
         return SamplingParams(
-            **{**defaults, **given}, max_tokens=self.max_output_tokens, structured_outputs=structure_of(wanted)
+            **{**defaults, **given},
+            max_tokens=self.max_output_tokens,
+            logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+            structured_outputs=structure_of(wanted),
         )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def require_plain_text(self, service: Service, box: Toolbox) -> None:
+        """Refuse log-probabilities where not every token belongs to the text: of reasoning and of calls."""
+        if self.wants_logprobs and (box.schemas is not None or service.output_format.reasoning != "none"):
+            raise RequestError(
+                f"{LOGPROBS} is served for models without reasoning and requests without tools; use "
+                "/v1/chat/completions with logprobs"
+            )
 
 
 class ModelResponse:
@@ -107,6 +127,7 @@ class ModelResponse:
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
         }
@@ -123,7 +144,8 @@ class ModelResponse:
             [delta] = await self.job.whole()
         [output] = delta.outputs
         self._count_reasoning(output)
-        self._items.append(merge_segments([*self._parser.feed(output.text), *self._parser.finish()]))
+        segments = merge_segments([*self._parser.feed(output.text), *self._parser.finish()])
+        self._items.append(segments, self._logprobs(output))
         self._items.finish(_status(output))
         return self._finished(output)
 
@@ -140,12 +162,16 @@ class ModelResponse:
         async for _, delta in self.job.deltas():
             [output] = delta.outputs
             self._count_reasoning(output)
-            for event in self._items.append(self._parser.feed(output.text)):
+            for event in self._items.append(self._parser.feed(output.text), self._logprobs(output)):
                 yield event
             if delta.finished:
                 for event in self._items.append(self._parser.finish()) + self._items.finish(_status(output)):
                     yield event
                 yield {"type": f"response.{_status(output)}", "response": self._finished(output)}
+
+    def _logprobs(self, output: OutputDelta) -> list[Json]:
+        entries: list[Json] = chat_logprobs(output.logprobs or (), self._body.top_logprobs or 0)["content"]
+        return entries
 
     def _finished(self, last: OutputDelta) -> Json:
         status = _status(last)
@@ -193,11 +219,11 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     service.require_model(body.model)
     params = body.sampling_params(service.defaults)
     box = body.toolbox()
+    body.require_plain_text(service, box)
     with service.client.expect(params.n):
         prompt = await service.render(chat_messages(body.instructions, body.input), tools=box.tools)
         checked = await service.bind(params, box, prompt.text or "")
     response = ModelResponse(service, body, prompt, checked, salt_of(request, body.cache_salt))
     if body.stream:
         return EventStream(response.job, named_events(request.url.path, response.events()))
-    answer = await while_connected(request, response.answer())
-    return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)
+    return json_response(await response.answer())

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, Final
 from uuid import uuid4
 
@@ -107,9 +108,16 @@ class Items:
     def __init__(self) -> None:
         self.items: list[Json] = []
         self._is_open = False
+        self._logprobs: list[Json] = []
+        """Of tokens whose text is not part of a message yet."""
 
-    def append(self, segments: Iterable[Segment]) -> list[Json]:
-        """Append segments; return their events."""
+    def append(self, segments: Iterable[Segment], logprobs: Sequence[Json] = ()) -> list[Json]:
+        """Append segments; return their events.
+
+        Args:
+            logprobs: log-probabilities of the tokens that came with them.
+        """
+        self._logprobs += logprobs
         events: list[Json] = []
         for kind, text in segments:
             if kind is SegmentKind.CALL:
@@ -129,7 +137,10 @@ class Items:
         Args:
             status: of the last item.
         """
-        return (self._need("message") if not self.items else []) + self._close(status)
+        events = self._need("message") if not self.items else []
+        if self._is_open and self._last["type"] == "message":
+            self._take_logprobs()  # of the end token
+        return events + self._close(status)
 
     @property
     def _last(self) -> Json:
@@ -151,7 +162,7 @@ class Items:
             part = {"type": "reasoning_text", "text": ""}
         events = self._open(item)
         item["content"].append(part)
-        return [*events, {"type": "response.content_part.added", **self._place(), "part": dict(part)}]
+        return [*events, {"type": "response.content_part.added", **self._place(), "part": deepcopy(part)}]
 
     def _open(self, item: Json) -> list[Json]:
         events = self._close("completed")
@@ -166,8 +177,14 @@ class Items:
             return {"type": "response.function_call_arguments.delta", **self._place(), "delta": text}
         part = self._last["content"][0]
         part["text"] += text
-        more: Json = {"logprobs": []} if part["type"] == "output_text" else {}
+        more: Json = {"logprobs": self._take_logprobs()} if part["type"] == "output_text" else {}
         return {"type": f"response.{part['type']}.delta", **self._place(), "delta": text, **more}
+
+    def _take_logprobs(self) -> list[Json]:
+        """Move the log-probabilities into the message that is open; return them."""
+        taken, self._logprobs = self._logprobs, []
+        self._last["content"][0]["logprobs"] += taken
+        return taken
 
     def _close(self, status: str) -> list[Json]:
         if not self._is_open:
@@ -181,7 +198,7 @@ class Items:
             events.append({"type": "response.function_call_arguments.done", **self._place(), **done})
         else:
             part = item["content"][0]
-            more: Json = {"logprobs": []} if part["type"] == "output_text" else {}
+            more: Json = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
             done = {"text": part["text"], **more}
             events.append({"type": f"response.{part['type']}.done", **self._place(), **done})
             events.append({"type": "response.content_part.done", **self._place(), "part": part})

@@ -1,12 +1,12 @@
 """What all endpoints share: the engine's client, the model's names and defaults, tokenization and templates.
 
 Tokenization and templates run in a thread, one at a time, so that they do not block streams. Long texts have a thread
-of their own and grammars are compiled in others, so that neither blocks short texts.
+of their own and grammars are tried in other processes, so that neither blocks short texts.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
@@ -20,7 +20,6 @@ from strandline.server.reasoning import CLOSE
 from strandline.server.tools import Toolbox
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams
-from strandline.text.pending_grammars import NUM_THREADS
 from strandline.text.prompts import check_length, encode_text
 
 T = TypeVar("T")
@@ -41,10 +40,13 @@ class Service:
     """Replaces the tokenizer's own."""
     output_format: OutputFormat = field(default_factory=OutputFormat)
     """How the model writes tool calls and reasoning."""
+    parse_special_tokens: bool = False
+    """Control tokens in the text of users and tools are read as such."""
+    try_grammar: Callable[[StructuredOutputsParams], Awaitable[None]] | None = None
+    """Compiles a grammar before it is sent to the engine (``GrammarTrials.check``); by default a thread does."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
     _long_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "long texts"))
-    _compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "grammars"))
     _renderers: list[ChatRenderer] = field(default_factory=list)
 
     @property
@@ -62,7 +64,9 @@ class Service:
     def renderer(self) -> ChatRenderer:
         """Return the renderer of conversations. Raises as ``tokenizer``."""
         if not self._renderers:
-            self._renderers.append(ChatRenderer(self.tokenizer, self.chat_template))
+            self._renderers.append(
+                ChatRenderer(self.tokenizer, self.chat_template, parse_special_tokens=self.parse_special_tokens)
+            )
         return self._renderers[0]
 
     def require_model(self, name: str | None) -> None:
@@ -91,7 +95,7 @@ class Service:
             if structure is not None:
                 raise RequestError(f"tool_choice {toolbox.choice!r} and another structure cannot be combined")
             parser = self.output_format.tool_calls
-            grammar = await self._compile(lambda: toolbox.grammar(parser, grammars.tag))
+            grammar = await asyncio.to_thread(toolbox.grammar, parser, grammars.tag)
             structure = StructuredOutputsParams(grammar=grammar)
         if structure is None:
             return await self.check(params)
@@ -100,14 +104,18 @@ class Service:
         return await self.check(replace(params, structured_outputs=structure))
 
     async def check(self, params: SamplingParams) -> CheckedParams:
-        """Check parameters, in another thread if there is a grammar to compile. Raises as ``Frontend.check_params``."""
-        frontend = self.client.frontend
-        if params.structured_outputs is None:
-            return frontend.check_params(params)
-        return await self._compile(lambda: frontend.check_params(params))
+        """Check parameters, and whether the grammar can be compiled if there is one.
 
-    async def _compile(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, work)
+        Raises:
+            RequestError: they cannot be served.
+            EngineError: the grammar cannot be tried, or was not compiled in time.
+        """
+        frontend, structure = self.client.frontend, params.structured_outputs
+        if structure is not None and self.try_grammar is not None:
+            await self.try_grammar(structure)
+        elif structure is not None:
+            await asyncio.to_thread(frontend.grammars.check, structure)
+        return frontend.check_values(params)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
         """Return a text as a prompt."""

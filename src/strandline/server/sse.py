@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 from fastapi import Request
@@ -12,8 +12,6 @@ from starlette.types import Receive, Scope, Send
 from strandline.errors import EngineError, RequestError
 from strandline.server.engine_client import Job
 from strandline.server.error_responses import error_body, status_of
-
-T = TypeVar("T")
 
 DONE: Final = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST: Final = 499
@@ -62,13 +60,13 @@ async def named_events(path: str, bodies: AsyncIterator[Any]) -> AsyncIterator[b
         yield b"event: error\ndata: " + error_body(path, status, str(error), code=code) + b"\n\n"
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the work's result; if the client disconnects first, cancel it and return None."""
+async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Return the response that the work results in; if the client disconnects first, cancel the work."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        return task.result() if task.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
         for each in (task, watch):
             each.cancel()

@@ -3,13 +3,12 @@
 import asyncio
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import zmq.asyncio
@@ -17,6 +16,7 @@ import zmq.asyncio
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError, EngineError, StrandlineError
 from strandline.records.events import Limits
+from strandline.records.heartbeat import Heartbeat
 from strandline.records.messages import ENCODER, FROM_CORE, Ready, Refused, Start
 from strandline.server.engine_client import EngineClient
 
@@ -32,14 +32,18 @@ DRAIN_S: Final = 0.05
 
 
 class EngineProcess:
-    """A running engine process and the socket to it."""
+    """A running engine process, the socket to it, and its heartbeat.
 
-    def __init__(self, socket: zmq.asyncio.Socket, process: subprocess.Popen[bytes]) -> None:
+    Args:
+        address: what the socket is bound to.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket, address: str) -> None:
         loop = asyncio.get_running_loop()
         self.socket = socket
-        self._process = process
+        self.heartbeat, self._process = _start(address)
         self._exited = loop.create_future()
-        self._pidfd = os.pidfd_open(process.pid)
+        self._pidfd = os.pidfd_open(self._process.pid)
         loop.add_reader(self._pidfd, partial(_set_done, self._exited))
 
     async def handshake(self, engine: EngineConfig) -> Limits:
@@ -98,22 +102,22 @@ class EngineProcess:
 async def engine_process(engine: EngineConfig) -> AsyncIterator[tuple[EngineProcess, Limits]]:
     """Start an engine process, yield it once it is ready, and end it on exit.
 
-    Raises: as ``EngineProcess.handshake``.
+    Raises:
+        ConfigError, EngineError: as ``EngineProcess.handshake``.
+        OSError, zmq.ZMQError: the system lacks a resource, such as file descriptors.
     """
-    folder = tempfile.mkdtemp(prefix="strandline-")  # readable by this user alone
-    address = f"ipc://{folder}/core"
-    with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as socket:
+    folder = TemporaryDirectory(prefix="strandline-", ignore_cleanup_errors=True)  # readable by this user alone
+    with folder, zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.set_hwm(0)
         socket.linger = 0
+        address = f"ipc://{folder.name}/core"
         socket.bind(address)
-        command = [sys.executable, "-m", "strandline.engine.core_process", address]
-        process = EngineProcess(socket, subprocess.Popen(command, stdin=subprocess.PIPE))
+        process = EngineProcess(socket, address)
         try:
             limits = await process.handshake(engine)
-            shutil.rmtree(folder)
+            folder.cleanup()
             yield process, limits
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
             process.close()
 
 
@@ -127,13 +131,22 @@ async def keep_restarting(engine: EngineConfig, client: EngineClient) -> None:
         started_s = loop.time()
         try:
             async with engine_process(engine) as (process, limits):
-                client.reconnect(process.socket, limits)
+                client.reconnect(process.socket, limits, process.heartbeat)
                 LOGGER.info("the engine runs again")
                 client.fail(await process.receive_until_exit(client))
-        except StrandlineError as error:
+        except (StrandlineError, OSError, zmq.ZMQError) as error:
             LOGGER.error("the engine does not start: %s", error)
         is_stable = loop.time() - started_s > STABLE_AFTER_S
         delay_s = FIRST_RESTART_DELAY_S if is_stable else min(2 * delay_s, LONGEST_RESTART_DELAY_S)
+
+
+def _start(address: str) -> tuple[Heartbeat, subprocess.Popen[bytes]]:
+    fd = os.memfd_create("heartbeat")
+    try:
+        command = [sys.executable, "-m", "strandline.engine.core_process", address, str(fd)]
+        return Heartbeat(fd), subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd])
+    finally:
+        os.close(fd)
 
 
 def _set_done(future: asyncio.Future[None]) -> None:

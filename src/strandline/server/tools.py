@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from strandline.errors import RequestError
 from strandline.server.tool_calls import CLOSE, OPEN
+from strandline.text.closed_objects import close_objects
 
 MAX_TOOLS: Final = 1024
 ANYTHING: Final = "/(?s:.*)/"
@@ -112,7 +113,12 @@ def _choice(choice: Any) -> tuple[str, str | None]:
 
 def _json_rule(name: str, schema: Mapping[str, Any]) -> str:
     opening = json.dumps('{"name": ' + json.dumps(name) + ', "arguments": ')
-    return f'{opening} %json {json.dumps({"type": "object", **schema, **AS_TEMPLATES_WRITE})} "}}"'
+    return f'{opening} %json {_json({"type": "object", **schema})} "}}"'
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """Return a schema as text, for values that are written as templates write them."""
+    return json.dumps({**close_objects(schema), **AS_TEMPLATES_WRITE})
 
 
 def _tag_rule(name: str, schema: Mapping[str, Any]) -> str:
@@ -135,4 +141,4 @@ def _value_rule(schema: Any, definitions: Mapping[str, Any]) -> str:
     values = schema.get("enum")
     if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         return "(" + " | ".join(json.dumps(value) for value in values) + ') "\\n</parameter>\\n"'
-    return f'%json {json.dumps({**definitions, **schema})} "\\n</parameter>\\n"'
+    return f'%json {_json({**definitions, **schema})} "\\n</parameter>\\n"'

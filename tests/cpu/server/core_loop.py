@@ -11,12 +11,20 @@ from strandline.engine.core import EngineCore
 from strandline.engine.core_process import CoreLoop
 from strandline.ids import RequestId
 from strandline.records.events import Submission
+from strandline.records.heartbeat import Heartbeat
 from strandline.records.messages import ENCODER, FROM_CORE, AskStats, Stats, Stepped, Submit, ToCore
 from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.text.structured import Grammars
 
 TIMEOUT_S = 120.0
+
+
+def new_heartbeat() -> Heartbeat:
+    fd = os.memfd_create("heartbeat")
+    heartbeat = Heartbeat(fd)
+    os.close(fd)
+    return heartbeat
 
 
 class LoopInThread:
@@ -30,10 +38,11 @@ class LoopInThread:
         theirs = context.socket(zmq.PAIR)
         theirs.connect("inproc://core")
         lifeline, self._lifeline = os.pipe()
+        self.heartbeat = new_heartbeat()
 
         def run() -> None:
             with theirs:
-                CoreLoop(core, theirs, lifeline).run()
+                CoreLoop(core, theirs, lifeline, self.heartbeat).run()
             os.close(lifeline)
 
         self._thread = ThreadPoolExecutor(1)
@@ -70,9 +79,14 @@ class LoopInThread:
         assert isinstance(message, Stats)
         return message.stats.num_waiting
 
-    def close(self) -> None:
-        os.close(self._lifeline)
+    def end(self) -> None:
+        """End the loop, and wait for its end."""
+        if not self._running.done():
+            os.close(self._lifeline)
         self._running.result(TIMEOUT_S)
+
+    def close(self) -> None:
+        self.end()
         self._thread.shutdown()
         self.socket.close()
 

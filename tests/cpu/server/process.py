@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -58,6 +60,18 @@ class ServerProcess:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=TIMEOUT_S)
 
+    def connect(self) -> socket.socket:
+        address = urlsplit(self.url)
+        return socket.create_connection((address.hostname or "", address.port or 0), timeout=TIMEOUT_S)
+
+    def raw(self, request: bytes) -> tuple[int, str]:
+        """Send bytes; return the status, and all that comes until the server closes the connection."""
+        with self.connect() as connection:
+            connection.sendall(request)
+            with connection.makefile("rb") as file:
+                answer = file.read().decode("latin-1")
+        return int(answer.split()[1]), answer
+
     @contextmanager
     def stream(self, **fields: Any) -> Iterator[Iterator[str]]:
         """Yield the data of a completion's events."""
@@ -76,9 +90,13 @@ class ServerProcess:
         self.process.send_signal(number)
 
     def core_pid(self) -> int:
-        """Return the process id of the engine's process."""
-        [pid] = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(pid)
+        """Wait until the engine's process runs; return its id."""
+        self.wait_until(lambda: len(self._core_pids()) == 1)
+        return self._core_pids()[0]
+
+    def _core_pids(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in children if b"core_process" in _command_line(pid)]
 
     def exit_code(self, timeout_s: float = TIMEOUT_S) -> int:
         """Wait for the end; return the exit code."""
@@ -89,6 +107,14 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+def _command_line(pid: str) -> bytes:
+    """Return a process's command line; b"" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 @contextmanager

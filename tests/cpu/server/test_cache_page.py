@@ -59,6 +59,15 @@ def test_state_has_lookups_as_in_usage(server: ServerProcess) -> None:
         assert shown[f"{answer['id']}-0"] == answer["usage"]["cache"]
 
 
+def test_state_has_the_text_that_is_new_in_each_request(server: ServerProcess) -> None:
+    prompts = [f"seen and then something {end}" for end in ("quite new", "quieter still")]
+    names = [f"{complete(server, prompt)['id']}-0" for prompt in prompts]
+    texts = {row["request_id"]: row["text"] for row in state(server)["lookups"]}
+    # How much of the first is shown depends on where others' prompts part from it.
+    assert texts[names[0]].startswith("seen and then something")
+    assert texts[names[1]] == "quieter still"
+
+
 def test_state_has_tree_with_text_and_memory_adds_up(server: ServerProcess) -> None:
     complete(server, "seen on the page " * 10)
     shown = state(server)
@@ -141,8 +150,9 @@ def test_salted_entries_are_shown_only_with_their_salt(server: ServerProcess) ->
     shown = state(server)
     assert "a tenant's words" not in str(shown)
     assert "tenant %" not in str(shown)
-    [label] = [row["salt_label"] for row in shown["lookups"] if row["request_id"] == name]
-    assert label
+    [row] = [row for row in shown["lookups"] if row["request_id"] == name]
+    assert row["salt_label"]
+    assert row["text"] is None
     assert "under a salt" in refusal(server, request_id=name)
     assert "under a salt" in refusal(server, request_id=name, cache_salt="other")
     assert explain(server, request_id=name, cache_salt="tenant %")["now"]["hit"] == 170
@@ -191,7 +201,7 @@ def test_counts_alone_hold_no_text_of_others(reserved: ServerProcess) -> None:
     answer = complete(reserved, "a secret " * 10 + "other", KEY)
     shown = state(reserved, **KEY)
     assert shown["shows_text"] is False
-    assert {run["text"] for run in shown["tree"]["runs"]} == {None}
+    assert {row["text"] for row in (*shown["tree"]["runs"], *shown["lookups"])} == {None}
     told = explain(reserved, KEY, request_id=answer["id"])
     assert told["parting"] == {"position": 90, "before": None, "prompt": None, "cached": []}
     assert told["account"] == answer["usage"]["cache"]
@@ -202,16 +212,17 @@ def test_counts_alone_hold_no_text_of_others(reserved: ServerProcess) -> None:
 def test_text_is_shown_to_local_host_names_only(server: ServerProcess) -> None:
     complete(server, "for this machine " * 10)
     assert state(server)["shows_text"]
-    stranger = state(server, Host="stranger.example")
-    assert not stranger["shows_text"]
-    assert "for this machine" not in str(stranger)
+    assert state(server, Host="localhost")["shows_text"]
+    stranger = httpx.get(f"{server.url}/cache/state", headers={"Host": "stranger.example"})
+    assert stranger.status_code == 403
+    assert "for this machine" not in stranger.text
 
 
 def test_text_is_shown_by_default_only_locally() -> None:
-    hosts = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "10.0.0.1")
-    assert [ServerConfig(host=host).page_mode() for host in hosts] == ["local"] * 3 + ["counts"] * 2
+    addresses = ("127.0.0.1", "127.0.0.2", "::1", "0.0.0.0", "10.0.0.1")
+    assert [ServerConfig().page_mode(address) for address in addresses] == ["local"] * 3 + ["counts"] * 2
     for given in ("text", "counts", "off"):
-        assert {ServerConfig(host=host, cache_page=given).page_mode() for host in hosts} == {given}
+        assert {ServerConfig(cache_page=given).page_mode(address) for address in addresses} == {given}
 
 
 def test_the_page_can_be_left_out(bytes_dir: Path, tmp_path: Path) -> None:

@@ -52,6 +52,45 @@ def test_the_page_shows_new_requests_as_they_come(page: Browser, server: ServerP
     page.wait_until(f"{RUNS}.some(run => run.textContent.includes('as they come'))")
 
 
+def test_rows_show_whole_words_and_more_on_hover(page: Browser, server: ServerProcess) -> None:
+    prompts = [f"how to tell requests apart: {end}" for end in ("by their text", "by their testimony")]
+    answer = [complete(server, prompt) for prompt in prompts][-1]
+    page.wait_until(row_of(answer))
+    assert page.run(f"{row_of(answer)}.cells[0].textContent") == "their testimony"
+    assert answer["id"] in page.run(f"{row_of(answer)}.title")
+    run = f"{RUNS}.find(run => run.textContent.includes('testimony'))"
+    page.wait_until(run)
+    assert page.run(f"{run}.title").startswith("testimony")
+
+
+def test_control_tokens_are_left_out_of_rows(page: Browser) -> None:
+    page.run("state.control_tokens = ['<|im_end|>', '<|im_start|>']")
+    assert page.run("oneLine('<|im_end|>\\n<|im_start|>user\\nHello')") == "user⏎Hello"
+
+
+@pytest.mark.parametrize(
+    ("age_s", "shown"),
+    [(0.9, "0 s"), (59.9, "59 s"), (60, "1 min"), (90, "1.5 min"), (3599, "59 min"), (5400, "1.5 h"), (1e6, "11 d")],
+)
+def test_ages_are_rounded_to_two_digits(page: Browser, age_s: float, shown: str) -> None:
+    assert page.run(f"ago({age_s})") == shown
+
+
+@pytest.mark.parametrize("oldest_s", [2, 26, 180, 4000, 1e5, 1e7])
+def test_time_labels_stand_at_their_times(page: Browser, oldest_s: float) -> None:
+    page.run("document.querySelector('#pause').click()")
+    page.run(f"state.memory = [[{oldest_s}, 0, 0, 0, 0], [0, 0, 0, 0, 0]]; showMemory()")
+    labels = page.run(
+        "[...document.querySelectorAll('#chart text')].map(text => [text.textContent, Number(text.getAttribute('x'))])"
+    )
+    times = [(label.split(), place) for label, place in labels if label.endswith("ago")]
+    units = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+    width = page.run("document.querySelector('#chart').clientWidth")
+    assert 1 <= len(times) <= width / 90
+    for (value, unit, _), place in times:
+        assert (width - 4 - place) / (width - 62) * oldest_s == pytest.approx(float(value) * units[unit], rel=1e-6)
+
+
 def test_a_click_explains_a_request(page: Browser, server: ServerProcess) -> None:
     complete(server, "clicked upon " * 10 + "first")
     answer = complete(server, "clicked upon " * 10 + "second")

@@ -14,8 +14,12 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
+from pydantic import BaseModel
 
 from strandline import LLM, SamplingParams
 from strandline.records.outputs import Logprob
@@ -56,6 +60,62 @@ def test_the_shell_examples_run(demo_server: ServerProcess) -> None:
     pieces = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
     assert "42" in "".join(piece["delta"].get("content") or "" for piece in pieces)
     assert json.loads(events[-2])["usage"]["prompt_tokens"] > 0
+
+
+# Structured outputs
+
+
+class Sum(BaseModel):
+    answer: int
+    is_even: bool
+
+
+def test_typed_answers_of_clients_parse(demo_server: ServerProcess) -> None:
+    question: list[Any] = [{"role": "user", "content": "What is 12 + 30?"}]
+    keys: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": TIMEOUT_S}
+    asked: dict[str, Any] = {"model": "demo"}
+    with openai.OpenAI(base_url=f"{demo_server.url}/v1", **keys) as client:
+        chat = client.chat.completions.parse(**asked, messages=question, response_format=Sum, max_tokens=200)
+        assert isinstance(chat.choices[0].message.parsed, Sum)
+        response = client.responses.parse(**asked, input=question, text_format=Sum, max_output_tokens=200)
+        assert isinstance(response.output_parsed, Sum)
+    with anthropic.Anthropic(base_url=demo_server.url, **keys) as other:
+        message = other.messages.parse(**asked, messages=question, output_format=Sum, max_tokens=200)
+        assert isinstance(message.parsed_output, Sum)
+
+
+# Tools
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Ulm"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_agents_calls_with_tools_are_answered_by_the_demo(demo_server: ServerProcess) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
+    asked: dict[str, Any] = {"model": "demo", "tools": [WEATHER], "max_tokens": 60}
+    with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+        first = client.chat.completions.create(**asked, messages=messages)
+        assert first.choices[0].message.content
+        called = client.chat.completions.create(
+            **asked, messages=messages, tool_choice="required", parallel_tool_calls=False
+        )
+        [call] = called.choices[0].message.tool_calls or []
+        assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+        assert json.loads(call.function.arguments)["city"] in ("Rome", "Ulm")
+        messages.append(called.choices[0].message.model_dump(exclude_none=True))
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "Sunny."})
+        last = client.chat.completions.create(**asked, messages=messages)
+        assert last.choices[0].finish_reason in ("stop", "length")
 
 
 # lm-evaluation-harness 0.4.13

@@ -10,14 +10,17 @@ from strandline.config import EngineConfig
 from strandline.server.config import ServerConfig
 
 FLAGS = [
-    "--api-key", "--async-scheduling", "--audit-rate", "--cache-page", "--chat-template", "--client-timeout-s",
+    "--allowed-hosts", "--api-key", "--async-scheduling", "--audit-rate", "--cache-page", "--chat-template",
+    "--client-timeout-s",
     "--deterministic", "--device", "--distributed-executor-backend", "--dtype", "--enable-auto-tool-choice",
     "--enable-prefix-caching", "--enforce-eager",
     "--gpu-memory-utilization", "--host",
-    "--load-format", "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
+    "--load-format", "--long-prefill-token-threshold",
+    "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-async-scheduling",
     "--no-enable-prefix-caching",
-    "--port", "--reasoning-parser", "--request-timeout-s", "--restart", "--salt-per-key", "--seed",
+    "--parse-special-tokens", "--port", "--reasoning-parser", "--request-timeout-s", "--restart", "--salt-per-key",
+    "--seed",
     "--served-model-name", "--tokenizer", "--tool-call-parser",
 ]  # fmt: skip
 
@@ -25,7 +28,7 @@ OF_VLLM = {
     "--host": "0.0.0.0", "--port": "8001", "--served-model-name": "a", "--api-key": "k", "--chat-template": "{}",
     "--tokenizer": "t", "--dtype": "bfloat16", "--load-format": "dummy", "--max-model-len": "100",
     "--max-num-seqs": "4", "--max-num-batched-tokens": "512", "--seed": "1", "--tool-call-parser": "hermes",
-    "--reasoning-parser": "qwen3",
+    "--reasoning-parser": "qwen3", "--long-prefill-token-threshold": "2048",
 }  # fmt: skip
 """Flags that mean what they mean in vLLM, with a value each."""
 

@@ -27,7 +27,7 @@ FRONT_END = """
 from strandline.server import launch
 from strandline.server.config import ServerConfig
 
-async def run_http(app, listener):
+async def run_http(*_):
     say_what_is_frozen()
     return 0
 
@@ -38,6 +38,7 @@ sys.exit(launch.serve(engine, ServerConfig(port=0)))
 CORE = """
 import zmq
 from strandline.engine import core_process
+from strandline.records.heartbeat import Heartbeat
 from strandline.records.messages import ENCODER, Start
 
 core_process.CoreLoop.run = lambda loop: say_what_is_frozen()
@@ -45,7 +46,7 @@ with zmq.Context() as context, context.socket(zmq.PAIR) as front, context.socket
     front.bind("inproc://core")
     back.connect("inproc://core")
     front.send(ENCODER.encode(Start(engine)))
-    sys.exit(core_process.serve_core(back, os.pipe()[0]))
+    sys.exit(core_process.serve_core(back, os.pipe()[0], Heartbeat(os.memfd_create("heartbeat"))))
 """
 
 

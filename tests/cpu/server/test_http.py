@@ -1,8 +1,6 @@
 """The API as raw HTTP: errors, ignored and refused fields, disconnecting clients, small endpoints."""
 
-import socket
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -30,7 +28,7 @@ MALFORMED: list[tuple[str, bytes, str]] = [
     ("completions", b'{"prompt": "\\ud800"}', "not valid Unicode"),
     ("completions", b'{"prompt": "x", "max_tokens": "5"}', "max_tokens: Input should be a valid integer"),
     ("completions", b'{"prompt": "x", "max_tokens": 1.5}', "max_tokens"),
-    ("completions", b'{"prompt": "x", "max_tokens": 0}', "max_tokens must be a whole number at least 1"),
+    ("completions", b'{"prompt": "x", "max_tokens": 0}', "max_tokens must be a whole number of at least 1"),
     ("completions", b'{"prompt": "x", "max_tokens": -1}', "max_tokens"),
     ("completions", b'{"prompt": "x", "temperature": NaN}', "temperature"),
     ("completions", b'{"prompt": "x", "temperature": 1e999}', "temperature"),
@@ -103,6 +101,14 @@ def test_what_nobody_knows_is_ignored_and_logged_once(server: ServerProcess) -> 
     assert "'user'" not in server.log()
 
 
+def test_request_with_two_lengths_is_refused_and_its_connection_closed(server: ServerProcess) -> None:
+    chunked = b'e\r\n{"prompt":"x"}\r\n0\r\n\r\n'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(chunked)}\r\n"
+    status, answer = server.raw(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunked)
+    assert status == 400
+    assert "a Content-Length or a Transfer-Encoding, not both" in answer
+
+
 def test_unknown_paths_and_methods_have_errors_of_the_same_shape(server: ServerProcess) -> None:
     for answer, status in ((server.get("/v1/nothing"), 404), (server.get("/v1/completions"), 405)):
         assert answer.status_code == status
@@ -148,11 +154,10 @@ def test_metrics_count_tokens_times_hits_and_the_reasons_of_misses(server: Serve
 
 def abandon(server: ServerProcess, body: dict[str, Any]) -> None:
     """Send a request, wait until it runs, and hang up."""
-    address = urlsplit(server.url)
     request = httpx.Request("POST", f"{server.url}/v1/completions", json=body)
     request.read()
     head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
-    with socket.create_connection((address.hostname or "", address.port or 0), timeout=TIMEOUT_S) as connection:
+    with server.connect() as connection:
         connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + request.content)
         server.wait_until(lambda: server.metric("num_requests_running") > 0)
 

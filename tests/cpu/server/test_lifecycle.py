@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -27,9 +26,8 @@ def doomed(bytes_dir: Path, tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def listens(server: ServerProcess) -> bool:
-    address = urlsplit(server.url)
     try:
-        socket.create_connection((address.hostname or "", address.port or 0), timeout=TIMEOUT_S).close()
+        server.connect().close()
     except (ConnectionRefusedError, ConnectionResetError):
         return False
     return True
@@ -54,6 +52,23 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(doomed: ServerProcess)
     assert "every request was answered" in doomed.log()
     assert not lives(core)
     assert "Traceback" not in doomed.log()
+
+
+def test_sigterm_at_start_leaves_no_files_and_no_process(
+    bytes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    server = ServerProcess(bytes_dir, tmp_path / "log")
+    try:
+        server.wait_until(lambda: bool(list(tmp_path.glob("strandline-*/core"))))
+        core = server.core_pid()
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+    finally:
+        server.close()
+    assert list(tmp_path.iterdir()) == [tmp_path / "log"]
+    assert not lives(core)
+    assert server.log() == "stopped before it served\n"
 
 
 def test_a_second_ctrl_c_stops_at_once(doomed: ServerProcess) -> None:
@@ -86,6 +101,7 @@ def test_dead_engine_fails_unfinished_requests_and_health(doomed: ServerProcess)
     assert "time_to_first_token" in doomed.get("/metrics").text
     doomed.signal(signal.SIGTERM)
     assert doomed.exit_code() == 0
+    assert "requests that ended when the engine stopped: 1; all others were answered" in doomed.log()
 
 
 def test_restarted_engine_has_an_empty_cache(bytes_dir: Path, tmp_path: Path) -> None:
@@ -119,8 +135,10 @@ def test_the_engine_does_not_outlive_its_front_end(doomed: ServerProcess) -> Non
 
 
 def test_engine_without_handshake_exits_with_its_server(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "strandline.engine.core_process", f"ipc://{tmp_path}/core"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as core:
+    heartbeat = os.memfd_create("heartbeat")
+    command = [sys.executable, "-m", "strandline.engine.core_process", f"ipc://{tmp_path}/core", str(heartbeat)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[heartbeat]) as core:
+        os.close(heartbeat)
         assert core.stdin is not None
         core.stdin.close()
         assert core.wait(TIMEOUT_S) == 0
@@ -146,4 +164,4 @@ def test_an_address_in_use_is_refused_before_anything_is_loaded(tmp_path: Path) 
 def test_what_the_engine_refuses_is_said_in_one_line(bytes_dir: Path, tmp_path: Path) -> None:
     said = refuse(bytes_dir, tmp_path / "log", "--memory", "1KiB")
     [line] = said.splitlines()
-    assert line.startswith("strandline: error: memory of ")
+    assert line.startswith("strandline: error: --memory of ")

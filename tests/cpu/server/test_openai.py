@@ -127,7 +127,7 @@ def test_a_prompt_that_is_only_echoed_generates_nothing(client: openai.OpenAI, s
     assert client.completions.create(**wishes).choices[0].text == PROMPT
     assert "".join(chunk.choices[0].text for chunk in client.completions.create(stream=True, **wishes)) == PROMPT
     assert server.metric("generation_tokens_total") == before
-    with pytest.raises(openai.BadRequestError, match="max_tokens must be a whole number at least 1"):
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be a whole number of at least 1"):
         client.completions.create(**{**wishes, "echo": False})
 
 
@@ -182,7 +182,7 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist") as missing:
         client.completions.create(model="other", prompt="x")
     assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="temperature must be a number at least 0"):
+    with pytest.raises(openai.BadRequestError, match="temperature must be a number between 0"):
         client.completions.create(model="tiny", prompt="x", temperature=-1)
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "strandline"

@@ -20,6 +20,7 @@ from strandline.text.frontend import Frontend
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import TEMPLATE, byte_tokenizer
 from tests.cpu.server.conftest import VOCAB_SIZE
+from tests.cpu.server.core_loop import new_heartbeat
 
 TIMEOUT_S = 120.0
 MEMORY = dict.fromkeys(("slots_in_use", "blocks_in_use", "slots_evictable", "blocks_evictable", "free"), 1)
@@ -36,9 +37,12 @@ class SilentCore:
     def send(self, data: bytes) -> None:
         match TO_CORE.decode(data):
             case AskStats():
-                self._said.put_nowait(Stats(IDLE))
+                self.say(Stats(IDLE))
             case Submit() as submit:
                 self.submitted.put_nowait(submit)
+
+    def say(self, message: FromCore) -> None:
+        self._said.put_nowait(message)
 
     async def recv(self) -> bytes:
         return TO_FRONT_END.encode(await self._said.get())
@@ -62,7 +66,10 @@ class Server:
         eos_ids = frozenset({0})
         grammars = Grammars(vocabulary, VOCAB_SIZE)
         frontend = Frontend(Limits(VOCAB_SIZE, 100), tokenizer=tokenizer, eos_ids=eos_ids, grammars=grammars)
-        self.client = EngineClient(self.core, frontend, Metrics("tiny"), max_unfinished=1)  # type: ignore[arg-type]
+        heartbeat = new_heartbeat()
+        heartbeat.beat()
+        core: Any = self.core
+        self.client = EngineClient(core, frontend, Metrics("tiny"), heartbeat=heartbeat, max_unfinished=1)
         self.service = Service(self.client, ["tiny"])
         self._http = httpx.ASGITransport(build_app(self.service))
 

@@ -52,6 +52,38 @@ def test_a_response_is_the_offline_answer_and_counts_cached_tokens(client: opena
     assert answer.usage.input_tokens_details.cached_tokens == len(prompt)
 
 
+def test_responses_logprobs_are_those_of_chat_completions(client: openai.OpenAI) -> None:
+    wishes: dict[str, Any] = {"model": "tiny", "temperature": 0, "top_logprobs": 2}
+    chat = client.chat.completions.create(
+        **wishes, messages=[{"role": "user", "content": "who?"}], max_tokens=9, logprobs=True
+    )
+    assert chat.choices[0].logprobs is not None
+    expected = [entry.model_dump() for entry in chat.choices[0].logprobs.content or ()]
+    wishes |= {"input": "who?", "max_output_tokens": 9, "include": ["message.output_text.logprobs"]}
+    whole = client.responses.create(**wishes)
+    *_, last = events = list(client.responses.create(**wishes, stream=True))
+    assert last.type == "response.incomplete"
+    for response in (whole, last.response):
+        [part] = response.output[0].content  # type: ignore[union-attr]
+        assert [entry.model_dump() for entry in part.logprobs or ()] == expected  # type: ignore[union-attr]
+        assert len(expected[0]["top_logprobs"]) == 2
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [entry.logprob for event in deltas for entry in event.logprobs] == [entry["logprob"] for entry in expected]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs needs include"),
+        ({"include": ["message.output_text.logprobs"]}, "models without reasoning and requests without tools"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "logprobs must be"),
+    ],
+)
+def test_logprobs_that_are_not_served_are_refused(chatty: openai.OpenAI, wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        chatty.responses.create(model="tiny", input="who?", max_output_tokens=9, **wishes)
+
+
 def test_a_streamed_response_is_the_whole_one(chatty: openai.OpenAI) -> None:
     whole = chatty.responses.create(**saying(CALL))
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]

@@ -101,7 +101,7 @@ def test_a_client_that_stops_reading_ends_its_request(bytes_dir: Path, tmp_path:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect((host, int(port)))
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             server.wait_until(lambda: "read nothing for 0.5 s" in server.log())
             server.wait_until(lambda: server.metric("num_requests_running") == 0)

@@ -8,7 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.cpu.engine.tokenizers import CHAT_SPECIALS
+from strandline import StructuredOutputsParams
+from strandline.server.tools import toolbox
+from strandline.text.structured import Grammars
+from tests.cpu.engine.tokenizers import CHAT_SPECIALS, byte_tokenizer
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 WEATHER: dict[str, Any] = {
@@ -137,6 +140,20 @@ def test_required_call_is_made_and_follows_its_schema(server_name: str, request:
                 assert name == "weather" or choice == "required"
                 assert set(arguments) == ({"city", "days"} if name == "weather" else set())
                 assert name == "clock" or 1 <= arguments["days"] <= 9
+
+
+def test_tagged_arguments_have_the_white_space_of_templates() -> None:
+    """Else a random model could write white space without end, and the next turn would not hit all of this one."""
+    values = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "required": ["a", "b"]}
+    parameters = {"properties": {"values": values}, "required": ["values"]}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    grammar = toolbox(tools, "required").grammar("qwen3_coder", json.dumps)
+    grammars = Grammars(lambda: (byte_tokenizer(), frozenset({0})), 256)
+    start = grammars.compile(StructuredOutputsParams(grammar=grammar)).start
+    for values_text, is_allowed in ((json.dumps({"a": 1, "b": 2}), True), ('{"a":  1, "b": 2}', False)):
+        call = f"<function=add>\n<parameter=values>\n{values_text}\n</parameter>\n</function>"
+        tokens = byte_tokenizer().encode(f"<tool_call>\n{call}\n</tool_call>")
+        assert (start.deep_copy().validate_tokens(tokens) == len(tokens)) is is_allowed
 
 
 def test_calls_and_their_results_are_rendered_for_the_next_turn(client: openai.OpenAI) -> None:

@@ -1,0 +1,166 @@
+"""Connections whose clients neither send a complete request nor read a complete response."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from time import monotonic
+from typing import Final
+
+import pytest
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from strandline.server.launch import http_config, listen
+
+TIMEOUT_S: Final = 60.0
+CLIENT_TIMEOUT_S: Final = 0.2
+KEEP_ALIVE_S: Final = 1
+"""Shorter than uvicorn's default, so that the tests are quick."""
+REQUEST: Final = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HALF: Final = REQUEST[:20]
+MORE_THAN_BUFFERS_HOLD: Final = 2**26
+
+
+async def short(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+    await send({"type": "http.response.body", "body": b"done"})
+
+
+async def long(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200})
+    await send({"type": "http.response.body", "body": bytes(MORE_THAN_BUFFERS_HOLD)})
+
+
+async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+    await asyncio.sleep(3 * CLIENT_TIMEOUT_S)
+    await short(scope, receive, send)
+
+
+class Clients:
+    """Connections to a server."""
+
+    def __init__(self, server: uvicorn.Server, address: tuple[str, int]) -> None:
+        self._address = address
+        self._server = server
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(*self._address)
+        self.writers.append(writer)
+        return reader, writer
+
+    @property
+    def num_served(self) -> int:
+        return len(self._server.server_state.connections)
+
+
+@asynccontextmanager
+async def clients_of(app: ASGIApp) -> AsyncIterator[Clients]:
+    """Serve an application as ``strandline serve`` does."""
+    config = http_config(app, CLIENT_TIMEOUT_S)
+    config.timeout_keep_alive = KEEP_ALIVE_S
+    server = uvicorn.Server(config)
+    with listen("127.0.0.1", 0) as listener:
+        listener.listen()
+        clients = Clients(server, listener.getsockname())
+        running = asyncio.ensure_future(server.serve([listener]))
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                yield clients
+        finally:
+            for writer in clients.writers:
+                writer.close()
+            server.should_exit = True
+            await asyncio.wait_for(running, TIMEOUT_S)
+
+
+async def seconds_until_closed(reader: asyncio.StreamReader) -> float:
+    start_s = monotonic()
+    with suppress(ConnectionResetError):
+        assert await reader.read() == b""
+    return monotonic() - start_s
+
+
+async def read_answer(reader: asyncio.StreamReader) -> None:
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    assert await reader.readexactly(4) == b"done"
+
+
+async def trickle(writer: asyncio.StreamWriter) -> None:
+    """Send a head that never ends."""
+    writer.write(REQUEST[:-2])
+    while True:
+        await asyncio.sleep(CLIENT_TIMEOUT_S / 10)
+        writer.write(b"X: y\r\n")
+
+
+def test_connection_that_sends_nothing_is_closed() -> None:
+    async def run() -> None:
+        async with clients_of(short) as clients:
+            reader, _ = await clients.connect()
+            assert await seconds_until_closed(reader) < TIMEOUT_S / 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_head_that_never_ends_is_closed(num_before: int) -> None:
+    async def run() -> None:
+        async with clients_of(short) as clients:
+            reader, writer = await clients.connect()
+            for _ in range(num_before):
+                writer.write(REQUEST)
+                await read_answer(reader)
+            trickling = asyncio.ensure_future(trickle(writer))
+            assert await seconds_until_closed(reader) < TIMEOUT_S / 2
+            trickling.cancel()
+
+    asyncio.run(run())
+
+
+def test_half_head_behind_a_whole_one_is_closed() -> None:
+    async def run() -> None:
+        async with clients_of(short) as clients:
+            reader, writer = await clients.connect()
+            writer.write(REQUEST + HALF)
+            await read_answer(reader)
+            assert await seconds_until_closed(reader) < TIMEOUT_S / 2
+
+    asyncio.run(run())
+
+
+def test_idle_connection_is_kept_as_long_as_uvicorn_does() -> None:
+    async def run() -> None:
+        async with clients_of(short) as clients:
+            reader, writer = await clients.connect()
+            for _ in range(2):
+                writer.write(REQUEST)
+                await read_answer(reader)
+            assert await seconds_until_closed(reader) >= KEEP_ALIVE_S - 0.1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_at_once", [1, 3])
+def test_responses_may_take_longer_than_heads(num_at_once: int) -> None:
+    async def run() -> None:
+        async with clients_of(slow) as clients:
+            reader, writer = await clients.connect()
+            writer.write(num_at_once * REQUEST)
+            for _ in range(num_at_once):
+                await read_answer(reader)
+
+    asyncio.run(run())
+
+
+def test_connection_that_leaves_response_unread_is_closed() -> None:
+    async def run() -> None:
+        async with clients_of(long) as clients:
+            _, writer = await clients.connect()
+            writer.write(REQUEST)
+            while clients.num_served == 0:
+                await asyncio.sleep(0)
+            while clients.num_served > 0:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
