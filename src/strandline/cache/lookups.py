@@ -37,9 +37,10 @@ class LookupLog:
     def __len__(self) -> int:
         return len(self._lookups)
 
-    def __iter__(self) -> Iterator[Lookup]:
-        """Yield the lookups, newest first."""
-        return (lookup for lookup, _ in reversed(self._lookups))
+    def __iter__(self) -> Iterator[tuple[Lookup, bytes | None]]:
+        """Yield the lookups, newest first, each with its encoded prompt if that is still kept."""
+        for age, (lookup, prompt) in enumerate(reversed(self._lookups)):
+            yield lookup, prompt if age < self._num_prompts else None
 
     def record(self, lookup: Lookup, prompt: bytes) -> None:
         """Add a lookup.
@@ -68,7 +69,4 @@ class LookupLog:
             name: the id of the request, or of the answer that it belongs to, which is a prefix of the request's id.
         """
         parts = (f"{name}-", f"{name}#")
-        for age, (lookup, prompt) in enumerate(reversed(self._lookups)):
-            if lookup.request_id == name or lookup.request_id.startswith(parts):
-                return lookup, prompt if age < self._num_prompts else None
-        return None
+        return next((kept for kept in self if kept[0].request_id == name or kept[0].request_id.startswith(parts)), None)

@@ -244,7 +244,7 @@ def placement(mode: str, stride: int) -> Placement:
         ConfigError: there is no such mode, or the stride is not a multiple of a block.
     """
     if stride < 1 or stride % BLOCK_TOKENS:
-        raise ConfigError(f"mamba_block_size must be a multiple of {BLOCK_TOKENS}, got {stride}")
+        raise ConfigError(f"--mamba-block-size must be a multiple of {BLOCK_TOKENS}, got {stride}")
     placements: dict[str, Placement] = {
         "auto": Auto(),
         "align": Align(stride),
@@ -252,5 +252,5 @@ def placement(mode: str, stride: int) -> Placement:
         "none": NoSnapshots(),
     }
     if mode not in placements:
-        raise ConfigError(f"mamba_cache_mode must be one of {', '.join(placements)}; got {mode!r}")
+        raise ConfigError(f"--mamba-cache-mode must be one of {', '.join(placements)}; got {mode!r}")
     return placements[mode]

@@ -21,7 +21,7 @@ class SlabAllocator:
         if num_slabs < 2 or blocks_per_slab < 1:
             raise ConfigError(
                 f"the cache got room for {num_slabs} slabs of {blocks_per_slab} blocks; at least 2 are needed; "
-                "raise the memory budget"
+                "raise --memory"
             )
         self.num_slabs = num_slabs
         self.blocks_per_slab = blocks_per_slab

@@ -7,12 +7,14 @@ so that in a sorted list the longest common prefix with any key is found beside 
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from strandline.ids import BLOCK_TOKENS
 
 TOKEN_BYTES: Final = 4
 BLOCK_KEY_BYTES: Final = BLOCK_TOKENS * TOKEN_BYTES
+EXCERPT_TOKENS: Final = 24
+BEFORE_TOKENS: Final = 16
 
 
 def encode(tokens: Iterable[int]) -> bytes:
@@ -33,6 +35,22 @@ def decode(data: bytes | bytearray) -> list[int]:
     if sys.byteorder == "little":
         values.byteswap()
     return values.tolist()
+
+
+class Excerpt(NamedTuple):
+    """Consecutive tokens, for display."""
+
+    before: tuple[int, ...] = ()
+    """The tokens before it, at most ``BEFORE_TOKENS``: they may contain the beginning of its first word."""
+    tokens: tuple[int, ...] = ()
+    """At most ``EXCERPT_TOKENS``."""
+
+
+def excerpt(data: bytes | bytearray, start: int) -> Excerpt:
+    """Return the excerpt of encoded tokens that begins at the token ``start``."""
+    before = decode(data[max(start - BEFORE_TOKENS, 0) * TOKEN_BYTES : start * TOKEN_BYTES])
+    tokens = decode(data[start * TOKEN_BYTES : (start + EXCERPT_TOKENS) * TOKEN_BYTES])
+    return Excerpt(tuple(before), tuple(tokens))
 
 
 def common_tokens(left: bytes | bytearray, right: bytes | bytearray) -> int:

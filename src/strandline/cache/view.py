@@ -15,14 +15,13 @@ from typing import Final
 from strandline.cache.account import SnapshotKind
 from strandline.cache.core import PrefixCache
 from strandline.cache.lease import Lease
-from strandline.cache.tokens import TOKEN_BYTES, common_tokens, decode
+from strandline.cache.tokens import BEFORE_TOKENS, EXCERPT_TOKENS, TOKEN_BYTES, Excerpt, common_tokens, excerpt
 from strandline.cache.tree import Run, Snapshot
 from strandline.ids import BLOCK_TOKENS, RequestId
 
 MAX_VISITED_RUNS: Final = 2048
 """Runs that are visited for one excerpt."""
 MAX_SNAPSHOTS_PER_RUN: Final = 32
-HEAD_TOKENS: Final = 24
 DIGEST_BYTES: Final = 6
 
 
@@ -52,7 +51,7 @@ class RunView:
     """A digest of the path to the run."""
     parts_at: int
     """The position from which on it differs from its siblings."""
-    head: tuple[int, ...]
+    head: Excerpt
     """The first tokens from ``parts_at`` on."""
     age: int
     num_users: int
@@ -169,7 +168,8 @@ class _TreeExcerpt:
         above = self._digests[parent] if parent is not None else b""
         digest = self._digests[run] = blake2s(above + first, digest_size=DIGEST_BYTES, key=self._key).digest()
         parts_at = _common_with_siblings(run, parent, first)
-        head = run.tokens[parts_at * TOKEN_BYTES : (parts_at + HEAD_TOKENS) * TOKEN_BYTES]
+        beginning = run.tokens[: (parts_at + EXCERPT_TOKENS) * TOKEN_BYTES]
+        lead = b"" if parent is None else parent.tokens[-BEFORE_TOKENS * TOKEN_BYTES :]
         own = self._stubs_on.get(run, []) + [run.snapshots[p] for p in run.positions[-MAX_SNAPSHOTS_PER_RUN:]]
         num_snapshots = len(own) - min(len(run.positions), MAX_SNAPSHOTS_PER_RUN) + len(run.positions)
         shared, num_unvisited = self._assign_stubs(run)
@@ -182,7 +182,7 @@ class _TreeExcerpt:
             num_blocks=len(run.blocks),
             digest=digest.hex(),
             parts_at=start + parts_at,
-            head=tuple(decode(head)),
+            head=excerpt(lead + beginning, len(lead) // TOKEN_BYTES + parts_at),
             age=self._now - _last_tick(run),
             num_users=run.num_users,
             snapshots=tuple(self._snapshot(snapshot) for snapshot in shown),

@@ -7,7 +7,7 @@ device (``locate_rows``).
 Shape suffixes as in ``kernels/batch.py``; D decodes, F columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -98,6 +98,25 @@ class DeviceBatch:
     step: StepBatch
     columns: SequenceColumns[Tensor]
     cut_rows_C: Tensor
+
+
+def split_by_blocks(sequence: SequencePlan) -> Iterator[SequencePlan]:
+    """Yield the parts of a sequence that keeps no log, each within one block, to be computed one after the other.
+
+    A sequence without tokens to compute is its own only part.
+    """
+    start, src, is_over = sequence.start, sequence.state_src, False
+    while not is_over:
+        end = min((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, sequence.end)
+        yield sequence._replace(
+            start=start,
+            end=end,
+            token_ids=sequence.token_ids[start - sequence.start : end - sequence.start],
+            state_src=src,
+            cuts=tuple(cut for cut in sequence.cuts if start < cut[0] <= end),
+            num_folded=end - start,
+        )
+        start, src, is_over = end, sequence.state_dst, end == sequence.end
 
 
 def build_host_batch(

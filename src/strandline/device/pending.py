@@ -14,10 +14,10 @@ from torch import Tensor
 from strandline.device.batch import SequenceColumns
 from strandline.device.sampler import SamplingState
 from strandline.device.upload import upload
-from strandline.ids import PendingToken, RequestId
+from strandline.ids import NO_TOKEN, PendingToken, RequestId
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.step import NO_TOKEN, resolve_pending
+from strandline.kernels.step import resolve_pending
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
 
 MAX_STOP_SETS = 512

@@ -8,30 +8,32 @@ host behind the step.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final, assert_never
 
 import torch
 from torch import Tensor
 
 from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock
-from strandline.device.batch import HostBatch, build_host_batch, to_device
+from strandline.device.batch import HostBatch, build_host_batch, split_by_blocks, to_device
+from strandline.device.failures import catch_failure
+from strandline.device.grammar_mask import GuardedMatcher
 from strandline.device.graphs import StepGraphs, StepHidden
 from strandline.device.heap import keep_scratch_memory
 from strandline.device.padded_step import StepSize
 from strandline.device.pending import PendingTokens
-from strandline.device.sampler import LogprobTensors, SamplingState, choose_tokens
+from strandline.device.sampler import ChosenTokens, LogprobTensors, SamplingState, choose_tokens
 from strandline.device.upload import download, upload_together
 from strandline.errors import EngineError
-from strandline.ids import BlockId, RequestId
+from strandline.ids import NO_TOKEN, BlockId, RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling import greedy, mask_top_k_top_p_min_p, sample
 from strandline.kernels.step import locate_rows, resolve_pending, store_hidden
 from strandline.models.protocol import LanguageModel
-from strandline.records.grammars import GrammarCompiler, TokenMatcher
-from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
+from strandline.records.grammars import GrammarCompiler
+from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult, TokenLogprobs
 
 RUNNER_OPERATIONS: Final = (locate_rows, resolve_pending, store_hidden, greedy, mask_top_k_top_p_min_p, sample)
 """What the runner computes with, beside the model's operations."""
@@ -51,33 +53,33 @@ machine each would wait for the others to be scheduled: a step took 690 ms where
 class StepInFlight:
     """A step in flight."""
 
-    def __init__(self, num_sequences: int, device: torch.device) -> None:
+    def __init__(self, sequences: Sequence[SequencePlan], device: torch.device) -> None:
         self.is_launch_bound = False
         """Whether launching took longer than the device needs to run the step."""
-        self._num_sequences = num_sequences
+        self._sequences = sequences
         self._device = device
         self._tokens_N: Tensor | None = None
         self._sampled: list[tuple[int, SamplingState]] = []
         self._logprobs: dict[int, LogprobTensors] = {}
-        self._prompt_logprobs: dict[int, list[LogprobTensors]] = {}
+        self._prompt_logprobs: dict[RequestId, list[LogprobTensors]] = {}
+        self.failures: dict[RequestId, str] = {}
+        """Why requests have failed so far."""
         self._done: torch.cuda.Event | None = None
 
-    def take_tokens(
-        self, tokens_N: Tensor, sampled: list[tuple[int, SamplingState]], logprobs: dict[int, LogprobTensors]
-    ) -> None:
+    def take_tokens(self, chosen: ChosenTokens, sampled: list[tuple[int, SamplingState]]) -> None:
         """Fetch what was sampled.
 
         Args:
-            sampled: index of the sequence in the plan and its state, per row of ``tokens_N``.
-            logprobs: by row.
+            sampled: index of the sequence in the plan and its state, per row of what was chosen.
         """
-        self._tokens_N = download(tokens_N)
+        self._tokens_N = download(chosen.tokens_N)
         self._sampled = sampled
-        self._logprobs = {sampled[row][0]: tensors for row, tensors in logprobs.items()}
+        self._logprobs = {sampled[row][0]: tensors for row, tensors in chosen.logprobs.items()}
+        self.failures |= {sampled[row][1].new.request_id: text for row, text in chosen.failures.items()}
 
-    def take_prompt_logprobs(self, index: int, tensors: LogprobTensors) -> None:
+    def take_prompt_logprobs(self, request_id: RequestId, tensors: LogprobTensors) -> None:
         """Fetch the log-probabilities of the next tokens of a sequence's prompt."""
-        self._prompt_logprobs.setdefault(index, []).append(tensors)
+        self._prompt_logprobs.setdefault(request_id, []).append(tensors)
 
     def close(self) -> None:
         """Mark the end of the step on the device."""
@@ -89,19 +91,22 @@ class StepInFlight:
         """Wait for the device, and return what the step produced."""
         if self._done is not None:
             self._done.synchronize()
-        token_ids: list[int | None] = [None] * self._num_sequences
+        token_ids: list[int | None] = [None] * len(self._sequences)
         if self._tokens_N is not None:
             for (index, state), token in zip(self._sampled, self._tokens_N.tolist(), strict=True):
                 token_ids[index] = token
-                state.append(token)
-        return StepResult(
-            tuple(token_ids),
-            {index: tensors.read()[0] for index, tensors in self._logprobs.items()},
-            {
-                index: [entry for tensors in parts for entry in tensors.read()]
-                for index, parts in self._prompt_logprobs.items()
-            },
-        )
+                if token != NO_TOKEN:
+                    state.append(token)
+        logprobs, prompt_logprobs = dict[int, TokenLogprobs](), dict[int, list[TokenLogprobs]]()
+        for index, tensors in self._logprobs.items():
+            with catch_failure(self.failures, self._sequences[index].request_id):
+                logprobs[index] = tensors.read()[0]
+        if self._prompt_logprobs:
+            for index, sequence in enumerate(self._sequences):
+                with catch_failure(self.failures, sequence.request_id):
+                    parts = self._prompt_logprobs.get(sequence.request_id, ())
+                    prompt_logprobs[index] = [entry for tensors in parts for entry in tensors.read()]
+        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, self.failures)
 
 
 class Runner:
@@ -135,6 +140,7 @@ class Runner:
         self._memory = model.bind(self.arena)
         self._pending = PendingTokens(max_num_seqs, device, kernels)
         self._kernels, self._store = kernels, kernels[store_hidden]
+        self._is_exact_on_cpu = device.type == "cpu" and kernels.workload.is_deterministic
         self._poison = poison
         self._graphs: StepGraphs | None = None
         self._states: dict[RequestId, SamplingState] = {}
@@ -151,18 +157,23 @@ class Runner:
         for new in plan.new:
             self._states[new.request_id] = SamplingState(new, self.model.vocab_size, self.device, self._matcher(new))
         self.carry_out(plan.actions)
-        if self.device.type == "cpu" and plan.num_tokens <= SERIAL_STEP_TOKENS:
-            with _one_thread():
-                return self._compute(plan)
-        return self._compute(plan)
+        launched = StepInFlight(plan.sequences, self.device)
+        if self._is_exact_on_cpu:
+            self._compute_one_by_one(plan.sequences, launched)
+        else:
+            with self._threads(plan.num_tokens):
+                self._compute(plan.sequences, launched)
+        launched.close()
+        return launched
 
-    def _matcher(self, new: NewRequest) -> TokenMatcher | None:
+    def _matcher(self, new: NewRequest) -> GuardedMatcher | None:
         wanted = new.params.structured_outputs
         if wanted is None:
             return None
-        if self._grammars is None:
+        grammars = self._grammars
+        if grammars is None:
             raise EngineError("a request with structured outputs came to a runner without a tokenizer")
-        return self._grammars.matcher(wanted, new.stop_ids)
+        return GuardedMatcher(lambda: grammars.matcher(wanted, new.stop_ids))
 
     def forget_requests(self) -> None:
         """Drop all sampling states; no step may be in flight."""
@@ -182,10 +193,8 @@ class Runner:
                 progress=progress,
             )
 
-    def _compute(self, plan: StepPlan) -> StepInFlight:
-        sequences = plan.sequences
+    def _compute(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         order, num_decodes = _order(sequences)
-        launched = StepInFlight(len(sequences), self.device)
         if not self._replay_decodes(sequences, num_decodes, launched):
             hidden_NE = self._last_hidden(sequences, order, num_decodes, launched)
             sampled = [index for index, sequence in enumerate(sequences) if sequence.is_sampled]
@@ -194,8 +203,31 @@ class Runner:
                     (rows_N,) = upload_together([sampled], self.device)
                     hidden_NE = hidden_NE[rows_N]
                 self._sample(sequences, self.model.logits(hidden_NE), launched)
-        launched.close()
-        return launched
+
+    def _compute_one_by_one(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
+        """Compute each sequence by itself, a prompt block by block, so that its bits depend on nothing else.
+
+        A CPU's GEMMs round by their number of rows, its vectorised functions by where a number lies among others.
+        Here what computes a token is called with the same shapes in whatever step that happens.
+        """
+        sampled, chosen = list[tuple[int, SamplingState]](), list[ChosenTokens]()
+        for index, sequence in enumerate(sequences):
+            hidden_1E = [self._hidden_of_part(part, launched) for part in split_by_blocks(sequence)][-1]
+            if sequence.is_sampled:
+                state = self._states[sequence.request_id]
+                with _one_thread():
+                    chosen.append(choose_tokens(self.model.logits(hidden_1E), [state], self._kernels))
+                sampled.append((index, state))
+        if sampled:
+            self._take(ChosenTokens.of_rows(chosen), sampled, launched)
+
+    def _hidden_of_part(self, part: SequencePlan, launched: StepInFlight) -> Tensor:
+        with self._threads(part.end - part.start):
+            return self._last_hidden([part], *_order([part]), launched)
+
+    def _threads(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Return a context in which operations run on the threads that a step of this size takes."""
+        return _one_thread() if self.device.type == "cpu" and num_tokens <= SERIAL_STEP_TOKENS else nullcontext()
 
     def _replay_decodes(self, sequences: Sequence[SequencePlan], num_decodes: int, launched: StepInFlight) -> bool:
         """Replay a step of decodes that are all sampled; whether it was one, and a graph had room for it."""
@@ -261,7 +293,7 @@ class Runner:
         if hidden is None:
             launched.is_launch_bound = self.device.type == "cuda" and len(host.token_ids_T) <= LAUNCH_BOUND_TOKENS
             hidden = self._run_eagerly(host)
-        self._prompt_logprobs(ordered, order, host, hidden, launched)
+        self._prompt_logprobs(ordered, host, hidden, launched)
         if order == list(range(len(sequences))):
             return hidden.last_NE
         hidden_NE = self._stored_hidden(sequences)
@@ -288,7 +320,6 @@ class Runner:
     def _prompt_logprobs(
         self,
         sequences: list[SequencePlan],
-        order: list[int],
         host: HostBatch,
         hidden: StepHidden,
         launched: StepInFlight,
@@ -296,7 +327,7 @@ class Runner:
         """Fetch the log-probabilities of prompts' tokens, of those sequences that ask for them."""
         rows = host.query_starts_N1[:-1] + (hidden.first_prompt_row - host.num_decode_rows)
         rows[: host.num_decodes] = host.query_starts_N1[: host.num_decodes]
-        for row, sequence, index in zip(rows.tolist(), sequences, order, strict=True):
+        for row, sequence in zip(rows.tolist(), sequences, strict=True):
             state = self._states[sequence.request_id]
             num_top = state.params.prompt_logprobs
             prompt = state.new.prompt_ids
@@ -305,9 +336,10 @@ class Runner:
                 continue
             (tokens_N,) = upload_together([prompt[sequence.start + 1 : end + 1]], self.device)
             rows_NE = hidden.hidden_TE[row : row + len(tokens_N)]
-            for hidden_NE, token_N in zip(rows_NE.split(LOGPROB_ROWS), tokens_N.split(LOGPROB_ROWS), strict=True):
-                tensors = LogprobTensors(self.model.logits(hidden_NE), token_N, [num_top] * len(token_N))
-                launched.take_prompt_logprobs(index, tensors)
+            with catch_failure(launched.failures, sequence.request_id):
+                for hidden_NE, token_N in zip(rows_NE.split(LOGPROB_ROWS), tokens_N.split(LOGPROB_ROWS), strict=True):
+                    tensors = LogprobTensors(self.model.logits(hidden_NE), token_N, [num_top] * len(token_N))
+                    launched.take_prompt_logprobs(sequence.request_id, tensors)
 
     def _sample(
         self,
@@ -322,9 +354,13 @@ class Runner:
             for index, sequence in enumerate(sequences)
             if sequence.is_sampled
         ]
-        tokens_N, logprobs = choose_tokens(logits_NV, [state for _, state in sampled], self._kernels, greedy_N)
-        self._pending.remember(tokens_N, [sequences[index].request_id for index, _ in sampled])
-        launched.take_tokens(tokens_N, sampled, logprobs)
+        chosen = choose_tokens(logits_NV, [state for _, state in sampled], self._kernels, greedy_N)
+        self._take(chosen, sampled, launched)
+
+    def _take(self, chosen: ChosenTokens, sampled: list[tuple[int, SamplingState]], launched: StepInFlight) -> None:
+        """Keep what was sampled for the next step, and fetch it."""
+        self._pending.remember(chosen.tokens_N, [state.new.request_id for _, state in sampled])
+        launched.take_tokens(chosen, sampled)
 
 
 def _order(sequences: Sequence[SequencePlan]) -> tuple[list[int], int]:

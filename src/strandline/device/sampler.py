@@ -8,13 +8,16 @@ Shape suffixes: N rows, V vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.device.grammar_mask import mask_logits
+from strandline.device.failures import catch_failure
+from strandline.device.grammar_mask import GuardedMatcher, mask_logits
 from strandline.device.upload import download, upload
+from strandline.ids import NO_TOKEN
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling import (
     apply_penalties,
@@ -25,7 +28,6 @@ from strandline.kernels.sampling import (
     sample,
     uniform_from_seed,
 )
-from strandline.records.grammars import TokenMatcher
 from strandline.records.plan import NewRequest, TokenLogprobs
 
 BANNED = float("-inf")
@@ -35,7 +37,7 @@ class SamplingState:
     """The sampler's state of one request: its parameters and its tokens so far."""
 
     def __init__(
-        self, new: NewRequest, vocab_size: int, device: torch.device, matcher: TokenMatcher | None = None
+        self, new: NewRequest, vocab_size: int, device: torch.device, matcher: GuardedMatcher | None = None
     ) -> None:
         self.new = new
         self.matcher = matcher
@@ -45,6 +47,7 @@ class SamplingState:
         self.num_sampled = 0
         """Tokens sampled, those included that the host does not know yet."""
         self.is_plain_greedy = _is_plain_greedy(new)
+        self.has_bans_or_biases = bool(new.bad_words_ids or new.params.min_tokens or new.params.logit_bias)
         self.prompt_mask_V: Tensor | None = None
         self.output_counts_V: Tensor | None = None
         if new.params.has_penalties:
@@ -61,7 +64,7 @@ class SamplingState:
         """Count a sampled token, which the host need not know yet."""
         self.num_sampled += 1
         if self.output_counts_V is not None:
-            self.output_counts_V.index_add_(0, token_1, torch.ones_like(token_1))
+            self.output_counts_V.index_add_(0, token_1.clamp_min(0), torch.ones_like(token_1))
 
     def append(self, token: int) -> None:
         """Append a token that the host knows now."""
@@ -94,31 +97,52 @@ class LogprobTensors:
         ]
 
 
+class ChosenTokens(NamedTuple):
+    """What was sampled for the rows of a step."""
+
+    tokens_N: Tensor
+    """int64, on the device; ``NO_TOKEN`` where none can be sampled."""
+    logprobs: dict[int, LogprobTensors]
+    """By row, where asked for."""
+    failures: dict[int, str]
+    """By row, why no token could be chosen for it: an exception concerned it alone."""
+
+    @staticmethod
+    def of_rows(parts: "Sequence[ChosenTokens]") -> "ChosenTokens":
+        """Return what was sampled for rows, one at a time."""
+        return ChosenTokens(
+            torch.cat([part.tokens_N for part in parts]),
+            {row: tensors for row, part in enumerate(parts) for tensors in part.logprobs.values()},
+            {row: text for row, part in enumerate(parts) for text in part.failures.values()},
+        )
+
+
 def choose_tokens(
     logits_NV: Tensor, states: Sequence[SamplingState], kernels: Kernels, greedy_N: Tensor | None = None
-) -> tuple[Tensor, dict[int, LogprobTensors]]:
+) -> ChosenTokens:
     """Sample one token per row, without waiting for the device.
 
     Args:
         logits_NV: may be overwritten.
         states: one per row; each counts its sampled token.
-        greedy_N: the likeliest tokens, if they are known.
-
-    Returns:
-        The tokens, int64 on the device, and by row the log-probabilities that were asked for.
+        greedy_N: the likeliest tokens, if they are known; may be overwritten.
     """
     wants = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+    failures: dict[int, str] = {}
     raw_logits = {row: logits_NV[row : row + 1].clone() for row in wants}
     if all(state.is_plain_greedy for state in states):
         tokens_N = kernels[greedy](logits_NV) if greedy_N is None else greedy_N
     else:
-        tokens_N = _choose(logits_NV.float(), states, kernels)
+        tokens_N = _choose(logits_NV.float(), states, kernels, failures)
+    logprobs: dict[int, LogprobTensors] = {}
+    for row, logits_1V in raw_logits.items():
+        with catch_failure(failures, row):
+            logprobs[row] = LogprobTensors(logits_1V, tokens_N[row : row + 1], [states[row].params.logprobs or 0])
+    if failures:
+        tokens_N[list(failures)] = NO_TOKEN
     for row, state in enumerate(states):
         state.count(tokens_N[row : row + 1])
-    return tokens_N, {
-        row: LogprobTensors(logits_1V, tokens_N[row : row + 1], [states[row].params.logprobs or 0])
-        for row, logits_1V in raw_logits.items()
-    }
+    return ChosenTokens(tokens_N, logprobs, failures)
 
 
 def _is_plain_greedy(new: NewRequest) -> bool:
@@ -128,13 +152,14 @@ def _is_plain_greedy(new: NewRequest) -> bool:
     return params.is_greedy and not has_extras
 
 
-def _choose(logits_NV: Tensor, states: Sequence[SamplingState], kernels: Kernels) -> Tensor:
+def _choose(logits_NV: Tensor, states: Sequence[SamplingState], kernels: Kernels, failures: dict[int, str]) -> Tensor:
     device = logits_NV.device
-    _apply_bans_and_biases(logits_NV, states)
+    _apply_bans_and_biases(logits_NV, states, failures)
     _apply_penalties(logits_NV, states)
     matchers = {row: state.matcher for row, state in enumerate(states) if state.matcher is not None}
     if matchers:
         mask_logits(logits_NV, list(matchers), list(matchers.values()))
+        failures |= {row: matcher.error for row, matcher in matchers.items() if matcher.error is not None}
     greedy_N = kernels[greedy](logits_NV)
     if all(state.params.is_greedy for state in states):
         return greedy_N
@@ -149,19 +174,20 @@ def _choose(logits_NV: Tensor, states: Sequence[SamplingState], kernels: Kernels
     logits_NV = apply_temperature(logits_NV, temperature_N)
     logits_NV = kernels[mask_top_k_top_p_min_p](logits_NV, top_k_N, top_p_N, min_p_N)
     drawn_N = kernels[sample](logits_NV, uniform_from_seed(seed_N, position_N))
-    return torch.where(upload(np.array([p.is_greedy for p in params]), device), greedy_N, drawn_N)
+    is_greedy_N = upload(np.array([p.is_greedy for p in params]), device)
+    return torch.where(is_greedy_N | (greedy_N == NO_TOKEN), greedy_N, drawn_N)
 
 
-def _apply_bans_and_biases(logits_NV: Tensor, states: Sequence[SamplingState]) -> None:
-    biases = [
-        (row, token, bias)
-        for row, state in enumerate(states)
-        for token, bias in (state.params.logit_bias or {}).items()
-    ]
+def _apply_bans_and_biases(logits_NV: Tensor, states: Sequence[SamplingState], failures: dict[int, str]) -> None:
+    biases, bans = list[tuple[int, int, float]](), list[tuple[int, int]]()
+    for row, state in enumerate(states):
+        if state.has_bans_or_biases:
+            with catch_failure(failures, row):
+                biases += [(row, token, bias) for token, bias in (state.params.logit_bias or {}).items()]
+                bans += [(row, token) for token in _banned(state)]
     if biases:
         rows, tokens, values = (upload(np.array(column), logits_NV.device) for column in zip(*biases, strict=True))
         logits_NV[rows, tokens] += values.float()
-    bans = [(row, token) for row, state in enumerate(states) for token in _banned(state)]
     if bans:
         rows, tokens = (upload(np.array(column), logits_NV.device) for column in zip(*bans, strict=True))
         logits_NV.index_put_((rows, tokens), logits_NV.new_full((), BANNED))

@@ -2,12 +2,13 @@
 
 import os
 from array import array
+from typing import Any
 
 import torch
 
 from strandline.config import EngineConfig, parse_bytes
 from strandline.device.batch import build_host_batch, to_device
-from strandline.device.dtypes import machine_bytes
+from strandline.device.dtypes import count_weights, machine_bytes
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, PendingToken, RequestId, SlotId
 from strandline.kernels.arena import ArenaTensors
@@ -46,12 +47,12 @@ def require_determinism(spec: ModelSpec, kernels: Kernels) -> None:
     for state in (state for layer in spec.layers for state in layer.states):
         if state.is_recurrent and state.dtype != "float32":
             raise ConfigError(
-                f"deterministic needs states in float32, the model's are {state.dtype}: one that is stored and read "
+                f"--deterministic needs states in float32, the model's are {state.dtype}: one that is stored and read "
                 "again differs from one that stays in registers"
             )
     if kernels.workload.device_type == "cuda" and kernels.fallbacks:
         missing = "; ".join(f"{x.operation}: {x.reason}" for x in kernels.fallbacks)
-        raise ConfigError(f"deterministic needs Triton kernels on a GPU: {missing}")
+        raise ConfigError(f"--deterministic needs Triton kernels on a GPU: {missing}")
 
 
 def choose_memory_bytes(
@@ -63,24 +64,55 @@ def choose_memory_bytes(
     and elsewhere 4 GiB, at most half of what is free, and of what a container allows.
 
     Raises:
-        ConfigError: the GPU's share is used up already.
+        ConfigError: there is not so much memory, or the GPU's share is used up already.
     """
-    if config.memory is not None:
-        return parse_bytes(config.memory)
-    if device.type != "cuda":
-        free_bytes = int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
-        return min(DEFAULT_BYTES, free_bytes // 2, machine_bytes() // 2)
+    log_bytes = num_logs * model.spec.log_bytes
+    if config.memory is None and device.type == "cuda":
+        return _choose_gpu_bytes(config, model, kernels, device, log_bytes)
+    free_bytes = int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+    have = memory_bytes(device)
+    default = min(DEFAULT_BYTES, free_bytes // 2, have // 2)
+    budget = default if config.memory is None else parse_bytes(config.memory)
+    if budget + log_bytes > have:
+        raise ConfigError(
+            f"--memory of {budget:,} bytes and {log_bytes:,} for logs of --max-num-seqs {config.max_num_seqs} are more "
+            f"than the {have:,} bytes of memory that there are; lower them"
+        )
+    return budget
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory of a device, in use or not."""
+    return machine_bytes() if device.type != "cuda" else int(torch.cuda.mem_get_info(device)[1])
+
+
+def require_room_for_weights(model_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Check that the memory of a device holds a model's weights, before any is allocated.
+
+    Raises:
+        ConfigError: it does not, or the configuration is not supported.
+    """
+    num_weights, have = count_weights(model_config), memory_bytes(device)
+    if num_weights * dtype.itemsize > have:
+        raise ConfigError(
+            f"the {num_weights:,} weights that config.json describes take {num_weights * dtype.itemsize:,} bytes in "
+            f"{str(dtype).removeprefix('torch.')}, more than the {have:,} bytes of memory that there are"
+        )
+
+
+def _choose_gpu_bytes(
+    config: EngineConfig, model: LanguageModel, kernels: Kernels, device: torch.device, log_bytes: int
+) -> int:
     num_tokens = min(choose_batched_tokens(config, device.type), config.max_model_len or model.max_position)
     scratch_bytes = measure_scratch_bytes(model, kernels, num_tokens, config.max_num_seqs, device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share_bytes = int(config.gpu_memory_utilization * total_bytes)
-    log_bytes = num_logs * model.spec.log_bytes
     budget = share_bytes - (total_bytes - free_bytes) - scratch_bytes - log_bytes
     if budget <= 0:
         raise ConfigError(
-            f"nothing is left for the cache: of {total_bytes:,} bytes gpu_memory_utilization allows {share_bytes:,}, "
+            f"nothing is left for the cache: of {total_bytes:,} bytes --gpu-memory-utilization allows {share_bytes:,}, "
             f"{total_bytes - free_bytes:,} are in use, a step needs {scratch_bytes:,} and logs {log_bytes:,}; raise "
-            "gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
+            "--gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs"
         )
     return budget
 
@@ -88,19 +120,25 @@ def choose_memory_bytes(
 def measure_scratch_bytes(
     model: LanguageModel, kernels: Kernels, num_tokens: int, num_rows: int, device: torch.device
 ) -> int:
-    """Run a step of one prompt of ``num_tokens`` on a GPU; return the most memory that it took beside the cache."""
+    """Run a step of ``num_tokens`` of one prompt on a GPU; return the most memory that it took beside the cache.
+
+    As many tokens stand before them, if the model allows. Their blocks are the same: what they hold does not matter.
+    """
     spec = model.spec
     num_blocks = -(-num_tokens // BLOCK_TOKENS)
+    num_blocks_before = min(num_tokens, model.max_position - num_tokens) // BLOCK_TOKENS
     num_slabs = slabs_for(spec, num_tokens)
     arena = ArenaTensors(spec, num_slabs, device)
     slot = SlotId(num_slabs - 1)
     first_block = spec.blocks_per_slab
+    blocks = range(first_block, first_block + num_blocks)
+    start = num_blocks_before * BLOCK_TOKENS
     sequence = SequencePlan(
         request_id=RequestId("scratch"),
-        start=0,
-        end=num_tokens,
+        start=start,
+        end=start + num_tokens,
         token_ids=(0,) * num_tokens,
-        block_table=array("i", range(first_block, first_block + num_blocks)).tobytes(),
+        block_table=array("i", [*blocks[:num_blocks_before], *blocks]).tobytes(),
         kv_start=0,
         state_src=NULL_SLOT,
         state_dst=slot,
@@ -134,26 +172,28 @@ def slabs_for(spec: ModelSpec, num_tokens: int) -> int:
     return 1 + SLOTS_PER_REQUEST + block_slabs
 
 
-def choose_max_model_len(config: EngineConfig, spec: ModelSpec, max_position: int, num_slabs: int) -> int:
+def choose_max_model_len(config: EngineConfig, spec: ModelSpec, max_position: int, have_bytes: int) -> int:
     """Return the longest request to allow: as configured, or the model's limit if memory allows so much.
+
+    Args:
+        have_bytes: the budget of blocks and slots.
 
     Raises:
         ConfigError: the configured length is beyond the model's, or does not fit into memory.
     """
-    fits = _longest_that_fits(spec, num_slabs)
-    have = num_slabs * spec.slab_bytes
+    fits = _longest_that_fits(spec, have_bytes // spec.slab_bytes)
     if fits < 1:
         need = slabs_for(spec, BLOCK_TOKENS) * spec.slab_bytes
-        raise ConfigError(f"memory of {have:,} bytes holds no request: at least {need:,} are needed; raise memory")
+        raise ConfigError(f"--memory of {have_bytes:,} bytes holds no request: at least {need:,} are needed")
     if config.max_model_len is None:
         return min(max_position, fits)
     if config.max_model_len > max_position:
-        raise ConfigError(f"max_model_len {config.max_model_len} is above the model's limit of {max_position} tokens")
+        raise ConfigError(f"--max-model-len {config.max_model_len} is above the model's limit of {max_position} tokens")
     if config.max_model_len > fits:
         need = slabs_for(spec, config.max_model_len) * spec.slab_bytes
         raise ConfigError(
-            f"one request of max_model_len {config.max_model_len} tokens needs {need:,} bytes, memory is {have:,}; "
-            f"raise memory or lower max_model_len to {fits}"
+            f"one request of --max-model-len {config.max_model_len} tokens needs {need:,} bytes, --memory is "
+            f"{have_bytes:,}; raise --memory or lower --max-model-len to {fits}"
         )
     return config.max_model_len
 

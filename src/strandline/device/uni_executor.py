@@ -70,8 +70,9 @@ class UniExecutor:
         keeps_logs = spec.log_tokens > 0 and not config.deterministic
         with _timed(start_s, "memory"):
             num_logs = 1 + config.max_num_seqs if keeps_logs else 0
-            num_slabs = choose_memory_bytes(config, model, kernels, device, num_logs) // spec.slab_bytes
-            max_model_len = choose_max_model_len(config, spec, model.max_position, num_slabs)
+            have_bytes = choose_memory_bytes(config, model, kernels, device, num_logs)
+            num_slabs = have_bytes // spec.slab_bytes
+            max_model_len = choose_max_model_len(config, spec, model.max_position, have_bytes)
             self.runner = Runner(
                 model,
                 kernels,

@@ -15,11 +15,10 @@ from random import Random
 from typing import Final
 
 from strandline.engine.request import Request
-from strandline.ids import RequestId
+from strandline.ids import AUDIT_PREFIX, RequestId
 from strandline.records.plan import NewRequest, StepPlan, StepResult, TokenLogprobs
 from strandline.records.sampling_params import SamplingParams
 
-PREFIX: Final = "audit of "
 COLD: Final = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
 
 
@@ -92,12 +91,12 @@ class Auditor:
         self._is_replayed = True
         request = due.request
         tokens = (*request.prompt_ids, *request.output_ids)[: self._max_model_len - 1]
-        new = NewRequest(RequestId(PREFIX + request.request_id), tokens, COLD, 0, frozenset(), ())
+        new = NewRequest(RequestId(AUDIT_PREFIX + request.request_id), tokens, COLD, 0, frozenset(), ())
         return Request(new, max_total=len(tokens) + 1, salt=request.salt, is_audit=True)
 
     def is_replay(self, request_id: RequestId) -> bool:
         """Whether a request is the auditor's own, which has no sender."""
-        return self._due is not None and request_id == PREFIX + self._due.request.request_id
+        return self._due is not None and request_id == AUDIT_PREFIX + self._due.request.request_id
 
     def take(self, plan: StepPlan, result: StepResult, advanced: Sequence[Request]) -> None:
         """Collect the log-probabilities of audited requests and of the replay from a step's result.

@@ -1,8 +1,8 @@
 """The data behind the cache page: the tree, memory over time, the last lookups, and explanations of their misses.
 
-Recording lookups and memory costs about a microsecond per step; everything else is computed on request. The results
-are plain data for another process. They hide what other salts cache: a salt appears as a label, and its tree is shown
-only to a caller that gives the salt.
+Recording lookups, hits and memory costs about a microsecond per step; everything else is computed on request. The
+results are plain data for another process. They hide what other salts cache: a salt appears as a label, and its tree
+and its prompts are shown only to a caller that gives the salt.
 """
 
 import secrets
@@ -10,50 +10,89 @@ from dataclasses import replace
 from hashlib import blake2s
 from typing import Final
 
-from strandline.cache import PrefixCache, TokenBuffer
+from strandline.cache import Account, PrefixCache, TokenBuffer
 from strandline.cache.explanation import Explanation, explain_lookup, explain_prompt
 from strandline.cache.lookups import Lookup, LookupLog
 from strandline.cache.stats import TenantBytes
+from strandline.cache.tokens import excerpt
 from strandline.cache.view import view
 from strandline.clock import SYSTEM_CLOCK, Clock
 from strandline.engine.scheduler import Scheduler
-from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState, LookupRow, MemorySample
+from strandline.records.cache_questions import (
+    CacheAnswer,
+    CacheQuestion,
+    CacheState,
+    LookupRow,
+    MemorySample,
+    RecentHits,
+)
 from strandline.records.events import CoreStats
 from strandline.records.plan import StepPlan
 from strandline.specs import ModelSpec
 
 MAX_SAMPLES: Final = 240
 SAMPLE_S: Final = 1.0
+WINDOW_S: Final = 300.0
+WINDOW_PARTS: Final = 60
+SHORT_TOKENS: Final = 8
+"""A prompt with fewer uncached tokens is shown by its last ``END_TOKENS``."""
+END_TOKENS: Final = 16
 KEY_BYTES: Final = 16
 LABEL_BYTES: Final = 4
 
 
 class MemoryHistory:
-    """Samples of the memory use since the start, sparser the older they are."""
+    """Samples of the memory use since the start, sparser the longer that was ago: the last one of every interval."""
 
     def __init__(self, max_samples: int = MAX_SAMPLES, interval_s: float = SAMPLE_S) -> None:
         self._max_samples = max_samples
         self._interval_s = interval_s
-        self._samples: list[tuple[float, TenantBytes]] = []
-        self._last: tuple[float, TenantBytes] | None = None
+        self._first: tuple[float, TenantBytes] | None = None
+        self._last_of: dict[float, tuple[float, TenantBytes]] = {}
 
     def record(self, now_s: float, held_bytes: TenantBytes) -> None:
         """Record the present use."""
-        if self._samples and now_s - self._samples[-1][0] < self._interval_s:
-            self._last = now_s, held_bytes
-            return
-        if self._last is not None and self._last[1] != self._samples[-1][1]:
-            self._samples.append(self._last)
-        self._last = None
-        self._samples.append((now_s, held_bytes))
-        if len(self._samples) > self._max_samples:
-            self._samples = self._samples[::2]
+        sample = now_s, held_bytes
+        self._first = self._first or sample
+        self._last_of[now_s // self._interval_s] = sample
+        if len(self._last_of) > self._max_samples:
             self._interval_s *= 2
+            self._last_of = {sample[0] // self._interval_s: sample for sample in self._last_of.values()}
 
     def samples(self, now_s: float) -> list[MemorySample]:
         """Return the samples, oldest first."""
-        last = [] if self._last is None else [self._last]
-        return [MemorySample(now_s - at_s, *held) for at_s, held in (*self._samples, *last)]
+        first = [] if self._first is None else [self._first]
+        later = [sample for sample in self._last_of.values() if sample is not self._first]
+        return [MemorySample(now_s - at_s, *held) for at_s, held in (*first, *later)]
+
+
+class HitWindow:
+    """Sums of the hits of the last minutes, to one part of the window."""
+
+    def __init__(self, window_s: float = WINDOW_S, num_parts: int = WINDOW_PARTS) -> None:
+        self._window_s = window_s
+        self._num_parts = num_parts
+        self._sums: dict[int, tuple[int, int]] = {}
+
+    def record(self, now_s: float, account: Account) -> None:
+        """Add what a request found."""
+        part = self._part(now_s)
+        queried, hit = self._sums.get(part, (0, 0))
+        self._sums[part] = queried + account.queried, hit + account.hit
+        if len(self._sums) > self._num_parts:
+            self._drop_older(part)
+
+    def recent(self, now_s: float) -> RecentHits:
+        """Return the sums of the window."""
+        self._drop_older(self._part(now_s))
+        sums = self._sums.values()
+        return RecentHits(self._window_s, sum(queried for queried, _ in sums), sum(hit for _, hit in sums))
+
+    def _part(self, at_s: float) -> int:
+        return int(at_s * self._num_parts // self._window_s)
+
+    def _drop_older(self, part: int) -> None:
+        self._sums = {old: sums for old, sums in self._sums.items() if old > part - self._num_parts}
 
 
 class CacheWatch:
@@ -69,19 +108,25 @@ class CacheWatch:
         self._clock = clock
         self._log = LookupLog()
         self._history = MemoryHistory()
+        self._hits = HitWindow()
         self._key = secrets.token_bytes(KEY_BYTES)
 
     def after_plan(self, plan: StepPlan) -> None:
         """Record the lookups of the requests that a step starts, and the memory use."""
-        now_s = self._clock()
-        self._history.record(now_s, self._held_bytes())
+        self.record_memory()
         if not plan.new:
             return
+        now_s = self._clock()
         names = {new.request_id for new in plan.new}
         for request in self._scheduler.running:
             if request.request_id in names and request.account is not None and not request.is_audit:
                 prompt = request.tokens.slice(0, request.num_prompt_tokens)
                 self._log.record(Lookup(request.request_id, request.salt, now_s, request.account), prompt)
+                self._hits.record(now_s, request.account)
+
+    def record_memory(self) -> None:
+        """Record the memory use."""
+        self._history.record(self._clock(), self._held_bytes())
 
     def state(self, salt: str, stats: CoreStats) -> CacheState:
         """Return the state of the cache page for a caller that gives this salt."""
@@ -93,8 +138,11 @@ class CacheWatch:
             block_bytes=self._spec.block_bytes,
             slot_bytes=self._spec.slab_bytes,
             stats=stats,
+            recent=self._hits.recent(now_s),
             tree=view(self._cache, salt=salt, key=self._key),
-            lookups=[self._row(lookup, now_s) for lookup in self._log],
+            lookups=[
+                self._row(lookup, now_s, prompt if lookup.salt in ("", salt) else None) for lookup, prompt in self._log
+            ],
             memory=[*self._history.samples(now_s), MemorySample(0.0, *self._held_bytes())],
         )
 
@@ -124,8 +172,12 @@ class CacheWatch:
             self._cache.lookup(tokens, lookup.salt).for_callers(),
         )
 
-    def _row(self, lookup: Lookup, now_s: float) -> LookupRow:
-        return LookupRow(lookup.request_id, self._label(lookup.salt), now_s - lookup.at_s, lookup.account.for_callers())
+    def _row(self, lookup: Lookup, now_s: float, prompt: bytes | None) -> LookupRow:
+        account = lookup.account.for_callers()
+        is_short = account.queried - account.kv_tokens < SHORT_TOKENS
+        start = max(account.queried - END_TOKENS, 0) if is_short else account.kv_tokens
+        head = None if prompt is None else excerpt(prompt, start)
+        return LookupRow(lookup.request_id, self._label(lookup.salt), now_s - lookup.at_s, account, head)
 
     def _label(self, salt: str) -> str:
         """Return a label for a salt, which itself would give access to what it caches."""

@@ -20,7 +20,7 @@ from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
-from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN, RequestId
 from strandline.kernels.binding import Fallback
 from strandline.records.events import (
     CoreStats,
@@ -92,7 +92,7 @@ class EngineCore:
         """End a sequence between steps and free what it holds. Unknown ids are ignored."""
         self.scheduler.finish(request_id, FinishReason.ABORT)
         self._auditor.forget(request_id)
-        self._flush_actions()
+        self._flush_when_idle()
 
     def close(self) -> None:
         """Release the device; no step follows."""
@@ -141,9 +141,11 @@ class EngineCore:
         self._in_flight = None
         result = launched.result()
         advanced = self.scheduler.settle(plan, result)
+        for request_id in result.failures:
+            self._auditor.forget(request_id)
         self._add_events(events, plan, result, advanced)
         self._auditor.take(plan, result, advanced)
-        self._flush_actions()
+        self._flush_when_idle()
         if self._is_debugged:
             check(self.cache)
 
@@ -160,8 +162,10 @@ class EngineCore:
         index_of: dict[RequestId, int] = {}
         if result.logprobs:
             index_of = {sequence.request_id: index for index, sequence in enumerate(plan.sequences)}
+        for request_id, text in result.failures.items():
+            events.tokens.append(TokenEvent(request_id, NO_TOKEN, None, FinishReason.ERROR, text, None))
         for request in advanced:
-            if request.is_audit:
+            if request.is_audit or request.request_id in result.failures:
                 continue
             output_ids = request.output_ids
             is_wanted = index_of and request.params.logprobs is not None
@@ -176,10 +180,11 @@ class EngineCore:
                 )
             )
 
-    def _flush_actions(self) -> None:
-        """Apply pending cache actions when idle, so that published snapshots are valid."""
+    def _flush_when_idle(self) -> None:
+        """When no request is left, record that, and apply pending cache actions, so that snapshots are valid."""
         if not len(self.scheduler):
             self.executor.carry_out(self.cache.take_actions())
+            self.watch.record_memory()
 
     # Reading
 
@@ -242,10 +247,15 @@ def new_scheduler(
         num_logs=config.max_num_seqs if facts.log_tokens else 0,
         log_tokens=facts.log_tokens,
     )
+    max_num_batched_tokens = choose_batched_tokens(config, facts.device_type)
+    threshold = config.long_prefill_token_threshold
+    if threshold is None:
+        threshold = max(max_num_batched_tokens // 4, BLOCK_TOKENS)
     return Scheduler(
         cache,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=choose_batched_tokens(config, facts.device_type),
+        max_num_batched_tokens=max_num_batched_tokens,
+        long_prefill_token_threshold=threshold,
         deterministic=config.deterministic,
         logged_from=choose_logged_from(facts.device_type),
         introduce=introduce,

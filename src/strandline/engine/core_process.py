@@ -1,21 +1,28 @@
-"""The engine process: ``python -m strandline.engine.core_process ADDRESS``, started by the HTTP process.
+"""The engine process: ``python -m strandline.engine.core_process ADDRESS HEARTBEAT``, started by the HTTP process.
+
+``HEARTBEAT`` is the number of an inherited file descriptor.
 
 It exits when its standard input closes, which happens when the HTTP process exits for any reason. It ignores signals,
 so that Ctrl-C in a terminal does not end what the HTTP process needs to finish its requests.
 """
 
+import logging
 import signal
 import sys
 import time
 from dataclasses import replace
+from threading import Thread
+from typing import Final
 
 import zmq
 
 from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_core
-from strandline.errors import ConfigError
+from strandline.errors import ConfigError, RequestError
 from strandline.gc_policy import freeze_gc
-from strandline.records.events import CoreStats
+from strandline.ids import NO_TOKEN
+from strandline.records.events import CoreStats, FinishReason, StepEvents, Submission, TokenEvent
+from strandline.records.heartbeat import BEAT_INTERVAL_S, Heartbeat
 from strandline.records.messages import (
     ENCODER,
     TO_CORE,
@@ -38,6 +45,7 @@ from strandline.records.messages import (
 from strandline.text.pending_grammars import PendingGrammars
 
 Socket = zmq.Socket[bytes]
+LOGGER: Final = logging.getLogger(__name__)
 LINGER_MS = 2000
 TRIM_AFTER_S = 5.0
 """Idle time after which the engine returns free scratch memory to the system."""
@@ -49,7 +57,7 @@ class CoreLoop:
     Sequences with a grammar are queued once it is compiled, so that no step waits for that.
     """
 
-    def __init__(self, core: EngineCore, socket: Socket, lifeline: int) -> None:
+    def __init__(self, core: EngineCore, socket: Socket, lifeline: int, heartbeat: Heartbeat) -> None:
         """
         Args:
             lifeline: a file descriptor; when it closes, the loop ends.
@@ -58,6 +66,7 @@ class CoreLoop:
         self._pending_grammars = PendingGrammars(core.executor.compile_grammar)
         self._socket = socket
         self._lifeline = lifeline
+        self._heartbeat = heartbeat
         self._poller = zmq.Poller()
         for source in (socket, lifeline, self._pending_grammars.fileno()):
             self._poller.register(source, zmq.POLLIN)
@@ -79,7 +88,9 @@ class CoreLoop:
 
     def _receive_messages(self) -> None:
         """Handle the messages that have arrived; wait for one if there is no work."""
+        self._heartbeat.end_turn()
         ready = dict(self._poller.poll(self._poll_timeout_ms()))
+        self._heartbeat.begin_turn()
         if not ready and not self._core.has_unfinished:
             self._trim_at_s = None
             self._core.executor.release_free_memory()
@@ -87,7 +98,10 @@ class CoreLoop:
             self._is_stopped = True
         if self._pending_grammars.fileno() in ready:
             for submission, grammar in self._pending_grammars.take():
-                self._core.add(submission, grammar)
+                if isinstance(grammar, RequestError):
+                    self._send(Stepped(_failure(submission, grammar)))
+                else:
+                    self._core.add(submission, grammar)
         while self._socket in ready and not self._is_stopped:
             try:
                 self._handle(TO_CORE.decode(self._socket.recv(zmq.NOBLOCK)))
@@ -129,7 +143,14 @@ class CoreLoop:
         self._socket.send(ENCODER.encode(message))
 
 
-def serve_core(socket: Socket, lifeline: int) -> int:
+def _failure(submission: Submission, error: RequestError) -> StepEvents:
+    """Return the end of a sequence whose grammar cannot be compiled here, though it could where it was tried."""
+    name = submission.new.request_id
+    LOGGER.warning("the grammar of %s cannot be compiled: %s", name, error)
+    return StepEvents(tokens=[TokenEvent(name, NO_TOKEN, None, FinishReason.ERROR, None, None)])
+
+
+def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
     """Load the model that the first message names and serve it; return the exit code."""
     poller = zmq.Poller()
     for source in (socket, lifeline):
@@ -147,7 +168,7 @@ def serve_core(socket: Socket, lifeline: int) -> int:
     freeze_gc()
     socket.send(ENCODER.encode(Ready(core.limits, core.describe())))
     try:
-        CoreLoop(core, socket, lifeline).run()
+        CoreLoop(core, socket, lifeline, heartbeat).run()
     except Exception as error:
         # The edge of the process. After an internal error the state may be wrong, so nothing more is served.
         socket.send(ENCODER.encode(Died(f"{type(error).__name__}: {error}")))
@@ -157,15 +178,25 @@ def serve_core(socket: Socket, lifeline: int) -> int:
     return 0
 
 
+def beat_forever(heartbeat: Heartbeat) -> None:
+    """Beat for as long as the process runs."""
+    while True:
+        heartbeat.beat()
+        time.sleep(BEAT_INTERVAL_S)
+
+
 def main() -> int:
     """Run the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    address, heartbeat_fd = sys.argv[1:]
+    heartbeat = Heartbeat(int(heartbeat_fd))
+    Thread(target=beat_forever, args=[heartbeat], daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.set_hwm(0)
         socket.linger = LINGER_MS
-        socket.connect(sys.argv[1])
-        return serve_core(socket, sys.stdin.fileno())
+        socket.connect(address)
+        return serve_core(socket, sys.stdin.fileno(), heartbeat)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Engine:
         """Check a request and queue it; the arguments are those of ``add_checked``.
 
         Raises:
-            RequestError: the prompt or a parameter cannot be served; nothing has changed.
+            RequestError: the prompt, a parameter or the id cannot be served; nothing has changed.
         """
         request = self.frontend.check(prompt_ids, self.frontend.check_params(params))
         self.add_checked(request_id, request, prompt=prompt, salt=salt, marks=marks)
@@ -69,7 +69,7 @@ class Engine:
         """Queue a request; the arguments are those of ``Frontend.open``.
 
         Raises:
-            RequestError: the id is in use; nothing has changed.
+            RequestError: the id, or that of one of its outputs, is in use or reserved; nothing has changed.
         """
         for submission in self.frontend.open(request_id, request, prompt=prompt, salt=salt, marks=marks):
             self.core.add(submission)

@@ -1,8 +1,9 @@
 """``LLM``: offline generation, with vLLM's names."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -22,6 +23,7 @@ from strandline.text.prompts import encode_text
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+MakeBar = Callable[..., contextlib.AbstractContextManager["tqdm[Any]"]]
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "marks")
 
@@ -46,11 +48,14 @@ class LLM:
 
     Example:
         >>> llm = LLM("demo")
-        >>> llm.generate("2 + 3 =", SamplingParams(temperature=0))[0].outputs[0].text
+        >>> [output] = llm.chat([{"role": "user", "content": "What is 2 + 3?"}])
+        >>> output.outputs[0].text
+        '2 + 3 = 5.'
     """
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_options({"model": model, **options})
+        self._default_params = SamplingParams(**default_sampling_params(find_model(model)))
         self.engine = load_engine(self.config, progress=True)
         self._names = count()
         self._renderers: dict[str | None, ChatRenderer] = {}
@@ -67,14 +72,14 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what the model's ``generation_config.json`` recommends."""
-        return SamplingParams(**default_sampling_params(find_model(self.config.model)))
+        return self._default_params
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | MakeBar = True,
     ) -> list[RequestOutput]:
         """Complete prompts in one batch; return the outputs in the prompts' order.
 
@@ -83,7 +88,7 @@ class LLM:
                 ``prompt`` or ``prompt_token_ids``, and optionally ``cache_salt`` and ``marks``: token positions
                 where other prompts are likely to share its beginning.
             sampling_params: for all prompts, or one for each. None: the model's defaults.
-            use_tqdm: show progress.
+            use_tqdm: show progress; or what makes the progress bar, called as ``tqdm`` is.
 
         Raises:
             RequestError: a prompt or parameter cannot be served; none is run.
@@ -101,7 +106,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | MakeBar = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
@@ -216,10 +221,11 @@ class LLM:
         stack.callback(self.engine.abort, name)
         return name
 
-    def _run(self, names: Sequence[str], *, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, names: Sequence[str], *, use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         wanted = set(names)
         finished: dict[str, RequestOutput] = {}
-        with tqdm(total=len(names), desc="Processed prompts", disable=not use_tqdm, unit="request") as bar:
+        make_bar: MakeBar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        with make_bar(total=len(names), desc="Processed prompts", unit="request") as bar:
             while len(finished) < len(wanted):
                 for output in self.engine.step():
                     if output.finished and output.request_id in wanted:

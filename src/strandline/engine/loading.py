@@ -9,6 +9,7 @@ from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.dtypes import choose_dtype
 from strandline.device.executor import Executor
+from strandline.device.sizing import require_room_for_weights
 from strandline.device.threads import limit_threads
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.core import EngineCore
@@ -16,10 +17,11 @@ from strandline.engine.engine import Engine
 from strandline.engine.mp_executor import MpExecutor
 from strandline.errors import ConfigError
 from strandline.kernels.weights import lay_out, lay_out_in_half
+from strandline.model_config import read_model_config
 from strandline.models.weights import load_model
 from strandline.records.grammars import GrammarCompiler
 from strandline.text.model_files import find_model
-from strandline.text.vocabulary import load_frontend, load_vocabulary, read_model_config
+from strandline.text.vocabulary import load_frontend, load_vocabulary
 
 LOGGER: Final = logging.getLogger("strandline.engine")
 
@@ -69,6 +71,7 @@ def load_uni_executor(
     device = resolve_device(config.device)
     model_config = read_model_config(directory)
     choice = choose_dtype(config, model_config, device)
+    require_room_for_weights(model_config, choice.dtype, device)
     notes = [choice.note, limit_threads() if device.type == "cpu" else None]
     for note in filter(None, notes):
         LOGGER.warning(note)
@@ -96,5 +99,5 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but torch finds no GPU; use device='cpu' or 'auto'")
+        raise ConfigError("--device is cuda, but torch finds no GPU; use --device cpu or auto")
     return torch.device(name)

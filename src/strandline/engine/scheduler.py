@@ -5,6 +5,9 @@ of the ``WaitingQueue``, as token budget and memory allow. When memory runs out,
 preempted: its slot becomes a snapshot, so that nothing is recomputed when it is admitted again. The scheduler never
 splits or delays a step for the cache.
 
+While requests decode, *long* prefills, of more tokens than a threshold, get no more than that many tokens of a step
+together, and a few steps pass before they get the next share: one long prompt does not hold up everyone's tokens.
+
 In deterministic mode a token's bits must not depend on how its sequence is split into steps: prompts are computed on
 the 64-token grid and generated tokens one by one, also when a preempted request starts over (``exact_end``).
 
@@ -24,9 +27,12 @@ from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind, StepGrant
 from strandline.engine.request import Request, Status
 from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
-from strandline.ids import BLOCK_TOKENS, PendingToken, RequestId
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN, PendingToken, RequestId
 from strandline.records.events import FinishReason
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
+
+STEPS_BETWEEN_SHARES = 2
+"""Steps between two in which long prefills beside decodes get their share: most steps are decodes alone, then."""
 
 LOOK_AHEAD_REQUESTS = 32
 """Waiting requests for which a leader is searched although they cannot be admitted yet."""
@@ -47,17 +53,24 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        long_prefill_token_threshold: int = 0,
         deterministic: bool = False,
         logged_from: int = 1,
         introduce: Callable[[Request], NewRequest] = attrgetter("new"),
     ) -> None:
         """
         Args:
+            long_prefill_token_threshold: prefills of more tokens are long; 0: none is.
             introduce: returns the data that the executor gets of a request when it first runs.
         """
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._long_threshold = long_prefill_token_threshold or max_num_batched_tokens
+        self._long_share = 0
+        """What is left of the planned step's tokens for long prefills."""
+        self._steps_since_share = STEPS_BETWEEN_SHARES
+        """Steps of decodes since the last in which long prefills got a share."""
         self.waiting = WaitingQueue(self._hit_tokens if cache.is_enabled else None)
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -141,9 +154,11 @@ class Scheduler:
             return None
         spans: list[Span] = []
         num_preemptions = self.num_preemptions
+        share = self._long_share = self._share_for_long_prefills()
         budget = self._plan_running(spans)
         if self.num_preemptions == num_preemptions:
             self._plan_waiting(spans, budget)
+        self._steps_since_share = 0 if self._long_share < share else self._steps_since_share + 1
         self._look_ahead()
         keeps_logs = [end - start for _, _, start, end in spans].count(1) >= self._logged_from
         # All reservations come before the first record: one that needs a slot may move blocks of any sequence.
@@ -168,6 +183,20 @@ class Scheduler:
         self._planned.append((plan, planned))
         return plan
 
+    def _share_for_long_prefills(self) -> int:
+        """Return how many tokens of the step long prefills may compute."""
+        if self._long_threshold >= self.max_num_batched_tokens or not any(map(_decodes, self.running)):
+            return self.max_num_batched_tokens
+        return self._long_threshold if self._steps_since_share >= STEPS_BETWEEN_SHARES else 0
+
+    def _allowance(self, num_tokens: int, budget: int) -> int:
+        """Return how many of a prefill's tokens the step computes."""
+        if num_tokens <= self._long_threshold:
+            return min(num_tokens, budget)
+        allowed = min(num_tokens, budget, self._long_share)
+        self._long_share -= allowed
+        return allowed
+
     def _plan_running(self, spans: list[Span]) -> int:
         """Plan the running requests; return the rest of the token budget."""
         budget = self.max_num_batched_tokens
@@ -181,12 +210,14 @@ class Scheduler:
                 continue
             lease = request.lease or _lease(request)
             start, end = lease.computed, request.num_tokens
-            if end - start > budget:
-                end = start + budget
-            if is_exact and (end := exact_end(request, start, end)) == start:
-                # The rest of the budget is less than a block.
-                index += 1
-                continue
+            if end - start > 1:
+                end = start + self._allowance(end - start, budget)
+                if is_exact:
+                    end = exact_end(request, start, end)
+                if end == start:
+                    # It is long and others decode; or it ends on the grid and the rest of the budget is less.
+                    index += 1
+                    continue
             if end > len(lease.table) * BLOCK_TOKENS and not self._make_room(lease, end):
                 continue
             spans.append((request, lease, start, end))
@@ -228,9 +259,11 @@ class Scheduler:
                 break
             waiting.admit(request)
             start = lease.computed
-            end = min(request.num_tokens, start + budget)
+            end = start + self._allowance(request.num_tokens - start, budget)
             if self._is_exact:
                 end = exact_end(request, start, end)
+            if end == start < request.num_tokens:
+                continue
             spans.append((request, lease, start, end))
             budget -= end - start
 
@@ -338,13 +371,17 @@ class Scheduler:
             raise EngineError("a step was settled out of order")
         advanced = []
         has_finished = False
-        for request, token in zip(planned, result.token_ids, strict=True):
-            if token is None or request.status is Status.FINISHED:
+        for request, sampled in zip(planned, result.token_ids, strict=True):
+            if sampled is None or request.status is Status.FINISHED:
                 continue
+            token = max(sampled, 0)  # as the device has it, whose step under way may have computed it
             request.output_ids.append(token)
             request.tokens.append(token)
             advanced.append(request)
-            if token in request.stop_ids and len(request.output_ids) > request.params.min_tokens:
+            if sampled == NO_TOKEN:
+                request.finish_reason = FinishReason.ERROR
+                has_finished = True
+            elif token in request.stop_ids and len(request.output_ids) > request.params.min_tokens:
                 request.finish_reason = FinishReason.STOP
                 request.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
                 has_finished = True
@@ -368,6 +405,11 @@ class Scheduler:
                     self.waiting.remove(request)
                 self._end(request, request.finish_reason, request.stop_reason)
         self.running = [request for request in self.running if request.status is Status.RUNNING]
+
+
+def _decodes(request: Request) -> bool:
+    """Whether a running request has sampled a token, and its next step samples another."""
+    return request.num_prompt_tokens < request.num_tokens < request.max_total
 
 
 def exact_end(request: Request, start: int, end: int) -> int:

@@ -73,7 +73,7 @@ class WarmUp:
         self._prefill_together()
         self._resume()
         self._sample()
-        self._add(self._scheduler.max_num_batched_tokens + 1, 1)
+        self._add(2 * self._scheduler.max_num_batched_tokens + 1, 1)
         self._run_until(lambda: not len(self._scheduler))
         self._executor.forget_requests()
 

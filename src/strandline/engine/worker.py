@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 import strandline.errors
 from strandline.device.executor import Executor
@@ -20,9 +20,7 @@ from strandline.engine.loading import load_uni_executor
 from strandline.engine.mp_executor import Call, Reply, Start
 from strandline.errors import EngineError
 from strandline.gc_policy import freeze_gc
-
-COMPILING_THREADS: Final = 2
-"""So that one grammar that takes long does not hold up all others."""
+from strandline.text.compiling_threads import CompilingThreads
 
 
 class Worker:
@@ -32,7 +30,7 @@ class Worker:
         self._executor = executor
         self._send = send
         self._results = ThreadPoolExecutor(1, "results")
-        self._compiling = ThreadPoolExecutor(COMPILING_THREADS, "grammars")
+        self._compiling = CompilingThreads()
         self._grammars: dict[int, object] = {}
         """Compiled grammars by the number of the call; they are kept until the caller releases them."""
 
@@ -49,7 +47,7 @@ class Worker:
 
     def close(self) -> None:
         """End the threads, and release the device."""
-        self._compiling.shutdown(cancel_futures=True)
+        self._compiling.close()
         self._results.shutdown()
         self._executor.close()
 

@@ -5,8 +5,18 @@ from typing import NamedTuple
 
 from strandline.cache import Account
 from strandline.cache.explanation import Explanation
+from strandline.cache.tokens import Excerpt
 from strandline.cache.view import TreeView
 from strandline.records.events import CoreStats
+
+
+@dataclass(frozen=True, slots=True)
+class RecentHits:
+    """Hits of the requests of the last minutes."""
+
+    window_s: float
+    queried_tokens: int
+    hit_tokens: int
 
 
 class MemorySample(NamedTuple):
@@ -29,6 +39,9 @@ class LookupRow:
     """Empty for a request without a salt."""
     age_s: float
     account: Account
+    head: Excerpt | None
+    """The beginning of the prompt's uncached part, or if that is short, the prompt's end. None if the prompt is not
+    kept any more, or not for this caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +54,12 @@ class CacheState:
     block_bytes: int
     slot_bytes: int
     stats: CoreStats
+    recent: RecentHits
     tree: TreeView
     lookups: list[LookupRow]
     """Newest first."""
     memory: list[MemorySample]
-    """Oldest first, the last one current. Between two samples nothing changed but in the second before the later."""
+    """Oldest first, the last one current. Between two samples nothing changed but shortly before the later."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
+    """No token could be sampled, as the logits had no finite maximum; or an exception concerned this output alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,11 @@ class TokenEvent(NamedTuple):
 
     request_id: RequestId
     token_id: int
+    """No token of the output if the finish reason is ``ERROR``."""
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    """A stop token, a stop string, or the text of an exception."""
     account: Account | None
     """The cache lookup's account; with the first token only."""
 

@@ -30,7 +30,7 @@ class OutputDelta:
     cumulative_logprob: float | None
     """Log-probability of the output so far."""
     finish_reason: str | None
-    """``stop``, ``length`` or ``abort`` in the delta that ends the output, None in all others."""
+    """``stop``, ``length``, ``abort`` or ``error`` in the delta that ends the output, None in all others."""
     stop_reason: int | str | None
 
     @property
@@ -63,9 +63,12 @@ class CompletionOutput:
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None = None
-    """``stop``, ``length`` or ``abort``; None while running."""
+    """``stop``, ``length``, ``abort`` or ``error``; None while running."""
     stop_reason: int | str | None = None
-    """The stop string or stop token id that ended it; None for the end-of-sequence token."""
+    """The stop string or stop token id that ended it; None for the end-of-sequence token.
+
+    Of an ``error``, the text of the exception; None: no token could be sampled.
+    """
 
     def extend(self, delta: OutputDelta) -> None:
         """Append what the output gained."""

@@ -106,8 +106,10 @@ class StepResult:
     """What the step produced, in the order of the plan's sequences."""
 
     token_ids: tuple[int | None, ...]
-    """The sampled token; None where nothing was sampled."""
+    """The sampled token; None where nothing was sampled, ``NO_TOKEN`` where no token could be."""
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     """By index of the sequence, where asked for."""
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By index: of the prompt's tokens ``[start + 1, end + 1)`` as far as they are the prompt's."""
+    failures: Mapping[RequestId, str] = field(default_factory=dict)
+    """Requests that an exception concerned alone, and its text. What else the step says of them is not to be shown."""

@@ -1,7 +1,6 @@
 """Sampling parameters of a request, with vLLM's names and meanings."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
@@ -13,6 +12,9 @@ from strandline.errors import RequestError
 GREEDY_BELOW: Final = 1e-5
 """Temperatures below this mean greedy decoding."""
 
+MAX_TEMPERATURE: Final = 1e6
+MAX_REPETITION_PENALTY: Final = 1e3
+"""Beyond these float32 logits would overflow or all be equal."""
 MAX_LOGPROBS: Final = 20
 MAX_N: Final = 1024
 MAX_COUNT: Final = 2**63 - 1
@@ -171,14 +173,14 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def _check_ranges(self) -> None:
-        _require_number("temperature", self.temperature, 0.0, math.inf)
+        _require_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _require_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise RequestError("top_p must be above 0 and at most 1, got 0")
         _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
-        if self.repetition_penalty == 0.0:
-            raise RequestError("repetition_penalty must be above 0, got 0")
+        _require_number(
+            "repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        )
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
 
@@ -196,7 +198,10 @@ class SamplingParams:
         if self.seed is not None:
             _require_integer("seed", self.seed, -(2**63), 2**63 - 1)
         if self.n > 1 and self.is_greedy:
-            raise RequestError(f"n must be 1 with greedy sampling (temperature 0), got {self.n}: all would be equal")
+            raise RequestError(
+                f"n must be 1 with greedy sampling, got {self.n}: all outputs would be equal; temperature is "
+                f"{self.temperature:g}, which is the model's default if the request sets none"
+            )
 
     def _check_stops(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
@@ -239,12 +244,11 @@ def _require_few(name: str, strings: Sequence[str]) -> None:
 
 def _require_number(name: str, value: object, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high or math.isinf(value):  # type: ignore[operator,arg-type]
-        limits = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g} and finite"
-        raise RequestError(f"{name} must be a number {limits}, got {value!r}")
+    if not is_number or not low <= value <= high:  # type: ignore[operator]
+        raise RequestError(f"{name} must be a number between {low:g} and {high:g}, got {value!r}")
 
 
 def _require_integer(name: str, value: object, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        limits = f"at least {low}" if high in (None, MAX_COUNT) else f"between {low} and {high}"
+        limits = f"of at least {low}" if high in (None, MAX_COUNT) else f"between {low} and {high}"
         raise RequestError(f"{name} must be a whole number {limits}, got {value!r}")

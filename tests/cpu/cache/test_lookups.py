@@ -15,7 +15,7 @@ def test_lookups_come_newest_first_and_oldest_are_dropped() -> None:
     log = LookupLog(max_lookups=3)
     for name in "abcde":
         log.record(lookup(name), name.encode())
-    assert [kept.request_id for kept in log] == ["e", "d", "c"]
+    assert [(kept.request_id, prompt) for kept, prompt in log] == [("e", b"e"), ("d", b"d"), ("c", b"c")]
     assert log.find("c") == (lookup("c"), b"c")
     assert log.find("b") is None
 

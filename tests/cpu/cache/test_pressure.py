@@ -158,7 +158,7 @@ def test_lone_request_that_fits_is_always_admitted_again(num_tokens: int) -> Non
 
 
 def test_too_small_arena_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match="raise the memory budget"):
+    with pytest.raises(ConfigError, match="raise --memory"):
         PrefixCache(1, 5)
 
 

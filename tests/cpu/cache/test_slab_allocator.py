@@ -135,5 +135,5 @@ def test_freeing_an_unused_slot_is_an_error(slot: int) -> None:
 
 @pytest.mark.parametrize(("num_slabs", "blocks_per_slab"), [(1, 5), (0, 1), (5, 0)])
 def test_arena_without_room_is_a_configuration_error(num_slabs: int, blocks_per_slab: int) -> None:
-    with pytest.raises(ConfigError, match="raise the memory budget"):
+    with pytest.raises(ConfigError, match="raise --memory"):
         SlabAllocator(num_slabs, blocks_per_slab)

@@ -10,6 +10,7 @@ import pytest
 
 from strandline.cache import PrefixCache, SnapshotKind, TokenBuffer
 from strandline.cache import view as view_module
+from strandline.cache.tokens import BEFORE_TOKENS
 from strandline.cache.view import MAX_SNAPSHOTS_PER_RUN, TreeView, view
 from strandline.ids import RequestId
 from tests.cpu.cache.driver import Driver
@@ -50,7 +51,8 @@ def test_tree_is_shown_with_branches_and_snapshots() -> None:
     assert (root.parent, root.start, root.end, root.num_children) == (None, 0, 0, 1)
     assert (shared.parent, shared.start, shared.end, shared.num_children) == (0, 0, 64, 2)
     below = [run for run in ends if run.parent == 1]
-    assert {(run.parts_at, run.head[0]) for run in below} == {(100, 1100), (100, 5000)}
+    assert {(run.parts_at, run.head.tokens[0]) for run in below} == {(100, 1100), (100, 5000)}
+    assert {run.head.before for run in below} == {tuple(prompt(100)[-BEFORE_TOKENS:])}
     assert kinds(tree) >= {
         (150, SnapshotKind.PROMPT_END),
         (160, SnapshotKind.GENERATION_END),
@@ -127,7 +129,7 @@ def test_runs_in_use_and_used_last_are_shown_of_many() -> None:
     tree = view(driver.cache, max_runs=11)
     assert len(tree.runs) == 11
     assert tree.runs[1].num_users == 1
-    starts = {run.head[0] for run in tree.runs[1:]}
+    starts = {run.head.tokens[0] for run in tree.runs[1:]}
     assert {50_000, 49_000, 1000} <= starts
     assert tree.num_runs_left_out == sum(run.num_children_left_out for run in tree.runs) > 0
     assert tree.runs[0].num_children_left_out == 50 - sum(run.parent == 0 for run in tree.runs)

@@ -119,5 +119,5 @@ def test_audit_rate_is_the_share_that_is_replayed(make_llm: MakeLLM) -> None:
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, "all", True, float("nan")])
 def test_audit_rate_must_be_a_share(make_llm: MakeLLM, rate: object) -> None:
-    with pytest.raises(ConfigError, match="audit_rate"):
+    with pytest.raises(ConfigError, match="--audit-rate"):
         make_llm(audit_rate=rate)

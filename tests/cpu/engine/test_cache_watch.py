@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.cache import Reason
-from strandline.cache.tokens import encode
-from strandline.engine.cache_watch import CacheWatch, MemoryHistory
-from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
+from strandline.cache import Account, Reason
+from strandline.cache.tokens import EXCERPT_TOKENS, encode
+from strandline.engine.cache_watch import END_TOKENS, CacheWatch, HitWindow, MemoryHistory
+from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState, RecentHits
 from tests.cpu.engine.conftest import MakeLLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -110,6 +110,8 @@ def test_contents_of_other_salts_are_hidden(make_llm: MakeLLM) -> None:
     assert answer.explanation is not None
     assert state(llm).tree.runs == ()
     assert state(llm, "theirs").tree.runs
+    assert {row.head is None for row in state(llm).lookups if row.request_id == secret.request_id} == {True}
+    assert {row.head is None for row in state(llm, "theirs").lookups if row.salt_label} == {True, False}
     labels = {row.salt_label for row in state(llm).lookups}
     assert len(labels) == 2
     assert not labels & {"theirs", "mine", ""}
@@ -157,6 +159,59 @@ def test_memory_sample_before_a_pause_is_kept() -> None:
         (99.6, 3),
         (0.0, 4),
     ]
+
+
+def test_sparser_memory_samples_keep_when_use_ended() -> None:
+    history = MemoryHistory(max_samples=8, interval_s=1.0)
+    for at_s in range(0, 4000, 100):
+        for later_s, held in ((0.0, 5), (0.9, 6), (1.1, 0)):
+            history.record(at_s + later_s, (held, 0, 0, 0))
+    samples = history.samples(4000.0)
+    assert samples[0].slots_in_use == 5
+    assert {sample.slots_in_use for sample in samples[1:]} == {0}
+
+
+def test_no_memory_is_in_use_after_the_last_request(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    ask(llm, prompt(150))
+    llm.engine.add_request("aborted", prompt(90), GREEDY)
+    llm.engine.step()
+    llm.engine.abort("aborted")
+    *_, recorded, now = state(llm).memory
+    assert (recorded.slots_in_use, recorded.blocks_in_use) == (now.slots_in_use, now.blocks_in_use) == (0, 0)
+
+
+def test_lookups_show_the_beginning_of_what_is_new(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    first, other, short = prompt(150), prompt(100) + prompt(60, 9), prompt(150) + prompt(3, 9)
+    for tokens in (first, other, first, short, prompt(5, 20)):
+        ask(llm, tokens)
+    heads = [row.head for row in reversed(state(llm).lookups)]
+    shown = [head.tokens for head in heads if head is not None]
+    ends = [tuple(tokens[-END_TOKENS:]) for tokens in (first, short)]
+    beginnings = [tuple(tokens[:EXCERPT_TOKENS]) for tokens in (first, other[100:])]
+    assert shown == [*beginnings, *ends, tuple(prompt(5, 20))]
+    assert heads[1] is not None
+    assert heads[1].before == tuple(first[84:100])
+
+
+def test_recent_hits_are_those_of_the_last_minutes() -> None:
+    window = HitWindow(window_s=300.0, num_parts=60)
+    for second in range(2000):
+        window.record(float(second), Account(10, second % 10, 0, None, ()))
+        assert len(window._sums) <= 60
+    assert window.recent(1999.0) == RecentHits(300.0, 3000, 1350)
+    assert window.recent(2099.0) == RecentHits(300.0, 2000, 900)
+    assert window.recent(2400.0) == RecentHits(300.0, 0, 0)
+
+
+def test_recent_hits_begin_as_those_since_the_start(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    for _ in range(3):
+        ask(llm, prompt(100))
+    stats = llm.engine.core.stats()
+    assert state(llm).recent == RecentHits(300.0, stats.queried_tokens, stats.hit_tokens)
+    assert stats.hit_tokens == 200
 
 
 def test_logged_prompts_equal_the_requests_prompts(make_llm: MakeLLM) -> None:

@@ -1,7 +1,6 @@
 """Deterministic: snapshots and steps of prompts lie on the 64-token grid, and nothing generated is found by others.
 
-That is all that holds on a CPU: torch's products there may round differently for another number of rows. On a GPU the
-kernels are batch-invariant besides, and tests/gpu compares bits.
+``test_bits.py`` compares bits.
 """
 
 import random
@@ -114,7 +113,7 @@ def positions(llm: LLM) -> list[int]:
 
 
 def test_steps_must_have_room_for_a_block(make_llm: MakeLLM) -> None:
-    with pytest.raises(ConfigError, match="max_num_batched_tokens must be at least 64"):
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens must be at least 64"):
         make_llm(deterministic=True, max_num_batched_tokens=63)
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from strandline import LLM, SamplingParams
-from tests.cpu.engine.conftest import MakeLLM
-from tests.cpu.engine.tiny import VOCAB_SIZE, greedy_tokens
+from strandline.env import NUMBA
+from tests.cpu.engine.conftest import MakeLLM, llm_maker
+from tests.cpu.engine.tiny import VOCAB_SIZE, greedy_tokens, save_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -46,6 +47,23 @@ def test_resuming_at_every_position_gives_the_same_tokens(make_llm: MakeLLM) -> 
         [output] = llm.generate({"prompt_token_ids": prompt, **salt}, GREEDY, use_tqdm=False)
         assert output.num_cached_tokens == position
         assert output.outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["numba", "torch"])
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "float16"])
+def test_rounded_states_give_the_same_tokens_when_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_dtype: str, is_compiled: bool
+) -> None:
+    monkeypatch.setenv(NUMBA, str(int(is_compiled)))
+    make = llm_maker(save_tiny_model(tmp_path, mamba_ssm_dtype=state_dtype), monkeypatch, device="cpu")
+    prompts = [tokens(count, seed=count) for count in (1, 5, 63, 64, 130, 200)]
+    longer = [prompt + tokens(20, seed=index) for index, prompt in enumerate(prompts)]
+    cold = make(enable_prefix_caching=False)
+    expected = [answers(cold, prompts), answers(cold, longer)]
+    llm = make(memory="64MiB")
+    assert llm.engine.core.spec.layers[0].states[0].dtype == state_dtype
+    assert [answers(llm, prompts), answers(llm, longer)] == expected
+    assert llm.engine.core.stats().hit_tokens == sum(map(len, prompts))
 
 
 def test_identical_prompt_hits_fully_and_runs_no_forward(make_llm: MakeLLM) -> None:

@@ -161,7 +161,7 @@ def test_penalties_count_the_requests_own_tokens_only(llm: LLM) -> None:
     alone = one(llm, "hello", params).token_ids
     together = llm.generate(["hello", "aaaa", "hello"], [params, GREEDY, params], use_tqdm=False)
     assert [together[index].outputs[0].token_ids for index in (0, 2)] == [alone, alone]
-    strong = SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1e6)
+    strong = SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1e3)
     assert len(set(one(llm, "hello", strong).token_ids)) == 12
 
 
@@ -238,16 +238,43 @@ def test_the_models_generation_config_gives_the_defaults(tmp_path: Path, spoken_
     assert llm.engine.frontend.eos_ids == {95, 7}
 
 
+@pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_p": 7}, {"top_k": 2.5}, {"min_p": float("nan")}])
+def test_wrong_default_of_the_model_is_refused_at_start(tmp_path: Path, model_dir: Path, wrong: dict[str, Any]) -> None:
+    (tmp_path / "config.json").symlink_to(model_dir / "config.json")
+    (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
+    with pytest.raises(ConfigError, match=rf"^generation_config\.json: {next(iter(wrong))} must be"):
+        LLM(str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True)
+
+
+def test_more_logprobs_than_tokens_are_refused(tmp_path: Path) -> None:
+    llm = LLM(str(save_tiny_model(tmp_path, vocab_size=7)), device="cpu", memory="8MiB", skip_tokenizer_init=True)
+    for name in ("logprobs", "prompt_logprobs"):
+        wrong, right = SamplingParams(**{name: 20}), SamplingParams(temperature=0, max_tokens=2, **{name: 7})
+        with pytest.raises(RequestError, match=f"{name} must be at most the 7 tokens of the vocabulary, got 20"):
+            llm.generate([[1, 2]], wrong)
+        assert len(one(llm, [1, 2], right).token_ids) == 2
+
+
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_modellen": 5}, "unknown option 'max_modellen'; did you mean 'max_model_len'"),
-    ({"dtype": "float8"}, "dtype must be one of auto, float32, bfloat16, float16; got 'float8'"),
-    ({"max_model_len": 0}, "max_model_len must be a whole number of at least 1, got 0"),
-    ({"max_model_len": 100_000}, "max_model_len 100000 is above the model's limit of 4096 tokens"),
-    ({"max_num_seqs": -1}, "max_num_seqs"),
-    ({"memory": "lots"}, "memory must be a size such as '4GiB', got 'lots'"),
-    ({"memory": "1KiB"}, "holds no request"),
-    ({"memory": "200KiB", "max_model_len": 4096}, "raise memory or lower max_model_len to"),
-    ({"device": "tpu"}, "device must be one of"),
+    ({"dtype": "float8"}, "--dtype must be one of auto, float32, bfloat16, float16; got 'float8'"),
+    ({"dtype": ["float32"]}, "--dtype must be one of auto, float32, bfloat16, float16; got ['float32']"),
+    ({"max_model_len": 0}, "--max-model-len must be a whole number of at least 1, got 0"),
+    ({"max_model_len": 100_000}, "--max-model-len 100000 is above the model's limit of 4096 tokens"),
+    ({"max_num_seqs": -1}, "--max-num-seqs must be a whole number of at least 1, got -1"),
+    ({"max_num_seqs": None}, "--max-num-seqs must be a whole number of at least 1, got None"),
+    ({"max_num_seqs": 10**12}, "for logs of --max-num-seqs 1000000000000 are more than the"),
+    ({"mamba_block_size": "64"}, "--mamba-block-size must be a whole number of at least 1, got '64'"),
+    ({"seed": "x"}, "--seed must be a whole number of 64 bits, got 'x'"),
+    ({"seed": 2**63}, "--seed must be a whole number"),
+    ({"enforce_eager": "no"}, "--enforce-eager must be bool, got 'no'"),
+    ({"tokenizer": 3}, "--tokenizer must be str or None, got 3"),
+    ({"memory": "lots"}, "--memory must be a size such as 4GiB, got 'lots'"),
+    ({"memory": 4096}, "--memory of 4,096 bytes holds no request: at least "),
+    ({"memory": "10TiB"}, "--memory of 10,995,116,277,760 bytes and "),
+    ({"memory": "9" * 400}, "bytes of memory that there are; lower them"),
+    ({"memory": "200KiB", "max_model_len": 4096}, "raise --memory or lower --max-model-len to"),
+    ({"device": "tpu"}, "--device must be one of"),
 ]
 
 
@@ -263,6 +290,31 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
         LLM("no-such-model")
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         LLM(str(tmp_path))
+
+
+def test_weights_beyond_the_machines_memory_are_refused_before_allocation(tmp_path: Path, model_dir: Path) -> None:
+    values = json.loads((model_dir / "config.json").read_text()) | {"hidden_size": 2**20, "intermediate_size": 2**20}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(
+        ConfigError, match=r"weights that config\.json describes take [\d,]+ bytes in float32, more than"
+    ):
+        LLM(str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True)
+
+
+def test_hubs_error_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> str:
+        raise OSError("no network\n  at all")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ConfigError, match="cannot be fetched from the hub: no network at all"):
+        LLM("owner/name")
+
+
+def test_broken_tokenizer_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    (tmp_path / "config.json").symlink_to(model_dir / "config.json")
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(ConfigError, match=r"no tokenizer in .*; name one with --tokenizer$"):
+        LLM(str(tmp_path), device="cpu", load_format="dummy")
 
 
 def test_times_are_kept(llm: LLM) -> None:

@@ -47,10 +47,14 @@ def make_request(name: str, prompt: list[int], *, max_tokens: int = 8) -> Reques
 
 
 def make_scheduler(
-    num_slabs: int = 64, blocks_per_slab: int = 4, max_num_seqs: int = 8, max_tokens: int = 128
+    num_slabs: int = 64, blocks_per_slab: int = 4, max_num_seqs: int = 8, max_tokens: int = 128, long_from: int = 0
 ) -> Scheduler:
-    cache = PrefixCache(num_slabs, blocks_per_slab)
-    return Scheduler(cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens)
+    return Scheduler(
+        PrefixCache(num_slabs, blocks_per_slab),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        long_prefill_token_threshold=long_from,
+    )
 
 
 def answer(plan: StepPlan, token: int = 1) -> StepResult:
@@ -72,6 +76,35 @@ def test_step_uses_its_whole_token_budget_and_no_more() -> None:
     assert [(s.request_id, s.start, s.end) for s in step(scheduler).sequences] == [("a", 0, 70), ("b", 0, 30)]
     second = [(s.request_id, s.start, s.end) for s in step(scheduler).sequences]
     assert second == [("a", 70, 71), ("b", 30, 70), ("c", 0, 59)]
+
+
+def spans(plan: StepPlan) -> list[tuple[str, int]]:
+    """Return the tokens that a step computes, by request."""
+    return [(sequence.request_id, sequence.end - sequence.start) for sequence in plan.sequences]
+
+
+def test_long_prefills_get_shares_of_steps_beside_decodes() -> None:
+    scheduler = make_scheduler(max_tokens=400, long_from=100)
+    scheduler.add(make_request("a", [1] * 10, max_tokens=8))
+    assert spans(step(scheduler)) == [("a", 10)]
+    scheduler.add(make_request("b", [2] * 250))
+    scheduler.add(make_request("c", [3] * 350))
+    assert spans(step(scheduler)) == [("a", 1), ("b", 100)]
+    scheduler.add(make_request("d", [4] * 90))
+    assert spans(step(scheduler)) == [("a", 1), ("d", 90)]
+    assert spans(step(scheduler)) == [("a", 1), ("d", 1)]
+    assert spans(step(scheduler)) == [("a", 1), ("b", 100), ("d", 1)]
+    assert spans(step(scheduler)) == [("a", 1), ("b", 50), ("d", 1)]
+    assert spans(step(scheduler)) == [("a", 1), ("b", 1), ("d", 1)]
+    assert spans(step(scheduler)) == [("a", 1), ("b", 1), ("c", 100), ("d", 1)]
+
+
+def test_long_prefills_alone_take_whole_steps() -> None:
+    scheduler = make_scheduler(max_tokens=400, long_from=100)
+    scheduler.add(make_request("a", [1] * 1000))
+    scheduler.add(make_request("b", [2] * 500))
+    assert [spans(step(scheduler)) for _ in range(3)] == [[("a", 400)], [("a", 400)], [("a", 200), ("b", 200)]]
+    assert [spans(step(scheduler)) for _ in range(3)] == [[("a", 1)], [("a", 1)], [("a", 1), ("b", 100)]]
 
 
 def test_cache_never_splits_a_step() -> None:
@@ -331,7 +364,7 @@ def test_known_tokens_are_refused_without_room_or_during_a_step() -> None:
 def test_block_tables_follow_blocks_moved_for_later_cuts() -> None:
     rng, num_moved = Random(0), 0
     cache = PrefixCache(12, 4, placement=placement("all", 64))
-    scheduler = Scheduler(cache, max_num_seqs=6, max_num_batched_tokens=400)
+    scheduler = Scheduler(cache, max_num_seqs=6, max_num_batched_tokens=400, long_prefill_token_threshold=150)
     for index in range(300):
         prompt = rng.choices(range(10, 14), k=1) * rng.randrange(40, 400)
         scheduler.add(make_request(str(index), prompt, max_tokens=rng.randrange(1, 90)))

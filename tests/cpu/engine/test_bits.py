@@ -1,0 +1,178 @@
+"""Deterministic on a CPU: the same bits, cached or not, alone or in a batch, in steps of any size; without tolerances.
+
+Each test runs with Numba's kernels and with torch's.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strandline import LLM, SamplingParams, env
+from strandline.cache.tokens import decode
+from strandline.engine import loading
+from strandline.errors import ConfigError
+from strandline.kernels.weights import can_halve, lay_out_in_half
+from tests.cpu.engine.conftest import MakeLLM, llm_maker
+from tests.cpu.engine.test_deterministic import prompts_that_share
+from tests.cpu.engine.test_exactness import tokens
+from tests.cpu.engine.test_state_oracle import contents, live_through_much
+from tests.cpu.engine.tiny import save_tiny_model
+
+SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=40, logprobs=2, ignore_eos=True)
+SHORT = SamplingParams(temperature=1.0, seed=7, max_tokens=8, logprobs=2, ignore_eos=True)
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "initializer_range": 0.1,
+}
+"""Large enough for the instructions that real models' tiles compile to."""
+
+MIXTURE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+
+Trace = list[tuple[list[int], list[float]]]
+
+
+@pytest.fixture(params=["Numba", "torch"])
+def backend(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setenv(env.NUMBA, str(int(request.param == "Numba")))
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make_exact(model_dir: Path, backend: None, dtype: str, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
+    return llm_maker(model_dir, monkeypatch, deterministic=True, device="cpu", dtype=dtype, memory="32MiB")
+
+
+@pytest.fixture(params=["wide", "mixture"])
+def make_larger(
+    backend: None,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> MakeLLM:
+    directory = tmp_path_factory.mktemp(request.param)
+    save_tiny_model(directory, **(WIDE if request.param == "wide" else {**WIDE, **MIXTURE}))
+    return llm_maker(directory, monkeypatch, deterministic=True, device="cpu", dtype=dtype, memory="32MiB")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Two of torch's threads, between which large operations are divided."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def traces(llm: LLM, prompts: Any, params: SamplingParams = SAMPLED) -> Trace:
+    """Return the tokens of each answer and the log-probabilities of their rivals."""
+    outputs = [output for request in llm.generate(prompts, params, use_tqdm=False) for output in request.outputs]
+    return [
+        (list(o.token_ids), [entry.logprob for place in o.logprobs or () for entry in place.values()]) for o in outputs
+    ]
+
+
+def test_answers_are_bitwise_independent_of_cache_and_batch(make_larger: MakeLLM) -> None:
+    prompts = prompts_that_share(5, count=6)
+    cold = make_larger(enable_prefix_caching=False)
+    expected = [trace for prompt in prompts for trace in traces(cold, [prompt], SHORT)]
+    for options in ({}, {"max_num_batched_tokens": 100, "async_scheduling": False}):
+        llm = make_larger(**options)
+        assert traces(llm, prompts, SHORT) == expected, options
+        assert traces(llm, prompts[::-1], SHORT) == expected[::-1], options
+        assert llm.engine.cache.stats().hit_tokens > 0
+
+
+def test_resuming_at_any_position_gives_the_same_bits(make_exact: MakeLLM) -> None:
+    prompt = tokens(192)
+    expected = traces(make_exact(enable_prefix_caching=False), [prompt], SHORT)
+    llm = make_exact()
+    for position in (1, 63, 64, 65, 100, 129, 192):
+        # A salt of its own, so that nothing else can be resumed.
+        salt = {"cache_salt": str(position)}
+        traces(llm, [{"prompt_token_ids": prompt[:position], **salt}], SHORT)
+        assert traces(llm, [{"prompt_token_ids": prompt, **salt}], SHORT) == expected
+
+
+def test_forks_have_the_bits_of_a_cold_run(make_exact: MakeLLM) -> None:
+    params = SamplingParams(n=3, seed=11, max_tokens=12, logprobs=2)
+    expected = traces(make_exact(enable_prefix_caching=False, max_num_seqs=1), [tokens(100)], params)
+    assert traces(make_exact(), [tokens(100)], params) == expected
+
+
+def test_log_probabilities_of_prompts_have_the_same_bits(make_exact: MakeLLM) -> None:
+    prompts, params = prompts_that_share(7, count=4), SamplingParams(max_tokens=1, prompt_logprobs=1)
+    llm = make_exact(max_num_batched_tokens=100)
+    alone = [output.prompt_logprobs for p in prompts for output in llm.generate([p], params, use_tqdm=False)]
+    assert [output.prompt_logprobs for output in llm.generate(prompts, params, use_tqdm=False)] == alone
+
+
+def test_preempted_answers_have_the_same_bits(make_exact: MakeLLM) -> None:
+    prompts = prompts_that_share(6)
+    expected = traces(make_exact(enable_prefix_caching=False), prompts)
+    slab = make_exact().engine.core.spec.slab_bytes
+    for num_slabs in (5, 7, 10, 14, 20, 28):
+        try:
+            llm = make_exact(memory=num_slabs * slab, max_model_len=448)
+        except ConfigError:
+            continue
+        assert traces(llm, prompts) == expected
+        if llm.engine.scheduler.num_preemptions:
+            return
+    pytest.fail("nothing was preempted")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_published_slot_holds_the_bits_of_a_cold_prefill(make_exact: MakeLLM, seed: int) -> None:
+    llm = make_exact(max_num_batched_tokens=100)
+    live_through_much(llm, seed)
+    cold = make_exact()
+    published = list(llm.engine.cache.snapshots())
+    assert len(published) > 5
+    for _, key, snapshot in published:
+        cold.generate([decode(key)], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+        [slot] = [s.slot for _, k, s in cold.engine.cache.snapshots() if k == key]
+        mine, theirs = contents(llm, snapshot.slot), contents(cold, slot)
+        assert torch.equal(mine, theirs), f"{snapshot.position} ({snapshot.kind}): {(mine != theirs).sum()} values"
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "half"])
+def test_the_demo_model_gives_the_same_bits(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if weights == "half":
+        if not can_halve(torch.zeros(1, 1)):
+            pytest.skip("this CPU does not multiply with weights in float16")
+        monkeypatch.setattr(loading, "lay_out", lay_out_in_half)
+    rng = random.Random(3)
+    head = rng.choices(range(4000), k=150)
+    prompts = [head[: rng.randint(64, 150)] + rng.choices(range(4000), k=20) for _ in range(4)]
+    options = {"dtype": "float32" if weights == "half" else weights, "device": "cpu", "memory": "256MiB"}
+    cold = LLM("demo", deterministic=True, enable_prefix_caching=False, **options)
+    expected = [trace for prompt in prompts for trace in traces(cold, [prompt], SHORT)]
+    llm = LLM("demo", deterministic=True, max_num_batched_tokens=100, **options)
+    assert traces(llm, prompts, SHORT) == expected
+    assert traces(llm, prompts[::-1], SHORT) == expected[::-1]
+    assert llm.engine.cache.stats().hit_tokens >= 4 * 64
+    # What the test would miss if it could not fail: without the flag bits do depend on the batch.
+    loose = LLM("demo", enable_prefix_caching=False, **options)
+    assert traces(loose, prompts, SHORT) != [trace for prompt in prompts for trace in traces(loose, [prompt], SHORT)]
