@@ -6,6 +6,8 @@ Importing the package loads no tensor library; ``LLM`` and ``SamplingParams`` do
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from strandline.version import VERSION
+
 if TYPE_CHECKING:
     from strandline.engine.llm import LLM as LLM
     from strandline.records.outputs import CompletionOutput as CompletionOutput
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from strandline.records.sampling_params import SamplingParams as SamplingParams
     from strandline.records.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "LLM": "strandline.engine.llm",

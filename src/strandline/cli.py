@@ -1,19 +1,21 @@
 """The command line: ``strandline serve | generate | chat | demo | eval | bench | explain``.
 
+Flags are checked before torch is imported, which takes seconds.
+
 Exit codes: 0 done, 1 the run failed or found a difference, 2 wrong usage or configuration, 130 Ctrl-C.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from strandline import __version__
 from strandline.bench.serving.flags import add_report_flags, add_serve_flags
-from strandline.config import CACHE_MODES, DEVICES, DTYPES, EXECUTORS, LOAD_FORMATS, EngineConfig
-from strandline.errors import StrandlineError
+from strandline.config import CACHE_MODES, DEVICES, DTYPES, EXECUTORS, LOAD_FORMATS, EngineConfig, flag
+from strandline.errors import ConfigError, RequestError, StrandlineError
 
 MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
 
@@ -30,6 +32,18 @@ SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
 )
 
 
+PLANNED_FLAGS: Mapping[str, str] = {
+    "--tensor-parallel-size": "tensor parallelism is",
+    "-tp": "tensor parallelism is",
+    "--pipeline-parallel-size": "pipeline parallelism is",
+    "--data-parallel-size": "data parallelism is",
+    "--quantization": "quantised weights are",
+    "--speculative-config": "speculative decoding is",
+    "--kv-transfer-config": "prefill and decode on separate engines are",
+}
+"""Flags of vLLM whose features are missing."""
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that takes no abbreviations, and whose errors name the nearest flag."""
 
@@ -44,8 +58,11 @@ class Parser(argparse.ArgumentParser):
 
     def _reject(self, name: str, parsed: argparse.Namespace) -> NoReturn:
         parser: argparse.ArgumentParser = getattr(parsed, "parser", self)
+        feature = PLANNED_FLAGS.get(name.split("=")[0])
+        if feature is not None:
+            parser.error(f"{name.split('=')[0]}: {feature} not supported yet")
         known = list(parser._option_string_actions)
-        nearest = get_close_matches(name.split("=")[0], known, n=1, cutoff=0.5)
+        nearest = get_close_matches(name.split("=")[0], known, n=1, cutoff=0.7)
         parser.error(f"unknown argument {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
 
 
@@ -88,10 +105,14 @@ def _add_serve(commands: Any) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")
     add("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
+    text = "host names that requests may use; '*': any (default: local names, any if it listens on another address)"
+    add("--allowed-hosts", nargs="+", default=(), metavar="NAME", help=text)
     add("--served-model-name", nargs="+", default=(), metavar="NAME", help="names that requests may use")
     add("--api-key", nargs="+", default=(), metavar="KEY", help="require one of these keys")
     add("--salt-per-key", action="store_true", help="share cached prefixes only among requests of the same key")
     add("--chat-template", metavar="FILE", help="a Jinja file, or the template itself")
+    text = "read control tokens in the text of users and tools as such, not as plain text"
+    add("--parse-special-tokens", action="store_true", help=text)
     text = "format of tool calls; auto: by the chat template (default: %(default)s)"
     add("--tool-call-parser", choices=("auto", "hermes", "qwen3_coder", "none"), default="auto", help=text)
     text = "format of reasoning; auto: by the chat template (default: %(default)s)"
@@ -106,7 +127,7 @@ def _add_serve(commands: Any) -> None:
         metavar="N",
         help="size of a request's body (default: %(default)s)",
     )
-    text = "how long a client may take to accept a part of its answer; 0: no limit (default: %(default)s)"
+    text = "how long a client may take to send or read a part of a message; 0: no limit (default: %(default)s)"
     add("--client-timeout-s", type=float, default=60.0, metavar="S", help=text)
     add("--request-timeout-s", type=float, metavar="S", help="how long a request may take (default: no limit)")
     text = "what /cache shows; auto: prompt text if the server listens on this machine only, else counts"
@@ -116,8 +137,10 @@ def _add_serve(commands: Any) -> None:
 
 
 def _add_generate(commands: Any) -> None:
-    parser = commands.add_parser("generate", help="complete prompts", description="Complete prompts.")
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete; none: read it from stdin")
+    parser = commands.add_parser(
+        "generate", help="continue texts", description="Continue texts as they are, without the chat template."
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; none: read it from stdin")
     parser.add_argument("--model", default="demo", help=MODEL_HELP)
     _add_engine_flags(parser)
     _add_sampling_flags(parser)
@@ -165,7 +188,7 @@ def _add_bench(commands: Any) -> None:
     add("--policy", default="auto", metavar="NAMES", help="separated by commas (default: %(default)s)")
     add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, default=8192, help="most tokens per step (default: %(default)s)")
-    add("--max-sessions", type=int, metavar="N", help="replay the first N sessions of a trace")
+    add("--max-sessions", type=int, metavar="N", help="replay only the first N sessions")
     add("--session-gap", type=float, default=10.0, help="seconds between sessions' starts (default: %(default)s)")
     add("--speed", type=float, default=1.0, help="how many times as fast as one H200 (default: %(default)s)")
     add("--plot", metavar="FILE", help="draw hits and recomputed tokens over the memory to FILE.svg or FILE.html")
@@ -200,7 +223,7 @@ def _add_explain(commands: Any) -> None:
     replay.add_argument("--geometry", default="Qwen3.5-35B-A3B", help="whose blocks and slots (default: %(default)s)")
     replay.add_argument("--memory", default="40GiB", metavar="SIZE", help="the budget (default: %(default)s)")
     replay.add_argument("--policy", default="auto", metavar="NAME", help="default: %(default)s")
-    replay.add_argument("--max-sessions", type=int, metavar="N", help="replay the first N sessions of a trace")
+    replay.add_argument("--max-sessions", type=int, metavar="N", help="replay only the first N sessions")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run_explain, parser=parser)
 
@@ -218,6 +241,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, metavar="TOKENS", help="longest request, prompt and output together")
     add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, help="most tokens per step (default: 2048, on GPUs 8192)")
+    text = "limit for long prefills per step while others decode; 0: none (default: a quarter of a step)"
+    add("--long-prefill-token-threshold", type=int, metavar="TOKENS", help=text)
     add("--memory", metavar="SIZE", help="for the cache and running requests together, such as 4GiB")
     add(
         "--gpu-memory-utilization",
@@ -254,18 +279,36 @@ def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name in names}
 
 
-def _sampling_params(options: argparse.Namespace, llm: Any, **more: Any) -> Any:
-    """Return the model's defaults, with what the flags say."""
-    from dataclasses import replace
+def _checked_engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine's options, checked as far as that goes before torch is imported.
 
-    from strandline.errors import ConfigError, RequestError
+    Raises:
+        ConfigError: a value is out of range, or there is no such model.
+    """
+    from strandline.text.model_files import check_files
+
+    given = _engine_options(options)
+    check_files(EngineConfig(**given))
+    return given
+
+
+def _sampling_params(options: argparse.Namespace, **more: Any) -> Any:
+    """Return the model's defaults, with what the flags say.
+
+    Raises:
+        ConfigError: there is no such model, or a value is out of range.
+    """
+    from strandline.records.sampling_params import SamplingParams
+    from strandline.text.model_files import default_sampling_params, find_model
 
     names = [name.replace("-", "_") for name, _, _ in SAMPLING_FLAGS]
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = {**more, **{name: getattr(options, name) for name in names if getattr(options, name) is not None}}
+    defaults = default_sampling_params(find_model(options.model))
     try:
-        return replace(llm.get_default_sampling_params(), **{**more, **given})
+        return SamplingParams(**{**defaults, **given})
     except RequestError as error:
-        raise ConfigError(str(error)) from error
+        field, _, rest = str(error).partition(" ")
+        raise ConfigError(f"{flag(field)} {rest}" if field in given else str(error)) from error
 
 
 def _run_serve(options: argparse.Namespace) -> int:
@@ -280,11 +323,14 @@ def _run_serve(options: argparse.Namespace) -> int:
 
 
 def _run_generate(options: argparse.Namespace) -> int:
+    engine_options = _checked_engine_options(options)
+    params = _sampling_params(options, n=options.n, stop=options.stop)
+    prompts = options.prompts or [_read_prompt()]
+    if not all(prompts):
+        raise ConfigError("there is no prompt: give one, as an argument or on standard input")
     from strandline import LLM
 
-    prompts = options.prompts or [sys.stdin.read()]
-    llm = LLM(**_engine_options(options))
-    params = _sampling_params(options, llm, n=options.n, stop=options.stop)
+    llm = LLM(**engine_options)
     for output in llm.generate(prompts, params, use_tqdm=len(prompts) > 1):
         for completion in output.outputs:
             print(completion.text)
@@ -292,11 +338,18 @@ def _run_generate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _read_prompt() -> str:
+    if sys.stdin.isatty():
+        print("Type a prompt; Ctrl-D ends it.", file=sys.stderr)
+    return sys.stdin.read()
+
+
 def _run_chat(options: argparse.Namespace) -> int:
+    engine_options = _checked_engine_options(options)
+    params = _sampling_params(options, max_tokens=512)
     from strandline import LLM
 
-    llm = LLM(**_engine_options(options))
-    params = _sampling_params(options, llm, max_tokens=512)
+    llm = LLM(**engine_options)
     messages = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
     print("Type a message; an empty line or Ctrl-D ends.", file=sys.stderr)
     while True:
@@ -334,6 +387,7 @@ def _report(output: Any) -> None:
 
 
 def _run_demo(options: argparse.Namespace) -> int:
+    _checked_engine_options(options)
     from strandline.bench.demo_command import run_demo
 
     return run_demo(options.model, options.dtype)
@@ -376,9 +430,12 @@ def _run_explain(options: argparse.Namespace) -> int:
 
 
 def _run_eval(options: argparse.Namespace) -> int:
+    engine_options = _checked_engine_options(options)
+    if options.per_kind < 1:
+        raise ConfigError(f"--per-kind must be at least 1, got {options.per_kind}")
     from strandline.bench.exam import run_evaluation
 
-    return run_evaluation(_engine_options(options), per_kind=options.per_kind, seed=options.task_seed)
+    return run_evaluation(engine_options, per_kind=options.per_kind, seed=options.task_seed)
 
 
 if __name__ == "__main__":

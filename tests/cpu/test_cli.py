@@ -1,10 +1,29 @@
 """The command line as a user meets it."""
 
 import io
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
+from strandline.bench import exam
 from strandline.cli import build_parser, main
+from strandline.demo.tasks import KINDS, Task, make_task
+from strandline.engine import loading
+from tests.cpu.server.process import TIMEOUT_S
+
+DOCS = str(Path(__file__).parents[2] / "docs")
+WITHOUT_LIBRARIES = """
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+from strandline.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def test_generate_prints_the_completion_and_what_the_cache_saved(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,8 +52,11 @@ def test_chat_remembers_the_conversation_and_resumes_from_it(
         (["chat", "--max-num-seq=4"], "unknown argument --max-num-seq=4; did you mean --max-num-seqs?"),
         (["generate", "--dtype", "float8", "hi"], "invalid choice: 'float8'"),
         (["nothing"], "invalid choice: 'nothing'"),
+        (["serve", "--tensor-parallel-size", "2"], "--tensor-parallel-size: tensor parallelism is not supported yet\n"),
+        (["serve", "--quantization=fp8"], "--quantization: quantised weights are not supported yet\n"),
+        (["serve", "--max-loras", "2"], "unknown argument --max-loras\n"),
     ],
-    ids=["generate", "chat", "choice", "command"],
+    ids=["generate", "chat", "choice", "command", "planned", "planned-value", "far"],
 )
 def test_wrong_usage_names_what_was_probably_meant(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -49,8 +71,8 @@ def test_wrong_usage_names_what_was_probably_meant(
     ("arguments", "message"),
     [
         (["generate", "--model", "nowhere", "hi"], "model 'nowhere' is neither 'demo', nor a directory"),
-        (["generate", "--memory", "1KiB", "hi"], "raise memory"),
-        (["generate", "--temperature", "nan", "hi"], "temperature must be a number at least 0 and finite, got nan"),
+        (["generate", "--memory", "1KiB", "hi"], "--memory of 1,024 bytes holds no request"),
+        (["generate", "--temperature", "nan", "hi"], "--temperature must be a number between 0 and 1e+06, got nan"),
     ],
     ids=["model", "memory", "temperature"],
 )
@@ -61,6 +83,78 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line.startswith("strandline: error: ")
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate"], "there is no prompt"),
+        (["generate", "fine", ""], "there is no prompt"),
+        (["generate", "--model", "nowhere", "hi"], "model 'nowhere' is neither"),
+        (["generate", "--top-p", "3", "hi"], "--top-p must be a number between 0 and 1"),
+        (["generate", "--stop", "", "hi"], "--stop must hold non-empty strings"),
+        (["generate", "--n", "0", "hi"], "--n must be a whole number"),
+        (["chat", "--memory", "lots"], "--memory must be a size"),
+        (["chat", "--max-tokens", "0"], "--max-tokens must be a whole number"),
+        (["chat", "--mamba-block-size", "65"], "--mamba-block-size must be a multiple of 64"),
+        (["chat", "--tokenizer", "nowhere"], "--tokenizer 'nowhere' is neither a directory nor a hub name"),
+        (["eval", "--model", DOCS], "docs has no config.json"),
+        (["serve", DOCS, "--port", "0"], "docs has no config.json"),
+        (["eval", "--per-kind", "0"], "--per-kind must be at least 1"),
+        (["eval", "--audit-rate", "2"], "--audit-rate must be from 0 to 1"),
+        (["demo", "--model", "nowhere"], "model 'nowhere' is neither"),
+        (["serve", "nowhere", "--port", "0"], "model 'nowhere' is neither"),
+        (["serve", "--port", "80000"], "--port must be between"),
+        (["bench", "replay", "nothing"], "no workload or file named 'nothing'"),
+        (["bench", "replay", "chat", "--policy", "best"], "no policy named 'best'"),
+        (["bench", "replay", "chat", "--speed", "0"], "--speed must be above 0"),
+        (["bench", "replay", "chat", "--session-gap", "-1"], "--session-gap must be at least 0"),
+        (["bench", "replay", "chat", "--max-num-seqs", "0"], "--max-num-seqs must be at least 1"),
+        (["bench", "serve", "--num-prompts", "0"], "--num-prompts must be at least 1"),
+        (["bench", "report", "missing.json", "-o", "x.html"], "missing.json"),
+        (["explain"], "name one thing to explain"),
+        (["explain", "--trace", "chat", "--max-sessions", "0"], "--max-sessions must be at least 1"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_values_are_found_before_libraries_are_imported(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_LIBRARIES, *arguments]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("strandline: error: ")
+    assert message in done.stderr
+
+
+def test_generate_reads_its_prompt_from_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("2 + 2 ="))
+    assert main(["generate", "--max-tokens", "4"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_eval_shows_progress_and_says_the_dtype_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def short_suite(*_: object, **__: object) -> list[Task]:
+        return [make_task(kind, Random(0), num_tokens=100) for kind in KINDS]
+
+    choose = loading.choose_dtype
+
+    def choose_with_note(*given: Any) -> Any:
+        return replace(choose(*given), note="dtype: as it is")
+
+    monkeypatch.setattr(exam, "make_suite", short_suite)
+    monkeypatch.setattr(loading, "choose_dtype", choose_with_note)
+    assert main(["eval", "--memory", "64MiB"]) == 0
+    out, err = capfd.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["cache", "off", "on", "resumed"]
+    for mode in exam.MODES:
+        assert f"cache {mode}: 100%" in err
+    assert [record.message for record in caplog.records if "dtype" in record.message] == ["dtype: as it is"]
+    assert not logging.getLogger("strandline.engine").filters
 
 
 def test_engine_flags_are_vllms_names() -> None:

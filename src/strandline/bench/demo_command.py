@@ -7,9 +7,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from strandline.bench.log_once import log_once
 from strandline.bench.workloads import Report, report_of, stopwatch
 from strandline.demo.facts import make_document
 from strandline.engine.llm import LLM
+from strandline.engine.loading import LOGGER
 from strandline.records.outputs import RequestOutput
 from strandline.records.sampling_params import SamplingParams
 
@@ -56,7 +58,7 @@ def run_demo(model: str, dtype: str) -> int:
     rows: dict[str, list[Report]] = {"conversation": [], "shared prefix": []}
     dialogue: list[Message] = []
     steps = 2 * (len(script.turns) + len(script.questions))
-    with tqdm(total=steps, desc="Running", disable=None, unit="request", leave=False) as bar:
+    with log_once(LOGGER.name), tqdm(total=steps, desc="Running", disable=None, unit="request", leave=False) as bar:
         for is_on in (False, True):
             llm = LLM(model, dtype=dtype, enable_prefix_caching=is_on)
             report, dialogue = _converse(llm, script, bar)

@@ -5,6 +5,7 @@ prompt is first sent truncated at a random token, so that the whole prompt resum
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 from tqdm import tqdm
 
 from strandline.bench.evaluate import make_suite, score
+from strandline.bench.log_once import log_once
 from strandline.demo.tasks import KINDS, Task
 from strandline.engine.llm import LLM
+from strandline.engine.loading import LOGGER
 from strandline.records.sampling_params import SamplingParams
 
 MODES = ("off", "on", "resumed")
@@ -38,10 +41,11 @@ def run_evaluation(engine_options: Mapping[str, Any], *, per_kind: int, seed: in
     """Score a model in every mode and print the table; return 0 if all modes score the same, else 1."""
     suite: list[Task] = []
     results: dict[str, Result] = {}
-    for mode in MODES:
-        llm = LLM(**{**engine_options, "enable_prefix_caching": mode != "off"})
-        suite = suite or make_suite(seed, per_kind, count=token_counter(llm))
-        results[mode] = take(llm, suite, mode)
+    with log_once(LOGGER.name):
+        for mode in MODES:
+            llm = LLM(**{**engine_options, "enable_prefix_caching": mode != "off"})
+            suite = suite or make_suite(seed, per_kind, count=token_counter(llm))
+            results[mode] = take(llm, suite, mode)
     print("\n".join(table(suite, results)))
     scores = [[result.correct(suite, kind) for kind in KINDS] for result in results.values()]
     return 0 if all(row == scores[0] for row in scores) else 1
@@ -52,17 +56,16 @@ def take(llm: LLM, suite: Sequence[Task], mode: str) -> Result:
     rng = Random(0)
     replies: list[str] = []
     num_prompt = num_hit = 0
-    with tqdm(total=len(suite), desc=f"cache {mode}", disable=None, unit="task") as bar:
+    with tqdm(total=len(suite), desc=f"cache {mode}", unit="task") as bar:
         for first in range(0, len(suite), BATCH):
             prompts: list[Any] = [llm.render(task.messages) for task in suite[first : first + BATCH]]
             if mode == "resumed":
                 cut = [prompt["prompt_token_ids"] for prompt in prompts]
                 llm.generate([ids[: rng.randint(1, len(ids))] for ids in cut], ONE_TOKEN, use_tqdm=False)
-            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=lambda **_: nullcontext(bar))
             replies += [output.outputs[0].text for output in outputs]
             num_prompt += sum(len(output.prompt_token_ids) for output in outputs)
             num_hit += sum(output.num_cached_tokens for output in outputs)
-            bar.update(len(prompts))
     return Result(tuple(replies), num_hit / num_prompt)
 
 

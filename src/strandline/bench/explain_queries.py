@@ -57,6 +57,11 @@ class TraceQuestion:
     policy: str
     max_sessions: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in (("--request", self.request), ("--max-sessions", self.max_sessions)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+
 
 def explain_on_server(question: ServerQuestion, *, as_json: bool) -> int:
     """Ask, print the answer, and return 0.
@@ -170,7 +175,9 @@ def _replay(question: TraceQuestion) -> ExplainedReplay:
         )
     is_named = question.trace in SYNTHETIC or not Path(question.trace).exists()
     lanes = (
-        synthetic_lanes(question.trace) if is_named else read_trace(question.trace, max_sessions=question.max_sessions)
+        synthetic_lanes(question.trace)[: question.max_sessions]
+        if is_named
+        else read_trace(question.trace, max_sessions=question.max_sessions)
     )
     machine = Machine(spec, cost_model(question.geometry), memory_bytes)
     replay = ExplainedReplay(machine, question.policy, question.request)

@@ -4,7 +4,6 @@ import json
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,16 @@ from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
 from strandline.bench.traces import Lane, read_trace
 from strandline.config import parse_bytes
 from strandline.errors import ConfigError
+from strandline.version import VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """Traces, policies, budgets and limits of a replay."""
+    """Traces, policies, budgets and limits of a replay.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
 
     traces: Sequence[str]
     """Paths, names of workloads, or ``synthetic`` for all workloads."""
@@ -37,6 +41,16 @@ class ReplayOptions:
     """Speed of the device as a multiple of one H200."""
     plot: str | None = None
     """File to plot the results to."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_sessions"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if not self.session_gap_s >= 0:
+            raise ConfigError(f"--session-gap must be at least 0, got {self.session_gap_s:g}")
+        if not self.speed > 0:
+            raise ConfigError(f"--speed must be above 0, got {self.speed:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +79,7 @@ def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
     if options.plot is not None:
         write_plot(options.plot, [(row.trace, row.result) for row in rows])
     if as_json:
-        print(
-            json.dumps(
-                {"version": version("strandline"), "python": platform.python_version(), "rows": list(as_data(rows))}
-            )
-        )
+        print(json.dumps({"version": VERSION, "python": platform.python_version(), "rows": list(as_data(rows))}))
     return 0
 
 
@@ -80,7 +90,7 @@ def _names(traces: Sequence[str]) -> Iterable[str]:
 
 def _lanes(name: str, options: ReplayOptions) -> list[Lane]:
     if name in SYNTHETIC or not Path(name).exists():
-        return synthetic_lanes(name)
+        return synthetic_lanes(name)[: options.max_sessions]
     return read_trace(name, max_sessions=options.max_sessions, session_gap_s=options.session_gap_s)
 
 

@@ -169,6 +169,15 @@ def test_prompt_larger_than_memory_is_refused_and_counted(tmp_path: Path) -> Non
     assert (result.num_requests, result.num_refused) == (1, 1)
 
 
+def test_sessions_of_workloads_are_limited_as_those_of_traces(capsys: pytest.CaptureFixture[str]) -> None:
+    num_requests = []
+    for flags in ([], ["--max-sessions", "2"]):
+        assert main(["bench", "replay", "chat", "--json", *flags]) == 0
+        [row] = json.loads(capsys.readouterr().out)["rows"]
+        num_requests.append(row["num_requests"])
+    assert num_requests == [64, 64 * 2 // len(synthetic_lanes("chat"))]
+
+
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write(tmp_path / "s.jsonl", [session("a")]))
     arguments = ["bench", "replay", path, "resend", "--memory", "1GiB,2GiB", "--policy", "auto,off"]

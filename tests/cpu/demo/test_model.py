@@ -1,5 +1,6 @@
 """The shipped demo model: its files, its tokenizer and chat template, and what plain transformers makes of it."""
 
+import ast
 import json
 from pathlib import Path
 from random import Random
@@ -68,6 +69,46 @@ def test_the_template_strips_nothing(tokenizer: Any) -> None:
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert (
         text == "<|im_start|>user\n  two spaces\n\n<|im_end|>\n<|im_start|>assistant\n<think>\n</think> x <|im_end|>\n"
+    )
+
+
+def test_shipped_template_is_the_tools_one(tokenizer: Any) -> None:
+    tree = ast.parse((Path(__file__).parents[3] / "tools" / "demo_files.py").read_text())
+    [template] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CHAT_TEMPLATE"
+    ]
+    assert tokenizer.chat_template == template
+
+
+def test_plain_turns_are_those_of_the_training(tokenizer: Any) -> None:
+    messages = [{"role": role, "content": f"{role} <tools>"} for role in ("system", "user", "assistant", "user")]
+    turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
+    for end in range(1, 5):
+        text = tokenizer.apply_chat_template(messages[:end], tokenize=False, add_generation_prompt=True)
+        assert text == "".join(turns[:end]) + "<|im_start|>assistant\n"
+
+
+def test_template_renders_tools_calls_and_results(tokenizer: Any) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    calls = [{"function": {"name": "weather", "arguments": {"city": city}}} for city in ("Köln", "Ulm")]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Will it rain?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "no"},
+    ]
+    texts = [
+        tokenizer.apply_chat_template(messages[:end], tools=[tool], tokenize=False, add_generation_prompt=True)
+        for end in (2, 4)
+    ]
+    assert texts[0].startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
+    assert json.dumps(tool) in texts[0]
+    assert texts[1] == texts[0] + (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\nno\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
 
 

@@ -5,7 +5,6 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping
 from datetime import datetime
-from importlib.metadata import version
 from math import inf
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +12,7 @@ from typing import Any, Final
 from strandline.bench.serving.figures import DETAILS, Figures, metric_rows
 from strandline.bench.serving.options import Pace, Wanted, key_values
 from strandline.errors import ConfigError
+from strandline.version import VERSION
 
 WIDTH: Final = 50
 LABEL_WIDTH: Final = 40
@@ -102,7 +102,7 @@ def record(options: Namespace, model: str, tokenizer: str | None, figures: Figur
         **key_values("metadata", options.metadata),
         "dataset_name": options.dataset_name,
         "seed": options.seed,
-        "bench_version": f"strandline {version('strandline')}",
+        "bench_version": f"strandline {VERSION}",
         "request_rate": "inf" if rate == inf else rate,
         "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency,
