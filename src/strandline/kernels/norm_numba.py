@@ -31,35 +31,37 @@ TASK_ELEMENTS = 2**13
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Numba version of :func:`strandline.kernels.norm.rms_norm`."""
-    return _normed(_plain, x, weight_D, eps)
+    return _normed(x, weight_D, eps, is_zero_centered=False)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Numba version of :func:`strandline.kernels.norm.add_rms_norm`."""
-    return _added_and_normed(_plain, x, residual, weight_D, eps)
+    return _added_and_normed(x, residual, weight_D, eps, is_zero_centered=False)
 
 
 def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Numba version of :func:`strandline.kernels.norm.rms_norm_zero_centered`."""
-    return _normed(_zero_centered, x, weight_D, eps)
+    return _normed(x, weight_D, eps, is_zero_centered=True)
 
 
 def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Numba version of :func:`strandline.kernels.norm.add_rms_norm_zero_centered`."""
-    return _added_and_normed(_zero_centered, x, residual, weight_D, eps)
+    return _added_and_normed(x, residual, weight_D, eps, is_zero_centered=True)
 
 
-def _normed(norm: Kernel, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def _normed(x: Tensor, weight_D: Tensor, eps: float, *, is_zero_centered: bool) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    _launch(norm, x, out, weight_D, eps, residual=0)
+    _launch(_norm, x, out, weight_D, eps, residual=0, is_zero_centered=is_zero_centered)
     return out
 
 
-def _added_and_normed(norm: Kernel, x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _added_and_normed(
+    x: Tensor, residual: Tensor, weight_D: Tensor, eps: float, *, is_zero_centered: bool
+) -> tuple[Tensor, Tensor]:
     x, residual = x.contiguous(), residual.contiguous()
     out = torch.empty_like(x)
-    _launch(norm, x, out, weight_D, eps, residual=residual.data_ptr())
+    _launch(_norm, x, out, weight_D, eps, residual=residual.data_ptr(), is_zero_centered=is_zero_centered)
     return out, x
 
 
@@ -131,14 +133,15 @@ def _gate(row, weight, gate, product_dtype):
 SHARED = "num_rows rows_per_task num_channels dtype eps:float x out weight weight_dtype "
 
 
-@kernel(SHARED + "residual")
-def _zero_centered(tasks):
+@kernel(SHARED + "residual is_zero_centered")
+def _norm(tasks):
     args = arguments(tasks)
     num_channels, dtype = args.num_channels, args.dtype
     weight, row = np.empty(num_channels, np.float32), np.empty(num_channels, np.float32)
     added = np.empty(num_channels, np.float32)
     load(args.weight, args.weight_dtype, 0, weight)
-    weight += np.float32(1.0)
+    if args.is_zero_centered:
+        weight += np.float32(1.0)
     task = claim(tasks)
     while task < args.num_tasks:
         for index in range(task * args.rows_per_task, min((task + 1) * args.rows_per_task, args.num_rows)):
@@ -148,30 +151,12 @@ def _zero_centered(tasks):
                 _add(row, added)
                 round_to(dtype, row)
                 store(args.x, dtype, index * num_channels, row)
-            _multiply(row, _scale_of(row, args.eps), weight)
-            store(args.out, dtype, index * num_channels, row)
-        task = claim(tasks)
-
-
-@kernel(SHARED + "residual")
-def _plain(tasks):
-    args = arguments(tasks)
-    num_channels, dtype = args.num_channels, args.dtype
-    weight, row = np.empty(num_channels, np.float32), np.empty(num_channels, np.float32)
-    added = np.empty(num_channels, np.float32)
-    load(args.weight, args.weight_dtype, 0, weight)
-    task = claim(tasks)
-    while task < args.num_tasks:
-        for index in range(task * args.rows_per_task, min((task + 1) * args.rows_per_task, args.num_rows)):
-            load(args.x, dtype, index * num_channels, row)
-            if args.residual:
-                load(args.residual, dtype, index * num_channels, added)
-                _add(row, added)
+            scale = _scale_of(row, args.eps)
+            if not args.is_zero_centered:
+                _scale(row, scale)
                 round_to(dtype, row)
-                store(args.x, dtype, index * num_channels, row)
-            _scale(row, _scale_of(row, args.eps))
-            round_to(dtype, row)
-            _multiply(row, np.float32(1.0), weight)
+                scale = np.float32(1.0)
+            _multiply(row, scale, weight)
             store(args.out, dtype, index * num_channels, row)
         task = claim(tasks)
 
