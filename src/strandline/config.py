@@ -97,10 +97,11 @@ class EngineConfig:
                 f"{BLOCK_TOKENS}, got {self.max_num_batched_tokens}"
             )
         threshold: object = self.long_prefill_token_threshold
-        if threshold is not None and (
-            not isinstance(threshold, int) or isinstance(threshold, bool) or 0 != threshold < BLOCK_TOKENS
-        ):
-            raise ConfigError(f"long_prefill_token_threshold must be 0 or at least {BLOCK_TOKENS}, got {threshold!r}")
+        if threshold is not None and (type(threshold) is not int or 0 != threshold < BLOCK_TOKENS):
+            raise ConfigError(
+                f"--long-prefill-token-threshold must be 0 or a whole number of at least {BLOCK_TOKENS}, "
+                f"got {threshold!r}"
+            )
         share: object = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"--gpu-memory-utilization must be above 0 and at most 1, got {share!r}")

@@ -265,6 +265,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_num_seqs": None}, "--max-num-seqs must be a whole number of at least 1, got None"),
     ({"max_num_seqs": 10**12}, "for logs of --max-num-seqs 1000000000000 are more than the"),
     ({"mamba_block_size": "64"}, "--mamba-block-size must be a whole number of at least 1, got '64'"),
+    ({"long_prefill_token_threshold": False}, "--long-prefill-token-threshold must be 0 or a whole number"),
+    ({"long_prefill_token_threshold": 63}, "--long-prefill-token-threshold must be 0 or a whole number"),
     ({"seed": "x"}, "--seed must be a whole number of 64 bits, got 'x'"),
     ({"seed": 2**63}, "--seed must be a whole number"),
     ({"enforce_eager": "no"}, "--enforce-eager must be bool, got 'no'"),
