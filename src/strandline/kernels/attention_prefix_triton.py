@@ -1,13 +1,13 @@
 """Softmax attention to a long prefix, in Gluon, for Hopper GPUs.
 
-A prefill behind a long context spends most of its time on keys that all of its queries see. Here, queries attend to
-whole blocks before the first of them: without masks, and without a block that is partly filled. What is left, up to
-the diagonal, ``attention_triton.py`` adds to the result.
+A prefill behind a long context spends most of its time on keys that all of its queries see. This kernel attends to
+the whole blocks before the first query: it needs no masks and meets no partly filled block. ``attention_triton.py``
+starts from the result and adds the remaining keys, up to the diagonal.
 
 A program has 128 rows (pairs of a token and a query head, as in ``attention_triton.py``) of one key/value head. One
-warp copies blocks of keys and values into shared memory, two stages ahead (TMA); two warpgroups of 64 rows each take
-them in. A warpgroup multiplies the scores of the next block while the weighted values of the last are added up, and
-computes exponentials during the latter; the other one's products fill the gaps.
+warp copies blocks of keys and values into shared memory, two stages ahead (TMA); two warpgroups of 64 rows each
+consume them. A warpgroup computes the next block's scores while it adds up the last block's weighted values, and
+computes exponentials during the latter; the GEMMs of the other warpgroup fill the gaps.
 
 Not for deterministic engines: bits depend on where a step begins.
 
@@ -17,9 +17,12 @@ Shape suffixes: as in ``attention_triton.py``.
 """
 # mypy: ignore-errors
 
+import logging
 from functools import cache
+from typing import Final
 
 import torch
+import triton
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
@@ -42,6 +45,8 @@ try:
     IS_AVAILABLE = True
 except (ImportError, AttributeError):  # Gluon's interface changes from one version of Triton to the next
     IS_AVAILABLE = False
+
+LOGGER: Final = logging.getLogger("strandline.kernels")
 
 CAPABILITY = (9, 0)
 """The only compute capability with these instructions."""
@@ -71,13 +76,21 @@ def supports(q_THD: Tensor, memory: KVMemory) -> bool:
         and k_BPGD.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
         and k_BPGD.stride(0) % k_BPGD.stride(1) == 0
         and q_THD.is_cuda
-        and _is_hopper(q_THD.get_device())
+        and _can_compile(q_THD.get_device())
     )
 
 
 @cache
-def _is_hopper(device: int) -> bool:
-    return IS_AVAILABLE and torch.version.hip is None and torch.cuda.get_device_capability(device) == CAPABILITY
+def _can_compile(device: int) -> bool:
+    """Whether the kernel can be compiled for a device; log once per device if only Gluon's interface is missing."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return False
+    if not IS_AVAILABLE:
+        LOGGER.warning(
+            "long prompts use the slower attention kernel: Triton %s lacks the Gluon interface of the faster one",
+            triton.__version__,
+        )
+    return IS_AVAILABLE
 
 
 if IS_AVAILABLE:

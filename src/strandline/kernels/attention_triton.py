@@ -8,7 +8,8 @@ are read once for all of these heads.
 - Prefills: one program per tile of rows, key/value head and split; heaviest tiles first. Most tiles of keys are seen
   whole by all rows; only those at the diagonal, at the end and at the window's edge are masked.
 
-On Hopper GPUs, prefills behind a long prefix continue what ``attention_prefix_triton.py`` has taken in of it.
+On Hopper GPUs, a long prefix of a prefill is computed by ``attention_prefix_triton.py``; the prefill kernel starts
+from its result and adds the remaining keys.
 
 With more than one split each program leaves its normalised result and the logarithm of its sum, and a third, small
 kernel combines them. How many splits there are depends on shapes and host integers only, so that a graph can hold the
@@ -330,7 +331,7 @@ def _decode_kernel(
         "first_row",
         "num_prefills",
         "num_tiles",
-        "num_taken_in",
+        "num_prefix_keys",
     ],
     do_not_specialize_on_alignment=["table_ptr", "query_start_ptr", "context_len_ptr"],
 )
@@ -357,7 +358,7 @@ def _prefill_kernel(
     first_row,
     num_prefills,
     num_tiles,
-    num_taken_in,
+    num_prefix_keys,
     PAGE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -413,7 +414,7 @@ def _prefill_kernel(
         first_whole_key = tl.maximum(last_position - window_tokens + 1, 0)
     first_tile = first_key // BLOCK_K
     if IS_CONTINUED:
-        first_tile = num_taken_in // BLOCK_K
+        first_tile = num_prefix_keys // BLOCK_K
     end_tile = last_position // BLOCK_K + 1
     tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
     first_tile = first_tile + split * tiles_per_split
@@ -428,10 +429,10 @@ def _prefill_kernel(
     v_ptr += kv_head * stride_head
     table_ptr += sequence * stride_table
     if IS_CONTINUED:
-        taken_in_M = (row_M - first_row) * NUM_HEADS + head_M
+        prefix_row_M = (row_M - first_row) * NUM_HEADS + head_M
         is_read_MD = is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :]
-        acc_MD = tl.load(partial_ptr + (taken_in_M * HEAD_DIM)[:, None] + channel_D[None, :], is_read_MD, other=0.0)
-        max_M = tl.load(lse_ptr + taken_in_M, mask=is_row_M, other=0.0)
+        acc_MD = tl.load(partial_ptr + (prefix_row_M * HEAD_DIM)[:, None] + channel_D[None, :], is_read_MD, other=0.0)
+        max_M = tl.load(lse_ptr + prefix_row_M, mask=is_row_M, other=0.0)
         sum_M = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     else:
         acc_MD = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -664,7 +665,7 @@ def _attend_prefills(call: _Call, num_decodes: int, is_invariant: bool) -> None:
     batch = call.batch
     num_sequences = len(batch.query_starts) - 1
     first = num_decodes
-    if call.window_tokens is None and not is_invariant and _may_split_off_prefixes(call):
+    if call.window_tokens is None and not is_invariant and _has_prefix_kernel(call):
         for sequence in range(num_decodes, num_sequences):
             if num_blocks := _num_prefix_blocks(batch, sequence):
                 if first < sequence:
@@ -675,16 +676,16 @@ def _attend_prefills(call: _Call, num_decodes: int, is_invariant: bool) -> None:
         _attend_together(call, first, num_sequences, is_invariant=is_invariant)
 
 
-def _may_split_off_prefixes(call: _Call) -> bool:
-    """Whether there is a kernel for prefixes here, and it computes what it should."""
+def _has_prefix_kernel(call: _Call) -> bool:
+    """Whether the kernel for prefixes runs here, and has passed its check."""
     if not supports(call.q_THD, call.memory):
         return False
-    return _is_prefix_kernel_right(call.q_THD.device, *call.memory.k_BPGD.shape[2:], call.group)
+    return _is_prefix_kernel_correct(call.q_THD.device, *call.memory.k_BPGD.shape[2:], call.group)
 
 
 @cache
-def _is_prefix_kernel_right(device: torch.device, num_kv_heads: int, head_dim: int, group: int) -> bool:
-    """Whether attention in two launches equals that in one. A warning says so if not: Gluon is experimental."""
+def _is_prefix_kernel_correct(device: torch.device, num_kv_heads: int, head_dim: int, group: int) -> bool:
+    """Whether attention in two launches equals attention in one; warn if not, because Gluon is experimental."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -748,14 +749,14 @@ def _attend_together(call: _Call, first: int, end: int, *, is_invariant: bool) -
 
 
 def _attend_behind_prefix(call: _Call, sequence: int, num_blocks: int) -> None:
-    """Write the rows of a prefill in two launches; the first takes in ``num_blocks`` blocks."""
+    """Write the rows of a prefill in two launches; the first attends to the first ``num_blocks`` blocks."""
     batch = call.batch
     query_starts = batch.query_starts[sequence : sequence + 2]
     q_THD = call.q_THD[slice(*query_starts)]
     prefix_THD, lse_TH = attend_prefix(q_THD, call.memory, batch.block_table_NM[sequence], num_blocks, call.scale_log2)
     num_tiles = _num_row_tiles(query_starts, call.group, call.prefill_tile.rows)
     num_keys = num_blocks * BLOCK_TOKENS
-    _launch_prefills(call, sequence, sequence + 1, num_tiles, prefix_THD, lse_TH, 1, 16, num_taken_in=num_keys)
+    _launch_prefills(call, sequence, sequence + 1, num_tiles, prefix_THD, lse_TH, 1, 16, num_prefix_keys=num_keys)
 
 
 def _launch_prefills(
@@ -768,12 +769,13 @@ def _launch_prefills(
     num_splits: int,
     max_prefills: int,
     *,
-    num_taken_in: int = 0,
+    num_prefix_keys: int = 0,
 ) -> None:
     """Launch the kernel for the prefills ``[first, end)``.
 
     Args:
-        partial: for the splits' results; with ``num_taken_in``, the result of these keys, and ``lse`` theirs.
+        partial, lse: scratch for the splits' results and logarithms of sums; with ``num_prefix_keys``, those of the
+            attention to these first keys, which the kernel starts from.
         max_prefills: what the kernel is compiled for.
     """
     q_THD, memory, batch, out_THD, scale_log2, window_tokens = call
@@ -800,7 +802,7 @@ def _launch_prefills(
         batch.query_starts[first],
         end - first,
         num_tiles,
-        num_taken_in,
+        num_prefix_keys,
         PAGE=BLOCK_TOKENS,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=call.num_kv_heads,
@@ -812,7 +814,7 @@ def _launch_prefills(
         BLOCK_N=max_prefills,
         IS_SPLIT=num_splits > 1,
         IS_WINDOWED=window_tokens is not None,
-        IS_CONTINUED=num_taken_in > 0,
+        IS_CONTINUED=num_prefix_keys > 0,
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

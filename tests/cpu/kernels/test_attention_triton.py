@@ -20,7 +20,8 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels import attention_triton
+from strandline.device import graphs
+from strandline.kernels import attention_prefix_triton, attention_triton
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()
@@ -167,7 +168,7 @@ def attend_prefix(
 
 @pytest.mark.parametrize(("ranges", "num_decodes"), BEHIND_PREFIXES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_prefills_continue_the_prefix_that_was_taken_in(
+def test_prefills_start_from_the_result_of_the_prefix_kernel(
     monkeypatch: pytest.MonkeyPatch, ranges: list[tuple[int, int]], num_decodes: int, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(attention_triton, "supports", lambda *_: True)
@@ -194,16 +195,32 @@ def test_prefix_kernel_is_used_only_if_it_works(
         return factor * out_THD, lse_TH
 
     monkeypatch.setattr(attention_triton, "attend_prefix", attend)
-    attention_triton._is_prefix_kernel_right.cache_clear()
-    assert attention_triton._is_prefix_kernel_right(torch.device("cpu"), 2, 16, 3) == (warning is None)
+    attention_triton._is_prefix_kernel_correct.cache_clear()
+    assert attention_triton._is_prefix_kernel_correct(torch.device("cpu"), 2, 16, 3) == (warning is None)
     assert [str(w.message) for w in recwarn if warning is None or warning not in str(w.message)] == []
-    attention_triton._is_prefix_kernel_right.cache_clear()
+    attention_triton._is_prefix_kernel_correct.cache_clear()
 
 
-def test_only_long_prefills_behind_long_prefixes_take_them_in_apart() -> None:
+def test_prefix_kernel_serves_long_prefills_behind_long_prefixes() -> None:
     batch = make_case([(0, 1), (2112, 3136), (2112, 3137), (2047, 3200), (2048, 3200), (0, 1100)]).batch
     blocks = [attention_triton._num_prefix_blocks(batch, sequence) for sequence in range(6)]
     assert blocks == [0, 0, 33, 0, 32, 0]
+
+
+def test_missing_gluon_interface_is_logged_once_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attention_prefix_triton, "IS_AVAILABLE", False)
+    capabilities = {0: (9, 0), 1: (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    attention_prefix_triton._can_compile.cache_clear()
+    assert not any(attention_prefix_triton._can_compile(device) for device in (0, 1, 0))
+    assert ["lacks the Gluon interface" in record.getMessage() for record in caplog.records] == [True]
+    attention_prefix_triton._can_compile.cache_clear()
+
+
+def test_steps_captured_in_graphs_never_use_the_prefix_kernel() -> None:
+    assert max(graphs.PROMPT_ROWS) <= attention_triton.MAX_CAPTURED_QUERIES
 
 
 def test_padded_rows_of_a_graph_give_zeros() -> None:

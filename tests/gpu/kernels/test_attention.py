@@ -54,7 +54,7 @@ def test_views_of_wider_rows_are_read_in_place(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("ranges", "num_decodes"), [*BEHIND_PREFIXES, ([*decodes(300), (2100, 2400), (200, 400), (5000, 5017)], 1)]
 )
-def test_prefixes_taken_in_apart_equal_the_oracle(
+def test_prefills_behind_the_prefix_kernel_equal_the_oracle(
     monkeypatch: pytest.MonkeyPatch, ranges: list[tuple[int, int]], num_decodes: int, heads: tuple[int, int, int]
 ) -> None:
     prefix = Mock(wraps=attention_triton.attend_prefix)
