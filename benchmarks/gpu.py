@@ -1,15 +1,17 @@
-"""Prefill, decode and serving on a GPU, through the engine, on random weights.
+"""Prefill, decode and serving through the engine, on a GPU or, for small models, on a CPU.
 
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-4b
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only decode,serving
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only long,beside --max-model-len 262144
+    python benchmarks/gpu.py --model demo --load-format auto --only beside --beside-tokens 6000 --max-model-len 8192
 
 Decode: prompts of 1,024 tokens, 256 tokens out; the time per step in which every sequence decodes. Prefill: prompts
 that share nothing, one token out. Serving: one shared prefix of 4,096 tokens, 128 more each, 512 out, 16 requests
 under way at any time, 128 in all. Turns: 128 and 500 new tokens behind 4,096 cached ones, alone and while 15 sequences
 decode; the time to the first token. Long: one cold prompt of each length, the decode steps of one and of four sequences
-behind it. Beside: the gaps between the tokens of short decodes beside the prefill of 100,000. Everything is greedy, and
-runs once before it is measured.
+behind it. Beside: the gaps between the tokens of one and of four decodes beside the prefill of a long prompt
+(``--beside-tokens``). Weights are random unless ``--load-format`` says otherwise. Everything is greedy; decode, prefill
+and serving run once before they are measured.
 """
 
 import argparse
@@ -29,9 +31,9 @@ PROFILED_STEPS = 20
 
 def main() -> None:
     options = parse()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(
-        f"{date.today()} · {torch.cuda.get_device_name()} · torch {torch.__version__} · "
-        f"Python {platform.python_version()} · {options.model}"
+        f"{date.today()} · {device} · torch {torch.__version__} · Python {platform.python_version()} · {options.model}"
     )
     only = options.only.split(",")
     parts: dict[str, Callable[[LLM, argparse.Namespace], None]] = {
@@ -57,6 +59,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="decode,prefill,serving,turns")
     parser.add_argument("--batch-sizes", default="1,16,64,256")
     parser.add_argument("--lengths", default="32000,100000,200000,262000", help="of long prompts, in tokens")
+    parser.add_argument("--beside-tokens", type=int, default=100_000, help="of the long prompt beside decodes")
+    parser.add_argument("--long-prefill-token-threshold", type=int, help="0: no limit; default: the engine's")
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--max-model-len", type=int, default=16384)
@@ -76,6 +80,7 @@ def load(options: argparse.Namespace) -> LLM:
         skip_tokenizer_init=True,
         max_model_len=options.max_model_len,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
         enforce_eager=options.enforce_eager,
         async_scheduling=not options.no_async_scheduling,
         enable_prefix_caching=not options.no_enable_prefix_caching,
@@ -85,6 +90,11 @@ def load(options: argparse.Namespace) -> LLM:
     for line in llm.engine.describe():
         print(f"  {line}")
     return llm
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def some_tokens(llm: LLM, rng: Random, count: int) -> list[int]:
@@ -104,7 +114,7 @@ def measure_decode(llm: LLM, options: argparse.Namespace) -> None:
                 llm.engine.add_request(str(index), some_tokens(llm, rng, 1024), params_for(options.output_tokens))
             while llm.engine.scheduler.waiting or any(len(r.output_ids) < 4 for r in llm.engine.scheduler.running):
                 llm.engine.step()
-            torch.cuda.synchronize()
+            synchronize()
             start_s, num_tokens = time.perf_counter(), 0
             while llm.engine.has_unfinished:
                 num_tokens += len(llm.engine.step())
@@ -119,7 +129,7 @@ def measure_prefill(llm: LLM, options: argparse.Namespace) -> None:
         rates = []
         for _ in range(3):
             prompts = [some_tokens(llm, rng, length) for _ in range(num_prompts)]
-            torch.cuda.synchronize()
+            synchronize()
             start_s = time.perf_counter()
             for index, prompt in enumerate(prompts):
                 llm.engine.add_request(str(index), prompt, params_for(1))
@@ -215,14 +225,14 @@ def measure_long(llm: LLM, options: argparse.Namespace) -> None:
 
 
 def measure_beside(llm: LLM, options: argparse.Namespace) -> None:
-    del options
     rng = Random(8)
+    decode_params = params_for(options.max_model_len - 1024)  # they outlast the prefill
     for num_decodes in (1, 4):
         for index in range(num_decodes):
-            llm.engine.add_request(f"beside {index}", some_tokens(llm, rng, 1024), params_for(8192))
+            llm.engine.add_request(f"beside {index}", some_tokens(llm, rng, 1024), decode_params)
         alone_ms = median_step_ms(llm, num_steps=100)
         start_s = time.perf_counter()
-        llm.engine.add_request("long", some_tokens(llm, rng, 100_000), params_for(1))
+        llm.engine.add_request("long", some_tokens(llm, rng, options.beside_tokens), params_for(1))
         gaps_ms, last_s, is_prefilling = [], start_s, True
         while is_prefilling:
             names = {output.request_id for output in llm.engine.step()}
@@ -237,16 +247,16 @@ def measure_beside(llm: LLM, options: argparse.Namespace) -> None:
         while llm.engine.has_unfinished:
             llm.engine.step()
         print(
-            f"{num_decodes} decodes beside a prefill of 100,000: {median(gaps_ms):.2f} ms from token to token (median; "
-            f"mean {mean(gaps_ms):.2f}, longest {max(gaps_ms):.1f}, alone {alone_ms:.2f}), "
-            f"its first token after {wait_s:.3f} s",
+            f"{num_decodes} decodes beside a prefill of {options.beside_tokens:,}: {median(gaps_ms):.2f} ms between "
+            f"tokens (median; mean {mean(gaps_ms):.2f}, longest {max(gaps_ms):.1f}, alone {alone_ms:.2f}), "
+            f"first token of the prompt after {wait_s:.3f} s",
             flush=True,
         )
 
 
 def first_token_s(llm: LLM, name: str, prompt: list[int]) -> float:
     """Return how long a prompt alone takes until its first token."""
-    torch.cuda.synchronize()
+    synchronize()
     start_s = time.perf_counter()
     llm.engine.add_request(name, prompt, params_for(1))
     while llm.engine.has_unfinished:
