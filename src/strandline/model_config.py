@@ -6,6 +6,7 @@ transformers is imported by the function that needs it, so that importing this m
 import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ARCHITECTURES: Final = (
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
     "LlamaForCausalLM",
     "OlmoHybridForCausalLM",
     "Qwen3ForCausalLM",
@@ -42,6 +45,7 @@ MAX_HEAD_DIM: Final = 256
 MAX_SIZE: Final = 2**20
 """Channels of the hidden and intermediate states."""
 MAX_VOCAB: Final = 2**24
+MAX_POSITION: Final = 2**31 - 1
 MIN_EPS: Final = 1e-12
 """Norms of zeros are not numbers without it."""
 
@@ -100,14 +104,21 @@ def find_architecture(names: Sequence[str] | None) -> str:
     """Return the first of a model's ``architectures`` that is supported.
 
     Raises:
-        ConfigError: none is.
+        ConfigError: none is; the message gives all that are, and the nearest by name.
     """
     names = [str(name) for name in names] if isinstance(names, list) else []
     for name in names:
         if name in ARCHITECTURES:
             return name
     asked = ", ".join(names) or "no architecture"
-    raise ConfigError(f"the model's configuration names {asked}; supported: {', '.join(ARCHITECTURES)}")
+    nearest = f"; the nearest is {_find_nearest(names[0])}" if names else ""
+    raise ConfigError(f"the model's configuration names {asked}; supported: {', '.join(ARCHITECTURES)}{nearest}")
+
+
+def _find_nearest(name: str) -> str:
+    """Return the supported architecture whose name is most like another one's; what all names end in does not count."""
+    families = {architecture.partition("For")[0]: architecture for architecture in reversed(ARCHITECTURES)}
+    return families[get_close_matches(name.partition("For")[0], families, n=1, cutoff=0)[0]]
 
 
 class Fields:
@@ -203,6 +214,11 @@ def read_head_dim(fields: Fields) -> int:
     return fields.size("head_dim", at_most=MAX_HEAD_DIM, default=share)
 
 
-def read_eps(fields: Fields) -> float:
+def read_eps(fields: Fields, name: str = "rms_norm_eps") -> float:
     """Return what norms add to a mean square."""
-    return fields.number("rms_norm_eps", at_least=MIN_EPS, at_most=1)
+    return fields.number(name, at_least=MIN_EPS, at_most=1)
+
+
+def read_max_position(fields: Fields) -> int:
+    """Return the most tokens of a context."""
+    return fields.size("max_position_embeddings", at_most=MAX_POSITION)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from strandline.model_config import ARCHITECTURES
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -14,6 +16,11 @@ PAGES_WITH_EXAMPLES = [page for page in PAGES if EXAMPLE.search(page.read_text()
 
 def test_there_are_examples() -> None:
     assert ROOT / "README.md" in PAGES_WITH_EXAMPLES
+
+
+def test_readme_names_every_architecture() -> None:
+    named = re.findall(r"`(\w+For(?:CausalLM|ConditionalGeneration))`", (ROOT / "README.md").read_text())
+    assert sorted(named) == sorted(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_EXAMPLES, ids=lambda page: page.name)

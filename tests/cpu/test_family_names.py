@@ -8,7 +8,7 @@ import strandline
 
 PACKAGE = Path(strandline.__file__).parent
 
-FAMILY = re.compile(r"gdn|gated.?delta|olmo|qwen|mamba.?2|granite|bamba|nemotron", re.IGNORECASE)
+FAMILY = re.compile(r"gdn|gated.?delta|olmo|qwen|lfm|mamba.?2|granite|bamba|nemotron", re.IGNORECASE)
 
 HOMES = re.compile(r"models/.*|kernels/(gdn|mamba2)\w*\.py")
 

@@ -9,7 +9,7 @@ import torch
 
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError
-from strandline.model_config import ARCHITECTURES, read_model_config
+from strandline.model_config import ARCHITECTURES, find_architecture, read_model_config
 from strandline.models import registry
 from strandline.models.weights import published_dtype
 from strandline.text.vocabulary import load_vocabulary
@@ -72,6 +72,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {"decoder_sparse_step": 0}, f"decoder_sparse_step is 0; {WHOLE} 1 to "),
     ("llama", {"mlp_bias": True}, "mlp_bias is True; it must be false"),
     ("llama", {"max_position_embeddings": 0}, f"max_position_embeddings is 0; {WHOLE} 1 to 2,147,483,647"),
+    ("lfm2", {"conv_L_cache": 1}, f"conv_L_cache is 1; {WHOLE} 2 to 5"),
+    ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
+     r"layer_types\[3\] 'sliding_attention' is not supported; supported: full_attention, conv"),
+    ("lfm2_moe", {"num_dense_layers": 5}, f"num_dense_layers is 5; {WHOLE} 0 to 4"),
+    ("lfm2_moe", {"num_experts_per_tok": 6}, f"num_experts_per_tok is 6; {WHOLE} 1 to 5"),
     ("qwen3", {"vocab_size": -1}, f"vocab_size is -1; {WHOLE} 1 to 16,777,216"),
     ("qwen3", {"num_attention_heads": 3}, "num_key_value_heads is 2; it must be a divisor of num_attention_heads, 3"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
@@ -180,6 +185,27 @@ def test_generation_config_replaces_end_tokens(tmp_path: Path) -> None:
     assert vocabulary_of(tmp_path) == {5}
     assert vocabulary_of(tmp_path, {"eos_token_id": [0, 96]}) == {0, 96}
     assert vocabulary_of(tmp_path, {"eos_token_id": None}) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("LlamaForSequenceClassification", "LlamaForCausalLM"),
+        ("Lfm3ForCausalLM", "Lfm2ForCausalLM"),
+        ("Qwen3_6MoeForCausalLM", "Qwen3_5MoeForCausalLM"),
+        ("GPT2LMHeadModel", r"\w+"),
+    ],
+)
+def test_unsupported_architecture_names_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"names {name}; supported: .*; the nearest is {nearest}$") as error:
+        find_architecture([name])
+    assert ", ".join(ARCHITECTURES) in str(error.value)
+
+
+def test_missing_architecture_lists_the_supported_ones() -> None:
+    for names in (None, []):
+        with pytest.raises(ConfigError, match=f"names no architecture; supported: {', '.join(ARCHITECTURES)}$"):
+            find_architecture(names)
 
 
 def test_architecture_is_refused_before_a_missing_tokenizer(tmp_path: Path) -> None:

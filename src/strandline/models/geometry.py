@@ -18,6 +18,7 @@ class ModelSize:
     num_active_weights: int
     """Without embeddings; of experts the share that the router chooses."""
     num_query_heads: int
+    """0: no layer is attention."""
 
 
 def read_model_size(path: str | Path) -> ModelSize:
@@ -29,10 +30,10 @@ def read_model_size(path: str | Path) -> ModelSize:
     config = read_model_config(Path(path))
     model = builder_for(config)(config, torch.bfloat16, "meta")
     text = getattr(config, "text_config", config)
-    num_experts = getattr(text, "num_experts", None) or 1
-    chosen = (getattr(text, "num_experts_per_tok", None) or 1) / num_experts
     num_active = 0.0
-    for name, weight in model.named_parameters():
-        is_expert = num_experts > 1 and weight.ndim == 3 and weight.shape[0] == num_experts
-        num_active += 0 if "embed" in name else weight.numel() * (chosen if is_expert else 1)
-    return ModelSize(model.spec, int(num_active), int(text.num_attention_heads))
+    for module in model.modules():
+        expert_share = getattr(module, "expert_share", 1.0)
+        for name, weight in module.named_parameters(recurse=False):
+            is_expert = weight.ndim == 3
+            num_active += 0 if "embed" in name else weight.numel() * (expert_share if is_expert else 1)
+    return ModelSize(model.spec, int(num_active), getattr(text, "num_attention_heads", 0))

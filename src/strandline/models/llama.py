@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from strandline.model_config import MAX_LAYERS, Fields, read_vocab_size
+from strandline.model_config import MAX_LAYERS, Fields, read_max_position, read_vocab_size
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
@@ -51,7 +51,7 @@ def build(
     fields.choice("hidden_act", ["silu"])
     attention, is_tied = AttentionConfig.read(fields, norm), fields.flag("tie_word_embeddings")
     shape, rotary = (read_vocab_size(fields), attention.hidden_size), rotary_frequencies(config)
-    max_position = fields.size("max_position_embeddings", at_most=2**31 - 1)
+    max_position = read_max_position(fields)
     residual_norm = plain(attention.eps)
     layers = [
         DecoderLayer(

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from strandline.model_config import Fields, read_layer_types, read_vocab_size
+from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, PostNormLayer, plain
@@ -52,7 +52,7 @@ def build_olmo_hybrid(config: Any, dtype: torch.dtype, device: torch.device | st
     layers = [build_layer(kind) for kind in layer_types]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
     decoder = Decoder(layers, norm, _read_rotary(config), shape, dtype, device, is_tied=is_tied)
-    max_position = fields.size("max_position_embeddings", at_most=2**31 - 1)
+    max_position = read_max_position(fields)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from strandline.model_config import Fields, read_layer_types, read_vocab_size
+from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm, zero_centered
@@ -54,7 +54,7 @@ class HybridConfig:
         return cls(
             layer_types=layer_types,
             vocab_size=read_vocab_size(fields),
-            max_position=fields.size("max_position_embeddings", at_most=2**31 - 1),
+            max_position=read_max_position(fields),
             attention=AttentionConfig.read(fields, QueryKeyNorm.ZERO_CENTERED),
             gated_delta=GatedDeltaNetConfig.read(fields),
             rotary=rotary_frequencies(text),

@@ -7,6 +7,7 @@ import torch
 
 from strandline.model_config import find_architecture
 from strandline.models.causal_lm import CausalLM
+from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
 from strandline.models.llama import build_llama
 from strandline.models.olmo_hybrid import build_olmo_hybrid
 from strandline.models.qwen3 import build_qwen3, build_qwen3_moe
@@ -16,6 +17,8 @@ from strandline.models.qwen3_next import build_qwen3_next
 Builder = Callable[[Any, torch.dtype, torch.device | str], CausalLM]
 
 ARCHITECTURES: dict[str, Builder] = {
+    "Lfm2ForCausalLM": build_lfm2,
+    "Lfm2MoeForCausalLM": build_lfm2_moe,
     "LlamaForCausalLM": build_llama,
     "OlmoHybridForCausalLM": build_olmo_hybrid,
     "Qwen3ForCausalLM": build_qwen3,

@@ -4,7 +4,7 @@ A model lists its published tensors by name, each with a target; loading is copy
 tensor whose rows alternate between parameters (per head: query, then gate) has several parts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,3 +47,13 @@ def interleaved(*parts: Tensor) -> Target:
     """
     groups, _, *rest = parts[0].shape
     return Target((groups * sum(part.shape[1] for part in parts), *rest), parts)
+
+
+def renamed(targets: NamedTargets, names: Mapping[str, str]) -> NamedTargets:
+    """Yield targets under a family's own names.
+
+    Args:
+        names: of one component of a dotted name each, by the name that it stands for.
+    """
+    for name, target in targets:
+        yield ".".join(names.get(component, component) for component in name.split(".")), target

@@ -9,6 +9,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     OlmoHybridConfig,
     PretrainedConfig,
@@ -105,6 +107,21 @@ OLMO: dict[str, Any] = {
 }
 LLAMA3_ROPE = rope(1.0, original_max_position_embeddings=64, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
 
+LFM2: dict[str, Any] = {
+    **{name: value for name, value in ATTENTION_ONLY.items() if name != "head_dim"},
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_auto_adjust_ff_dim": False,
+    "pad_token_id": None,
+    "eos_token_id": None,
+}
+LFM2_MOE: dict[str, Any] = {
+    **{name: value for name, value in LFM2.items() if not name.startswith("block")},
+    "num_dense_layers": 1,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
 MROPE = rope(0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
 CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
@@ -155,6 +172,36 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "lfm2": ("Lfm2ForCausalLM", Lfm2Config, LFM2),
+    "lfm2-odd": (
+        "Lfm2ForCausalLM",
+        Lfm2Config,
+        {
+            **LFM2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "layer_types": ["full_attention", "conv", "conv", "full_attention"],
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.3,
+            "block_multiple_of": 8,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", Lfm2MoeConfig, LFM2_MOE),
+    "lfm2_moe-odd": (
+        "Lfm2MoeForCausalLM",
+        Lfm2MoeConfig,
+        {
+            **LFM2_MOE,
+            "num_dense_layers": 0,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": False,
+        },
+    ),
     "llama": (
         "LlamaForCausalLM",
         LlamaConfig,
@@ -198,14 +245,22 @@ def oracle(name: str) -> Any:
     model = getattr(transformers, CONFIGS[name][0])(config).eval().requires_grad_(False)
     for parameter_name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            scale = 1 if "embed_tokens" in parameter_name else 0.8 * parameter.shape[-1] ** -0.5
+            scale = 1 if "embed" in parameter_name else 0.8 * parameter.shape[-1] ** -0.5
             parameter.normal_(0, scale)
         elif parameter_name.endswith(("norm.weight", "bias")):
             parameter.add_(torch.randn_like(parameter) * 0.2)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("expert_bias"):
+            buffer.normal_(0, 0.2)
     if config.tie_word_embeddings:
         # The embedding is as large as the residual stream has to be; the logits of it need not be.
-        model.model.get_decoder().norm.weight.sub_(0.9)
+        _final_norm(model).weight.sub_(0.9)
     return model
+
+
+def _final_norm(model: Any) -> Any:
+    decoder = model.base_model.get_decoder()
+    return next(norm for name in ("norm", "embedding_norm") if (norm := getattr(decoder, name, None)))
 
 
 @cache

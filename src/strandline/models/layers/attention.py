@@ -57,8 +57,15 @@ class AttentionConfig:
     """Whether positions are embedded."""
 
     @classmethod
-    def read(cls, fields: Fields, norm: QueryKeyNorm) -> "AttentionConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+    def read(
+        cls, fields: Fields, norm: QueryKeyNorm, *, eps: float | None = None, has_bias: bool | None = None
+    ) -> "AttentionConfig":
+        """Read a text configuration; raises as :class:`strandline.model_config.Fields`.
+
+        Args:
+            eps: of the norms of heads, where the configuration has another name for it.
+            has_bias: whether the projections have one, where the configuration does not say.
+        """
         num_heads = fields.size("num_attention_heads", at_most=MAX_HEADS)
         num_kv_heads = fields.size("num_key_value_heads", at_most=MAX_HEADS)
         if num_heads % num_kv_heads:
@@ -66,7 +73,8 @@ class AttentionConfig:
         head_dim = read_head_dim(fields)
         if head_dim % 2:
             fields.reject("head_dim", "even")
-        eps, has_bias = read_eps(fields), fields.flag("attention_bias")
+        eps = read_eps(fields) if eps is None else eps
+        has_bias = fields.flag("attention_bias") if has_bias is None else has_bias
         hidden_size = fields.size("hidden_size")
         return cls(hidden_size, num_heads, num_kv_heads, head_dim, eps, has_bias, norm, head_dim**-0.5)
 

@@ -12,7 +12,6 @@ O rows of a fused projection; of a window's memory R are the rows.
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +23,12 @@ from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_updat
 from strandline.kernels.gdn_recurrence import GatedDelta, GatedDeltaInputs, GatedDeltaMemory
 from strandline.kernels.norm import rms_norm_gated
 from strandline.model_config import DTYPES, MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
+from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
-
-MAX_TAPS: Final = 5
-"""Of the convolution: the most that kernels are tested with."""
 
 
 @dataclass(frozen=True, slots=True)

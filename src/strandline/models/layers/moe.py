@@ -81,6 +81,11 @@ class SparseMoe(nn.Module):
         self.gate_up_XFE = parameter(config.num_experts, 2 * size, hidden_size, dtype=dtype, device=device)
         self.down_XEF = parameter(config.num_experts, hidden_size, size, dtype=dtype, device=device)
 
+    @property
+    def expert_share(self) -> float:
+        """Part of the experts that a token takes."""
+        return self.top_k / len(self.down_XEF)
+
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._mixture = kernels[mixture]
@@ -101,12 +106,17 @@ class SparseMoe(nn.Module):
             yield f"{prefix}shared_expert.gate_proj.weight", whole(gate)
             yield f"{prefix}shared_expert.up_proj.weight", whole(up)
             yield f"{prefix}shared_expert.down_proj.weight", whole(self.shared_down.weight_OI)
-        if f"{prefix}experts.gate_up_proj" in names:
-            yield f"{prefix}experts.gate_up_proj", whole(self.gate_up_XFE)
-            yield f"{prefix}experts.down_proj", whole(self.down_XEF)
-            return
-        for expert, (gate_up_FE, down_EF) in enumerate(zip(self.gate_up_XFE, self.down_XEF, strict=True)):
-            gate, up = gate_up_FE.chunk(2)
-            yield f"{prefix}experts.{expert}.gate_proj.weight", whole(gate)
-            yield f"{prefix}experts.{expert}.up_proj.weight", whole(up)
-            yield f"{prefix}experts.{expert}.down_proj.weight", whole(down_EF)
+        yield from expert_targets(self.gate_up_XFE, self.down_XEF, f"{prefix}experts.", names)
+
+
+def expert_targets(gate_up_XFE: Tensor, down_XEF: Tensor, prefix: str, names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors of experts, which come as one tensor, or as one each, whichever is in ``names``."""
+    if f"{prefix}gate_up_proj" in names:
+        yield f"{prefix}gate_up_proj", whole(gate_up_XFE)
+        yield f"{prefix}down_proj", whole(down_XEF)
+        return
+    for expert, (gate_up_FE, down_EF) in enumerate(zip(gate_up_XFE, down_XEF, strict=True)):
+        gate, up = gate_up_FE.chunk(2)
+        yield f"{prefix}{expert}.gate_proj.weight", whole(gate)
+        yield f"{prefix}{expert}.up_proj.weight", whole(up)
+        yield f"{prefix}{expert}.down_proj.weight", whole(down_EF)

@@ -1,0 +1,83 @@
+"""A depthwise causal convolution over time, in a layer that keeps its last inputs.
+
+Shape suffixes: T tokens of the step, D those of decodes, R those of prefills, C channels, W taps of the filter,
+S slots; of a window's memory R are the rows.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.conv1d import Activation, causal_conv1d_prefill, causal_conv1d_update
+from strandline.models.layers.parameters import dtype_name, parameter
+from strandline.models.targets import NamedTargets, whole
+from strandline.specs import TensorSpec
+
+MAX_TAPS: Final = 5
+"""Of the filter: the most that kernels are tested with."""
+
+
+class CausalConvolution(nn.Module):
+    """The filter of one layer.
+
+    Args:
+        dtype: of activations, the weights and the window.
+    """
+
+    operations = (causal_conv1d_update, causal_conv1d_prefill)
+
+    def __init__(
+        self,
+        num_channels: int,
+        num_taps: int,
+        activation: Activation,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        has_bias: bool,
+    ) -> None:
+        super().__init__()
+        self.activation, self.dtype = activation, dtype
+        self.weight_CW = parameter(num_channels, num_taps, dtype=dtype, device=device)
+        self.bias_C = parameter(num_channels, dtype=dtype, device=device) if has_bias else None
+
+    @property
+    def window(self) -> TensorSpec:
+        """What is kept of a sequence: its last inputs."""
+        num_channels, num_taps = self.weight_CW.shape
+        return TensorSpec("window", (num_taps - 1, num_channels), dtype_name(self.dtype))
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._convolve_one, self._convolve = kernels[causal_conv1d_update], kernels[causal_conv1d_prefill]
+
+    def convolve(self, x_TC: Tensor, batch: StepBatch, window_SRC: Tensor) -> Tensor:
+        """Convolve the step's tokens, decodes and prefills; return as many, and advance the windows."""
+        num_rows = batch.num_decode_rows
+        if num_rows == len(x_TC):
+            return self.decode(x_TC, batch, window_SRC)
+        if num_rows == 0:
+            return self.prefill(x_TC, batch, window_SRC)
+        x_DC, x_RC = x_TC.split([num_rows, len(x_TC) - num_rows])
+        return torch.cat((self.decode(x_DC, batch, window_SRC), self.prefill(x_RC, batch, window_SRC)))
+
+    def decode(self, x_DC: Tensor, batch: StepBatch, window_SRC: Tensor) -> Tensor:
+        """Convolve the decodes' tokens."""
+        decodes, slots = slice(batch.num_decodes), batch.recurrent
+        window = (window_SRC, slots.src_N[decodes], slots.dst_N[decodes])
+        return self._convolve_one(x_DC, self.weight_CW, self.bias_C, *window, self.activation)
+
+    def prefill(self, x_RC: Tensor, batch: StepBatch, window_SRC: Tensor) -> Tensor:
+        """Convolve the prefills' tokens."""
+        prefills, slots = slice(batch.num_decodes, None), batch.recurrent
+        window = (window_SRC, slots.src_N[prefills], slots.dst_N[prefills])
+        return self._convolve(x_RC, self.weight_CW, self.bias_C, *window, slots.chunks, self.activation)
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        yield f"{prefix}weight", whole(self.weight_CW.unsqueeze(1))
+        if self.bias_C is not None:
+            yield f"{prefix}bias", whole(self.bias_C)

@@ -1,0 +1,80 @@
+"""A gated short convolution (LFM2): ``out(C * conv(B * x))``, with B, C and x projected from the hidden state.
+
+What it keeps of a sequence is the convolution's window alone: a few rows.
+
+Source: ``transformers`` (``lfm2``).
+
+Shape suffixes: T tokens of the step, E hidden size, S slots, R rows of a window's memory,
+C channels of the convolution, one for each of the hidden state.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import StepBatch
+from strandline.model_config import Fields
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
+from strandline.models.layers.projection import Projection
+from strandline.models.layers.rotary import RotaryTable
+from strandline.models.targets import NamedTargets, whole
+from strandline.specs import LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """Sizes of the layer."""
+
+    hidden_size: int
+    num_taps: int
+    has_bias: bool
+
+    @classmethod
+    def read(cls, fields: Fields) -> "ShortConvConfig":
+        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        num_taps = fields.size("conv_L_cache", at_least=2, at_most=MAX_TAPS)
+        return cls(fields.size("hidden_size"), num_taps, fields.flag("conv_bias"))
+
+
+class ShortConv(nn.Module):
+    """The gated short convolution.
+
+    Its recurrence is None: it keeps a window, which is never logged.
+
+    Args:
+        dtype: of activations and the window, and of the weights until they are packed.
+    """
+
+    recurrence = None
+
+    def __init__(self, config: ShortConvConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        size, has_bias = config.hidden_size, config.has_bias
+        self.in_proj = Projection(3 * size, size, dtype, device, has_bias=has_bias)
+        """Rows: the gate before the convolution (B), the gate behind it (C), what is convolved (x)."""
+        self.conv = CausalConvolution(size, config.num_taps, None, dtype, device, has_bias=has_bias)
+        self.out_proj = Projection(size, size, dtype, device, has_bias=has_bias)
+
+    @property
+    def spec(self) -> LayerSpec:
+        return LayerSpec(states=(self.conv.window,))
+
+    def bind(self, memory: LayerMemory) -> Tensor:
+        """Return the layer's memory as ``forward`` takes it."""
+        return memory.states["window"]
+
+    def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, window_SRC: Tensor) -> Tensor:
+        del rotary
+        gate_before_TC, gate_behind_TC, x_TC = self.in_proj.multiply(hidden_TE).chunk(3, dim=-1)
+        y_TC = self.conv.convolve(gate_before_TC * x_TC, batch, window_SRC)
+        return self.out_proj.multiply(y_TC.mul_(gate_behind_TC))
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        for name, projection in {"in_proj": self.in_proj, "out_proj": self.out_proj}.items():
+            yield f"{prefix}{name}.weight", whole(projection.weight_OI)
+            if projection.bias_O is not None:
+                yield f"{prefix}{name}.bias", whole(projection.bias_O)
+        yield from self.conv.targets(f"{prefix}conv.")

@@ -1,0 +1,85 @@
+"""A mixture of experts behind a sigmoid router, with or without experts that every token takes.
+
+Shape suffixes: T tokens of the step, E hidden size, F intermediate size, X experts; of a token K are its experts.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.binding import Kernels
+from strandline.kernels.moe import experts_glu
+from strandline.kernels.router import route_by_sigmoid
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.moe import expert_targets
+from strandline.models.layers.parameters import parameter
+from strandline.models.layers.projection import Projection
+from strandline.models.targets import NamedTargets, whole
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidMoeConfig:
+    """Sizes of the layer."""
+
+    hidden_size: int
+    size: int
+    shared_size: int
+    """0: no expert is shared."""
+    num_experts: int
+    top_k: int
+    eps: float
+    """Added to the sum that normalised weights are divided by."""
+    scale: float
+    """Of the weights."""
+    is_normalised: bool
+    has_bias: bool
+    """Whether a bias takes part in the choice."""
+
+
+class SigmoidMoe(nn.Module):
+    """A mixture of experts; what the shared one makes is added as it is."""
+
+    operations = (route_by_sigmoid, experts_glu)
+
+    def __init__(self, config: SigmoidMoeConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.config = config
+        hidden_size, size, num_experts = config.hidden_size, config.size, config.num_experts
+        self.router = Projection(num_experts, hidden_size, dtype, device)
+        self.bias_X = parameter(num_experts, dtype=torch.float32, device=device) if config.has_bias else None
+        self.gate_up_XFE = parameter(num_experts, 2 * size, hidden_size, dtype=dtype, device=device)
+        self.down_XEF = parameter(num_experts, hidden_size, size, dtype=dtype, device=device)
+        self.shared = None
+        if config.shared_size:
+            self.shared = GatedMlp(GatedMlpConfig(hidden_size, config.shared_size), dtype, device)
+
+    @property
+    def expert_share(self) -> float:
+        """Part of the experts that a token takes."""
+        return self.config.top_k / self.config.num_experts
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._route, self._experts_glu = kernels[route_by_sigmoid], kernels[experts_glu]
+
+    def forward(self, hidden_TE: Tensor) -> Tensor:
+        config = self.config
+        logits_TX = self.router.multiply(hidden_TE)
+        routed = self._route(
+            logits_TX, self.bias_X, config.top_k, config.eps, config.scale, is_normalised=config.is_normalised
+        )
+        shared_TE = torch.zeros_like(hidden_TE) if self.shared is None else self.shared(hidden_TE)
+        # The shared expert has no gate: one that is open stands in its place.
+        gate_T1 = hidden_TE.new_full((len(hidden_TE), 1), inf)
+        return self._experts_glu(hidden_TE, self.gate_up_XFE, self.down_XEF, *routed, shared_TE, gate_T1)
+
+    def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
+        """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
+        yield f"{prefix}gate.weight", whole(self.router.weight_OI)
+        if self.bias_X is not None:
+            yield f"{prefix}{bias_name}", whole(self.bias_X)
+        if self.shared is not None:
+            yield from self.shared.targets(f"{prefix}shared_experts.", names)
+        yield from expert_targets(self.gate_up_XFE, self.down_XEF, f"{prefix}experts.", names)

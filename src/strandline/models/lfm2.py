@@ -1,0 +1,131 @@
+"""LFM2, dense and mixture of experts: gated short convolutions and, every few layers, attention.
+
+The state of a convolution is a window of two rows: a snapshot costs less memory than a token's keys and values.
+
+Source: ``transformers`` (``lfm2``, ``lfm2_moe``).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.moe import MAX_EXPERTS
+from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.layers.short_conv import ShortConv, ShortConvConfig
+from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig
+from strandline.models.targets import NamedTargets, renamed, whole
+
+LAYER_TYPES: Final = ("full_attention", "conv")
+
+ROUTER_EPS: Final = 1e-6
+
+PUBLISHED: Final = {
+    "norm": "embedding_norm",
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
+    "o_proj": "out_proj",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+}
+"""Its own names for what other families have, too."""
+
+
+def build_lfm2(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported.
+    """
+    fields = Fields(config)
+    mlp = GatedMlpConfig(fields.size("hidden_size"), _read_dense_size(fields))
+    return _build(config, [mlp] * len(read_layer_types(fields, LAYER_TYPES)), dtype, device)
+
+
+def build_lfm2_moe(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported.
+    """
+    fields = Fields(config)
+    num_layers = len(read_layer_types(fields, LAYER_TYPES))
+    num_dense = fields.size("num_dense_layers", at_least=0, at_most=num_layers)
+    mlps = [GatedMlpConfig.read(fields)] * num_dense + [_read_experts(fields)] * (num_layers - num_dense)
+    return _build(config, mlps, dtype, device)
+
+
+def _read_dense_size(fields: Fields) -> int:
+    """Return the intermediate size, which may be given as that of a layer without a gate."""
+    size = fields.size("intermediate_size")
+    if not fields.flag("block_auto_adjust_ff_dim"):
+        return size
+    factor = fields.number("block_ffn_dim_multiplier", at_least=0, at_most=64, default=1.0)
+    multiple = fields.size("block_multiple_of")
+    return max(1, -(-int(factor * int(2 * size / 3)) // multiple)) * multiple
+
+
+def _read_experts(fields: Fields) -> SigmoidMoeConfig:
+    num_experts = fields.size("num_experts", at_most=MAX_EXPERTS)
+    return SigmoidMoeConfig(
+        hidden_size=fields.size("hidden_size"),
+        size=fields.size("moe_intermediate_size"),
+        shared_size=0,
+        num_experts=num_experts,
+        top_k=fields.size("num_experts_per_tok", at_most=num_experts),
+        eps=ROUTER_EPS,
+        scale=fields.number("routed_scaling_factor", at_least=0, at_most=1e6),
+        is_normalised=fields.flag("norm_topk_prob"),
+        has_bias=fields.flag("use_expert_bias"),
+    )
+
+
+def _build(
+    config: Any, mlps: Sequence[GatedMlpConfig | SigmoidMoeConfig], dtype: torch.dtype, device: torch.device | str
+) -> CausalLM:
+    """Build the model of a configuration, given the feed-forward part of each layer."""
+    fields = Fields(config)
+    eps = read_eps(fields, "norm_eps")
+    attention = AttentionConfig.read(fields, QueryKeyNorm.PLAIN, eps=eps, has_bias=False)
+    conv, norm, hidden_size = ShortConvConfig.read(fields), plain(eps), attention.hidden_size
+
+    def build_layer(kind: str, mlp: GatedMlpConfig | SigmoidMoeConfig) -> DecoderLayer:
+        return DecoderLayer(
+            Attention(attention, dtype, device) if kind == "full_attention" else ShortConv(conv, dtype, device),
+            SigmoidMoe(mlp, dtype, device) if isinstance(mlp, SigmoidMoeConfig) else GatedMlp(mlp, dtype, device),
+            norm,
+            hidden_size,
+            dtype,
+            device,
+        )
+
+    layers = [build_layer(*kinds) for kinds in zip(read_layer_types(fields, LAYER_TYPES), mlps, strict=True)]
+    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
+    decoder = Decoder(layers, norm, rotary_frequencies(config), shape, dtype, device, is_tied=is_tied)
+    return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
+
+
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    yield from renamed(decoder.targets("model.", names), PUBLISHED)
+    for index, layer in enumerate(layers):
+        prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
+        yield f"{prefix}operator_norm.weight", whole(layer.mixer_norm_E)
+        yield f"{prefix}ffn_norm.weight", whole(layer.mlp_norm_E)
+        if isinstance(mixer, ShortConv):
+            yield from mixer.targets(f"{prefix}conv.")
+        else:
+            assert isinstance(mixer, Attention)
+            yield from renamed(mixer.targets(f"{prefix}self_attn."), PUBLISHED)
+        if isinstance(mlp, SigmoidMoe):
+            yield from renamed(mlp.targets(f"{prefix}feed_forward.", names, "expert_bias"), PUBLISHED)
+        else:
+            assert isinstance(mlp, GatedMlp)
+            yield from renamed(mlp.targets(f"{prefix}feed_forward.", names), PUBLISHED)

@@ -1,0 +1,31 @@
+"""Sizes that are read from a configuration, against the model that transformers makes of it."""
+
+from pathlib import Path
+
+import pytest
+
+from strandline.models.geometry import read_model_size
+from tests.cpu.models.families import config_of, oracle
+
+NUM_EXPERTS, NUM_CHOSEN = 5, 2
+
+
+@pytest.mark.parametrize("name", ["lfm2_moe", "qwen3_5_moe", "qwen3_moe"])
+def test_active_weights_are_those_that_one_token_uses(name: str, tmp_path: Path) -> None:
+    config_of(name).save_pretrained(tmp_path)
+    active = 0.0
+    for parameter_name, parameter in oracle(name).named_parameters():
+        is_expert = ".experts." in parameter_name
+        active += 0 if "embed" in parameter_name else parameter.numel() * (NUM_CHOSEN / NUM_EXPERTS if is_expert else 1)
+    # Ours are at most 8 % more: an expert of zeros stands where none is shared, and rows are padded.
+    assert active <= read_model_size(tmp_path).num_active_weights <= 1.08 * active
+
+
+def test_a_window_alone_makes_a_small_snapshot(tmp_path: Path) -> None:
+    config = config_of("lfm2")
+    config.save_pretrained(tmp_path)
+    spec = read_model_size(tmp_path).spec
+    windows = [spec.layers[index].states for index in (0, 2, 3)]
+    assert [[state.shape for state in states] for states in windows] == [[(2, config.hidden_size)]] * 3
+    assert spec.log_tokens == 0
+    assert spec.raw_slot_bytes < spec.raw_block_bytes
