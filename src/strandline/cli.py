@@ -37,7 +37,7 @@ PLANNED_FLAGS: Mapping[str, str] = {
     "-tp": "tensor parallelism is",
     "--pipeline-parallel-size": "pipeline parallelism is",
     "--data-parallel-size": "data parallelism is",
-    "--quantization": "quantised weights are",
+    "--quantization": "quantising weights at start is",
     "--speculative-config": "speculative decoding is",
     "--kv-transfer-config": "prefill and decode on separate engines are",
 }

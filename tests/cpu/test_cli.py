@@ -53,7 +53,7 @@ def test_chat_remembers_the_conversation_and_resumes_from_it(
         (["generate", "--dtype", "float8", "hi"], "invalid choice: 'float8'"),
         (["nothing"], "invalid choice: 'nothing'"),
         (["serve", "--tensor-parallel-size", "2"], "--tensor-parallel-size: tensor parallelism is not supported yet\n"),
-        (["serve", "--quantization=fp8"], "--quantization: quantised weights are not supported yet\n"),
+        (["serve", "--quantization=fp8"], "--quantization: quantising weights at start is not supported yet\n"),
         (["serve", "--max-loras", "2"], "unknown argument --max-loras\n"),
     ],
     ids=["generate", "chat", "choice", "command", "planned", "planned-value", "far"],

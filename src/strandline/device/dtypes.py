@@ -15,6 +15,7 @@ import torch
 
 from strandline.config import EngineConfig
 from strandline.kernels.linear import has_fast_gemms
+from strandline.models.quantization import read_quantization
 from strandline.models.registry import builder_for
 from strandline.models.weights import published_dtype
 
@@ -62,6 +63,19 @@ def choose_dtype(config: EngineConfig, model_config: Any, device: torch.device) 
         "the model's)",
         is_widened=True,
     )
+
+
+def dequantization_note(model_config: Any, dtype: torch.dtype) -> str | None:
+    """Return a line for the user about quantised weights that are loaded in a dtype; None: there are none.
+
+    Raises:
+        ConfigError: they are quantised in a way that is not supported.
+    """
+    quantization = read_quantization(model_config)
+    if quantization is None:
+        return None
+    name, num_bytes = str(dtype).removeprefix("torch."), count_weights(model_config) * dtype.itemsize
+    return f"weights: {quantization}, dequantised to {name} one by one as they load; they take {_size(num_bytes)}"
 
 
 def count_weights(model_config: Any) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
-from strandline.device.dtypes import choose_dtype
+from strandline.device.dtypes import choose_dtype, dequantization_note
 from strandline.device.executor import Executor
 from strandline.device.sizing import require_room_for_weights
 from strandline.device.threads import limit_threads
@@ -18,7 +18,7 @@ from strandline.engine.mp_executor import MpExecutor
 from strandline.errors import ConfigError
 from strandline.kernels.weights import lay_out, lay_out_in_half
 from strandline.model_config import read_model_config
-from strandline.models.weights import load_model
+from strandline.models.weights import load_model, published_dtype
 from strandline.records.grammars import GrammarCompiler
 from strandline.text.model_files import find_model
 from strandline.text.vocabulary import load_frontend, load_vocabulary
@@ -72,7 +72,8 @@ def load_uni_executor(
     model_config = read_model_config(directory)
     choice = choose_dtype(config, model_config, device)
     require_room_for_weights(model_config, choice.dtype, device)
-    notes = [choice.note, limit_threads() if device.type == "cpu" else None]
+    notes = [choice.note, dequantization_note(model_config, choice.dtype)]
+    notes.append(limit_threads() if device.type == "cpu" else None)
     for note in filter(None, notes):
         LOGGER.warning(note)
     start_s = SYSTEM_CLOCK()
@@ -84,6 +85,7 @@ def load_uni_executor(
         load_format=config.load_format,
         seed=config.seed,
         progress=progress,
+        rounded_to=published_dtype(model_config) if choice.is_widened else None,
     )
     model.lay_out(lay_out_in_half if choice.is_widened else lay_out)
     weights_s = SYSTEM_CLOCK() - start_s

@@ -2,19 +2,20 @@
 
 Every published tensor is accounted for: it is copied to its target, or recognised and skipped, or it is an error. A
 tensor that the model needs and the files lack is an error, too, and so is a shape that differs.
+
+Quantised tensors are dequantised one by one, on the device that they go to: beside the model there is never more than
+one of them.
 """
 
-import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
@@ -22,10 +23,18 @@ from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import DTYPES, Fields, read_model_config
 from strandline.models.layers.parameters import Gain
 from strandline.models.protocol import LoadableModel
+from strandline.models.quantization import (
+    QUANTIZED_DTYPE,
+    Quantization,
+    check_scale,
+    dequantize,
+    find_scales,
+    read_quantization,
+    scale_grid,
+)
 from strandline.models.registry import builder_for
 from strandline.models.targets import Target
-
-INDEX_NAME: Final = "model.safetensors.index.json"
+from strandline.models.weights_files import WeightsFile, open_files
 
 SKIPPED_PREFIXES: Final = ("mtp.", "model.visual.")
 """Parts that are published with the text model and not used: draft layers and the vision tower."""
@@ -44,6 +53,8 @@ class WeightsReport:
     """What was found in the weights files."""
 
     num_tensors: int = 0
+    num_quantized: int = 0
+    """Tensors that were dequantised."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Prefix -> number of tensors that were recognised and skipped."""
 
@@ -62,6 +73,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     progress: bool = False,
+    rounded_to: torch.dtype | None = None,
 ) -> LoadableModel:
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
@@ -73,20 +85,20 @@ def load_model(
         load_format: ``auto`` or ``safetensors`` reads files; ``dummy`` needs none and draws random weights.
         seed: of the random weights.
         progress: show a bar over the files.
+        rounded_to: a narrower dtype than ``dtype``, which dequantised weights are rounded to first; None: they are not.
 
     Raises:
         ConfigError: the architecture or a setting is not supported.
         WeightsError: a file or tensor is missing, unreadable, unexpected or misshapen.
     """
     config = read_model_config(Path(path)) if config is None else config
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"{path}: quantised weights are not supported; use a model published in bfloat16")
+    quantization = read_quantization(config)
     model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device)
     if load_format == "dummy":
         fill_with_random_weights(model, seed, published_dtype(config))
         model.weights_report = WeightsReport()
     elif load_format in ("auto", "safetensors"):
-        model.weights_report = _fill_from_files(model, Path(path), progress=progress)
+        model.weights_report = _fill_from_files(model, Path(path), quantization, rounded_to, progress=progress)
     else:
         raise ConfigError(f"--load-format {load_format!r} is unknown; known: auto, safetensors, dummy")
     filled: LoadableModel = model.eval()
@@ -150,46 +162,67 @@ def published_dtype(config: Any) -> torch.dtype:
     return dtype
 
 
-def _fill_from_files(model: LoadableModel, directory: Path, *, progress: bool) -> WeightsReport:
+def _fill_from_files(
+    model: LoadableModel,
+    directory: Path,
+    quantization: Quantization | None,
+    rounded_to: torch.dtype | None,
+    *,
+    progress: bool,
+) -> WeightsReport:
     with ExitStack() as stack:
-        files = [(path, stack.enter_context(_open(path))) for path in _find_files(directory)]
-        names = frozenset(name for _, file in files for name in file.keys())  # noqa: SIM118 - not a dict
+        files = open_files(directory, stack)
+        holders = {name: file for file in files for name in file.names()}
+        names = frozenset(holders)
         skipped = Counter(prefix for name in names for prefix in SKIPPED_PREFIXES if name.startswith(prefix))
         targets = dict(model.targets(names))
-        _check_names(directory, names, targets)
-        for path, file in tqdm(files, desc="Loading weights", unit="file", disable=not progress):
-            _fill_from_file(path, file, targets)
-    return WeightsReport(len(targets), dict(skipped))
+        quantized = [x for x in targets if x in names and quantization and holders[x].dtype(x) == QUANTIZED_DTYPE]
+        scales = {name: find_scales(name, names) for name in quantized}
+        _check_names(directory, names, targets, {scale for found in scales.values() for scale in found})
+        for file in tqdm(files, desc="Loading weights", unit="file", disable=not progress):
+            for name in filter(targets.__contains__, file.names()):
+                _check_tensor(file, name, targets[name], is_quantized=name in scales)
+                published = file.get(name)
+                if quantization is not None and name in scales:
+                    found = {scale: holders[scale].get(scale) for scale in scales[name]}
+                    published = _dequantized(published, found, targets[name], quantization, rounded_to)
+                targets[name].copy_from(published)
+    return WeightsReport(len(targets), len(scales), dict(skipped))
 
 
-def _find_files(directory: Path) -> list[Path]:
-    """Return the weights files of a directory: those its index names, else all."""
-    index = directory / INDEX_NAME
-    if not index.is_file():
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise WeightsError(f"{directory} holds no *.safetensors; --load-format dummy runs on random weights")
-        return files
-    try:
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is not an index of weights files: {error!r}") from error
-    for shard in shards:
-        if not (directory / shard).is_file():
-            raise WeightsError(f"{directory / shard} is missing: {INDEX_NAME} names it, one of {len(shards)} files")
-    return [directory / shard for shard in shards]
+def _dequantized(
+    published: Tensor,
+    scales: Mapping[str, Tensor],
+    target: Target,
+    quantization: Quantization,
+    rounded_to: torch.dtype | None,
+) -> Tensor:
+    """Return a quantised tensor times its scales, the first of ``scales``, on the device of its target."""
+    (name, scale), *activation = scales.items()
+    for extra, value in activation:
+        check_scale(extra, value)
+    block, scale_YX = scale_grid(name, scale, target.shape, quantization)
+    place = target.parts[0]
+    return dequantize(published.to(place.device), block, scale_YX.to(place.device), rounded_to or place.dtype)
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path} is not a safetensors file, or is truncated: {error}") from error
+def _check_tensor(file: WeightsFile, name: str, target: Target, *, is_quantized: bool) -> None:
+    shape, dtype = file.shape(name), file.dtype(name)
+    if tuple(shape) != target.shape:
+        wanted = list(target.shape)
+        raise WeightsError(f"{file.path}: {name} has shape {shape}, the configuration asks for {wanted}")
+    if not is_quantized and dtype not in STORED_DTYPES:
+        stored = ", ".join(STORED_DTYPES)
+        hint = f"; {QUANTIZED_DTYPE} with a quantization_config in config.json" if dtype.startswith("F8") else ""
+        raise WeightsError(f"{file.path}: {name} is stored as {dtype}; supported: {stored}{hint}")
 
 
-def _check_names(directory: Path, names: frozenset[str], targets: dict[str, Target]) -> None:
+def _check_names(
+    directory: Path, names: frozenset[str], targets: Mapping[str, Target], scales: Collection[str]
+) -> None:
     missing = [name for name in targets if name not in names]
-    unexpected = sorted(name for name in names if name not in targets and not name.startswith(SKIPPED_PREFIXES))
+    known = {*targets, *scales}
+    unexpected = sorted(name for name in names if name not in known and not name.startswith(SKIPPED_PREFIXES))
     faults = []
     if missing:
         wanted = [f"{name} {list(targets[name].shape)}" for name in missing]
@@ -203,22 +236,3 @@ def _check_names(directory: Path, names: frozenset[str], targets: dict[str, Targ
 def _first(names: Sequence[str]) -> str:
     shown = ", ".join(names[:MAX_NAMES])
     return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
-
-
-def _fill_from_file(path: Path, file: Any, targets: dict[str, Target]) -> None:
-    for name, target in _wanted(file, targets):
-        view = file.get_slice(name)
-        if tuple(view.get_shape()) != target.shape:
-            raise WeightsError(
-                f"{path}: {name} has shape {view.get_shape()}, the configuration asks for {list(target.shape)}"
-            )
-        if view.get_dtype() not in STORED_DTYPES:
-            stored = ", ".join(STORED_DTYPES)
-            raise WeightsError(f"{path}: {name} is stored as {view.get_dtype()}; supported: {stored}")
-        target.copy_from(file.get_tensor(name))
-
-
-def _wanted(file: Any, targets: dict[str, Target]) -> Iterator[tuple[str, Target]]:
-    for name in file.keys():  # noqa: SIM118 - not a dict
-        if name in targets:
-            yield name, targets[name]

@@ -1,0 +1,75 @@
+"""The files of published weights: one, or shards with an index."""
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from strandline.errors import WeightsError
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightsFile:
+    """An open file. Its tensors are read when they are asked for."""
+
+    path: Path
+    _opened: Any
+
+    def names(self) -> list[str]:
+        """Return the names of its tensors."""
+        names: list[str] = self._opened.keys()
+        return names
+
+    def shape(self, name: str) -> list[int]:
+        """Return a tensor's shape; does not read it."""
+        shape: list[int] = self._opened.get_slice(name).get_shape()
+        return shape
+
+    def dtype(self, name: str) -> str:
+        """Return what safetensors calls a tensor's dtype; does not read it."""
+        return str(self._opened.get_slice(name).get_dtype())
+
+    def get(self, name: str) -> Tensor:
+        """Read a tensor."""
+        tensor: Tensor = self._opened.get_tensor(name)
+        return tensor
+
+
+def open_files(directory: Path, stack: ExitStack) -> list[WeightsFile]:
+    """Open the weights files of a directory until the stack is closed: those its index names, else all.
+
+    Raises:
+        WeightsError: there is none, or one is missing or no safetensors file.
+    """
+    return [WeightsFile(path, stack.enter_context(_open(path))) for path in _find_files(directory)]
+
+
+def _find_files(directory: Path) -> list[Path]:
+    """Return the weights files of a directory: those its index names, else all."""
+    index = directory / INDEX_NAME
+    if not index.is_file():
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise WeightsError(f"{directory} holds no *.safetensors; --load-format dummy runs on random weights")
+        return files
+    try:
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{index} is not an index of weights files: {error!r}") from error
+    for shard in shards:
+        if not (directory / shard).is_file():
+            raise WeightsError(f"{directory / shard} is missing: {INDEX_NAME} names it, one of {len(shards)} files")
+    return [directory / shard for shard in shards]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} is not a safetensors file, or is truncated: {error}") from error

@@ -1,0 +1,82 @@
+"""An engine on FP8 weights: what it says at start, and that it answers as on the weights that these stand for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from strandline import LLM, SamplingParams
+from strandline.device import dtypes, sizing
+from strandline.device.dtypes import count_weights
+from strandline.device.sizing import require_room_for_weights
+from strandline.errors import ConfigError
+from strandline.kernels.weights import DenseWeight, HalfWeight
+from strandline.models.layers.projection import Projection
+from tests.cpu.engine.tiny import save_tiny_model
+from tests.cpu.models import fp8
+
+CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture
+def quantized(tmp_path: Path) -> tuple[Path, Path]:
+    """Return the directories of a model in FP8 and of its values in float32."""
+    source = save_tiny_model(tmp_path / "source")
+    directories = fp8.convert(source, tmp_path, CONFIG, block=lambda _: (16, 16))
+    for directory in directories:
+        fp8.change_json(directory / "config.json", dtype="bfloat16")
+    return directories
+
+
+def start(directory: Path, **options: Any) -> LLM:
+    return LLM(str(directory), memory="8MiB", device="cpu", skip_tokenizer_init=True, **options)
+
+
+def test_quantised_model_answers_as_its_values_do(quantized: tuple[Path, Path]) -> None:
+    prompt = list(range(90))
+    outputs = []
+    for directory in quantized:
+        llm = start(directory, dtype="float32")
+        for tokens in (prompt[:70], prompt, prompt):
+            outputs.append(llm.generate([tokens], GREEDY, use_tqdm=False)[0])
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    assert tokens[:3] == tokens[3:]
+    assert tokens[1] == tokens[2]
+    assert [output.num_cached_tokens for output in outputs[:3]] == [0, 70, 90]
+
+
+def test_start_says_that_weights_are_dequantised(
+    quantized: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    start(quantized[0], dtype="float32")
+    expected = "weights: FP8 (blocks of 16 × 16), dequantised to float32 one by one as they load; they take 0 MiB"
+    assert [record.message for record in caplog.records] == [expected]
+    caplog.clear()
+    start(quantized[1], dtype="float32")
+    assert not caplog.records
+
+
+def test_room_is_required_for_dequantised_weights(
+    quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AutoConfig.from_pretrained(quantized[0])
+    num_bytes = 2 * count_weights(config)
+    monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes)
+    require_room_for_weights(config, torch.bfloat16, torch.device("cpu"))
+    monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes - 1)
+    with pytest.raises(ConfigError, match=f"take {num_bytes:,} bytes in bfloat16, more than"):
+        require_room_for_weights(config, torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.skipif(torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="no products with float16 weights")
+def test_widened_weights_are_halved_as_those_in_bfloat16(
+    quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dtypes, "has_fast_gemms", lambda dtype: dtype == torch.float32)
+    model: Any = start(quantized[0]).engine.core.executor.runner.model
+    named = {name.rpartition(".")[2]: x for name, x in model.named_modules() if isinstance(x, Projection)}
+    assert isinstance(named["head"].weight, DenseWeight)  # published in float32
+    assert {type(named[name].weight) for name in ("out_proj", "gate_up", "down")} == {HalfWeight}

@@ -1,0 +1,299 @@
+"""FP8 weights load as published, whatever their scales cover, and what is wrong with them is named."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from strandline.errors import ConfigError, WeightsError
+from strandline.models import quantization
+from strandline.models.weights import load_model
+from tests.cpu.models import families, fp8
+from tests.cpu.models.driver import Driver, Part, Running
+from tests.cpu.models.fp8 import Tensors
+from tests.cpu.models.test_weights import fuse_experts, split_into_shards, unfuse_experts
+
+TOKENS = families.prompt(20)
+
+
+def block_config(rows: int, columns: int, **more: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [rows, columns],
+        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp"],
+        **more,
+    }
+
+
+def compressed_config(**weights: Any) -> dict[str, Any]:
+    values = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, **weights}
+    activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    group = {"weights": values, "input_activations": activations, "targets": ["Linear"], "format": "float-quantized"}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+def whole(tensor: Tensor) -> tuple[int, int]:
+    rows, columns = tensor.shape[-2:]
+    return rows, columns
+
+
+def channel(tensor: Tensor) -> tuple[int, int]:
+    return 1, tensor.shape[-1]
+
+
+def blocks_of(rows: int, columns: int) -> Callable[[Tensor], tuple[int, int]]:
+    return lambda _: (rows, columns)
+
+
+SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "blocks": (block_config(16, 16), {"block": blocks_of(16, 16)}),
+    "oblong blocks": (block_config(24, 9), {"block": blocks_of(24, 9)}),
+    "blocks larger than matrices": (block_config(128, 128), {"block": blocks_of(128, 128)}),
+    "tensors": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        {"block": whole, "suffix": "_scale", "shape_scale": Tensor.squeeze},
+    ),
+    "compressed tensors": (
+        compressed_config(strategy="tensor"),
+        {"block": whole, "suffix": "_scale", "shape_scale": lambda scale: scale.reshape(1)},
+    ),
+    "compressed channels": (compressed_config(strategy="channel"), {"block": channel, "suffix": "_scale"}),
+    "compressed blocks": (
+        compressed_config(strategy="block", block_structure=[16, 8]),
+        {"block": blocks_of(16, 8), "suffix": "_scale"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what writes a family as its publishers do, experts one by one."""
+    directory = tmp_path_factory.mktemp("saved")
+
+    def save(name: str) -> Path:
+        if not (directory / name).is_dir():
+            families.save(name, directory)
+            fp8.change_tensors(directory / name, unfuse_experts)
+        return directory / name
+
+    return save
+
+
+@pytest.fixture
+def converted(saved: Callable[[str], Path], tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """Return what writes a family in FP8 and dequantised, by the name of a scheme."""
+
+    def convert(name: str = "qwen3_5", scheme: str = "blocks", **options: Any) -> tuple[Path, Path]:
+        config, defaults = SCHEMES[scheme]
+        return fp8.convert(saved(name), tmp_path, config, **{**defaults, **options})
+
+    return convert
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return load_model(directory, dtype=dtype, **options)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    pairs = zip(found.named_parameters(), expected.named_parameters(), strict=True)
+    assert [name for (name, x), (_, y) in pairs if not torch.equal(x, y)] == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_loads_as_its_values_in_float32(converted: Callable[..., Any], scheme: str) -> None:
+    directory, plain = converted("qwen3_5", scheme)
+    model = load(directory)
+    assert_equal(model, load(plain))
+    assert model.weights_report.num_quantized == 2 * 3 + 2 * 4 + 4 * 3  # recurrent layers, attention, feed-forward
+
+
+@pytest.mark.parametrize("name", ["qwen3_5-odd-tied", "qwen3_5-vision", "qwen3_5_moe", "qwen3_next-odd", "olmo_hybrid"])
+def test_every_layout_loads_as_its_values_in_float32(converted: Callable[..., Any], name: str) -> None:
+    directory, plain = converted(name)
+    assert_equal(load(directory), load(plain))
+    assert_equal(load(directory, torch.bfloat16), load(plain, torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_logits_are_those_of_transformers(converted: Callable[..., Any], name: str) -> None:
+    directory, plain = converted(name)
+    (logits,), _ = Driver(load(directory)).step([Part(Running(), TOKENS)])
+    expected = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_experts_in_one_tensor_load(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    source = fp8.change_tensors(families.save("qwen3_5_moe", tmp_path), fuse_experts)
+    assert any(
+        tensor.dim() == 3 and "experts" in name for name, tensor in load_file(source / "model.safetensors").items()
+    )
+    directory, plain = fp8.convert(source, tmp_path, block_config(16, 16), block=blocks_of(16, 16))
+    assert_equal(load(directory), load(plain))
+
+
+def test_files_decide_what_is_quantised(converted: Callable[..., Any]) -> None:
+    def is_converted(name: str, tensor: Tensor) -> bool:
+        return tensor.dim() == 2 and (name == "lm_head.weight" or crc32(name.encode()) % 2 == 1)
+
+    directory, plain = converted(is_converted=is_converted)
+    assert "lm_head.weight_scale_inv" in load_file(directory / "model.safetensors")  # named among the exceptions
+    assert_equal(load(directory), load(plain))
+
+
+def test_scales_may_be_in_another_file(converted: Callable[..., Any]) -> None:
+    directory, plain = converted()
+    split_into_shards(directory, 2)
+    assert_equal(load(directory), load(plain))
+
+
+def test_draft_layers_are_skipped_quantised_or_not(converted: Callable[..., Any]) -> None:
+    directory, plain = converted()
+    names = ["mtp.layers.0.mlp.up_proj.weight", "mtp.layers.0.mlp.up_proj.weight_scale_inv", "mtp.fc.weight"]
+    values = [torch.zeros(2, 2).to(torch.float8_e4m3fn), torch.ones(1, 1), torch.zeros(2, 2)]
+    fp8.change_tensors(directory, lambda tensors: tensors.update(zip(names, values, strict=True)))
+    model = load(directory)
+    assert_equal(model, load(plain))
+    assert model.weights_report.skipped["mtp."] == 3
+
+
+def test_scales_of_activations_are_accepted(converted: Callable[..., Any]) -> None:
+    directory, plain = converted("qwen3_5", "tensors")
+
+    def add(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("weight_scale")]:
+            tensors[name.replace("weight_scale", "input_scale")] = torch.tensor(0.5)
+
+    assert_equal(load(fp8.change_tensors(directory, add)), load(plain))
+
+
+@pytest.mark.parametrize("elements", [1, 100, 2**30])
+def test_weights_are_dequantised_in_parts(
+    converted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, elements: int
+) -> None:
+    directory, plain = converted("qwen3_5_moe")
+    monkeypatch.setattr(quantization, "CHUNK_ELEMENTS", elements)
+    assert_equal(load(directory), load(plain))
+
+
+def test_weights_are_rounded_before_they_are_widened(converted: Callable[..., Any]) -> None:
+    directory, plain = converted()
+    rounded = {name: weight.to(torch.bfloat16).float() for name, weight in load(plain).named_parameters()}
+    for name, weight in load(directory, rounded_to=torch.bfloat16).named_parameters():
+        if name.endswith("out_proj.weight_OI"):
+            assert torch.equal(weight, rounded[name])
+
+
+WEIGHT = "model.layers.1.self_attn.k_proj.weight"
+SCALE = f"{WEIGHT}_scale_inv"
+
+
+def drop(tensors: Tensors) -> None:
+    del tensors[SCALE]
+
+
+def replace(tensors: Tensors, *, name: str = SCALE, value: Tensor) -> None:
+    tensors[name] = value
+
+
+def put(tensors: Tensors, *, value: float) -> None:
+    tensors[SCALE][1, 0] = value
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop, f"{WEIGHT} is stored as F8_E4M3, but neither {SCALE} nor {WEIGHT}_scale is published"),
+        (partial(replace, value=torch.ones(2, 3)), rf"{SCALE} has shape \[2, 3\], .*\[32, 32\] asks for \[2, 2\]"),
+        (partial(replace, value=torch.ones(4)), rf"{SCALE} has shape \[4\]"),
+        (partial(replace, value=torch.ones(2, 2).int()), f"{SCALE} is stored as torch.int32; scales are float32"),
+        (partial(put, value=math.nan), rf"{SCALE}\[1, 0\] is nan; scales are positive numbers"),
+        (partial(put, value=math.inf), rf"{SCALE}\[1, 0\] is inf; scales are positive numbers"),
+        (partial(put, value=0.0), rf"{SCALE}\[1, 0\] is 0\.0; scales are positive numbers"),
+        (partial(put, value=-1.0), rf"{SCALE}\[1, 0\] is -1\.0; scales are positive numbers"),
+        (
+            partial(replace, name=WEIGHT.replace("weight", "input_scale"), value=torch.tensor(math.nan)),
+            r"k_proj\.input_scale is nan; scales are positive numbers",
+        ),
+        (
+            partial(replace, name=WEIGHT, value=torch.zeros(32, 32)),
+            f"{SCALE} not known to this architecture",
+        ),
+        (
+            partial(replace, name=WEIGHT, value=torch.zeros(32, 32).to(torch.float8_e5m2)),
+            f"{SCALE} not known to this architecture",
+        ),
+        (
+            partial(replace, name=WEIGHT, value=torch.zeros(32, 16).to(torch.float8_e4m3fn)),
+            rf"{WEIGHT} has shape \[32, 16\], the configuration asks for \[32, 32\]",
+        ),
+        (
+            partial(replace, name="model.norm.weight", value=torch.ones(32).to(torch.float8_e4m3fn)),
+            r"model\.norm\.weight is stored as F8_E4M3, but neither",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_scale_is_named(converted: Callable[..., Any], change: Callable[[Tensors], None], message: str) -> None:
+    directory, _ = converted()
+    with pytest.raises(WeightsError, match=message):
+        load(fp8.change_tensors(directory, change))
+
+
+def test_scaled_vector_is_refused(converted: Callable[..., Any]) -> None:
+    def scale_norm(tensors: Tensors) -> None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+        tensors["model.norm.weight_scale_inv"] = torch.ones(1, 1)
+
+    with pytest.raises(WeightsError, match=r"norm\.weight_scale_inv scales a weight of shape \[32\]; only matrices"):
+        load(fp8.change_tensors(converted()[0], scale_norm))
+
+
+def test_fp8_without_a_quantization_config_is_refused(converted: Callable[..., Any]) -> None:
+    directory, _ = converted()
+    fp8.change_json(directory / "config.json", quantization_config=None)
+    fp8.change_tensors(directory, lambda tensors: [tensors.pop(x) for x in list(tensors) if x.endswith("_scale_inv")])
+    with pytest.raises(WeightsError, match="F8_E4M3; supported: F32, BF16, F16; F8_E4M3 with a quantization_config"):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "awq", "bits": 4},
+            r"""quant_method 'awq' is not supported; supported: quant_method "fp8" """,
+        ),
+        ({"bits": 4}, "quant_method None is not supported"),
+        (block_config(128, 128, fmt="e5m2"), "quantization_config.fmt 'e5m2' is not supported; supported: e4m3"),
+        (block_config(128, 128, activation_scheme="none"), "activation_scheme 'none' is not supported"),
+        (block_config(128, 128, weight_block_size=[128]), "weight_block_size is .128.; it must be two sizes"),
+        (block_config(128, 0), r"weight_block_size\[1\] is 0; it must be a whole number from 1"),
+        (compressed_config(num_bits=4), "group_0 has format 'float-quantized' and 4-bit weights of type 'float'"),
+        (compressed_config(type="int"), "8-bit weights of type 'int'"),
+        (compressed_config(strategy="group"), "weights.strategy 'group' is not supported; supported: block, channel"),
+        (compressed_config(strategy="block"), "weights.block_structure is missing; it must be a list"),
+        ({**compressed_config(), "config_groups": {}}, "config_groups names no group of weights"),
+        ({**compressed_config(), "config_groups": {"a": 3}}, "config_groups.a names no weights"),
+    ],
+)
+def test_unsupported_quantisation_is_named(
+    saved: Callable[[str], Path], tmp_path: Path, config: Any, message: str
+) -> None:
+    directory, _ = fp8.convert(saved("qwen3_5"), tmp_path, config, block=blocks_of(16, 16))
+    with pytest.raises(ConfigError, match=message):
+        load(directory)
