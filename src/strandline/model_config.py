@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ARCHITECTURES: Final = (
+    "BambaForCausalLM",
+    "GraniteMoeHybridForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "LlamaForCausalLM",
@@ -171,7 +173,7 @@ class Fields:
     def list_of(self, name: str, read: "Callable[[Fields, str], T]") -> tuple[T, ...]:
         """Return a list, each entry as ``read`` returns it, which is called as a method is."""
         values = self.value(name)
-        if not isinstance(values, list):
+        if not isinstance(values, list | tuple):
             self.reject(name, "a list")
         named = {f"{name}[{index}]": value for index, value in enumerate(values)}
         entries = Fields(named, self._prefix)

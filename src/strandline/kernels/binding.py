@@ -26,7 +26,10 @@ PROGRESS_DELAY_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """An operation that runs its reference implementation, though it has a backend for this kind of device."""
+    """An operation that runs its reference implementation on a kind of device that has backends.
+
+    On CPUs, where most operations are left to torch, one without a Numba version is not counted.
+    """
 
     operation: str
     backend: str
@@ -66,8 +69,9 @@ def bind_kernels(operations: Iterable[Operation[..., Any]], workload: Workload, 
     """Choose a function for each operation, and load it. Numba kernels are compiled here, once per machine."""
     functions: dict[Operation[..., Any], Callable[..., Any]] = {}
     fallbacks = list[Fallback]()
-    wanted = "Numba" if workload.device_type == "cpu" else "Triton"
-    obstacle = why_unavailable(wanted, workload.device_type)
+    device_type = workload.device_type
+    wanted = "Numba" if device_type == "cpu" else "Triton"
+    obstacle = why_unavailable(wanted, device_type)
     distinct = list(dict.fromkeys(operations))
     for operation in tqdm(distinct, "Loading kernels", disable=not progress, delay=PROGRESS_DELAY_S):
         functions[operation] = operation.reference
@@ -79,6 +83,8 @@ def bind_kernels(operations: Iterable[Operation[..., Any]], workload: Workload, 
                 functions[operation] = _load(operation, backend, workload)
             else:
                 fallbacks.append(Fallback(operation.name, backend.name, reason))
+        if device_type == "cuda" and not any(backend.name == wanted for backend in operation.backends):
+            fallbacks.append(Fallback(operation.name, wanted, "there is none yet"))
     return Kernels(workload, functions, tuple(fallbacks))
 
 

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 
 from strandline.model_config import find_architecture
+from strandline.models.bamba import build_bamba
 from strandline.models.causal_lm import CausalLM
+from strandline.models.granite_hybrid import build_granite_hybrid
 from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
 from strandline.models.llama import build_llama
 from strandline.models.olmo_hybrid import build_olmo_hybrid
@@ -17,6 +19,8 @@ from strandline.models.qwen3_next import build_qwen3_next
 Builder = Callable[[Any, torch.dtype, torch.device | str], CausalLM]
 
 ARCHITECTURES: dict[str, Builder] = {
+    "BambaForCausalLM": build_bamba,
+    "GraniteMoeHybridForCausalLM": build_granite_hybrid,
     "Lfm2ForCausalLM": build_lfm2,
     "Lfm2MoeForCausalLM": build_lfm2_moe,
     "LlamaForCausalLM": build_llama,

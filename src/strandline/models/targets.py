@@ -39,6 +39,11 @@ def whole(view: Tensor) -> Target:
     return Target(tuple(view.shape), (view,))
 
 
+def split(*parts: Tensor) -> Target:
+    """Return the target of a tensor whose rows are those of one part after another."""
+    return interleaved(*(part.unsqueeze(0) for part in parts))
+
+
 def interleaved(*parts: Tensor) -> Target:
     """Return the target of a tensor that holds, group after group, the rows of each part.
 

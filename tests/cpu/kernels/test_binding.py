@@ -65,6 +65,17 @@ def test_devices_without_triton_run_references(device_type: str, monkeypatch: py
     ]
 
 
+def test_operations_without_triton_keep_a_gpu_from_replaying_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    @operation()
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    bound = bind_kernels([double], Workload("cuda", "float32"))
+    assert [(x.operation, x.reason) for x in bound.fallbacks] == [("double", "there is none yet")]
+    assert not bound.is_compiled_on_gpu
+
+
 def test_cpu_never_loads_triton_versions() -> None:
     @operation(triton("no_such_module", invariant="no_such_module"))
     def double(x: torch.Tensor) -> torch.Tensor:

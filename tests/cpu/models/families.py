@@ -9,6 +9,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    BambaConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -22,6 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 VOCAB_SIZE = 97
 
@@ -122,6 +125,33 @@ LFM2_MOE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 12,
 }
+MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+}
+BAMBA: dict[str, Any] = {
+    **{name: value for name, value in ATTENTION_ONLY.items() if name != "head_dim"},
+    **MAMBA2,
+    "attn_layer_indices": [1],
+    "pad_token_id": None,
+    "eos_token_id": None,
+    "rope_parameters": rope(0.5),
+}
+GRANITE: dict[str, Any] = {
+    **{name: value for name, value in BAMBA.items() if name != "attn_layer_indices"},
+    "layer_types": ["mamba", "attention", "mamba"],
+    "intermediate_size": 12,
+    "shared_intermediate_size": 20,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 1.5,
+    "logits_scaling": 0.7,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+}
+
 MROPE = rope(0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
 CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
@@ -202,6 +232,37 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "bamba": ("BambaForCausalLM", BambaConfig, BAMBA),
+    "bamba-odd": (
+        "BambaForCausalLM",
+        BambaConfig,
+        {
+            **BAMBA,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 16,
+            "mamba_expand": 3,
+            "mamba_d_conv": 3,
+            "mamba_n_groups": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "attn_layer_indices": [0],
+            "time_step_limit": (0.6, 1.2),
+        },
+    ),
+    "granite_hybrid": ("GraniteMoeHybridForCausalLM", GraniteMoeHybridConfig, GRANITE),
+    "granite_hybrid-dense-tied": (
+        "GraniteMoeHybridForCausalLM",
+        GraniteMoeHybridConfig,
+        {
+            **GRANITE,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "rope_parameters": rope(1.0),
+            "tie_word_embeddings": True,
+        },
+    ),
     "llama": (
         "LlamaForCausalLM",
         LlamaConfig,
@@ -247,7 +308,7 @@ def oracle(name: str) -> Any:
         if parameter.dim() > 1:
             scale = 1 if "embed" in parameter_name else 0.8 * parameter.shape[-1] ** -0.5
             parameter.normal_(0, scale)
-        elif parameter_name.endswith(("norm.weight", "bias")):
+        elif parameter_name.endswith(("norm.weight", "bias", ".D")):
             parameter.add_(torch.randn_like(parameter) * 0.2)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("expert_bias"):
@@ -255,12 +316,23 @@ def oracle(name: str) -> Any:
     if config.tie_word_embeddings:
         # The embedding is as large as the residual stream has to be; the logits of it need not be.
         _final_norm(model).weight.sub_(0.9)
+    _normalise_by_group(model, config)
     return model
 
 
 def _final_norm(model: Any) -> Any:
     decoder = model.base_model.get_decoder()
     return next(norm for name in ("norm", "embedding_norm") if (norm := getattr(decoder, name, None)))
+
+
+def _normalise_by_group(model: Any, config: Any) -> None:
+    """Give Mamba-2 layers the gated norm of ``mamba_ssm``: in some families transformers' own ignores the groups."""
+    num_groups = getattr(config, "mamba_n_groups", 1)
+    for name, module in model.named_modules():
+        if name.endswith("mamba.norm") and num_groups > 1:
+            norm = Zamba2RMSNormGated(len(module.weight), len(module.weight) // num_groups, module.variance_epsilon)
+            norm.weight = module.weight
+            model.get_submodule(name.rpartition(".")[0]).norm = norm
 
 
 @cache

@@ -117,7 +117,9 @@ def test_one_token_prompts_with_a_cut_run_as_prefills(load: Loader) -> None:
     assert torch.equal(driver.arena.slot(snapshots[1])[:hidden], state[:hidden])
 
 
-@pytest.mark.parametrize("name", ["lfm2_moe", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["bamba", "granite_hybrid", "lfm2_moe", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
+)
 def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
     tokens = prompt(100)
     model = load_model(save(name, tmp_path), dtype=torch.bfloat16)
@@ -128,7 +130,17 @@ def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["lfm2-odd", "lfm2_moe", "olmo_hybrid", "qwen3_5-odd-tied", "qwen3_5_moe", "qwen3_next"]
+    "name",
+    [
+        "bamba-odd",
+        "granite_hybrid",
+        "lfm2-odd",
+        "lfm2_moe",
+        "olmo_hybrid",
+        "qwen3_5-odd-tied",
+        "qwen3_5_moe",
+        "qwen3_next",
+    ],
 )
 def test_a_wrong_tensor_anywhere_shows_in_the_logits(name: str, tmp_path: Any) -> None:
     model, tokens = load_model(save(name, tmp_path), dtype=torch.float32), prompt(64)

@@ -87,6 +87,7 @@ class DecoderLayer(nn.Module):
         mixer: a module; None: the layer has none.
         mlp: a module; None: the layer has none.
         dtype: of the weights of its norms.
+        multiplier: of what a part adds to the stream.
     """
 
     def __init__(
@@ -97,9 +98,12 @@ class DecoderLayer(nn.Module):
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        *,
+        multiplier: float = 1.0,
     ) -> None:
         super().__init__()
         self.norm, self.mixer, self.mlp = norm, mixer, mlp
+        self.multiplier = multiplier
         if mixer is not None:
             self.mixer_norm_E = norm.weight(hidden_size, dtype=dtype, device=device)
         if mlp is not None:
@@ -135,12 +139,17 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return what the layer's last part adds to the residual stream, and the stream without that."""
         mixer, mlp = self.mixer, self.mlp
-        mixed_TE = normed_TE if mixer is None else mixer(normed_TE, rotary, batch, memory)
-        if mlp is None:
-            return mixed_TE, residual_TE
         if mixer is not None:
+            mixed_TE = multiplied(mixer(normed_TE, rotary, batch, memory), self.multiplier)
+            if mlp is None:
+                return mixed_TE, residual_TE
             normed_TE, residual_TE = self._add_norm(mixed_TE, residual_TE, self.mlp_norm_E, self.norm.eps)
-        return mlp(normed_TE), residual_TE
+        return normed_TE if mlp is None else multiplied(mlp(normed_TE), self.multiplier), residual_TE
+
+
+def multiplied(x: Tensor, multiplier: float) -> Tensor:
+    """Multiply a tensor in place, and return it."""
+    return x if multiplier == 1.0 else x.mul_(multiplier)
 
 
 class PostNormLayer(DecoderLayer):
@@ -178,6 +187,8 @@ class Decoder(nn.Module):
         rotary: of positions, for mixers that take them; None: no mixer does.
         dtype: of activations, and of the weights until they are packed.
         is_tied: whether the output head is the embedding.
+        embedding_multiplier: of the tokens' embeddings.
+        logits_multiplier: of the logits.
     """
 
     inv_freq_F: Tensor | None
@@ -192,9 +203,12 @@ class Decoder(nn.Module):
         device: torch.device | str,
         *,
         is_tied: bool,
+        embedding_multiplier: float = 1.0,
+        logits_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
         self.norm, self.dtype = norm, dtype
+        self.embedding_multiplier, self.logits_multiplier = embedding_multiplier, logits_multiplier
         self.embed_ZE = parameter(*shape, dtype=dtype, device=device)
         self.layers = nn.ModuleList(layers)
         self.norm_E = norm.weight(shape[1], dtype=dtype, device=device)
@@ -225,7 +239,7 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         """Return the final, normalised hidden state of every row of the step, and advance the memory."""
-        residual_TE = F.embedding(batch.token_ids_T, self.embed_ZE)
+        residual_TE = multiplied(F.embedding(batch.token_ids_T, self.embed_ZE), self.embedding_multiplier)
         rotary = None
         if self.inv_freq_F is not None:
             rotary = rotary_table(batch.positions_T, self.inv_freq_F, self.attention_factor)
@@ -244,7 +258,8 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
-        return self._tied_head(hidden_NE) if self.head is None else self.head.multiply(hidden_NE)
+        logits_NZ = self._tied_head(hidden_NE) if self.head is None else self.head.multiply(hidden_NE)
+        return multiplied(logits_NZ, self.logits_multiplier)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors but for the layers'.

@@ -8,6 +8,7 @@ projection, S rows of the shared expert's gate and up projections.
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 import torch
@@ -40,6 +41,8 @@ class SparseMoeConfig:
     num_experts: int
     top_k: int
     is_normalised: bool
+    is_shared_gated: bool = True
+    """Whether a gate multiplies what the shared expert adds."""
 
     @classmethod
     def read(cls, fields: Fields, *, is_normalised: bool, is_shared: bool = True) -> "SparseMoeConfig":
@@ -60,7 +63,7 @@ class SparseMoeConfig:
 
 
 class SparseMoe(nn.Module):
-    """A mixture of experts; if the configuration has one, with a shared expert behind a sigmoid gate."""
+    """A mixture of experts; if the configuration has one, with a shared expert, behind a sigmoid gate or not."""
 
     operations = (mixture,)
 
@@ -69,11 +72,11 @@ class SparseMoe(nn.Module):
         hidden_size, size, shared_size = config.hidden_size, config.size, config.shared_size or STAND_IN_SIZE
         self.is_shared = config.shared_size > 0
         self.top_k, self.is_normalised = config.top_k, config.is_normalised
-        self.sizes = [2 * shared_size, config.num_experts, 1]
+        self.sizes = [2 * shared_size, config.num_experts, int(config.is_shared_gated)]
         self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
         self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
-        """Rows: the shared expert's gate and up projections, the router, the shared expert's gate, and zeros."""
-        self.in_proj.weight_OI[-self.sizes[-1] :].zero_()
+        """Rows: the shared expert's gate and up projections, the router, the shared expert's gate if any, and zeros."""
+        self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
         self.shared_down = Projection(hidden_size, shared_size, dtype, device)
         if not self.is_shared:
             self.in_proj.weight_OI.zero_()
@@ -92,6 +95,9 @@ class SparseMoe(nn.Module):
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
         shared_TS, logits_TX, gate_T1, _ = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        if not gate_T1.shape[1]:
+            # Kernels always multiply by a gate: one that is open stands where a family has none.
+            gate_T1 = hidden_TE.new_full((len(hidden_TE), 1), inf)
         experts = (self.gate_up_XFE, self.down_XEF, self.shared_down.weight)
         projected = (shared_TS, logits_TX, gate_T1)
         return self._mixture(hidden_TE, *projected, *experts, self.top_k, is_normalised=self.is_normalised)

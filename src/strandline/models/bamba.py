@@ -1,0 +1,61 @@
+"""Bamba: Mamba-2 layers, with attention in a few chosen ones, each with a gated feed-forward part.
+
+Source: ``transformers`` (``bamba``).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.targets import NamedTargets, renamed, whole
+
+LAYER_TYPES: Final = ("full_attention", "linear_attention")
+
+
+def build_bamba(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported, or does not go with another one.
+    """
+    fields = Fields(config)
+    fields.choice("hidden_act", ["silu"])
+    if fields.flag("mlp_bias"):
+        fields.reject("mlp_bias", "false")
+    attention, mlp = AttentionConfig.read(fields, QueryKeyNorm.NONE), GatedMlpConfig.read(fields)
+    mamba2 = Mamba2Config.read(fields, Mamba2Names(), attention.eps)
+    layer_types, rotary = read_layer_types(fields, LAYER_TYPES), rotary_frequencies(config)
+    shape, is_tied = (read_vocab_size(fields), attention.hidden_size), fields.flag("tie_word_embeddings")
+    max_position = read_max_position(fields)
+    norm, hidden_size = plain(attention.eps), attention.hidden_size
+
+    def build_layer(kind: str) -> DecoderLayer:
+        is_attention = kind == "full_attention"
+        mixer = Attention(attention, dtype, device) if is_attention else Mamba2Layer(mamba2, dtype, device)
+        return DecoderLayer(mixer, GatedMlp(mlp, dtype, device), norm, hidden_size, dtype, device)
+
+    layers = [build_layer(kind) for kind in layer_types]
+    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied)
+    return CausalLM(decoder, max_position, partial(_published, decoder, layers))
+
+
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    yield from renamed(decoder.targets("model.", names), {"norm": "final_layernorm"})
+    for index, layer in enumerate(layers):
+        prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
+        assert isinstance(mixer, Attention | Mamba2Layer)
+        assert isinstance(mlp, GatedMlp)
+        yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
+        yield f"{prefix}pre_ff_layernorm.weight", whole(layer.mlp_norm_E)
+        yield from mixer.targets(f"{prefix}{'self_attn' if isinstance(mixer, Attention) else 'mamba'}.")
+        yield from mlp.targets(f"{prefix}feed_forward.", names)

@@ -1,0 +1,115 @@
+"""Granite 4: Mamba-2 layers, with attention in a few chosen ones, each with a feed-forward part, dense or of experts.
+
+Four numbers of the configuration multiply embeddings, attention scores, what is added to the residual stream, and
+logits. Experts share a dense part without a gate. Published hybrids embed no positions.
+
+Source: ``transformers`` (``granitemoehybrid``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.moe import MAX_EXPERTS, SparseMoe, SparseMoeConfig
+from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
+from strandline.models.targets import NamedTargets, whole
+
+LAYER_TYPES: Final = ("full_attention", "linear_attention")
+MAX_MULTIPLIER: Final = 1e4
+MIN_DIVISOR: Final = 1e-4
+
+
+def build_granite_hybrid(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported, or does not go with another one.
+    """
+    fields = Fields(config)
+    fields.choice("hidden_act", ["silu"])
+    scale, residual_multiplier, embedding_multiplier = (
+        fields.number(name, at_least=0, at_most=MAX_MULTIPLIER)
+        for name in ("attention_multiplier", "residual_multiplier", "embedding_multiplier")
+    )
+    logits_divisor = fields.number("logits_scaling", at_least=MIN_DIVISOR, at_most=MAX_MULTIPLIER)
+    attention = replace(AttentionConfig.read(fields, QueryKeyNorm.NONE), scale=scale)
+    mamba2, mlp = Mamba2Config.read(fields, Mamba2Names(), attention.eps), _read_mlp(fields)
+    layer_types, rotary = read_layer_types(fields, LAYER_TYPES), _read_rotary(config, fields)
+    shape, is_tied = (read_vocab_size(fields), attention.hidden_size), fields.flag("tie_word_embeddings")
+    max_position = read_max_position(fields)
+    norm, hidden_size = plain(attention.eps), attention.hidden_size
+
+    def build_layer(kind: str) -> DecoderLayer:
+        is_attention = kind == "full_attention"
+        return DecoderLayer(
+            Attention(attention, dtype, device) if is_attention else Mamba2Layer(mamba2, dtype, device),
+            SparseMoe(mlp, dtype, device) if isinstance(mlp, SparseMoeConfig) else GatedMlp(mlp, dtype, device),
+            norm,
+            hidden_size,
+            dtype,
+            device,
+            multiplier=residual_multiplier,
+        )
+
+    layers = [build_layer(kind) for kind in layer_types]
+    multipliers = {"embedding_multiplier": embedding_multiplier, "logits_multiplier": 1 / logits_divisor}
+    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied, **multipliers)
+    return CausalLM(decoder, max_position, partial(_published, decoder, layers))
+
+
+def _read_rotary(config: Any, fields: Fields) -> RotaryFrequencies | None:
+    """Return the frequencies; None: positions are not embedded."""
+    kind = fields.choice("position_embedding_type", ["rope", "nope"], default="nope")
+    return rotary_frequencies(config) if kind == "rope" else None
+
+
+def _read_mlp(fields: Fields) -> GatedMlpConfig | SparseMoeConfig:
+    hidden_size, shared_size = fields.size("hidden_size"), fields.size("shared_intermediate_size")
+    num_experts = fields.size("num_local_experts", at_least=0, at_most=MAX_EXPERTS)
+    if num_experts == 0:
+        return GatedMlpConfig(hidden_size, shared_size)
+    return SparseMoeConfig(
+        hidden_size=hidden_size,
+        size=fields.size("intermediate_size"),
+        shared_size=shared_size,
+        num_experts=num_experts,
+        top_k=fields.size("num_experts_per_tok", at_most=num_experts),
+        is_normalised=True,
+        is_shared_gated=False,
+    )
+
+
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    yield from decoder.targets("model.", names)
+    for index, layer in enumerate(layers):
+        prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
+        assert isinstance(mixer, Attention | Mamba2Layer)
+        yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
+        yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
+        yield from mixer.targets(f"{prefix}{'self_attn' if isinstance(mixer, Attention) else 'mamba'}.")
+        if isinstance(mlp, SparseMoe):
+            yield from _moe_targets(mlp, prefix)
+            continue
+        assert isinstance(mlp, GatedMlp)
+        yield f"{prefix}shared_mlp.input_linear.weight", whole(mlp.gate_up.weight_OI)
+        yield f"{prefix}shared_mlp.output_linear.weight", whole(mlp.down.weight_OI)
+
+
+def _moe_targets(mlp: SparseMoe, prefix: str) -> NamedTargets:
+    """Yield the tensors of the experts, and of their shared part."""
+    shared, router, _, _ = mlp.in_proj.weight_OI.split(mlp.sizes)
+    yield f"{prefix}shared_mlp.input_linear.weight", whole(shared)
+    yield f"{prefix}shared_mlp.output_linear.weight", whole(mlp.shared_down.weight_OI)
+    yield f"{prefix}block_sparse_moe.router.layer.weight", whole(router)
+    yield f"{prefix}block_sparse_moe.input_linear.weight", whole(mlp.gate_up_XFE)
+    yield f"{prefix}block_sparse_moe.output_linear.weight", whole(mlp.down_XEF)

@@ -1,0 +1,189 @@
+"""Mamba-2: a short convolution over values and state projections, then the state space model, then a gated norm.
+
+Projections that read the same input are one matrix (comments name the order of its rows); the published tensor is
+split into it while loading. ``A_log``, ``D`` and ``dt_bias`` are float32.
+
+The gated norm works on each group of channels by itself, as in ``mamba_ssm``, whose models these are.
+
+Source: Dao and Gu, "Transformers are SSMs"; ``transformers`` (``bamba``, ``nemotron_h``) for the composition.
+
+Shape suffixes: T tokens of the step, D those of decodes, R those of prefills, N sequences, E hidden size, G groups,
+H heads, K channels of the state, V channels of a head, C channels of the convolution, S slots, O rows of a fused
+projection or all heads' channels side by side; of a window's memory R are the rows.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.mamba2_recurrence import Mamba2, Mamba2Inputs
+from strandline.kernels.norm import rms_norm_of_gated
+from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
+from strandline.models.layers.parameters import gain, parameter
+from strandline.models.layers.projection import Projection
+from strandline.models.layers.rotary import RotaryTable
+from strandline.models.targets import NamedTargets, split, whole
+from strandline.specs import LayerSpec
+
+
+class Mamba2Names(NamedTuple):
+    """What a family calls the fields of its configuration."""
+
+    num_heads: str = "mamba_n_heads"
+    head_dim: str = "mamba_d_head"
+    state_dim: str = "mamba_d_state"
+    num_groups: str = "mamba_n_groups"
+    num_taps: str = "mamba_d_conv"
+    has_bias: str = "mamba_proj_bias"
+    has_conv_bias: str = "mamba_conv_bias"
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Config:
+    """Sizes of the layer."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    num_taps: int
+    has_bias: bool
+    has_conv_bias: bool
+    dt_limit: tuple[float, float]
+    eps: float
+    state_dtype: str = "float32"
+
+    @classmethod
+    def read(cls, fields: Fields, names: Mamba2Names, eps: float) -> "Mamba2Config":
+        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        num_groups = fields.size(names.num_groups, at_most=MAX_HEADS)
+        num_heads = fields.size(names.num_heads, at_most=MAX_HEADS)
+        if num_heads % num_groups:
+            fields.reject(names.num_heads, f"a multiple of {names.num_groups}, {num_groups}")
+        return cls(
+            hidden_size=fields.size("hidden_size"),
+            num_heads=num_heads,
+            head_dim=fields.size(names.head_dim, at_most=MAX_HEAD_DIM),
+            state_dim=fields.size(names.state_dim, at_most=MAX_HEAD_DIM),
+            num_groups=num_groups,
+            num_taps=fields.size(names.num_taps, at_least=2, at_most=MAX_TAPS),
+            has_bias=fields.flag(names.has_bias),
+            has_conv_bias=fields.flag(names.has_conv_bias),
+            dt_limit=_read_dt_limit(fields),
+            eps=eps,
+        )
+
+
+def _read_dt_limit(fields: Fields) -> tuple[float, float]:
+    def step(entries: Fields, name: str) -> float:
+        return entries.number(name, at_least=0, at_most=float("inf"))
+
+    limit = fields.list_of("time_step_limit", step)
+    if len(limit) != 2 or limit[0] > limit[1]:
+        fields.reject("time_step_limit", "the least and the largest time step")
+    return limit[0], limit[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Memory:
+    """A layer's share of all slots."""
+
+    state_SHKV: Tensor
+    window_SRC: Tensor
+
+
+class Mamba2Layer(nn.Module):
+    """The recurrent layer.
+
+    Args:
+        dtype: of activations and the convolution's window, and of the weights until they are packed.
+    """
+
+    operations = (rms_norm_of_gated, *Mamba2.operations)
+
+    def __init__(self, config: Mamba2Config, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.config = config
+        num_heads, head_dim, state_dim = config.num_heads, config.head_dim, config.state_dim
+        self.recurrence = Mamba2(num_heads, state_dim, head_dim, config.dt_limit, config.state_dtype)
+        inner_rows, state_rows = num_heads * head_dim, config.num_groups * state_dim
+        self.conv_sizes = [inner_rows, state_rows, state_rows]
+        self.sizes = [sum(self.conv_sizes), inner_rows, num_heads]
+        self.in_proj = Projection(sum(self.sizes), config.hidden_size, dtype, device, has_bias=config.has_bias)
+        """Rows: values (x), input projection (B), output projection (C), output gate (z), time step (dt)."""
+        self.conv = CausalConvolution(
+            self.sizes[0], config.num_taps, "silu", dtype, device, has_bias=config.has_conv_bias
+        )
+        self.A_log_H = parameter(num_heads, dtype=torch.float32, device=device)
+        self.dt_bias_H = parameter(num_heads, dtype=torch.float32, device=device)
+        self.D_H = gain(num_heads, dtype=torch.float32, device=device)
+        self.norm_O = gain(inner_rows, dtype=dtype, device=device)
+        self.out_proj = Projection(config.hidden_size, inner_rows, dtype, device, has_bias=config.has_bias)
+
+    @property
+    def spec(self) -> LayerSpec:
+        return LayerSpec(states=(*self.recurrence.states, self.conv.window), log=self.recurrence.log)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._rms_norm_of_gated = kernels[rms_norm_of_gated]
+        self.recurrence = self.recurrence.with_kernels(kernels)
+
+    def bind(self, memory: LayerMemory) -> Mamba2Memory:
+        """Return the layer's memory as ``forward`` takes it."""
+        return Mamba2Memory(self.recurrence.bind(memory.states, memory.log), memory.states["window"])
+
+    def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
+        del rotary
+        x_TC, z_TO, dt_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        num_rows = batch.num_decode_rows
+        if num_rows == len(hidden_TE):
+            out_THV = self._decode(x_TC, dt_TH, batch, memory)
+        elif num_rows == 0:
+            out_THV = self._prefill(x_TC, dt_TH, batch, memory)
+        else:
+            (x_DC, x_RC), (dt_DH, dt_RH) = (x.split([num_rows, len(x) - num_rows]) for x in (x_TC, dt_TH))
+            decoded = self._decode(x_DC, dt_DH, batch, memory)
+            out_THV = torch.cat((decoded, self._prefill(x_RC, dt_RH, batch, memory)))
+        config = self.config
+        out_TO = self._rms_norm_of_gated(out_THV.flatten(1), z_TO, self.norm_O, config.eps, config.num_groups)
+        return self.out_proj.multiply(out_TO)
+
+    def _decode(self, x_DC: Tensor, dt_DH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
+        decodes, slots = slice(batch.num_decodes), batch.recurrent
+        inputs = self._inputs(self.conv.decode(x_DC, batch, memory.window_SRC), dt_DH)
+        return self.recurrence.decode(inputs, memory.state_SHKV, slots.src_N[decodes], slots.dst_N[decodes], slots.log)
+
+    def _prefill(self, x_RC: Tensor, dt_RH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
+        prefills, slots = slice(batch.num_decodes, None), batch.recurrent
+        inputs = self._inputs(self.conv.prefill(x_RC, batch, memory.window_SRC), dt_RH)
+        sequences = (slots.src_N[prefills], slots.dst_N[prefills], slots.chunks)
+        return self.recurrence.prefill(inputs, memory.state_SHKV, *sequences)
+
+    def _inputs(self, y_TC: Tensor, dt_TH: Tensor) -> Mamba2Inputs:
+        config = self.config
+        x_TO, B_TO, C_TO = y_TC.split(self.conv_sizes, dim=-1)
+        x_THV = x_TO.unflatten(-1, (config.num_heads, config.head_dim))
+        B_TGK, C_TGK = (x.unflatten(-1, (config.num_groups, config.state_dim)) for x in (B_TO, C_TO))
+        return Mamba2Inputs(x_THV, B_TGK, C_TGK, dt_TH, self.A_log_H, self.D_H, self.dt_bias_H)
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors; the published input projection has the output gate's rows first."""
+        in_proj, out_proj = self.in_proj, self.out_proj
+        pairs = [("weight", in_proj.weight_OI, out_proj.weight_OI), ("bias", in_proj.bias_O, out_proj.bias_O)]
+        for kind, fused, out in pairs:
+            if fused is not None and out is not None:
+                xBC, z, dt = fused.split(self.sizes)
+                yield f"{prefix}in_proj.{kind}", split(z, xBC, dt)
+                yield f"{prefix}out_proj.{kind}", whole(out)
+        yield from self.conv.targets(f"{prefix}conv1d.")
+        for name, values in {"A_log": self.A_log_H, "D": self.D_H, "dt_bias": self.dt_bias_H}.items():
+            yield f"{prefix}{name}", whole(values)
+        yield f"{prefix}norm.weight", whole(self.norm_O)
