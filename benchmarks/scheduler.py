@@ -30,7 +30,7 @@ def main() -> None:
         plan = scheduler.plan()
         planned = time.perf_counter()
         assert plan is not None
-        result = StepResult((7 + number % 11,) * len(plan.sequences))
+        result = StepResult(((7 + number % 11,),) * len(plan.sequences))
         ready = time.perf_counter()
         scheduler.commit(plan, result)
         plans.append(planned - start)

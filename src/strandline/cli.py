@@ -38,7 +38,6 @@ PLANNED_FLAGS: Mapping[str, str] = {
     "--pipeline-parallel-size": "pipeline parallelism is",
     "--data-parallel-size": "data parallelism is",
     "--quantization": "quantising weights at start is",
-    "--speculative-config": "speculative decoding is",
     "--kv-transfer-config": "prefill and decode on separate engines are",
 }
 """Flags of vLLM whose features are missing."""
@@ -265,6 +264,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--deterministic", action="store_true", help="bit-identical results, cached or not and in any batch; slower")
     text = "replay this share of the hits cold, and measure the difference (default: %(default)s)"
     add("--audit-rate", type=float, default=0.0, metavar="SHARE", help=text)
+    text = 'how drafts are made, such as {"method": "ngram", "num_speculative_tokens": 3} (default: no drafts)'
+    add("--speculative-config", metavar="JSON", help=text)
     add("--seed", type=int, default=0, help="of sampling without a seed, and of dummy weights (default: %(default)s)")
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
+from strandline.speculative_config import SpeculativeConfig, read_speculative_config
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS: Final = ("auto", "safetensors", "dummy")
@@ -69,6 +70,8 @@ class EngineConfig:
     on the 64-token grid, batch-invariant kernels on GPUs. Slower."""
     audit_rate: float = 0.0
     """Share of the hits that are replayed cold when they have ended, to measure how far log-probabilities differ."""
+    speculative_config: str | Mapping[str, Any] | None = None
+    """How drafts are made (``SpeculativeConfig``), as a mapping or as JSON; None: no speculative decoding."""
     seed: int = 0
     """Seed of sampling without a seed, and of dummy weights."""
 
@@ -110,6 +113,16 @@ class EngineConfig:
             raise ConfigError(f"--audit-rate must be from 0 to 1, got {rate!r}")
         if self.memory is not None:
             parse_bytes(self.memory)
+        if self.speculation is not None and self.deterministic:
+            raise ConfigError(
+                "--deterministic does not go with --speculative-config: drafts are computed in other steps than the "
+                "tokens of plain decoding, and round differently; drop one of the two"
+            )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How drafts are made; None: there are none."""
+        return None if self.speculative_config is None else read_speculative_config(self.speculative_config)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":

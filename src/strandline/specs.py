@@ -70,6 +70,9 @@ class LayerSpec:
     log: LogSpec | None = field(default=None, compare=False)
     """None: every token goes into the states at once. Blocks and slots do not depend on it: specs that differ here are
     equal."""
+    replay: tuple[TensorSpec, ...] = field(default=(), compare=False)
+    """Of one token, the inputs that its states are computed from: kept of drafts, so that those that are accepted can
+    be folded into the states later. Empty: the layer has no states, or cannot compute drafts."""
 
     @property
     def block_bytes(self) -> int:
@@ -144,6 +147,16 @@ class ModelSpec:
     def log_tokens(self) -> int:
         """Most tokens that all recurrent layers can keep before a fold; 0: one of them keeps no log."""
         return min((layer.log.num_tokens if layer.log else 0 for layer in self.layers if layer.is_recurrent), default=0)
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether drafts can be computed: every layer with states keeps what they are computed from."""
+        return all(layer.replay for layer in self.layers if layer.states)
+
+    @cached_property
+    def replay_bytes(self) -> int:
+        """Bytes that all layers keep of one draft token."""
+        return sum(tensor.num_bytes for layer in self.layers for tensor in layer.replay)
 
     @cached_property
     def log_bytes(self) -> int:

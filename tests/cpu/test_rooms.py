@@ -12,7 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
-VOCABULARY = frozenset({"ids", "specs", "errors", "config", "model_config", "env", "clock", "gc_policy", "version"})
+VOCABULARY = frozenset(
+    {"ids", "specs", "errors", "config", "model_config", "speculative_config", "env", "clock", "gc_policy", "version"}
+)
 ROOMS = {
     "vocabulary": frozenset[str](),
     "cache": frozenset({"vocabulary"}),

@@ -224,7 +224,7 @@ class Replay:
             raise EngineError("requests wait, and none of them runs")
         self._clock.now_s += self._cost_s(plan)
         self._count(plan)
-        tokens = [self._running[s.request_id].token() if s.is_sampled else None for s in plan.sequences]
+        tokens = [(self._running[s.request_id].token(),) if s.is_sampled else () for s in plan.sequences]
         for request in self._scheduler.commit(plan, StepResult(tuple(tokens))):
             running = self._running[request.request_id]
             if not running.has_first:

@@ -14,7 +14,6 @@ inside a block, the request gets its own copy of that block's first ``p % 64`` t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 from strandline.cache.account import UNCOUNTED, Account, CacheCounters, SnapshotKind
@@ -22,6 +21,7 @@ from strandline.cache.actions import Action, CopyTokens, FoldLog
 from strandline.cache.eviction import EvictionOrder, WorthPerByte
 from strandline.cache.hits import record_hit
 from strandline.cache.index import PrefixIndex
+from strandline.cache.internals import Internals
 from strandline.cache.lease import Cut, Lead, Lease, StepGrant
 from strandline.cache.logs import LogPool
 from strandline.cache.memory import CacheMemory
@@ -46,21 +46,6 @@ _new_grant = tuple.__new__
 
 AUTO = Auto()
 ALLOCATION_FAILED = "an allocation failed after can_take had promised the memory"
-
-
-@dataclass(frozen=True, slots=True)
-class Internals:
-    """The parts of a cache, which no module outside this package uses."""
-
-    allocator: SlabAllocator
-    memory: CacheMemory
-    leases: dict[RequestId, Lease]
-    placement: Placement
-    index: PrefixIndex
-    expected: dict[RequestId, Snapshot]
-    """By waiting request: the snapshot that it would have resumed from when it was queued."""
-    reuse: ReuseHistory
-    logs: LogPool
 
 
 class PrefixCache:
@@ -316,7 +301,7 @@ class PrefixCache:
             raise CacheInvariantError(ALLOCATION_FAILED)
         lease.table += taken
 
-    def reserve_step(self, lease: Lease, end: int, *, wants_log: bool) -> StepGrant:
+    def reserve_step(self, lease: Lease, end: int, *, wants_log: bool, num_drafts: int = 0) -> StepGrant:
         """Reserve what the step that computes the tokens up to ``end`` reads and writes.
 
         Allocates slots for the cuts that are due and decides how many tokens the step folds. A step that does not use
@@ -324,18 +309,25 @@ class PrefixCache:
 
         Args:
             wants_log: whether a step of one token may use the log. A step that emits a cut never does.
+            num_drafts: tokens before ``end`` that may turn out wrong, behind one that is certain: the step folds what
+                comes before them. No cut may be due among these tokens.
         """
         computed, src, dst = lease.computed, lease.src, lease.dst
         cuts: tuple[tuple[int, SlotId], ...] = ()
         if (lease.planned_cuts or self._is_stepwise) and computed < lease.shared_end:
             cuts = self._reserve_cuts(lease, end)
         num_logged = computed - lease.folded
-        if wants_log and lease.log and end - computed == 1 and not cuts:
+        if wants_log and lease.log and end - computed == 1 + num_drafts and not cuts:
             is_appended = src == dst and num_logged < self._log_tokens
             return _new_grant(StepGrant, (src, dst, cuts, lease.log, num_logged, 0 if is_appended else num_logged + 1))
         if num_logged:
             self._fold(lease)
         return _new_grant(StepGrant, (src, dst, cuts, NULL_LOG, 0, end - computed))
+
+    def is_cut_due(self, lease: Lease, end: int) -> bool:
+        """Whether a step that computes the tokens up to ``end`` may emit a snapshot."""
+        is_due = lease.has_planned_cut(end) or self._placement.in_step(lease.computed, end) is not None
+        return is_due and self.is_enabled and lease.computed < lease.shared_end
 
     def _reserve_cuts(self, lease: Lease, end: int) -> tuple[tuple[int, SlotId], ...]:
         """Allocate slots for the snapshots that the step to ``end`` emits; omit those for which there is no memory."""

@@ -2,9 +2,10 @@
 
 from collections import Counter
 
-from strandline.cache.core import Internals, PrefixCache
+from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import Entry
 from strandline.cache.index import PrefixIndex
+from strandline.cache.internals import Internals
 from strandline.cache.lease import Lease
 from strandline.cache.memory import resolve
 from strandline.cache.tokens import BLOCK_KEY_BYTES

@@ -113,6 +113,10 @@ class Lease:
         """Tokens in the log, the last ones before ``computed``."""
         return self.computed - self.folded
 
+    def has_planned_cut(self, end: int) -> bool:
+        """Whether a snapshot is planned within the tokens from ``computed`` to ``end``."""
+        return any(self.computed < position <= end for position in self.planned_cuts)
+
     @property
     def has_own_state(self) -> bool:
         """Whether ``dst`` holds the state after ``folded`` tokens; before the first step it does not."""

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from strandline.cache import FoldLog
 from strandline.device.upload import upload, upload_together
-from strandline.ids import BLOCK_TOKENS
-from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, StepBatch
+from strandline.ids import BLOCK_TOKENS, NULL_SLOT
+from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
 from strandline.kernels.step import locate_rows
@@ -72,6 +73,8 @@ class HostBatch:
     chunks: Chunks
     cut_rows_C: np.ndarray
     """Each chunk's last row, whose hidden state goes to the slot of the chunk's cut."""
+    replay: "HostReplay | None"
+    """None: no prefill has a log."""
 
     @property
     def num_sequences(self) -> int:
@@ -89,6 +92,24 @@ class HostBatch:
     @property
     def has_pending(self) -> bool:
         return bool(self.columns.pending.any())
+
+
+class HostReplay(NamedTuple):
+    """The index columns of a ``ReplayBatch`` on the host."""
+
+    step_rows: np.ndarray
+    logged_rows: np.ndarray
+    logged_places: np.ndarray
+    draft_rows: np.ndarray
+    draft_places: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.step_rows) + len(self.logged_rows)
+
+    def to_device(self, device: torch.device) -> ReplayBatch:
+        """Make the tensors."""
+        return ReplayBatch(self.num_rows, *upload_together(self, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +141,10 @@ def split_by_blocks(sequence: SequencePlan) -> Iterator[SequencePlan]:
 
 
 def build_host_batch(
-    sequences: Sequence[SequencePlan], num_decodes: int, pending_places: tuple[np.ndarray, np.ndarray] | None = None
+    sequences: Sequence[SequencePlan],
+    num_decodes: int,
+    pending_places: tuple[np.ndarray, np.ndarray] | None = None,
+    draft_tokens: int = 0,
 ) -> HostBatch:
     """Collect the step's indices.
 
@@ -128,6 +152,7 @@ def build_host_batch(
         sequences: decodes first, then prefills; each computes one token or more.
         num_decodes: how many of them are decodes.
         pending_places: as ``PendingTokens.locate`` returns them; None: no token is pending.
+        draft_tokens: that a log has room for.
     """
     columns_FN = np.zeros((len(SequenceColumns._fields), len(sequences)), dtype=np.int64)
     columns_FN[:NUM_PLANNED] = np.array(list(map(PLANNED_FIELDS, sequences)), dtype=np.int64).T
@@ -142,8 +167,15 @@ def build_host_batch(
     else:
         token_ids = np.concatenate([np.asarray(sequence.token_ids, dtype=np.int64) for sequence in sequences])
     prefills = sequences[num_decodes:]
-    chunks = plan_chunks([(s.start, s.end) for s in prefills], [s.cuts for s in prefills])
     num_decode_rows = int(query_starts[num_decodes])
+    replay = _plan_replay(prefills, draft_tokens)
+    if replay is None:
+        chunks = plan_chunks([(s.start, s.end) for s in prefills], [s.cuts for s in prefills])
+        cut_rows_C = np.array(chunks.starts, dtype=np.int64) + np.array(chunks.lengths, dtype=np.int64) - 1
+    else:
+        chunks, cut_rows_C = _chunks_with_logged(prefills, replay)
+        # The state behind drafts is not stored: it is that of tokens which may be rejected.
+        columns.state_dst[[i for i, s in enumerate(sequences) if s.num_drafts]] = NULL_SLOT
     return HostBatch(
         num_decodes=num_decodes,
         num_decode_rows=num_decode_rows,
@@ -152,10 +184,52 @@ def build_host_batch(
         query_starts_N1=query_starts,
         block_table_NM=_block_tables(sequences, columns.end),
         chunks=chunks,
-        cut_rows_C=np.array(chunks.starts, dtype=np.int64)
-        + np.array(chunks.lengths, dtype=np.int64)
-        + (num_decode_rows - 1),
+        cut_rows_C=cut_rows_C + num_decode_rows,
+        replay=replay,
     )
+
+
+def fold_batch(folds: Sequence[FoldLog], device: torch.device, draft_tokens: int) -> RecurrentBatch:
+    """Return the batch that advances states over logged drafts alone."""
+    slots = [fold.slot for fold in folds]
+    places = [np.arange(fold.num_tokens) + fold.log * draft_tokens for fold in folds]
+    logged = np.arange(sum(fold.num_tokens for fold in folds))
+    none = logged[:0]
+    replay = HostReplay(none, logged, np.concatenate(places), none, none).to_device(device)
+    chunks = plan_chunks([(0, fold.num_tokens) for fold in folds], [()] * len(folds))
+    slots_N, *columns = upload_together([slots, *chunks.columns], device)
+    return RecurrentBatch(slots_N, slots_N, chunks.with_tensors(columns), None, replay)
+
+
+def _plan_replay(prefills: Sequence[SequencePlan], draft_tokens: int) -> HostReplay | None:
+    """Say which logged tokens come before which rows, and which rows are drafts; None: no sequence has a log."""
+    if not any(sequence.log for sequence in prefills):
+        return None
+    step_rows, logged_rows, logged_places, draft_rows, draft_places = parts = [list[np.ndarray]() for _ in range(5)]
+    row = step_row = 0
+    for sequence in prefills:
+        num_logged, num_rows, num_drafts = sequence.num_logged, sequence.end - sequence.start, sequence.num_drafts
+        first_place = sequence.log * draft_tokens
+        logged_rows.append(np.arange(row, row + num_logged))
+        logged_places.append(np.arange(first_place, first_place + num_logged))
+        row += num_logged
+        step_rows.append(np.arange(row, row + num_rows))
+        row, step_row = row + num_rows, step_row + num_rows
+        draft_rows.append(np.arange(step_row - num_drafts, step_row))
+        draft_places.append(np.arange(first_place, first_place + num_drafts))
+    return HostReplay(*map(np.concatenate, parts))
+
+
+def _chunks_with_logged(prefills: Sequence[SequencePlan], replay: HostReplay) -> tuple[Chunks, np.ndarray]:
+    """Plan the chunks of logged and new tokens together; also return the step's row at the end of each.
+
+    A sequence with drafts gets a cut before them, to its own slot.
+    """
+    cuts = [((s.end - s.num_drafts, s.state_dst),) if s.num_drafts else s.cuts for s in prefills]
+    chunks = plan_chunks([(s.start - s.num_logged, s.end) for s in prefills], cuts)
+    step_row_R = np.zeros(replay.num_rows, dtype=np.int64)
+    step_row_R[replay.step_rows] = np.arange(len(replay.step_rows))
+    return chunks, step_row_R[np.array(chunks.starts, dtype=np.int64) + np.array(chunks.lengths, dtype=np.int64) - 1]
 
 
 def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> DeviceBatch:
@@ -178,9 +252,10 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
         write_offsets_T=rows.write_offsets_T,
         is_all_written=bool((host.columns.start >= host.columns.kv_start).all()),
     )
-    log = _logs(host, columns) if host.columns.log.any() else None
+    log = _logs(host, columns) if host.columns.log[: host.num_decodes].any() else None
     chunks = host.chunks.with_tensors(rest[num_columns:])
-    recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, log)
+    replay = None if host.replay is None else host.replay.to_device(device)
+    recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, log, replay)
     step = StepBatch(token_ids_T, rows.positions_T, host.num_decodes, host.num_decode_rows, attention, recurrent)
     return DeviceBatch(step, columns, cut_rows_C)
 

@@ -32,6 +32,8 @@ class ExecutorFacts:
     """Whether kernels are compiled when a step first needs them, so that every kind of step must run once."""
     fallbacks: tuple[Fallback, ...]
     """Operations that run reference implementations, though their backends should run here."""
+    draft_tokens: int = 0
+    """Most drafts of a sequence in a step; 0: none are made."""
     start_s: dict[str, float] = field(default_factory=dict)
     """How long each phase of the start took."""
 

@@ -80,6 +80,8 @@ class StepSize:
     def has_room_for(self, host: HostBatch) -> bool:
         """Whether a step fits in. A step without prompts fits where there is no room for any, and only there."""
         num_prompts = host.num_prompts
+        if host.replay is not None:
+            return False
         if host.num_decodes > self.num_decodes or (num_prompts == 0) != (self.num_prompts == 0):
             return False
         num_free_rows = self.num_prompt_rows - host.num_prompt_rows

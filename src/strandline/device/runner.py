@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock
-from strandline.device.batch import HostBatch, build_host_batch, split_by_blocks, to_device
+from strandline.device.batch import HostBatch, build_host_batch, fold_batch, split_by_blocks, to_device
 from strandline.device.failures import catch_failure
 from strandline.device.grammar_mask import GuardedMatcher
 from strandline.device.graphs import StepGraphs, StepHidden
@@ -24,6 +24,7 @@ from strandline.device.padded_step import StepSize
 from strandline.device.pending import PendingTokens
 from strandline.device.sampler import ChosenTokens, LogprobTensors, SamplingState, choose_tokens
 from strandline.device.upload import download, upload_together
+from strandline.device.verification import Verified, sample_and_verify
 from strandline.errors import EngineError
 from strandline.ids import NO_TOKEN, BlockId, RequestId
 from strandline.kernels.arena import ArenaTensors
@@ -60,7 +61,8 @@ class StepInFlight:
         self._device = device
         self._tokens_N: Tensor | None = None
         self._sampled: list[tuple[int, SamplingState]] = []
-        self._logprobs: dict[int, LogprobTensors] = {}
+        self._logprobs: dict[int, list[LogprobTensors]] = {}
+        self._verified: list[Verified] = []
         self._prompt_logprobs: dict[RequestId, list[LogprobTensors]] = {}
         self.failures: dict[RequestId, str] = {}
         """Why requests have failed so far."""
@@ -74,8 +76,14 @@ class StepInFlight:
         """
         self._tokens_N = download(chosen.tokens_N)
         self._sampled = sampled
-        self._logprobs = {sampled[row][0]: tensors for row, tensors in chosen.logprobs.items()}
+        self._logprobs = {sampled[row][0]: [tensors] for row, tensors in chosen.logprobs.items()}
         self.failures |= {sampled[row][1].new.request_id: text for row, text in chosen.failures.items()}
+
+    def take_verified(self, verified: list[Verified]) -> None:
+        """Take what was sampled in a step with drafts; the host knows it already."""
+        self._verified = verified
+        self._logprobs = {sequence.index: sequence.logprobs for sequence in verified if sequence.logprobs}
+        self.failures |= {x.state.new.request_id: x.failure for x in verified if x.failure is not None}
 
     def take_prompt_logprobs(self, request_id: RequestId, tensors: LogprobTensors) -> None:
         """Fetch the log-probabilities of the next tokens of a sequence's prompt."""
@@ -91,16 +99,18 @@ class StepInFlight:
         """Wait for the device, and return what the step produced."""
         if self._done is not None:
             self._done.synchronize()
-        token_ids: list[int | None] = [None] * len(self._sequences)
+        token_ids: list[tuple[int, ...]] = [()] * len(self._sequences)
+        for verified in self._verified:
+            token_ids[verified.index] = tuple(verified.token_ids)
         if self._tokens_N is not None:
             for (index, state), token in zip(self._sampled, self._tokens_N.tolist(), strict=True):
-                token_ids[index] = token
+                token_ids[index] = (token,)
                 if token != NO_TOKEN:
                     state.append(token)
-        logprobs, prompt_logprobs = dict[int, TokenLogprobs](), dict[int, list[TokenLogprobs]]()
-        for index, tensors in self._logprobs.items():
+        logprobs, prompt_logprobs = dict[int, list[TokenLogprobs]](), dict[int, list[TokenLogprobs]]()
+        for index, entries in self._logprobs.items():
             with catch_failure(self.failures, self._sequences[index].request_id):
-                logprobs[index] = tensors.read()[0]
+                logprobs[index] = [tensors.read()[0] for tensors in entries]
         if self._prompt_logprobs:
             for index, sequence in enumerate(self._sequences):
                 with catch_failure(self.failures, sequence.request_id):
@@ -117,6 +127,7 @@ class Runner:
         grammars: compiles the grammars of structured outputs; None without a tokenizer.
         poison: fill freed memory with NaN, so that tests notice when it is read.
         keeps_logs: let decoding sequences keep logs; the scheduler must know.
+        draft_tokens: most drafts of a sequence in a step; logs hold these, then.
     """
 
     def __init__(
@@ -130,13 +141,15 @@ class Runner:
         grammars: GrammarCompiler | None = None,
         poison: bool = False,
         keeps_logs: bool = False,
+        draft_tokens: int = 0,
     ) -> None:
         self.model = model
         self.device = device
         self._grammars = grammars
         if device.type == "cpu":
             keep_scratch_memory()
-        self.arena = ArenaTensors(model.spec, num_slabs, device, num_logs=1 + max_num_seqs if keeps_logs else 0)
+        num_logs = 1 + max_num_seqs if keeps_logs or draft_tokens else 0
+        self.arena = ArenaTensors(model.spec, num_slabs, device, num_logs=num_logs, draft_tokens=draft_tokens)
         self._memory = model.bind(self.arena)
         self._pending = PendingTokens(max_num_seqs, device, kernels)
         self._kernels, self._store = kernels, kernels[store_hidden]
@@ -195,7 +208,9 @@ class Runner:
 
     def _compute(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         order, num_decodes = _order(sequences)
-        if not self._replay_decodes(sequences, num_decodes, launched):
+        if any(sequence.num_drafts for sequence in sequences):
+            self._compute_with_drafts(sequences, order, num_decodes, launched)
+        elif not self._replay_decodes(sequences, num_decodes, launched):
             hidden_NE = self._last_hidden(sequences, order, num_decodes, launched)
             sampled = [index for index, sequence in enumerate(sequences) if sequence.is_sampled]
             if sampled:
@@ -203,6 +218,35 @@ class Runner:
                     (rows_N,) = upload_together([sampled], self.device)
                     hidden_NE = hidden_NE[rows_N]
                 self._sample(sequences, self.model.logits(hidden_NE), launched)
+
+    def _compute_with_drafts(
+        self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: StepInFlight
+    ) -> None:
+        """Run the model over certain tokens and drafts, sample, and keep what lies behind the drafts that agree."""
+        ordered = [sequences[index] for index in order]
+        host, hidden = self._run(ordered, num_decodes, launched)
+        resting = [index for index, sequence in enumerate(sequences) if sequence.start == sequence.end]
+        verified, rows = list[Verified](), list[int]()
+        for index, end in zip(order, host.query_starts_N1[1:].tolist(), strict=True):
+            sequence = sequences[index]
+            if sequence.is_sampled:
+                num_drafts = sequence.num_drafts
+                drafts = sequence.token_ids[len(sequence.token_ids) - num_drafts :]
+                verified.append(Verified(index, self._states[sequence.request_id], drafts, len(rows)))
+                rows += range(end - 1 - num_drafts, end)
+        (rows_R,) = upload_together([rows], self.device)
+        hidden_RE = hidden.hidden_TE[rows_R]
+        if resting:
+            for place, index in enumerate(resting, len(rows)):
+                verified.append(Verified(index, self._states[sequences[index].request_id], (), place))
+            hidden_RE = torch.cat((hidden_RE, self._stored_hidden([sequences[index] for index in resting])))
+        sample_and_verify(self.model.logits(hidden_RE), verified, self._kernels)
+        with_drafts = [sequence for sequence in verified if sequence.draft_ids]
+        last_rows = [sequence.first_row + len(sequence.token_ids) - 1 for sequence in with_drafts]
+        slots = [sequences[sequence.index].state_dst for sequence in with_drafts]
+        last_rows_N, slots_N = upload_together([last_rows, slots], self.device)
+        self._store(hidden_RE, last_rows_N, self.arena.hidden_SE, slots_N)
+        launched.take_verified(verified)
 
     def _compute_one_by_one(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         """Compute each sequence by itself, a prompt block by block, so that its bits depend on nothing else.
@@ -273,6 +317,11 @@ class Runner:
     def _fold(self, folds: Sequence[FoldLog]) -> None:
         if not folds:
             return
+        if self.arena.draft_tokens:
+            batch = fold_batch(folds, self.device, self.arena.draft_tokens)
+            for replay in self._memory.replays:
+                replay(batch)
+            return
         columns = list(zip(*((fold.slot, fold.log, fold.num_tokens) for fold in folds), strict=True))
         slot_N, log_N, len_N = upload_together(columns, self.device)
         for fold in self._memory.folds:
@@ -287,18 +336,25 @@ class Runner:
         """Run the model; return the hidden state behind each sequence's next token, in the plan's order."""
         if not order:
             return self._stored_hidden(sequences)
-        ordered = [sequences[index] for index in order]
-        host = build_host_batch(ordered, num_decodes, self._pending.locate(ordered, self._states))
-        hidden = None if self._graphs is None else self._graphs.prefill(host)
-        if hidden is None:
-            launched.is_launch_bound = self.device.type == "cuda" and len(host.token_ids_T) <= LAUNCH_BOUND_TOKENS
-            hidden = self._run_eagerly(host)
-        self._prompt_logprobs(ordered, host, hidden, launched)
+        _, hidden = self._run([sequences[index] for index in order], num_decodes, launched)
         if order == list(range(len(sequences))):
             return hidden.last_NE
         hidden_NE = self._stored_hidden(sequences)
         (order_N,) = upload_together([order], self.device)
         return hidden_NE.index_copy_(0, order_N, hidden.last_NE)
+
+    def _run(
+        self, ordered: list[SequencePlan], num_decodes: int, launched: StepInFlight
+    ) -> tuple[HostBatch, StepHidden]:
+        """Run the model over sequences in the batch's order, and fetch prompts' log-probabilities."""
+        pending = self._pending.locate(ordered, self._states)
+        host = build_host_batch(ordered, num_decodes, pending, self.arena.draft_tokens)
+        hidden = None if self._graphs is None else self._graphs.prefill(host)
+        if hidden is None:
+            launched.is_launch_bound = self.device.type == "cuda" and len(host.token_ids_T) <= LAUNCH_BOUND_TOKENS
+            hidden = self._run_eagerly(host)
+        self._prompt_logprobs(ordered, host, hidden, launched)
+        return host, hidden
 
     def _run_eagerly(self, host: HostBatch) -> StepHidden:
         """Launch the model's kernels one by one; store the hidden states behind the sequences' ends and cuts."""

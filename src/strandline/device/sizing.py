@@ -38,6 +38,21 @@ def choose_logged_from(device_type: str) -> int:
     return LOGGED_FROM_CPU if device_type == "cpu" else LOGGED_FROM_GPU
 
 
+def choose_draft_tokens(config: EngineConfig, spec: ModelSpec, device_type: str) -> int:
+    """Return the most drafts of a sequence in a step; 0: none are made.
+
+    Raises:
+        ConfigError: the model's layers cannot compute drafts, or the device is not supported.
+    """
+    if config.speculation is None:
+        return 0
+    if not spec.can_replay:
+        raise ConfigError("--speculative-config: layers of this model keep states that cannot go past drafts")
+    if device_type != "cpu":
+        raise ConfigError("--speculative-config runs on CPUs only so far; drop it, or use --device cpu")
+    return config.speculation.num_speculative_tokens
+
+
 def require_determinism(spec: ModelSpec, kernels: Kernels) -> None:
     """Check that a model can run deterministically.
 
@@ -66,7 +81,7 @@ def choose_memory_bytes(
     Raises:
         ConfigError: there is not so much memory, or the GPU's share is used up already.
     """
-    log_bytes = num_logs * model.spec.log_bytes
+    log_bytes = num_logs * log_size(config, model.spec)
     if config.memory is None and device.type == "cuda":
         return _choose_gpu_bytes(config, model, kernels, device, log_bytes)
     free_bytes = int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
@@ -79,6 +94,13 @@ def choose_memory_bytes(
             f"than the {have:,} bytes of memory that there are; lower them"
         )
     return budget
+
+
+def log_size(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return the bytes of one running request's log: of drafts, or else of tokens that are not folded."""
+    if config.speculation is None:
+        return spec.log_bytes
+    return config.speculation.num_speculative_tokens * spec.replay_bytes
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -15,6 +15,7 @@ from strandline.device.heap import release_free_memory
 from strandline.device.runner import RUNNER_OPERATIONS, Runner
 from strandline.device.sizing import (
     choose_batched_tokens,
+    choose_draft_tokens,
     choose_max_model_len,
     choose_memory_bytes,
     require_determinism,
@@ -67,9 +68,10 @@ class UniExecutor:
         if config.deterministic:
             require_determinism(spec, kernels)
         # Deterministic, a token's bits must not depend on when the log was folded.
-        keeps_logs = spec.log_tokens > 0 and not config.deterministic
+        draft_tokens = choose_draft_tokens(config, spec, device.type)
+        keeps_logs = spec.log_tokens > 0 and not config.deterministic and not draft_tokens
         with _timed(start_s, "memory"):
-            num_logs = 1 + config.max_num_seqs if keeps_logs else 0
+            num_logs = 1 + config.max_num_seqs if keeps_logs or draft_tokens else 0
             have_bytes = choose_memory_bytes(config, model, kernels, device, num_logs)
             num_slabs = have_bytes // spec.slab_bytes
             max_model_len = choose_max_model_len(config, spec, model.max_position, have_bytes)
@@ -82,6 +84,7 @@ class UniExecutor:
                 grammars=grammars,
                 poison=is_cache_debugged(),
                 keeps_logs=keeps_logs,
+                draft_tokens=draft_tokens,
             )
             if device.type == "cpu":
                 self.runner.arena.prefault(PREFAULTED_BYTES)
@@ -94,6 +97,7 @@ class UniExecutor:
             spec.log_tokens if keeps_logs else 0,
             needs_warm_up=kernels.is_compiled_on_gpu,
             fallbacks=kernels.fallbacks,
+            draft_tokens=draft_tokens,
             start_s=start_s,
         )
 

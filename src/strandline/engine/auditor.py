@@ -110,7 +110,7 @@ class Auditor:
             if self._due is not None and self.is_replay(sequence.request_id):
                 self._compare(self._due, sequence.start, result.prompt_logprobs.get(index, ()))
             elif (audited := self._audited.get(sequence.request_id)) is not None and index in result.logprobs:
-                audited.logprobs.append(result.logprobs[index].logprob)
+                audited.logprobs += [entry.logprob for entry in result.logprobs[index]]
         for request in advanced:
             if request.is_audit and request.is_finished:
                 self._conclude()

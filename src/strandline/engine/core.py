@@ -16,6 +16,7 @@ from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
 from strandline.device.sizing import choose_batched_tokens, choose_logged_from
 from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
+from strandline.engine.drafting import new_drafter
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.engine.warm_up import WarmUp
@@ -167,18 +168,21 @@ class EngineCore:
         for request in advanced:
             if request.is_audit or request.request_id in result.failures:
                 continue
-            output_ids = request.output_ids
+            output_ids, num_new = request.output_ids, request.num_new
             is_wanted = index_of and request.params.logprobs is not None
-            events.tokens.append(
-                TokenEvent(
-                    request.request_id,
-                    output_ids[-1],
-                    result.logprobs.get(index_of[request.request_id]) if is_wanted else None,
-                    request.finish_reason,
-                    request.stop_reason,
-                    request.account if len(output_ids) == 1 else None,
+            logprobs = result.logprobs.get(index_of[request.request_id]) if is_wanted else None
+            for place in range(num_new):
+                is_last = place == num_new - 1
+                events.tokens.append(
+                    TokenEvent(
+                        request.request_id,
+                        output_ids[place - num_new],
+                        logprobs[place] if logprobs else None,
+                        request.finish_reason if is_last else None,
+                        request.stop_reason if is_last else None,
+                        request.account if place == 0 and len(output_ids) == num_new else None,
+                    )
                 )
-            )
 
     def _flush_when_idle(self) -> None:
         """When no request is left, record that, and apply pending cache actions, so that snapshots are valid."""
@@ -229,6 +233,7 @@ class EngineCore:
             num_audited=self.audits.num_requests,
             num_audited_tokens=self.audits.num_tokens,
             largest_audit_difference=self.audits.largest_difference,
+            speculation=self.scheduler.drafts.stats(),
             kernel_fallbacks=[KernelFallback(x.operation, x.backend, x.reason) for x in self.executor.facts.fallbacks],
         )
 
@@ -244,7 +249,7 @@ def new_scheduler(
         placement=OnGrid(chosen) if config.deterministic else chosen,
         enabled=config.enable_prefix_caching,
         clock=SYSTEM_CLOCK,
-        num_logs=config.max_num_seqs if facts.log_tokens else 0,
+        num_logs=config.max_num_seqs if facts.log_tokens or facts.draft_tokens else 0,
         log_tokens=facts.log_tokens,
     )
     max_num_batched_tokens = choose_batched_tokens(config, facts.device_type)
@@ -258,6 +263,8 @@ def new_scheduler(
         long_prefill_token_threshold=threshold,
         deterministic=config.deterministic,
         logged_from=choose_logged_from(facts.device_type),
+        drafter=new_drafter(config.speculation),
+        draft_tokens=facts.draft_tokens,
         introduce=introduce,
     )
 

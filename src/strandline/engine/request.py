@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from strandline.cache import Account, Lead, Lease, TokenBuffer
-from strandline.ids import RequestId
+from strandline.ids import NO_TOKEN, RequestId
 from strandline.records.events import FinishReason
 from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams
@@ -31,7 +31,10 @@ class Request:
         "marks",
         "max_total",
         "new",
+        "num_accepted",
         "num_admissions_seen",
+        "num_drafted",
+        "num_new",
         "num_prompt_tokens",
         "num_tokens",
         "output_ids",
@@ -61,6 +64,12 @@ class Request:
         self.tokens = TokenBuffer(new.prompt_ids)
         self.num_tokens = self.num_prompt_tokens
         self.output_ids: list[int] = []
+        self.num_new = 0
+        """Tokens of the output that the last step brought."""
+        self.num_drafted = 0
+        """Drafts that were verified."""
+        self.num_accepted = 0
+        """Drafts that agreed with what was sampled."""
         self.max_total = max_total
         """Most tokens of prompt and output together, by ``max_tokens`` or ``max_model_len``."""
         self.salt = salt
@@ -96,6 +105,20 @@ class Request:
         """Append generated tokens."""
         self.output_ids += token_ids
         self.tokens.extend(token_ids)
+
+    def append_sampled(self, sampled: int) -> None:
+        """Append the next token of the output; note whether it is the last one, and why."""
+        token = max(sampled, 0)  # as the device has it, whose step under way may have computed it
+        self.output_ids.append(token)
+        self.tokens.append(token)
+        num_output = len(self.output_ids)
+        if sampled == NO_TOKEN:
+            self.finish_reason = FinishReason.ERROR
+        elif self.new.stops_at(token, num_output):
+            self.finish_reason = FinishReason.STOP
+            self.stop_reason = token if token in (self.params.stop_token_ids or ()) else None
+        elif num_output + self.num_prompt_tokens >= self.max_total:
+            self.finish_reason = FinishReason.LENGTH
 
     @property
     def is_following(self) -> bool:

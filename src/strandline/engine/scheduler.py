@@ -23,25 +23,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
-from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind, StepGrant
+from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind
+from strandline.engine.drafting import DraftCounters, Drafter
 from strandline.engine.request import Request, Status
+from strandline.engine.spans import NO_DRAFTS, Reservation, Span, sequence_plan
 from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
-from strandline.ids import BLOCK_TOKENS, NO_TOKEN, PendingToken, RequestId
+from strandline.ids import BLOCK_TOKENS, NULL_LOG, RequestId
 from strandline.records.events import FinishReason
-from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
+from strandline.records.plan import NewRequest, StepPlan, StepResult
 
 STEPS_BETWEEN_SHARES = 2
 """Steps between two in which long prefills beside decodes get their share: most steps are decodes alone, then."""
 
 LOOK_AHEAD_REQUESTS = 32
 """Waiting requests for which a leader is searched although they cannot be admitted yet."""
-
-Span = tuple[Request, Lease, int, int]
-"""A request, its lease, and the tokens ``[start, end)`` that it computes in the step."""
-
-Reservation = tuple[bool, StepGrant]
-"""Whether the prefill kernels compute the sequence even if it is a single token, and what the cache granted."""
 
 
 class Scheduler:
@@ -56,11 +52,15 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         deterministic: bool = False,
         logged_from: int = 1,
+        drafter: Drafter | None = None,
+        draft_tokens: int = 0,
         introduce: Callable[[Request], NewRequest] = attrgetter("new"),
     ) -> None:
         """
         Args:
             long_prefill_token_threshold: prefills of more tokens are long; 0: none is.
+            drafter: proposes tokens that decoding requests may generate next; None: no drafts.
+            draft_tokens: most drafts of a request in a step.
             introduce: returns the data that the executor gets of a request when it first runs.
         """
         self.cache = cache
@@ -86,6 +86,9 @@ class Scheduler:
         self._introduce = introduce
         self._logged_from = logged_from
         """The least number of decodes for which a step uses logs."""
+        self._drafter = drafter
+        self._draft_tokens = draft_tokens
+        self.drafts = DraftCounters(draft_tokens)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -146,7 +149,7 @@ class Scheduler:
     @property
     def can_run_ahead(self) -> bool:
         """Whether the next step can be planned before the tokens of the previous one are known."""
-        return not self._num_on_host
+        return not self._num_on_host and self._drafter is None
 
     def plan(self) -> StepPlan | None:
         """Plan the next step; None when no request can run, or none before the previous step is settled."""
@@ -160,10 +163,13 @@ class Scheduler:
             self._plan_waiting(spans, budget)
         self._steps_since_share = 0 if self._long_share < share else self._steps_since_share + 1
         self._look_ahead()
-        keeps_logs = [end - start for _, _, start, end in spans].count(1) >= self._logged_from
         # All reservations come before the first record: one that needs a slot may move blocks of any sequence.
-        grants = [self._reserve(request, lease, start, end, keeps_logs) for request, lease, start, end in spans]
-        sequences = list(map(_sequence_plan, spans, grants))
+        if self._drafter is None:
+            keeps_logs = [end - start for _, _, start, end, _ in spans].count(1) >= self._logged_from
+            grants = [self._reserve(request, lease, start, end, keeps_logs) for request, lease, start, end, _ in spans]
+        else:
+            grants = [self._reserve_with_drafts(lease, end, len(drafts)) for _, lease, _, end, drafts in spans]
+        sequences = list(map(sequence_plan, spans, grants))
         if not sequences:
             if self._planned:
                 return None
@@ -220,10 +226,27 @@ class Scheduler:
                     continue
             if end > len(lease.table) * BLOCK_TOKENS and not self._make_room(lease, end):
                 continue
-            spans.append((request, lease, start, end))
+            drafts = NO_DRAFTS
+            if self._drafter is not None and end - start == 1 and request.output_ids:
+                drafts = self._draft(self._drafter, request, lease, budget)
+                end += len(drafts)
+            spans.append((request, lease, start, end, drafts))
             budget -= end - start
             index += 1
         return budget
+
+    def _draft(self, drafter: Drafter, request: Request, lease: Lease, budget: int) -> tuple[int, ...]:
+        """Return drafts for a decoding request: as many as it may still generate, and as memory holds.
+
+        None while a snapshot is due: it would be of tokens that may turn out wrong. None for a request with stop
+        strings, which are found in the text: the request's state would be past its end.
+        """
+        num_tokens = request.num_tokens
+        most = min(self._draft_tokens, request.max_total - num_tokens - 1, budget - 1)
+        if most < 1 or request.params.stop or self.cache.is_cut_due(lease, num_tokens + most):
+            return NO_DRAFTS
+        drafts = drafter.propose(request, most)
+        return drafts if self.cache.extend(lease, num_tokens + len(drafts)) else NO_DRAFTS
 
     def _make_room(self, lease: Lease, end: int) -> bool:
         """Extend a lease, preempting the latest requests. False when its own request was preempted."""
@@ -264,7 +287,7 @@ class Scheduler:
                 end = exact_end(request, start, end)
             if end == start < request.num_tokens:
                 continue
-            spans.append((request, lease, start, end))
+            spans.append((request, lease, start, end, NO_DRAFTS))
             budget -= end - start
 
     def _hit_tokens(self, request: Request) -> int:
@@ -334,6 +357,12 @@ class Scheduler:
         is_prefill = self._is_exact and start < request.num_prompt_tokens
         return is_prefill, self.cache.reserve_step(lease, end, wants_log=keeps_logs and not is_prefill)
 
+    def _reserve_with_drafts(self, lease: Lease, end: int, num_drafts: int) -> Reservation:
+        """Reserve a step of an engine with drafts: a sequence with drafts, or with a log of them, is prefilled."""
+        has_log = num_drafts > 0 or lease.num_logged > 0
+        grant = self.cache.reserve_step(lease, end, wants_log=has_log, num_drafts=num_drafts)
+        return grant.log != NULL_LOG, grant
+
     # Taking in results
 
     def advance(self, plan: StepPlan) -> None:
@@ -349,6 +378,9 @@ class Scheduler:
             lease = request.lease
             if lease is None:
                 # It ended while the step was in flight; the device has not changed its state.
+                continue
+            if sequence.num_drafts:
+                # What it computes depends on the drafts that agree.
                 continue
             end = sequence.end
             is_computing = end > sequence.start
@@ -371,23 +403,21 @@ class Scheduler:
             raise EngineError("a step was settled out of order")
         advanced = []
         has_finished = False
-        for request, sampled in zip(planned, result.token_ids, strict=True):
-            if sampled is None or request.status is Status.FINISHED:
+        for request, sequence, sampled in zip(planned, plan.sequences, result.token_ids, strict=True):
+            if not sampled or request.status is Status.FINISHED:
                 continue
-            token = max(sampled, 0)  # as the device has it, whose step under way may have computed it
-            request.output_ids.append(token)
-            request.tokens.append(token)
+            request.num_new = len(sampled)
+            for token in sampled:
+                request.append_sampled(token)
             advanced.append(request)
-            if sampled == NO_TOKEN:
-                request.finish_reason = FinishReason.ERROR
-                has_finished = True
-            elif token in request.stop_ids and len(request.output_ids) > request.params.min_tokens:
-                request.finish_reason = FinishReason.STOP
-                request.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
-                has_finished = True
-            elif len(request.output_ids) + request.num_prompt_tokens >= request.max_total:
-                request.finish_reason = FinishReason.LENGTH
-                has_finished = True
+            has_finished |= request.finish_reason is not None
+            if sequence.num_drafts:
+                request.num_tokens += len(sampled)
+                request.num_drafted += sequence.num_drafts
+                request.num_accepted += len(sampled) - 1
+                self.drafts.count(sequence.num_drafts, len(sampled) - 1)
+                lease = _lease(request)
+                self.cache.commit(lease, sequence.start + len(sampled), sequence.num_folded)
         if has_finished:
             self._sweep(advanced)
         return advanced
@@ -427,45 +457,3 @@ def _lease(request: Request) -> Lease:
     if request.lease is None:
         raise EngineError(f"request {request.request_id} runs without a lease")
     return request.lease
-
-
-def _tokens_between(request: Request, start: int, end: int) -> tuple[int, ...]:
-    num_prompt = request.num_prompt_tokens
-    if end <= num_prompt:
-        return request.prompt_ids[start:end]
-    return (*request.prompt_ids[start:num_prompt], *request.output_ids[max(start - num_prompt, 0) : end - num_prompt])
-
-
-def _sequence_plan(span: Span, reservation: Reservation) -> SequencePlan:
-    """Describe a sequence's part of the step. Nothing may be reserved for the step afterwards: blocks could move."""
-    request, lease, start, end = span
-    is_prefill, (src, dst, cuts, log, num_logged, num_folded) = reservation
-    pending = PendingToken.NONE
-    if end - start == 1 and start >= request.num_prompt_tokens:
-        index = start - request.num_prompt_tokens
-        output_ids = request.output_ids
-        if index < len(output_ids):
-            token_ids: tuple[int, ...] = (output_ids[index],)
-        else:
-            token_ids = (0,)
-            pending = PendingToken.MAY_STOP if index >= request.params.min_tokens else PendingToken.GOES_ON
-    else:
-        token_ids = _tokens_between(request, start, end)
-    # By position: keywords cost another 0.7 us per sequence and step.
-    return SequencePlan(
-        request.request_id,
-        start,
-        end,
-        token_ids,
-        lease.table.tobytes(),
-        lease.kv_start,
-        src,
-        dst,
-        cuts,
-        end == request.num_tokens,
-        pending,
-        is_prefill,
-        log,
-        num_logged,
-        num_folded,
-    )

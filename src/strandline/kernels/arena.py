@@ -38,6 +38,9 @@ class LayerMemory:
     """Strided over slots: ``[slots, *shape]``. Slot 0 reads as zeros: it is neither read nor written."""
     log: Mapping[str, Tensor] | None
     """``[logs, *shape]``. None: no log is kept."""
+    replay: Mapping[str, Tensor] | None = None
+    """``[logs * draft tokens, *shape]``: the drafts of log ``j`` begin at row ``j * draft tokens``. None: there are
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +61,18 @@ class LayerStack:
 class ArenaTensors:
     """One allocation of ``num_slabs * spec.slab_bytes`` bytes, zeroed, and the views that layers work on.
 
-    Beside it lie ``num_logs`` logs, the null log included, which no snapshot takes along; 0: none are kept.
+    Beside it lie ``num_logs`` logs, the null log included, which no snapshot takes along; 0: none are kept. Where
+    ``draft_tokens`` is not 0, a log holds the inputs of that many draft tokens, in place of folded inputs.
     """
 
     def __init__(
-        self, spec: ModelSpec, num_slabs: int, device: torch.device | str = "cpu", *, num_logs: int = 0
+        self,
+        spec: ModelSpec,
+        num_slabs: int,
+        device: torch.device | str = "cpu",
+        *,
+        num_logs: int = 0,
+        draft_tokens: int = 0,
     ) -> None:
         self.spec = spec
         self.num_slabs = num_slabs
@@ -71,7 +81,9 @@ class ArenaTensors:
         self._block_offsets = [0, *accumulate(layer.block_bytes for layer in spec.layers)]
         self._slot_offsets = [0, *accumulate(layer.slot_bytes for layer in spec.layers)]
         self._stream_runs = tuple(self._runs_of_streams())
-        self.stacks = tuple(self._stacked_layers(num_logs)) if num_logs else ()
+        self.draft_tokens = draft_tokens
+        self._num_replay_rows = num_logs * draft_tokens
+        self.stacks = tuple(self._stacked_layers(num_logs)) if num_logs and not draft_tokens else ()
         """The layers that keep logs, as stacks of equal ones."""
         self.layers: tuple[LayerMemory, ...] = tuple(self._layer_views())
         """Per layer of the model, its share of all blocks and of all slots."""
@@ -125,7 +137,8 @@ class ArenaTensors:
             for row, layer in enumerate(stack.layers)
         }
         for index, layer in enumerate(self.spec.layers):
-            yield LayerMemory(self._stream_views(layer, index), self._state_views(layer, index), logs.get(index))
+            streams, states = self._stream_views(layer, index), self._state_views(layer, index)
+            yield LayerMemory(streams, states, logs.get(index), self._new_replay(layer))
 
     def _stream_views(self, layer: LayerSpec, index: int) -> dict[str, Tensor]:
         offset, views = self._block_offsets[index], {}
@@ -172,6 +185,11 @@ class ArenaTensors:
 
     def _new_logs(self, log: LogSpec, num_layers: int, num_logs: int) -> dict[str, Tensor]:
         return {tensor.name: self._new_log(tensor, num_layers, num_logs) for tensor in log.tensors}
+
+    def _new_replay(self, layer: LayerSpec) -> dict[str, Tensor] | None:
+        if not self._num_replay_rows or not layer.replay:
+            return None
+        return {tensor.name: self._new_log(tensor, 1, self._num_replay_rows)[0] for tensor in layer.replay}
 
     def _new_log(self, tensor: TensorSpec, num_layers: int, num_logs: int) -> Tensor:
         filled = _zeros(num_layers * num_logs * tensor.num_bytes, self.bytes.device)

@@ -65,6 +65,27 @@ class LogBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplayBatch:
+    """The logged tokens that recurrent layers compute again before the step's own (``kernels/replay.py``).
+
+    Shape suffixes here: T rows of the step's prefills, R the same and those replayed, Q logged tokens, K drafts.
+    """
+
+    num_rows: int
+    """R."""
+    step_rows_T: Tensor
+    """int64 places of the step's rows among all."""
+    logged_rows_Q: Tensor
+    """int64 places of the logged tokens among all."""
+    logged_places_Q: Tensor
+    """int64 rows of the layers' logs where their inputs are."""
+    draft_rows_K: Tensor
+    """int64 rows of the step that are drafts."""
+    draft_places_K: Tensor
+    """int64 rows of the layers' logs that take the drafts' inputs."""
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentBatch:
     """Where the sequences' states come from and go to (contract 3): read ``src``, write ``dst``."""
 
@@ -75,6 +96,8 @@ class RecurrentBatch:
     """Of the prefills only; rows count from the first prefill token."""
     log: LogBatch | None = None
     """Of the decodes only; None: no sequence keeps a log."""
+    replay: ReplayBatch | None = None
+    """Of the prefills only, whose chunks then count the rows of both; None: nothing is logged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.recurrence import Fold
+from strandline.kernels.replay import Replay
 from strandline.kernels.weights import Layout
 from strandline.models.targets import NamedTargets
 from strandline.specs import ModelSpec
@@ -27,6 +28,8 @@ class ModelMemory:
     """Per layer, what its ``bind`` returned."""
     folds: tuple[Fold, ...]
     """Between them they fold the logs of all layers."""
+    replays: tuple[Replay, ...] = ()
+    """Between them they advance the states of all layers over logged tokens, where drafts are logged."""
 
 
 class LanguageModel(Protocol):

@@ -82,6 +82,21 @@ class KernelFallback:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Drafts since the start."""
+
+    num_drafts: int = 0
+    """Steps of a sequence that had drafts."""
+    num_draft_tokens: int = 0
+    num_accepted_by_place: tuple[int, ...] = ()
+    """How often the first draft of a step, the second, and so on, agreed with what was sampled."""
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.num_accepted_by_place)
+
+
+@dataclass(frozen=True, slots=True)
 class CoreStats:
     """State of the core; counters count from its start."""
 
@@ -108,3 +123,4 @@ class CoreStats:
     largest_audit_difference: float = 0.0
     """Largest difference of one of these tokens' log-probabilities."""
     kernel_fallbacks: list[KernelFallback] = field(default_factory=list)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)

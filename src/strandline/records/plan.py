@@ -40,14 +40,18 @@ class SequencePlan(NamedTuple):
     is_prefill: bool
     """Whether the prefill kernels compute it even if it is a single token: deterministic, all of a prompt's are."""
     log: LogId
-    """The log that the step reads and appends its token to; the null log: none."""
+    """The log that the step reads, and writes its token or drafts to; the null log: none."""
     num_logged: int
     """Tokens in the log, the last ones before ``start``."""
     num_folded: int
     """Tokens that the step folds into ``state_dst``, counted from the position of the state in ``state_src``.
 
-    0: the step's token is only appended to the log. ``num_logged`` plus the step's tokens: all of them.
+    0: the step's token is only appended to the log. ``num_logged`` plus the step's tokens: all of them. With drafts:
+    all tokens before the drafts.
     """
+    num_drafts: int = 0
+    """The last tokens of ``token_ids`` that are drafts. A token is sampled behind the token before them, and behind
+    each of them as long as the drafts agree with what is sampled."""
 
     @property
     def is_decode(self) -> bool:
@@ -66,6 +70,10 @@ class NewRequest:
     stop_ids: frozenset[int]
     """Tokens that end the request; banned until ``min_tokens`` are out."""
     bad_words_ids: tuple[tuple[int, ...], ...]
+
+    def stops_at(self, token_id: int, num_output_tokens: int) -> bool:
+        """Whether a token ends the request as its output's token of that number, counted from 1."""
+        return token_id in self.stop_ids and num_output_tokens > self.params.min_tokens
 
     @property
     def needs_host_tokens(self) -> bool:
@@ -105,10 +113,10 @@ class TokenLogprobs(NamedTuple):
 class StepResult:
     """What the step produced, in the order of the plan's sequences."""
 
-    token_ids: tuple[int | None, ...]
-    """The sampled token; None where nothing was sampled, ``NO_TOKEN`` where no token could be."""
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    """By index of the sequence, where asked for."""
+    token_ids: tuple[tuple[int, ...], ...]
+    """The sampled tokens: none, one, or with drafts several; ``NO_TOKEN`` where no token could be sampled."""
+    logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Those of the sampled tokens by index of the sequence, where asked for."""
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By index: of the prompt's tokens ``[start + 1, end + 1)`` as far as they are the prompt's."""
     failures: Mapping[RequestId, str] = field(default_factory=dict)

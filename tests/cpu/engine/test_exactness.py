@@ -74,7 +74,7 @@ def test_identical_prompt_hits_fully_and_runs_no_forward(make_llm: MakeLLM) -> N
     assert plan is not None
     assert plan.num_tokens == 0
     result = llm.engine.core.executor.runner.run(plan)
-    assert list(result.token_ids) == first.outputs[0].token_ids[:1]
+    assert [list(sampled) for sampled in result.token_ids] == [first.outputs[0].token_ids[:1]]
 
 
 def test_requests_that_share_a_running_prefix_stay_independent(make_llm: MakeLLM) -> None:

@@ -58,7 +58,7 @@ def make_scheduler(
 
 
 def answer(plan: StepPlan, token: int = 1) -> StepResult:
-    return StepResult(tuple(token if sequence.is_sampled else None for sequence in plan.sequences))
+    return StepResult(tuple((token,) if sequence.is_sampled else () for sequence in plan.sequences))
 
 
 def step(scheduler: Scheduler, token: int = 1) -> StepPlan:

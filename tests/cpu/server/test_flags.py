@@ -21,7 +21,7 @@ FLAGS = [
     "--no-enable-prefix-caching",
     "--parse-special-tokens", "--port", "--reasoning-parser", "--request-timeout-s", "--restart", "--salt-per-key",
     "--seed",
-    "--served-model-name", "--tokenizer", "--tool-call-parser",
+    "--served-model-name", "--speculative-config", "--tokenizer", "--tool-call-parser",
 ]  # fmt: skip
 
 OF_VLLM = {
@@ -29,6 +29,7 @@ OF_VLLM = {
     "--tokenizer": "t", "--dtype": "bfloat16", "--load-format": "dummy", "--max-model-len": "100",
     "--max-num-seqs": "4", "--max-num-batched-tokens": "512", "--seed": "1", "--tool-call-parser": "hermes",
     "--reasoning-parser": "qwen3", "--long-prefill-token-threshold": "2048",
+    "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}',
 }  # fmt: skip
 """Flags that mean what they mean in vLLM, with a value each."""
 

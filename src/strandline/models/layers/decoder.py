@@ -7,14 +7,15 @@ Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden s
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strandline.kernels.arena import ArenaTensors, LayerMemory
-from strandline.kernels.batch import StepBatch
+from strandline.kernels.batch import RecurrentBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.linear import bind_linear, linear
 from strandline.kernels.norm import (
@@ -78,6 +79,13 @@ def plain(eps: float) -> ResidualNorm:
 def zero_centered(eps: float) -> ResidualNorm:
     """Return the RMS norm whose weight is added to 1."""
     return ResidualNorm(rms_norm_zero_centered, add_rms_norm_zero_centered, eps, parameter)
+
+
+class ReplayingMixer(Mixer, Protocol):
+    """A mixer with states, whose spec says what it replays."""
+
+    def replay(self, recurrent: RecurrentBatch, memory: Any) -> None:
+        """Advance the states over logged tokens alone."""
 
 
 class DecoderLayer(nn.Module):
@@ -233,8 +241,13 @@ class Decoder(nn.Module):
 
     def bind(self, arena: ArenaTensors) -> ModelMemory:
         """Return the arena as ``forward`` takes it."""
-        bound = (layer.bind(memory) for layer, memory in zip(self._layers, arena.layers, strict=True))
-        return ModelMemory(tuple(bound), bind_folds([layer.recurrence for layer in self._layers], arena.stacks))
+        bound = tuple(layer.bind(memory) for layer, memory in zip(self._layers, arena.layers, strict=True))
+        replays = tuple(
+            partial(cast(ReplayingMixer, layer.mixer).replay, memory=bound[index])
+            for index, layer in enumerate(self._layers)
+            if arena.layers[index].replay is not None
+        )
+        return ModelMemory(bound, bind_folds([layer.recurrence for layer in self._layers], arena.stacks), replays)
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:

@@ -1,0 +1,28 @@
+"""The parts of a cache, for the checks, views and tests of this package."""
+
+from dataclasses import dataclass
+
+from strandline.cache.index import PrefixIndex
+from strandline.cache.lease import Lease
+from strandline.cache.logs import LogPool
+from strandline.cache.memory import CacheMemory
+from strandline.cache.placement import Placement
+from strandline.cache.reuse import ReuseHistory
+from strandline.cache.slab_allocator import SlabAllocator
+from strandline.cache.tree import Snapshot
+from strandline.ids import RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Internals:
+    """The parts of a cache, which no module outside this package uses."""
+
+    allocator: SlabAllocator
+    memory: CacheMemory
+    leases: dict[RequestId, Lease]
+    placement: Placement
+    index: PrefixIndex
+    expected: dict[RequestId, Snapshot]
+    """By waiting request: the snapshot that it would have resumed from when it was queued."""
+    reuse: ReuseHistory
+    logs: LogPool

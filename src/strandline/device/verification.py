@@ -1,0 +1,69 @@
+"""Which drafts agree with what the model samples.
+
+A token is sampled behind the last certain token and then, as long as what is sampled is the draft that stands there,
+behind that draft. Each is sampled exactly as without drafts: with the seed of its position, after penalties, bans and
+grammars of all tokens before it. So the tokens are those of plain decoding for any sampling parameters; a draft that is
+right saves a step, and a wrong one changes nothing.
+
+A draft is accepted with the probability that the model gives it, as by rejection sampling of a drafter that is certain
+of its draft (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", algorithm 1).
+
+Shape suffixes: R rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from strandline.device.sampler import LogprobTensors, SamplingState, choose_tokens
+from strandline.ids import NO_TOKEN
+from strandline.kernels.binding import Kernels
+
+
+@dataclass(slots=True)
+class Verified:
+    """A sequence's drafts, and what was sampled."""
+
+    index: int
+    """The sequence's place in the plan."""
+    state: SamplingState
+    draft_ids: tuple[int, ...]
+    first_row: int
+    """The row of the logits behind the token before the drafts; those behind the drafts follow."""
+    token_ids: list[int] = field(default_factory=list)
+    """The drafts that agree, and the token after them; a stop token is the last."""
+    logprobs: list[LogprobTensors] = field(default_factory=list)
+    """Of these tokens, where asked for."""
+    failure: str | None = None
+    """Why no token could be chosen: an exception concerned this sequence alone."""
+
+    def take(self, token: int) -> bool:
+        """Append a sampled token; return whether it is a draft behind which another can be sampled."""
+        place = len(self.token_ids)
+        self.token_ids.append(token)
+        if token == NO_TOKEN:
+            return False
+        self.state.append(token)
+        is_draft = place < len(self.draft_ids) and self.draft_ids[place] == token
+        return is_draft and not self.state.new.stops_at(token, len(self.state.output_ids))
+
+
+def sample_and_verify(logits_RV: Tensor, sequences: Sequence[Verified], kernels: Kernels) -> None:
+    """Sample behind each sequence's certain token and its drafts, as far as these agree. Waits for the device.
+
+    Args:
+        logits_RV: a row for each sequence, and one more for each of its drafts.
+    """
+    remaining = list(sequences)
+    while remaining:
+        rows = [sequence.first_row + len(sequence.token_ids) for sequence in remaining]
+        chosen = choose_tokens(logits_RV[rows], [sequence.state for sequence in remaining], kernels)
+        agreeing = []
+        for row, (sequence, token) in enumerate(zip(remaining, chosen.tokens_N.tolist(), strict=True)):
+            sequence.failure = chosen.failures.get(row)
+            if row in chosen.logprobs:
+                sequence.logprobs.append(chosen.logprobs[row])
+            if sequence.take(token):
+                agreeing.append(sequence)
+        remaining = agreeing

@@ -1,0 +1,72 @@
+"""Drafts: tokens that a request may generate next, to be verified in one step (speculative decoding)."""
+
+from typing import Protocol
+
+from strandline.cache import TokenBuffer
+from strandline.cache.tokens import TOKEN_BYTES, decode
+from strandline.engine.request import Request
+from strandline.records.events import SpeculationStats
+from strandline.speculative_config import SpeculativeConfig
+
+
+class Drafter(Protocol):
+    """Proposes drafts."""
+
+    def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
+        """Return at most ``max_tokens`` tokens that may follow those of a request; all of these are known."""
+
+
+class NgramDrafter:
+    """Continues the request's last tokens as they were continued before, in its prompt or its output.
+
+    Args:
+        max_match: the longest run of last tokens to search for; the longest that is found counts.
+        min_match: the shortest.
+    """
+
+    def __init__(self, max_match: int, min_match: int) -> None:
+        self._max_match, self._min_match = max_match, min_match
+
+    def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
+        """Return the tokens after the last place where the request's last tokens stand once more."""
+        tokens = request.tokens
+        for num_match in range(min(self._max_match, len(tokens) - 1), self._min_match - 1, -1):
+            place = _last_place(tokens, tokens.slice(len(tokens) - num_match, len(tokens)))
+            if place is not None:
+                start = place + num_match
+                return tuple(decode(tokens.slice(start, min(start + max_tokens, len(tokens)))))
+        return ()
+
+
+def _last_place(tokens: TokenBuffer, key: bytes) -> int | None:
+    """Return the last token at which a key begins that ends before the last token; None: nowhere."""
+    data, end = tokens.data, len(tokens.data) - TOKEN_BYTES
+    while (offset := data.rfind(key, 0, end)) >= 0:
+        if offset % TOKEN_BYTES == 0:
+            return offset // TOKEN_BYTES
+        # It lies across tokens: a key that begins before may still match.
+        end = offset + len(key) - 1
+    return None
+
+
+class DraftCounters:
+    """Counts drafts, and those that agreed with what was sampled."""
+
+    def __init__(self, draft_tokens: int) -> None:
+        self._num_drafts = self._num_draft_tokens = 0
+        self._accepted_by_place = [0] * draft_tokens
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """Count the drafts of one sequence in one step."""
+        self._num_drafts += 1
+        self._num_draft_tokens += num_drafted
+        for place in range(num_accepted):
+            self._accepted_by_place[place] += 1
+
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats(self._num_drafts, self._num_draft_tokens, tuple(self._accepted_by_place))
+
+
+def new_drafter(config: SpeculativeConfig | None) -> Drafter | None:
+    """Return what makes drafts as configured; None: nothing does."""
+    return None if config is None else NgramDrafter(config.max_match, config.min_match)

@@ -1,0 +1,59 @@
+"""What a sequence does in a step, from the scheduler's choice to the record in the plan."""
+
+from strandline.cache import Lease, StepGrant
+from strandline.engine.request import Request
+from strandline.ids import PendingToken
+from strandline.records.plan import SequencePlan
+
+Span = tuple[Request, Lease, int, int, tuple[int, ...]]
+"""A request, its lease, the tokens ``[start, end)`` that it computes in the step, and the drafts at their end."""
+
+NO_DRAFTS: tuple[int, ...] = ()
+
+Reservation = tuple[bool, StepGrant]
+"""Whether the prefill kernels compute the sequence even if it is a single token, and what the cache granted."""
+
+
+def _tokens_between(request: Request, start: int, end: int) -> tuple[int, ...]:
+    num_prompt = request.num_prompt_tokens
+    if end <= num_prompt:
+        return request.prompt_ids[start:end]
+    return (*request.prompt_ids[start:num_prompt], *request.output_ids[max(start - num_prompt, 0) : end - num_prompt])
+
+
+def sequence_plan(span: Span, reservation: Reservation) -> SequencePlan:
+    """Describe a sequence's part of the step. Nothing may be reserved for the step afterwards: blocks could move."""
+    request, lease, start, end, drafts = span
+    is_prefill, (src, dst, cuts, log, num_logged, num_folded) = reservation
+    pending = PendingToken.NONE
+    if drafts:
+        token_ids: tuple[int, ...] = (request.output_ids[-1], *drafts)
+    elif end - start == 1 and start >= request.num_prompt_tokens:
+        index = start - request.num_prompt_tokens
+        output_ids = request.output_ids
+        if index < len(output_ids):
+            token_ids = (output_ids[index],)
+        else:
+            token_ids = (0,)
+            pending = PendingToken.MAY_STOP if index >= request.params.min_tokens else PendingToken.GOES_ON
+    else:
+        token_ids = _tokens_between(request, start, end)
+    # By position: keywords cost another 0.7 us per sequence and step.
+    return SequencePlan(
+        request.request_id,
+        start,
+        end,
+        token_ids,
+        lease.table.tobytes(),
+        lease.kv_start,
+        src,
+        dst,
+        cuts,
+        end - len(drafts) == request.num_tokens,
+        pending,
+        is_prefill,
+        log,
+        num_logged,
+        num_folded,
+        len(drafts),
+    )

@@ -1,0 +1,32 @@
+"""Logged tokens are computed again, before the step's own, by the same kernels: how drafts cost no slot (contract 4).
+
+A sequence that speculates has a committed state, and a log of the drafts accepted since: of each token and layer the
+*inputs* that the states are computed from. A step runs the prefill kernels from the committed state over the logged
+tokens and then over its own. The state behind the last token that is certain goes to the sequence's slot in passing, as
+a cut; what comes behind drafts is written nowhere. The inputs of the step's drafts replace the log.
+
+So rejected drafts leave no trace: the log ends before them, and the next step overwrites them.
+
+Shape suffixes: T rows of the step's prefills, R the same and those replayed, J places of all logs; X stands for the
+further dimensions of any tensor.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from strandline.kernels.batch import RecurrentBatch, ReplayBatch
+
+Replay = Callable[[RecurrentBatch], None]
+"""Advances a layer's states over logged tokens alone; the batch has no rows of its own."""
+
+
+def with_logged(replay: ReplayBatch, inputs_TX: Tensor, log_JX: Tensor) -> Tensor:
+    """Return the logged inputs and the step's own, ``inputs_RX``; then log those of the step's drafts."""
+    inputs_RX = inputs_TX.new_empty(replay.num_rows, *inputs_TX.shape[1:])
+    inputs_RX.index_copy_(0, replay.step_rows_T, inputs_TX)
+    if len(replay.logged_rows_Q):
+        inputs_RX.index_copy_(0, replay.logged_rows_Q, log_JX.index_select(0, replay.logged_places_Q))
+    if len(replay.draft_rows_K):
+        log_JX.index_copy_(0, replay.draft_places_K, inputs_TX.index_select(0, replay.draft_rows_K))
+    return inputs_RX

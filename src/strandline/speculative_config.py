@@ -1,0 +1,82 @@
+"""The configuration of speculative decoding: names and meanings are vLLM's where it has them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from strandline.errors import ConfigError
+
+METHODS: Final = ("ngram",)
+MAX_DRAFT_TOKENS: Final = 16
+DEFAULT_MATCH: Final = 5
+
+FLAG: Final = "--speculative-config"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are made.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    method: str
+    """``ngram``: drafts continue the last tokens as they were continued before, in the prompt or the output."""
+    num_speculative_tokens: int
+    """Most drafts of a request in a step."""
+    prompt_lookup_max: int | None = None
+    """The longest run of last tokens that ``ngram`` searches for; None: ``prompt_lookup_min``, or 5."""
+    prompt_lookup_min: int | None = None
+    """The shortest; None: ``prompt_lookup_max``, or 5."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"{FLAG}: method must be one of {', '.join(METHODS)}; got {self.method!r}")
+        _require_count("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFT_TOKENS)
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name), None)
+        if self.min_match > self.max_match:
+            raise ConfigError(f"{FLAG}: prompt_lookup_min {self.min_match} is above prompt_lookup_max {self.max_match}")
+
+    @property
+    def max_match(self) -> int:
+        return self.prompt_lookup_max or self.prompt_lookup_min or DEFAULT_MATCH
+
+    @property
+    def min_match(self) -> int:
+        return self.prompt_lookup_min or self.prompt_lookup_max or DEFAULT_MATCH
+
+
+def read_speculative_config(value: str | Mapping[str, Any]) -> SpeculativeConfig:
+    """Read the configuration from a mapping, or from JSON.
+
+    Raises:
+        ConfigError: it is no such mapping, a field is unknown or missing, or a value is out of range.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{FLAG} must be JSON: {error}; got {value!r}") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{FLAG} must be a mapping such as {EXAMPLE}, got {value!r}")
+    known = [field.name for field in fields(SpeculativeConfig)]
+    for name in value:
+        if name not in known:
+            raise ConfigError(f"{FLAG}: unknown field {name!r}; known are {', '.join(known)}")
+    for name in ("method", "num_speculative_tokens"):
+        if name not in value:
+            raise ConfigError(f"{FLAG}: {name} is missing, as in {EXAMPLE}")
+    return SpeculativeConfig(**value)
+
+
+EXAMPLE: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
+
+
+def _require_count(name: str, value: object, at_most: int | None) -> None:
+    if type(value) is not int or value < 1 or (at_most is not None and value > at_most):
+        limit = "" if at_most is None else f" and at most {at_most}"
+        raise ConfigError(f"{FLAG}: {name} must be a whole number of at least 1{limit}, got {value!r}")

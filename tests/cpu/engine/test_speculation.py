@@ -1,0 +1,268 @@
+"""Speculative decoding never changes a token, a hit or a state (contracts 4 and 6)."""
+
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strandline import LLM, SamplingParams
+from strandline.engine.request import Request
+from strandline.env import NUMBA
+from strandline.errors import ConfigError
+from strandline.records.outputs import RequestOutput
+from tests.cpu.engine.conftest import MakeLLM, llm_maker
+from tests.cpu.engine.test_exactness import answers, tokens
+from tests.cpu.engine.test_state_oracle import check_published_slots, live_through_much
+
+DRAFT_TOKENS = 3
+SPECULATION = {"method": "ngram", "num_speculative_tokens": DRAFT_TOKENS}
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+PATTERNS = [[0], [1], [2], [3], [0, 3], [3, 1, 2, 0], [1, 0, 0, 2]]
+
+Answers = dict[tuple[tuple[int, ...], int], list[int]]
+"""What requests generate, by prompt and seed."""
+
+
+def key(request: Request) -> tuple[tuple[int, ...], int]:
+    return request.prompt_ids, 0 if request.params.is_greedy else request.new.seed
+
+
+class ForcedDrafter:
+    """Drafts known answers; of each request's drafts, in turn, as many are right as the pattern says."""
+
+    def __init__(self, known: Answers, pattern: list[int]) -> None:
+        self.known = known
+        self.pattern = pattern
+        self.turns: dict[str, Any] = {}
+
+    def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
+        turn = self.turns.setdefault(request.request_id, cycle(self.pattern))
+        answer = self.known[key(request)][len(request.output_ids) :][:max_tokens]
+        num_right = next(turn)
+        return tuple(token if place < num_right else (token + 1) % 32 for place, token in enumerate(answer))
+
+
+class Recorder:
+    """Drafts nothing, and learns what requests generate."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
+        del max_tokens
+        self.requests.append(request)
+        return ()
+
+    @property
+    def known(self) -> Answers:
+        return {key(request): request.output_ids for request in self.requests}
+
+
+def record(llm: LLM) -> Recorder:
+    recorder = llm.engine.scheduler._drafter = Recorder()
+    return recorder
+
+
+def force(llm: LLM, known: Answers, pattern: list[int]) -> LLM:
+    llm.engine.scheduler._drafter = ForcedDrafter(known, pattern)
+    return llm
+
+
+def run(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def parts(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.num_cached_tokens, [x.token_ids for x in output.outputs]) for output in outputs]
+
+
+@pytest.fixture
+def make(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
+    return llm_maker(model_dir, monkeypatch, device="cpu", memory="64MiB")
+
+
+@pytest.fixture
+def make_speculating(make: MakeLLM) -> MakeLLM:
+    def speculating(**options: Any) -> LLM:
+        return make(speculative_config=SPECULATION, **options)
+
+    return speculating
+
+
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["numba", "torch"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_any_pattern_of_acceptance_gives_the_tokens_of_plain_decoding(
+    make: MakeLLM,
+    make_speculating: MakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    pattern: list[int],
+    is_compiled: bool,
+) -> None:
+    monkeypatch.setenv(NUMBA, str(int(is_compiled)))
+    prompts = [tokens(count, seed=count) for count in (1, 2, 40, 62, 63, 64, 65, 100)]
+    expected = answers(make(), prompts, GREEDY)
+    recording = make_speculating()
+    recorder = record(recording)
+    assert answers(recording, prompts, GREEDY) == expected
+    llm = force(make_speculating(), recorder.known, pattern)
+    assert answers(llm, prompts, GREEDY) == expected
+    counts = llm.engine.core.stats().speculation
+    accepted = [any(num_right > place for num_right in pattern) for place in range(DRAFT_TOKENS)]
+    assert [count > 0 for count in counts.num_accepted_by_place] == accepted
+    # All tokens but the first of each request came from steps with drafts or, at the end, without.
+    assert counts.num_drafts < counts.num_draft_tokens
+
+
+SAMPLERS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}, "min_tokens": 10},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 1.0, "n": 3, "logprobs": 0},
+]
+
+
+@pytest.mark.parametrize("options", SAMPLERS, ids=str)
+def test_sampled_tokens_are_those_of_plain_decoding(
+    make: MakeLLM, make_speculating: MakeLLM, options: dict[str, Any]
+) -> None:
+    prompts = [tokens(count, seed=count) for count in (1, 40, 63, 100)]
+    params = SamplingParams(seed=7, max_tokens=40, **options)
+    expected = run(make(), prompts, params)
+    recording = make_speculating()
+    recorder = record(recording)
+    run(recording, prompts, params)
+    found = run(force(make_speculating(), recorder.known, [3, 1, 2, 0]), prompts, params)
+    assert parts(found) == parts(expected)
+    for with_drafts, plain in zip(found, expected, strict=True):
+        for left, right in zip(with_drafts.outputs, plain.outputs, strict=True):
+            if options.get("logprobs") is not None:
+                assert left.logprobs is not None
+                assert right.logprobs is not None
+                pairs = zip(left.logprobs, right.logprobs, strict=True)
+                assert all(x.keys() == y.keys() for x, y in pairs)
+                assert left.cumulative_logprob == pytest.approx(right.cumulative_logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_turns_of_a_chat_hit_as_many_tokens(make: MakeLLM, make_speculating: MakeLLM, pattern: list[int]) -> None:
+    def chat(llm: LLM) -> list[Any]:
+        history, found = tokens(50), []
+        for turn in range(6):
+            params = SamplingParams(temperature=0, max_tokens=21 + turn)
+            [output] = run(llm, [history], params)
+            found.append((output.num_cached_tokens, output.outputs[0].token_ids))
+            history = history + output.outputs[0].token_ids + tokens(9, seed=turn)
+        return found
+
+    recording = make_speculating()
+    recorder = record(recording)
+    expected = chat(make())
+    assert chat(recording) == expected
+    assert chat(force(make_speculating(), recorder.known, pattern)) == expected
+    assert all(hit > 0 for hit, _ in expected[1:])
+
+
+def test_a_stop_token_among_drafts_ends_the_request_there(make: MakeLLM, make_speculating: MakeLLM) -> None:
+    prompt = tokens(60)
+    recording = make_speculating()
+    recorder = record(recording)
+    [expected] = answers(recording, [prompt], GREEDY)
+    for place, stop in enumerate(expected):
+        if stop in expected[:place]:
+            continue
+        params = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[stop])
+        longer = prompt + expected[: place + 1] + tokens(5, seed=1)
+        plain, llm = make(), force(make_speculating(), recorder.known, [3])
+        [ended] = run(llm, [prompt], params)
+        assert parts([ended]) == parts(run(plain, [prompt], params))
+        assert (ended.outputs[0].finish_reason, ended.outputs[0].stop_reason) == ("stop", stop)
+        assert ended.outputs[0].token_ids == expected[: place + 1]
+        record(llm)
+        assert parts(run(llm, [longer], GREEDY)) == parts(run(plain, [longer], GREEDY))
+
+
+def test_preempted_within_a_log_gives_the_same_tokens(make: MakeLLM, make_speculating: MakeLLM) -> None:
+    prompts = [tokens(60, seed=seed) for seed in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=150)
+    expected = answers(make(enable_prefix_caching=False), prompts, params)
+    recording = make_speculating()
+    recorder = record(recording)
+    answers(recording, prompts, params)
+    slab = recording.engine.core.spec.slab_bytes
+    llm = force(make_speculating(memory=16 * slab, max_model_len=256), recorder.known, [3, 1, 2, 0])
+    assert answers(llm, prompts, params) == expected
+    assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_resuming_at_every_position_gives_the_same_tokens(make: MakeLLM, make_speculating: MakeLLM) -> None:
+    prompt = tokens(70)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    recording = make_speculating(enable_prefix_caching=False)
+    recorder = record(recording)
+    [expected] = answers(recording, [prompt], params)
+    llm = make_speculating()
+    for position in range(1, len(prompt)):
+        salt = {"cache_salt": str(position)}
+        record(llm)
+        llm.generate({"prompt_token_ids": prompt[:position], **salt}, SamplingParams(max_tokens=1), use_tqdm=False)
+        force(llm, recorder.known, [position % 4, 3])
+        [output] = llm.generate({"prompt_token_ids": prompt, **salt}, params, use_tqdm=False)
+        assert (output.num_cached_tokens, output.outputs[0].token_ids) == (position, expected)
+
+
+@pytest.mark.parametrize("pattern", [[3], [3, 1, 2, 0]])
+def test_a_published_slot_holds_the_state_of_its_tokens(make_speculating: MakeLLM, pattern: list[int]) -> None:
+    recording = make_speculating(max_model_len=512)
+    recorder = record(recording)
+    live_through_much(recording, seed=1)
+    slab = recording.engine.core.spec.slab_bytes
+    llm = make_speculating(memory=18 * slab, max_model_len=512, max_num_batched_tokens=100)
+    force(llm, recorder.known, pattern)
+    live_through_much(llm, seed=1)
+    assert llm.engine.scheduler.num_preemptions > 0
+    record(cold := make_speculating())
+    check_published_slots(llm, cold)
+
+
+def test_rejected_drafts_are_never_read(make_speculating: MakeLLM) -> None:
+    prompts = [tokens(count, seed=count) for count in (1, 63, 100)]
+    recording = make_speculating()
+    recorder = record(recording)
+    expected = answers(recording, prompts, GREEDY)
+    llm = force(make_speculating(), recorder.known, [1, 2, 0, 3])
+    for index, prompt in enumerate(prompts):
+        llm.engine.add_request(str(index), prompt, GREEDY)
+    found: dict[str, list[int]] = {}
+    arena = llm.engine.core.executor.runner.arena
+    while llm.engine.has_unfinished:
+        found.update({x.request_id: x.outputs[0].token_ids for x in llm.engine.step() if x.finished})
+        for memory in arena.layers:
+            for log in (memory.replay or {}).values():
+                kept = log.clone()
+                log.fill_(float("nan"))
+                for request in llm.engine.scheduler.running:
+                    if request.lease is not None:
+                        first = request.lease.log * DRAFT_TOKENS
+                        rows = slice(first, first + request.lease.num_logged)
+                        log[rows] = kept[rows]
+    assert [found[str(index)] for index in range(len(prompts))] == expected
+
+
+def test_a_log_is_all_that_drafts_take(make: MakeLLM, make_speculating: MakeLLM) -> None:
+    plain, llm = make(), make_speculating()
+    spec = llm.engine.core.spec
+    assert plain.engine.core.spec == spec
+    arena = llm.engine.core.executor.runner.arena
+    logs = [log for memory in arena.layers for log in (memory.replay or {}).values()]
+    per_request = sum(log.numel() * log.element_size() for log in logs) // (1 + 256)
+    assert per_request == DRAFT_TOKENS * spec.replay_bytes
+    assert all(memory.log is None for memory in arena.layers)
+    assert spec.replay_bytes < spec.raw_slot_bytes / 2
+
+
+def test_deterministic_engines_refuse_drafts(make_speculating: MakeLLM) -> None:
+    with pytest.raises(ConfigError, match="--deterministic does not go with --speculative-config"):
+        make_speculating(deterministic=True)
