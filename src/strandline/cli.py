@@ -1,4 +1,4 @@
-"""The command line: ``strandline serve | generate | chat | demo | eval | bench | explain``.
+"""The command line: ``strandline serve | generate | chat | demo | eval | bench | explain | quantize``.
 
 Flags are checked before torch is imported, which takes seconds.
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from strandline import __version__
@@ -94,6 +95,7 @@ def build_parser() -> Parser:
     _add_eval(commands)
     _add_bench(commands)
     _add_explain(commands)
+    _add_quantize(commands)
     return parser
 
 
@@ -225,6 +227,14 @@ def _add_explain(commands: Any) -> None:
     replay.add_argument("--max-sessions", type=int, metavar="N", help="replay only the first N sessions")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run_explain, parser=parser)
+
+
+def _add_quantize(commands: Any) -> None:
+    text = "Write a model with its projections in FP8, one scale per block of 128 × 128, in the published layout."
+    parser = commands.add_parser("quantize", help="write a model in FP8", description=text)
+    parser.add_argument("model", metavar="MODEL", help="a directory, a hub name, or 'demo'")
+    parser.add_argument("output", metavar="OUT", help="a new directory")
+    parser.set_defaults(run=_run_quantize, parser=parser)
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -437,6 +447,16 @@ def _run_eval(options: argparse.Namespace) -> int:
     from strandline.bench.exam import run_evaluation
 
     return run_evaluation(engine_options, per_kind=options.per_kind, seed=options.task_seed)
+
+
+def _run_quantize(options: argparse.Namespace) -> int:
+    from strandline.text.model_files import find_model
+
+    source, output = find_model(options.model), Path(options.output)
+    from strandline.models.fp8_conversion import convert_to_fp8  # imports torch: there is a model
+
+    print(convert_to_fp8(source, output, progress=True))
+    return 0
 
 
 if __name__ == "__main__":
