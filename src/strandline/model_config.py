@@ -23,6 +23,7 @@ ARCHITECTURES: Final = (
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "LlamaForCausalLM",
+    "NemotronHForCausalLM",
     "OlmoHybridForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",

@@ -1,4 +1,4 @@
-"""Gates: of feed-forward layers, and of attention's output.
+"""Gates, of feed-forward layers and of attention's output, and what stands in place of a gate.
 
 Shape suffixes: T tokens, F intermediate size, O features; the dimensions before F and O are free.
 """
@@ -20,3 +20,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
     """Return ``x * sigmoid(gate)``, the sigmoid rounded to its input's dtype; ``x_TO`` is overwritten."""
     return x_TO.mul_(gate_TO.sigmoid())
+
+
+@operation()
+def relu_squared(x: Tensor) -> Tensor:
+    """Return ``relu(x) ** 2``; ``x`` is overwritten."""
+    return F.relu_(x).square_()

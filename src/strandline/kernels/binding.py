@@ -26,9 +26,9 @@ PROGRESS_DELAY_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """An operation that runs its reference implementation on a kind of device that has backends.
+    """An operation that runs its reference implementation, though the device's backend could run it faster.
 
-    On CPUs, where most operations are left to torch, one without a Numba version is not counted.
+    One that is left to torch on purpose is not counted.
     """
 
     operation: str
@@ -83,7 +83,7 @@ def bind_kernels(operations: Iterable[Operation[..., Any]], workload: Workload, 
                 functions[operation] = _load(operation, backend, workload)
             else:
                 fallbacks.append(Fallback(operation.name, backend.name, reason))
-        if device_type == "cuda" and not any(backend.name == wanted for backend in operation.backends):
+        if device_type == "cuda" and operation.reads_device:
             fallbacks.append(Fallback(operation.name, wanted, "there is none yet"))
     return Kernels(workload, functions, tuple(fallbacks))
 

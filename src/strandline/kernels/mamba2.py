@@ -24,7 +24,7 @@ from strandline.kernels.chunkwise import MIN_LOG_DECAY, advance_chunks, advance_
 from strandline.kernels.operation import operation
 
 
-@operation()
+@operation(reads_device=True)
 def mamba2_prefill(
     x_THV: Tensor,
     B_TGK: Tensor,
@@ -61,7 +61,7 @@ def mamba2_prefill(
     return advance_chunks(advance, torch.empty_like(x_THV), state_SHKV, src_N, dst_N, chunks)
 
 
-@operation()
+@operation(reads_device=True)
 def mamba2_decode(
     x_NHV: Tensor,
     B_NGK: Tensor,

@@ -1,4 +1,4 @@
-"""Mixture of experts: a softmax router and experts with gated linear units, in plain torch.
+"""Mixture of experts: a softmax router, and experts with gated linear units or without, in plain torch.
 
 The reference implementation, which also runs on CPUs. Experts that no token chose cost nothing.
 
@@ -7,11 +7,13 @@ intermediate size of the shared expert, A = T K assignments of a token to an exp
 sorted by expert.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.activation import swiglu
+from strandline.kernels.activation import relu_squared, swiglu
 from strandline.kernels.linear import linear, linear_of
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.weights import Weight
@@ -74,21 +76,43 @@ def experts_glu(
         gate_up_EFD: ``[E, 2 F, D]``, the gate's rows before the up projection's.
         shared_TD: what the shared expert made of each token; added after multiplying by ``sigmoid(shared_gate_T1)``.
     """
+
+    def hidden(expert: int, x_AD: Tensor) -> Tensor:
+        return swiglu.reference(F.linear(x_AD, gate_up_EFD[expert]))
+
+    out_TD = _sum_of_experts(hidden, down_EDF, x_TD, weights_TK, experts_TK)
+    return out_TD.addcmul_(shared_TD, shared_gate_T1.sigmoid())
+
+
+@operation(reads_device=True)
+def experts_relu_squared(
+    x_TD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_TK: Tensor, experts_TK: Tensor
+) -> Tensor:
+    """Return the weighted sum of each token's experts, ``down(relu(up x) ** 2)``, in x's dtype."""
+
+    def hidden(expert: int, x_AD: Tensor) -> Tensor:
+        return relu_squared.reference(F.linear(x_AD, up_EFD[expert]))
+
+    return _sum_of_experts(hidden, down_EDF, x_TD, weights_TK, experts_TK)
+
+
+def _sum_of_experts(
+    hidden: Callable[[int, Tensor], Tensor], down_EDF: Tensor, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor
+) -> Tensor:
+    """Return the weighted sum of each token's experts, in x's dtype, given what an expert makes of some rows of x."""
     num_tokens, top_k = experts_TK.shape
     expert_A, order_A = experts_TK.flatten().sort(stable=True)
-    counts_E = torch.bincount(expert_A, minlength=len(gate_up_EFD))
+    counts_E = torch.bincount(expert_A, minlength=len(down_EDF))
     x_AD = x_TD[order_A.div(top_k, rounding_mode="floor")]
     out_AD = torch.empty_like(x_AD)
     start = 0
     for expert, count in enumerate(counts_E.tolist()):
         if count:
             rows = slice(start, start + count)
-            hidden = swiglu.reference(F.linear(x_AD[rows], gate_up_EFD[expert]))
-            torch.mm(hidden, down_EDF[expert].t(), out=out_AD[rows])
+            torch.mm(hidden(expert, x_AD[rows]), down_EDF[expert].t(), out=out_AD[rows])
             start += count
     # Back into the order of the tokens: the sum over a token's experts does not depend on its neighbours.
     weighted_AD = torch.empty(out_AD.shape, dtype=torch.float32, device=out_AD.device)
     weighted_AD[order_A] = out_AD.float()
     weighted_TKD = weighted_AD.view(num_tokens, top_k, -1)
-    out_TD = torch.matmul(weights_TK.unsqueeze(1), weighted_TKD).squeeze(1).to(x_TD.dtype)
-    return out_TD.addcmul_(shared_TD, shared_gate_T1.sigmoid())
+    return torch.matmul(weights_TK.unsqueeze(1), weighted_TKD).squeeze(1).to(x_TD.dtype)

@@ -11,6 +11,7 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.granite_hybrid import build_granite_hybrid
 from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
 from strandline.models.llama import build_llama
+from strandline.models.nemotron_h import build_nemotron_h
 from strandline.models.olmo_hybrid import build_olmo_hybrid
 from strandline.models.qwen3 import build_qwen3, build_qwen3_moe
 from strandline.models.qwen3_5 import build_qwen3_5
@@ -24,6 +25,7 @@ ARCHITECTURES: dict[str, Builder] = {
     "Lfm2ForCausalLM": build_lfm2,
     "Lfm2MoeForCausalLM": build_lfm2_moe,
     "LlamaForCausalLM": build_llama,
+    "NemotronHForCausalLM": build_nemotron_h,
     "OlmoHybridForCausalLM": build_olmo_hybrid,
     "Qwen3ForCausalLM": build_qwen3,
     "Qwen3MoeForCausalLM": build_qwen3_moe,

@@ -16,7 +16,7 @@ from tests.cpu.engine.test_state_oracle import check_published_slots, live_throu
 from tests.cpu.engine.tiny import greedy_tokens
 from tests.cpu.models import families
 
-FAMILIES = ["bamba", "granite_hybrid", "lfm2", "lfm2_moe", "llama", "olmo_hybrid", "qwen3", "qwen3_moe"]
+FAMILIES = ["bamba", "granite_hybrid", "lfm2", "lfm2_moe", "llama", "nemotron_h", "olmo_hybrid", "qwen3", "qwen3_moe"]
 """Names of ``tests.cpu.models.families``."""
 
 

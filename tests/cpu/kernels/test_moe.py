@@ -9,6 +9,7 @@ from strandline.kernels import moe
 from tests.bound import bound
 
 experts_glu = bound(moe.experts_glu)
+experts_relu_squared = bound(moe.experts_relu_squared)
 route_top_k = bound(moe.route_top_k)
 
 
@@ -42,6 +43,17 @@ def test_the_shared_expert_is_added_behind_its_gate() -> None:
     weights, experts = route_top_k(torch.randn(5, 4), 2, is_normalised=True)
     out_TD = experts_glu(x_TD, gate_up, down, weights, experts, shared_TD, gate_T1)
     expected = oracle(x_TD, gate_up, down, weights, experts) + shared_TD * gate_T1.sigmoid()
+    torch.testing.assert_close(out_TD, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_experts_without_a_gate_equal_a_loop_over_tokens() -> None:
+    x_TD, up, down = torch.randn(9, 12), torch.randn(5, 7, 12), torch.randn(5, 12, 7)
+    weights, experts = route_top_k(torch.randn(9, 5), 3, is_normalised=True)
+    expected = torch.zeros(9, 12)
+    for row, (x, weights_K, experts_K) in enumerate(zip(x_TD, weights, experts.tolist(), strict=True)):
+        for weight, expert in zip(weights_K, experts_K, strict=True):
+            expected[row] += weight * (down[expert] @ F.relu(up[expert] @ x) ** 2)
+    out_TD = experts_relu_squared(x_TD, up, down, weights, experts)
     torch.testing.assert_close(out_TD, expected, rtol=1e-5, atol=1e-4)
 
 

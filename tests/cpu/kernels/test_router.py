@@ -28,3 +28,15 @@ def test_router_computes_in_float32() -> None:
     )
     assert (weights_TK.dtype, experts_TK.dtype) == (torch.float32, torch.int64)
     torch.testing.assert_close(weights_TK.sum(-1), torch.ones(4))
+
+
+def test_router_takes_experts_of_the_best_groups_alone() -> None:
+    logits_TE, bias_E = torch.randn(50, 12), torch.randn(12) * 0.3
+    groups = {"num_groups": 4, "top_groups": 2}
+    weights_TK, experts_TK = route_by_sigmoid.reference(logits_TE, bias_E, 5, 0.0, 1.0, is_normalised=False, **groups)
+    for logits_E, weights_K, experts_K in zip(logits_TE, weights_TK, experts_TK, strict=True):
+        ranks = (logits_E.sigmoid() + bias_E).tolist()
+        best = sorted(range(4), key=lambda group: -sum(sorted(ranks[3 * group : 3 * group + 3])[1:]))[:2]
+        allowed = [expert for expert in range(12) if expert // 3 in best]
+        assert experts_K.tolist() == sorted(allowed, key=lambda expert: -ranks[expert])[:5]
+        torch.testing.assert_close(weights_K, logits_E.sigmoid()[experts_K])

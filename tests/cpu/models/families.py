@@ -14,6 +14,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    NemotronHConfig,
     OlmoHybridConfig,
     PretrainedConfig,
     Qwen3_5Config,
@@ -152,6 +153,25 @@ GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.2,
 }
 
+NEMOTRON: dict[str, Any] = {
+    **{name: value for name, value in ATTENTION_ONLY.items() if name not in ("num_hidden_layers", "rope_parameters")},
+    "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "time_step_min": 1e-30,
+    "time_step_max": 2.0,
+    "time_step_floor": 0.3,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+    "routed_scaling_factor": 1.5,
+    "pad_token_id": None,
+    "eos_token_id": None,
+}
+
 MROPE = rope(0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
 CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
@@ -263,6 +283,31 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "nemotron_h": ("NemotronHForCausalLM", NemotronHConfig, NEMOTRON),
+    "nemotron_h-odd": (
+        "NemotronHForCausalLM",
+        NemotronHConfig,
+        {
+            **NEMOTRON,
+            "layers_block_type": ["moe", "attention", "mamba", "mamba", "moe"],
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 12,
+            "n_groups": 3,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+            "time_step_min": 0.3,
+            "time_step_limit": (0.6, 1.2),
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "moe_latent_size": 24,
+        },
+    ),
     "llama": (
         "LlamaForCausalLM",
         LlamaConfig,
@@ -308,15 +353,15 @@ def oracle(name: str) -> Any:
         if parameter.dim() > 1:
             scale = 1 if "embed" in parameter_name else 0.8 * parameter.shape[-1] ** -0.5
             parameter.normal_(0, scale)
-        elif parameter_name.endswith(("norm.weight", "bias", ".D")):
+        elif parameter_name.endswith(("norm.weight", "norm_f.weight", "bias", ".D")):
             parameter.add_(torch.randn_like(parameter) * 0.2)
     for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("expert_bias"):
+        if buffer_name.endswith(("expert_bias", "correction_bias")):
             buffer.normal_(0, 0.2)
     if config.tie_word_embeddings:
         # The embedding is as large as the residual stream has to be; the logits of it need not be.
         _final_norm(model).weight.sub_(0.9)
-    _normalise_by_group(model, config)
+    _as_published(model, config)
     return model
 
 
@@ -325,9 +370,16 @@ def _final_norm(model: Any) -> Any:
     return next(norm for name in ("norm", "embedding_norm") if (norm := getattr(decoder, name, None)))
 
 
-def _normalise_by_group(model: Any, config: Any) -> None:
-    """Give Mamba-2 layers the gated norm of ``mamba_ssm``: in some families transformers' own ignores the groups."""
+def _as_published(model: Any, config: Any) -> None:
+    """Give Mamba-2 layers what they were published with.
+
+    The gated norm is that of ``mamba_ssm``: in some families transformers' own ignores the groups. In others
+    transformers limits time steps by another field.
+    """
     num_groups = getattr(config, "mamba_n_groups", 1)
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = tuple(config.time_step_limit)
     for name, module in model.named_modules():
         if name.endswith("mamba.norm") and num_groups > 1:
             norm = Zamba2RMSNormGated(len(module.weight), len(module.weight) // num_groups, module.variance_epsilon)

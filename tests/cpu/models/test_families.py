@@ -118,7 +118,7 @@ def test_one_token_prompts_with_a_cut_run_as_prefills(load: Loader) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bamba", "granite_hybrid", "lfm2_moe", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
+    "name", ["bamba", "granite_hybrid", "lfm2_moe", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
 )
 def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
     tokens = prompt(100)
@@ -136,6 +136,7 @@ def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
         "granite_hybrid",
         "lfm2-odd",
         "lfm2_moe",
+        "nemotron_h-odd",
         "olmo_hybrid",
         "qwen3_5-odd-tied",
         "qwen3_5_moe",

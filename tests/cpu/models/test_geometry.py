@@ -1,5 +1,6 @@
 """Sizes that are read from a configuration, against the model that transformers makes of it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tests.cpu.models.families import config_of, oracle
 NUM_EXPERTS, NUM_CHOSEN = 5, 2
 
 
-@pytest.mark.parametrize("name", ["granite_hybrid", "lfm2_moe", "qwen3_5_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["granite_hybrid", "lfm2_moe", "nemotron_h", "qwen3_5_moe", "qwen3_moe"])
 def test_active_weights_are_those_that_one_token_uses(name: str, tmp_path: Path) -> None:
     config_of(name).save_pretrained(tmp_path)
     active = 0.0
@@ -19,6 +20,18 @@ def test_active_weights_are_those_that_one_token_uses(name: str, tmp_path: Path)
         active += 0 if "embed" in parameter_name else parameter.numel() * (NUM_CHOSEN / NUM_EXPERTS if is_expert else 1)
     # Ours are at most 8 % more: an expert of zeros stands where none is shared, and rows are padded.
     assert active <= read_model_size(tmp_path).num_active_weights <= 1.08 * active
+
+
+def test_layers_are_read_from_a_published_pattern(tmp_path: Path) -> None:
+    config_of("nemotron_h").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["layers_block_type"]
+    values |= {"hybrid_override_pattern": "ME*-M", "num_hidden_layers": 5}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    layers = read_model_size(tmp_path).spec.layers
+    assert [(bool(layer.states), bool(layer.streams)) for layer in layers] == [
+        (letter == "M", letter == "*") for letter in "ME*-M"
+    ]
 
 
 def test_a_window_alone_makes_a_small_snapshot(tmp_path: Path) -> None:

@@ -176,13 +176,11 @@ class Mamba2Layer(nn.Module):
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors; the published input projection has the output gate's rows first."""
-        in_proj, out_proj = self.in_proj, self.out_proj
-        pairs = [("weight", in_proj.weight_OI, out_proj.weight_OI), ("bias", in_proj.bias_O, out_proj.bias_O)]
-        for kind, fused, out in pairs:
-            if fused is not None and out is not None:
+        for kind, fused in {"weight": self.in_proj.weight_OI, "bias": self.in_proj.bias_O}.items():
+            if fused is not None:
                 xBC, z, dt = fused.split(self.sizes)
                 yield f"{prefix}in_proj.{kind}", split(z, xBC, dt)
-                yield f"{prefix}out_proj.{kind}", whole(out)
+        yield from self.out_proj.targets(f"{prefix}out_proj.")
         yield from self.conv.targets(f"{prefix}conv1d.")
         for name, values in {"A_log": self.A_log_H, "D": self.D_H, "dt_bias": self.dt_bias_H}.items():
             yield f"{prefix}{name}", whole(values)

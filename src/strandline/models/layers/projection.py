@@ -10,6 +10,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.linear import LINEAR_OPERATIONS, Linear, bind_gated_linear, bind_linear
 from strandline.kernels.weights import DenseWeight, Layout, Weight
 from strandline.models.layers.parameters import parameter
+from strandline.models.targets import NamedTargets, whole
 
 
 class Projection(nn.Module):
@@ -34,6 +35,12 @@ class Projection(nn.Module):
         self.weight_OI: Tensor = parameter(num_outputs, num_inputs, dtype=dtype, device=device)
         self.bias_O = parameter(num_outputs, dtype=dtype, device=device) if has_bias else None
         self.weight: Weight = DenseWeight(self.weight_OI)
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors, where all rows are published as one matrix."""
+        yield f"{prefix}weight", whole(self.weight_OI)
+        if self.bias_O is not None:
+            yield f"{prefix}bias", whole(self.bias_O)
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the form of the loaded weight; the parameter is freed."""

@@ -19,7 +19,7 @@ from strandline.model_config import Fields
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.targets import NamedTargets
 from strandline.specs import LayerSpec
 
 
@@ -73,8 +73,6 @@ class ShortConv(nn.Module):
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
-        for name, projection in {"in_proj": self.in_proj, "out_proj": self.out_proj}.items():
-            yield f"{prefix}{name}.weight", whole(projection.weight_OI)
-            if projection.bias_O is not None:
-                yield f"{prefix}{name}.bias", whole(projection.bias_O)
+        yield from self.in_proj.targets(f"{prefix}in_proj.")
+        yield from self.out_proj.targets(f"{prefix}out_proj.")
         yield from self.conv.targets(f"{prefix}conv.")

@@ -1,0 +1,130 @@
+"""Feed-forward layers without a gate, whose activation is a squared ReLU: dense, and a mixture of experts.
+
+Source: ``transformers`` (``nemotron_h``); NVIDIA, "Nemotron 3 Nano" (the router is that of DeepSeek-V3).
+
+Shape suffixes: T tokens of the step, E hidden size, L latent size, F intermediate size, X experts;
+of a token K are its experts.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.activation import relu_squared
+from strandline.kernels.binding import Kernels
+from strandline.kernels.moe import experts_relu_squared
+from strandline.kernels.router import route_by_sigmoid
+from strandline.models.layers.parameters import parameter
+from strandline.models.layers.projection import Projection
+from strandline.models.targets import NamedTargets, whole
+
+ROUTER_EPS: Final = 1e-20
+
+
+class ReluSquaredMlp(nn.Module):
+    """A feed-forward layer without a gate."""
+
+    operations = (relu_squared,)
+
+    def __init__(
+        self, hidden_size: int, size: int, dtype: torch.dtype, device: torch.device | str, *, has_bias: bool
+    ) -> None:
+        super().__init__()
+        self.up = Projection(size, hidden_size, dtype, device, has_bias=has_bias)
+        self.down = Projection(hidden_size, size, dtype, device, has_bias=has_bias)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._relu_squared = kernels[relu_squared]
+
+    def forward(self, hidden_TE: Tensor) -> Tensor:
+        return self.down.multiply(self._relu_squared(self.up.multiply(hidden_TE)))
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        yield from self.up.targets(f"{prefix}up_proj.")
+        yield from self.down.targets(f"{prefix}down_proj.")
+
+
+@dataclass(frozen=True, slots=True)
+class ReluSquaredMoeConfig:
+    """Sizes of a mixture of experts, and its router."""
+
+    hidden_size: int
+    latent_size: int | None
+    """Channels that experts read and write; None: the hidden state's."""
+    size: int
+    shared_size: int
+    has_bias: bool
+    """Of all but the experts and the router."""
+    num_experts: int
+    top_k: int
+    num_groups: int
+    top_groups: int
+    scale: float
+    is_normalised: bool
+
+
+class ReluSquaredMoe(nn.Module):
+    """A mixture of experts without gates, beside one that every token takes.
+
+    The router computes in float32. Where there is a latent, the experts read a projection of the hidden state, and
+    their sum is projected back.
+    """
+
+    operations = (route_by_sigmoid, experts_relu_squared)
+
+    def __init__(self, config: ReluSquaredMoeConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.config = config
+        hidden_size, size, num_experts, has_bias = config.hidden_size, config.size, config.num_experts, config.has_bias
+        self.router = Projection(num_experts, hidden_size, torch.float32, device)
+        self.bias_X = parameter(num_experts, dtype=torch.float32, device=device)
+        latent_size = hidden_size if config.latent_size is None else config.latent_size
+        self.to_latent = self.from_latent = None
+        if config.latent_size is not None:
+            self.to_latent = Projection(latent_size, hidden_size, dtype, device, has_bias=has_bias)
+            self.from_latent = Projection(hidden_size, latent_size, dtype, device, has_bias=has_bias)
+        self.up_XFL = parameter(num_experts, size, latent_size, dtype=dtype, device=device)
+        self.down_XLF = parameter(num_experts, latent_size, size, dtype=dtype, device=device)
+        self.shared = ReluSquaredMlp(hidden_size, config.shared_size, dtype, device, has_bias=has_bias)
+
+    @property
+    def expert_share(self) -> float:
+        """Part of the experts that a token takes."""
+        return self.config.top_k / self.config.num_experts
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._route, self._experts = kernels[route_by_sigmoid], kernels[experts_relu_squared]
+
+    def forward(self, hidden_TE: Tensor) -> Tensor:
+        config = self.config
+        weights_TK, experts_TK = self._route(
+            self.router.multiply(hidden_TE.float()),
+            self.bias_X,
+            config.top_k,
+            ROUTER_EPS,
+            config.scale,
+            is_normalised=config.is_normalised,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+        )
+        latent_TL = hidden_TE if self.to_latent is None else self.to_latent.multiply(hidden_TE)
+        out_TL = self._experts(latent_TL, self.up_XFL, self.down_XLF, weights_TK, experts_TK)
+        out_TE = out_TL if self.from_latent is None else self.from_latent.multiply(out_TL)
+        return out_TE.add_(self.shared(hidden_TE))
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        yield f"{prefix}gate.weight", whole(self.router.weight_OI)
+        yield f"{prefix}gate.e_score_correction_bias", whole(self.bias_X)
+        if self.to_latent is not None and self.from_latent is not None:
+            yield from self.to_latent.targets(f"{prefix}fc1_latent_proj.")
+            yield from self.from_latent.targets(f"{prefix}fc2_latent_proj.")
+        yield from self.shared.targets(f"{prefix}shared_experts.")
+        for name, weight in {"up_proj": self.up_XFL, "down_proj": self.down_XLF}.items():
+            for expert, part in enumerate(weight):
+                yield f"{prefix}experts.{expert}.{name}.weight", whole(part)

@@ -1,0 +1,118 @@
+"""Nemotron-H and Nemotron 3: layers of one part each, a Mamba-2 layer, attention, or a feed-forward part.
+
+Feed-forward parts have no gate: dense ones, and mixtures of experts, which may work on a projection of the hidden
+state. Positions are not embedded. Draft layers (``mtp.``) are skipped.
+
+Time steps keep to ``time_step_limit``, as in the published implementation; in transformers 5.17 to another field's
+minimum, ``time_step_min``, which was meant for training's start.
+
+Source: ``transformers`` (``nemotron_h``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import (
+    DTYPES,
+    Fields,
+    read_eps,
+    read_layer_types,
+    read_max_position,
+    read_vocab_size,
+)
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
+from strandline.models.layers.moe import MAX_EXPERTS
+from strandline.models.layers.relu_squared import ReluSquaredMlp, ReluSquaredMoe, ReluSquaredMoeConfig
+from strandline.models.targets import NamedTargets, renamed, whole
+
+LAYER_TYPES: Final = ("full_attention", "linear_attention", "mlp", "moe")
+
+NAMES: Final = Mamba2Names(
+    num_heads="mamba_num_heads",
+    head_dim="mamba_head_dim",
+    state_dim="ssm_state_size",
+    num_groups="n_groups",
+    num_taps="conv_kernel",
+    has_bias="use_bias",
+    has_conv_bias="use_conv_bias",
+)
+MAX_SCALE: Final = 1e6
+
+
+def build_nemotron_h(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported, or does not go with another one.
+    """
+    fields = Fields(config)
+    fields.choice("mamba_hidden_act", ["silu"])
+    fields.choice("mlp_hidden_act", ["relu2"])
+    eps, state_dtype = read_eps(fields, "layer_norm_epsilon"), fields.choice("mamba_ssm_cache_dtype", DTYPES)
+    attention = AttentionConfig.read(fields, QueryKeyNorm.NONE, eps=eps)
+    mamba2 = replace(Mamba2Config.read(fields, NAMES, eps), state_dtype=state_dtype)
+    layer_types, shape = read_layer_types(fields, LAYER_TYPES), (read_vocab_size(fields), attention.hidden_size)
+    mlp_size, has_bias, is_tied = (
+        fields.size("intermediate_size"),
+        fields.flag("mlp_bias"),
+        fields.flag("tie_word_embeddings"),
+    )
+    max_position = read_max_position(fields)
+    moe = _read_experts(fields) if "moe" in layer_types else None
+    norm, hidden_size = plain(eps), attention.hidden_size
+
+    def build_layer(kind: str) -> DecoderLayer:
+        mixer: Attention | Mamba2Layer | None = None
+        mlp: ReluSquaredMlp | ReluSquaredMoe | None = None
+        if kind == "full_attention":
+            mixer = Attention(attention, dtype, device)
+        elif kind == "linear_attention":
+            mixer = Mamba2Layer(mamba2, dtype, device)
+        elif kind == "moe" and moe is not None:
+            mlp = ReluSquaredMoe(moe, dtype, device)
+        else:
+            mlp = ReluSquaredMlp(hidden_size, mlp_size, dtype, device, has_bias=has_bias)
+        return DecoderLayer(mixer, mlp, norm, hidden_size, dtype, device)
+
+    layers = [build_layer(kind) for kind in layer_types]
+    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied)
+    return CausalLM(decoder, max_position, partial(_published, decoder, layers))
+
+
+def _read_experts(fields: Fields) -> ReluSquaredMoeConfig:
+    num_experts = fields.size("n_routed_experts", at_most=MAX_EXPERTS)
+    num_groups = fields.size("n_group", at_most=num_experts)
+    if num_experts % num_groups or num_experts // num_groups < min(2, num_groups):
+        fields.reject("n_group", f"such that groups of n_routed_experts, {num_experts}, are of one size, at least 2")
+    top_groups = fields.size("topk_group", at_most=num_groups)
+    latent_size = fields.size("moe_latent_size") if fields.value("moe_latent_size") is not None else None
+    return ReluSquaredMoeConfig(
+        hidden_size=fields.size("hidden_size"),
+        latent_size=latent_size,
+        size=fields.size("moe_intermediate_size"),
+        shared_size=fields.size("moe_shared_expert_intermediate_size"),
+        has_bias=fields.flag("mlp_bias"),
+        num_experts=num_experts,
+        top_k=fields.size("num_experts_per_tok", at_most=num_experts // num_groups * top_groups),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scale=fields.number("routed_scaling_factor", at_least=0, at_most=MAX_SCALE),
+        is_normalised=fields.flag("norm_topk_prob"),
+    )
+
+
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    yield from renamed(decoder.targets("backbone.", names), {"embed_tokens": "embeddings", "norm": "norm_f"})
+    for index, layer in enumerate(layers):
+        prefix, part = f"backbone.layers.{index}.", layer.mlp if layer.mixer is None else layer.mixer
+        yield f"{prefix}norm.weight", whole(layer.mlp_norm_E if layer.mixer is None else layer.mixer_norm_E)
+        assert isinstance(part, Attention | Mamba2Layer | ReluSquaredMlp | ReluSquaredMoe)
+        yield from part.targets(f"{prefix}mixer.")
