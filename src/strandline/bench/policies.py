@@ -50,7 +50,9 @@ def policy(name: str) -> Policy:
     return POLICIES[name]
 
 
-def make_cache(chosen: Policy, num_slabs: int, blocks_per_slab: int, clock: Clock) -> PrefixCache:
+def make_cache(
+    chosen: Policy, num_slabs: int, blocks_per_slab: int, clock: Clock, *, emits_events: bool = False
+) -> PrefixCache:
     """Return an empty cache with a policy."""
     return PrefixCache(
         num_slabs,
@@ -60,4 +62,5 @@ def make_cache(chosen: Policy, num_slabs: int, blocks_per_slab: int, clock: Cloc
         max_slots=None if chosen.slot_share is None else int(chosen.slot_share * num_slabs),
         enabled=chosen.is_enabled,
         clock=clock,
+        emits_events=emits_events,
     )

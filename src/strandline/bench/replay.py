@@ -144,16 +144,21 @@ class SimulatedClock:
 class Replay:
     """One trace on one machine under one policy.
 
+    Args:
+        emits_events: whether the cache collects events.
+
     Raises:
         ConfigError: no policy has that name.
     """
 
-    def __init__(self, machine: Machine, policy_name: str) -> None:
+    def __init__(self, machine: Machine, policy_name: str, *, emits_events: bool = False) -> None:
         self.machine = machine
         self._clock = SimulatedClock()
         spec = machine.spec
         num_slabs = machine.memory_bytes // spec.slab_bytes
-        self.cache = make_cache(policy(policy_name), num_slabs, spec.blocks_per_slab, self._clock)
+        self.cache = make_cache(
+            policy(policy_name), num_slabs, spec.blocks_per_slab, self._clock, emits_events=emits_events
+        )
         self.result = Result(policy_name, machine.memory_bytes)
         self._scheduler = Scheduler(
             self.cache, max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens

@@ -18,6 +18,8 @@ from typing import TypeVar
 
 from strandline.cache.account import UNCOUNTED, Account, CacheCounters, SnapshotKind
 from strandline.cache.actions import Action, CopyTokens, FoldLog
+from strandline.cache.announcer import Announcer
+from strandline.cache.events import CacheEvent
 from strandline.cache.eviction import EvictionOrder, WorthPerByte
 from strandline.cache.hits import record_hit
 from strandline.cache.index import PrefixIndex
@@ -61,6 +63,7 @@ class PrefixCache:
         clock: returns seconds, to learn inter-arrival times; None: time is counted in admissions alone.
         num_logs: logs to grant, one per lease, numbered from 1. A lease that gets none folds every token.
         log_tokens: capacity of a log.
+        emits_events: collect events for ``take_events``.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class PrefixCache:
         clock: Clock | None = None,
         num_logs: int = 0,
         log_tokens: int = 0,
+        emits_events: bool = False,
     ) -> None:
         self.is_enabled = enabled
         self._placement = placement
@@ -82,7 +86,8 @@ class PrefixCache:
         self._leases: dict[RequestId, Lease] = {}
         self._reuse = ReuseHistory(clock)
         order = order or WorthPerByte(blocks_per_slab, self._reuse)
-        self._memory = CacheMemory(self._allocator, order, self._leases.values)
+        self._announcer = Announcer() if emits_events else None
+        self._memory = CacheMemory(self._allocator, order, self._leases.values, self._announcer)
         self._index = PrefixIndex(self._memory, self._leases.values)
         self._counters = CacheCounters()
         self._publisher = Publisher(self._memory, self._reuse, self._counters, self._leases.values)
@@ -448,6 +453,16 @@ class PrefixCache:
         actions = self._memory.actions
         self._memory.actions = []
         return actions
+
+    # Events
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return what has become resumable and what has ceased to be since the last call, in order."""
+        return [] if self._announcer is None else self._announcer.take()
+
+    def restate_events(self) -> list[CacheEvent]:
+        """Return events that say everything anew, in place of those that were not taken yet. Linear in the cache."""
+        return [] if self._announcer is None else self._announcer.restate(self._index.roots)
 
     # Reading
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from strandline.cache.announcer import num_resumable
 from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import Entry
 from strandline.cache.index import PrefixIndex
@@ -25,6 +26,8 @@ def check(checked: PrefixCache) -> None:
     runs = [run for root in cache.index.roots.values() for run in _runs_below(root)]
     for run in runs:
         _check_run(run)
+    if cache.memory.announcer is not None:
+        _check_announced(runs)
     _check_users(cache, runs)
     _check_owners(cache, runs)
     _check_evictable(cache, runs)
@@ -73,6 +76,15 @@ def _check_snapshots(run: Run, where: str) -> None:
         _require(child_with_prefix(run, key) is not None, f"{where}: stub at {snapshot.position} has no KV")
         _require(snapshot.position == run.end_tokens + len(key) // 4, f"{where}: stub at {snapshot.position}")
         _require(snapshot.home is run and snapshot.stub_key == key, f"{where}: stub at {snapshot.position} detached")
+
+
+def _check_announced(runs: list[Run]) -> None:
+    for run in runs[::-1]:
+        where = f"run [{run.start_block}, {run.end_block})"
+        if run.parent is not None:
+            wanted = num_resumable(run)
+            _require(run.num_announced == wanted, f"{where}: {run.num_announced} blocks announced, not {wanted}")
+            _require(wanted <= len(run.hashes) <= len(run.blocks), f"{where}: {len(run.hashes)} hashes")
 
 
 def _check_users(cache: Internals, runs: list[Run]) -> None:

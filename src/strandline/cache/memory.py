@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from strandline.cache.actions import Action, DropBlocks, DropSlot, MoveBlock
+from strandline.cache.announcer import Announcer
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue
 from strandline.cache.lease import Lease
 from strandline.cache.owners import BlockOwners
@@ -35,10 +36,18 @@ class CacheMemory:
 
     Attributes:
         num_evictable_blocks, num_evictable_slots: what eviction could free, always exact.
+        announcer: emits events of what becomes resumable and what ceases to be; None: there are none.
     """
 
-    def __init__(self, allocator: SlabAllocator, order: EvictionOrder, leases: Callable[[], Iterable[Lease]]) -> None:
+    def __init__(
+        self,
+        allocator: SlabAllocator,
+        order: EvictionOrder,
+        leases: Callable[[], Iterable[Lease]],
+        announcer: Announcer | None = None,
+    ) -> None:
         self.allocator = allocator
+        self.announcer = announcer
         self.actions: list[Action] = []
         self.num_evictable_blocks = 0
         self.num_evictable_slots = 0
@@ -263,6 +272,8 @@ class CacheMemory:
         if above is not None:
             above.replace(snapshot)
         detach_snapshot(snapshot)
+        if self.announcer is not None:
+            self.announcer.remove(snapshot)
         self.revision += 1
         self.num_snapshots_evicted += 1
         if (unneeded := _run_of_last_block(snapshot)) is not None:
@@ -294,7 +305,7 @@ class CacheMemory:
         kept = len(run.blocks) - num_blocks
         evicted = run.blocks[kept:]
         key = bytes(run.tokens[kept * BLOCK_KEY_BYTES : (kept + 1) * BLOCK_KEY_BYTES])
-        del run.blocks[kept:]
+        del run.blocks[kept:], run.hashes[kept:]
         del run.tokens[kept * BLOCK_KEY_BYTES :]
         ghost_tokens = num_blocks * BLOCK_TOKENS + max(run.evicted_children.values(), default=0)
         run.evicted_children.clear()

@@ -133,6 +133,8 @@ class Publisher:
         use = Use(self._reuse.now, lease.interarrival_bin)
         snapshot = Snapshot(slot, position, kind, use, num_readers, is_shared)
         attach_snapshot(home, snapshot, stub_key)
+        if self._memory.announcer is not None:
+            self._memory.announcer.store(snapshot, lease.salt)
         snapshot.last_tick = self._memory.next_tick()
         home.evicted_snapshots.pop(position if stub_key is None else stub_key, None)
         self._memory.enter_snapshot(snapshot)

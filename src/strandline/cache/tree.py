@@ -46,6 +46,7 @@ class Snapshot:
         "last_tick",
         "num_readers",
         "num_waiters",
+        "path_hash",
         "position",
         "replacement",
         "slot",
@@ -66,6 +67,8 @@ class Snapshot:
         """Leases that read its slot in their next step: it is not evicted."""
         self.num_waiters = 0
         """Queued requests that would resume here."""
+        self.path_hash = b""
+        """Names it in events; empty: none are emitted."""
         self.replacement: Snapshot | None = None
         """Once evicted: where those requests would resume now."""
         self.last_push = 0
@@ -110,9 +113,11 @@ class Run:
         "children",
         "evicted_children",
         "evicted_snapshots",
+        "hashes",
         "is_live",
         "last_push",
         "last_tick",
+        "num_announced",
         "num_users",
         "parent",
         "positions",
@@ -146,6 +151,10 @@ class Run:
         """By hash of an evicted child's first block: how many tokens were cached there."""
         self.evicted_snapshots: dict[int | bytes, None] = {}
         """Snapshots evicted here, by position or stub key; an ordered set."""
+        self.hashes: list[bytes] = []
+        """Of the paths to its blocks; to the first ones only, as far as events needed them."""
+        self.num_announced = 0
+        """How many of its blocks, from the first, events have announced."""
 
     @property
     def end_block(self) -> int:
@@ -281,6 +290,9 @@ def split(run: Run, at_block: int) -> Run:
     upper.tokens, run.tokens = run.tokens, run.tokens[count * BLOCK_KEY_BYTES :]
     run.blocks = run.blocks[count:]
     del upper.tokens[count * BLOCK_KEY_BYTES :], upper.blocks[count:]
+    upper.hashes, run.hashes = run.hashes[:count], run.hashes[count:]
+    upper.num_announced = min(run.num_announced, count)
+    run.num_announced -= upper.num_announced
     upper.num_users = run.num_users
     upper.last_tick = run.last_tick
     run.parent.children[upper.first_key] = upper

@@ -25,6 +25,7 @@ class Driver:
         order: EvictionOrder | None = None,
         placement: Placement = AUTO,
         enabled: bool = True,
+        emits_events: bool = False,
     ) -> None:
         self.cache = PrefixCache(
             num_slabs,
@@ -34,6 +35,7 @@ class Driver:
             enabled=enabled,
             num_logs=num_slabs - 1,
             log_tokens=LOG_TOKENS,
+            emits_events=emits_events,
         )
         self.device = Device(num_slabs, blocks_per_slab)
         self._num_requests = 0

@@ -30,8 +30,8 @@ def pattern(seed: int, num_tokens: int) -> list[int]:
 class History:
     """Events in the life of requests, one per method. ``check`` verifies what must hold after each."""
 
-    def __init__(self, num_slabs: int, blocks_per_slab: int) -> None:
-        self.driver = Driver(num_slabs, blocks_per_slab)
+    def __init__(self, num_slabs: int, blocks_per_slab: int, *, emits_events: bool = False) -> None:
+        self.driver = Driver(num_slabs, blocks_per_slab, emits_events=emits_events)
         self.cache = self.driver.cache
         self.prompts: list[Tokens] = [()]
         self.running: list[tuple[str, Lease]] = []

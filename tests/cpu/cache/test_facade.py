@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strandline.cache import PrefixCache, SnapshotKind, TokenBuffer
-from strandline.cache.core import Internals
+from strandline.cache.internals import Internals
 from strandline.ids import NULL_LOG, RequestId
 from tests.cpu.cache.driver import LOG_TOKENS, Driver
 from tests.cpu.cache.history import fingerprint

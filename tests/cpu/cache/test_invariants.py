@@ -17,7 +17,7 @@ class Scene:
     """A cache with two conversations that part inside a block, one of them running, and a follower."""
 
     def __init__(self) -> None:
-        driver = Driver(40, 5)
+        driver = Driver(40, 5, emits_events=True)
         self.cache = driver.cache
         self.memory = driver.cache.internals().memory
         driver.serve(prompt(256))
@@ -192,6 +192,19 @@ def empty_the_eviction_queue(scene: Scene) -> None:
         pass
 
 
+def announce_too_few_blocks(scene: Scene) -> None:
+    scene.upper.num_announced -= 1
+
+
+def announce_an_unneeded_block(scene: Scene) -> None:
+    (tail,) = [run for run in runs(scene.cache) if run.is_tail and not run.is_live]
+    tail.num_announced += 1
+
+
+def forget_a_hash(scene: Scene) -> None:
+    scene.upper.hashes.pop()
+
+
 FAULTS: list[Callable[[Scene], None]] = [
     take_block,
     take_slot,
@@ -228,6 +241,9 @@ FAULTS: list[Callable[[Scene], None]] = [
     swap_two_owners,
     change_the_index_unnoticed,
     empty_the_eviction_queue,
+    announce_too_few_blocks,
+    announce_an_unneeded_block,
+    forget_a_hash,
 ]
 
 

@@ -1,0 +1,126 @@
+"""Turns changes of the prefix index into events.
+
+A block is *announced* while a snapshot lies at its end or below, so the announced blocks of a run are its first ones,
+and the blocks above an announced block are announced too. Invariants, held by ``strandline.cache.invariants.check``:
+``Run.num_announced`` is right for every run, and ``Run.hashes`` has at least those blocks.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from strandline.cache.events import BlocksRemoved, BlocksStored, CacheEvent, Cleared, SnapshotRemoved, SnapshotStored
+from strandline.cache.path_hashes import block_hashes, masked_tokens, num_blocks_before, root_hash, snapshot_hash
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.cache.tree import Run, Snapshot
+from strandline.ids import BLOCK_TOKENS
+
+
+class Announcer:
+    """Collects events. Called after a snapshot is attached to the tree, and after it is detached."""
+
+    def __init__(self) -> None:
+        self._events: list[CacheEvent] = [Cleared()]
+
+    def take(self) -> list[CacheEvent]:
+        """Return the events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def restate(self, roots: Mapping[str, Run]) -> list[CacheEvent]:
+        """Return events that say everything anew, in place of those that were not taken yet."""
+        self._events = []
+        events: list[CacheEvent] = [Cleared()]
+        for salt, root in roots.items():
+            waiting = [root]
+            for run in waiting:
+                events.extend(_state_of(run, salt))
+                waiting.extend(run.children.values())
+        return events
+
+    def store(self, snapshot: Snapshot, salt: str) -> None:
+        """Announce a snapshot, and the blocks of its path that are not announced yet."""
+        run, end = snapshot.home, snapshot.position // BLOCK_TOKENS
+        added: list[tuple[Run, int]] = []
+        while run.parent is not None and run.num_announced < end - run.start_block:
+            added.append((run, run.num_announced))
+            run.num_announced = end - run.start_block
+            run, end = run.parent, run.start_block
+        if added:
+            lowest = snapshot.home
+            _hash_after(lowest, lowest.start_block + lowest.num_announced, salt)
+            self._events.append(_blocks_stored(added[::-1], salt))
+        event = _snapshot_stored(snapshot, salt)
+        snapshot.path_hash = event.path_hash
+        self._events.append(event)
+
+    def remove(self, snapshot: Snapshot) -> None:
+        """Announce that a snapshot is gone, and the blocks of its path that no other snapshot needs."""
+        self._events.append(SnapshotRemoved(snapshot.path_hash))
+        removed = list[bytes]()
+        run = snapshot.home
+        while run.parent is not None and (kept := num_resumable(run)) < run.num_announced:
+            removed += run.hashes[kept : run.num_announced][::-1]
+            run.num_announced = kept
+            run = run.parent
+        if removed:
+            self._events.append(BlocksRemoved(tuple(removed)))
+
+
+def num_resumable(run: Run) -> int:
+    """Return how many of a run's blocks have a snapshot at their end or below."""
+    if run.stubs or any(child.num_announced for child in run.children.values()):
+        return len(run.blocks)
+    return run.positions[-1] // BLOCK_TOKENS - run.start_block if run.positions else 0
+
+
+def _state_of(run: Run, salt: str) -> Iterator[CacheEvent]:
+    """Yield what is announced of a run itself."""
+    if run.num_announced:
+        yield _blocks_stored([(run, 0)], salt)
+    for snapshot in (*run.snapshots.values(), *run.stubs.values()):
+        yield _snapshot_stored(snapshot, salt)
+
+
+def _blocks_stored(added: list[tuple[Run, int]], salt: str) -> BlocksStored:
+    """Return the event for the announced blocks of consecutive runs, each from the given one on."""
+    highest, first = added[0]
+    num_before = highest.start_block + first
+    hashes = tuple(path_hash for run, start in added for path_hash in run.hashes[start : run.num_announced])
+    if salt:
+        tokens = b"".join(masked_tokens(path_hash, BLOCK_TOKENS) for path_hash in hashes)
+    else:
+        parts = (run.tokens[start * BLOCK_KEY_BYTES : run.num_announced * BLOCK_KEY_BYTES] for run, start in added)
+        tokens = b"".join(parts)
+    return BlocksStored(hashes, _hash_after(highest, num_before, salt) if num_before else None, tokens)
+
+
+def _snapshot_stored(snapshot: Snapshot, salt: str) -> SnapshotStored:
+    num_before = num_blocks_before(snapshot.position)
+    before = _hash_after(snapshot.home, num_before, salt)
+    rest = snapshot.stub_key
+    if rest is None:
+        start = snapshot.home.start_block * BLOCK_TOKENS
+        tokens = snapshot.home.tokens
+        rest = bytes(
+            tokens[(num_before * BLOCK_TOKENS - start) * TOKEN_BYTES : (snapshot.position - start) * TOKEN_BYTES]
+        )
+    path_hash = snapshot_hash(before, rest)
+    shown = masked_tokens(path_hash, len(rest) // TOKEN_BYTES) if salt else rest
+    return SnapshotStored(path_hash, snapshot.position, before if num_before else None, shown)
+
+
+def _hash_after(run: Run, num_blocks: int, salt: str) -> bytes:
+    """Return the hash of the first blocks of the path that ends with ``run``, and keep those on the way."""
+    while run.parent is not None and num_blocks <= run.start_block:
+        run = run.parent
+    unhashed = list[tuple[Run, int]]()
+    while run.parent is not None and len(run.hashes) < num_blocks - run.start_block:
+        unhashed.append((run, num_blocks - run.start_block))
+        run, num_blocks = run.parent, run.start_block
+    path_hash = root_hash(salt) if run.parent is None else run.hashes[num_blocks - run.start_block - 1]
+    for node, end in reversed(unhashed):
+        if node.hashes:
+            path_hash = node.hashes[-1]
+        new = node.tokens[len(node.hashes) * BLOCK_KEY_BYTES : end * BLOCK_KEY_BYTES]
+        node.hashes += block_hashes(path_hash, new)
+        path_hash = node.hashes[-1]
+    return path_hash

@@ -1,0 +1,50 @@
+"""What others need to know of the cache: which prefixes became resumable, and which ceased to be. Frozen records.
+
+The hashes are those of ``strandline.cache.path_hashes``. Tokens are encoded; those of salted prompts are masked.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Consecutive blocks of one path can be resumed beyond: there is a snapshot at their end or below."""
+
+    hashes: tuple[bytes, ...]
+    before: bytes | None
+    """Hash of the block before them; None: they begin a path."""
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """There is no snapshot at the end of these blocks or below any more. The deepest block comes first."""
+
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotStored:
+    """A prompt that begins with this path resumes here, or deeper."""
+
+    path_hash: bytes
+    position: int
+    before: bytes | None
+    """Hash of the block before its last one; None: it lies in the first block."""
+    tokens: bytes
+    """The 1 to 64 tokens from there to its position."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRemoved:
+    """A snapshot was evicted."""
+
+    path_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Nothing is resumable but what later events say."""
+
+
+CacheEvent = BlocksStored | BlocksRemoved | SnapshotStored | SnapshotRemoved | Cleared

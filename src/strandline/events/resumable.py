@@ -1,0 +1,107 @@
+"""What one engine can resume, as its events say: predicts which part of a prompt it would hit, to the token."""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+from strandline.cache.path_hashes import block_hashes, root_hash, snapshot_hash
+from strandline.cache.tokens import TOKEN_BYTES, encode
+from strandline.events.wire import BLOCK_GROUP, SNAPSHOT_GROUP, BlockRemoved, BlockStored, WireEvent, wire_hash
+from strandline.ids import BLOCK_TOKENS
+
+
+class PromptHashes:
+    """The hashes of a prompt's prefixes, computed once for all engines.
+
+    Args:
+        tokens: token ids, or encoded tokens.
+        salt: the prompt's; without it, what is cached under it cannot be predicted.
+    """
+
+    def __init__(self, tokens: Iterable[int] | bytes | bytearray, salt: str = "") -> None:
+        self._data = tokens if isinstance(tokens, bytes | bytearray) else encode(tokens)
+        root = root_hash(salt)
+        self._hashes = [root, *block_hashes(root, self._data)]
+        self.num_tokens = len(self._data) // TOKEN_BYTES
+        self.blocks = [wire_hash(path_hash) for path_hash in self._hashes[1:]]
+        """The hash of each whole block, as it travels."""
+
+    def snapshot(self, num_before: int, num_rest: int) -> int:
+        """Return the hash of a snapshot ``num_rest`` tokens after the first ``num_before`` blocks, as it travels."""
+        start = num_before * BLOCK_TOKENS * TOKEN_BYTES
+        rest = self._data[start : start + num_rest * TOKEN_BYTES]
+        return wire_hash(snapshot_hash(self._hashes[num_before], rest))
+
+
+class ResumableIndex:
+    """The blocks and snapshots of one engine that events have announced."""
+
+    def __init__(self) -> None:
+        self._blocks: set[int] = set()
+        self._snapshots: dict[int, tuple[int | None, int]] = {}
+        """By hash: the hash before its last block, and the number of tokens from there."""
+        self._rests: dict[int | None, dict[int, int]] = {}
+        """By hash before a last block: numbers of tokens from there, each with its number of snapshots."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_snapshots(self) -> int:
+        return len(self._snapshots)
+
+    def apply(self, event: WireEvent) -> None:
+        """Record an event. Groups of other kinds are ignored."""
+        match event:
+            case BlockStored(group_idx=group, block_hashes=hashes) if group == BLOCK_GROUP:
+                self._blocks.update(hashes)
+            case BlockStored(group_idx=group, block_hashes=[key]) if group == SNAPSHOT_GROUP:
+                self._add_snapshot(key, event.parent_block_hash, event.block_size)
+            case BlockRemoved(group_idx=group, block_hashes=hashes) if group == BLOCK_GROUP:
+                self._blocks.difference_update(hashes)
+            case BlockRemoved(group_idx=group, block_hashes=hashes) if group == SNAPSHOT_GROUP:
+                for key in hashes:
+                    self._remove_snapshot(key)
+            case BlockStored() | BlockRemoved():
+                pass
+            case _:
+                self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._blocks.clear()
+        self._snapshots.clear()
+        self._rests.clear()
+
+    def _add_snapshot(self, key: int, before: int | None, num_rest: int) -> None:
+        if key not in self._snapshots:
+            self._snapshots[key] = before, num_rest
+            rests = self._rests.setdefault(before, {})
+            rests[num_rest] = rests.get(num_rest, 0) + 1
+
+    def _remove_snapshot(self, key: int) -> None:
+        found = self._snapshots.pop(key, None)
+        if found is None:
+            return
+        before, num_rest = found
+        rests = self._rests[before]
+        rests[num_rest] -= 1
+        if not rests[num_rest]:
+            del rests[num_rest]
+        if not rests:
+            del self._rests[before]
+
+    def matched_blocks(self, prompt: PromptHashes) -> int:
+        """Return how many of the prompt's first blocks are announced: what a router that knows group 0 alone counts."""
+        return bisect_left(prompt.blocks, True, key=lambda block: block not in self._blocks)
+
+    def hit_tokens(self, prompt: PromptHashes) -> int:
+        """Return how many of the prompt's tokens the engine would hit."""
+        for num_before in range(self.matched_blocks(prompt), -1, -1):
+            start = num_before * BLOCK_TOKENS
+            rests = self._rests.get(prompt.blocks[num_before - 1] if num_before else None, {})
+            for num_rest in sorted(rests, reverse=True):
+                is_inside = start + num_rest <= prompt.num_tokens
+                if is_inside and prompt.snapshot(num_before, num_rest) in self._snapshots:
+                    return start + num_rest
+        return 0

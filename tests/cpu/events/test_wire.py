@@ -1,0 +1,151 @@
+"""Events on the wire: the schema of vLLM, hashes that other processes can compute, and no salts."""
+
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import chain
+from typing import Any
+
+import msgspec
+import pytest
+
+from strandline.cache import SnapshotKind
+from strandline.cache.tokens import encode
+from strandline.events.resumable import PromptHashes, ResumableIndex
+from strandline.events.wire import decode_batch, encode_batch
+from tests.cpu.cache.driver import Driver
+from tests.cpu.events.reader import Reader
+
+
+def raw_events(driver: Driver) -> list[dict[str, Any]]:
+    """Return what a reader sees that knows only msgpack."""
+    ts, events, rank = msgspec.msgpack.decode(encode_batch(12.5, driver.cache.take_events()))
+    assert (ts, rank) == (12.5, 0)
+    return list(events)
+
+
+def last_bytes(digest: bytes) -> int:
+    return int.from_bytes(digest[-8:], "big")
+
+
+def path_digests(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
+    """Return the hashes of a prompt's whole blocks, the root's first, computed as the documentation says."""
+    digests = [sha256(b"strandline\0" + salt).digest()]
+    for start in range(0, len(tokens) - 63, 64):
+        digests.append(sha256(b"\0" + digests[-1] + encode(tokens[start : start + 64])).digest())
+    return digests
+
+
+def test_events_have_the_schema_of_vllm() -> None:
+    driver = Driver(emits_events=True)
+    tokens = range(1000, 1150)
+    driver.prefill(driver.admit(tokens))
+    _, first, second = path_digests(tokens)
+    at_150 = sha256(b"\1" + second + encode(tokens[128:])).digest()
+    cleared, blocks, snapshot = raw_events(driver)
+    common = {"lora_id": None, "medium": "GPU", "lora_name": None}
+    assert cleared == {"type": "AllBlocksCleared"}
+    assert blocks == {
+        **common, "type": "BlockStored", "block_hashes": [last_bytes(first), last_bytes(second)],
+        "parent_block_hash": None, "token_ids": [*range(1000, 1128)], "block_size": 64, "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }  # fmt: skip
+    assert snapshot == {
+        **common, "type": "BlockStored", "block_hashes": [last_bytes(at_150)],
+        "parent_block_hash": last_bytes(second), "token_ids": [*tokens[128:]], "block_size": 22, "group_idx": 1,
+        "kv_cache_spec_kind": "mamba", "position": 150,
+    }  # fmt: skip
+
+
+def test_removals_name_the_deepest_block_first() -> None:
+    driver = Driver(emits_events=True)
+    driver.serve(range(1000, 1150))
+    driver.cache.take_events()
+    driver.drain()
+    _, first, second = map(last_bytes, path_digests(range(1000, 1150)))
+    *snapshots, blocks = raw_events(driver)
+    assert {event["group_idx"] for event in snapshots} == {1}
+    assert blocks == {
+        "type": "BlockRemoved", "block_hashes": [second, first], "medium": "GPU", "group_idx": 0
+    }  # fmt: skip
+
+
+def test_later_events_continue_at_the_announced_block() -> None:
+    driver = Driver(emits_events=True)
+    driver.serve(range(1000, 1100))
+    driver.cache.take_events()
+    driver.serve(range(1000, 1200))
+    stored = [event for event in raw_events(driver) if event["group_idx"] == 0]
+    _, first, second, third = map(last_bytes, path_digests(range(1000, 1200)))
+    assert [(event["parent_block_hash"], event["block_hashes"]) for event in stored] == [(first, [second, third])]
+    assert stored[0]["token_ids"] == [*range(1064, 1192)]
+
+
+def test_a_snapshot_and_a_block_never_share_a_hash() -> None:
+    driver = Driver(emits_events=True)
+    driver.serve(range(1000, 1064))
+    _, blocks, snapshot = raw_events(driver)
+    assert (snapshot["position"], snapshot["block_size"], snapshot["parent_block_hash"]) == (64, 64, None)
+    assert snapshot["token_ids"] == [*range(1000, 1064)]
+    assert snapshot["block_hashes"] != blocks["block_hashes"]
+
+
+@pytest.mark.parametrize("num_tokens", [10, 64, 150])
+def test_salted_prompts_show_neither_salt_nor_tokens(num_tokens: int) -> None:
+    driver = Driver(emits_events=True)
+    tokens, salt = range(1000, 1000 + num_tokens), "tenant-secret"
+    driver.serve(tokens, salt=salt)
+    events = [*driver.cache.take_events()]
+    assert salt.encode() not in encode_batch(0.0, events)
+    index = ResumableIndex()
+    wire = decode_batch(encode_batch(0.0, events)).events
+    for event in wire:
+        index.apply(event)
+    shown = [*chain.from_iterable(getattr(event, "token_ids", ()) for event in wire)]
+    assert shown
+    assert not set(shown) & set(tokens)
+    assert all(0 <= token < 2**31 for token in shown)
+    assert index.hit_tokens(PromptHashes(tokens, salt)) == num_tokens
+    for other in ("", "tenant-2"):
+        assert index.hit_tokens(PromptHashes(tokens, other)) == 0
+        assert index.matched_blocks(PromptHashes(tokens, other)) == 0
+
+
+def test_restated_salted_prompts_show_the_same_tokens() -> None:
+    driver = Driver(emits_events=True)
+    driver.serve(range(1000, 1150), salt="tenant-1")
+    first, second = encode_batch(0.0, driver.cache.take_events()), encode_batch(0.0, driver.cache.restate_events())
+    assert first == second
+
+
+def test_blocks_alone_overestimate_a_prompt_that_leaves_its_path() -> None:
+    driver = Driver(emits_events=True)
+    driver.serve(range(1000, 1400))
+    reader = Reader(driver.cache)
+    prompt = [*range(1000, 1200), 1]
+    assert reader.hit(prompt) == driver.lookup(prompt).hit == 0
+    assert reader.index.matched_blocks(PromptHashes(prompt)) == 3
+
+
+def test_a_cache_without_events_collects_none() -> None:
+    driver = Driver()
+    driver.serve(range(1000, 1400))
+    assert driver.cache.take_events() == driver.cache.restate_events() == []
+    assert all(
+        not run.hashes for root in driver.cache.internals().index.roots.values() for run in root.children.values()
+    )
+
+
+def test_what_was_cached_before_is_restated() -> None:
+    driver = Driver(emits_events=True)
+    driver.serve(range(1000, 1400))
+    lease = driver.admit(range(1000, 1500))
+    driver.prefill(lease, leave=False)
+    driver.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
+    first = {type(event) for event in driver.cache.take_events()}
+    again = driver.cache.restate_events()
+    assert driver.cache.take_events() == []
+    assert {type(event) for event in again} <= first
+    index = ResumableIndex()
+    for event in decode_batch(encode_batch(0.0, again)).events:
+        index.apply(event)
+    assert index.hit_tokens(PromptHashes(range(1000, 1600))) == 500
