@@ -14,7 +14,6 @@ inside a block, the request gets its own copy of that block's first ``p % 64`` t
 """
 
 from collections.abc import Iterator
-from typing import TypeVar
 
 from strandline.cache.account import UNCOUNTED, Account, CacheCounters, SnapshotKind
 from strandline.cache.actions import Action, CopyTokens, FoldLog
@@ -41,13 +40,10 @@ from strandline.clock import Clock
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, BlockId, RequestId, SlotId
 
-T = TypeVar("T")
-
 _new_grant = tuple.__new__
 """Makes a ``StepGrant`` in half the time of its constructor, which counts per sequence and step."""
 
 AUTO = Auto()
-ALLOCATION_FAILED = "an allocation failed after can_take had promised the memory"
 
 
 class PrefixCache:
@@ -257,7 +253,7 @@ class PrefixCache:
         lease.computed = lease.folded = snapshot.position if snapshot else 0
         shared = lease.num_published * BLOCK_TOKENS
         lease.kv_start = max(shared, lease.computed)
-        lease.dst = _unwrap(self._memory.take_slot())
+        lease.dst = self._memory.take_promised_slot()
         if snapshot is not None:
             lease.source, lease.src = snapshot, snapshot.slot
             record_hit(lease, snapshot, self._memory, self._reuse)
@@ -282,7 +278,7 @@ class PrefixCache:
 
     def _copy_partial(self, lease: Lease, run: Run) -> None:
         """Give the lease its own copy of the block that it resumes in; unpin ``run``, which holds the original."""
-        self._take_blocks(lease, 1)
+        lease.table += self._memory.take_promised_blocks(1)
         source = BlockId(run.blocks[lease.num_published - run.start_block])
         copy = CopyTokens(source, BlockId(lease.table[-1]), lease.computed % BLOCK_TOKENS)
         self._memory.actions.append(copy)
@@ -297,14 +293,8 @@ class PrefixCache:
             return True
         if not self._memory.can_take(missing, 0):
             return False
-        self._take_blocks(lease, missing)
+        lease.table += self._memory.take_promised_blocks(missing)
         return True
-
-    def _take_blocks(self, lease: Lease, num_blocks: int) -> None:
-        taken = self._memory.take_blocks(num_blocks)
-        if len(taken) < num_blocks:
-            raise CacheInvariantError(ALLOCATION_FAILED)
-        lease.table += taken
 
     def reserve_step(self, lease: Lease, end: int, *, wants_log: bool, num_drafts: int = 0) -> StepGrant:
         """Reserve what the step that computes the tokens up to ``end`` reads and writes.
@@ -498,10 +488,3 @@ class PrefixCache:
         return Internals(
             self._allocator, memory, self._leases, self._placement, index, self._expected, self._reuse, self._logs
         )
-
-
-def _unwrap(value: T | None) -> T:
-    """Return what ``can_take`` promised."""
-    if value is None:
-        raise CacheInvariantError(ALLOCATION_FAILED)
-    return value

@@ -25,8 +25,10 @@ from strandline.cache.tree import (
     remove_child,
     snapshot_above,
 )
+from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, SlotId
 
+ALLOCATION_FAILED: Final = "an allocation failed after can_take had promised the memory"
 MAX_TRIM_SHARE: Final = 64
 """At most one in this many blocks is evicted at once beyond those that are needed."""
 
@@ -128,6 +130,20 @@ class CacheMemory:
                 self._compact()
             elif not self._evict_one(self._queue, self.allocator.blocks_per_slab - self.allocator.num_free_blocks):
                 return None
+
+    def take_promised_blocks(self, num_blocks: int) -> "array[int]":
+        """Allocate blocks that ``can_take`` has promised."""
+        taken = self.take_blocks(num_blocks)
+        if len(taken) < num_blocks:
+            raise CacheInvariantError(ALLOCATION_FAILED)
+        return taken
+
+    def take_promised_slot(self) -> SlotId:
+        """Allocate a slot that ``can_take`` has promised."""
+        slot = self.take_slot()
+        if slot is None:
+            raise CacheInvariantError(ALLOCATION_FAILED)
+        return slot
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
         if blocks:
