@@ -19,13 +19,10 @@ T = TypeVar("T")
 
 ARCHITECTURES: Final = (
     "BambaForCausalLM",
-    "FalconMambaForCausalLM",
     "GraniteMoeHybridForCausalLM",
-    "JambaForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "LlamaForCausalLM",
-    "MambaForCausalLM",
     "NemotronHForCausalLM",
     "OlmoHybridForCausalLM",
     "Qwen3ForCausalLM",
@@ -52,8 +49,6 @@ MAX_SIZE: Final = 2**20
 """Channels of the hidden and intermediate states."""
 MAX_VOCAB: Final = 2**24
 MAX_POSITION: Final = 2**31 - 1
-UNLIMITED_POSITION: Final = 2**20
-"""Most tokens of a context where a model has no limit: every sequence has a table of blocks."""
 MIN_EPS: Final = 1e-12
 """Norms of zeros are not numbers without it."""
 
@@ -161,9 +156,9 @@ class Fields:
             self.reject(name, f"a number from {at_least:g} to {at_most:g}")
         return float(value)
 
-    def flag(self, name: str) -> bool:
+    def flag(self, name: str, *, default: bool | None = None) -> bool:
         """Return a boolean."""
-        value = self.value(name)
+        value = self.value(name, default)
         if type(value) is not bool:
             self.reject(name, "true or false")
         return value

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from strandline.errors import ConfigError
 
-METHODS: Final = ("ngram",)
+METHODS: Final = ("mtp", "ngram")
 MAX_DRAFT_TOKENS: Final = 16
 DEFAULT_MATCH: Final = 5
 
@@ -23,7 +23,8 @@ class SpeculativeConfig:
     """
 
     method: str
-    """``ngram``: drafts continue the last tokens as they were continued before, in the prompt or the output."""
+    """``mtp``: drafts come from the layer for multi-token prediction that is published with the model. ``ngram``: they
+    continue the last tokens as they were continued before, in the prompt or the output."""
     num_speculative_tokens: int
     """Most drafts of a request in a step."""
     prompt_lookup_max: int | None = None
@@ -40,6 +41,11 @@ class SpeculativeConfig:
                 _require_count(name, getattr(self, name), None)
         if self.min_match > self.max_match:
             raise ConfigError(f"{FLAG}: prompt_lookup_min {self.min_match} is above prompt_lookup_max {self.max_match}")
+
+    @property
+    def has_draft_layer(self) -> bool:
+        """Whether a layer of the model makes the drafts."""
+        return self.method == "mtp"
 
     @property
     def max_match(self) -> int:

@@ -9,13 +9,14 @@ host behind the step.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Final, assert_never
+from typing import Final, assert_never, cast
 
 import torch
 from torch import Tensor
 
 from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock
 from strandline.device.batch import HostBatch, build_host_batch, fold_batch, split_by_blocks, to_device
+from strandline.device.draft_layer import is_resumed, make_drafts, pairs_of
 from strandline.device.failures import catch_failure
 from strandline.device.grammar_mask import GuardedMatcher
 from strandline.device.graphs import StepGraphs, StepHidden
@@ -32,7 +33,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling import greedy, mask_top_k_top_p_min_p, sample
 from strandline.kernels.step import locate_rows, resolve_pending, store_hidden
-from strandline.models.protocol import LanguageModel
+from strandline.models.protocol import DraftingModel, LanguageModel
 from strandline.records.grammars import GrammarCompiler
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult, TokenLogprobs
 
@@ -63,6 +64,8 @@ class StepInFlight:
         self._sampled: list[tuple[int, SamplingState]] = []
         self._logprobs: dict[int, list[LogprobTensors]] = {}
         self._verified: list[Verified] = []
+        self.drafts: dict[int, tuple[int, ...]] = {}
+        """For the next step, by index of the sequence."""
         self._prompt_logprobs: dict[RequestId, list[LogprobTensors]] = {}
         self.failures: dict[RequestId, str] = {}
         """Why requests have failed so far."""
@@ -116,7 +119,7 @@ class StepInFlight:
                 with catch_failure(self.failures, sequence.request_id):
                     parts = self._prompt_logprobs.get(sequence.request_id, ())
                     prompt_logprobs[index] = [entry for tensors in parts for entry in tensors.read()]
-        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, self.failures)
+        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, self.drafts, self.failures)
 
 
 class Runner:
@@ -208,7 +211,7 @@ class Runner:
 
     def _compute(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         order, num_decodes = _order(sequences)
-        if any(sequence.num_drafts for sequence in sequences):
+        if self._memory.draft is not None or any(sequence.num_drafts for sequence in sequences):
             self._compute_with_drafts(sequences, order, num_decodes, launched)
         elif not self._replay_decodes(sequences, num_decodes, launched):
             hidden_NE = self._last_hidden(sequences, order, num_decodes, launched)
@@ -223,30 +226,59 @@ class Runner:
         self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: StepInFlight
     ) -> None:
         """Run the model over certain tokens and drafts, sample, and keep what lies behind the drafts that agree."""
-        ordered = [sequences[index] for index in order]
-        host, hidden = self._run(ordered, num_decodes, launched)
-        resting = [index for index, sequence in enumerate(sequences) if sequence.start == sequence.end]
+        hidden_XE, ends, stored_row_of = self._hidden_of_rows(sequences, order, num_decodes, launched)
         verified, rows = list[Verified](), list[int]()
-        for index, end in zip(order, host.query_starts_N1[1:].tolist(), strict=True):
-            sequence = sequences[index]
+        for index, sequence in enumerate(sequences):
             if sequence.is_sampled:
                 num_drafts = sequence.num_drafts
                 drafts = sequence.token_ids[len(sequence.token_ids) - num_drafts :]
+                last = ends[index] - 1 if index in ends else stored_row_of[index]
                 verified.append(Verified(index, self._states[sequence.request_id], drafts, len(rows)))
-                rows += range(end - 1 - num_drafts, end)
-        (rows_R,) = upload_together([rows], self.device)
-        hidden_RE = hidden.hidden_TE[rows_R]
-        if resting:
-            for place, index in enumerate(resting, len(rows)):
-                verified.append(Verified(index, self._states[sequences[index].request_id], (), place))
-            hidden_RE = torch.cat((hidden_RE, self._stored_hidden([sequences[index] for index in resting])))
-        sample_and_verify(self.model.logits(hidden_RE), verified, self._kernels)
+                rows += range(last - num_drafts, last + 1)
+        if verified:
+            (rows_R,) = upload_together([rows], self.device)
+            sample_and_verify(self.model.logits(hidden_XE[rows_R]), verified, self._kernels)
+            launched.take_verified(verified)
         with_drafts = [sequence for sequence in verified if sequence.draft_ids]
-        last_rows = [sequence.first_row + len(sequence.token_ids) - 1 for sequence in with_drafts]
+        last_rows = [rows[sequence.first_row + len(sequence.token_ids) - 1] for sequence in with_drafts]
         slots = [sequences[sequence.index].state_dst for sequence in with_drafts]
-        last_rows_N, slots_N = upload_together([last_rows, slots], self.device)
-        self._store(hidden_RE, last_rows_N, self.arena.hidden_SE, slots_N)
-        launched.take_verified(verified)
+        if with_drafts:
+            last_rows_N, slots_N = upload_together([last_rows, slots], self.device)
+            self._store(hidden_XE, last_rows_N, self.arena.hidden_SE, slots_N)
+        if self._memory.draft is not None:
+            sampled = {sequence.index: sequence.token_ids for sequence in verified}
+            pairs = [
+                pairs_of(
+                    index,
+                    sequence,
+                    sampled.get(index, ()),
+                    ends.get(index, 0) - (sequence.end - sequence.start),
+                    stored_row_of.get(index),
+                )
+                for index, sequence in enumerate(sequences)
+            ]
+            wanted = [pair for pair in pairs if pair is not None]
+            model = cast(DraftingModel, self.model)
+            launched.drafts = make_drafts(model, self._memory, self._kernels, wanted, hidden_XE)
+
+    def _hidden_of_rows(
+        self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: StepInFlight
+    ) -> tuple[Tensor, dict[int, int], dict[int, int]]:
+        """Run the model; return hidden states, and where they are.
+
+        Returns:
+            The hidden states of all rows, and of the snapshots that sequences resume from; where the rows of each
+            sequence that computes something end; and where each is that was stored.
+        """
+        resumed = [index for index, sequence in enumerate(sequences) if is_resumed(sequence)]
+        ends, hidden_XE = dict[int, int](), self._stored_hidden([sequences[index] for index in resumed])
+        num_rows = 0
+        if order:
+            host, hidden = self._run([sequences[index] for index in order], num_decodes, launched)
+            ends = dict(zip(order, host.query_starts_N1[1:].tolist(), strict=True))
+            num_rows = len(host.token_ids_T)
+            hidden_XE = torch.cat((hidden.hidden_TE, hidden_XE))
+        return hidden_XE, ends, dict(zip(resumed, range(num_rows, num_rows + len(resumed)), strict=True))
 
     def _compute_one_by_one(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         """Compute each sequence by itself, a prompt block by block, so that its bits depend on nothing else.

@@ -38,6 +38,14 @@ class NgramDrafter:
         return ()
 
 
+class DraftLayerDrafter:
+    """Hands on what the model's draft layer drafted behind the last step."""
+
+    def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
+        """Return the drafts behind the request's last token."""
+        return request.drafts[:max_tokens]
+
+
 def _last_place(tokens: TokenBuffer, key: bytes) -> int | None:
     """Return the last token at which a key begins that ends before the last token; None: nowhere."""
     data, end = tokens.data, len(tokens.data) - TOKEN_BYTES
@@ -69,4 +77,6 @@ class DraftCounters:
 
 def new_drafter(config: SpeculativeConfig | None) -> Drafter | None:
     """Return what makes drafts as configured; None: nothing does."""
-    return None if config is None else NgramDrafter(config.max_match, config.min_match)
+    if config is None:
+        return None
+    return DraftLayerDrafter() if config.has_draft_layer else NgramDrafter(config.max_match, config.min_match)

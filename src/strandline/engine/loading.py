@@ -85,6 +85,7 @@ def load_uni_executor(
         load_format=config.load_format,
         seed=config.seed,
         progress=progress,
+        with_draft_layer=config.speculation is not None and config.speculation.has_draft_layer,
         rounded_to=published_dtype(model_config) if choice.is_widened else None,
     )
     model.lay_out(lay_out_in_half if choice.is_widened else lay_out)

@@ -21,6 +21,7 @@ class Request:
 
     __slots__ = (
         "account",
+        "drafts",
         "finish_reason",
         "grammar",
         "interarrival_bin",
@@ -66,6 +67,8 @@ class Request:
         self.output_ids: list[int] = []
         self.num_new = 0
         """Tokens of the output that the last step brought."""
+        self.drafts: tuple[int, ...] = ()
+        """Of the model's draft layer, behind the last token."""
         self.num_drafted = 0
         """Drafts that were verified."""
         self.num_accepted = 0

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind
-from strandline.engine.drafting import DraftCounters, Drafter
+from strandline.engine.drafting import DraftCounters, Drafter, DraftLayerDrafter
 from strandline.engine.request import Request, Status
-from strandline.engine.spans import NO_DRAFTS, Reservation, Span, sequence_plan
+from strandline.engine.spans import NO_DRAFTS, Reservation, Span, sequence_plan, with_next
 from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, RequestId
@@ -88,6 +88,7 @@ class Scheduler:
         """The least number of decodes for which a step uses logs."""
         self._drafter = drafter
         self._draft_tokens = draft_tokens
+        self._has_draft_layer = isinstance(drafter, DraftLayerDrafter)
         self.drafts = DraftCounters(draft_tokens)
 
     def __len__(self) -> int:
@@ -163,6 +164,7 @@ class Scheduler:
             self._plan_waiting(spans, budget)
         self._steps_since_share = 0 if self._long_share < share else self._steps_since_share + 1
         self._look_ahead()
+        next_drafts = list(map(self._next_drafts, spans)) if self._has_draft_layer else []
         # All reservations come before the first record: one that needs a slot may move blocks of any sequence.
         if self._drafter is None:
             keeps_logs = [end - start for _, _, start, end, _ in spans].count(1) >= self._logged_from
@@ -170,6 +172,8 @@ class Scheduler:
         else:
             grants = [self._reserve_with_drafts(lease, end, len(drafts)) for _, lease, _, end, drafts in spans]
         sequences = list(map(sequence_plan, spans, grants))
+        if self._has_draft_layer:
+            sequences = list(map(with_next, sequences, spans, next_drafts))
         if not sequences:
             if self._planned:
                 return None
@@ -247,6 +251,15 @@ class Scheduler:
             return NO_DRAFTS
         drafts = drafter.propose(request, most)
         return drafts if self.cache.extend(lease, num_tokens + len(drafts)) else NO_DRAFTS
+
+    def _next_drafts(self, span: Span) -> int:
+        """Return how many tokens the draft layer drafts behind the step, for the next one."""
+        request, lease, _, end, drafts = span
+        most = min(self._draft_tokens, request.max_total - request.num_tokens - 2)
+        if end - len(drafts) < request.num_tokens or most < 1 or request.params.stop:
+            return 0
+        # The layer's keys and values lie up to one position before the last draft.
+        return most if self.cache.extend(lease, end + most) else 0
 
     def _make_room(self, lease: Lease, end: int) -> bool:
         """Extend a lease, preempting the latest requests. False when its own request was preempted."""
@@ -403,14 +416,16 @@ class Scheduler:
             raise EngineError("a step was settled out of order")
         advanced = []
         has_finished = False
-        for request, sequence, sampled in zip(planned, plan.sequences, result.token_ids, strict=True):
+        for index, (request, sampled) in enumerate(zip(planned, result.token_ids, strict=True)):
             if not sampled or request.status is Status.FINISHED:
                 continue
+            sequence = plan.sequences[index]
             request.num_new = len(sampled)
             for token in sampled:
                 request.append_sampled(token)
             advanced.append(request)
             has_finished |= request.finish_reason is not None
+            request.drafts = result.drafts.get(index, NO_DRAFTS)
             if sequence.num_drafts:
                 request.num_tokens += len(sampled)
                 request.num_drafted += sequence.num_drafts

@@ -2,7 +2,7 @@
 
 from strandline.cache import Lease, StepGrant
 from strandline.engine.request import Request
-from strandline.ids import PendingToken
+from strandline.ids import NO_TOKEN, PendingToken
 from strandline.records.plan import SequencePlan
 
 Span = tuple[Request, Lease, int, int, tuple[int, ...]]
@@ -57,3 +57,10 @@ def sequence_plan(span: Span, reservation: Reservation) -> SequencePlan:
         num_folded,
         len(drafts),
     )
+
+
+def with_next(plan: SequencePlan, span: Span, next_drafts: int) -> SequencePlan:
+    """Add what a draft layer needs: the token after the step's, if it is known, and how many to draft."""
+    request, _, _, end, _ = span
+    next_id = NO_TOKEN if plan.is_sampled else _tokens_between(request, end, end + 1)[0]
+    return plan._replace(next_id=next_id, next_drafts=next_drafts)

@@ -4,17 +4,20 @@ Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden s
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from strandline.errors import EngineError
+from strandline.errors import ConfigError, EngineError
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels, UsesKernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.weights import Layout
 from strandline.models.layers.decoder import Decoder
+from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.protocol import ModelMemory
 from strandline.models.targets import NamedTargets
 
@@ -24,10 +27,15 @@ class CausalLM(nn.Module):
 
     Args:
         published: as ``targets``: the family's names.
+        build_draft_layer: of multi-token prediction; None: the family has none.
     """
 
     def __init__(
-        self, decoder: Decoder, max_position: int, published: Callable[[frozenset[str]], NamedTargets]
+        self,
+        decoder: Decoder,
+        max_position: int,
+        published: Callable[[frozenset[str]], NamedTargets],
+        build_draft_layer: Callable[[], DraftLayer] | None = None,
     ) -> None:
         super().__init__()
         self.decoder = decoder
@@ -36,6 +44,21 @@ class CausalLM(nn.Module):
         self.max_position = max_position
         self._published = published
         self._kernels: Kernels | None = None
+        self._build_draft_layer = build_draft_layer
+        self.draft_layer: DraftLayer | None = None
+
+    def add_draft_layer(self) -> None:
+        """Add the layer that drafts tokens, whose keys and values become part of what the model keeps.
+
+        Raises:
+            ConfigError: the family has none.
+        """
+        if self._build_draft_layer is None:
+            raise ConfigError(
+                '--speculative-config: this model has no layer for multi-token prediction; try {"method": "ngram"}'
+            )
+        self.draft_layer = self._build_draft_layer()
+        self.spec = replace(self.spec, layers=(*self.spec.layers, self.draft_layer.spec))
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
@@ -55,11 +78,13 @@ class CausalLM(nn.Module):
             user.use_kernels(kernels)
 
     def _users(self) -> list[UsesKernels]:
-        return [module for module in self.decoder.modules() if isinstance(module, UsesKernels)]
+        parts = [module for child in self.children() for module in child.modules()]
+        return [module for module in parts if isinstance(module, UsesKernels)]
 
     def bind(self, arena: ArenaTensors) -> ModelMemory:
         """Return the arena as ``forward`` takes it."""
-        return self.decoder.bind(arena)
+        memory = self.decoder.bind(arena)
+        return memory if self.draft_layer is None else replace(memory, draft=self.draft_layer.bind(arena.layers[-1]))
 
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         """Return the final, normalised ``hidden_TE`` of every row of the step, and advance the memory."""
@@ -70,10 +95,28 @@ class CausalLM(nn.Module):
         """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
         return self.decoder.logits(hidden_NE)
 
+    @torch.no_grad()
+    def draft(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> Tensor:
+        """Return hidden states whose logits predict the token after each of the batch's, by the draft layer.
+
+        Args:
+            batch: tokens, and the positions before theirs, where the draft layer keeps what it computes of them.
+            hidden_TE: final, normalised hidden states behind those positions: the model's, or of this function.
+        """
+        if self.draft_layer is None:
+            raise EngineError("a model without a draft layer was asked for drafts")
+        embedded_TE, rotary = self.decoder.embed(batch)
+        drafted_TE: Tensor = self.draft_layer(embedded_TE, hidden_TE, rotary, batch, memory.draft)
+        return drafted_TE
+
     def lay_out(self, layout: Layout) -> None:
         """Choose the form of its weights; they cannot be loaded or moved afterwards."""
         self.decoder.lay_out(layout)
+        if self.draft_layer is not None:
+            self.draft_layer.lay_out(layout)
 
     def targets(self, names: frozenset[str]) -> NamedTargets:
         """Yield where the tensors go that the published weights, which hold ``names``, must have."""
-        return self._published(names)
+        yield from self._published(names)
+        if self.draft_layer is not None:
+            yield from self.draft_layer.targets("mtp.", names)

@@ -28,6 +28,8 @@ class ModelMemory:
     """Per layer, what its ``bind`` returned."""
     folds: tuple[Fold, ...]
     """Between them they fold the logs of all layers."""
+    draft: Any = None
+    """What the draft layer's ``bind`` returned; None: there is none."""
     replays: tuple[Replay, ...] = ()
     """Between them they advance the states of all layers over logged tokens, where drafts are logged."""
 
@@ -55,6 +57,13 @@ class LanguageModel(Protocol):
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
+
+
+class DraftingModel(LanguageModel, Protocol):
+    """A language model with a layer that drafts tokens."""
+
+    def draft(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> Tensor:
+        """Return hidden states whose logits predict the token after each of the batch's, by the draft layer."""
 
 
 class LoadableModel(LanguageModel, Protocol):

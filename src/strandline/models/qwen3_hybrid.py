@@ -18,6 +18,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
+from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.targets import NamedTargets, whole
 
@@ -40,6 +41,8 @@ class HybridConfig:
     attention: AttentionConfig
     gated_delta: GatedDeltaNetConfig
     rotary: RotaryFrequencies
+    has_draft_layer: bool
+    """Whether a layer of multi-token prediction that shares the embedding may be published."""
 
     @classmethod
     def read(cls, text: Any) -> "HybridConfig":
@@ -58,6 +61,8 @@ class HybridConfig:
             attention=AttentionConfig.read(fields, QueryKeyNorm.ZERO_CENTERED),
             gated_delta=GatedDeltaNetConfig.read(fields),
             rotary=rotary_frequencies(text),
+            has_draft_layer=fields.size("mtp_num_hidden_layers", at_least=0, default=1) == 1
+            and not fields.flag("mtp_use_dedicated_embeddings", default=False),
         )
 
 
@@ -84,7 +89,18 @@ def build(
     ]
     layers, shape = [part.layer for part in parts], (config.vocab_size, config.attention.hidden_size)
     decoder = Decoder(layers, norm, config.rotary, shape, dtype, device, is_tied=is_tied)
-    return CausalLM(decoder, config.max_position, partial(_published, decoder, parts))
+
+    def build_draft_layer() -> DraftLayer:
+        mlp = _build_mlp(mlps[-1], dtype, device)
+        part = _build_layer(config, "full_attention", mlp, norm, in_proj_targets, dtype, device)
+        return DraftLayer(part.layer, part.targets, norm, config.attention.hidden_size, dtype, device)
+
+    return CausalLM(
+        decoder,
+        config.max_position,
+        partial(_published, decoder, parts),
+        build_draft_layer if config.has_draft_layer else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ def load_model(
     seed: int = 0,
     progress: bool = False,
     rounded_to: torch.dtype | None = None,
+    with_draft_layer: bool = False,
 ) -> LoadableModel:
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
@@ -85,6 +86,7 @@ def load_model(
         load_format: ``auto`` or ``safetensors`` reads files; ``dummy`` needs none and draws random weights.
         seed: of the random weights.
         progress: show a bar over the files.
+        with_draft_layer: load the layer for multi-token prediction, too.
         rounded_to: a narrower dtype than ``dtype``, which dequantised weights are rounded to first; None: they are not.
 
     Raises:
@@ -94,6 +96,8 @@ def load_model(
     config = read_model_config(Path(path)) if config is None else config
     quantization = read_quantization(config)
     model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device)
+    if with_draft_layer:
+        model.add_draft_layer()
     if load_format == "dummy":
         fill_with_random_weights(model, seed, published_dtype(config))
         model.weights_report = WeightsReport()
@@ -174,8 +178,9 @@ def _fill_from_files(
         files = open_files(directory, stack)
         holders = {name: file for file in files for name in file.names()}
         names = frozenset(holders)
-        skipped = Counter(prefix for name in names for prefix in SKIPPED_PREFIXES if name.startswith(prefix))
         targets = dict(model.targets(names))
+        unused = [name for name in names if name not in targets]
+        skipped = Counter(prefix for name in unused for prefix in SKIPPED_PREFIXES if name.startswith(prefix))
         quantized = [x for x in targets if x in names and quantization and holders[x].dtype(x) == QUANTIZED_DTYPE]
         scales = {name: find_scales(name, names) for name in quantized}
         _check_names(directory, names, targets, {scale for found in scales.values() for scale in found})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from strandline.cache import Action
-from strandline.ids import LogId, PendingToken, RequestId, SlotId
+from strandline.ids import NO_TOKEN, LogId, PendingToken, RequestId, SlotId
 from strandline.records.sampling_params import SamplingParams
 
 MAX_STOP_IDS: Final = 8
@@ -52,6 +52,10 @@ class SequencePlan(NamedTuple):
     num_drafts: int = 0
     """The last tokens of ``token_ids`` that are drafts. A token is sampled behind the token before them, and behind
     each of them as long as the drafts agree with what is sampled."""
+    next_id: int = NO_TOKEN
+    """The token after ``end``, if it is known. Where a draft layer runs, every sequence that is not sampled has one."""
+    next_drafts: int = 0
+    """Tokens that the draft layer drafts for the next step."""
 
     @property
     def is_decode(self) -> bool:
@@ -119,5 +123,7 @@ class StepResult:
     """Those of the sampled tokens by index of the sequence, where asked for."""
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By index: of the prompt's tokens ``[start + 1, end + 1)`` as far as they are the prompt's."""
+    drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """For the next step, by index of the sequence."""
     failures: Mapping[RequestId, str] = field(default_factory=dict)
     """Requests that an exception concerned alone, and its text. What else the step says of them is not to be shown."""

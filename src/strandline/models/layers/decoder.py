@@ -241,21 +241,26 @@ class Decoder(nn.Module):
 
     def bind(self, arena: ArenaTensors) -> ModelMemory:
         """Return the arena as ``forward`` takes it."""
-        bound = tuple(layer.bind(memory) for layer, memory in zip(self._layers, arena.layers, strict=True))
+        bound = tuple(layer.bind(memory) for layer, memory in zip(self._layers, arena.layers, strict=False))
         replays = tuple(
             partial(cast(ReplayingMixer, layer.mixer).replay, memory=bound[index])
             for index, layer in enumerate(self._layers)
             if arena.layers[index].replay is not None
         )
-        return ModelMemory(bound, bind_folds([layer.recurrence for layer in self._layers], arena.stacks), replays)
+        folds = bind_folds([layer.recurrence for layer in self._layers], arena.stacks)
+        return ModelMemory(bound, folds, replays=replays)
+
+    def embed(self, batch: StepBatch) -> tuple[Tensor, RotaryTable | None]:
+        """Return the embeddings of the step's tokens, and the rotary table of its positions."""
+        embedded_TE = multiplied(F.embedding(batch.token_ids_T, self.embed_ZE), self.embedding_multiplier)
+        if self.inv_freq_F is None:
+            return embedded_TE, None
+        return embedded_TE, rotary_table(batch.positions_T, self.inv_freq_F, self.attention_factor)
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         """Return the final, normalised hidden state of every row of the step, and advance the memory."""
-        residual_TE = multiplied(F.embedding(batch.token_ids_T, self.embed_ZE), self.embedding_multiplier)
-        rotary = None
-        if self.inv_freq_F is not None:
-            rotary = rotary_table(batch.positions_T, self.inv_freq_F, self.attention_factor)
+        residual_TE, rotary = self.embed(batch)
         layers, eps = self._layers, self.norm.eps
         norms = [*(layer.first_norm_E for layer in layers[1:]), self.norm_E]
         first_norm_E = layers[0].first_norm_E

@@ -1,0 +1,104 @@
+"""Multi-token prediction: a layer that drafts the token after the next one.
+
+From the final hidden state of a token and the embedding of the token after it, it computes a hidden state whose logits,
+by the model's own head, predict the token after that. It is an attention layer with keys and values of its own, which
+lie at the position of the first of the two tokens. Its own hidden state can stand for the model's, to draft further.
+
+Source: ``mtp.*`` as Qwen publishes it; DeepSeek-AI, "DeepSeek-V3 Technical Report", section 2.2.
+
+Shape suffixes: T tokens of the step, E hidden size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.operation import Operation
+from strandline.kernels.weights import Layout
+from strandline.models.layers.decoder import DecoderLayer, ResidualNorm
+from strandline.models.layers.projection import Projection
+from strandline.models.layers.rotary import RotaryTable
+from strandline.models.targets import NamedTargets, whole
+from strandline.specs import LayerSpec
+
+
+class DraftLayer(nn.Module):
+    """Norms of its two inputs, a projection of both, a decoder layer, and a norm.
+
+    Args:
+        layer: whose spec has streams alone.
+        layer_targets: as ``targets``, of the layer.
+    """
+
+    def __init__(
+        self,
+        layer: DecoderLayer,
+        layer_targets: Callable[[str, frozenset[str]], NamedTargets],
+        norm: ResidualNorm,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, norm
+        self._layer_targets = layer_targets
+        self.fc = Projection(hidden_size, 2 * hidden_size, dtype, device)
+        """Columns: embedding, hidden state."""
+        self.embedding_norm_E, self.hidden_norm_E, self.norm_E = (
+            norm.weight(hidden_size, dtype=dtype, device=device) for _ in range(3)
+        )
+
+    @property
+    def operations(self) -> tuple[Operation[..., Any], ...]:
+        return (self.norm.norm, self.norm.add_norm)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._norm, self._add_norm = kernels[self.norm.norm], kernels[self.norm.add_norm]
+
+    @property
+    def spec(self) -> LayerSpec:
+        return self.layer.spec
+
+    def bind(self, memory: LayerMemory) -> Any:
+        """Return the layer's memory as ``forward`` takes it."""
+        return self.layer.bind(memory)
+
+    def forward(
+        self, embedded_TE: Tensor, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
+    ) -> Tensor:
+        """Return normalised hidden states.
+
+        Args:
+            embedded_TE: of the tokens after those that ``batch`` gives positions of.
+            hidden_TE: final, normalised hidden states of those.
+        """
+        eps = self.norm.eps
+        embedded_TE = self._norm(embedded_TE, self.embedding_norm_E, eps)
+        hidden_TE = self._norm(hidden_TE, self.hidden_norm_E, eps)
+        residual_TE = self.fc.multiply(torch.cat((embedded_TE, hidden_TE), dim=-1))
+        first_norm_E = self.layer.first_norm_E
+        normed_TE = residual_TE if first_norm_E is None else self._norm(residual_TE, first_norm_E, eps)
+        added_TE, residual_TE = self.layer(normed_TE, residual_TE, rotary, batch, memory)
+        drafted_TE: Tensor
+        drafted_TE, _ = self._add_norm(added_TE, residual_TE, self.norm_E, eps)
+        return drafted_TE
+
+    def lay_out(self, layout: Layout) -> None:
+        """Choose the form of its weights; they cannot be loaded or moved afterwards."""
+        for module in self.modules():
+            if isinstance(module, Projection):
+                module.lay_out(layout)
+
+    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
+        """Yield the published tensors."""
+        yield f"{prefix}fc.weight", whole(self.fc.weight_OI)
+        yield f"{prefix}pre_fc_norm_embedding.weight", whole(self.embedding_norm_E)
+        yield f"{prefix}pre_fc_norm_hidden.weight", whole(self.hidden_norm_E)
+        yield f"{prefix}norm.weight", whole(self.norm_E)
+        yield from self._layer_targets(f"{prefix}layers.0.", names)

@@ -1,0 +1,146 @@
+"""The draft layer of the demo model drafts what its training computed, also behind hits, and changes no token."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import strandline
+from strandline import LLM, SamplingParams
+from strandline.engine.drafting import DraftLayerDrafter
+from strandline.engine.request import Request
+from strandline.env import DEBUG_CACHE
+from strandline.errors import ConfigError
+from tests.cpu.engine.tiny import save_tiny_model
+from tools import demo_network
+
+DEMO_FOLDER = Path(strandline.__file__).parent / "demo"
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPT = (
+    "What is seven times eight? And who wrote the letter that the teacher read in the old archive last winter? " * 3
+)
+
+Drafts = dict[int, tuple[int, ...]]
+"""What was drafted, by the number of tokens before."""
+
+
+class Spy(DraftLayerDrafter):
+    """Keeps what it hands on."""
+
+    def __init__(self) -> None:
+        self.seen: Drafts = {}
+
+    def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
+        drafts = super().propose(request, max_tokens)
+        self.seen[request.num_tokens] = drafts
+        return drafts
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    monkeypatch.setenv(DEBUG_CACHE, "1")
+
+    def make(num_drafts: int = 2, **options: object) -> LLM:
+        speculation = {"method": "mtp", "num_speculative_tokens": num_drafts} if num_drafts else None
+        settings = {"memory": "64MiB", "dtype": "float32", "device": "cpu", **options}
+        return LLM("demo", speculative_config=speculation, **settings)
+
+    return make
+
+
+def ids(llm: LLM, text: str = PROMPT) -> list[int]:
+    return list(llm.get_tokenizer().encode(text))
+
+
+def run(llm: LLM, prompt: list[int], params: SamplingParams = GREEDY, **fields: str) -> tuple[list[int], Drafts]:
+    spy = llm.engine.scheduler._drafter = Spy()
+    [output] = llm.generate({"prompt_token_ids": prompt, **fields}, params, use_tqdm=False)
+    return list(output.outputs[0].token_ids), spy.seen
+
+
+@pytest.fixture(scope="module")
+def trained() -> demo_network.DemoModel:
+    state: dict[str, torch.Tensor] = {}
+    for file in DEMO_FOLDER.glob("*.safetensors"):
+        state |= {name: tensor.float() for name, tensor in load_file(file).items()}
+    model = demo_network.DemoModel(demo_network.Shape())
+    model.load_state_dict(state)
+    return model
+
+
+@torch.no_grad()
+def test_first_drafts_are_those_of_the_trained_layer(make: Callable[..., LLM], trained: demo_network.DemoModel) -> None:
+    llm = make(1)
+    prompt = ids(llm)
+    answer, drafts = run(llm, prompt)
+    tokens = prompt + answer
+    padded = torch.tensor([tokens + [0] * (-len(tokens) % 64)])
+    hidden_NE = trained.draft(trained(padded), padded.roll(-1, 1))
+    expected = F.linear(hidden_NE, trained.model.embed_tokens.weight).argmax(-1).tolist()
+    assert len(drafts) > 5
+    found = {count: drafted[0] for count, drafted in drafts.items() if drafted}
+    # The pair of the last two of ``count`` tokens lies at the first of them.
+    assert found == {count: expected[count - 2] for count in found}
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_tokens_are_those_of_plain_decoding_and_most_drafts_agree(make: Callable[..., LLM], num_drafts: int) -> None:
+    plain, llm = make(0), make(num_drafts)
+    questions = ["What is speculative decoding?", "Tell me about yourself.", "What is 7 times 8?"]
+    messages = [[{"role": "user", "content": question}] for question in questions]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    expected, found = (
+        [output.outputs[0].token_ids for output in x.chat(messages, params, use_tqdm=False)] for x in (plain, llm)
+    )
+    assert found == expected
+    stats = llm.engine.core.stats().speculation
+    assert stats.num_accepted_by_place[0] > 0.8 * stats.num_drafts
+
+
+@pytest.mark.parametrize("step_tokens", [1, 7, 64, 65])
+def test_steps_of_any_size_draft_the_same(make: Callable[..., LLM], step_tokens: int) -> None:
+    llm = make(max_num_batched_tokens=4096)
+    prompt = ids(llm)
+    expected = run(llm, prompt)
+    # A step of one token has no room for drafts: only what is drafted behind it is compared.
+    found = run(make(max_num_batched_tokens=step_tokens), prompt)
+    assert found[0] == expected[0]
+    if step_tokens > 2:
+        assert found[1] == expected[1]
+
+
+def test_drafts_behind_a_hit_are_those_without(make: Callable[..., LLM]) -> None:
+    llm = make()
+    prompt = ids(llm)
+    expected = run(make(enable_prefix_caching=False), prompt)
+    assert len(prompt) > 64
+    for position in [*range(1, len(prompt), 7), 63, 65]:
+        salt = {"cache_salt": str(position)}
+        llm.generate({"prompt_token_ids": prompt[:position], **salt}, SamplingParams(max_tokens=1), use_tqdm=False)
+        assert run(llm, prompt, **salt) == expected, position
+        assert llm.engine.core.stats().hit_tokens >= position
+
+
+def test_a_whole_hit_drafts_at_once(make: Callable[..., LLM]) -> None:
+    llm = make()
+    prompt = ids(llm)
+    expected = run(llm, prompt)
+    llm.engine.scheduler._drafter = spy = Spy()
+    [output] = llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == len(prompt)
+    assert (list(output.outputs[0].token_ids), spy.seen) == expected
+    assert spy.seen[len(prompt) + 1]
+
+
+def test_a_model_without_a_draft_layer_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = save_tiny_model(tmp_path_factory.mktemp("tiny"), mtp_num_hidden_layers=0)
+    with pytest.raises(ConfigError, match="no layer for multi-token prediction"):
+        LLM(
+            str(directory),
+            skip_tokenizer_init=True,
+            device="cpu",
+            speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+        )

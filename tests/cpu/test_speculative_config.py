@@ -1,0 +1,36 @@
+"""What ``--speculative-config`` takes, and what it says of anything else."""
+
+import pytest
+
+from strandline.config import EngineConfig
+from strandline.errors import ConfigError
+from strandline.speculative_config import read_speculative_config
+
+FAULTS = {
+    '{"method"': "must be JSON",
+    "[1]": "must be a mapping such as",
+    '{"method": "ngram"}': "num_speculative_tokens is missing",
+    '{"num_speculative_tokens": 1}': "method is missing",
+    '{"method": "eagle", "num_speculative_tokens": 1}': "method must be one of mtp, ngram; got 'eagle'",
+    '{"method": "mtp", "num_speculative_tokens": 0}': "at least 1 and at most 16, got 0",
+    '{"method": "mtp", "num_speculative_tokens": true}': "at least 1 and at most 16, got True",
+    '{"method": "mtp", "num_speculative_tokens": 17}': "at least 1 and at most 16, got 17",
+    '{"method": "mtp", "num_speculative_token": 1}': "unknown field 'num_speculative_token'; known are method",
+    '{"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 5, "prompt_lookup_max": 2}': "above",
+    '{"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 0}': "at least 1, got 0",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), FAULTS.items())
+def test_faults_are_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--speculative-config.*{message}"):
+        EngineConfig(model="demo", speculative_config=text)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, (5, 5)), ({"prompt_lookup_max": 3}, (3, 3)), ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4))],
+)
+def test_lookup_lengths_have_vllms_defaults(given: dict[str, int], expected: tuple[int, int]) -> None:
+    config = read_speculative_config({"method": "ngram", "num_speculative_tokens": 1, **given})
+    assert (config.min_match, config.max_match) == expected
