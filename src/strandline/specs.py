@@ -129,6 +129,11 @@ class ModelSpec:
         return sum(layer.slot_bytes for layer in self.layers)
 
     @cached_property
+    def has_states(self) -> bool:
+        """Whether a layer keeps states, so that a prefix is resumed from a slot and not from blocks alone."""
+        return any(layer.states for layer in self.layers)
+
+    @cached_property
     def blocks_per_slab(self) -> int:
         """How many blocks fill one slab (the room of one slot)."""
         return max(1, -(-self.raw_slot_bytes // self.block_bytes))

@@ -27,7 +27,7 @@ from strandline.text.cache_report import account_data, answer_data
 TIMEOUT_S: Final = 30.0
 CONVERSATION: Final = frozenset({"messages", "tools", "chat_template_kwargs", "add_generation_prompt"})
 MAX_LISTED: Final = 20
-NEW: Final = frozenset({Reason.FIRST_SEEN, Reason.DIVERGED})
+NEW: Final = frozenset({Reason.FIRST_SEEN, Reason.DIVERGED, Reason.REPEATED})
 """Reasons that no cache could help."""
 
 

@@ -9,9 +9,10 @@ MEANINGS: Final[Mapping[str, str]] = {
     "no_snapshot": "keys and values are cached, but no snapshot was taken at or after this position",
     "snapshot_evicted": "keys and values are cached, but the snapshot was evicted",
     "evicted": "the tokens were cached and have been evicted",
+    "repeated": "keys and values are cached, but computed again for what follows the prompt's last token",
     "computing": "another request was computing the tokens",
     "other_salt": "the tokens are cached under another salt",
-    "no_room": "there was a snapshot, but not enough memory to keep it beside the request's own state",
+    "no_room": "the prefix was cached, but there was not enough memory to keep it beside the request's own data",
     "not_asked": "the cache is off, or the request wanted its prompt's log-probabilities",
 }
 MAX_SHOWN: Final = 8
@@ -45,14 +46,20 @@ def lines(data: Data, subject: str) -> Iterator[str]:
 def _ranges(account: Data) -> Iterator[str]:
     rows = []
     if account["hit"]:
-        kind = str(account["snapshot_kind"] or "").replace("_", " ")
-        rows.append((0, account["hit"], "hit", f"resumed from a snapshot ({kind})"))
+        rows.append((0, account["hit"], "hit", _source(account["snapshot_kind"])))
     for miss in account["misses"]:
         who = f": {miss['request_id']}" if miss.get("request_id") else ""
         rows.append((miss["start"], miss["end"], miss["reason"], MEANINGS.get(miss["reason"], "") + who))
     names = [f"[{start:,}, {end:,})" for start, end, _, _ in rows]
     for name, (_, _, what, text) in zip(names, rows, strict=True):
         yield f"  {name:<{max(map(len, names))}}  {what:<{max(len(row[2]) for row in rows)}}  {text}"
+
+
+def _source(snapshot_kind: str | None) -> str:
+    """Return what a hit was resumed from."""
+    if snapshot_kind is None:
+        return "resumed from cached keys and values alone: the model keeps no state"
+    return f"resumed from a snapshot ({snapshot_kind.replace('_', ' ')})"
 
 
 def _path(data: Data) -> Iterator[str]:

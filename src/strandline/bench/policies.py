@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from strandline.cache import Placement, PrefixCache, SnapshotKind
+from strandline.cache import Placement, PrefixCache, ResumeRule, SnapshotKind
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import LeastRecentlyUsed
 from strandline.cache.placement import Align, EveryBoundary, NoSnapshots
+from strandline.cache.resume import AT_SNAPSHOTS
 from strandline.clock import Clock
 from strandline.errors import ConfigError
 
@@ -51,12 +52,19 @@ def policy(name: str) -> Policy:
 
 
 def make_cache(
-    chosen: Policy, num_slabs: int, blocks_per_slab: int, clock: Clock, *, emits_events: bool = False
+    chosen: Policy,
+    num_slabs: int,
+    blocks_per_slab: int,
+    clock: Clock,
+    rule: ResumeRule = AT_SNAPSHOTS,
+    *,
+    emits_events: bool = False,
 ) -> PrefixCache:
     """Return an empty cache with a policy."""
     return PrefixCache(
         num_slabs,
         blocks_per_slab,
+        rule=rule,
         order=LeastRecentlyUsed() if chosen.evicts_oldest else None,
         placement=chosen.placement,
         max_slots=None if chosen.slot_share is None else int(chosen.slot_share * num_slabs),

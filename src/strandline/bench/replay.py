@@ -15,7 +15,7 @@ from strandline.bench.cost import CostModel
 from strandline.bench.ideal import SeenPrefixes
 from strandline.bench.policies import make_cache, policy
 from strandline.bench.traces import Call, Lane
-from strandline.cache import CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock, Reason
+from strandline.cache import CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock, Reason, resume_rule
 from strandline.cache.tokens import TOKEN_BYTES, decode
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -157,7 +157,12 @@ class Replay:
         spec = machine.spec
         num_slabs = machine.memory_bytes // spec.slab_bytes
         self.cache = make_cache(
-            policy(policy_name), num_slabs, spec.blocks_per_slab, self._clock, emits_events=emits_events
+            policy(policy_name),
+            num_slabs,
+            spec.blocks_per_slab,
+            self._clock,
+            resume_rule(spec),
+            emits_events=emits_events,
         )
         self.result = Result(policy_name, machine.memory_bytes)
         self._scheduler = Scheduler(

@@ -5,6 +5,7 @@ from strandline.cache.actions import Action, CopyTokens, DropBlocks, DropSlot, F
 from strandline.cache.core import PrefixCache
 from strandline.cache.lease import Cut, Lead, Lease, StepGrant
 from strandline.cache.placement import OnGrid, Placement, placement
+from strandline.cache.resume import ResumeRule, resume_rule
 from strandline.cache.tokens import TokenBuffer
 
 __all__ = [
@@ -24,8 +25,10 @@ __all__ = [
     "Placement",
     "PrefixCache",
     "Reason",
+    "ResumeRule",
     "SnapshotKind",
     "StepGrant",
     "TokenBuffer",
     "placement",
+    "resume_rule",
 ]

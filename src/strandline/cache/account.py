@@ -40,12 +40,15 @@ class Reason(StrEnum):
     """As ``NO_SNAPSHOT``, because the snapshot has been evicted."""
     EVICTED = "evicted"
     """It was cached and has been evicted."""
+    REPEATED = "repeated"
+    """Its keys and values are cached, but it is computed again, in a model that keeps no states: the last token of a
+    prompt, to sample what follows it; in deterministic mode, all tokens of that block."""
     COMPUTING = "computing"
     """A running request is computing it."""
     OTHER_SALT = "other_salt"
     """It is cached under another salt."""
     NO_ROOM = "no_room"
-    """There is a snapshot, but no memory for it beside the request's own state, and no request that could free some."""
+    """It is cached, but there is no memory for it beside the request's own, and no request that could free some."""
     NOT_ASKED = "not_asked"
     """The request does not read the cache, or caching is disabled."""
 
@@ -70,7 +73,7 @@ class Account(NamedTuple):
     queried: int
     """Tokens in the prompt."""
     hit: int
-    """Tokens that are not computed: the position of the snapshot that the request resumes from."""
+    """Tokens that are not computed: the position that the request resumes from."""
     kv_tokens: int
     """Tokens whose keys and values are cached, which may be more than ``hit``."""
     snapshot_kind: SnapshotKind | None
@@ -82,10 +85,10 @@ class Account(NamedTuple):
         misses = (Miss(Reason.NOT_ASKED, 0, num_tokens),) if num_tokens else ()
         return cls(num_tokens, 0, 0, None, misses)
 
-    def without_room(self) -> "Account":
-        """Return the account of a request that cannot use the snapshot that it found, for lack of memory."""
-        miss = Miss(Reason.NO_ROOM, 0, self.hit)
-        return Account(self.queried, 0, self.kv_tokens, None, (miss, *self.misses))
+    def without_room(self, hit: int) -> "Account":
+        """Return the account of a request that can use only ``hit`` of the tokens that it found, for lack of memory."""
+        miss = Miss(Reason.NO_ROOM, hit, self.hit)
+        return Account(self.queried, hit, self.kv_tokens, None, (miss, *self.misses))
 
     def for_callers(self) -> "Account":
         """Return the account without what it reveals of other salts, for the request's sender.

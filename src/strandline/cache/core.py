@@ -11,6 +11,9 @@ has one owner; the path of a lease is never evicted; byte accounting is exact.
 A request that resumes at ``p`` reads the shared snapshot at ``p`` in place and shares all whole blocks that
 match, including those beyond ``p``, where it recomputes the state but not the keys and values. When ``p`` lies
 inside a block, the request gets its own copy of that block's first ``p % 64`` tokens.
+
+For a model that keeps no states (``AtTokens``), there are no snapshots and no slots but the null slot: a request
+resumes wherever keys and values are cached, and its last, partly filled block is published as well.
 """
 
 from collections.abc import Iterator
@@ -19,7 +22,7 @@ from strandline.cache.account import UNCOUNTED, Account, CacheCounters, Snapshot
 from strandline.cache.actions import Action, CopyTokens, FoldLog
 from strandline.cache.announcer import Announcer
 from strandline.cache.events import CacheEvent
-from strandline.cache.eviction import EvictionOrder, WorthPerByte
+from strandline.cache.eviction import EvictionOrder, LeastRecentlyUsed, WorthPerByte
 from strandline.cache.hits import record_hit
 from strandline.cache.index import PrefixIndex
 from strandline.cache.internals import Internals
@@ -27,18 +30,19 @@ from strandline.cache.lease import Cut, Lead, Lease, StepGrant
 from strandline.cache.logs import LogPool
 from strandline.cache.memory import CacheMemory
 from strandline.cache.miss_reasons import MissReasons
-from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement
+from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement, WithoutStates
 from strandline.cache.publish import Publisher
+from strandline.cache.resume import AT_SNAPSHOTS, Match, ResumeRule
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.stats import CacheStats, MemoryUse
 from strandline.cache.tokens import TokenBuffer
 from strandline.cache.tree import Place, Run, Snapshot, find_home, snapshot_at
 from strandline.cache.use import interarrival_bin
-from strandline.cache.walk import Walk, partial_block_source
+from strandline.cache.walk import Walk
 from strandline.clock import Clock
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_LOG, BlockId, RequestId, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, BlockId, RequestId, SlotId
 
 _new_grant = tuple.__new__
 """Makes a ``StepGrant`` in half the time of its constructor, which counts per sequence and step."""
@@ -52,8 +56,9 @@ class PrefixCache:
     Args:
         num_slabs: size of the arena (see ``SlabAllocator``), the null slab included.
         blocks_per_slab: blocks that fit in the memory of one slot.
-        order: ranks what to evict; None: by worth per byte.
-        placement: chooses which snapshots to take.
+        rule: where prompts resume.
+        order: ranks what to evict; None: by worth per byte, without states the least recently used blocks first.
+        placement: chooses which snapshots to take, if the model keeps states.
         max_slots: reserve this many slabs for slots and the others for blocks, as a baseline; None: no static share.
         enabled: when False, requests get blocks and slots, but nothing is kept or found.
         clock: returns seconds, to learn inter-arrival times; None: time is counted in admissions alone.
@@ -67,6 +72,7 @@ class PrefixCache:
         num_slabs: int,
         blocks_per_slab: int,
         *,
+        rule: ResumeRule = AT_SNAPSHOTS,
         order: EvictionOrder | None = None,
         placement: Placement = AUTO,
         max_slots: int | None = None,
@@ -77,14 +83,16 @@ class PrefixCache:
         emits_events: bool = False,
     ) -> None:
         self.is_enabled = enabled
-        self._placement = placement
+        self._rule = rule
+        self._placement = placement = placement if rule.needs_slots else WithoutStates()
         self._allocator = SlabAllocator(num_slabs, blocks_per_slab, max_slots)
         self._leases: dict[RequestId, Lease] = {}
         self._reuse = ReuseHistory(clock)
-        order = order or WorthPerByte(blocks_per_slab, self._reuse)
+        if order is None:
+            order = WorthPerByte(blocks_per_slab, self._reuse) if rule.needs_slots else LeastRecentlyUsed()
         self._announcer = Announcer() if emits_events else None
         self._memory = CacheMemory(self._allocator, order, self._leases.values, self._announcer)
-        self._index = PrefixIndex(self._memory, self._leases.values)
+        self._index = PrefixIndex(self._memory, self._leases.values, rule)
         self._counters = CacheCounters()
         self._publisher = Publisher(self._memory, self._reuse, self._counters, self._leases.values)
         self._expected: dict[RequestId, Snapshot] = {}
@@ -100,26 +108,29 @@ class PrefixCache:
         """Return what a request with these tokens would hit, and why the rest would miss. Changes nothing."""
         if not self.is_enabled:
             return Account.not_asked(len(tokens))
-        root = self._index.roots.get(salt)
-        reasons = MissReasons(self._index.roots, self._leases.values())
-        if root is None:
-            return reasons.account(tokens, salt, None, None)
-        end, snapshot = self._index.find(root, tokens.data)
-        return reasons.account(tokens, salt, end, snapshot)
+        reasons = MissReasons(self._index.roots, self._leases.values(), self._rule)
+        return reasons.account(tokens, salt, self._index.match(salt, tokens.data))
 
     def hit_tokens(self, tokens: TokenBuffer, salt: str = "") -> int:
         """Return how many tokens a request would hit, without the reasons. Changes nothing."""
-        snapshot = self._index.deepest(salt, tokens.data) if self.is_enabled else None
-        return snapshot.position if snapshot else 0
+        match = self._index.match(salt, tokens.data) if self.is_enabled else None
+        return match.position if match else 0
 
     def expect(self, request_id: RequestId, tokens: TokenBuffer, salt: str = "") -> None:
-        """Protect what a queued request would hit: it is evicted only when nothing else can be."""
+        """Protect what a queued request would hit.
+
+        A snapshot is evicted only when nothing else can be. Without states, the blocks count as used now.
+        """
         if not self.is_enabled or request_id in self._expected:
             return
-        snapshot = self._index.deepest(salt, tokens.data)
-        if snapshot is not None:
-            self._memory.add_waiter(snapshot)
-            self._expected[request_id] = snapshot
+        match = self._index.match(salt, tokens.data)
+        if match is None:
+            return
+        if match.snapshot is not None:
+            self._memory.add_waiter(match.snapshot)
+            self._expected[request_id] = match.snapshot
+        elif match.position:
+            self._memory.touch(match.end.run, match.copied_run)
 
     def forget(self, request_id: RequestId) -> None:
         """Stop protecting a request's expected hit. ``admit`` does this implicitly."""
@@ -139,20 +150,23 @@ class PrefixCache:
         """
         if not self.is_enabled or not self._leases or not self._placement.takes_branches():
             return None
-        snapshot = self._index.deepest(salt, tokens.data)
-        known = max(snapshot.position if snapshot else 0, beyond)
+        match = self._index.match(salt, tokens.data)
+        known = max(match.position if match else 0, beyond)
         prefilling = [lease for lease in self._leases.values() if lease.computed + 1 < len(lease.tokens)]
-        found = MissReasons(self._index.roots, prefilling).most_shared_lease(tokens, salt, known)
+        found = MissReasons(self._index.roots, prefilling, self._rule).most_shared_lease(tokens, salt, known)
         if found is None:
             return None
         lease, position = found
-        position -= position % grid_tokens
-        if lease.computed >= position or (position - known < BLOCK_TOKENS and position < len(tokens)):
+        last = self._rule.last(len(tokens))
+        position = min(position - position % grid_tokens, last)
+        if lease.computed >= position or position <= known:
+            return None
+        if position - known < BLOCK_TOKENS and position < last:
             return None
         return Lead(lease, position)
 
     def follow(self, lead: Lead) -> None:
-        """Plan a snapshot of the leader at the end of the shared prefix, for a request that waits to resume there."""
+        """Have the leader publish the end of the shared prefix, for a request that waits to resume there."""
         lead.lease.planned_cuts[lead.position] = SnapshotKind.BRANCH
 
     # Admitting
@@ -170,10 +184,11 @@ class PrefixCache:
         past_bin: int | None = None,
         is_counted: bool = True,
     ) -> Lease | None:
-        """Grant a lease: the cached blocks of the prompt, a slot and a log. It starts at the deepest snapshot.
+        """Grant a lease: the cached blocks of the prompt, a slot and a log. It starts where the prompt resumes.
 
         When no other request runs and the memory does not hold the snapshot beside the request's own state, the
-        request starts from the first token (``NO_ROOM``): no release would ever make room for it.
+        request starts from the first token (``NO_ROOM``): no release would ever make room for it. Without states, the
+        same holds for the part of a block, and the request starts after the whole ones.
 
         Args:
             tokens: all tokens known so far. The lease keeps the buffer and sees tokens appended later.
@@ -191,17 +206,18 @@ class PrefixCache:
             raise CacheInvariantError(f"request {request_id} has a lease already")
         root = self._index.root(salt)
         is_asked = read and self.is_enabled
-        end, snapshot = self._index.find(root, tokens.data) if is_asked else (Walk(root, 0, None, 0), None)
-        upper = self._index.split_at(end)
-        reasons = MissReasons(self._index.roots, self._leases.values())
-        account = reasons.account(tokens, salt, end, snapshot) if is_asked else Account.not_asked(len(tokens))
+        match = self._index.find(root, tokens.data) if is_asked else Match(Walk(root, 0, None, 0), 0, None)
+        upper = self._index.split_at(match.end)
+        reasons = MissReasons(self._index.roots, self._leases.values(), self._rule)
+        account = reasons.account(tokens, salt, match) if is_asked else Account.not_asked(len(tokens))
         if not is_counted:
             account = UNCOUNTED
-        if not self._try_pin(upper, end, snapshot, tokens, step_tokens):
-            if snapshot is None or self._leases:
+        if not self._try_pin(upper, match, tokens, step_tokens):
+            if not match.position or self._leases:
                 return None
-            end, snapshot, account = Walk(upper, end.num_blocks, None, 0), None, account.without_room()
-            if not self._try_pin(upper, end, snapshot, tokens, step_tokens):
+            match = self._rule.without_copy(match, upper, len(tokens))
+            account = account.without_room(match.position)
+            if not self._try_pin(upper, match, tokens, step_tokens):
                 return None
         lease = Lease(request_id, tokens, salt, root, upper, account)
         lease.log = self._logs.grant()
@@ -214,52 +230,34 @@ class PrefixCache:
         elif is_asked:
             self._reuse.count_admission()
             lease.interarrival_bin = self._reuse.record_return(salt, tokens.data)
-        self._fill_lease(lease, end, snapshot)
-        self._plan_snapshots(lease, end.kv_tokens, marks)
+        self._fill_lease(lease, match)
+        self._plan_snapshots(lease, match.end.kv_tokens, marks)
         if is_counted:
             self._counters.count(account)
         return lease
 
-    def _try_pin(self, upper: Run, end: Walk, snapshot: Snapshot | None, tokens: TokenBuffer, step_tokens: int) -> bool:
-        """Pin the matched run and snapshot if the remaining blocks and a slot can be allocated."""
-        position = snapshot.position if snapshot else 0
-        self._pin(upper, end, snapshot)
-        last = min(max(position + step_tokens, end.num_blocks * BLOCK_TOKENS), max(len(tokens), 1))
-        num_blocks = -(-last // BLOCK_TOKENS) - end.num_blocks
-        if self._memory.can_take(max(num_blocks, 0), 1):
-            return True
-        self._unpin(upper, end, snapshot)
-        return False
+    def _try_pin(self, upper: Run, match: Match, tokens: TokenBuffer, step_tokens: int) -> bool:
+        """Pin what the match uses if the remaining blocks and a slot can be allocated."""
+        whole = match.end.num_blocks
+        last = min(max(match.position + step_tokens, whole * BLOCK_TOKENS), max(len(tokens), 1))
+        num_blocks = max(-(-last // BLOCK_TOKENS) - whole, 0)
+        return self._memory.try_pin(upper, match, num_blocks, int(self._rule.needs_slots))
 
-    def _pin(self, upper: Run, end: Walk, snapshot: Snapshot | None) -> None:
-        """Keep what the request will use from being evicted while memory is allocated for it."""
-        self._memory.pin_run(upper)
-        if (partial := partial_block_source(end, snapshot)) is not None:
-            self._memory.add_user(partial)
-        if snapshot is not None:
-            self._memory.pin_snapshot(snapshot)
-
-    def _unpin(self, upper: Run, end: Walk, snapshot: Snapshot | None) -> None:
-        if (partial := partial_block_source(end, snapshot)) is not None:
-            self._memory.remove_user(partial)
-        self._memory.unpin_run(upper)
-        if snapshot is not None:
-            self._memory.unpin_snapshot(snapshot)
-
-    def _fill_lease(self, lease: Lease, end: Walk, snapshot: Snapshot | None) -> None:
+    def _fill_lease(self, lease: Lease, match: Match) -> None:
         for run in reversed(list(lease.run.ancestry())):
             lease.table += run.blocks
         lease.num_published = len(lease.table)
-        lease.computed = lease.folded = snapshot.position if snapshot else 0
+        lease.computed = lease.folded = match.position
         shared = lease.num_published * BLOCK_TOKENS
         lease.kv_start = max(shared, lease.computed)
-        lease.dst = self._memory.take_promised_slot()
-        if snapshot is not None:
-            lease.source, lease.src = snapshot, snapshot.slot
-            record_hit(lease, snapshot, self._memory, self._reuse)
-        lease.run.last_tick = self._memory.next_tick()
-        if (partial := partial_block_source(end, snapshot)) is not None:
-            self._copy_partial(lease, partial)
+        if self._rule.needs_slots:
+            lease.dst = self._memory.take_promised_slot()
+        if match.snapshot is not None:
+            lease.source, lease.src = match.snapshot, match.snapshot.slot
+            record_hit(lease, match.snapshot, self._memory, self._reuse)
+        self._memory.touch(lease.run, None if self._rule.needs_slots else match.copied_run)
+        if match.copied_run is not None:
+            self._copy_partial(lease, match.copied_run)
 
     def _plan_snapshots(self, lease: Lease, kv_tokens: int, marks: tuple[int, ...]) -> None:
         """Ask the placement at which positions the lease leaves snapshots."""
@@ -326,7 +324,7 @@ class PrefixCache:
 
     def _reserve_cuts(self, lease: Lease, end: int) -> tuple[tuple[int, SlotId], ...]:
         """Allocate slots for the snapshots that the step to ``end`` emits; omit those for which there is no memory."""
-        if not self.is_enabled:
+        if not self.is_enabled or not self._rule.needs_slots:
             return ()
         due = {position: kind for position, kind in lease.planned_cuts.items() if lease.computed < position <= end}
         if (boundary := self._placement.in_step(lease.computed, end)) is not None:
@@ -360,12 +358,14 @@ class PrefixCache:
             self._publisher.publish_blocks(lease)
         if lease.cuts:
             self._publisher.publish_cuts(lease)
+        elif lease.planned_cuts and not self._rule.needs_slots:
+            self._publisher.publish_for_followers(lease)
 
     def _fold(self, lease: Lease) -> None:
         """Fold what the lease's log holds into the state in ``lease.dst``, by an action."""
-        if lease.num_logged:
+        if lease.num_logged and self._rule.needs_slots:
             self._memory.actions.append(FoldLog(lease.dst, lease.log, lease.num_logged))
-            lease.folded = lease.computed
+        lease.folded = lease.computed
 
     def _move_to_own_slot(self, lease: Lease) -> None:
         """Read the state from the lease's own slot from now on; unpin the snapshot that it was read from."""
@@ -377,9 +377,12 @@ class PrefixCache:
     def leave_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
         """Publish the lease's slot as a snapshot at ``lease.computed`` and give the lease a new slot.
 
+        Without states, publish the block that the lease is filling, as far as it is computed.
+
         Returns:
             False when that snapshot exists already, or no slot can be allocated; the lease keeps its slot.
         """
+        self._publish_partial_block(lease)
         place = self._place_to_leave(lease, kind)
         if place is None:
             return False
@@ -393,6 +396,10 @@ class PrefixCache:
         snapshot = self._publisher.publish(lease, cut, place, num_readers=1)
         lease.source, lease.src, lease.dst = snapshot, snapshot.slot, slot
         return True
+
+    def _publish_partial_block(self, lease: Lease) -> None:
+        if self.is_enabled and not self._rule.needs_slots:
+            self._publisher.publish_partial_block(lease)
 
     def release(self, lease: Lease, kind: SnapshotKind) -> None:
         """Take the lease back: publish its slot as a snapshot at ``lease.computed``, free its log and own blocks."""
@@ -412,7 +419,8 @@ class PrefixCache:
             memory.unpin_snapshot(lease.source)
         for cut in lease.cuts:
             memory.free_slot(cut.slot)
-        if not self._leave_last_snapshot(lease, kind):
+        self._publish_partial_block(lease)
+        if not self._leave_last_snapshot(lease, kind) and lease.dst != NULL_SLOT:
             memory.free_slot(lease.dst)
         tail = lease.tail
         kept = tail.blocks[0] if tail is not None else None
@@ -466,7 +474,8 @@ class PrefixCache:
         return CacheStats(
             memory=self.memory_use(),
             num_leases=len(self._leases),
-            num_snapshots=self._allocator.num_slots - sum(1 + len(lease.cuts) for lease in self._leases.values()),
+            num_snapshots=self._allocator.num_slots
+            - sum((lease.dst != NULL_SLOT) + len(lease.cuts) for lease in self._leases.values()),
             num_snapshots_evicted=memory.num_snapshots_evicted,
             num_blocks_evicted=memory.num_blocks_evicted,
             queries=counters.queries,
@@ -484,7 +493,7 @@ class PrefixCache:
 
     def internals(self) -> Internals:
         """Return the parts of the cache, for the checks, views and tests of this package."""
-        memory, index = self._memory, self._index
+        memory, index, rule = self._memory, self._index, self._rule
         return Internals(
-            self._allocator, memory, self._leases, self._placement, index, self._expected, self._reuse, self._logs
+            self._allocator, memory, self._leases, self._placement, index, self._expected, self._reuse, self._logs, rule
         )

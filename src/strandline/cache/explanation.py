@@ -304,19 +304,17 @@ def _advice_on_miss(
                     text += "; without one, the first prompt that diverges there takes the snapshot for later prompts"
             return Advice(Help.MARK, miss.end, size, text)
         case Reason.SNAPSHOT_EVICTED:
-            slot_bytes = block_bytes * cache.internals().allocator.blocks_per_slab
+            slot_bytes = _slot_bytes(cache, block_bytes)
             text = f"more memory: the evicted snapshot took {_mib(slot_bytes)}; raise --memory"
             return Advice(Help.MEMORY, miss.end, size, text)
         case Reason.EVICTED:
-            num_bytes = (
-                -(-size // BLOCK_TOKENS) * block_bytes + block_bytes * cache.internals().allocator.blocks_per_slab
-            )
-            text = (
-                f"more memory: the evicted data took at least {_mib(num_bytes)}, including a snapshot; raise --memory"
-            )
+            slot_bytes = _slot_bytes(cache, block_bytes)
+            num_bytes = -(-size // BLOCK_TOKENS) * block_bytes + slot_bytes
+            snapshot = ", including a snapshot" if slot_bytes else ""
+            text = f"more memory: the evicted data took at least {_mib(num_bytes)}{snapshot}; raise --memory"
             return Advice(Help.MEMORY, miss.start, size, text)
         case Reason.NO_ROOM:
-            text = f"more memory: the snapshot at {miss.end:,} found no room beside the request's own state"
+            text = f"more memory: what is cached up to {miss.end:,} found no room beside the request's own data"
             return Advice(Help.MEMORY, miss.end, size, text)
         case Reason.COMPUTING:
             text = f"a later arrival: request {miss.request_id} was computing these tokens"
@@ -326,6 +324,12 @@ def _advice_on_miss(
             return Advice(Help.ASK, 0, size, text)
         case _:
             return None
+
+
+def _slot_bytes(cache: PrefixCache, block_bytes: int) -> int:
+    """Return the size of a snapshot; 0: none are needed."""
+    parts = cache.internals()
+    return block_bytes * parts.allocator.blocks_per_slab if parts.rule.needs_slots else 0
 
 
 def _mib(num_bytes: int) -> str:

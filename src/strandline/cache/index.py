@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
+from strandline.cache.resume import Match, ResumeRule
 from strandline.cache.tree import Run, Snapshot, snapshots_below, split
-from strandline.cache.walk import Walk, deepest_snapshot, walk
+from strandline.cache.walk import Walk
 
 MAX_EMPTY_ROOTS = 256
 
@@ -19,8 +20,9 @@ MAX_EMPTY_ROOTS = 256
 class PrefixIndex:
     """Looks up prompts in the trees; remembers the last answer."""
 
-    def __init__(self, memory: CacheMemory, leases: Callable[[], Iterable[Lease]]) -> None:
+    def __init__(self, memory: CacheMemory, leases: Callable[[], Iterable[Lease]], rule: ResumeRule) -> None:
         self._memory = memory
+        self._rule = rule
         self._leases = leases
         self.roots: dict[str, Run] = {}
         """By salt; the newest last."""
@@ -28,22 +30,21 @@ class PrefixIndex:
         """Revision of the index and length of the prompt for which the last answer holds."""
         self.last: tuple[Run, bytearray] | None = None
         """The root and the prompt of the last lookup. A prompt only grows."""
-        self._answer: tuple[Walk, Snapshot | None]
+        self._answer: Match
 
-    def find(self, root: Run, data: bytearray) -> tuple[Walk, Snapshot | None]:
-        """Return how far a tree matches ``data``, and the deepest snapshot there. Changes nothing."""
+    def find(self, root: Run, data: bytearray) -> Match:
+        """Return how far a tree matches ``data``, and where it resumes. Changes nothing."""
         asked = (self._memory.revision, len(data))
         last = self.last
         if last is None or last[0] is not root or last[1] is not data or self._asked != asked:
-            end = walk(root, data)
-            self._answer = end, deepest_snapshot(end, data)
+            self._answer = self._rule.match(root, data)
             self.last, self._asked = (root, data), asked
         return self._answer
 
-    def deepest(self, salt: str, data: bytearray) -> Snapshot | None:
-        """Return the deepest snapshot that a prompt can resume from, or None. Changes nothing."""
+    def match(self, salt: str, data: bytearray) -> Match | None:
+        """Return how far a salt's tree matches ``data``; None: the salt has none. Changes nothing."""
         root = self.roots.get(salt)
-        return None if root is None else self.find(root, data)[1]
+        return None if root is None else self.find(root, data)
 
     def root(self, salt: str) -> Run:
         """Return the root of a salt's tree; create it if needed."""

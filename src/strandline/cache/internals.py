@@ -7,6 +7,7 @@ from strandline.cache.lease import Lease
 from strandline.cache.logs import LogPool
 from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import Placement
+from strandline.cache.resume import ResumeRule
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.tree import Snapshot
@@ -26,3 +27,4 @@ class Internals:
     """By waiting request: the snapshot that it would have resumed from when it was queued."""
     reuse: ReuseHistory
     logs: LogPool
+    rule: ResumeRule

@@ -5,15 +5,13 @@ from collections import Counter
 from strandline.cache.announcer import num_resumable
 from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import Entry
-from strandline.cache.index import PrefixIndex
 from strandline.cache.internals import Internals
 from strandline.cache.lease import Lease
 from strandline.cache.memory import resolve
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home
-from strandline.cache.walk import deepest_snapshot, walk
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_LOG
+from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT
 
 
 def check(checked: PrefixCache) -> None:
@@ -35,7 +33,7 @@ def check(checked: PrefixCache) -> None:
     _check_logs(cache)
     for lease in cache.leases.values():
         _check_lease(lease)
-    _check_index(cache.index)
+    _check_index(cache)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -109,10 +107,12 @@ def _check_owners(cache: Internals, runs: list[Run]) -> None:
         block_owners.update(lease.table[lease.num_published :])
         owners = {cache.memory.owner(block) for block in lease.table[lease.num_published :]}
         _require(owners <= {None, lease.tail}, f"{lease.request_id}: a block of its own has an owner in the index")
-        slot_owners[lease.dst] += 1
+        _require((lease.dst != NULL_SLOT) == cache.rule.needs_slots, f"{lease.request_id} writes slot {lease.dst}")
+        slot_owners[lease.dst] += cache.rule.needs_slots
         slot_owners.update(cut.slot for cut in lease.cuts)
         _require(lease.dst not in published, f"{lease.request_id} writes the published slot {lease.dst}")
     _require(set(block_owners) == blocks, f"blocks leaked or lost: {set(block_owners) ^ blocks}")
+    slot_owners = +slot_owners
     _require(set(slot_owners) == slots, f"slots leaked or lost: {set(slot_owners) ^ slots}")
     counted = (cache.allocator.num_slots, cache.allocator.num_blocks)
     _require(
@@ -178,9 +178,8 @@ def _check_lease(lease: Lease) -> None:
             _require((home, key) == (lease.source.home, lease.source.stub_key), f"{name}: snapshot of another path")
 
 
-def _check_index(index: PrefixIndex) -> None:
-    if index.last is not None:
-        root, data = index.last
-        end = walk(root, data)
-        is_right = index.find(root, data) == (end, deepest_snapshot(end, data))
+def _check_index(cache: Internals) -> None:
+    if cache.index.last is not None:
+        root, data = cache.index.last
+        is_right = cache.index.find(root, data) == cache.rule.match(root, data)
         _require(is_right, "the index has changed, but the remembered lookup was kept")

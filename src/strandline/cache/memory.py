@@ -13,6 +13,7 @@ from strandline.cache.announcer import Announcer
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue
 from strandline.cache.lease import Lease
 from strandline.cache.owners import BlockOwners
+from strandline.cache.resume import Match
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.stats import MemoryUse
 from strandline.cache.tokens import BLOCK_KEY_BYTES
@@ -195,6 +196,26 @@ class CacheMemory:
                     self.offer(node)
             node = node.parent
 
+    def try_pin(self, upper: Run, match: Match, num_blocks: int, num_slots: int) -> bool:
+        """Keep what a match uses from being evicted, if so much memory can be allocated beside it.
+
+        Args:
+            upper: the run that ends with the match's last whole block.
+        """
+        self.pin_run(upper)
+        if match.copied_run is not None:
+            self.add_user(match.copied_run)
+        if match.snapshot is not None:
+            self.pin_snapshot(match.snapshot)
+        if self.can_take(num_blocks, num_slots):
+            return True
+        if match.copied_run is not None:
+            self.remove_user(match.copied_run)
+        self.unpin_run(upper)
+        if match.snapshot is not None:
+            self.unpin_snapshot(match.snapshot)
+        return False
+
     def add_user(self, run: Run) -> None:
         """Add a user to this run alone: one that is a user of all above it already."""
         run.num_users += 1
@@ -223,6 +244,13 @@ class CacheMemory:
             self.offer(snapshot)
         else:
             self.free_slot(snapshot.slot)
+
+    def touch(self, *runs: Run | None) -> None:
+        """Count a use of these runs."""
+        tick = self.next_tick()
+        for run in runs:
+            if run is not None:
+                run.last_tick = tick
 
     def add_waiter(self, snapshot: Snapshot) -> None:
         """Count a waiting request that will resume from the snapshot."""

@@ -6,8 +6,9 @@ from typing import Final
 
 from strandline.cache.account import Account, Miss, Reason
 from strandline.cache.lease import Lease
+from strandline.cache.resume import Match, ResumeRule
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
-from strandline.cache.tree import Run, Snapshot
+from strandline.cache.tree import Run
 from strandline.cache.walk import Walk, walk
 from strandline.ids import BLOCK_TOKENS
 
@@ -21,23 +22,25 @@ class MissReasons:
     Args:
         roots: the root of every salt's tree.
         leases: leases of running requests.
+        rule: where prompts resume.
     """
 
-    def __init__(self, roots: dict[str, Run], leases: Collection[Lease]) -> None:
+    def __init__(self, roots: dict[str, Run], leases: Collection[Lease], rule: ResumeRule) -> None:
         self._roots = roots
         self._leases = leases
+        self._rule = rule
 
-    def account(self, tokens: TokenBuffer, salt: str, end: Walk | None, snapshot: Snapshot | None) -> Account:
-        """Return the account of a lookup that matched up to ``end`` and found ``snapshot``."""
-        hit = snapshot.position if snapshot else 0
-        kv_tokens = end.kv_tokens if end else 0
+    def account(self, tokens: TokenBuffer, salt: str, match: Match | None) -> Account:
+        """Return the account of a lookup; None: nothing is cached under its salt."""
+        if match is None:
+            return Account(len(tokens), 0, 0, None, tuple(self.beyond(tokens, salt, None)) if len(tokens) else ())
+        end, hit, snapshot = match
         misses = list[Miss]()
-        if hit < kv_tokens and end:
-            reason = Reason.SNAPSHOT_EVICTED if _lost_snapshot(end, hit, tokens.data) else Reason.NO_SNAPSHOT
-            misses.append(Miss(reason, hit, kv_tokens))
-        if kv_tokens < len(tokens):
+        if hit < end.kv_tokens:
+            misses.append(Miss(self._rule.why_not_deeper(match, tokens.data), hit, end.kv_tokens))
+        if end.kv_tokens < len(tokens):
             misses.extend(self.beyond(tokens, salt, end))
-        return Account(len(tokens), hit, kv_tokens, snapshot.kind if snapshot else None, tuple(misses))
+        return Account(len(tokens), hit, end.kv_tokens, snapshot.kind if snapshot else None, tuple(misses))
 
     def beyond(self, tokens: TokenBuffer, salt: str, end: Walk | None) -> Iterator[Miss]:
         """Yield the reasons why the tokens after the end of the match are not cached."""
@@ -82,22 +85,6 @@ class MissReasons:
         """Return how many of the tokens are cached under another salt, among the newest ones."""
         newest = islice((root for name, root in reversed(self._roots.items()) if name != salt), MAX_OTHER_SALTS)
         return max((walk(root, tokens.data).kv_tokens for root in newest), default=0)
-
-
-def _lost_snapshot(end: Walk, hit: int, data: bytearray) -> bool:
-    """Return whether a snapshot deeper than ``hit`` was evicted on the matched path."""
-    for run in end.run.ancestry():
-        if run.end_tokens <= end.kv_tokens:
-            offset = run.end_tokens * TOKEN_BYTES
-            after = bytes(data[offset : offset + BLOCK_KEY_BYTES])
-            stubs = [ghost for ghost in run.evicted_snapshots if isinstance(ghost, bytes) and after.startswith(ghost)]
-            if any(run.end_tokens + len(stub) // TOKEN_BYTES > hit for stub in stubs):
-                return True
-        if any(isinstance(ghost, int) and hit < ghost <= end.kv_tokens for ghost in run.evicted_snapshots):
-            return True
-        if run.end_tokens <= hit:
-            return False
-    return False
 
 
 def _evicted_tokens(end: Walk, data: bytearray) -> int:

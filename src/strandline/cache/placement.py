@@ -69,7 +69,7 @@ class Placement(Protocol):
         """Return whether a request's own slot is kept as a snapshot of this kind."""
 
     def takes_branches(self) -> bool:
-        """Return whether a snapshot is taken where a waiting request diverges from a running one."""
+        """Return whether a waiting request may resume where it diverges from a running one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,25 @@ class NoSnapshots:
 
     def takes_branches(self) -> bool:
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutStates:
+    """Takes no snapshots, for models that keep no states: prompts resume at any token."""
+
+    is_stepwise: ClassVar[bool] = False
+
+    def on_admission(self, admission: Admission) -> SnapshotPositions:
+        return {}
+
+    def in_step(self, start: int, end: int) -> int | None:
+        return None
+
+    def keeps(self, kind: SnapshotKind) -> bool:
+        return False
+
+    def takes_branches(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)

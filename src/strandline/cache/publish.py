@@ -107,6 +107,23 @@ class Publisher:
         lease.table[first : lease.num_published] = existing.blocks
         lease.run = existing
 
+    def publish_partial_block(self, lease: Lease) -> None:
+        """Publish the computed tokens of the block that the lease is filling, or count a use of those in the index."""
+        key = lease.tokens.slice(lease.num_published * BLOCK_TOKENS, lease.computed)
+        if not key or lease.computed >= lease.shared_end:
+            return
+        existing = child_with_prefix(lease.run, key)
+        if existing is None:
+            self._publish_tail(lease, key)
+        else:
+            self._memory.touch(existing)
+
+    def publish_for_followers(self, lease: Lease) -> None:
+        """Publish the tokens that waiting requests share, once they are computed."""
+        if min(lease.planned_cuts) <= lease.computed:
+            self.publish_partial_block(lease)
+            lease.planned_cuts = {p: kind for p, kind in lease.planned_cuts.items() if p > lease.computed}
+
     def publish_cuts(self, lease: Lease) -> None:
         reached = [cut for cut in lease.cuts if cut.position <= lease.computed]
         lease.cuts = [cut for cut in lease.cuts if cut.position > lease.computed]

@@ -89,12 +89,6 @@ def deepest_snapshot(end: Walk, data: bytearray) -> Snapshot | None:
     return None
 
 
-def partial_block_source(end: Walk, snapshot: Snapshot | None) -> Run | None:
-    """Return the run whose block a request copies in part, because its snapshot lies inside that block, or None."""
-    is_inside = snapshot is not None and snapshot.position > end.num_blocks * BLOCK_TOKENS
-    return end.partial_run if is_inside else None
-
-
 def branch_snapshots(run: Run, data: bytearray) -> "Iterator[Snapshot]":
     """Yield the deepest snapshot before each branch of the path to the end of ``run``, deepest first."""
     for node in run.ancestry():

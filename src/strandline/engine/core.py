@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
-from strandline.cache import OnGrid, PrefixCache, Reason, placement
+from strandline.cache import OnGrid, PrefixCache, Reason, placement, resume_rule
 from strandline.cache.invariants import check
 from strandline.cache.stats import MemoryUse
 from strandline.clock import SYSTEM_CLOCK
@@ -200,15 +200,16 @@ class EngineCore:
             *_describe_fallbacks(self.executor.facts.fallbacks),
             f"cache: {total / 2**20:,.0f} MiB for blocks and snapshots together, prefix caching "
             + ("on" if self.cache.is_enabled else "off"),
-            f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; "
-            f"a snapshot takes the room of {spec.blocks_per_slab} blocks",
+            f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}",
             f"start: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.start_s.items())}",
             f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
         ]
 
     def _shortest_hit(self) -> str:
-        if not self.cache.is_enabled or self._cache_mode == "none":
+        if not self.cache.is_enabled or (self._cache_mode == "none" and self.spec.has_states):
             return "nothing can hit"
+        if not self.spec.has_states:
+            return f"shortest prefix that can hit: {self._shortest_auto}"
         shortest = self._shortest_auto if self._cache_mode == "auto" else f"{self._cache_block_tokens} tokens"
         return f"snapshots placed by '{self._cache_mode}'; shortest prefix that can hit: {shortest}"
 
@@ -246,6 +247,7 @@ def new_scheduler(
     cache = PrefixCache(
         facts.num_slabs,
         facts.spec.blocks_per_slab,
+        rule=resume_rule(facts.spec, grid_tokens=BLOCK_TOKENS if config.deterministic else 1),
         placement=OnGrid(chosen) if config.deterministic else chosen,
         enabled=config.enable_prefix_caching,
         clock=SYSTEM_CLOCK,
@@ -278,6 +280,12 @@ def _describe_fallbacks(fallbacks: Iterable[Fallback]) -> list[str]:
         f"kernels: slower reference implementations in place of {backend} for {', '.join(names)}: {reason}"
         for (backend, reason), names in operations.items()
     ]
+
+
+def _describe_snapshots(spec: ModelSpec) -> str:
+    if not spec.has_states:
+        return "no snapshots are needed, as the model keeps no recurrent state"
+    return f"snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; a snapshot takes the room of {spec.blocks_per_slab} blocks"
 
 
 def _tenant_bytes(memory: MemoryUse, spec: ModelSpec) -> dict[str, int]:

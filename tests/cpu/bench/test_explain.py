@@ -182,6 +182,12 @@ def test_what_the_server_refuses_is_told(asked: Any, capsys: pytest.CaptureFixtu
     assert "there is no such request" in capsys.readouterr().err
 
 
+def test_hit_without_a_snapshot_is_told_as_such() -> None:
+    account = {**ANSWER["account"], "snapshot_kind": None}
+    text = list(lines({**ANSWER, "account": account}, "request cmpl-1-0"))
+    assert "resumed from cached keys and values alone: the model keeps no state" in text[1]
+
+
 def test_without_texts_tokens_are_shown() -> None:
     parting = {
         "position": 7,

@@ -22,7 +22,7 @@ from strandline.cache import (
 )
 from strandline.cache.tokens import decode
 from strandline.cache.tree import Run
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, LogId, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT, BlockId, LogId, SlotId
 
 POISON = -1
 
@@ -84,6 +84,13 @@ class Device:
             block, cell = BlockId(lease.table[position // BLOCK_TOKENS]), position % BLOCK_TOKENS
             assert cell >= claimed.get(block, 0), f"token {position} overwrites the published block {block}"
             self._write_cells(block, cell, tokens[position : position + 1])
+        if cache.internals().rule.needs_slots:
+            self._run_state(lease, end, cache, grant, tokens)
+        else:
+            assert grant == (NULL_SLOT, NULL_SLOT, (), NULL_LOG, 0, end - lease.computed)
+
+    def _run_state(self, lease: Lease, end: int, cache: PrefixCache, grant: StepGrant, tokens: Tokens) -> None:
+        """Compute the state of the lease's tokens up to ``end``."""
         published = {snapshot.slot for _, _, snapshot in cache.snapshots()}
         in_use = {other.src for other in cache.internals().leases.values() if other.src != other.dst}
         start = len(self.state(grant.src) or ()) + grant.num_logged
@@ -101,6 +108,9 @@ class Device:
         self._logs[grant.log] = tokens[folded:end]
 
     def _check_state(self, lease: Lease, tokens: Tokens) -> None:
+        if lease.dst == NULL_SLOT:
+            assert lease.src == NULL_SLOT, "a lease without a slot reads one"
+            return
         assert self.state(lease.src) == tokens[: lease.folded], f"{lease.request_id} has another state"
         if lease.num_logged:
             assert self._logs[lease.log] == tokens[lease.folded : lease.computed], f"{lease.request_id}: another log"

@@ -6,6 +6,7 @@ from strandline.cache import Account, Lease, Miss, Placement, PrefixCache, Reaso
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import EvictionOrder
 from strandline.cache.invariants import check
+from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
 from strandline.cache.tokens import decode
 from strandline.ids import RequestId
 from tests.cpu.cache.device import Device, Tokens
@@ -22,6 +23,7 @@ class Driver:
         num_slabs: int = 40,
         blocks_per_slab: int = 5,
         *,
+        rule: ResumeRule = AT_SNAPSHOTS,
         order: EvictionOrder | None = None,
         placement: Placement = AUTO,
         enabled: bool = True,
@@ -30,10 +32,11 @@ class Driver:
         self.cache = PrefixCache(
             num_slabs,
             blocks_per_slab,
+            rule=rule,
             order=order,
             placement=placement,
             enabled=enabled,
-            num_logs=num_slabs - 1,
+            num_logs=num_slabs - 1 if rule.needs_slots else 0,
             log_tokens=LOG_TOKENS,
             emits_events=emits_events,
         )

@@ -1,7 +1,8 @@
 """A history of requests over one cache, compared after every event with a dictionary.
 
 The oracle knows of every published snapshot its salt and its tokens, and of the device what each slot and cell
-holds. It finds the deepest snapshot by trying them all, and the longest cached prefix by comparing with all.
+holds. It finds the deepest snapshot by trying them all, and the longest cached prefix by comparing with all. Without
+states, the latter is where a prompt resumes, one token before its end at most.
 """
 
 import random
@@ -10,9 +11,10 @@ from typing import Any, Literal
 
 from strandline.cache import Account, Lease, MoveBlock, Reason, SnapshotKind, TokenBuffer
 from strandline.cache.invariants import check
+from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
 from strandline.cache.tokens import decode
 from strandline.cache.tree import Run
-from strandline.ids import BlockId, RequestId, SlotId
+from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId
 from tests.cpu.cache.device import Tokens, runs
 from tests.cpu.cache.driver import Driver, published, reasons
 
@@ -30,8 +32,11 @@ def pattern(seed: int, num_tokens: int) -> list[int]:
 class History:
     """Events in the life of requests, one per method. ``check`` verifies what must hold after each."""
 
-    def __init__(self, num_slabs: int, blocks_per_slab: int, *, emits_events: bool = False) -> None:
-        self.driver = Driver(num_slabs, blocks_per_slab, emits_events=emits_events)
+    def __init__(
+        self, num_slabs: int, blocks_per_slab: int, rule: ResumeRule = AT_SNAPSHOTS, *, emits_events: bool = False
+    ) -> None:
+        self.rule = rule
+        self.driver = Driver(num_slabs, blocks_per_slab, rule=rule, emits_events=emits_events)
         self.cache = self.driver.cache
         self.prompts: list[Tokens] = [()]
         self.running: list[tuple[str, Lease]] = []
@@ -81,7 +86,8 @@ class History:
             return None
         if read and Reason.NO_ROOM in reasons(lease.account):
             assert not self.running, "others could have made room"
-            assert lease.account.hit == 0 < expected.hit
+            assert lease.account.hit < expected.hit
+            assert lease.account.hit == 0 or not self.rule.needs_slots
         elif read:
             assert lease.account == expected
         assert lease.computed == lease.account.hit
@@ -138,6 +144,7 @@ class History:
         had_state = lease.has_own_state
         left = self.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
         self._is_flushed = False
+        self._check_kept_tokens(self.running[index % len(self.running)][0], lease)
         assert had_state or not left
         assert lease.has_own_state == (had_state and not left)
 
@@ -148,17 +155,30 @@ class History:
         had_state, computed = lease.has_own_state, lease.tokens.slice(0, lease.computed)
         self.driver.release(lease, kind)
         self._is_flushed = True
-        if had_state and computed:
+        if had_state and computed and self.rule.needs_slots:
             assert (salt, tuple(decode(computed))) in published(self.cache)
+        self._check_kept_tokens(salt, lease)
 
     def preempt_and_readmit(self, index: int) -> None:
         salt, lease = self.running.pop(index % len(self.running))
         had_state, tokens = lease.has_own_state, tuple(decode(lease.tokens.data))
         self.driver.release(lease, SnapshotKind.PREEMPTION)
         again = self.admit(tokens, salt)
-        assert again is not None or self.running, "a request that is alone can always go on"
+        num_blocks = -(-len(tokens) // BLOCK_TOKENS)
+        fits = self.rule.needs_slots or num_blocks <= self.cache.memory_use().max_blocks
+        assert again is not None or self.running or not fits, "a request that is alone can always go on"
         if had_state and again is not None and Reason.NO_ROOM not in reasons(again.account):
-            assert again.computed >= lease.computed
+            assert again.computed >= min(lease.computed, self.rule.last(len(tokens))) // self._grid * self._grid
+
+    @property
+    def _grid(self) -> int:
+        return self.rule.grid_tokens if isinstance(self.rule, AtTokens) else 1
+
+    def _check_kept_tokens(self, salt: str, lease: Lease) -> None:
+        """Check that all tokens that a lease has computed are cached, to the last."""
+        if not self.rule.needs_slots:
+            tokens = decode(lease.tokens.slice(0, lease.computed))
+            assert self.driver.lookup(tokens, salt).kv_tokens == len(tokens)
 
     def take(self, num_blocks: int, num_slots: int, order: TakeOrder) -> None:
         """Allocate and free memory, and check that ``can_take`` is exact."""
@@ -213,9 +233,13 @@ class History:
         assert fingerprint(self.driver) == before, "a lookup changed something"
 
     def _check_account(self, account: Account, prompt: Tokens, found: set[Tokens], salt: str) -> None:
-        assert account.hit == max((len(t) for t in found if prompt[: len(t)] == t), default=0)
         root = self.cache.internals().index.roots.get(salt)
-        assert account.kv_tokens == (longest_match(root, prompt) if root else 0)
+        longest = longest_match(root, prompt) if root else 0
+        assert account.kv_tokens == longest
+        if self.rule.needs_slots:
+            assert account.hit == max((len(t) for t in found if prompt[: len(t)] == t), default=0)
+        else:
+            assert account.hit == min(longest, max(len(prompt) - 1, 0)) // self._grid * self._grid
         assert account.queried == len(prompt) == account.hit + sum(miss.num_tokens for miss in account.misses)
         position = account.hit
         for miss in account.misses:

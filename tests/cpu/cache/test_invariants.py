@@ -181,7 +181,7 @@ def swap_two_owners(scene: Scene) -> None:
 
 
 def change_the_index_unnoticed(scene: Scene) -> None:
-    _, snapshot = scene.cache.internals().index.find(scene.root, TokenBuffer(prompt(300)).data)
+    snapshot = scene.cache.internals().index.find(scene.root, TokenBuffer(prompt(300)).data).snapshot
     assert snapshot is not None
     scene.memory.drop_snapshot(snapshot)
     scene.memory.revision -= 1

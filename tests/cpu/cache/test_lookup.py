@@ -160,12 +160,13 @@ def test_repeated_lookup_walks_the_index_once_until_something_changes() -> None:
     driver.serve(prompt(300))
     index, tokens = driver.cache.internals().index, TokenBuffer(prompt(299))
     root = index.roots[""]
-    end, snapshot = found = index.find(root, tokens.data)
+    end, _, snapshot = found = index.find(root, tokens.data)
     assert (end.kv_tokens, snapshot) == (299, None)
     assert index.find(root, tokens.data) is found
     tokens.append(1299)
-    _, snapshot = found = index.find(root, tokens.data)
+    found = index.find(root, tokens.data)
+    snapshot = found.snapshot
     assert snapshot is not None
     assert index.find(root, tokens.data) is found
     driver.cache.internals().memory.drop_snapshot(snapshot)
-    assert index.find(root, tokens.data)[1] is None
+    assert index.find(root, tokens.data).snapshot is None

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from strandline.cache import SnapshotKind
+from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
 from tests.cpu.cache.history import History, TakeOrder
 
 SHAPES = [(2, 1), (3, 1), (6, 1), (16, 1), (3, 2), (6, 2), (12, 2), (3, 5), (5, 5), (9, 5), (40, 5)]
@@ -119,17 +120,28 @@ class HungryCacheMachine(CacheMachine):
         self.history.take(num_blocks, num_slots, order)
 
 
+class StatelessCacheMachine(HungryCacheMachine):
+    """The same, of a model that keeps no states."""
+
+    @initialize(shape=st.sampled_from(SHAPES[::-1]), grid_tokens=st.sampled_from([1, 1, 1, 64]))
+    def start(self, shape: tuple[int, int], grid_tokens: int = 1) -> None:
+        self.history = History(*shape, AtTokens(grid_tokens))
+
+
 CacheMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=50)
 HungryCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples, stateful_step_count=50)
+StatelessCacheMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=50)
 TestCacheMachine = CacheMachine.TestCase
 TestHungryCacheMachine = HungryCacheMachine.TestCase
+TestStatelessCacheMachine = StatelessCacheMachine.TestCase
 
 
+@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens(), AtTokens(64)], ids=repr)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_long_histories_agree_with_the_dictionary(shape: tuple[int, int]) -> None:
+def test_long_histories_agree_with_the_dictionary(shape: tuple[int, int], rule: ResumeRule) -> None:
     """Longer histories than Hypothesis draws, over a full cache."""
     choose = random.Random(str(shape))
-    history = History(*shape)
+    history = History(*shape, rule)
     for _ in range(250):
         random_event(history, choose)
         history.check()

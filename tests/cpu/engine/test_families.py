@@ -56,7 +56,7 @@ def test_forks_equal_requests_with_their_seeds(make_llm: MakeLLM) -> None:
     params = [SamplingParams(seed=11 + index, max_tokens=12) for index in range(3)]
     alone = make_llm(enable_prefix_caching=False).generate([prompt] * 3, params, use_tqdm=False)
     assert [output.token_ids for output in forked.outputs] == [output.outputs[0].token_ids for output in alone]
-    assert llm.engine.cache.stats().hit_tokens == 2 * 100
+    assert llm.engine.cache.stats().hit_tokens == 2 * (100 if llm.engine.core.spec.has_states else 99)
 
 
 def test_preempted_requests_give_the_same_tokens(make_llm: MakeLLM) -> None:
@@ -73,4 +73,7 @@ def test_preempted_requests_give_the_same_tokens(make_llm: MakeLLM) -> None:
 def test_a_published_slot_holds_the_state_of_its_tokens(make_llm: MakeLLM) -> None:
     llm = make_llm(max_model_len=512, max_num_batched_tokens=100)
     live_through_much(llm, seed=1)
-    check_published_slots(llm, make_llm(memory="64MiB"))
+    if llm.engine.core.spec.has_states:
+        check_published_slots(llm, make_llm(memory="64MiB"))
+    else:
+        assert list(llm.engine.cache.snapshots()) == []  # test_attention_only.py compares the published blocks

@@ -1,0 +1,130 @@
+"""Where a prompt may resume: at a snapshot if the model keeps states, else at any token whose KV is cached."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+from strandline.cache.account import Reason
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.cache.tree import Run, Snapshot
+from strandline.cache.walk import Walk, deepest_snapshot, walk
+from strandline.ids import BLOCK_TOKENS
+from strandline.specs import ModelSpec
+
+
+class Match(NamedTuple):
+    """How far a tree matches a prompt, and where the prompt resumes."""
+
+    end: Walk
+    position: int
+    """The tokens before it are hit."""
+    snapshot: Snapshot | None
+    """The snapshot at ``position``; None: nothing is hit, or the model keeps no states."""
+
+    @property
+    def copied_run(self) -> Run | None:
+        """The run whose block a request copies in part, because it resumes inside that block; None: it does not."""
+        return self.end.partial_run if self.position > self.end.num_blocks * BLOCK_TOKENS else None
+
+
+class ResumeRule(Protocol):
+    """Finds where prompts resume."""
+
+    @property
+    def needs_slots(self) -> bool:
+        """Whether running requests and hits need slots."""
+
+    def match(self, root: Run, data: bytearray) -> Match:
+        """Match a prompt against a tree. Changes nothing."""
+
+    def last(self, num_tokens: int) -> int:
+        """Return the deepest position at which a prompt of this many tokens could resume."""
+
+    def without_copy(self, match: Match, upper: Run, num_tokens: int) -> Match:
+        """Return the deepest match that needs no memory but what is computed.
+
+        Args:
+            upper: the run that ends with the match's last whole block.
+        """
+
+    def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
+        """Return why tokens whose KV is cached are not hit."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtSnapshots:
+    """For models that keep states: prompts resume at the deepest snapshot on their path."""
+
+    needs_slots: ClassVar[bool] = True
+
+    def match(self, root: Run, data: bytearray) -> Match:
+        end = walk(root, data)
+        snapshot = deepest_snapshot(end, data)
+        return Match(end, snapshot.position if snapshot else 0, snapshot)
+
+    def last(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def without_copy(self, match: Match, upper: Run, num_tokens: int) -> Match:
+        """Return the match without its snapshot, which would need memory beside the request's own state."""
+        return Match(Walk(upper, match.end.num_blocks, None, 0), 0, None)
+
+    def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
+        return Reason.SNAPSHOT_EVICTED if _lost_snapshot(match, data) else Reason.NO_SNAPSHOT
+
+
+@dataclass(frozen=True, slots=True)
+class AtTokens:
+    """For models that keep no states: prompts resume at any token whose KV is cached, without slots.
+
+    At least the last token is computed: its final hidden state, which the next token is sampled from, is not kept.
+    """
+
+    grid_tokens: int = 1
+    """Prompts resume at multiples of this only."""
+
+    needs_slots: ClassVar[bool] = False
+
+    def match(self, root: Run, data: bytearray) -> Match:
+        end = walk(root, data)
+        cached = end.kv_tokens // self.grid_tokens * self.grid_tokens
+        return Match(end, min(cached, self.last(len(data) // TOKEN_BYTES)), None)
+
+    def last(self, num_tokens: int) -> int:
+        return max(num_tokens - 1, 0) // self.grid_tokens * self.grid_tokens
+
+    def without_copy(self, match: Match, upper: Run, num_tokens: int) -> Match:
+        """Return the match of whole blocks alone, which the request shares."""
+        whole = Walk(upper, match.end.num_blocks, None, 0)
+        return Match(whole, min(whole.kv_tokens, self.last(num_tokens)), None)
+
+    def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
+        return Reason.REPEATED
+
+
+AT_SNAPSHOTS = AtSnapshots()
+
+
+def resume_rule(spec: ModelSpec, *, grid_tokens: int = 1) -> ResumeRule:
+    """Return the rule for a model.
+
+    Args:
+        grid_tokens: resume at multiples of this only, where the model keeps no states.
+    """
+    return AT_SNAPSHOTS if spec.has_states else AtTokens(grid_tokens)
+
+
+def _lost_snapshot(match: Match, data: bytearray) -> bool:
+    """Return whether a snapshot deeper than the hit was evicted on the matched path."""
+    end, hit = match.end, match.position
+    for run in end.run.ancestry():
+        if run.end_tokens <= end.kv_tokens:
+            offset = run.end_tokens * TOKEN_BYTES
+            after = bytes(data[offset : offset + BLOCK_KEY_BYTES])
+            stubs = [ghost for ghost in run.evicted_snapshots if isinstance(ghost, bytes) and after.startswith(ghost)]
+            if any(run.end_tokens + len(stub) // TOKEN_BYTES > hit for stub in stubs):
+                return True
+        if any(isinstance(ghost, int) and hit < ghost <= end.kv_tokens for ghost in run.evicted_snapshots):
+            return True
+        if run.end_tokens <= hit:
+            return False
+    return False
