@@ -19,10 +19,13 @@ T = TypeVar("T")
 
 ARCHITECTURES: Final = (
     "BambaForCausalLM",
+    "FalconMambaForCausalLM",
     "GraniteMoeHybridForCausalLM",
+    "JambaForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "LlamaForCausalLM",
+    "MambaForCausalLM",
     "NemotronHForCausalLM",
     "OlmoHybridForCausalLM",
     "Qwen3ForCausalLM",
@@ -49,6 +52,8 @@ MAX_SIZE: Final = 2**20
 """Channels of the hidden and intermediate states."""
 MAX_VOCAB: Final = 2**24
 MAX_POSITION: Final = 2**31 - 1
+UNLIMITED_POSITION: Final = 2**20
+"""Most tokens of a context where a model has no limit: every sequence has a table of blocks."""
 MIN_EPS: Final = 1e-12
 """Norms of zeros are not numbers without it."""
 

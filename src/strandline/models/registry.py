@@ -9,8 +9,10 @@ from strandline.model_config import find_architecture
 from strandline.models.bamba import build_bamba
 from strandline.models.causal_lm import CausalLM
 from strandline.models.granite_hybrid import build_granite_hybrid
+from strandline.models.jamba import build_jamba
 from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
 from strandline.models.llama import build_llama
+from strandline.models.mamba import build_falcon_mamba, build_mamba
 from strandline.models.nemotron_h import build_nemotron_h
 from strandline.models.olmo_hybrid import build_olmo_hybrid
 from strandline.models.qwen3 import build_qwen3, build_qwen3_moe
@@ -21,10 +23,13 @@ Builder = Callable[[Any, torch.dtype, torch.device | str], CausalLM]
 
 ARCHITECTURES: dict[str, Builder] = {
     "BambaForCausalLM": build_bamba,
+    "FalconMambaForCausalLM": build_falcon_mamba,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,
+    "JambaForCausalLM": build_jamba,
     "Lfm2ForCausalLM": build_lfm2,
     "Lfm2MoeForCausalLM": build_lfm2_moe,
     "LlamaForCausalLM": build_llama,
+    "MambaForCausalLM": build_mamba,
     "NemotronHForCausalLM": build_nemotron_h,
     "OlmoHybridForCausalLM": build_olmo_hybrid,
     "Qwen3ForCausalLM": build_qwen3,

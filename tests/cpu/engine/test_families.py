@@ -16,7 +16,20 @@ from tests.cpu.engine.test_state_oracle import check_published_slots, live_throu
 from tests.cpu.engine.tiny import greedy_tokens
 from tests.cpu.models import families
 
-FAMILIES = ["bamba", "granite_hybrid", "lfm2", "lfm2_moe", "llama", "nemotron_h", "olmo_hybrid", "qwen3", "qwen3_moe"]
+FAMILIES = [
+    "bamba",
+    "falcon_mamba",
+    "granite_hybrid",
+    "jamba",
+    "lfm2",
+    "lfm2_moe",
+    "llama",
+    "mamba",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3",
+    "qwen3_moe",
+]
 """Names of ``tests.cpu.models.families``."""
 
 
@@ -67,7 +80,9 @@ def test_preempted_requests_give_the_same_tokens(make_llm: MakeLLM) -> None:
     # Room for one request of the longest kind: several begin, and cannot all end in it.
     llm = make_llm(memory=(slabs_for(spec, 170) + 1) * spec.slab_bytes, max_model_len=170)
     assert answers(llm, prompts, params) == expected
-    assert llm.engine.scheduler.num_preemptions > 0
+    # Without keys and values a running request needs no more memory than it started with.
+    needs_blocks = any(layer.streams for layer in spec.layers)
+    assert (llm.engine.scheduler.num_preemptions > 0) == needs_blocks
 
 
 def test_a_published_slot_holds_the_state_of_its_tokens(make_llm: MakeLLM) -> None:

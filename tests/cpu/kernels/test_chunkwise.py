@@ -17,6 +17,7 @@ from torch import Tensor
 
 from strandline.kernels.chunk_table import build_chunk_table
 from strandline.kernels.gdn import gdn_decode, gdn_prefill, gdn_recurrent_reference
+from strandline.kernels.mamba1 import mamba1_decode, mamba1_prefill, mamba1_recurrent_reference
 from strandline.kernels.mamba2 import mamba2_decode, mamba2_prefill, mamba2_recurrent_reference
 from strandline.kernels.operation import Operation
 from tests.bound import bound
@@ -54,6 +55,14 @@ KINDS = {
         ((2, 16), (2, 16), (4, 24), (4,), (4,)),
         lambda: (decay_rates(4), torch.randn(4)),
         (4, 16, 24),
+    ),
+    "mamba1": Kind(
+        mamba1_prefill,
+        mamba1_decode,
+        mamba1_recurrent_reference,
+        ((20,), (20,), (5,), (5,), (20,)),
+        lambda: (torch.randn(20), torch.randn(20), torch.empty(20, 5).uniform_(0.001, 4).log()),
+        (20, 5),
     ),
     "mamba2": Kind(
         mamba2_prefill,

@@ -10,10 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     BambaConfig,
+    FalconMambaConfig,
     GraniteMoeHybridConfig,
+    JambaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    MambaConfig,
     NemotronHConfig,
     OlmoHybridConfig,
     PretrainedConfig,
@@ -126,6 +129,27 @@ LFM2_MOE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 12,
 }
+MAMBA: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "state_size": 6,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+JAMBA: dict[str, Any] = {
+    **{name: value for name, value in ATTENTION_ONLY.items() if name not in ("head_dim", "rope_parameters")},
+    "num_hidden_layers": 4,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "use_mamba_kernels": False,
+    "mamba_d_state": 6,
+    "pad_token_id": None,
+    "eos_token_id": None,
+}
 MAMBA2: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
@@ -208,6 +232,21 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
         Qwen3NextConfig,
         dense(**EXPERTS, linear_num_key_heads=1, decoder_sparse_step=2, rope_parameters=rope(0.5)),
     ),
+    "mamba": ("MambaForCausalLM", MambaConfig, MAMBA),
+    "mamba-odd": (
+        "MambaForCausalLM",
+        MambaConfig,
+        {
+            **MAMBA,
+            "expand": 3,
+            "state_size": 5,
+            "conv_kernel": 3,
+            "time_step_rank": 7,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "tie_word_embeddings": False,
+        },
+    ),
     "olmo_hybrid": ("OlmoHybridForCausalLM", OlmoHybridConfig, OLMO),
     "olmo_hybrid-odd": (
         "OlmoHybridForCausalLM",
@@ -219,6 +258,27 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "linear_value_head_dim": 8,
             "linear_allow_neg_eigval": False,
             "rope_parameters": rope(1.0),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon_mamba": ("FalconMambaForCausalLM", FalconMambaConfig, MAMBA),
+    "jamba": ("JambaForCausalLM", JambaConfig, JAMBA),
+    "jamba-odd": (
+        "JambaForCausalLM",
+        JambaConfig,
+        {
+            **JAMBA,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 0,
+            "expert_layer_period": 3,
+            "expert_layer_offset": 0,
+            "mamba_d_conv": 3,
+            "mamba_expand": 1,
+            "mamba_dt_rank": 5,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
             "tie_word_embeddings": True,
         },
     ),
@@ -350,10 +410,10 @@ def oracle(name: str) -> Any:
     torch.manual_seed(len(name))
     model = getattr(transformers, CONFIGS[name][0])(config).eval().requires_grad_(False)
     for parameter_name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
+        if parameter.dim() > 1 and not parameter_name.endswith("A_log"):
             scale = 1 if "embed" in parameter_name else 0.8 * parameter.shape[-1] ** -0.5
             parameter.normal_(0, scale)
-        elif parameter_name.endswith(("norm.weight", "norm_f.weight", "bias", ".D")):
+        elif parameter_name.endswith(("norm.weight", "norm_f.weight", "bias", ".D", "A_log")):
             parameter.add_(torch.randn_like(parameter) * 0.2)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith(("expert_bias", "correction_bias")):
@@ -367,7 +427,8 @@ def oracle(name: str) -> Any:
 
 def _final_norm(model: Any) -> Any:
     decoder = model.base_model.get_decoder()
-    return next(norm for name in ("norm", "embedding_norm") if (norm := getattr(decoder, name, None)))
+    names = ("norm", "embedding_norm", "final_layernorm", "norm_f")
+    return next(norm for name in names if (norm := getattr(decoder, name, None)))
 
 
 def _as_published(model: Any, config: Any) -> None:

@@ -118,7 +118,19 @@ def test_one_token_prompts_with_a_cut_run_as_prefills(load: Loader) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bamba", "granite_hybrid", "lfm2_moe", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
+    "name",
+    [
+        "bamba",
+        "falcon_mamba",
+        "granite_hybrid",
+        "jamba",
+        "lfm2_moe",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_next",
+    ],
 )
 def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
     tokens = prompt(100)
@@ -134,8 +146,10 @@ def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
     [
         "bamba-odd",
         "granite_hybrid",
+        "jamba",
         "lfm2-odd",
         "lfm2_moe",
+        "mamba-odd",
         "nemotron_h-odd",
         "olmo_hybrid",
         "qwen3_5-odd-tied",
@@ -147,6 +161,8 @@ def test_a_wrong_tensor_anywhere_shows_in_the_logits(name: str, tmp_path: Any) -
     model, tokens = load_model(save(name, tmp_path), dtype=torch.float32), prompt(64)
     for parameter_name, parameter in model.named_parameters():
         right = parameter.clone()
+        if not right.any():
+            continue  # a part that the family does not have
         parameter.copy_(right.flip(0))
         (logits,), _ = Driver(model).step([Part(Running(), tokens)])
         parameter.copy_(right)

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from strandline.bench.cost import estimated
 from strandline.models.geometry import read_model_size
 from tests.cpu.models.families import config_of, oracle
 
 NUM_EXPERTS, NUM_CHOSEN = 5, 2
 
 
-@pytest.mark.parametrize("name", ["granite_hybrid", "lfm2_moe", "nemotron_h", "qwen3_5_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["granite_hybrid", "jamba", "lfm2_moe", "nemotron_h", "qwen3_5_moe", "qwen3_moe"])
 def test_active_weights_are_those_that_one_token_uses(name: str, tmp_path: Path) -> None:
     config_of(name).save_pretrained(tmp_path)
     active = 0.0
@@ -42,3 +43,13 @@ def test_a_window_alone_makes_a_small_snapshot(tmp_path: Path) -> None:
     assert [[state.shape for state in states] for states in windows] == [[(2, config.hidden_size)]] * 3
     assert spec.log_tokens == 0
     assert spec.raw_slot_bytes < spec.raw_block_bytes
+
+
+def test_a_model_without_attention_keeps_states_alone(tmp_path: Path) -> None:
+    config_of("mamba").save_pretrained(tmp_path)
+    size = read_model_size(tmp_path)
+    assert size.num_query_heads == 0
+    assert not any(layer.streams for layer in size.spec.layers)
+    assert size.spec.log_tokens > 0
+    cost = estimated(size.spec, size.num_active_weights, size.num_query_heads)
+    assert 0 < cost.prefill_s(0, 100) == cost.prefill_s(10_000, 10_100)

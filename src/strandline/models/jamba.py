@@ -1,0 +1,108 @@
+"""Jamba: selective state spaces, every few layers attention, and every few layers a mixture of experts.
+
+Attention embeds no positions. What time steps and state projections are made of is normalised.
+
+Source: ``transformers`` (``jamba``).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import (
+    MAX_HEAD_DIM,
+    MAX_LAYERS,
+    Fields,
+    read_eps,
+    read_max_position,
+    read_vocab_size,
+)
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.convolution import MAX_TAPS
+from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.moe import MAX_EXPERTS, SparseMoe, SparseMoeConfig
+from strandline.models.targets import NamedTargets, renamed, whole
+
+FINAL_NORM: Final = {"norm": "final_layernorm"}
+ROUTER: Final = {"gate": "router"}
+"""Its own names for what other families have, too."""
+
+
+def build_jamba(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported.
+    """
+    fields = Fields(config)
+    fields.choice("hidden_act", ["silu"])
+    attention = AttentionConfig.read(fields, QueryKeyNorm.NONE, has_bias=False)
+    mamba, mlp, moe = _read_mamba(fields), GatedMlpConfig.read(fields), _read_experts(fields)
+    norm, hidden_size = plain(attention.eps), attention.hidden_size
+
+    def build_layer(index: int) -> DecoderLayer:
+        is_attention, is_sparse = _is_chosen(fields, "attn", index), _is_chosen(fields, "expert", index)
+        return DecoderLayer(
+            Attention(attention, dtype, device) if is_attention else Mamba1Layer(mamba, dtype, device),
+            SparseMoe(moe, dtype, device) if is_sparse and moe.num_experts > 1 else GatedMlp(mlp, dtype, device),
+            norm,
+            hidden_size,
+            dtype,
+            device,
+        )
+
+    layers = [build_layer(index) for index in range(fields.size("num_hidden_layers", at_most=MAX_LAYERS))]
+    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
+    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied)
+    return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
+
+
+def _is_chosen(fields: Fields, kind: str, index: int) -> bool:
+    """Return whether a layer is one of every few."""
+    period = fields.size(f"{kind}_layer_period", at_most=MAX_LAYERS)
+    return index % period == fields.size(f"{kind}_layer_offset", at_least=0, at_most=period - 1)
+
+
+def _read_mamba(fields: Fields) -> Mamba1Config:
+    hidden_size = fields.size("hidden_size")
+    return Mamba1Config(
+        hidden_size=hidden_size,
+        num_channels=fields.size("mamba_expand", at_most=64) * hidden_size,
+        state_dim=fields.size("mamba_d_state", at_most=MAX_HEAD_DIM),
+        dt_rank=fields.size("mamba_dt_rank"),
+        num_taps=fields.size("mamba_d_conv", at_least=2, at_most=MAX_TAPS),
+        has_bias=fields.flag("mamba_proj_bias"),
+        has_conv_bias=fields.flag("mamba_conv_bias"),
+        norm=InnerNorm.WEIGHTED,
+        eps=read_eps(fields),
+    )
+
+
+def _read_experts(fields: Fields) -> SparseMoeConfig:
+    num_experts = fields.size("num_experts", at_most=MAX_EXPERTS)
+    return SparseMoeConfig(
+        hidden_size=fields.size("hidden_size"),
+        size=fields.size("intermediate_size"),
+        shared_size=0,
+        num_experts=num_experts,
+        top_k=fields.size("num_experts_per_tok", at_most=max(num_experts, 2)),
+        is_normalised=False,
+    )
+
+
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    yield from renamed(decoder.targets("model.", names), FINAL_NORM)
+    for index, layer in enumerate(layers):
+        prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
+        yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
+        yield f"{prefix}pre_ff_layernorm.weight", whole(layer.mlp_norm_E)
+        assert isinstance(mixer, Attention | Mamba1Layer)
+        yield from mixer.targets(f"{prefix}{'mamba' if isinstance(mixer, Mamba1Layer) else 'self_attn'}.")
+        assert isinstance(mlp, GatedMlp | SparseMoe)
+        yield from renamed(mlp.targets(f"{prefix}feed_forward.", names), ROUTER)

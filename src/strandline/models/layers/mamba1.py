@@ -1,0 +1,140 @@
+"""Mamba: a short convolution over values, then a selective state space, gated.
+
+Projections that read the same input are one matrix (comments name the order of its rows); the published tensor is
+split into it while loading. ``A_log``, ``D`` and ``dt_bias`` are float32.
+
+Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces"; ``transformers`` (``mamba``,
+``falcon_mamba``, ``jamba``) for the composition.
+
+Shape suffixes: T tokens of the step, E hidden size, V channels, K dimensions of a channel's state, R rank of the time
+steps' projection, O rows of a fused projection, S slots; of a window's memory R are the rows, C the channels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.mamba1_recurrence import Mamba1, Mamba1Inputs, Mamba1Memory
+from strandline.kernels.norm import rms_norm
+from strandline.models.layers.convolution import CausalConvolution
+from strandline.models.layers.parameters import gain, parameter
+from strandline.models.layers.projection import Projection
+from strandline.models.layers.recurrent import advance
+from strandline.models.layers.rotary import RotaryTable
+from strandline.models.targets import NamedTargets, whole
+from strandline.specs import LayerSpec
+
+
+class InnerNorm(Enum):
+    """How what time steps and state projections are made of is normalised."""
+
+    NONE = "none"
+    PLAIN = "plain"
+    WEIGHTED = "plain, then multiplied by a weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1Config:
+    """Sizes of the layer."""
+
+    hidden_size: int
+    num_channels: int
+    state_dim: int
+    dt_rank: int
+    num_taps: int
+    has_bias: bool
+    has_conv_bias: bool
+    norm: InnerNorm = InnerNorm.NONE
+    eps: float = 1e-6
+    """Of the norm."""
+    state_dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1LayerMemory:
+    """A layer's share of all slots and logs."""
+
+    recurrent: Mamba1Memory
+    window_SRC: Tensor
+
+
+class Mamba1Layer(nn.Module):
+    """The recurrent layer.
+
+    Args:
+        dtype: of activations and the convolution's window, and of the weights until they are packed.
+    """
+
+    operations = (rms_norm, *Mamba1.operations)
+
+    def __init__(self, config: Mamba1Config, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.config = config
+        hidden_size, size, has_bias = config.hidden_size, config.num_channels, config.has_bias
+        self.in_proj = Projection(2 * size, hidden_size, dtype, device, has_bias=has_bias)
+        """Rows: values (x), output gate (z)."""
+        self.conv = CausalConvolution(size, config.num_taps, "silu", dtype, device, has_bias=config.has_conv_bias)
+        self.sizes = [config.dt_rank, config.state_dim, config.state_dim]
+        self.x_proj = Projection(sum(self.sizes), size, dtype, device)
+        """Rows: what time steps are made of, input projection (B), output projection (C)."""
+        self.dt_proj = Projection(size, config.dt_rank, dtype, device)
+        self.dt_bias_V = parameter(size, dtype=torch.float32, device=device)
+        self.A_log_VK = parameter(size, config.state_dim, dtype=torch.float32, device=device)
+        self.D_V = gain(size, dtype=torch.float32, device=device)
+        self.out_proj = Projection(hidden_size, size, dtype, device, has_bias=has_bias)
+        self.recurrence = Mamba1(self.A_log_VK, config.state_dtype)
+        self.norms = nn.ParameterList(
+            gain(num_rows, dtype=dtype, device=device) for num_rows in self.sizes if config.norm is InnerNorm.WEIGHTED
+        )
+        """Of what time steps are made of, of B and of C."""
+
+    @property
+    def spec(self) -> LayerSpec:
+        return LayerSpec(states=(*self.recurrence.states, self.conv.window), log=self.recurrence.log)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._rms_norm = kernels[rms_norm]
+        self.recurrence = self.recurrence.with_kernels(kernels)
+
+    def bind(self, memory: LayerMemory) -> Mamba1LayerMemory:
+        """Return the layer's memory as ``forward`` takes it."""
+        return Mamba1LayerMemory(self.recurrence.bind(memory.states, memory.log), memory.states["window"])
+
+    def forward(
+        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Mamba1LayerMemory
+    ) -> Tensor:
+        del rotary
+        x_TV, z_TV = self.in_proj.multiply(hidden_TE).chunk(2, dim=-1)
+        x_TV = self.conv.convolve(x_TV, batch, memory.window_SRC)
+        projected = self.x_proj.multiply(x_TV).split(self.sizes, dim=-1)
+        dt_TR, B_TK, C_TK = projected if self.config.norm is InnerNorm.NONE else self._normed(projected)
+        tokens = (x_TV, z_TV, B_TK, C_TK, self.dt_proj.multiply(dt_TR))
+        out_TV = advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent)
+        return self.out_proj.multiply(out_TV)
+
+    def _normed(self, projected: Sequence[Tensor]) -> list[Tensor]:
+        weights = self.norms or [x.new_ones(x.shape[-1]) for x in projected]
+        return [self._rms_norm(x, weight, self.config.eps) for x, weight in zip(projected, weights, strict=True)]
+
+    def _inputs(self, x_TV: Tensor, z_TV: Tensor, B_TK: Tensor, C_TK: Tensor, dt_TV: Tensor) -> Mamba1Inputs:
+        return Mamba1Inputs(x_TV, z_TV, B_TK, C_TK, dt_TV, self.D_V, self.dt_bias_V)
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        yield from self.in_proj.targets(f"{prefix}in_proj.")
+        yield from self.out_proj.targets(f"{prefix}out_proj.")
+        yield from self.conv.targets(f"{prefix}conv1d.")
+        yield from self.x_proj.targets(f"{prefix}x_proj.")
+        yield from self.dt_proj.targets(f"{prefix}dt_proj.")
+        yield f"{prefix}dt_proj.bias", whole(self.dt_bias_V)
+        yield f"{prefix}A_log", whole(self.A_log_VK)
+        yield f"{prefix}D", whole(self.D_V)
+        for name, weight in zip(("dt", "b", "c"), self.norms, strict=False):
+            yield f"{prefix}{name}_layernorm.weight", whole(weight)

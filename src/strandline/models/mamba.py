@@ -1,0 +1,84 @@
+"""Mamba and Falcon Mamba: a selective state space in every layer, without attention and feed-forward parts.
+
+What they keep of a context is a state of one size: prefix caching needs snapshots alone, and positions have no limit.
+Falcon Mamba also normalises what time steps and state projections are made of.
+
+Source: ``transformers`` (``mamba``, ``falcon_mamba``).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import (
+    MAX_HEAD_DIM,
+    MAX_LAYERS,
+    UNLIMITED_POSITION,
+    Fields,
+    read_eps,
+    read_vocab_size,
+)
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.convolution import MAX_TAPS
+from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
+from strandline.models.targets import NamedTargets, renamed, whole
+
+PUBLISHED: Final = {"embed_tokens": "embeddings", "norm": "norm_f"}
+"""Its own names for what other families have, too."""
+
+
+def build_mamba(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported.
+    """
+    return _build(Fields(config), InnerNorm.NONE, 1.0, dtype, device)
+
+
+def build_falcon_mamba(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported.
+    """
+    fields = Fields(config)
+    return _build(fields, InnerNorm.PLAIN, read_eps(fields, "mixer_rms_eps"), dtype, device)
+
+
+def _build(
+    fields: Fields, norm: InnerNorm, inner_eps: float, dtype: torch.dtype, device: torch.device | str
+) -> CausalLM:
+    fields.choice("hidden_act", ["silu"])
+    mamba = Mamba1Config(
+        hidden_size=fields.size("hidden_size"),
+        num_channels=fields.size("intermediate_size"),
+        state_dim=fields.size("state_size", at_most=MAX_HEAD_DIM),
+        dt_rank=fields.size("time_step_rank"),
+        num_taps=fields.size("conv_kernel", at_least=2, at_most=MAX_TAPS),
+        has_bias=fields.flag("use_bias"),
+        has_conv_bias=fields.flag("use_conv_bias"),
+        norm=norm,
+        eps=inner_eps,
+    )
+    residual_norm, hidden_size = plain(read_eps(fields, "layer_norm_epsilon")), mamba.hidden_size
+    layers = [
+        DecoderLayer(Mamba1Layer(mamba, dtype, device), None, residual_norm, hidden_size, dtype, device)
+        for _ in range(fields.size("num_hidden_layers", at_most=MAX_LAYERS))
+    ]
+    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
+    decoder = Decoder(layers, residual_norm, None, shape, dtype, device, is_tied=is_tied)
+    return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))
+
+
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    yield from renamed(decoder.targets("backbone.", names), PUBLISHED)
+    for index, layer in enumerate(layers):
+        prefix, mixer = f"backbone.layers.{index}.", layer.mixer
+        assert isinstance(mixer, Mamba1Layer)
+        yield f"{prefix}norm.weight", whole(layer.mixer_norm_E)
+        yield from mixer.targets(f"{prefix}mixer.")
