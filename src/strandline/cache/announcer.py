@@ -1,8 +1,10 @@
 """Turns changes of the prefix index into events.
 
 A block is *announced* while a snapshot lies at its end or below, so the announced blocks of a run are its first ones,
-and the blocks above an announced block are announced too. Invariants, held by ``strandline.cache.invariants.check``:
-``Run.num_announced`` is right for every run, and ``Run.hashes`` has at least those blocks.
+and the blocks above an announced block are announced too. Without states, every whole block is announced.
+
+Invariants, held by ``strandline.cache.invariants.check``: ``Run.num_announced`` is right for every run, and
+``Run.hashes`` has at least those blocks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,9 +17,14 @@ from strandline.ids import BLOCK_TOKENS
 
 
 class Announcer:
-    """Collects events. Called after a snapshot is attached to the tree, and after it is detached."""
+    """Collects events. Called after a snapshot is attached to the tree, and after it is detached.
 
-    def __init__(self) -> None:
+    Args:
+        needs_snapshots: whether prompts resume at snapshots alone.
+    """
+
+    def __init__(self, *, needs_snapshots: bool = True) -> None:
+        self._needs_snapshots = needs_snapshots
         self._events: list[CacheEvent] = [Cleared()]
 
     def take(self) -> list[CacheEvent]:
@@ -57,15 +64,36 @@ class Announcer:
         self._events.append(SnapshotRemoved(snapshot.path_hash))
         removed = list[bytes]()
         run = snapshot.home
-        while run.parent is not None and (kept := num_resumable(run)) < run.num_announced:
+        while run.parent is not None and (kept := _num_above_snapshots(run)) < run.num_announced:
             removed += run.hashes[kept : run.num_announced][::-1]
             run.num_announced = kept
             run = run.parent
         if removed:
             self._events.append(BlocksRemoved(tuple(removed)))
 
+    def store_blocks(self, run: Run, salt: str) -> None:
+        """Announce the blocks that were appended to a run, if they are resumable without a snapshot."""
+        first, end = run.num_announced, self.num_resumable(run)
+        if self._needs_snapshots or first == end:
+            return
+        run.num_announced = end
+        _hash_after(run, run.start_block + end, salt)
+        self._events.append(_blocks_stored([(run, first)], salt))
 
-def num_resumable(run: Run) -> int:
+    def remove_blocks(self, run: Run, num_kept: int) -> None:
+        """Announce that the blocks of a run after the first ``num_kept`` are evicted, if no snapshot says so."""
+        if not self._needs_snapshots and num_kept < run.num_announced:
+            self._events.append(BlocksRemoved(tuple(run.hashes[num_kept : run.num_announced][::-1])))
+            run.num_announced = num_kept
+
+    def num_resumable(self, run: Run) -> int:
+        """Return how many of a run's blocks are to be announced."""
+        if self._needs_snapshots:
+            return _num_above_snapshots(run)
+        return 0 if run.is_tail else len(run.blocks)
+
+
+def _num_above_snapshots(run: Run) -> int:
     """Return how many of a run's blocks have a snapshot at their end or below."""
     if run.stubs or any(child.num_announced for child in run.children.values()):
         return len(run.blocks)

@@ -90,7 +90,7 @@ class PrefixCache:
         self._reuse = ReuseHistory(clock)
         if order is None:
             order = WorthPerByte(blocks_per_slab, self._reuse) if rule.needs_slots else LeastRecentlyUsed()
-        self._announcer = Announcer() if emits_events else None
+        self._announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
         self._memory = CacheMemory(self._allocator, order, self._leases.values, self._announcer)
         self._index = PrefixIndex(self._memory, self._leases.values, rule)
         self._counters = CacheCounters()

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive blocks of one path can be resumed beyond: there is a snapshot at their end or below."""
+    """Consecutive blocks of one path can be resumed beyond.
+
+    There is a snapshot at their end or below, or the model needs none.
+    """
 
     hashes: tuple[bytes, ...]
     before: bytes | None
@@ -18,7 +21,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """There is no snapshot at the end of these blocks or below any more. The deepest block comes first."""
+    """These blocks, or all snapshots at their end and below, have been evicted. The deepest block comes first."""
 
     hashes: tuple[bytes, ...]
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from strandline.cache.announcer import num_resumable
+from strandline.cache.announcer import Announcer
 from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import Entry
 from strandline.cache.internals import Internals
@@ -25,7 +25,7 @@ def check(checked: PrefixCache) -> None:
     for run in runs:
         _check_run(run)
     if cache.memory.announcer is not None:
-        _check_announced(runs)
+        _check_announced(cache.memory.announcer, runs)
     _check_users(cache, runs)
     _check_owners(cache, runs)
     _check_evictable(cache, runs)
@@ -76,11 +76,11 @@ def _check_snapshots(run: Run, where: str) -> None:
         _require(snapshot.home is run and snapshot.stub_key == key, f"{where}: stub at {snapshot.position} detached")
 
 
-def _check_announced(runs: list[Run]) -> None:
+def _check_announced(announcer: Announcer, runs: list[Run]) -> None:
     for run in runs[::-1]:
         where = f"run [{run.start_block}, {run.end_block})"
         if run.parent is not None:
-            wanted = num_resumable(run)
+            wanted = announcer.num_resumable(run)
             _require(run.num_announced == wanted, f"{where}: {run.num_announced} blocks announced, not {wanted}")
             _require(wanted <= len(run.hashes) <= len(run.blocks), f"{where}: {len(run.hashes)} hashes")
 

@@ -349,6 +349,8 @@ class CacheMemory:
         kept = len(run.blocks) - num_blocks
         evicted = run.blocks[kept:]
         key = bytes(run.tokens[kept * BLOCK_KEY_BYTES : (kept + 1) * BLOCK_KEY_BYTES])
+        if self.announcer is not None:
+            self.announcer.remove_blocks(run, kept)
         del run.blocks[kept:], run.hashes[kept:]
         del run.tokens[kept * BLOCK_KEY_BYTES :]
         ghost_tokens = num_blocks * BLOCK_TOKENS + max(run.evicted_children.values(), default=0)
@@ -360,6 +362,8 @@ class CacheMemory:
         """Remove a childless run of one block from the index, and the stubs whose tokens only that block holds."""
         parent, key = run.parent, run.first_key
         remove_child(run, ghost_tokens=BLOCK_TOKENS)
+        if self.announcer is not None:
+            self.announcer.remove_blocks(run, 0)
         self._free_indexed(run.blocks[:])
         if parent is None:
             return

@@ -73,6 +73,8 @@ class Publisher:
             self._subsume_tail(run, first_key, blocks[0])
             run.append(key, blocks)
         self._memory.own(lease.run, blocks)
+        if self._memory.announcer is not None:
+            self._memory.announcer.store_blocks(lease.run, lease.salt)
         lease.num_published += len(blocks)
 
     def _subsume_tail(self, parent: Run, key: bytes, block: int) -> None:
