@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 ARCHITECTURES: Final = (
     "BambaForCausalLM",
+    "FalconH1ForCausalLM",
     "FalconMambaForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "JambaForCausalLM",

@@ -23,6 +23,12 @@ def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
 
 
 @operation()
+def silu_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
+    """Return ``x * silu(gate)``; ``x_TO`` is overwritten."""
+    return x_TO.mul_(F.silu(gate_TO))
+
+
+@operation()
 def relu_squared(x: Tensor) -> Tensor:
     """Return ``relu(x) ** 2``; ``x`` is overwritten."""
     return F.relu_(x).square_()

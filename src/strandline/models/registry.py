@@ -8,6 +8,7 @@ import torch
 from strandline.model_config import find_architecture
 from strandline.models.bamba import build_bamba
 from strandline.models.causal_lm import CausalLM
+from strandline.models.falcon_h1 import build_falcon_h1
 from strandline.models.granite_hybrid import build_granite_hybrid
 from strandline.models.jamba import build_jamba
 from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
@@ -23,6 +24,7 @@ Builder = Callable[[Any, torch.dtype, torch.device | str], CausalLM]
 
 ARCHITECTURES: dict[str, Builder] = {
     "BambaForCausalLM": build_bamba,
+    "FalconH1ForCausalLM": build_falcon_h1,
     "FalconMambaForCausalLM": build_falcon_mamba,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,
     "JambaForCausalLM": build_jamba,

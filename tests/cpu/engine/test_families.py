@@ -18,6 +18,7 @@ from tests.cpu.models import families
 
 FAMILIES = [
     "bamba",
+    "falcon_h1",
     "falcon_mamba",
     "granite_hybrid",
     "jamba",

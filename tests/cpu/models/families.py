@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     BambaConfig,
+    FalconH1Config,
     FalconMambaConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
@@ -28,9 +29,12 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 VOCAB_SIZE = 97
+UNGROUPED = (BambaRMSNormGated,)
+"""Gated norms of transformers that ignore groups."""
 
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -196,6 +200,25 @@ NEMOTRON: dict[str, Any] = {
     "eos_token_id": None,
 }
 
+FALCON_H1: dict[str, Any] = {
+    **{name: value for name, value in ATTENTION_ONLY.items() if name != "head_dim"},
+    **MAMBA2,
+    "mamba_d_ssm": 64,
+    "mamba_n_groups": 2,
+    "mamba_norm_before_gate": False,
+    "pad_token_id": None,
+    "eos_token_id": None,
+    "embedding_multiplier": 1.5,
+    "lm_head_multiplier": 1.2,
+    "mlp_multipliers": [0.7, 1.3],
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.4,
+    "attention_out_multiplier": 0.8,
+    "ssm_multipliers": [0.7, 1.3, 0.9, 1.1, 1.6],
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.9,
+}
+
 MROPE = rope(0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
 CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
@@ -331,6 +354,27 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "time_step_limit": (0.6, 1.2),
         },
     ),
+    "falcon_h1": ("FalconH1ForCausalLM", FalconH1Config, FALCON_H1),
+    "falcon_h1-odd": (
+        "FalconH1ForCausalLM",
+        FalconH1Config,
+        {
+            **FALCON_H1,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "attention_bias": True,
+            "mamba_d_ssm": 72,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 12,
+            "mamba_n_groups": 3,
+            "mamba_rms_norm": True,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "time_step_limit": (0.6, 1.2),
+            "tie_word_embeddings": True,
+        },
+    ),
     "granite_hybrid": ("GraniteMoeHybridForCausalLM", GraniteMoeHybridConfig, GRANITE),
     "granite_hybrid-dense-tied": (
         "GraniteMoeHybridForCausalLM",
@@ -442,7 +486,7 @@ def _as_published(model: Any, config: Any) -> None:
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = tuple(config.time_step_limit)
     for name, module in model.named_modules():
-        if name.endswith("mamba.norm") and num_groups > 1:
+        if isinstance(module, UNGROUPED) and num_groups > 1:
             norm = Zamba2RMSNormGated(len(module.weight), len(module.weight) // num_groups, module.variance_epsilon)
             norm.weight = module.weight
             model.get_submodule(name.rpartition(".")[0]).norm = norm

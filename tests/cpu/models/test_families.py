@@ -121,6 +121,7 @@ def test_one_token_prompts_with_a_cut_run_as_prefills(load: Loader) -> None:
     "name",
     [
         "bamba",
+        "falcon_h1",
         "falcon_mamba",
         "granite_hybrid",
         "jamba",
@@ -145,6 +146,7 @@ def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
     "name",
     [
         "bamba-odd",
+        "falcon_h1-odd",
         "granite_hybrid",
         "jamba",
         "lfm2-odd",

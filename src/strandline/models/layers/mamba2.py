@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from strandline.kernels.activation import silu_gate
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -55,10 +56,16 @@ class Mamba2Config:
     num_groups: int
     num_taps: int
     has_bias: bool
+    """Of the input projection."""
+    has_out_bias: bool
     has_conv_bias: bool
     dt_limit: tuple[float, float]
     eps: float
     state_dtype: str = "float32"
+    has_norm: bool = True
+    """Whether what the gate lets through is normalised."""
+    multipliers: tuple[float, float, float, float, float] | None = None
+    """Of what the input projection returns: output gate (z), values (x), B, C, time step (dt). None: all are 1."""
 
     @classmethod
     def read(cls, fields: Fields, names: Mamba2Names, eps: float) -> "Mamba2Config":
@@ -75,6 +82,7 @@ class Mamba2Config:
             num_groups=num_groups,
             num_taps=fields.size(names.num_taps, at_least=2, at_most=MAX_TAPS),
             has_bias=fields.flag(names.has_bias),
+            has_out_bias=fields.flag(names.has_bias),
             has_conv_bias=fields.flag(names.has_conv_bias),
             dt_limit=_read_dt_limit(fields),
             eps=eps,
@@ -106,7 +114,8 @@ class Mamba2Layer(nn.Module):
         dtype: of activations and the convolution's window, and of the weights until they are packed.
     """
 
-    operations = (rms_norm_of_gated, *Mamba2.operations)
+    operations = (rms_norm_of_gated, silu_gate, *Mamba2.operations)
+    multiplier_O: Tensor | None
 
     def __init__(self, config: Mamba2Config, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -124,8 +133,17 @@ class Mamba2Layer(nn.Module):
         self.A_log_H = parameter(num_heads, dtype=torch.float32, device=device)
         self.dt_bias_H = parameter(num_heads, dtype=torch.float32, device=device)
         self.D_H = gain(num_heads, dtype=torch.float32, device=device)
-        self.norm_O = gain(inner_rows, dtype=dtype, device=device)
-        self.out_proj = Projection(config.hidden_size, inner_rows, dtype, device, has_bias=config.has_bias)
+        self.norm_O = gain(inner_rows, dtype=dtype, device=device) if config.has_norm else None
+        self.out_proj = Projection(config.hidden_size, inner_rows, dtype, device, has_bias=config.has_out_bias)
+        self.register_buffer("multiplier_O", self._multipliers(dtype, device), persistent=False)
+
+    def _multipliers(self, dtype: torch.dtype, device: torch.device | str) -> Tensor | None:
+        """Return what multiplies each row of the input projection; None: nothing does."""
+        if self.config.multipliers is None:
+            return None
+        z, x, B, C, dt = self.config.multipliers
+        sizes = torch.tensor([*self.conv_sizes, *self.sizes[1:]])
+        return torch.tensor([x, B, C, z, dt]).repeat_interleave(sizes).to(device, dtype)
 
     @property
     def spec(self) -> LayerSpec:
@@ -133,7 +151,7 @@ class Mamba2Layer(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._rms_norm_of_gated = kernels[rms_norm_of_gated]
+        self._rms_norm_of_gated, self._silu_gate = kernels[rms_norm_of_gated], kernels[silu_gate]
         self.recurrence = self.recurrence.with_kernels(kernels)
 
     def bind(self, memory: LayerMemory) -> Mamba2Memory:
@@ -142,7 +160,10 @@ class Mamba2Layer(nn.Module):
 
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
         del rotary
-        x_TC, z_TO, dt_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        projected_TO = self.in_proj.multiply(hidden_TE)
+        if self.multiplier_O is not None:
+            projected_TO.mul_(self.multiplier_O)
+        x_TC, z_TO, dt_TH = projected_TO.split(self.sizes, dim=-1)
         num_rows = batch.num_decode_rows
         if num_rows == len(hidden_TE):
             out_THV = self._decode(x_TC, dt_TH, batch, memory)
@@ -152,9 +173,12 @@ class Mamba2Layer(nn.Module):
             (x_DC, x_RC), (dt_DH, dt_RH) = (x.split([num_rows, len(x) - num_rows]) for x in (x_TC, dt_TH))
             decoded = self._decode(x_DC, dt_DH, batch, memory)
             out_THV = torch.cat((decoded, self._prefill(x_RC, dt_RH, batch, memory)))
-        config = self.config
-        out_TO = self._rms_norm_of_gated(out_THV.flatten(1), z_TO, self.norm_O, config.eps, config.num_groups)
-        return self.out_proj.multiply(out_TO)
+        return self.out_proj.multiply(self._gated(out_THV.flatten(1), z_TO))
+
+    def _gated(self, out_TO: Tensor, z_TO: Tensor) -> Tensor:
+        if self.norm_O is None:
+            return self._silu_gate(out_TO, z_TO)
+        return self._rms_norm_of_gated(out_TO, z_TO, self.norm_O, self.config.eps, self.config.num_groups)
 
     def _decode(self, x_DC: Tensor, dt_DH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
         decodes, slots = slice(batch.num_decodes), batch.recurrent
@@ -184,4 +208,5 @@ class Mamba2Layer(nn.Module):
         yield from self.conv.targets(f"{prefix}conv1d.")
         for name, values in {"A_log": self.A_log_H, "D": self.D_H, "dt_bias": self.dt_bias_H}.items():
             yield f"{prefix}{name}", whole(values)
-        yield f"{prefix}norm.weight", whole(self.norm_O)
+        if self.norm_O is not None:
+            yield f"{prefix}norm.weight", whole(self.norm_O)

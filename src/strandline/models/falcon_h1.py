@@ -1,0 +1,111 @@
+"""Falcon-H1: attention and a Mamba-2 layer side by side in every layer, then a gated feed-forward part.
+
+The configuration multiplies nearly everything by a number of its own. That of the keys is part of the scale of the
+attention scores here.
+
+Source: ``transformers`` (``falcon_h1``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import MAX_LAYERS, Fields, read_max_position, read_vocab_size
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
+from strandline.models.layers.mlp import GatedMlpConfig, ScaledGatedMlp
+from strandline.models.layers.parallel import Multipliers, ParallelMixer
+from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.targets import NamedTargets, renamed, whole
+
+MAX_MULTIPLIER: Final = 1e4
+
+
+def build_falcon_h1(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported, or does not go with another one.
+    """
+    fields = Fields(config)
+    fields.choice("hidden_act", ["silu"])
+    if fields.flag("mlp_bias"):
+        fields.reject("mlp_bias", "false")
+    attention, mlp = AttentionConfig.read(fields, QueryKeyNorm.NONE), GatedMlpConfig.read(fields)
+    attention = replace(attention, scale=attention.scale * _multiplier(fields, "key_multiplier"))
+    mamba2, rotary = _read_mamba2(fields, attention.eps), rotary_frequencies(config)
+    multipliers = Multipliers(
+        attention_in=_multiplier(fields, "attention_in_multiplier"),
+        attention_out=_multiplier(fields, "attention_out_multiplier"),
+        recurrent_in=_multiplier(fields, "ssm_in_multiplier"),
+        recurrent_out=_multiplier(fields, "ssm_out_multiplier"),
+    )
+    gate_multiplier, mlp_multiplier = _multipliers(fields, "mlp_multipliers", 2)
+    embedding_multiplier, logits_multiplier = (
+        _multiplier(fields, name) for name in ("embedding_multiplier", "lm_head_multiplier")
+    )
+    shape, is_tied = (read_vocab_size(fields), attention.hidden_size), fields.flag("tie_word_embeddings")
+    max_position, num_layers = read_max_position(fields), fields.size("num_hidden_layers", at_most=MAX_LAYERS)
+    norm, hidden_size = plain(attention.eps), attention.hidden_size
+
+    def build_layer() -> DecoderLayer:
+        mixers = (Attention(attention, dtype, device), Mamba2Layer(mamba2, dtype, device))
+        part = ScaledGatedMlp(mlp, gate_multiplier, mlp_multiplier, dtype, device)
+        return DecoderLayer(ParallelMixer(*mixers, multipliers), part, norm, hidden_size, dtype, device)
+
+    layers = [build_layer() for _ in range(num_layers)]
+    decoder = Decoder(
+        layers,
+        norm,
+        rotary,
+        shape,
+        dtype,
+        device,
+        is_tied=is_tied,
+        embedding_multiplier=embedding_multiplier,
+        logits_multiplier=logits_multiplier,
+    )
+    return CausalLM(decoder, max_position, partial(_published, decoder, layers))
+
+
+def _read_mamba2(fields: Fields, eps: float) -> Mamba2Config:
+    has_norm = fields.flag("mamba_rms_norm")
+    if has_norm and fields.flag("mamba_norm_before_gate"):
+        fields.reject("mamba_norm_before_gate", "false where mamba_rms_norm is true")
+    z, x, B, C, dt = _multipliers(fields, "ssm_multipliers", 5)
+    return replace(
+        Mamba2Config.read(fields, Mamba2Names(), eps),
+        has_out_bias=fields.flag("projectors_bias"),
+        has_norm=has_norm,
+        multipliers=(z, x, B, C, dt),
+    )
+
+
+def _multiplier(fields: Fields, name: str) -> float:
+    return fields.number(name, at_least=-MAX_MULTIPLIER, at_most=MAX_MULTIPLIER)
+
+
+def _multipliers(fields: Fields, name: str, count: int) -> tuple[float, ...]:
+    values = fields.list_of(name, _multiplier)
+    if len(values) != count:
+        fields.reject(name, f"a list of {count} numbers")
+    return values
+
+
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    yield from renamed(decoder.targets("model.", names), {"norm": "final_layernorm"})
+    for index, layer in enumerate(layers):
+        prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
+        assert isinstance(mixer, ParallelMixer)
+        assert isinstance(mlp, ScaledGatedMlp)
+        yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
+        yield f"{prefix}pre_ff_layernorm.weight", whole(layer.mlp_norm_E)
+        yield from mixer.attention.targets(f"{prefix}self_attn.")
+        yield from mixer.recurrent.targets(f"{prefix}mamba.")
+        yield from mlp.targets(f"{prefix}feed_forward.")

@@ -1,0 +1,61 @@
+"""Attention and a recurrent layer side by side: both read the same hidden state, and what they make is added up.
+
+Shape suffixes: T tokens of the step, E hidden size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.recurrence import Recurrence
+from strandline.models.layers.attention import Attention
+from strandline.models.layers.mamba2 import Mamba2Layer
+from strandline.models.layers.rotary import RotaryTable
+from strandline.specs import LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Of what each of the two reads, and of what it makes."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    recurrent_in: float = 1.0
+    recurrent_out: float = 1.0
+
+
+class ParallelMixer(nn.Module):
+    """The sum of attention and a recurrent layer. Its memory is that of both."""
+
+    def __init__(self, attention: Attention, recurrent: Mamba2Layer, multipliers: Multipliers) -> None:
+        super().__init__()
+        self.attention, self.recurrent, self.multipliers = attention, recurrent, multipliers
+
+    @property
+    def spec(self) -> LayerSpec:
+        recurrent = self.recurrent.spec
+        return LayerSpec(self.attention.spec.streams, recurrent.states, recurrent.log)
+
+    @property
+    def recurrence(self) -> Recurrence[Any, Any]:
+        return self.recurrent.recurrence
+
+    def bind(self, memory: LayerMemory) -> tuple[Any, Any]:
+        """Return the layer's memory as ``forward`` takes it."""
+        return self.attention.bind(memory), self.recurrent.bind(memory)
+
+    def forward(
+        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: tuple[Any, Any]
+    ) -> Tensor:
+        factors, (attention_memory, recurrent_memory) = self.multipliers, memory
+        recurrent_TE = self.recurrent(_multiplied(hidden_TE, factors.recurrent_in), rotary, batch, recurrent_memory)
+        attended_TE = self.attention(_multiplied(hidden_TE, factors.attention_in), rotary, batch, attention_memory)
+        return torch.add(recurrent_TE.mul_(factors.recurrent_out), attended_TE, alpha=factors.attention_out)
+
+
+def _multiplied(hidden_TE: Tensor, factor: float) -> Tensor:
+    return hidden_TE if factor == 1.0 else hidden_TE * factor
