@@ -27,6 +27,7 @@ ARCHITECTURES: Final = (
     "Lfm2MoeForCausalLM",
     "LlamaForCausalLM",
     "MambaForCausalLM",
+    "MiniMaxForCausalLM",
     "NemotronHForCausalLM",
     "OlmoHybridForCausalLM",
     "Qwen3ForCausalLM",

@@ -9,10 +9,11 @@ import strandline
 PACKAGE = Path(strandline.__file__).parent
 
 FAMILY = re.compile(
-    r"gdn|gated.?delta|olmo|qwen|lfm|mamba.?1|falcon|jamba|mamba.?2|granite|bamba|nemotron", re.IGNORECASE
+    r"gdn|gated.?delta|olmo|qwen|lfm|mamba.?[12]|falcon|jamba|granite|bamba|minimax|lightning|nemotron",
+    re.IGNORECASE,
 )
 
-HOMES = re.compile(r"models/.*|kernels/(gdn|mamba[12])\w*\.py")
+HOMES = re.compile(r"models/.*|kernels/(gdn|lightning|mamba[12])\w*\.py")
 
 ALLOWED: Mapping[str, str] = {
     "model_config.py": "architectures by their published names, which are checked before torch is loaded",

@@ -93,6 +93,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("jamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
     ("mamba", {"conv_kernel": 9}, f"conv_kernel is 9; {WHOLE} 2 to 5"),
     ("mamba", {"state_size": 0}, f"state_size is 0; {WHOLE} 1 to 256"),
+    ("minimax", {"sliding_window": 64}, "sliding_window is 64; it must be null"),
+    ("minimax", {"rotary_dim": 17}, f"rotary_dim is 17; {WHOLE} 2 to 16"),
     ("lfm2", {"conv_L_cache": 1}, f"conv_L_cache is 1; {WHOLE} 2 to 5"),
     ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
      r"layer_types\[3\] 'sliding_attention' is not supported; supported: full_attention, conv"),
@@ -159,6 +161,12 @@ def test_odd_but_possible_sizes_are_accepted() -> None:
     config = config_of("qwen3_5-odd-tied")
     model: Any = registry.builder_for(config)(config, torch.float32, "meta")
     assert (config.num_attention_heads, len(model.spec.layers)) == (ODD["num_attention_heads"], 4)
+
+
+def test_rotated_channels_are_read_where_published_models_name_them(tmp_path: Path) -> None:
+    config = read_model_config(write(tmp_path, "minimax", rotary_dim=6))
+    model: Any = registry.builder_for(config)(config, torch.float32, "meta")
+    assert len(model.decoder.inv_freq_F) == 3
 
 
 def test_dtype_of_unsupported_weights_is_refused(tmp_path: Path) -> None:

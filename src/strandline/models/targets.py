@@ -17,12 +17,15 @@ class Target:
 
     shape: tuple[int, ...]
     parts: tuple[Tensor, ...]
+    """None: the tensor is known, and not used."""
 
     def copy_from(self, published: Tensor) -> None:
         """Copy the tensor, which must have ``shape``, into the parts; converts dtype and device."""
         with torch.no_grad():
             if len(self.parts) == 1:
                 self.parts[0].copy_(published)
+                return
+            if not self.parts:
                 return
             groups, _, *rest = self.parts[0].shape
             grouped = published.view(groups, -1, *rest)
@@ -37,6 +40,11 @@ NamedTargets = Iterator[tuple[str, Target]]
 def whole(view: Tensor) -> Target:
     """Return the target of a tensor that goes to one place."""
     return Target(tuple(view.shape), (view,))
+
+
+def unused(*shape: int) -> Target:
+    """Return the target of a tensor that is published and not needed."""
+    return Target(shape, ())
 
 
 def split(*parts: Tensor) -> Target:

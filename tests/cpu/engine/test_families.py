@@ -26,6 +26,7 @@ FAMILIES = [
     "lfm2_moe",
     "llama",
     "mamba",
+    "minimax",
     "nemotron_h",
     "olmo_hybrid",
     "qwen3",

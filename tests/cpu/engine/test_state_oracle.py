@@ -1,7 +1,8 @@
 """Every published slot holds the state that its position claims, after any history (the state oracle).
 
 The bound: states are float32 sums of at most a few hundred terms of order one, formed in another order when a
-prompt is computed whole rather than in pieces; differences stay a hundred times below it.
+prompt is computed whole rather than in pieces; differences stay a hundred times below it. Where decays are slow, states
+grow beyond that order: the bound is relative to the largest value.
 """
 
 import random
@@ -53,7 +54,8 @@ def check_published_slots(llm: LLM, cold: LLM) -> None:
         cold.generate([decode(key)], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         [expected] = [s for _, k, s in cold.engine.cache.snapshots() if k == key]
         difference = (contents(llm, snapshot.slot) - contents(cold, expected.slot)).abs().max()
-        assert difference < TOLERANCE, f"snapshot at {snapshot.position} ({snapshot.kind}) differs by {difference}"
+        bound = TOLERANCE * max(1.0, float(contents(cold, expected.slot).abs().max()))
+        assert difference < bound, f"snapshot at {snapshot.position} ({snapshot.kind}) differs by {difference}"
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

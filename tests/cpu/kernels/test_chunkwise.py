@@ -17,6 +17,7 @@ from torch import Tensor
 
 from strandline.kernels.chunk_table import build_chunk_table
 from strandline.kernels.gdn import gdn_decode, gdn_prefill, gdn_recurrent_reference
+from strandline.kernels.lightning import lightning_decode, lightning_prefill, lightning_recurrent_reference
 from strandline.kernels.mamba1 import mamba1_decode, mamba1_prefill, mamba1_recurrent_reference
 from strandline.kernels.mamba2 import mamba2_decode, mamba2_prefill, mamba2_recurrent_reference
 from strandline.kernels.operation import Operation
@@ -55,6 +56,14 @@ KINDS = {
         ((2, 16), (2, 16), (4, 24), (4,), (4,)),
         lambda: (decay_rates(4), torch.randn(4)),
         (4, 16, 24),
+    ),
+    "lightning": Kind(
+        lightning_prefill,
+        lightning_decode,
+        lightning_recurrent_reference,
+        ((4, 16), (4, 16), (4, 20)),
+        lambda: (-torch.empty(4).uniform_(0.1, 2),),
+        (4, 16, 20),
     ),
     "mamba1": Kind(
         mamba1_prefill,

@@ -18,6 +18,7 @@ from transformers import (
     Lfm2MoeConfig,
     LlamaConfig,
     MambaConfig,
+    MiniMaxConfig,
     NemotronHConfig,
     OlmoHybridConfig,
     PretrainedConfig,
@@ -219,6 +220,22 @@ FALCON_H1: dict[str, Any] = {
     "ssm_out_multiplier": 0.9,
 }
 
+MINIMAX: dict[str, Any] = {
+    **ATTENTION_ONLY,
+    "num_hidden_layers": 4,
+    "intermediate_size": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "block_size": 8,
+    "linear_attn_alpha_factor": 1.5,
+    "linear_attn_beta_factor": 0.7,
+    "full_attn_alpha_factor": 0.8,
+    "full_attn_beta_factor": 1.2,
+    "mlp_alpha_factor": 1.3,
+    "mlp_beta_factor": 0.9,
+    "eos_token_id": None,
+}
 MROPE = rope(0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
 CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
@@ -259,6 +276,7 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
     "mamba-odd": (
         "MambaForCausalLM",
         MambaConfig,
+        MiniMaxConfig,
         {
             **MAMBA,
             "expand": 3,
@@ -268,6 +286,19 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "use_bias": True,
             "use_conv_bias": False,
             "tie_word_embeddings": False,
+        },
+    ),
+    "minimax": ("MiniMaxForCausalLM", MiniMaxConfig, MINIMAX),
+    "minimax-odd": (
+        "MiniMaxForCausalLM",
+        MiniMaxConfig,
+        {
+            **{name: value for name, value in MINIMAX.items() if "factor" not in name},
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
+            "tie_word_embeddings": True,
         },
     ),
     "olmo_hybrid": ("OlmoHybridForCausalLM", OlmoHybridConfig, OLMO),

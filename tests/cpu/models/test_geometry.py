@@ -12,7 +12,9 @@ from tests.cpu.models.families import config_of, oracle
 NUM_EXPERTS, NUM_CHOSEN = 5, 2
 
 
-@pytest.mark.parametrize("name", ["granite_hybrid", "jamba", "lfm2_moe", "nemotron_h", "qwen3_5_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["granite_hybrid", "jamba", "lfm2_moe", "minimax", "nemotron_h", "qwen3_5_moe", "qwen3_moe"]
+)
 def test_active_weights_are_those_that_one_token_uses(name: str, tmp_path: Path) -> None:
     config_of(name).save_pretrained(tmp_path)
     active = 0.0

@@ -31,8 +31,11 @@ class RotaryFrequencies(NamedTuple):
     attention_factor: float
 
 
-def rotary_frequencies(config: Any) -> RotaryFrequencies:
+def rotary_frequencies(config: Any, *, rotary_dim: int | None = None) -> RotaryFrequencies:
     """Return the frequencies of a text configuration.
+
+    Args:
+        rotary_dim: rotated channels of a head, where the configuration names them elsewhere.
 
     Raises:
         ConfigError: its kind of rotary embedding is unknown or depends on the prompt's length, or a parameter is wrong.
@@ -42,7 +45,10 @@ def rotary_frequencies(config: Any) -> RotaryFrequencies:
     rope, head_dim = Fields(config.rope_parameters, "config.json: rope_parameters."), read_head_dim(Fields(config))
     kind = rope.choice("rope_type", KINDS, default="default")
     theta = rope.number("rope_theta", at_least=1, at_most=1e15)
-    rotary_dim = int(head_dim * rope.number("partial_rotary_factor", at_least=0, at_most=1, default=1.0))
+    if rotary_dim is None:
+        rotary_dim = int(head_dim * rope.number("partial_rotary_factor", at_least=0, at_most=1, default=1.0))
+    elif kind != "default":
+        rope.reject("rope_type", "default beside a rotary_dim")
     if rotary_dim < 2 or rotary_dim % 2:
         rope.reject("partial_rotary_factor", f"such that an even number of a head's {head_dim} channels is rotated")
     if kind == "default":

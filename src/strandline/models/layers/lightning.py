@@ -1,0 +1,117 @@
+"""Lightning attention: linear attention with fixed decays, normalised over all heads, behind a sigmoid gate.
+
+Projections that read the same input are one matrix (comments name the order of its rows); the published tensors are
+split into it while loading.
+
+Source: ``transformers`` (``minimax``).
+
+Shape suffixes: T tokens of the step, E hidden size, H heads, D channels of a head, O heads' channels side by side.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strandline.kernels.activation import sigmoid_gate
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.lightning_recurrence import Lightning, LightningInputs
+from strandline.kernels.norm import rms_norm
+from strandline.models.layers.parameters import gain
+from strandline.models.layers.projection import Projection
+from strandline.models.layers.recurrent import advance
+from strandline.models.layers.rotary import RotaryTable
+from strandline.models.targets import NamedTargets, unused, whole
+from strandline.specs import LayerSpec
+
+NORM_EPS: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class LightningConfig:
+    """Sizes of the layer, and where in the model it is."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    depth: float
+    """Position among the layers, from 0 to 1: the deeper, the slower the decays."""
+    block_size: int
+    """Of the tables that are published beside the weights."""
+    state_dtype: str = "float32"
+
+
+class LightningAttention(nn.Module):
+    """The recurrent layer.
+
+    Args:
+        dtype: of activations, and of the weights until they are packed.
+    """
+
+    operations = (rms_norm, sigmoid_gate, *Lightning.operations)
+    log_decay_H: Tensor
+
+    def __init__(self, config: LightningConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.config = config
+        num_heads, head_dim, hidden_size = config.num_heads, config.head_dim, config.hidden_size
+        size = num_heads * head_dim
+        self.recurrence = Lightning(num_heads, head_dim, head_dim, config.state_dtype)
+        self.sizes = [3 * size, size]
+        self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
+        """Rows: head after head the query, the key and the value; then all heads' output gates."""
+        self.norm_O = gain(size, dtype=dtype, device=device)
+        self.out_proj = Projection(hidden_size, size, dtype, device)
+        self.register_buffer("log_decay_H", log_decays(num_heads, config.depth).to(device), persistent=False)
+
+    @property
+    def spec(self) -> LayerSpec:
+        return LayerSpec(states=self.recurrence.states, log=self.recurrence.log)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._rms_norm, self._sigmoid_gate = kernels[rms_norm], kernels[sigmoid_gate]
+        self.recurrence = self.recurrence.with_kernels(kernels)
+
+    def bind(self, memory: LayerMemory) -> Tensor:
+        """Return the layer's memory as ``forward`` takes it."""
+        return self.recurrence.bind(memory.states, memory.log)
+
+    def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Tensor) -> Tensor:
+        del rotary
+        qkv_TO, gate_TO = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        tokens = F.silu(qkv_TO).unflatten(-1, (self.config.num_heads, -1)).chunk(3, dim=-1)
+        out_THD = advance(self.recurrence, self._inputs, tokens, batch, memory)
+        out_TO = self._rms_norm(out_THD.flatten(1), self.norm_O, NORM_EPS)
+        return self.out_proj.multiply(self._sigmoid_gate(out_TO, gate_TO))
+
+    def _inputs(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> LightningInputs:
+        return LightningInputs(q_THD, k_THD, v_THD, self.log_decay_H)
+
+    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
+        """Yield the published tensors; tables of decays that are published with them follow from the configuration."""
+        qkv, gate = self.in_proj.weight_OI.split(self.sizes)
+        yield f"{prefix}qkv_proj.weight", whole(qkv)
+        yield f"{prefix}output_gate.weight", whole(gate)
+        yield f"{prefix}norm.weight", whole(self.norm_O)
+        yield from self.out_proj.targets(f"{prefix}out_proj.")
+        num_heads, block = self.config.num_heads, self.config.block_size
+        tables = {
+            "slope_rate": (num_heads, 1, 1),
+            "query_decay": (num_heads, block, 1),
+            "key_decay": (num_heads, block, 1),
+            "diagonal_decay": (1, num_heads, block, block),
+        }
+        for name, shape in tables.items():
+            if f"{prefix}{name}" in names:
+                yield f"{prefix}{name}", unused(*shape)
+
+
+def log_decays(num_heads: int, depth: float) -> Tensor:
+    """Return ``log_decay_H`` in float32: those of ALiBi, less in deeper layers."""
+    slope_H = torch.tensor(2 ** (-8 / num_heads), dtype=torch.float64) ** torch.arange(1, num_heads + 1)
+    return -(slope_H * (1 - depth + 1e-5)).float()

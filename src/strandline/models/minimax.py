@@ -1,0 +1,119 @@
+"""MiniMax: lightning attention, every few layers softmax attention, and a mixture of experts in every layer.
+
+What a part adds to is not the residual stream but what it read, the normalised stream; both are scaled.
+
+Source: ``transformers`` (``minimax``).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import (
+    Fields,
+    read_layer_types,
+    read_max_position,
+    read_vocab_size,
+)
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.lightning import LightningAttention, LightningConfig
+from strandline.models.layers.moe import MAX_EXPERTS, SparseMoe, SparseMoeConfig
+from strandline.models.layers.normed_stream import NormedStreamLayer, StreamScale
+from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.targets import NamedTargets, renamed, whole
+
+LAYER_TYPES: Final = ("full_attention", "linear_attention")
+
+PUBLISHED: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+"""Its own names for what other families have, too."""
+
+MAX_BLOCK_SIZE: Final = 2**14
+MAX_FACTOR: Final = 1e4
+
+
+def build_minimax(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported.
+    """
+    fields = Fields(config)
+    fields.choice("hidden_act", ["silu"])
+    if fields.value("sliding_window") is not None:
+        fields.reject("sliding_window", "null")
+    layer_types = read_layer_types(fields, LAYER_TYPES)
+    attention = AttentionConfig.read(fields, QueryKeyNorm.NONE, has_bias=False)
+    moe, mlp_scale = _read_experts(fields), _read_scale(fields, "mlp")
+    norm, hidden_size = plain(attention.eps), attention.hidden_size
+    # Rotated channels of a head: published configurations have a field of their own for it.
+    has_rotary_dim = fields.value("rotary_dim") is not None
+    rotary_dim = fields.size("rotary_dim", at_least=2, at_most=attention.head_dim) if has_rotary_dim else None
+    rotary = rotary_frequencies(config, rotary_dim=rotary_dim)
+
+    def build_layer(index: int, kind: str) -> DecoderLayer:
+        is_linear = kind == "linear_attention"
+        lightning = _read_lightning(fields, attention, index / (len(layer_types) - 1 + 1e-5))
+        return NormedStreamLayer(
+            LightningAttention(lightning, dtype, device) if is_linear else Attention(attention, dtype, device),
+            SparseMoe(moe, dtype, device),
+            norm,
+            hidden_size,
+            dtype,
+            device,
+            mixer_scale=_read_scale(fields, "linear_attn" if is_linear else "full_attn"),
+            mlp_scale=mlp_scale,
+        )
+
+    layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
+    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
+    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied)
+    return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
+
+
+def _read_lightning(fields: Fields, attention: AttentionConfig, depth: float) -> LightningConfig:
+    return LightningConfig(
+        hidden_size=attention.hidden_size,
+        num_heads=attention.num_heads,
+        head_dim=attention.head_dim,
+        depth=depth,
+        block_size=fields.size("block_size", at_most=MAX_BLOCK_SIZE),
+    )
+
+
+def _read_scale(fields: Fields, part: str) -> StreamScale:
+    def factor(name: str) -> float:
+        return fields.number(f"{part}_{name}_factor", at_least=-MAX_FACTOR, at_most=MAX_FACTOR)
+
+    return StreamScale(factor("alpha"), factor("beta"))
+
+
+def _read_experts(fields: Fields) -> SparseMoeConfig:
+    num_experts = fields.size("num_local_experts", at_most=MAX_EXPERTS)
+    return SparseMoeConfig(
+        hidden_size=fields.size("hidden_size"),
+        size=fields.size("intermediate_size"),
+        shared_size=0,
+        num_experts=num_experts,
+        top_k=fields.size("num_experts_per_tok", at_most=num_experts),
+        is_normalised=True,
+    )
+
+
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    yield from decoder.targets("model.", names)
+    for index, layer in enumerate(layers):
+        prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
+        yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
+        yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
+        if isinstance(mixer, LightningAttention):
+            yield from mixer.targets(f"{prefix}self_attn.", names)
+        else:
+            assert isinstance(mixer, Attention)
+            yield from mixer.targets(f"{prefix}self_attn.")
+        assert isinstance(mlp, SparseMoe)
+        yield from renamed(mlp.targets(f"{prefix}block_sparse_moe.", names), PUBLISHED)
