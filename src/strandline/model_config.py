@@ -26,6 +26,7 @@ ARCHITECTURES: Final = (
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "LlamaForCausalLM",
+    "Mamba2ForCausalLM",
     "MambaForCausalLM",
     "MiniMaxForCausalLM",
     "NemotronHForCausalLM",

@@ -14,6 +14,7 @@ from strandline.models.jamba import build_jamba
 from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
 from strandline.models.llama import build_llama
 from strandline.models.mamba import build_falcon_mamba, build_mamba
+from strandline.models.mamba2 import build_mamba2
 from strandline.models.minimax import build_minimax
 from strandline.models.nemotron_h import build_nemotron_h
 from strandline.models.olmo_hybrid import build_olmo_hybrid
@@ -32,6 +33,7 @@ ARCHITECTURES: dict[str, Builder] = {
     "Lfm2ForCausalLM": build_lfm2,
     "Lfm2MoeForCausalLM": build_lfm2_moe,
     "LlamaForCausalLM": build_llama,
+    "Mamba2ForCausalLM": build_mamba2,
     "MambaForCausalLM": build_mamba,
     "MiniMaxForCausalLM": build_minimax,
     "NemotronHForCausalLM": build_nemotron_h,

@@ -10,8 +10,10 @@ import pytest
 from strandline import SamplingParams
 from strandline.device.sizing import slabs_for
 from strandline.env import NUMBA
+from strandline.errors import ConfigError
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
+from tests.cpu.engine.test_speculation import SPECULATION, force, record
 from tests.cpu.engine.test_state_oracle import check_published_slots, live_through_much
 from tests.cpu.engine.tiny import greedy_tokens
 from tests.cpu.models import families
@@ -26,6 +28,7 @@ FAMILIES = [
     "lfm2_moe",
     "llama",
     "mamba",
+    "mamba2",
     "minimax",
     "nemotron_h",
     "olmo_hybrid",
@@ -94,3 +97,22 @@ def test_a_published_slot_holds_the_state_of_its_tokens(make_llm: MakeLLM) -> No
         check_published_slots(llm, make_llm(memory="64MiB"))
     else:
         assert list(llm.engine.cache.snapshots()) == []  # test_attention_only.py compares the published blocks
+
+
+def test_drafts_change_no_token(make_llm: MakeLLM) -> None:
+    if not make_llm().engine.core.spec.can_replay:
+        with pytest.raises(ConfigError, match="keep states that cannot go past drafts"):
+            make_llm(speculative_config=SPECULATION)
+        return
+    prompts, params = (
+        [tokens(count, seed=count) for count in (2, 63, 100)],
+        SamplingParams(temperature=0, max_tokens=30),
+    )
+    recording = make_llm(speculative_config=SPECULATION)
+    recorder = record(recording)
+    expected = answers(make_llm(), prompts, params)
+    assert answers(recording, prompts, params) == expected
+    assert (
+        answers(force(make_llm(speculative_config=SPECULATION), recorder.known, [3, 1, 2, 0]), prompts, params)
+        == expected
+    )

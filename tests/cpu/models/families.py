@@ -17,6 +17,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    Mamba2Config,
     MambaConfig,
     MiniMaxConfig,
     NemotronHConfig,
@@ -31,10 +32,11 @@ from transformers import (
     Qwen3NextConfig,
 )
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 VOCAB_SIZE = 97
-UNGROUPED = (BambaRMSNormGated,)
+UNGROUPED = (BambaRMSNormGated, MambaRMSNormGated)
 """Gated norms of transformers that ignore groups."""
 
 TEXT: dict[str, Any] = {
@@ -220,6 +222,18 @@ FALCON_H1: dict[str, Any] = {
     "ssm_out_multiplier": 0.9,
 }
 
+PURE_MAMBA2: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 8,
+    "state_size": 16,
+    "n_groups": 1,
+    "pad_token_id": None,
+    "eos_token_id": None,
+}
+
 MINIMAX: dict[str, Any] = {
     **ATTENTION_ONLY,
     "num_hidden_layers": 4,
@@ -276,7 +290,6 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
     "mamba-odd": (
         "MambaForCausalLM",
         MambaConfig,
-        MiniMaxConfig,
         {
             **MAMBA,
             "expand": 3,
@@ -418,6 +431,23 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "mamba2": ("Mamba2ForCausalLM", Mamba2Config, PURE_MAMBA2),
+    "mamba2-odd": (
+        "Mamba2ForCausalLM",
+        Mamba2Config,
+        {
+            **PURE_MAMBA2,
+            "num_heads": 6,
+            "head_dim": 16,
+            "expand": 3,
+            "n_groups": 3,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "time_step_limit": (0.0005, 0.05),
+            "tie_word_embeddings": True,
+        },
+    ),
     "nemotron_h": ("NemotronHForCausalLM", NemotronHConfig, NEMOTRON),
     "nemotron_h-odd": (
         "NemotronHForCausalLM",
@@ -512,7 +542,7 @@ def _as_published(model: Any, config: Any) -> None:
     The gated norm is that of ``mamba_ssm``: in some families transformers' own ignores the groups. In others
     transformers limits time steps by another field.
     """
-    num_groups = getattr(config, "mamba_n_groups", 1)
+    num_groups = getattr(config, "mamba_n_groups", None) or getattr(config, "n_groups", 1)
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = tuple(config.time_step_limit)

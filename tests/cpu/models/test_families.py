@@ -153,6 +153,7 @@ def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
         "lfm2-odd",
         "lfm2_moe",
         "mamba-odd",
+        "mamba2-odd",
         "minimax",
         "nemotron_h-odd",
         "olmo_hybrid",

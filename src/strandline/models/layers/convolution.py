@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from strandline.kernels.batch import StepBatch
+from strandline.kernels.batch import RecurrentBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.conv1d import Activation, causal_conv1d_prefill, causal_conv1d_update
 from strandline.models.layers.parameters import dtype_name, parameter
@@ -60,9 +60,10 @@ class CausalConvolution(nn.Module):
         if num_rows == len(x_TC):
             return self.decode(x_TC, batch, window_SRC)
         if num_rows == 0:
-            return self.prefill(x_TC, batch, window_SRC)
+            return self.prefill(x_TC, batch.recurrent, 0, window_SRC)
         x_DC, x_RC = x_TC.split([num_rows, len(x_TC) - num_rows])
-        return torch.cat((self.decode(x_DC, batch, window_SRC), self.prefill(x_RC, batch, window_SRC)))
+        prefilled = self.prefill(x_RC, batch.recurrent, batch.num_decodes, window_SRC)
+        return torch.cat((self.decode(x_DC, batch, window_SRC), prefilled))
 
     def decode(self, x_DC: Tensor, batch: StepBatch, window_SRC: Tensor) -> Tensor:
         """Convolve the decodes' tokens."""
@@ -70,10 +71,9 @@ class CausalConvolution(nn.Module):
         window = (window_SRC, slots.src_N[decodes], slots.dst_N[decodes])
         return self._convolve_one(x_DC, self.weight_CW, self.bias_C, *window, self.activation)
 
-    def prefill(self, x_RC: Tensor, batch: StepBatch, window_SRC: Tensor) -> Tensor:
-        """Convolve the prefills' tokens."""
-        prefills, slots = slice(batch.num_decodes, None), batch.recurrent
-        window = (window_SRC, slots.src_N[prefills], slots.dst_N[prefills])
+    def prefill(self, x_RC: Tensor, slots: RecurrentBatch, num_decodes: int, window_SRC: Tensor) -> Tensor:
+        """Convolve the tokens of sequences behind the first ``num_decodes``."""
+        window = (window_SRC, slots.src_N[num_decodes:], slots.dst_N[num_decodes:])
         return self._convolve(x_RC, self.weight_CW, self.bias_C, *window, slots.chunks, self.activation)
 
     def targets(self, prefix: str) -> NamedTargets:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.arena import LayerMemory
-from strandline.kernels.batch import StepBatch
+from strandline.kernels.batch import RecurrentBatch, StepBatch
 from strandline.kernels.recurrence import Recurrence
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.mamba2 import Mamba2Layer
@@ -38,7 +38,7 @@ class ParallelMixer(nn.Module):
     @property
     def spec(self) -> LayerSpec:
         recurrent = self.recurrent.spec
-        return LayerSpec(self.attention.spec.streams, recurrent.states, recurrent.log)
+        return LayerSpec(self.attention.spec.streams, recurrent.states, recurrent.log, recurrent.replay)
 
     @property
     def recurrence(self) -> Recurrence[Any, Any]:
@@ -47,6 +47,10 @@ class ParallelMixer(nn.Module):
     def bind(self, memory: LayerMemory) -> tuple[Any, Any]:
         """Return the layer's memory as ``forward`` takes it."""
         return self.attention.bind(memory), self.recurrent.bind(memory)
+
+    def replay(self, recurrent: RecurrentBatch, memory: tuple[Any, Any]) -> None:
+        """Advance the states over logged tokens alone."""
+        self.recurrent.replay(recurrent, memory[1])
 
     def forward(
         self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: tuple[Any, Any]

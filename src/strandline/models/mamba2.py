@@ -1,0 +1,60 @@
+"""Mamba-2: a state space model in every layer, without attention and feed-forward parts.
+
+What it keeps of a context is a state of one size: prefix caching needs snapshots alone, and positions have no limit.
+The residual stream has the dtype of the activations, also where the configuration asks for float32.
+
+Source: ``transformers`` (``mamba2``).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import MAX_LAYERS, UNLIMITED_POSITION, Fields, read_eps, read_vocab_size
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
+from strandline.models.targets import NamedTargets, renamed, whole
+
+NAMES: Final = Mamba2Names(
+    num_heads="num_heads",
+    head_dim="head_dim",
+    state_dim="state_size",
+    num_groups="n_groups",
+    num_taps="conv_kernel",
+    has_bias="use_bias",
+    has_conv_bias="use_conv_bias",
+)
+OLD_EMBEDDING: Final = "backbone.embedding.weight"
+
+
+def build_mamba2(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported.
+    """
+    fields = Fields(config)
+    fields.choice("hidden_act", ["silu"])
+    eps = read_eps(fields, "layer_norm_epsilon")
+    mamba2, norm = Mamba2Config.read(fields, NAMES, eps), plain(eps)
+    shape, is_tied = (read_vocab_size(fields), mamba2.hidden_size), fields.flag("tie_word_embeddings")
+    layers = [
+        DecoderLayer(Mamba2Layer(mamba2, dtype, device), None, norm, mamba2.hidden_size, dtype, device)
+        for _ in range(fields.size("num_hidden_layers", at_most=MAX_LAYERS))
+    ]
+    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied)
+    return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))
+
+
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    embedding = "embedding" if OLD_EMBEDDING in names else "embeddings"
+    yield from renamed(decoder.targets("backbone.", names), {"embed_tokens": embedding, "norm": "norm_f"})
+    for index, layer in enumerate(layers):
+        prefix, mixer = f"backbone.layers.{index}.", layer.mixer
+        assert isinstance(mixer, Mamba2Layer)
+        yield f"{prefix}norm.weight", whole(layer.mixer_norm_E)
+        yield from mixer.targets(f"{prefix}mixer.")
