@@ -22,8 +22,8 @@ from strandline.cache.account import UNCOUNTED, Account, CacheCounters, Snapshot
 from strandline.cache.actions import Action, CopyTokens, FoldLog
 from strandline.cache.announcer import Announcer
 from strandline.cache.events import CacheEvent
-from strandline.cache.eviction import EvictionOrder, LeastRecentlyUsed, WorthPerByte
-from strandline.cache.hits import record_hit
+from strandline.cache.eviction import Entry, EvictionOrder, ReuseRate, WorthPerByte
+from strandline.cache.hits import record_hit, record_use
 from strandline.cache.index import PrefixIndex
 from strandline.cache.internals import Internals
 from strandline.cache.lease import Cut, Lead, Lease, StepGrant
@@ -57,7 +57,7 @@ class PrefixCache:
         num_slabs: size of the arena (see ``SlabAllocator``), the null slab included.
         blocks_per_slab: blocks that fit in the memory of one slot.
         rule: where prompts resume.
-        order: ranks what to evict; None: by worth per byte, without states the least recently used blocks first.
+        order: ranks what to evict; None: by worth per byte, without states by reuse rate.
         placement: chooses which snapshots to take, if the model keeps states.
         max_slots: reserve this many slabs for slots and the others for blocks, as a baseline; None: no static share.
         enabled: when False, requests get blocks and slots, but nothing is kept or found.
@@ -89,13 +89,13 @@ class PrefixCache:
         self._leases: dict[RequestId, Lease] = {}
         self._reuse = ReuseHistory(clock)
         if order is None:
-            order = WorthPerByte(blocks_per_slab, self._reuse) if rule.needs_slots else LeastRecentlyUsed()
+            order = WorthPerByte(blocks_per_slab, self._reuse) if rule.needs_slots else ReuseRate(self._reuse)
         self._announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
         self._memory = CacheMemory(self._allocator, order, self._leases.values, self._announcer)
         self._index = PrefixIndex(self._memory, self._leases.values, rule)
         self._counters = CacheCounters()
         self._publisher = Publisher(self._memory, self._reuse, self._counters, self._leases.values)
-        self._expected: dict[RequestId, Snapshot] = {}
+        self._expected: dict[RequestId, Entry] = {}
         self._is_stepwise = enabled and placement.is_stepwise
         self._logs = LogPool(num_logs)
         self._num_reserved_slabs = int(RESERVE_SHARE * num_slabs)
@@ -117,26 +117,20 @@ class PrefixCache:
         return match.position if match else 0
 
     def expect(self, request_id: RequestId, tokens: TokenBuffer, salt: str = "") -> None:
-        """Protect what a queued request would hit.
-
-        A snapshot is evicted only when nothing else can be. Without states, the blocks count as used now.
-        """
+        """Protect what a queued request would hit: it is evicted only when nothing else can be."""
         if not self.is_enabled or request_id in self._expected:
             return
         match = self._index.match(salt, tokens.data)
-        if match is None:
-            return
-        if match.snapshot is not None:
-            self._memory.add_waiter(match.snapshot)
-            self._expected[request_id] = match.snapshot
-        elif match.position:
-            self._memory.touch(match.end.run, match.copied_run)
+        source = match.source if match else None
+        if source is not None:
+            source.num_waiters += 1
+            self._expected[request_id] = source
 
     def forget(self, request_id: RequestId) -> None:
         """Stop protecting a request's expected hit. ``admit`` does this implicitly."""
-        snapshot = self._expected.pop(request_id, None)
-        if snapshot is not None:
-            self._memory.forget_waiter(snapshot)
+        source = self._expected.pop(request_id, None)
+        if source is not None:
+            self._memory.forget_waiter(source)
 
     def find_leader(self, tokens: TokenBuffer, salt: str = "", *, beyond: int = 0, grid_tokens: int = 1) -> Lead | None:
         """Find a running request that is about to compute a prefix of this prompt. Changes nothing.
@@ -159,9 +153,8 @@ class PrefixCache:
         lease, position = found
         last = self._rule.last(len(tokens))
         position = min(position - position % grid_tokens, last)
-        if lease.computed >= position or position <= known:
-            return None
-        if position - known < BLOCK_TOKENS and position < last:
+        is_short = position - known < BLOCK_TOKENS and position < last
+        if lease.computed >= position or position <= known or is_short:
             return None
         return Lead(lease, position)
 
@@ -255,7 +248,7 @@ class PrefixCache:
         if match.snapshot is not None:
             lease.source, lease.src = match.snapshot, match.snapshot.slot
             record_hit(lease, match.snapshot, self._memory, self._reuse)
-        self._memory.touch(lease.run, None if self._rule.needs_slots else match.copied_run)
+        record_use(lease, None if self._rule.needs_slots else match.copied_run, self._memory, self._reuse)
         if match.copied_run is not None:
             self._copy_partial(lease, match.copied_run)
 

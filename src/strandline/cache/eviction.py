@@ -24,6 +24,8 @@ Entry = Run | Snapshot
 WORTHLESS: Final = float("-inf")
 CERTAIN_RATE: Final = 1.0
 """Reuse rate of what a queued request will resume from, and of what is newer than the last admission."""
+TICK_SHARE: Final = 2.0**-50
+"""By how much a use raises a rate: it decides between equal rates alone."""
 MAX_UNRANKED: Final = 64
 
 
@@ -110,6 +112,35 @@ class WorthPerByte:
         if snapshot.kind is SnapshotKind.PROMPT_END and not snapshot.is_superseded:
             return reuse.prompt_rate(past_bin, age)
         return reuse.interior_rate(past_bin, age)
+
+
+class ReuseRate:
+    """Evicts the blocks with the lowest reuse rate. The default of models that keep no states.
+
+    A block saves its own tokens and takes its own memory, so its value density is its reuse rate: that of the path that
+    ends there, or of a prefix that several paths share. What a queued request would hit, or was used after the last
+    admission, has at least ``CERTAIN_RATE``. Of blocks with equal rates, the least recently used are evicted first.
+    """
+
+    def __init__(self, reuse: ReuseHistory) -> None:
+        self._reuse = reuse
+
+    @property
+    def now(self) -> int:
+        """The time of the reuse history."""
+        return self._reuse.now
+
+    def worth(self, entry: Entry) -> float:
+        worth, _ = self.appraise(entry)
+        return worth
+
+    def appraise(self, entry: Entry) -> tuple[float, int | None]:
+        used_at, past_bin = entry.use
+        age = self._reuse.now - used_at
+        rate = (self._reuse.shared_rate if entry.is_shared else self._reuse.rate)(past_bin, age)
+        if entry.num_waiters or age == 0:
+            rate = max(rate, CERTAIN_RATE)
+        return rate * (1 + TICK_SHARE * entry.last_tick), used_at + next_bin_edge(age)
 
 
 def _needed_snapshot(run: Run) -> Snapshot | None:

@@ -1,10 +1,10 @@
-"""Records a hit in the snapshots on its path: the one that was resumed from, and those above it."""
+"""Records hits: in the snapshots on a path, and, without states, in its runs."""
 
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.reuse import ReuseHistory
-from strandline.cache.tree import Snapshot, num_continuations, snapshot_above
-from strandline.cache.use import NO_INTERARRIVAL
+from strandline.cache.tree import Run, Snapshot, num_continuations, snapshot_above
+from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.cache.walk import branch_snapshots
 
 
@@ -28,3 +28,24 @@ def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: Reuse
                 previous.is_superseded = True
     for snapshot in (source, *branch_snapshots(lease.run, lease.tokens.data)):
         snapshot.record_hit(tick, reuse.now, is_source=snapshot is source, is_return=is_return)
+
+
+def record_use(lease: Lease, copied_run: Run | None, memory: CacheMemory, reuse: ReuseHistory) -> None:
+    """Record that a lease uses the blocks of its path, and part of a block of ``copied_run``.
+
+    This counts as a use of the whole path, which the return of a path does not make shared.
+    """
+    memory.touch(lease.run, copied_run)
+    is_return = lease.interarrival_bin != NO_INTERARRIVAL
+    for run in lease.run.ancestry():
+        run.use = run.use.next(reuse.now)
+        run.is_shared |= not is_return
+    if copied_run is not None:
+        copied_run.use = copied_run.use.next(reuse.now)
+
+
+def record_departure(lease: Lease, reuse: ReuseHistory) -> None:
+    """Record that a lease leaves the blocks of its path; what several paths share is used when they begin alone."""
+    for run in (lease.tail, *lease.run.ancestry()):
+        if run is not None and not run.is_shared:
+            run.use = Use(reuse.now, lease.interarrival_bin)

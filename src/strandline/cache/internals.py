@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from strandline.cache.eviction import Entry
 from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Lease
 from strandline.cache.logs import LogPool
@@ -10,7 +11,6 @@ from strandline.cache.placement import Placement
 from strandline.cache.resume import ResumeRule
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.slab_allocator import SlabAllocator
-from strandline.cache.tree import Snapshot
 from strandline.ids import RequestId
 
 
@@ -23,8 +23,8 @@ class Internals:
     leases: dict[RequestId, Lease]
     placement: Placement
     index: PrefixIndex
-    expected: dict[RequestId, Snapshot]
-    """By waiting request: the snapshot that it would have resumed from when it was queued."""
+    expected: dict[RequestId, Entry]
+    """By waiting request: the snapshot, or without states the run, that it would have resumed from when queued."""
     reuse: ReuseHistory
     logs: LogPool
     rule: ResumeRule

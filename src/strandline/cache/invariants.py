@@ -147,10 +147,11 @@ def _check_evictable(cache: Internals, runs: list[Run]) -> None:
 
 
 def _check_waiters(cache: Internals, runs: list[Run]) -> None:
-    waiters = Counter(id(resolve(snapshot)) for snapshot in cache.expected.values())
-    for snapshot in _all_snapshots(cache, runs):
-        if snapshot.is_attached:
-            _require(snapshot.num_waiters == waiters[id(snapshot)], f"snapshot {snapshot.slot}: waiters miscounted")
+    waiters = Counter(id(resolve(source)) for source in cache.expected.values())
+    attached = [snapshot for snapshot in _all_snapshots(cache, runs) if snapshot.is_attached]
+    entries: list[Entry] = [*runs, *attached]
+    for entry in entries:
+        _require(entry.num_waiters == waiters[id(entry)], f"{entry.num_waiters} waiters of {entry} counted")
     _require(not cache.expected.keys() & cache.leases.keys(), "a running request counts as waiting")
 
 

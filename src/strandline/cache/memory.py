@@ -252,17 +252,13 @@ class CacheMemory:
             if run is not None:
                 run.last_tick = tick
 
-    def add_waiter(self, snapshot: Snapshot) -> None:
-        """Count a waiting request that will resume from the snapshot."""
-        snapshot.num_waiters += 1
-
-    def forget_waiter(self, snapshot: Snapshot) -> None:
-        """Remove a waiting request from the snapshot, or from its replacement if it has been evicted."""
-        here = resolve(snapshot)
+    def forget_waiter(self, entry: Entry) -> None:
+        """Remove a waiting request from what it would have resumed from, or from its replacement if that is evicted."""
+        here = resolve(entry)
         if here is not None:
             here.num_waiters -= 1
             self.offer(here)
-            if (run := _run_of_last_block(here)) is not None:
+            if isinstance(here, Snapshot) and (run := _run_of_last_block(here)) is not None:
                 self.offer(run)
 
     def offer(self, entry: Entry) -> None:
@@ -381,8 +377,13 @@ class CacheMemory:
         self.free_blocks(blocks)
 
 
-def resolve(snapshot: Snapshot | None) -> Snapshot | None:
-    """Return a snapshot, or its replacement if it has been evicted: where waiting requests would resume."""
+def resolve(entry: Entry) -> Entry | None:
+    """Return a snapshot or a run, or its replacement if it has been evicted: where waiting requests would resume."""
+    if isinstance(entry, Run):
+        while entry.replacement is not None:
+            entry = entry.replacement
+        return entry
+    snapshot: Snapshot | None = entry
     while snapshot is not None and not snapshot.is_attached:
         snapshot = snapshot.replacement
     return snapshot

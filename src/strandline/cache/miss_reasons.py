@@ -46,7 +46,7 @@ class MissReasons:
         """Yield the reasons why the tokens after the end of the match are not cached."""
         start = end.kv_tokens if end else 0
         position, queried = start, len(tokens)
-        evicted = _evicted_tokens(end, tokens.data) if end and end.partial_tokens == 0 else 0
+        evicted = _evicted_tokens(end, tokens.data) if end else 0
         if evicted:
             position = min(position + evicted, queried)
             yield Miss(Reason.EVICTED, start, position)
@@ -91,5 +91,6 @@ def _evicted_tokens(end: Walk, data: bytearray) -> int:
     """Return an upper bound of the tokens after the end of the match that have been evicted; 0: none are known."""
     if end.num_blocks != end.run.end_block:
         return 0
-    offset = end.kv_tokens * TOKEN_BYTES
-    return end.run.evicted_children.get(hash(bytes(data[offset : offset + BLOCK_KEY_BYTES])), 0)
+    offset = end.num_blocks * BLOCK_KEY_BYTES
+    cached = end.run.evicted_children.get(hash(bytes(data[offset : offset + BLOCK_KEY_BYTES])), 0)
+    return max(cached - end.partial_tokens, 0)

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable
 
 from strandline.cache.account import CacheCounters, SnapshotKind
+from strandline.cache.hits import record_departure
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.reuse import ReuseHistory
@@ -112,13 +113,14 @@ class Publisher:
     def publish_partial_block(self, lease: Lease) -> None:
         """Publish the computed tokens of the block that the lease is filling, or count a use of those in the index."""
         key = lease.tokens.slice(lease.num_published * BLOCK_TOKENS, lease.computed)
-        if not key or lease.computed >= lease.shared_end:
-            return
-        existing = child_with_prefix(lease.run, key)
-        if existing is None:
-            self._publish_tail(lease, key)
-        else:
-            self._memory.touch(existing)
+        if key and lease.computed < lease.shared_end:
+            existing = child_with_prefix(lease.run, key)
+            if existing is None:
+                self._publish_tail(lease, key)
+            else:
+                self._memory.touch(existing)
+                existing.use = Use(self._reuse.now, lease.interarrival_bin)
+        record_departure(lease, self._reuse)
 
     def publish_for_followers(self, lease: Lease) -> None:
         """Publish the tokens that waiting requests share, once they are computed."""

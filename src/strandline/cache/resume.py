@@ -25,6 +25,13 @@ class Match(NamedTuple):
         """The run whose block a request copies in part, because it resumes inside that block; None: it does not."""
         return self.end.partial_run if self.position > self.end.num_blocks * BLOCK_TOKENS else None
 
+    @property
+    def source(self) -> Snapshot | Run | None:
+        """What the request resumes from: the snapshot, or, without states, the deepest run; None: nothing is hit."""
+        if self.position == 0:
+            return None
+        return self.snapshot or self.copied_run or self.end.run
+
 
 class ResumeRule(Protocol):
     """Finds where prompts resume."""

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from strandline.cache.account import SnapshotKind
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
-from strandline.cache.use import Use
+from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, SlotId
 
@@ -115,16 +115,20 @@ class Run:
         "evicted_snapshots",
         "hashes",
         "is_live",
+        "is_shared",
         "last_push",
         "last_tick",
         "num_announced",
         "num_users",
+        "num_waiters",
         "parent",
         "positions",
+        "replacement",
         "snapshots",
         "start_block",
         "stubs",
         "tokens",
+        "use",
     )
 
     def __init__(self, parent: "Run | None", start_block: int, tokens: bytes, blocks: "array[int]") -> None:
@@ -155,6 +159,14 @@ class Run:
         """Of the paths to its blocks; to the first ones only, as far as events needed them."""
         self.num_announced = 0
         """How many of its blocks, from the first, events have announced."""
+        self.use = Use(0, NO_INTERARRIVAL)
+        """Its last use, or that of the path that it ends; without states, it decides on eviction."""
+        self.is_shared = False
+        """Whether a prompt that is no return has resumed here or below."""
+        self.num_waiters = 0
+        """Queued requests that would resume here, without a snapshot."""
+        self.replacement: Run | None = None
+        """Once removed: where those requests would resume now."""
 
     @property
     def end_block(self) -> int:
@@ -294,7 +306,7 @@ def split(run: Run, at_block: int) -> Run:
     upper.num_announced = min(run.num_announced, count)
     run.num_announced -= upper.num_announced
     upper.num_users = run.num_users
-    upper.last_tick = run.last_tick
+    upper.last_tick, upper.use, upper.is_shared = run.last_tick, run.use, run.is_shared
     run.parent.children[upper.first_key] = upper
     run.parent = upper
     run.start_block = at_block
@@ -397,6 +409,8 @@ def remove_child(child: Run, *, ghost_tokens: int) -> None:
     del parent.children[key]
     del parent.child_keys[bisect_left(parent.child_keys, key)]
     child.parent = None
+    child.replacement = parent
+    parent.num_waiters += child.num_waiters
     parent.last_tick = max(parent.last_tick, child.last_tick)
     if ghost_tokens and not child.is_tail:
         _remember(parent.evicted_children, hash(key), ghost_tokens + max(child.evicted_children.values(), default=0))

@@ -1,8 +1,9 @@
 """Every token that is not hit has one reason, and each reason can be had on its own."""
 
 from strandline.cache import Account, Miss, Reason, SnapshotKind
-from strandline.cache.eviction import Entry
+from strandline.cache.eviction import Entry, LeastRecentlyUsed
 from strandline.cache.miss_reasons import MAX_OTHER_SALTS
+from strandline.cache.resume import AtTokens
 from strandline.cache.tree import Snapshot
 from strandline.ids import RequestId
 from tests.cpu.cache.driver import Driver, reasons
@@ -213,3 +214,12 @@ def test_told_tokens_add_up_and_hide_other_salts() -> None:
     assert counters.told_tokens[Reason.FIRST_SEEN] == 150 + 160
     for counted in (counters.missed_tokens, counters.told_tokens):
         assert counters.hit_tokens + sum(counted.values()) == counters.queried_tokens
+
+
+def test_evicted_tokens_are_told_beside_a_similar_block() -> None:
+    driver = Driver(7, 1, rule=AtTokens(), order=LeastRecentlyUsed())  # six blocks
+    driver.serve(prompt(100) + prompt(92, 5000))
+    driver.serve(prompt(100) + prompt(92, 6000))
+    driver.serve(prompt(192, 9000))
+    account = driver.lookup(prompt(100) + prompt(92, 5000))
+    assert misses(account)[0] == Miss(Reason.EVICTED, 100, 192)

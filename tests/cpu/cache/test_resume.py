@@ -1,11 +1,17 @@
 """Models that keep no states resume wherever keys and values are cached, without snapshots and slots."""
 
+from array import array
+
 import pytest
 
 from strandline.cache import CopyTokens, Miss, Reason, SnapshotKind, TokenBuffer, resume_rule
+from strandline.cache.eviction import CERTAIN_RATE, EvictionOrder, LeastRecentlyUsed, ReuseRate
 from strandline.cache.explanation import explain_prompt
 from strandline.cache.placement import NoSnapshots
 from strandline.cache.resume import AtSnapshots, AtTokens
+from strandline.cache.reuse import ReuseHistory
+from strandline.cache.tree import Run
+from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT, RequestId
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
 from tests.cpu.cache.driver import Driver, only_miss, reasons
@@ -15,8 +21,8 @@ from tests.cpu.cache.test_lookup import prompt
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129]
 
 
-def make_driver(num_slabs: int = 40, blocks_per_slab: int = 1, *, grid_tokens: int = 1) -> Driver:
-    return Driver(num_slabs, blocks_per_slab, rule=AtTokens(grid_tokens))
+def make_driver(num_slabs: int = 40, *, grid_tokens: int = 1, order: EvictionOrder | None = None) -> Driver:
+    return Driver(num_slabs, 1, rule=AtTokens(grid_tokens), order=order)
 
 
 def test_rule_follows_from_what_layers_keep() -> None:
@@ -131,8 +137,8 @@ def test_no_leader_is_found_for_what_is_cached() -> None:
     assert driver.cache.find_leader(TokenBuffer(prompt(100))) is None
 
 
-def test_least_recently_used_blocks_are_evicted_first() -> None:
-    driver = make_driver(11)  # ten blocks
+def test_baseline_evicts_the_least_recently_used_blocks() -> None:
+    driver = make_driver(11, order=LeastRecentlyUsed())  # ten blocks
     for first in (1000, 2000, 3000):
         driver.serve(prompt(192, first))  # three blocks each
     driver.serve(prompt(192, 1000))
@@ -142,7 +148,7 @@ def test_least_recently_used_blocks_are_evicted_first() -> None:
 
 
 def test_hit_inside_a_partly_filled_block_counts_as_its_use() -> None:
-    driver = make_driver(8)  # seven blocks
+    driver = make_driver(8, order=LeastRecentlyUsed())  # seven blocks
     for first in (1000, 2000):
         driver.serve(prompt(190, first))
     driver.serve(prompt(190, 1000))
@@ -150,14 +156,65 @@ def test_hit_inside_a_partly_filled_block_counts_as_its_use() -> None:
     assert [driver.lookup(prompt(190, first)).hit for first in (1000, 2000)] == [189, 128]
 
 
-def test_queued_request_counts_as_a_use() -> None:
+def test_expected_hit_of_a_queued_request_is_evicted_last() -> None:
     driver = make_driver(11)
-    for first in (1000, 2000, 3000):
-        driver.serve(prompt(190, first))
+    driver.serve(prompt(190, 1000))
     driver.cache.expect(RequestId("queued"), TokenBuffer(prompt(190, 1000)))
-    driver.serve(prompt(192, 7000))
-    assert [driver.lookup(prompt(190, first)).hit for first in (1000, 2000, 3000)] == [189, 64, 189]
+    for first in range(2000, 9000, 1000):
+        driver.serve(prompt(190, first))
+    assert driver.lookup(prompt(190, 1000)).hit == 189
     driver.cache.forget(RequestId("queued"))
+    for first in range(10_000, 18_000, 1000):
+        driver.serve(prompt(190, first))
+    assert driver.lookup(prompt(190, 1000)).hit < 189
+
+
+def test_queued_request_waits_for_what_is_left_of_its_hit() -> None:
+    driver = make_driver(11)
+    driver.serve(prompt(640))
+    driver.cache.expect(RequestId("queued"), TokenBuffer(prompt(640)))
+    lease = driver.admit(prompt(500, 5000))
+    driver.prefill(lease)
+    (root,) = driver.cache.internals().index.roots.values()
+    assert sum(run.num_waiters for run in root.children.values()) == 1
+    assert driver.lookup(prompt(640)).hit == 128
+    driver.prefill(driver.admit(prompt(128, 9000)))
+    assert driver.lookup(prompt(640)).hit == 0
+    assert root.num_waiters == 1
+    driver.cache.forget(RequestId("queued"))
+    assert root.num_waiters == 0
+
+
+def test_prefix_that_several_prompts_share_outlives_their_own_tokens() -> None:
+    driver = make_driver(31)
+    for index in range(20):
+        driver.serve(prompt(640) + prompt(640, 10_000 * (index + 1)))
+    assert driver.lookup(prompt(640) + prompt(10, 5)).hit == 640
+
+
+def test_conversation_that_returns_outlives_newer_prompts_that_do_not() -> None:
+    driver = make_driver(31)
+    history = prompt(200)
+    for turn in range(12):
+        history = history + prompt(20, 2_000 + 100 * turn)
+        assert (driver.serve(history).hit > 0) == (turn > 0)
+        for index in range(4):
+            driver.serve(prompt(250, 10_000 + 1_000 * (4 * turn + index)))
+
+
+def test_rate_falls_with_time_and_equal_rates_with_recency() -> None:
+    reuse = ReuseHistory()
+    order = ReuseRate(reuse)
+    runs = [Run(None, 0, b"", array("i")) for _ in range(2)]
+    runs[1].last_tick = 1
+    assert CERTAIN_RATE <= order.worth(runs[0]) < order.worth(runs[1])
+    before, review_at = order.appraise(runs[0])
+    assert review_at == 1
+    for _ in range(10):
+        reuse.count_admission()
+    assert order.worth(runs[0]) < order.worth(runs[1]) < before
+    runs[0].use = Use(reuse.now, NO_INTERARRIVAL)
+    assert order.worth(runs[0]) == before
 
 
 def test_lone_request_without_room_resumes_after_whole_blocks() -> None:
@@ -189,7 +246,7 @@ def test_prompts_resume_on_the_grid_if_they_must(num_tokens: int, hit: int) -> N
 
 
 def test_explanations_do_not_speak_of_snapshots() -> None:
-    driver = make_driver(8)
+    driver = make_driver(8, order=LeastRecentlyUsed())
     for first in (1000, 2000, 3000):
         driver.serve(prompt(192, first))
     explanation = explain_prompt(driver.cache, TokenBuffer(prompt(192, 1000)), block_bytes=2**20)
