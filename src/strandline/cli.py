@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from strandline import __version__
 from strandline.bench.serving.flags import add_report_flags, add_serve_flags
-from strandline.config import CACHE_MODES, DEVICES, DTYPES, EXECUTORS, LOAD_FORMATS, EngineConfig, flag
+from strandline.config import CACHE_MODES, DEVICES, DTYPES, EXECUTORS, KV_CACHE_DTYPES, LOAD_FORMATS, EngineConfig, flag
 from strandline.errors import ConfigError, RequestError, StrandlineError
 
 MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
@@ -243,6 +243,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="PATH", help="where the tokenizer is, if not with the model")
     text = "of weights and activations; auto: the model's, or float32 on a CPU that is slow in it"
     add("--dtype", choices=DTYPES, default="auto", help=text)
+    text = "of keys and values; auto: as activations, fp8: e4m3, in half the memory (default: %(default)s)"
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help=text)
     add("--device", choices=DEVICES, default="auto")
     text = "where steps run: in the engine's process, or in a worker process (default: %(default)s)"
     add("--distributed-executor-backend", choices=EXECUTORS, default="uni", help=text)

@@ -14,6 +14,7 @@ from strandline.speculative_config import SpeculativeConfig, read_speculative_co
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS: Final = ("auto", "safetensors", "dummy")
+KV_CACHE_DTYPES: Final = ("auto", "fp8", "fp8_e4m3")
 CACHE_MODES: Final = ("auto", "align", "all", "none")
 DEVICES: Final = ("auto", "cpu", "cuda")
 EXECUTORS: Final = ("uni", "mp")
@@ -37,6 +38,8 @@ class EngineConfig:
     """Work with token ids alone."""
     dtype: str = "auto"
     """Dtype of weights and activations; ``auto``: the model configuration's, or float32 on a CPU that is slow in it."""
+    kv_cache_dtype: str = "auto"
+    """Dtype of keys and values: ``auto``: that of activations; ``fp8`` or ``fp8_e4m3``: e4m3, in half the memory."""
     device: str = "auto"
     distributed_executor_backend: str = "uni"
     """Where steps run: ``uni``: in the engine's process; ``mp``: in a worker process of its own."""
@@ -77,6 +80,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         _require_choice("mamba_cache_mode", self.mamba_cache_mode, CACHE_MODES)
         _require_choice("device", self.device, DEVICES)

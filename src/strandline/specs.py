@@ -11,11 +11,14 @@ from typing import Final
 
 from strandline.ids import BLOCK_TOKENS
 
+E4M3: Final = "float8_e4m3fn"
+"""The dtype of keys and values that are kept in FP8."""
+
 ITEM_BYTES: Final = {
     "float32": 4,
     "bfloat16": 2,
     "float16": 2,
-    "float8_e4m3fn": 1,
+    E4M3: 1,
     "float8_e5m2": 1,
     "int8": 1,
     "uint8": 1,

@@ -14,10 +14,15 @@ from typing import Any, Final
 import torch
 
 from strandline.config import EngineConfig
+from strandline.errors import ConfigError
 from strandline.kernels.linear import has_fast_gemms
 from strandline.models.quantization import read_quantization
 from strandline.models.registry import builder_for
 from strandline.models.weights import published_dtype
+from strandline.specs import E4M3
+
+E4M3_CAPABILITY: Final = (8, 9)
+"""The lowest compute capability with conversions from and to e4m3."""
 
 MAX_WEIGHTS_SHARE: Final = 0.75
 """Of the machine's memory, for weights that are wider than the model's own."""
@@ -63,6 +68,23 @@ def choose_dtype(config: EngineConfig, model_config: Any, device: torch.device) 
         "the model's)",
         is_widened=True,
     )
+
+
+def choose_kv_cache_dtype(config: EngineConfig, device: torch.device) -> str | None:
+    """Return the dtype of keys and values; None: that of activations.
+
+    Raises:
+        ConfigError: the device cannot convert to it.
+    """
+    if config.kv_cache_dtype == "auto":
+        return None
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < E4M3_CAPABILITY:
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        needed = ".".join(map(str, E4M3_CAPABILITY))
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} needs a GPU of compute capability {needed}, this one has {found}"
+        )
+    return E4M3
 
 
 def dequantization_note(model_config: Any, dtype: torch.dtype) -> str | None:

@@ -7,7 +7,7 @@ import torch
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
-from strandline.device.dtypes import choose_dtype, dequantization_note
+from strandline.device.dtypes import choose_dtype, choose_kv_cache_dtype, dequantization_note
 from strandline.device.executor import Executor
 from strandline.device.sizing import require_room_for_weights
 from strandline.device.threads import limit_threads
@@ -86,6 +86,7 @@ def load_uni_executor(
         seed=config.seed,
         progress=progress,
         with_draft_layer=config.speculation is not None and config.speculation.has_draft_layer,
+        kv_cache_dtype=choose_kv_cache_dtype(config, device),
         rounded_to=published_dtype(model_config) if choice.is_widened else None,
     )
     model.lay_out(lay_out_in_half if choice.is_widened else lay_out)

@@ -48,18 +48,23 @@ def paged_attention(
     """
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     q_TGRD, out_TGRD = (x.unflatten(1, (memory.k_BPGD.shape[2], -1)) for x in (q_THD, out_THD))
-    for rows, k_LGD, v_LGD in gathered_sequences(memory, batch, 0, window_tokens):
-        attend_sequence(q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale, window_tokens)
-    return out_THD
+    for rows, k_LGD, v_LGD in gathered_sequences(memory, batch, 0, window_tokens, q_THD.dtype):
+        attend_sequence(q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale * memory.k_scale, window_tokens)
+    return out_THD if memory.v_scale == 1 else out_THD.mul_(memory.v_scale)
 
 
 def gathered_sequences(
-    memory: KVMemory, batch: AttentionBatch, first: int, window_tokens: int | None
+    memory: KVMemory, batch: AttentionBatch, first: int, window_tokens: int | None, dtype: torch.dtype
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield the rows of each sequence from the first on, and ``k_LGD`` and ``v_LGD`` of what they see."""
+    """Yield the rows of each sequence from the first on, and ``k_LGD`` and ``v_LGD`` of what they see.
+
+    Args:
+        dtype: of e4m3 numbers that are yielded.
+    """
     for i in range(first, len(batch.context_lens)):
         rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
-        yield rows, *_gather(memory, batch.block_table_NM[i], seen_span(batch, i, window_tokens))
+        table_M, span = batch.block_table_NM[i], seen_span(batch, i, window_tokens)
+        yield rows, _gather(memory.k_BPGD, table_M, span, dtype), _gather(memory.v_BPGD, table_M, span, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +96,15 @@ def seen_span(batch: AttentionBatch, sequence: int, window_tokens: int | None) -
     return Span(0 if window_tokens is None else max(0, first_query - window_tokens + 1), end)
 
 
-def _gather(memory: KVMemory, table_M: Tensor, span: Span) -> tuple[Tensor, Tensor]:
-    """Return ``k_LGD`` and ``v_LGD`` of one sequence's span, and nothing around it."""
+def _gather(stream_BPGD: Tensor, table_M: Tensor, span: Span, dtype: torch.dtype) -> Tensor:
+    """Return the keys or values of one sequence's span, and nothing around it."""
     start, end = span.rows
     blocks_M = table_M[span.first_block : span.first_block + span.num_blocks]
-    return (
-        memory.k_BPGD.index_select(0, blocks_M).flatten(0, 1)[start:end],
-        memory.v_BPGD.index_select(0, blocks_M).flatten(0, 1)[start:end],
-    )
+    if stream_BPGD.dtype != torch.float8_e4m3fn:
+        return stream_BPGD.index_select(0, blocks_M).flatten(0, 1)[start:end]
+    # Bytes, because torch selects no FP8 numbers by index.
+    bytes_LGD = stream_BPGD.view(torch.uint8).index_select(0, blocks_M).flatten(0, 1)[start:end]
+    return bytes_LGD.view(torch.float8_e4m3fn).to(dtype)
 
 
 def attend_sequence(

@@ -4,9 +4,7 @@ A task is one key/value head of one *part* of a decode: at most ``PART_TOKENS`` 
 positions, so that a sequence's bits depend on nothing but its own length. Its query heads are attended together, block
 after block, by an online softmax; parts of a longer sequence are then merged.
 
-A row of keys or values is read as two halves: bfloat16 numbers as pairs in 32-bit words, whose upper and lower halves
-each become float32 in one operation; float32 numbers as the first and the second half of the row. Queries and sums
-are laid out accordingly.
+How rows of keys and values are read is described in ``kv_rows_numba.py``.
 
 Source: Dao et al., "Flash-Decoding" (parts).
 
@@ -21,17 +19,17 @@ from typing import Final
 
 import numpy as np
 import torch
-from numba import types
-from numba.extending import overload
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention import attend_sequence, gathered_sequences, seen_span
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.kv_rows_numba import float32_rows, halves, join, split
 from strandline.kernels.linear import has_fast_gemms
 from strandline.kernels.runtime_numba import (
     BFLOAT16,
     BLOCK_FIELDS,
+    E4M3,
     arguments,
     block_arguments,
     claim,
@@ -43,6 +41,7 @@ from strandline.kernels.runtime_numba import (
     kernel,
     kind,
     load,
+    memory_kind,
     packed_rows,
     prefetch,
     store,
@@ -83,14 +82,16 @@ def paged_attention(
     if num_decodes == len(batch.context_lens):
         return out_THD
     q_TGRD, out_TGRD = (x.unflatten(1, (memory.k_BPGD.shape[2], -1)) for x in (q_THD, out_THD))
-    for rows, k_LGD, v_LGD in gathered_sequences(memory, batch, num_decodes, window_tokens):
-        inputs = (q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale, window_tokens)
+    for rows, k_LGD, v_LGD in gathered_sequences(memory, batch, num_decodes, window_tokens, q_THD.dtype):
+        inputs = (q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale * memory.k_scale, window_tokens)
         query_tokens = min(MAX_QUERY_TOKENS, SCORE_BYTES // (4 * q_THD.shape[1] * len(k_LGD)))
         num_queries = rows.stop - rows.start
         if num_queries * len(k_LGD) < MIN_SCORES or query_tokens < MIN_QUERY_TOKENS:
             attend_sequence(*inputs)
         else:
             _attend_prefill(*inputs, min(query_tokens, num_queries))
+        if memory.v_scale != 1:
+            out_TGRD[rows] *= memory.v_scale
     return out_THD
 
 
@@ -154,8 +155,9 @@ def _attend_decodes(
         num_kv_heads=num_kv_heads,
         heads_per_key=num_heads // num_kv_heads,
         heads_per_task=heads_per_task,
-        memory_dtype=kind(k_BPGD),
-        scale=scale,
+        memory_dtype=memory_kind(k_BPGD),
+        scale=scale * memory.k_scale,
+        v_scale=memory.v_scale,
         q=q_THD.data_ptr(),
         q_stride=q_THD.stride(0),
         parts=plan.parts_X4.data_ptr(),
@@ -249,20 +251,6 @@ def _softmax_kernel(tasks):
         weights[end:] = 0.0
         store(args.weights, args.dtype, task * num_keys, weights)
         task = claim(tasks)
-
-
-def halves(row, half, i):
-    """Return the numbers of a row of keys or values that stand at ``i`` of its two halves."""
-
-
-@overload(halves, inline="always")
-def _halves(row, half, i):
-    if row.dtype == types.float32:
-        return lambda row, half, i: (row[i], row[half + i])
-    return lambda row, half, i: (
-        np.uint32(row[i] << 16).view(np.float32),
-        np.uint32(row[i] & np.uint32(0xFFFF0000)).view(np.float32),
-    )
 
 
 @helper
@@ -360,44 +348,24 @@ def _add(values, stride, count, weights, sums, fetch):
                 high_b[i] += b_1 * high_1 + b_2 * high_2 + b_3 * high_3 + b_4 * high_4
 
 
-@helper
-def _split(kind, whole, halved, factor):
-    """Lay a row out in the halves that keys and values are read in."""
-    half = whole.size // 2
-    for i in range(half):
-        if kind == BFLOAT16:
-            halved[i], halved[half + i] = factor * whole[2 * i], factor * whole[2 * i + 1]
-        else:
-            halved[i], halved[half + i] = factor * whole[i], factor * whole[half + i]
-
-
-@helper
-def _join(kind, halved, whole, factor):
-    """Undo ``_split``."""
-    half = whole.size // 2
-    for i in range(half):
-        if kind == BFLOAT16:
-            whole[2 * i], whole[2 * i + 1] = factor * halved[i], factor * halved[half + i]
-        else:
-            whole[i], whole[half + i] = factor * halved[i], factor * halved[half + i]
-
-
 SHARED = "dtype head_dim out out_stride scratch "
 
 
 @kernel(
-    SHARED + BLOCK_FIELDS + "num_kv_heads heads_per_key heads_per_task memory_dtype scale:float q q_stride parts "
-    "table table_stride"
+    SHARED + BLOCK_FIELDS + "num_kv_heads heads_per_key heads_per_task memory_dtype scale:float v_scale:float q "
+    "q_stride parts table table_stride"
 )
 def _decode_kernel(tasks):
     args = arguments(tasks)
     heads_per_key, heads_per_task, head_dim, dtype = args.heads_per_key, args.heads_per_task, args.head_dim, args.dtype
     memory_dtype, k_stride, v_stride = args.memory_dtype, args.k_token_stride, args.v_token_stride
+    v_scale = np.float32(args.v_scale)
     tasks_per_part = args.num_kv_heads // heads_per_task
     padded_heads = (heads_per_key + 1) // 2 * 2
-    item = 2 if memory_dtype == BFLOAT16 else 4
+    item = 2 if memory_dtype == BFLOAT16 else 1 if memory_dtype == E4M3 else 4
     row_bytes = item * head_dim
     row = np.empty(head_dim, np.float32)
+    converted = np.empty((BLOCK_TOKENS if memory_dtype == E4M3 else 0, head_dim), np.float32)
     queries = np.zeros((heads_per_task, padded_heads, head_dim), np.float32)
     sums = np.zeros((heads_per_task, padded_heads, head_dim), np.float32)
     scores = np.zeros((heads_per_task, padded_heads, BLOCK_TOKENS), np.float32)
@@ -413,7 +381,7 @@ def _decode_kernel(tasks):
             for head in range(heads_per_key):
                 query_head = (first_kv_head + kv_head) * heads_per_key + head
                 load(args.q, dtype, sequence * args.q_stride + query_head * head_dim, row)
-                _split(memory_dtype, row, queries[kv_head, head], np.float32(args.scale))
+                split(memory_dtype, row, queries[kv_head, head], np.float32(args.scale))
         maxima[:] = -np.inf
         totals[:] = 0.0
         sums[:] = 0.0
@@ -436,8 +404,9 @@ def _decode_kernel(tasks):
                     keys = words(args.k + 2 * at, BLOCK_TOKENS * k_stride)
                     _score(keys, k_stride // 2, count, queries[kv_head], score, fetch)
                 else:
-                    keys = floats(args.k + 4 * at, BLOCK_TOKENS * k_stride)
-                    _score(keys, k_stride, count, queries[kv_head], score, fetch)
+                    address, stride = float32_rows(args.k, at, k_stride, memory_dtype, count, converted)
+                    keys = floats(address, BLOCK_TOKENS * stride)
+                    _score(keys, stride, count, queries[kv_head], score, fetch)
                 _weigh(score, count, maxima[kv_head], totals[kv_head], sums[kv_head])
             for kv_head in range(heads_per_task):
                 at, score = value_at + kv_head * args.v_head_stride, scores[kv_head]
@@ -446,19 +415,20 @@ def _decode_kernel(tasks):
                     values = words(args.v + 2 * at, BLOCK_TOKENS * v_stride)
                     _add(values, v_stride // 2, count, score, sums[kv_head], fetch)
                 else:
-                    values = floats(args.v + 4 * at, BLOCK_TOKENS * v_stride)
-                    _add(values, v_stride, count, score, sums[kv_head], fetch)
+                    address, stride = float32_rows(args.v, at, v_stride, memory_dtype, count, converted)
+                    values = floats(address, BLOCK_TOKENS * stride)
+                    _add(values, stride, count, score, sums[kv_head], fetch)
 
         for kv_head in range(heads_per_task):
             for head in range(heads_per_key):
                 query_head = (first_kv_head + kv_head) * heads_per_key + head
                 if is_whole:
-                    _join(memory_dtype, sums[kv_head, head], row, np.float32(1.0) / totals[kv_head, head])
+                    join(memory_dtype, sums[kv_head, head], row, v_scale / totals[kv_head, head])
                     store(args.out, dtype, sequence * args.out_stride + query_head * head_dim, row)
                 else:
                     at = (part_index * args.num_kv_heads * heads_per_key + query_head) * (head_dim + 2)
                     left = floats(args.scratch + 4 * at, head_dim + 2)
-                    _join(memory_dtype, sums[kv_head, head], left[:head_dim], np.float32(1.0))
+                    join(memory_dtype, sums[kv_head, head], left[:head_dim], v_scale)
                     left[head_dim], left[head_dim + 1] = maxima[kv_head, head], totals[kv_head, head]
         task = claim(tasks)
 

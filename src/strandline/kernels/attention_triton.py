@@ -160,6 +160,8 @@ def _attend(
         else:
             k_KD = tl.load(k_ptr_KD)
             v_KD = tl.load(v_ptr_KD)
+        # From e4m3 to the queries' dtype: exact.
+        k_KD, v_KD = k_KD.to(q_MD.dtype), v_KD.to(q_MD.dtype)
         score_MK = tl.dot(q_MD, tl.trans(k_KD), input_precision=PRECISION)
         if IS_MASKED:
             is_seen_MK = key_K[None, :] <= position_M[:, None]
@@ -194,6 +196,7 @@ def _store(
     first_row,
     split,
     num_splits,
+    v_scale,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -203,7 +206,7 @@ def _store(
     channel_D = tl.arange(0, BLOCK_D)
     has_seen_M = sum_M > 0.0
     divisor_M = tl.where(has_seen_M, sum_M, 1.0)
-    result_MD = acc_MD / divisor_M[:, None]
+    result_MD = acc_MD / divisor_M[:, None] * v_scale
     if IS_SPLIT:
         partial_M = ((row_M - first_row) * NUM_HEADS + head_M) * num_splits + split
         tl.store(lse_ptr + partial_M, tl.where(has_seen_M, max_M + tl.log2(divisor_M), float("-inf")), mask=is_row_M)
@@ -231,6 +234,7 @@ def _decode_kernel(
     partial_ptr,
     lse_ptr,
     scale_log2,
+    v_scale,
     window_tokens,
     stride_q_row,
     stride_q_head,
@@ -315,6 +319,7 @@ def _decode_kernel(
         0,
         split,
         num_splits,
+        v_scale,
         NUM_HEADS,
         HEAD_DIM,
         BLOCK_D,
@@ -346,6 +351,7 @@ def _prefill_kernel(
     partial_ptr,
     lse_ptr,
     scale_log2,
+    v_scale,
     window_tokens,
     stride_q_row,
     stride_q_head,
@@ -457,7 +463,7 @@ def _prefill_kernel(
     )
     _store(
         acc_MD, max_M, sum_M, out_ptr, partial_ptr, lse_ptr, row_M, head_M, is_row_M, first_row, split, num_splits,
-        NUM_HEADS, HEAD_DIM, BLOCK_D, IS_SPLIT,
+        v_scale, NUM_HEADS, HEAD_DIM, BLOCK_D, IS_SPLIT,
     )
     # fmt: on
 
@@ -601,7 +607,7 @@ def _attend_all(
     if memory.k_BPGD.stride() != memory.v_BPGD.stride():
         raise ValueError(f"strides of keys {memory.k_BPGD.stride()} are not those of values {memory.v_BPGD.stride()}")
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    call = _Call(q_THD, memory, batch, out_THD, scale * log2(torch.e), window_tokens)
+    call = _Call(q_THD, memory, batch, out_THD, scale * memory.k_scale * log2(torch.e), window_tokens)
     if num_decodes:
         _attend_decodes(call, num_decodes, is_invariant)
     if q_THD.shape[0] > num_decodes:
@@ -633,6 +639,7 @@ def _attend_decodes(call: _Call, num_decodes: int, is_invariant: bool) -> None:
         partial,
         lse,
         scale_log2,
+        memory.v_scale,
         window_tokens or 0,
         q_THD.stride(0),
         q_THD.stride(1),
@@ -792,6 +799,7 @@ def _launch_prefills(
         partial,
         lse,
         scale_log2,
+        memory.v_scale,
         window_tokens or 0,
         q_THD.stride(0),
         q_THD.stride(1),

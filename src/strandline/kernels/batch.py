@@ -19,10 +19,17 @@ from strandline.kernels.chunk_table import ChunkTable
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """One attention layer's share of all blocks: strided views into the arena."""
+    """One attention layer's share of all blocks: strided views into the arena.
+
+    In e4m3 a number is stored divided by its scale and rounded; beyond 448 scales it is stored as the largest. Kernels
+    compute with what is stored, in the dtype of the queries, and multiply scores and results by the scales.
+    """
 
     k_BPGD: Tensor
     v_BPGD: Tensor
+    k_scale: float = 1.0
+    """1 in other dtypes than e4m3."""
+    v_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Generic, ParamSpec, TypeVar
 
-from strandline.specs import TensorSpec
+from strandline.specs import E4M3, TensorSpec
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,7 +21,7 @@ R = TypeVar("R")
 FLOATS: Final = ("float32", "bfloat16")
 """What Numba kernels load and store."""
 
-KEYS_AND_VALUES: Final = {"key": FLOATS, "value": FLOATS}
+KEYS_AND_VALUES: Final = dict.fromkeys(("key", "value"), (*FLOATS, E4M3))
 """The keys and values that Numba kernels read and write."""
 
 

@@ -6,8 +6,9 @@ Shape suffixes: T tokens, O features of all heads side by side, G key/value head
 P tokens in a block, F rotated pairs per head.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from strandline.ids import NULL_BLOCK
@@ -15,6 +16,9 @@ from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.norm import rms_norm_heads, rms_norm_heads_zero_centered
 from strandline.kernels.operation import KEYS_AND_VALUES, numba, operation, triton
 from strandline.kernels.rotary import apply_rotary
+
+MAX_E4M3: Final = 448.0
+"""The largest e4m3 number: larger keys and values are stored as this, not as NaN."""
 
 
 class HeadNorm(NamedTuple):
@@ -65,5 +69,14 @@ def write_kv(k_TGD: Tensor, v_TGD: Tensor, memory: KVMemory, batch: AttentionBat
     if not batch.is_all_written:
         rows = (blocks != NULL_BLOCK).nonzero().squeeze(-1)
         blocks, offsets, k_TGD, v_TGD = blocks[rows], offsets[rows], k_TGD[rows], v_TGD[rows]
-    memory.k_BPGD[blocks, offsets] = k_TGD
-    memory.v_BPGD[blocks, offsets] = v_TGD
+    for stream_BPGD, new_TGD, scale in ((memory.k_BPGD, k_TGD, memory.k_scale), (memory.v_BPGD, v_TGD, memory.v_scale)):
+        if stream_BPGD.dtype != torch.float8_e4m3fn:
+            stream_BPGD[blocks, offsets] = new_TGD
+        else:
+            # Bytes, because torch stores no FP8 numbers by index.
+            stream_BPGD.view(torch.uint8)[blocks, offsets] = to_e4m3(new_TGD, scale).view(torch.uint8)
+
+
+def to_e4m3(x: Tensor, scale: float) -> Tensor:
+    """Return numbers as they are stored in e4m3: divided by a scale, limited, and rounded to the nearest."""
+    return (x.float() * (1 / scale)).clamp_(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)

@@ -8,6 +8,7 @@ Shape suffixes as in ``qkv.py``.
 import math
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from strandline.ids import NULL_BLOCK
@@ -15,6 +16,7 @@ from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.qkv import HeadNorm
 from strandline.kernels.runtime_numba import (
     BLOCK_FIELDS,
+    E4M3,
     arguments,
     block_arguments,
     claim,
@@ -24,9 +26,11 @@ from strandline.kernels.runtime_numba import (
     kernel,
     kind,
     load,
+    memory_kind,
     packed_rows,
     round_to,
     store,
+    store_e4m3,
 )
 
 NO_NORM, PLAIN_NORM, ZERO_CENTERED_NORM = 0, 1, 2
@@ -45,9 +49,9 @@ def prepare_qkv(
     k_BPGD, v_BPGD = memory.k_BPGD, memory.v_BPGD
     q_norm_D, k_norm_D, eps, is_zero_centered = norm or (q_TO, q_TO, 0.0, False)
     norm_kind = NO_NORM if norm is None else ZERO_CENTERED_NORM if is_zero_centered else PLAIN_NORM
-    if k_BPGD.dtype != q_TO.dtype or q_norm_D.dtype != k_norm_D.dtype:
+    if k_BPGD.dtype not in (q_TO.dtype, torch.float8_e4m3fn) or q_norm_D.dtype != k_norm_D.dtype:
         dtypes = (q_TO.dtype, k_BPGD.dtype, q_norm_D.dtype, k_norm_D.dtype)
-        raise ValueError(f"inputs and keys must have one dtype, and both norms: {dtypes}")
+        raise ValueError(f"inputs must have the keys' dtype unless that is e4m3, and both norms one: {dtypes}")
     num_kv_heads, head_dim = k_BPGD.shape[2:]
     cos_T12F, sin_T12F = rotary or (q_TO[:, :0], q_TO[:, :0])
     q_TO, k_TO, v_TO, cos_T12F, sin_T12F = (packed_rows(x) for x in (q_TO, k_TO, v_TO, cos_T12F, sin_T12F))
@@ -59,6 +63,9 @@ def prepare_qkv(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=kind(q_TO),
+        memory_dtype=memory_kind(k_BPGD),
+        k_factor=1 / memory.k_scale,
+        v_factor=1 / memory.v_scale,
         new_q=q_TO.data_ptr(),
         new_q_stride=q_TO.stride(0),
         new_k=k_TO.data_ptr(),
@@ -114,7 +121,9 @@ def _turn(head, cos, sin):
 
 
 @kernel(
-    BLOCK_FIELDS + "num_heads num_kv_heads head_dim dtype new_q new_q_stride new_k new_k_stride new_v new_v_stride "
+    BLOCK_FIELDS
+    + "memory_dtype k_factor:float v_factor:float num_heads num_kv_heads head_dim dtype new_q new_q_stride "
+    "new_k new_k_stride new_v new_v_stride "
     "norm norm_dtype q_norm k_norm eps:float num_pairs cos cos_stride sin sin_stride write_blocks write_offsets q"
 )
 def _kernel(tasks):
@@ -142,7 +151,15 @@ def _kernel(tasks):
             load(args.new_k, dtype, task * args.new_k_stride + i * head_dim, head)
             _normalise(head, args.norm, k_norm, args.eps, dtype)
             _turn(head, cos, sin)
-            store(args.k, dtype, k_place + i * args.k_head_stride, head)
+            k_at, v_at = k_place + i * args.k_head_stride, v_place + i * args.v_head_stride
+            if args.memory_dtype == E4M3:
+                round_to(dtype, head)
+                store_e4m3(args.k + k_at, head, np.float32(args.k_factor))
+            else:
+                store(args.k, dtype, k_at, head)
             load(args.new_v, dtype, task * args.new_v_stride + i * head_dim, head)
-            store(args.v, dtype, v_place + i * args.v_head_stride, head)
+            if args.memory_dtype == E4M3:
+                store_e4m3(args.v + v_at, head, np.float32(args.v_factor))
+            else:
+                store(args.v, dtype, v_at, head)
         task = claim(tasks)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels import qkv
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.qkv import HeadNorm
@@ -32,6 +33,8 @@ MANY_TOKENS_LAUNCH = (4, 1)
 """A head of 256 channels fills a warp with 16-byte loads, and its sum needs no barrier: 8,192 tokens of the 4B model
 take 81 µs on an H200, where 8 heads and 4 warps take 94."""
 
+
+MAX_E4M3 = tl.constexpr(qkv.MAX_E4M3)
 
 NO_NORM, PLAIN_NORM, ZERO_CENTERED_NORM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -53,6 +56,16 @@ def _normed(x_WD, rstd_W1, q_norm_ptr, k_norm_ptr, is_q_W, channel_D, is_channel
     return normed_WD
 
 
+@triton.jit
+def _stored(x_WD, factor, ptr, IS_E4M3: tl.constexpr):
+    """Return channels as they are stored: as they are, or times a factor and at most 448, the largest e4m3 number."""
+    if IS_E4M3:
+        x_WD = x_WD.to(tl.float32) * factor
+        x_WD = tl.where(x_WD > MAX_E4M3, MAX_E4M3, x_WD)
+        x_WD = tl.where(x_WD < -MAX_E4M3, -MAX_E4M3, x_WD)
+    return x_WD.to(ptr.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize_on_alignment=["block_ptr", "offset_ptr"])
 def _prepare_kernel(
     new_q_ptr,
@@ -65,6 +78,8 @@ def _prepare_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_factor,
+    v_factor,
     eps,
     new_k_offset,
     new_v_offset,
@@ -86,6 +101,7 @@ def _prepare_kernel(
     NORM: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    IS_E4M3: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -128,11 +144,11 @@ def _prepare_kernel(
     k_row_ptr = k_ptr + block * stride_k_block + offset * stride_k_row
     k_ptr_WD = k_row_ptr + ((head_W - NUM_HEADS) * stride_k_head)[:, None] + channel_D[None, :]
     is_k_WD = (is_k_W & is_written)[:, None] & is_channel_D[None, :]
-    tl.store(k_ptr_WD, rotated_WD.to(k_ptr.dtype.element_ty), mask=is_k_WD)
+    tl.store(k_ptr_WD, _stored(rotated_WD.to(q_ptr.dtype.element_ty), k_factor, k_ptr, IS_E4M3), mask=is_k_WD)
     v_row_ptr = v_ptr + block * stride_v_block + offset * stride_v_row
     v_ptr_WD = v_row_ptr + ((head_W - NUM_HEADS - NUM_KV_HEADS) * stride_v_head)[:, None] + channel_D[None, :]
     is_v_WD = (is_v_W & is_written)[:, None] & is_channel_D[None, :]
-    tl.store(v_ptr_WD, raw_WD.to(v_ptr.dtype.element_ty), mask=is_v_WD)
+    tl.store(v_ptr_WD, _stored(raw_WD, v_factor, v_ptr, IS_E4M3), mask=is_v_WD)
 
 
 def prepare_qkv(
@@ -197,6 +213,8 @@ def _prepare(
         q_THD,
         k_BPGD,
         v_BPGD,
+        1 / memory.k_scale,
+        1 / memory.v_scale,
         eps,
         (k_TO.data_ptr() - q_TO.data_ptr()) // q_TO.element_size(),
         (v_TO.data_ptr() - q_TO.data_ptr()) // q_TO.element_size(),
@@ -218,6 +236,7 @@ def _prepare(
         NORM=(NO_NORM if norm is None else ZERO_CENTERED_NORM if is_zero_centered else PLAIN_NORM).value,
         BLOCK_W=block_w,
         BLOCK_D=next_power_of_2(head_dim),
+        IS_E4M3=k_BPGD.dtype == torch.float8_e4m3fn,
         num_warps=num_warps,
         **overlap_options(q_TO),
     )

@@ -52,8 +52,11 @@ LOGGER: Final = logging.getLogger("strandline.kernels")
 
 FLOAT32: Final = 0
 BFLOAT16: Final = 1
+E4M3: Final = 2
 KINDS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 """By dtype, the numbers that ``load`` and ``store`` take."""
+MEMORY_KINDS: Final = {**KINDS, torch.float8_e4m3fn: E4M3}
+"""By dtype, what keys and values may be."""
 
 SOURCES: Final = (
     Path(env.__file__),
@@ -70,6 +73,11 @@ MATH: Final = {"contract", "reassoc", "nsz", "arcp"}
 def kind(x: Tensor) -> int:
     """Return what ``load`` and ``store`` call a tensor's dtype."""
     return KINDS[x.dtype]
+
+
+def memory_kind(x: Tensor) -> int:
+    """Return what kernels call the dtype of keys or values."""
+    return MEMORY_KINDS[x.dtype]
 
 
 @cache
@@ -235,6 +243,7 @@ def _pointer_to(number_type: Any) -> Any:
 _float32_pointer = _pointer_to(types.float32)
 _uint32_pointer = _pointer_to(types.uint32)
 _uint16_pointer = _pointer_to(types.uint16)
+_uint8_pointer = _pointer_to(types.uint8)
 _int32_pointer = _pointer_to(types.int32)
 _int64_pointer = _pointer_to(types.int64)
 
@@ -315,6 +324,39 @@ def store(address, kind, first, row):
         words = row.view(np.uint32)
         for i in range(row.size):
             half[i] = np.uint16(_to_bfloat16(words[i]) >> np.uint32(16))
+
+
+@njit(forceinline=True)
+def load_e4m3(address, row):
+    """Fill a float32 row with the e4m3 numbers at an address."""
+    numbers = carray(_uint8_pointer(address), row.size)
+    words = row.view(np.uint32)
+    for i in range(row.size):
+        byte = np.uint32(numbers[i])
+        magnitude = np.uint32(byte & np.uint32(0x7F))
+        # Below 8 there is no exponent, and the unit is 2**-9; others count from -7, those of float32 from -127.
+        small = np.float32(np.float32(np.int32(magnitude)) * np.float32(2.0**-9)).view(np.uint32)
+        word = np.uint32((magnitude << np.uint32(20)) + np.uint32(120 << 23))
+        word = small if magnitude < np.uint32(8) else word
+        word = np.uint32(0x7FC00000) if magnitude == np.uint32(0x7F) else word
+        words[i] = np.uint32(word | ((byte & np.uint32(0x80)) << np.uint32(24)))
+
+
+@njit(forceinline=True)
+def store_e4m3(address, row, factor):
+    """Write a float32 row times a factor to an address in e4m3: rounded to the nearest, at most 448."""
+    numbers = carray(_uint8_pointer(address), row.size)
+    for i in range(row.size):
+        word = np.float32(row[i] * factor).view(np.uint32)
+        magnitude = np.uint32(word & np.uint32(0x7FFFFFFF))
+        limited = np.uint32(min(magnitude, np.uint32(0x43E00000)))
+        half = np.uint32(0x7FFFF) + ((limited >> np.uint32(20)) & np.uint32(1))
+        number = np.uint32(((limited + half) >> np.uint32(20)) - np.uint32(120 << 3))
+        # The last place of 2**14 is worth 2**-9, as that of the smallest numbers: the sum is rounded to it.
+        shifted = np.float32(limited.view(np.float32) + np.float32(2.0**14)).view(np.uint32)
+        number = np.uint32(shifted - np.uint32(0x46800000)) if limited < np.uint32(0x3C800000) else number
+        number = np.uint32(0x7F) if magnitude > np.uint32(0x7F800000) else number
+        numbers[i] = np.uint8(number | ((word >> np.uint32(24)) & np.uint32(0x80)))
 
 
 @njit(forceinline=True)

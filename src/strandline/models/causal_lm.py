@@ -16,10 +16,12 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels, UsesKernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.weights import Layout
+from strandline.models.layers.attention import Attention, KVScales
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.protocol import ModelMemory
 from strandline.models.targets import NamedTargets
+from strandline.specs import ModelSpec
 
 
 class CausalLM(nn.Module):
@@ -58,7 +60,11 @@ class CausalLM(nn.Module):
                 '--speculative-config: this model has no layer for multi-token prediction; try {"method": "ngram"}'
             )
         self.draft_layer = self._build_draft_layer()
-        self.spec = replace(self.spec, layers=(*self.spec.layers, self.draft_layer.spec))
+        self.spec = self._whole_spec()
+
+    def _whole_spec(self) -> ModelSpec:
+        spec, draft_layer = self.decoder.spec, self.draft_layer
+        return spec if draft_layer is None else replace(spec, layers=(*spec.layers, draft_layer.spec))
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
@@ -108,6 +114,26 @@ class CausalLM(nn.Module):
         embedded_TE, rotary = self.decoder.embed(batch)
         drafted_TE: Tensor = self.draft_layer(embedded_TE, hidden_TE, rotary, batch, memory.draft)
         return drafted_TE
+
+    def use_kv_cache_dtype(self, dtype: str) -> None:
+        """Keep keys and values in another dtype than that of activations; called before ``bind``.
+
+        Raises:
+            ConfigError: a layer keeps something else of every token.
+        """
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.kv_dtype = dtype
+        self.spec = self._whole_spec()
+        kept = {stream.dtype for layer in self.spec.layers for stream in layer.streams}
+        if kept - {dtype}:
+            raise ConfigError(f"--kv-cache-dtype: this architecture keeps tokens in {', '.join(sorted(kept))} alone")
+
+    @property
+    def kv_scales(self) -> dict[int, KVScales]:
+        """Scales of keys and values, by layer of the decoder; to be set before ``bind``."""
+        mixers = enumerate(layer.mixer for layer in self.decoder.layers)
+        return {index: mixer.kv_scales for index, mixer in mixers if isinstance(mixer, Attention)}
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the form of its weights; they cannot be loaded or moved afterwards."""

@@ -3,7 +3,7 @@
 Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from strandline.kernels.operation import Operation
 from strandline.kernels.recurrence import Fold
 from strandline.kernels.replay import Replay
 from strandline.kernels.weights import Layout
+from strandline.models.layers.attention import KVScales
 from strandline.models.targets import NamedTargets
 from strandline.specs import ModelSpec
 
@@ -68,6 +69,10 @@ class DraftingModel(LanguageModel, Protocol):
 
 class LoadableModel(LanguageModel, Protocol):
     """A language model whose weights come from published files."""
+
+    @property
+    def kv_scales(self) -> Mapping[int, KVScales]:
+        """Scales of keys and values, by layer; to be set before ``bind``."""
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the form of its weights; they cannot be loaded or moved afterwards."""

@@ -9,9 +9,10 @@ Source: the published layouts ``fp8`` (``transformers``, ``finegrained_fp8``) an
 Shape suffixes: N rows, K columns, Y and X rows and columns of the grid of scales.
 """
 
+import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,6 +35,11 @@ ACTIVATION_SCALES: Final = ("input_scale", "activation_scale")
 """Published beside ``weight`` where activations have static scales; products with dequantised weights need none."""
 
 SCALE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+KV_SCALE: Final = re.compile(
+    r".*\.layers\.(\d+)\.(?:self_attn|mixer)\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)"
+)
+"""Names under which scales of keys and values are published."""
 
 CHUNK_ELEMENTS = 2**22
 """Weights that are dequantised at a time: bounds what float32 takes beside the result."""
@@ -198,6 +204,23 @@ def check_scale(name: str, scale: Tensor) -> Tensor:
         value = float(scale[tuple(place)])
         raise WeightsError(f"{name}{place if place else ''} is {value}; scales are positive numbers")
     return scale
+
+
+def find_kv_scale(name: str) -> tuple[int, Literal["key", "value"]] | None:
+    """Return which layer's scale a tensor is, and of what; None: it is none."""
+    found = KV_SCALE.fullmatch(name)
+    return None if found is None else (int(found[1]), "key" if "k" in (found[2], found[3]) else "value")
+
+
+def read_kv_scale(name: str, scale: Tensor) -> float:
+    """Return a scale of keys or values.
+
+    Raises:
+        WeightsError: it is not one positive number.
+    """
+    if scale.numel() != 1:
+        raise WeightsError(f"{name} has shape {list(scale.shape)}; keys and values of a layer have one scale each")
+    return float(check_scale(name, scale))
 
 
 def dequantize(weight: Tensor, block: Block, scale_YX: Tensor, dtype: torch.dtype) -> Tensor:

@@ -28,7 +28,9 @@ from strandline.models.quantization import (
     Quantization,
     check_scale,
     dequantize,
+    find_kv_scale,
     find_scales,
+    read_kv_scale,
     read_quantization,
     scale_grid,
 )
@@ -75,6 +77,7 @@ def load_model(
     progress: bool = False,
     rounded_to: torch.dtype | None = None,
     with_draft_layer: bool = False,
+    kv_cache_dtype: str | None = None,
 ) -> LoadableModel:
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
@@ -88,6 +91,7 @@ def load_model(
         progress: show a bar over the files.
         with_draft_layer: load the layer for multi-token prediction, too.
         rounded_to: a narrower dtype than ``dtype``, which dequantised weights are rounded to first; None: they are not.
+        kv_cache_dtype: of keys and values, as specs name it; None: ``dtype``.
 
     Raises:
         ConfigError: the architecture or a setting is not supported.
@@ -98,6 +102,8 @@ def load_model(
     model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device)
     if with_draft_layer:
         model.add_draft_layer()
+    if kv_cache_dtype is not None:
+        model.use_kv_cache_dtype(kv_cache_dtype)
     if load_format == "dummy":
         fill_with_random_weights(model, seed, published_dtype(config))
         model.weights_report = WeightsReport()
@@ -179,11 +185,12 @@ def _fill_from_files(
         holders = {name: file for file in files for name in file.names()}
         names = frozenset(holders)
         targets = dict(model.targets(names))
-        unused = [name for name in names if name not in targets]
-        skipped = Counter(prefix for name in unused for prefix in SKIPPED_PREFIXES if name.startswith(prefix))
         quantized = [x for x in targets if x in names and quantization and holders[x].dtype(x) == QUANTIZED_DTYPE]
         scales = {name: find_scales(name, names) for name in quantized}
-        _check_names(directory, names, targets, {scale for found in scales.values() for scale in found})
+        kv_scales = _set_kv_scales(model, holders)
+        known = {*targets, *kv_scales, *(scale for found in scales.values() for scale in found)}
+        skipped = Counter(prefix for name in names - known for prefix in SKIPPED_PREFIXES if name.startswith(prefix))
+        _check_names(directory, names, targets, known)
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not progress):
             for name in filter(targets.__contains__, file.names()):
                 _check_tensor(file, name, targets[name], is_quantized=name in scales)
@@ -193,6 +200,17 @@ def _fill_from_files(
                     published = _dequantized(published, found, targets[name], quantization, rounded_to)
                 targets[name].copy_from(published)
     return WeightsReport(len(targets), len(scales), dict(skipped))
+
+
+def _set_kv_scales(model: LoadableModel, holders: Mapping[str, WeightsFile]) -> list[str]:
+    """Give the model the published scales of keys and values; return their names."""
+    names = []
+    for name, file in holders.items():
+        found = None if name.startswith(SKIPPED_PREFIXES) else find_kv_scale(name)
+        if found is not None and found[0] in model.kv_scales:
+            setattr(model.kv_scales[found[0]], found[1], read_kv_scale(name, file.get(name)))
+            names.append(name)
+    return names
 
 
 def _dequantized(
@@ -222,11 +240,8 @@ def _check_tensor(file: WeightsFile, name: str, target: Target, *, is_quantized:
         raise WeightsError(f"{file.path}: {name} is stored as {dtype}; supported: {stored}{hint}")
 
 
-def _check_names(
-    directory: Path, names: frozenset[str], targets: Mapping[str, Target], scales: Collection[str]
-) -> None:
+def _check_names(directory: Path, names: frozenset[str], targets: Mapping[str, Target], known: Collection[str]) -> None:
     missing = [name for name in targets if name not in names]
-    known = {*targets, *scales}
     unexpected = sorted(name for name in names if name not in known and not name.startswith(SKIPPED_PREFIXES))
     faults = []
     if missing:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import perplexity
-from strandline import LLM
+from strandline import LLM, SamplingParams
 from strandline.bench import exam
 from strandline.cli import main
 from strandline.demo.tasks import KINDS, make_task
@@ -26,14 +26,30 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.parametrize("mode", exam.MODES)
-def test_demo_model_keeps_its_exam_within_a_point(converted: Path, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "kv_cache_dtype"), [*((mode, "auto") for mode in exam.MODES), ("resumed", "fp8")])
+def test_demo_model_keeps_its_exam_within_a_point(converted: Path, mode: str, kv_cache_dtype: str) -> None:
     suite = [make_task(kind, Random(seed), num_tokens=100 + 15 * seed) for kind in KINDS for seed in range(PER_KIND)]
-    llm = LLM(str(converted), dtype="float32", memory="64MiB", enable_prefix_caching=mode != "off")
+    options: dict[str, Any] = {"dtype": "float32", "memory": "64MiB", "kv_cache_dtype": kv_cache_dtype}
+    llm = LLM(str(converted), enable_prefix_caching=mode != "off", **options)
     result = exam.take(llm, suite, mode)
     num_correct = sum(result.correct(suite, kind) for kind in KINDS)
     assert num_correct >= 0.99 * len(suite)
     assert (result.hit_share > 0.1) == (mode == "resumed")
+
+
+def test_draft_layer_is_read_from_fp8(converted: Path) -> None:
+    llm = LLM(
+        str(converted),
+        dtype="float32",
+        memory="64MiB",
+        speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+    )
+    report = llm.engine.core.executor.runner.model.weights_report  # type: ignore[attr-defined]
+    assert (report.num_quantized, report.skipped) == (57, {})
+    plain = LLM(str(converted), dtype="float32", memory="64MiB")
+    params = SamplingParams(temperature=0, max_tokens=30)
+    outputs = [x.generate(["Return a list of"], params, use_tqdm=False)[0].outputs[0].text for x in (llm, plain)]
+    assert outputs[0] == outputs[1]
 
 
 def test_perplexity_changes_by_less_than_a_percent(converted: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from tests.cpu.kernels.test_attention import Case, decodes, make_case
-from tests.interpreter import multiply_bfloat16, take_loop_bounds_from_memory
+from tests.interpreter import convert_e4m3, multiply_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
@@ -25,6 +25,7 @@ from strandline.kernels import attention_prefix_triton, attention_triton
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()
+convert_e4m3()
 
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
 """``|out - ref| / |ref|``: scores of up to 30 in float32, as exponents; bfloat16 weights and results, of 8 bits."""
@@ -38,7 +39,8 @@ def to_device(case: Case, device: str) -> Case:
         field.name: value.to(device) if isinstance(value := getattr(case.batch, field.name), Tensor) else value
         for field in fields(AttentionBatch)
     }
-    memory = KVMemory(*(_moved(view, device) for view in (case.memory.k_BPGD, case.memory.v_BPGD)))
+    moved = (_moved(view, device) for view in (case.memory.k_BPGD, case.memory.v_BPGD))
+    memory = KVMemory(*moved, case.memory.k_scale, case.memory.v_scale)
     return replace(case, q_THD=case.q_THD.to(device), memory=memory, batch=AttentionBatch(**tensors))
 
 
@@ -132,6 +134,14 @@ def test_mixed_steps_keep_the_order_of_rows(heads: tuple[int, int, int]) -> None
 
 def test_mixed_steps_in_bfloat16_stay_close_to_the_oracle() -> None:
     check(make_case(MIXED, 3, heads=(2, 8, 32), dtype=torch.bfloat16), "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.01, 0.02)])
+def test_e4m3_memory_gives_what_its_values_give(scales: tuple[float, float], dtype: torch.dtype) -> None:
+    check(make_case(MIXED, 3, heads=(2, 3, 16), dtype=dtype, scales=scales), "cpu")
+    case = make_case([*decodes(130, 1), (60, 75)], 2, heads=(1, 2, 12), dtype=dtype, scales=scales, window_tokens=65)
+    check(case, "cpu", 65)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 9])

@@ -42,13 +42,15 @@ def make_case(
     heads: tuple[int, int, int] = (6, 2, 16),
     rotary_dim: int = 8,
     dtype: torch.dtype = torch.float32,
+    scales: tuple[float, float] | None = None,
 ) -> Case:
     num_heads, num_kv_heads, head_dim = heads
-    layer = kv_spec(num_kv_heads, head_dim, str(dtype).removeprefix("torch."))
+    kept_dtype = dtype if scales is None else torch.float8_e4m3fn
+    layer = kv_spec(num_kv_heads, head_dim, str(kept_dtype).removeprefix("torch."))
     arena = ArenaTensors(ModelSpec((layer, layer), 4, "float32"), NUM_BLOCKS)
     arena.bytes.fill_(NAN_BYTE)
     streams = arena.layers[1].streams
-    memory = KVMemory(streams["key"], streams["value"])
+    memory = KVMemory(streams["key"], streams["value"], *scales or (1.0, 1.0))
     num_tokens = len(blocks)
     projected_TO = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim + 5).to(dtype)
     positions_T = torch.randint(0, 5000, (num_tokens,))
@@ -100,3 +102,33 @@ def test_only_keys_and_values_of_named_rows_are_stored(
     torch.testing.assert_close(out_THD, q_THD)
     torch.testing.assert_close(case.memory.k_BPGD, expected[0], equal_nan=True)
     torch.testing.assert_close(case.memory.v_BPGD, expected[1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("blocks", [[1, 3, 3, 4], [2, 0, 0, 1]])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.004, 3.0)])
+def test_e4m3_stores_rounded_and_limited_numbers(
+    blocks: list[int], dtype: torch.dtype, scales: tuple[float, float]
+) -> None:
+    offsets = [63, 0, 7, 1]
+    case = make_case(blocks, offsets, dtype=dtype, scales=scales)
+    num_kv_heads, head_dim = case.memory.k_BPGD.shape[2:]
+    split = [case.num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim, 5]
+    q_TO, k_TO, v_TO, _ = case.projected_TO.split(split, dim=-1)
+    before = [x.view(torch.uint8).clone() for x in (case.memory.k_BPGD, case.memory.v_BPGD)]
+    prepare_qkv(q_TO, k_TO, v_TO, None, case.rotary, case.memory, case.batch)
+    k_TGD, v_TGD = (x.unflatten(-1, (-1, head_dim)) for x in (k_TO, v_TO))
+    rotated_TGD = apply_rotary(k_TGD.clone(), case.rotary)
+    kept = (case.memory.k_BPGD, case.memory.v_BPGD)
+    is_written = torch.zeros(kept[0].shape[:2], dtype=torch.bool)
+    for memory, new_TGD, scale in zip(kept, (rotated_TGD, v_TGD), scales, strict=True):
+        for row, (block, offset) in enumerate(zip(blocks, offsets, strict=True)):
+            if block:
+                is_written[block, offset] = True
+                expected = (new_TGD[row].float() / scale).clamp(-448, 448)
+                found = memory[block, offset].float()
+                # Half of the last of four places, or of the smallest number; and what rounded the input.
+                assert bool(((found - expected).abs() <= expected.abs() * (2**-4 + 2**-8) + 2**-10).all())
+                assert bool((found.abs() <= 448).all())
+    for memory, old in zip(kept, before, strict=True):
+        assert torch.equal(memory.view(torch.uint8)[~is_written], old[~is_written])

@@ -15,11 +15,14 @@ from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.qkv import HeadNorm
 from strandline.kernels.rotary import default_frequencies, rotary_table
 from strandline.specs import ModelSpec, kv_spec
+from tests.interpreter import convert_e4m3
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
 from strandline.kernels import qkv_triton
+
+convert_e4m3()
 
 EPS = 1e-6
 
@@ -35,13 +38,13 @@ class Shape:
     blocks: list[int]
 
 
-def make_memory(shape: Shape, dtype: torch.dtype, device: str) -> KVMemory:
-    layer = kv_spec(shape.num_kv_heads, shape.head_dim, str(dtype).removeprefix("torch."))
+def make_memory(shape: Shape, dtype: torch.dtype, device: str, scales: tuple[float, float] | None = None) -> KVMemory:
+    kept_dtype = dtype if scales is None else torch.float8_e4m3fn
+    layer = kv_spec(shape.num_kv_heads, shape.head_dim, str(kept_dtype).removeprefix("torch."))
     arena = ArenaTensors(ModelSpec((layer, layer), 4, "float32"), max(shape.blocks) + 2, device)
     arena.bytes.fill_(NAN_BYTE)
     streams = arena.layers[1].streams
-    memory = KVMemory(streams["key"], streams["value"])
-    return memory
+    return KVMemory(streams["key"], streams["value"], *scales or (1.0, 1.0))
 
 
 def make_batch(blocks: list[int], device: str) -> AttentionBatch:
@@ -71,6 +74,14 @@ def near(actual: Tensor, expected: Tensor) -> None:
     assert difference.nan_to_num().amax() <= tolerance * scale
 
 
+def near_e4m3(actual: Tensor, expected: Tensor) -> None:
+    """Compare; few numbers may be neighbours, where what is rounded differs in the last bits."""
+    bits, expected_bits = (x.view(torch.uint8).int() for x in (actual, expected))
+    difference = (bits - expected_bits).abs()
+    assert int(difference.max()) <= 1
+    assert float((difference > 0).float().mean()) < 0.01
+
+
 def check(
     shape: Shape,
     dtype: torch.dtype,
@@ -79,12 +90,14 @@ def check(
     is_apart: bool = False,
     norm: str = "zero-centred",
     is_rotated: bool = True,
+    scales: tuple[float, float] | None = None,
 ) -> None:
     """Compare with the reference implementation.
 
     Args:
         norm: of heads: ``none``, ``plain`` or ``zero-centred``.
         is_apart: queries, keys and values are tensors of their own, not columns of one.
+        scales: of keys and of values in e4m3; None: they are kept in ``dtype``.
     """
     num_tokens, head_dim = len(shape.blocks), shape.head_dim
     features = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
@@ -102,7 +115,7 @@ def check(
         rows = tuple(x.clone() for x in rows)
     results = []
     for operation in (qkv_triton.prepare_qkv, qkv.prepare_qkv.reference):
-        memory = make_memory(shape, dtype, device)
+        memory = make_memory(shape, dtype, device, scales)
         before = projected_TO.clone()
         with poisoned_memory():
             q_THD = operation(*rows, head_norm, rotary if is_rotated else None, memory, batch)
@@ -112,6 +125,10 @@ def check(
     assert q.is_contiguous()
     assert q.shape == expected_q.shape
     near(q, expected_q)
+    if scales is not None:
+        near_e4m3(k, expected_k)
+        near_e4m3(v, expected_v)
+        return
     near(k, expected_k)
     assert torch.equal(v.view(torch.uint8), expected_v.view(torch.uint8))
 
@@ -122,6 +139,12 @@ SHAPES = [
     Shape(4, 4, 8, 2, [0, 0]),
     Shape(5, 1, 32, 16, [2]),
 ]
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.004, 3.0)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_e4m3_is_rounded_and_limited(shape: Shape, scales: tuple[float, float]) -> None:
+    check(shape, torch.float32, "cpu", scales=scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -46,6 +46,17 @@ def exponentials(tasks):  # type: ignore[no-untyped-def]
         task = runtime.claim(tasks)
 
 
+@runtime.kernel("x y bytes sizes factor:float")
+def through_e4m3(tasks):  # type: ignore[no-untyped-def]
+    args = runtime.arguments(tasks)
+    x, y = runtime.floats(args.x, args.sizes), runtime.floats(args.y, args.sizes)
+    task = runtime.claim(tasks)
+    while task < args.num_tasks:
+        runtime.store_e4m3(args.bytes, x, np.float32(args.factor))
+        runtime.load_e4m3(args.bytes, y)
+        task = runtime.claim(tasks)
+
+
 def copied(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Copy rows into another dtype; return them, and how often each was copied."""
     y = torch.empty(x.shape, dtype=dtype)
@@ -182,3 +193,17 @@ def test_kernel_sources_include_modules_of_its_constants() -> None:
         found = {path for source in found for path in imported(source)} - reached
     assert {PACKAGE / "ids.py", PACKAGE / "kernels" / "gdn.py"} <= reached
     assert reached <= set(runtime.SOURCES)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0, 2.0**-6])
+def test_e4m3_is_rounded_as_in_torch_and_limited(factor: float) -> None:
+    every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    ordered = every[every.isfinite()].unique()
+    ties = (ordered[1:] + ordered[:-1]) / 2
+    near = [x * (1 + e) for x in (ordered, ties) for e in (-1e-6, 0, 1e-6)]
+    x = torch.cat([*near, torch.tensor([1e9, -1e9, torch.inf, -torch.inf, torch.nan, 1e-30]), torch.randn(1000)])
+    x, y, stored = x / factor, torch.empty_like(x), torch.empty(len(x), dtype=torch.uint8)
+    through_e4m3(1, x=x.data_ptr(), y=y.data_ptr(), bytes=stored.data_ptr(), sizes=len(x), factor=factor)
+    expected = (x * factor).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(stored, expected.view(torch.uint8))
+    torch.testing.assert_close(y, expected.float(), rtol=0, atol=0, equal_nan=True)

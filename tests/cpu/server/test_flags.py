@@ -15,7 +15,7 @@ FLAGS = [
     "--deterministic", "--device", "--distributed-executor-backend", "--dtype", "--enable-auto-tool-choice",
     "--enable-prefix-caching", "--enforce-eager",
     "--gpu-memory-utilization", "--host",
-    "--load-format", "--long-prefill-token-threshold",
+    "--kv-cache-dtype", "--load-format", "--long-prefill-token-threshold",
     "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-async-scheduling",
     "--no-enable-prefix-caching",
@@ -26,7 +26,8 @@ FLAGS = [
 
 OF_VLLM = {
     "--host": "0.0.0.0", "--port": "8001", "--served-model-name": "a", "--api-key": "k", "--chat-template": "{}",
-    "--tokenizer": "t", "--dtype": "bfloat16", "--load-format": "dummy", "--max-model-len": "100",
+    "--tokenizer": "t", "--dtype": "bfloat16", "--kv-cache-dtype": "fp8", "--load-format": "dummy",
+    "--max-model-len": "100",
     "--max-num-seqs": "4", "--max-num-batched-tokens": "512", "--seed": "1", "--tool-call-parser": "hermes",
     "--reasoning-parser": "qwen3", "--long-prefill-token-threshold": "2048",
     "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}',

@@ -5,6 +5,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from strandline.device.dtypes import E4M3_CAPABILITY
 from strandline.kernels import attention_prefix_triton, attention_triton
 from tests.cpu.kernels.test_attention import decodes, make_case
 from tests.cpu.kernels.test_attention_triton import BEHIND_PREFIXES, CASES, check, check_padding, check_views
@@ -35,6 +36,17 @@ def test_steps_at_the_shapes_of_models_equal_the_oracle(
 ) -> None:
     ranges = [*decodes(1152, 1, 200), (900, 1028), (0, 70), (5, 6)]
     check(make_case(ranges, 3, heads=heads, dtype=dtype, window_tokens=window_tokens), "cuda", window_tokens)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() < E4M3_CAPABILITY, reason="no conversions from e4m3")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", MODEL_HEADS)
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.01, 0.02)])
+def test_e4m3_memory_gives_what_its_values_give(
+    heads: tuple[int, int, int], dtype: torch.dtype, scales: tuple[float, float]
+) -> None:
+    ranges = [*decodes(1152, 1, 200), (900, 1028), (0, 70), (5, 6)]
+    check(make_case(ranges, 3, heads=heads, dtype=dtype, scales=scales), "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -28,7 +28,7 @@ from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.targets import NamedTargets, Target, interleaved, whole
-from strandline.specs import LayerSpec, kv_spec
+from strandline.specs import E4M3, LayerSpec, kv_spec
 
 
 class QueryKeyNorm(Enum):
@@ -79,10 +79,18 @@ class AttentionConfig:
         return cls(hidden_size, num_heads, num_kv_heads, head_dim, eps, has_bias, norm, head_dim**-0.5)
 
 
+@dataclass(slots=True)
+class KVScales:
+    """What keys and values are divided by before they are kept in e4m3. Published with some weights."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
 class Attention(nn.Module):
     """Softmax attention.
 
-    Its recurrence is None: it keeps streams alone.
+    Its recurrence is None: it keeps streams alone. ``kv_dtype``, theirs, may be changed before it is bound.
 
     Args:
         dtype: of activations, keys and values, and of the weights until they are packed.
@@ -97,6 +105,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
+        self.kv_dtype, self.kv_scales = dtype_name(dtype), KVScales()
         head_dim, hidden_size = config.head_dim, config.hidden_size
         query_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.sizes = [query_rows, kv_rows, kv_rows, num_gate_rows]
@@ -114,7 +123,7 @@ class Attention(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        return kv_spec(self.config.num_kv_heads, self.config.head_dim, dtype_name(self.dtype))
+        return kv_spec(self.config.num_kv_heads, self.config.head_dim, self.kv_dtype)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -124,7 +133,8 @@ class Attention(nn.Module):
 
     def bind(self, memory: LayerMemory) -> KVMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        return KVMemory(memory.streams["key"], memory.streams["value"])
+        scales = self.kv_scales if self.kv_dtype == E4M3 else KVScales()
+        return KVMemory(memory.streams["key"], memory.streams["value"], scales.key, scales.value)
 
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
         out_TO, _ = self._attended(hidden_TE, rotary, batch, memory)
