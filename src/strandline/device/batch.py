@@ -189,7 +189,7 @@ def build_host_batch(
     )
 
 
-def fold_batch(folds: Sequence[FoldLog], device: torch.device, draft_tokens: int) -> RecurrentBatch:
+def fold_batch(folds: Sequence[FoldLog], device: torch.device, draft_tokens: int) -> StepBatch:
     """Return the batch that advances states over logged drafts alone."""
     slots = [fold.slot for fold in folds]
     places = [np.arange(fold.num_tokens) + fold.log * draft_tokens for fold in folds]
@@ -198,7 +198,10 @@ def fold_batch(folds: Sequence[FoldLog], device: torch.device, draft_tokens: int
     replay = HostReplay(none, logged, np.concatenate(places), none, none).to_device(device)
     chunks = plan_chunks([(0, fold.num_tokens) for fold in folds], [()] * len(folds))
     slots_N, *columns = upload_together([slots, *chunks.columns], device)
-    return RecurrentBatch(slots_N, slots_N, chunks.with_tensors(columns), None, replay)
+    recurrent = RecurrentBatch(slots_N, slots_N, chunks.with_tensors(columns), None, replay)
+    nothing = slots_N[:0]
+    attention = AttentionBatch((0,), (), nothing, nothing, nothing, nothing, nothing, is_all_written=True)
+    return StepBatch(nothing, nothing, 0, 0, attention, recurrent)
 
 
 def _plan_replay(prefills: Sequence[SequencePlan], draft_tokens: int) -> HostReplay | None:

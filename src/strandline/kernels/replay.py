@@ -15,14 +15,34 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from strandline.kernels.batch import RecurrentBatch, ReplayBatch
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import ReplayBatch, StepBatch
 
-Replay = Callable[[RecurrentBatch], None]
+Replay = Callable[[StepBatch], None]
 """Advances a layer's states over logged tokens alone; the batch has no rows of its own."""
 
+ReplayLog = tuple[Tensor, ...] | None
+"""The inputs of a layer's drafts, in the order of its spec; None: there are no drafts."""
 
-def with_logged(replay: ReplayBatch, inputs_TX: Tensor, log_JX: Tensor) -> Tensor:
-    """Return the logged inputs and the step's own, ``inputs_RX``; then log those of the step's drafts."""
+
+def replay_log(memory: LayerMemory) -> ReplayLog:
+    """Return a layer's log of drafts."""
+    return None if memory.replay is None else tuple(memory.replay.values())
+
+
+def with_logged(replay: ReplayBatch | None, log: ReplayLog, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the logged inputs and the step's own; then log those of the step's drafts.
+
+    Args:
+        replay: None: nothing is logged, and the inputs come back.
+        inputs: of the step's prefills, ``[T, X]`` each, in the order of the log.
+    """
+    if replay is None or log is None:
+        return inputs
+    return tuple(_with_logged(replay, log_JX, inputs_TX) for log_JX, inputs_TX in zip(log, inputs, strict=True))
+
+
+def _with_logged(replay: ReplayBatch, log_JX: Tensor, inputs_TX: Tensor) -> Tensor:
     inputs_RX = inputs_TX.new_empty(replay.num_rows, *inputs_TX.shape[1:])
     inputs_RX.index_copy_(0, replay.step_rows_T, inputs_TX)
     if len(replay.logged_rows_Q):
@@ -30,3 +50,8 @@ def with_logged(replay: ReplayBatch, inputs_TX: Tensor, log_JX: Tensor) -> Tenso
     if len(replay.draft_rows_K):
         log_JX.index_copy_(0, replay.draft_places_K, inputs_TX.index_select(0, replay.draft_rows_K))
     return inputs_RX
+
+
+def of_step(replay: ReplayBatch | None, out_RX: Tensor) -> Tensor:
+    """Return what was computed of the step's own tokens."""
+    return out_RX if replay is None else out_RX.index_select(0, replay.step_rows_T)

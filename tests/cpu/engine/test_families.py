@@ -99,20 +99,17 @@ def test_a_published_slot_holds_the_state_of_its_tokens(make_llm: MakeLLM) -> No
         assert list(llm.engine.cache.snapshots()) == []  # test_attention_only.py compares the published blocks
 
 
-def test_drafts_change_no_token(make_llm: MakeLLM) -> None:
-    if not make_llm().engine.core.spec.can_replay:
-        with pytest.raises(ConfigError, match="keep states that cannot go past drafts"):
-            make_llm(speculative_config=SPECULATION)
-        return
-    prompts, params = (
-        [tokens(count, seed=count) for count in (2, 63, 100)],
-        SamplingParams(temperature=0, max_tokens=30),
-    )
+def test_drafts_change_neither_tokens_nor_states(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_llm = llm_maker(directory, monkeypatch, device="cpu", memory="64MiB", max_model_len=512)
     recording = make_llm(speculative_config=SPECULATION)
     recorder = record(recording)
-    expected = answers(make_llm(), prompts, params)
-    assert answers(recording, prompts, params) == expected
-    assert (
-        answers(force(make_llm(speculative_config=SPECULATION), recorder.known, [3, 1, 2, 0]), prompts, params)
-        == expected
-    )
+    prompts = [tokens(count, seed=count) for count in (1, 63, 64, 100)]
+    expected = answers(make_llm(), prompts)
+    assert answers(recording, prompts) == expected
+    live_through_much(recording, seed=1)
+    llm = force(make_llm(speculative_config=SPECULATION, max_num_batched_tokens=100), recorder.known, [3, 1, 2, 0])
+    assert answers(llm, prompts) == expected
+    live_through_much(llm, seed=1)
+    assert llm.engine.core.stats().speculation.num_accepted_tokens > 0
+    if llm.engine.core.spec.has_states:
+        check_published_slots(llm, make_llm())

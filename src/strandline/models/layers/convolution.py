@@ -9,9 +9,10 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from strandline.kernels.batch import RecurrentBatch, StepBatch
+from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.conv1d import Activation, causal_conv1d_prefill, causal_conv1d_update
+from strandline.kernels.replay import ReplayLog, of_step, with_logged
 from strandline.models.layers.parameters import dtype_name, parameter
 from strandline.models.targets import NamedTargets, whole
 from strandline.specs import TensorSpec
@@ -54,16 +55,20 @@ class CausalConvolution(nn.Module):
         """Compute with these kernels from now on."""
         self._convolve_one, self._convolve = kernels[causal_conv1d_update], kernels[causal_conv1d_prefill]
 
-    def convolve(self, x_TC: Tensor, batch: StepBatch, window_SRC: Tensor) -> Tensor:
-        """Convolve the step's tokens, decodes and prefills; return as many, and advance the windows."""
+    def convolve(self, x_TC: Tensor, batch: StepBatch, window_SRC: Tensor, log: ReplayLog) -> Tensor:
+        """Convolve the step's tokens, decodes and prefills; return as many, and advance the windows.
+
+        Args:
+            log: of ``x_TC``, where the layer logs nothing else.
+        """
         num_rows = batch.num_decode_rows
-        if num_rows == len(x_TC):
+        if num_rows == len(x_TC) > 0:
             return self.decode(x_TC, batch, window_SRC)
-        if num_rows == 0:
-            return self.prefill(x_TC, batch.recurrent, 0, window_SRC)
+        replay = batch.recurrent.replay
         x_DC, x_RC = x_TC.split([num_rows, len(x_TC) - num_rows])
-        prefilled = self.prefill(x_RC, batch.recurrent, batch.num_decodes, window_SRC)
-        return torch.cat((self.decode(x_DC, batch, window_SRC), prefilled))
+        (x_RC,) = with_logged(replay, log, (x_RC,))
+        y_RC = of_step(replay, self.prefill(x_RC, batch, window_SRC))
+        return y_RC if num_rows == 0 else torch.cat((self.decode(x_DC, batch, window_SRC), y_RC))
 
     def decode(self, x_DC: Tensor, batch: StepBatch, window_SRC: Tensor) -> Tensor:
         """Convolve the decodes' tokens."""
@@ -71,9 +76,10 @@ class CausalConvolution(nn.Module):
         window = (window_SRC, slots.src_N[decodes], slots.dst_N[decodes])
         return self._convolve_one(x_DC, self.weight_CW, self.bias_C, *window, self.activation)
 
-    def prefill(self, x_RC: Tensor, slots: RecurrentBatch, num_decodes: int, window_SRC: Tensor) -> Tensor:
-        """Convolve the tokens of sequences behind the first ``num_decodes``."""
-        window = (window_SRC, slots.src_N[num_decodes:], slots.dst_N[num_decodes:])
+    def prefill(self, x_RC: Tensor, batch: StepBatch, window_SRC: Tensor) -> Tensor:
+        """Convolve the prefills' tokens."""
+        prefills, slots = slice(batch.num_decodes, None), batch.recurrent
+        window = (window_SRC, slots.src_N[prefills], slots.dst_N[prefills])
         return self._convolve(x_RC, self.weight_CW, self.bias_C, *window, slots.chunks, self.activation)
 
     def targets(self, prefix: str) -> NamedTargets:

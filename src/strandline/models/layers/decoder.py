@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strandline.kernels.arena import ArenaTensors, LayerMemory
-from strandline.kernels.batch import RecurrentBatch, StepBatch
+from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.linear import bind_linear, linear
 from strandline.kernels.norm import (
@@ -84,8 +84,8 @@ def zero_centered(eps: float) -> ResidualNorm:
 class ReplayingMixer(Mixer, Protocol):
     """A mixer with states, whose spec says what it replays."""
 
-    def replay(self, recurrent: RecurrentBatch, memory: Any) -> None:
-        """Advance the states over logged tokens alone."""
+    def replay(self, batch: StepBatch, memory: Any) -> None:
+        """Advance the states over logged tokens alone; the batch has no rows of its own."""
 
 
 class DecoderLayer(nn.Module):

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.arena import LayerMemory
-from strandline.kernels.batch import RecurrentBatch, StepBatch
+from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_update
 from strandline.kernels.gdn_recurrence import GatedDelta, GatedDeltaInputs, GatedDeltaMemory
 from strandline.kernels.norm import rms_norm_gated
-from strandline.kernels.replay import with_logged
+from strandline.kernels.replay import ReplayLog, of_step, replay_log, with_logged
 from strandline.model_config import DTYPES, MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.parameters import dtype_name, gain, parameter
@@ -38,8 +38,7 @@ class GatedDeltaNetMemory:
 
     recurrent: GatedDeltaMemory
     window_SRC: Tensor
-    replay: tuple[Tensor, ...] | None
-    """The inputs of drafts, in the order of the spec."""
+    replay: ReplayLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +120,13 @@ class GatedDeltaNet(nn.Module):
 
     def bind(self, memory: LayerMemory) -> GatedDeltaNetMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        replay = None if memory.replay is None else tuple(memory.replay.values())
-        return GatedDeltaNetMemory(self.recurrence.bind(memory.states, memory.log), memory.states["window"], replay)
+        recurrent = self.recurrence.bind(memory.states, memory.log)
+        return GatedDeltaNetMemory(recurrent, memory.states["window"], replay_log(memory))
 
-    def replay(self, recurrent: RecurrentBatch, memory: GatedDeltaNetMemory) -> None:
+    def replay(self, batch: StepBatch, memory: GatedDeltaNetMemory) -> None:
         """Advance the states over logged tokens alone."""
         no_x, no_heads = self.conv_CW.new_empty(0, len(self.conv_CW)), self.conv_CW.new_empty(0, self.num_heads)
-        self._prefill(no_x, no_heads, no_heads, recurrent, 0, memory)
+        self._prefill(no_x, no_heads, no_heads, batch, memory)
 
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: GatedDeltaNetMemory) -> Tensor:
         del rotary
@@ -136,14 +135,13 @@ class GatedDeltaNet(nn.Module):
         if num_rows == len(hidden_TE):
             out_THV = self._decode(x_TC, a_TH, b_TH, batch, memory)
         elif num_rows == 0:
-            out_THV = self._prefill(x_TC, a_TH, b_TH, batch.recurrent, 0, memory)
+            out_THV = self._prefill(x_TC, a_TH, b_TH, batch, memory)
         else:
             (x_DC, x_RC), (a_DH, a_RH), (b_DH, b_RH) = (
                 x.split([num_rows, len(x) - num_rows]) for x in (x_TC, a_TH, b_TH)
             )
             decoded = self._decode(x_DC, a_DH, b_DH, batch, memory)
-            prefilled = self._prefill(x_RC, a_RH, b_RH, batch.recurrent, batch.num_decodes, memory)
-            out_THV = torch.cat((decoded, prefilled))
+            out_THV = torch.cat((decoded, self._prefill(x_RC, a_RH, b_RH, batch, memory)))
         out_THV = self._rms_norm_gated(out_THV, z_TO.view(out_THV.shape), self.norm_V, self.eps)
         return self.out_proj.multiply(out_THV.flatten(1))
 
@@ -157,25 +155,16 @@ class GatedDeltaNet(nn.Module):
         return self.recurrence.decode(inputs, memory.recurrent, src_N, dst_N, slots.log)
 
     def _prefill(
-        self,
-        x_TC: Tensor,
-        a_TH: Tensor,
-        b_TH: Tensor,
-        slots: RecurrentBatch,
-        num_decodes: int,
-        memory: GatedDeltaNetMemory,
+        self, x_TC: Tensor, a_TH: Tensor, b_TH: Tensor, batch: StepBatch, memory: GatedDeltaNetMemory
     ) -> Tensor:
-        src_N, dst_N = slots.src_N[num_decodes:], slots.dst_N[num_decodes:]
-        replay = slots.replay
-        if replay is not None and memory.replay is not None:
-            x_TC, a_TH, b_TH = (
-                with_logged(replay, inputs, log) for inputs, log in zip((x_TC, a_TH, b_TH), memory.replay, strict=True)
-            )
+        prefills, slots = slice(batch.num_decodes, None), batch.recurrent
+        src_N, dst_N = slots.src_N[prefills], slots.dst_N[prefills]
+        x_TC, a_TH, b_TH = with_logged(slots.replay, memory.replay, (x_TC, a_TH, b_TH))
         window = (memory.window_SRC, src_N, dst_N)
         y_TC = self._convolve(x_TC, self.conv_CW, None, *window, slots.chunks, "silu")
         inputs = GatedDeltaInputs(*self._heads(y_TC), a_TH, b_TH, self.A_log_H, self.dt_bias_H)
         out_THV = self.recurrence.prefill(inputs, memory.recurrent, src_N, dst_N, slots.chunks)
-        return out_THV if replay is None else out_THV[replay.step_rows_T]
+        return of_step(slots.replay, out_THV)
 
     def _heads(self, y_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = y_TC.split(self.conv_sizes, dim=-1)

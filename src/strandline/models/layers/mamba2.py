@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from strandline.kernels.activation import silu_gate
 from strandline.kernels.arena import LayerMemory
-from strandline.kernels.batch import RecurrentBatch, StepBatch
+from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.mamba2_recurrence import Mamba2, Mamba2Inputs
 from strandline.kernels.norm import rms_norm_of_gated
-from strandline.kernels.replay import with_logged
+from strandline.kernels.replay import ReplayLog, of_step, replay_log, with_logged
 from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
-from strandline.models.layers.parameters import gain, parameter
+from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.targets import NamedTargets, split, whole
@@ -106,8 +106,7 @@ class Mamba2Memory:
 
     state_SHKV: Tensor
     window_SRC: Tensor
-    replay: tuple[Tensor, ...] | None
-    """The inputs of drafts, in the order of the spec."""
+    replay: ReplayLog
 
 
 class Mamba2Layer(nn.Module):
@@ -150,10 +149,9 @@ class Mamba2Layer(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        inputs, dtype = {"x": self.sizes[0], "dt": self.config.num_heads}, self.conv.window.dtype
-        replay = tuple(TensorSpec(name, (size,), dtype) for name, size in inputs.items())
-        states = (*self.recurrence.states, self.conv.window)
-        return LayerSpec(states=states, log=self.recurrence.log, replay=replay)
+        dtype = dtype_name(self.conv.dtype)
+        replay = (TensorSpec("x", (self.sizes[0],), dtype), TensorSpec("dt", (self.sizes[2],), dtype))
+        return LayerSpec(states=(*self.recurrence.states, self.conv.window), log=self.recurrence.log, replay=replay)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -162,13 +160,13 @@ class Mamba2Layer(nn.Module):
 
     def bind(self, memory: LayerMemory) -> Mamba2Memory:
         """Return the layer's memory as ``forward`` takes it."""
-        replay = None if memory.replay is None else tuple(memory.replay.values())
-        return Mamba2Memory(self.recurrence.bind(memory.states, memory.log), memory.states["window"], replay)
+        state_SHKV = self.recurrence.bind(memory.states, memory.log)
+        return Mamba2Memory(state_SHKV, memory.states["window"], replay_log(memory))
 
-    def replay(self, recurrent: RecurrentBatch, memory: Mamba2Memory) -> None:
+    def replay(self, batch: StepBatch, memory: Mamba2Memory) -> None:
         """Advance the states over logged tokens alone."""
-        no_x, no_dt = (self.conv.weight_CW.new_empty(0, size) for size in (self.sizes[0], self.config.num_heads))
-        self._prefill(no_x, no_dt, recurrent, 0, memory)
+        no_x, no_dt = (self.conv.weight_CW.new_empty(0, size) for size in (self.sizes[0], self.sizes[2]))
+        self._prefill(no_x, no_dt, batch, memory)
 
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
         del rotary
@@ -180,11 +178,11 @@ class Mamba2Layer(nn.Module):
         if num_rows == len(hidden_TE):
             out_THV = self._decode(x_TC, dt_TH, batch, memory)
         elif num_rows == 0:
-            out_THV = self._prefill(x_TC, dt_TH, batch.recurrent, 0, memory)
+            out_THV = self._prefill(x_TC, dt_TH, batch, memory)
         else:
             (x_DC, x_RC), (dt_DH, dt_RH) = (x.split([num_rows, len(x) - num_rows]) for x in (x_TC, dt_TH))
-            prefilled = self._prefill(x_RC, dt_RH, batch.recurrent, batch.num_decodes, memory)
-            out_THV = torch.cat((self._decode(x_DC, dt_DH, batch, memory), prefilled))
+            decoded = self._decode(x_DC, dt_DH, batch, memory)
+            out_THV = torch.cat((decoded, self._prefill(x_RC, dt_RH, batch, memory)))
         return self.out_proj.multiply(self._gated(out_THV.flatten(1), z_TO))
 
     def _gated(self, out_TO: Tensor, z_TO: Tensor) -> Tensor:
@@ -197,18 +195,12 @@ class Mamba2Layer(nn.Module):
         inputs = self._inputs(self.conv.decode(x_DC, batch, memory.window_SRC), dt_DH)
         return self.recurrence.decode(inputs, memory.state_SHKV, slots.src_N[decodes], slots.dst_N[decodes], slots.log)
 
-    def _prefill(
-        self, x_RC: Tensor, dt_RH: Tensor, slots: RecurrentBatch, num_decodes: int, memory: Mamba2Memory
-    ) -> Tensor:
-        replay = slots.replay
-        if replay is not None and memory.replay is not None:
-            x_RC, dt_RH = (
-                with_logged(replay, inputs, log) for inputs, log in zip((x_RC, dt_RH), memory.replay, strict=True)
-            )
-        inputs = self._inputs(self.conv.prefill(x_RC, slots, num_decodes, memory.window_SRC), dt_RH)
-        sequences = (slots.src_N[num_decodes:], slots.dst_N[num_decodes:], slots.chunks)
-        out_RHV = self.recurrence.prefill(inputs, memory.state_SHKV, *sequences)
-        return out_RHV if replay is None else out_RHV[replay.step_rows_T]
+    def _prefill(self, x_RC: Tensor, dt_RH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
+        prefills, slots = slice(batch.num_decodes, None), batch.recurrent
+        x_RC, dt_RH = with_logged(slots.replay, memory.replay, (x_RC, dt_RH))
+        inputs = self._inputs(self.conv.prefill(x_RC, batch, memory.window_SRC), dt_RH)
+        sequences = (slots.src_N[prefills], slots.dst_N[prefills], slots.chunks)
+        return of_step(slots.replay, self.recurrence.prefill(inputs, memory.state_SHKV, *sequences))
 
     def _inputs(self, y_TC: Tensor, dt_TH: Tensor) -> Mamba2Inputs:
         config = self.config

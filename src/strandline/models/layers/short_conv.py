@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
+from strandline.kernels.replay import ReplayLog, replay_log
 from strandline.model_config import Fields
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
+from strandline.models.layers.parameters import dtype_name
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.targets import NamedTargets
-from strandline.specs import LayerSpec
+from strandline.specs import LayerSpec, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,18 @@ class ShortConvConfig:
         return cls(fields.size("hidden_size"), num_taps, fields.flag("conv_bias"))
 
 
+@dataclass(frozen=True, slots=True)
+class ShortConvMemory:
+    """A layer's share of all slots and logs."""
+
+    window_SRC: Tensor
+    replay: ReplayLog
+
+
 class ShortConv(nn.Module):
     """The gated short convolution.
 
-    Its recurrence is None: it keeps a window, which is never logged.
+    Its recurrence is None: it keeps a window, which is folded at every step.
 
     Args:
         dtype: of activations and the window, and of the weights until they are packed.
@@ -59,16 +69,24 @@ class ShortConv(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        return LayerSpec(states=(self.conv.window,))
+        replay = TensorSpec("x", (self.conv.weight_CW.shape[0],), dtype_name(self.conv.dtype))
+        return LayerSpec(states=(self.conv.window,), replay=(replay,))
 
-    def bind(self, memory: LayerMemory) -> Tensor:
+    def bind(self, memory: LayerMemory) -> ShortConvMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        return memory.states["window"]
+        return ShortConvMemory(memory.states["window"], replay_log(memory))
 
-    def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, window_SRC: Tensor) -> Tensor:
+    def replay(self, batch: StepBatch, memory: ShortConvMemory) -> None:
+        """Advance the window over logged tokens alone."""
+        no_x = self.conv.weight_CW.new_empty(0, len(self.conv.weight_CW))
+        self.conv.convolve(no_x, batch, memory.window_SRC, memory.replay)
+
+    def forward(
+        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: ShortConvMemory
+    ) -> Tensor:
         del rotary
         gate_before_TC, gate_behind_TC, x_TC = self.in_proj.multiply(hidden_TE).chunk(3, dim=-1)
-        y_TC = self.conv.convolve(gate_before_TC * x_TC, batch, window_SRC)
+        y_TC = self.conv.convolve(gate_before_TC * x_TC, batch, memory.window_SRC, memory.replay)
         return self.out_proj.multiply(y_TC.mul_(gate_behind_TC))
 
     def targets(self, prefix: str) -> NamedTargets:
