@@ -22,13 +22,14 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.mamba1_recurrence import Mamba1, Mamba1Inputs, Mamba1Memory
 from strandline.kernels.norm import rms_norm
+from strandline.kernels.replay import ReplayLog, replay_log
 from strandline.models.layers.convolution import CausalConvolution
-from strandline.models.layers.parameters import gain, parameter
+from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.targets import NamedTargets, whole
-from strandline.specs import LayerSpec
+from strandline.specs import LayerSpec, TensorSpec
 
 
 class InnerNorm(Enum):
@@ -62,6 +63,8 @@ class Mamba1LayerMemory:
 
     recurrent: Mamba1Memory
     window_SRC: Tensor
+    conv_log: ReplayLog
+    recurrent_log: ReplayLog
 
 
 class Mamba1Layer(nn.Module):
@@ -96,7 +99,10 @@ class Mamba1Layer(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        return LayerSpec(states=(*self.recurrence.states, self.conv.window), log=self.recurrence.log)
+        dtype, (num_channels, state_dim) = dtype_name(self.conv.dtype), self.A_log_VK.shape
+        inputs = {"conv": num_channels, "x": num_channels, "z": num_channels, "B": state_dim, "C": state_dim}
+        replay = tuple(TensorSpec(name, (size,), dtype) for name, size in (inputs | {"dt": num_channels}).items())
+        return LayerSpec(states=(*self.recurrence.states, self.conv.window), log=self.recurrence.log, replay=replay)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -105,19 +111,30 @@ class Mamba1Layer(nn.Module):
 
     def bind(self, memory: LayerMemory) -> Mamba1LayerMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        return Mamba1LayerMemory(self.recurrence.bind(memory.states, memory.log), memory.states["window"])
+        log = replay_log(memory)
+        logs = (None, None) if log is None else (log[:1], log[1:])
+        return Mamba1LayerMemory(self.recurrence.bind(memory.states, memory.log), memory.states["window"], *logs)
+
+    def replay(self, batch: StepBatch, memory: Mamba1LayerMemory) -> None:
+        """Advance the states over logged tokens alone."""
+        num_channels, state_dim = self.A_log_VK.shape
+        no_x, no_B = (self.conv.weight_CW.new_empty(0, size) for size in (num_channels, state_dim))
+        self.conv.convolve(no_x, batch, memory.window_SRC, memory.conv_log)
+        self._advance((no_x, no_x, no_B, no_B, no_x), batch, memory)
 
     def forward(
         self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Mamba1LayerMemory
     ) -> Tensor:
         del rotary
         x_TV, z_TV = self.in_proj.multiply(hidden_TE).chunk(2, dim=-1)
-        x_TV = self.conv.convolve(x_TV, batch, memory.window_SRC)
+        x_TV = self.conv.convolve(x_TV, batch, memory.window_SRC, memory.conv_log)
         projected = self.x_proj.multiply(x_TV).split(self.sizes, dim=-1)
         dt_TR, B_TK, C_TK = projected if self.config.norm is InnerNorm.NONE else self._normed(projected)
         tokens = (x_TV, z_TV, B_TK, C_TK, self.dt_proj.multiply(dt_TR))
-        out_TV = advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent)
-        return self.out_proj.multiply(out_TV)
+        return self.out_proj.multiply(self._advance(tokens, batch, memory))
+
+    def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: Mamba1LayerMemory) -> Tensor:
+        return advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent, memory.recurrent_log)
 
     def _normed(self, projected: Sequence[Tensor]) -> list[Tensor]:
         weights = self.norms or [x.new_ones(x.shape[-1]) for x in projected]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.arena import LayerMemory
-from strandline.kernels.batch import RecurrentBatch, StepBatch
+from strandline.kernels.batch import StepBatch
 from strandline.kernels.recurrence import Recurrence
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.mamba2 import Mamba2Layer
@@ -48,9 +48,9 @@ class ParallelMixer(nn.Module):
         """Return the layer's memory as ``forward`` takes it."""
         return self.attention.bind(memory), self.recurrent.bind(memory)
 
-    def replay(self, recurrent: RecurrentBatch, memory: tuple[Any, Any]) -> None:
+    def replay(self, batch: StepBatch, memory: tuple[Any, Any]) -> None:
         """Advance the states over logged tokens alone."""
-        self.recurrent.replay(recurrent, memory[1])
+        self.recurrent.replay(batch, memory[1])
 
     def forward(
         self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: tuple[Any, Any]
