@@ -10,7 +10,6 @@ import pytest
 from strandline import SamplingParams
 from strandline.device.sizing import slabs_for
 from strandline.env import NUMBA
-from strandline.errors import ConfigError
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
 from tests.cpu.engine.test_speculation import SPECULATION, force, record

@@ -8,6 +8,7 @@ Source: ``transformers`` (``minimax``).
 Shape suffixes: T tokens of the step, E hidden size, H heads, D channels of a head, O heads' channels side by side.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,12 +22,13 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.lightning_recurrence import Lightning, LightningInputs
 from strandline.kernels.norm import rms_norm
-from strandline.models.layers.parameters import gain
+from strandline.kernels.replay import ReplayLog, replay_log
+from strandline.models.layers.parameters import dtype_name, gain
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.targets import NamedTargets, unused, whole
-from strandline.specs import LayerSpec
+from strandline.specs import LayerSpec, TensorSpec
 
 NORM_EPS: Final = 1e-6
 
@@ -43,6 +45,14 @@ class LightningConfig:
     block_size: int
     """Of the tables that are published beside the weights."""
     state_dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class LightningMemory:
+    """A layer's share of all slots and logs."""
+
+    recurrent: Tensor
+    replay: ReplayLog
 
 
 class LightningAttention(nn.Module):
@@ -70,22 +80,34 @@ class LightningAttention(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        return LayerSpec(states=self.recurrence.states, log=self.recurrence.log)
+        shape, dtype = (self.config.num_heads, self.config.head_dim), dtype_name(self.norm_O.dtype)
+        replay = tuple(TensorSpec(name, shape, dtype) for name in ("query", "key", "value"))
+        return LayerSpec(states=self.recurrence.states, log=self.recurrence.log, replay=replay)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._rms_norm, self._sigmoid_gate = kernels[rms_norm], kernels[sigmoid_gate]
         self.recurrence = self.recurrence.with_kernels(kernels)
 
-    def bind(self, memory: LayerMemory) -> Tensor:
+    def bind(self, memory: LayerMemory) -> LightningMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        return self.recurrence.bind(memory.states, memory.log)
+        return LightningMemory(self.recurrence.bind(memory.states, memory.log), replay_log(memory))
 
-    def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Tensor) -> Tensor:
+    def replay(self, batch: StepBatch, memory: LightningMemory) -> None:
+        """Advance the states over logged tokens alone."""
+        no_heads = self.norm_O.new_empty(0, self.config.num_heads, self.config.head_dim)
+        self._advance((no_heads, no_heads, no_heads), batch, memory)
+
+    def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: LightningMemory) -> Tensor:
+        return advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent, memory.replay)
+
+    def forward(
+        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: LightningMemory
+    ) -> Tensor:
         del rotary
         qkv_TO, gate_TO = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         tokens = F.silu(qkv_TO).unflatten(-1, (self.config.num_heads, -1)).chunk(3, dim=-1)
-        out_THD = advance(self.recurrence, self._inputs, tokens, batch, memory)
+        out_THD = self._advance(tokens, batch, memory)
         out_TO = self._rms_norm(out_THD.flatten(1), self.norm_O, NORM_EPS)
         return self.out_proj.multiply(self._sigmoid_gate(out_TO, gate_TO))
 
