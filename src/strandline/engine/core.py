@@ -29,6 +29,7 @@ from strandline.records.events import (
     KernelFallback,
     Limits,
     PromptLogprobs,
+    SpeculationStats,
     StepEvents,
     Submission,
     TokenEvent,
@@ -181,6 +182,7 @@ class EngineCore:
                         request.finish_reason if is_last else None,
                         request.stop_reason if is_last else None,
                         request.account if place == 0 and len(output_ids) == num_new else None,
+                        _drafts_of(request) if is_last else None,
                     )
                 )
 
@@ -269,6 +271,13 @@ def new_scheduler(
         draft_tokens=facts.draft_tokens,
         introduce=introduce,
     )
+
+
+def _drafts_of(request: Request) -> SpeculationStats | None:
+    """Return what became of a request's drafts; None if it has not ended, or had none."""
+    if request.finish_reason is None or request.counted_drafts is None:
+        return None
+    return request.counted_drafts.stats()
 
 
 def _describe_fallbacks(fallbacks: Iterable[Fallback]) -> list[str]:

@@ -5,7 +5,6 @@ from typing import Protocol
 from strandline.cache import TokenBuffer
 from strandline.cache.tokens import TOKEN_BYTES, decode
 from strandline.engine.request import Request
-from strandline.records.events import SpeculationStats
 from strandline.speculative_config import SpeculativeConfig
 
 
@@ -55,24 +54,6 @@ def _last_place(tokens: TokenBuffer, key: bytes) -> int | None:
         # It lies across tokens: a key that begins before may still match.
         end = offset + len(key) - 1
     return None
-
-
-class DraftCounters:
-    """Counts drafts, and those that agreed with what was sampled."""
-
-    def __init__(self, draft_tokens: int) -> None:
-        self._num_drafts = self._num_draft_tokens = 0
-        self._accepted_by_place = [0] * draft_tokens
-
-    def count(self, num_drafted: int, num_accepted: int) -> None:
-        """Count the drafts of one sequence in one step."""
-        self._num_drafts += 1
-        self._num_draft_tokens += num_drafted
-        for place in range(num_accepted):
-            self._accepted_by_place[place] += 1
-
-    def stats(self) -> SpeculationStats:
-        return SpeculationStats(self._num_drafts, self._num_draft_tokens, tuple(self._accepted_by_place))
 
 
 def new_drafter(config: SpeculativeConfig | None) -> Drafter | None:

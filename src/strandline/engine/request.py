@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from strandline.cache import Account, Lead, Lease, TokenBuffer
+from strandline.engine.draft_counters import DraftCounters
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.records.events import FinishReason
 from strandline.records.plan import NewRequest
@@ -21,6 +22,7 @@ class Request:
 
     __slots__ = (
         "account",
+        "counted_drafts",
         "drafts",
         "finish_reason",
         "grammar",
@@ -32,9 +34,7 @@ class Request:
         "marks",
         "max_total",
         "new",
-        "num_accepted",
         "num_admissions_seen",
-        "num_drafted",
         "num_new",
         "num_prompt_tokens",
         "num_tokens",
@@ -69,10 +69,8 @@ class Request:
         """Tokens of the output that the last step brought."""
         self.drafts: tuple[int, ...] = ()
         """Of the model's draft layer, behind the last token."""
-        self.num_drafted = 0
-        """Drafts that were verified."""
-        self.num_accepted = 0
-        """Drafts that agreed with what was sampled."""
+        self.counted_drafts: DraftCounters | None = None
+        """Of its drafts that were verified; None before the first."""
         self.max_total = max_total
         """Most tokens of prompt and output together, by ``max_tokens`` or ``max_model_len``."""
         self.salt = salt

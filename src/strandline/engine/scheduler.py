@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind
-from strandline.engine.drafting import DraftCounters, Drafter, DraftLayerDrafter
+from strandline.engine.draft_counters import DraftCounters
+from strandline.engine.drafting import Drafter, DraftLayerDrafter
 from strandline.engine.request import Request, Status
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span, sequence_plan, with_next
 from strandline.engine.waiting import WaitingQueue
@@ -428,9 +429,7 @@ class Scheduler:
             request.drafts = result.drafts.get(index, NO_DRAFTS)
             if sequence.num_drafts:
                 request.num_tokens += len(sampled)
-                request.num_drafted += sequence.num_drafts
-                request.num_accepted += len(sampled) - 1
-                self.drafts.count(sequence.num_drafts, len(sampled) - 1)
+                self._count_drafts(request, sequence.num_drafts, len(sampled) - 1)
                 lease = _lease(request)
                 self.cache.commit(lease, sequence.start + len(sampled), sequence.num_folded)
         if has_finished:
@@ -441,6 +440,12 @@ class Scheduler:
         """Advance and settle a step before the next one is planned."""
         self.advance(plan)
         return self.settle(plan, result)
+
+    def _count_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        if request.counted_drafts is None:
+            request.counted_drafts = DraftCounters(self._draft_tokens)
+        request.counted_drafts.count(num_drafted, num_accepted)
+        self.drafts.count(num_drafted, num_accepted)
 
     def _sweep(self, advanced: Iterable[Request]) -> None:
         """End the requests that have a finish reason."""

@@ -5,6 +5,7 @@ All of it is plain data, so that the two can run in two processes.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 from typing import NamedTuple
 
 from strandline.cache import Account
@@ -34,6 +35,34 @@ class Submission:
     """Token positions up to which other prompts are likely to share this one's prefix."""
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Numbers of drafts, of one output or of all since the start; they add up."""
+
+    num_drafts: int = 0
+    """Steps of a sequence that had drafts."""
+    num_draft_tokens: int = 0
+    num_accepted_by_place: tuple[int, ...] = ()
+    """How often the first draft of a step, the second, and so on, agreed with what was sampled; empty if there can be
+    no drafts."""
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.num_accepted_by_place)
+
+    @property
+    def num_rejected_tokens(self) -> int:
+        return self.num_draft_tokens - self.num_accepted_tokens
+
+    def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
+        by_place = zip_longest(self.num_accepted_by_place, other.num_accepted_by_place, fillvalue=0)
+        return SpeculationStats(
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            tuple(map(sum, by_place)),
+        )
+
+
 class TokenEvent(NamedTuple):
     """A token of a sequence."""
 
@@ -46,6 +75,8 @@ class TokenEvent(NamedTuple):
     """A stop token, a stop string, or the text of an exception."""
     account: Account | None
     """The cache lookup's account; with the first token only."""
+    speculation: SpeculationStats | None = None
+    """The sequence's drafts; with the last token only, if there were any."""
 
 
 class PromptLogprobs(NamedTuple):
@@ -79,21 +110,6 @@ class KernelFallback:
     operation: str
     backend: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationStats:
-    """Drafts since the start."""
-
-    num_drafts: int = 0
-    """Steps of a sequence that had drafts."""
-    num_draft_tokens: int = 0
-    num_accepted_by_place: tuple[int, ...] = ()
-    """How often the first draft of a step, the second, and so on, agreed with what was sampled."""
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        return sum(self.num_accepted_by_place)
 
 
 @dataclass(frozen=True, slots=True)

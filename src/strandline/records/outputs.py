@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from strandline.cache import Account
+from strandline.records.events import SpeculationStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class OutputDelta:
     finish_reason: str | None
     """``stop``, ``length``, ``abort`` or ``error`` in the delta that ends the output, None in all others."""
     stop_reason: int | str | None
+    speculation: SpeculationStats
+    """The output's drafts; known when it has ended."""
 
     @property
     def is_visible(self) -> bool:
@@ -69,12 +72,14 @@ class CompletionOutput:
 
     Of an ``error``, the text of the exception; None: no token could be sampled.
     """
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    """What became of its drafts (speculative decoding); known when it has ended."""
 
     def extend(self, delta: OutputDelta) -> None:
         """Append what the output gained."""
         self.text += delta.text
         self.token_ids += delta.token_ids
-        self.cumulative_logprob = delta.cumulative_logprob
+        self.cumulative_logprob, self.speculation = delta.cumulative_logprob, delta.speculation
         if self.logprobs is not None:
             self.logprobs += delta.logprobs or ()
         if delta.finish_reason is not None:
@@ -115,6 +120,11 @@ class RequestOutput:
     cache_account: Account | None
     """What the cache lookup hit, and the reasons of its misses."""
     times: RequestTimes = field(repr=False)
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """What became of the drafts of all outputs that have ended."""
+        return sum((output.speculation for output in self.outputs), SpeculationStats())
 
     def extend(self, delta: RequestDelta) -> None:
         """Append what the outputs gained."""

@@ -23,7 +23,7 @@ from strandline.server.service import Service
 from strandline.server.sse import EventStream, json_response, named_events
 from strandline.server.structured_fields import structure_of
 from strandline.server.tools import Toolbox
-from strandline.server.usage_and_logprobs import Json, cache_account, chat_logprobs
+from strandline.server.usage_and_logprobs import Json, cache_account, chat_logprobs, draft_counts
 from strandline.text.frontend import CheckedParams
 
 STORED: Final = ("previous_response_id", "conversation", "background", "prompt")
@@ -191,7 +191,10 @@ class ModelResponse:
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": stream.account.hit if stream.account is not None else 0},
             "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning if self._parser.reasoning else 0},
+            "output_tokens_details": {
+                "reasoning_tokens": self._num_reasoning if self._parser.reasoning else 0,
+                **draft_counts(stream.speculation),
+            },
             "total_tokens": num_prompt + num_output,
         }
         if self._body.include_cache_account:

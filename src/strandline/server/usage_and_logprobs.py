@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from strandline.records.events import SpeculationStats
 from strandline.records.outputs import Logprob, OutputDelta, RequestDelta
 from strandline.text.cache_report import account_data
 from strandline.text.output_streams import RequestStream
@@ -18,7 +19,9 @@ def usage(streams: Sequence[RequestStream], *, is_batch: bool, with_account: boo
     """Count the tokens of finished requests; a prompt counts once however many outputs it has."""
     num_prompt = sum(len(stream.prompt_ids) for stream in streams)
     num_cached = sum(stream.account.hit for stream in streams if stream.account is not None)
-    body = token_counts(num_prompt, sum(stream.num_output_tokens for stream in streams), num_cached)
+    num_output = sum(stream.num_output_tokens for stream in streams)
+    drafts = sum((stream.speculation for stream in streams), SpeculationStats())
+    body = token_counts(num_prompt, num_output, num_cached, drafts)
     if with_account:
         accounts = [cache_account(stream) for stream in streams]
         body["cache"] = accounts if is_batch else accounts[0]
@@ -27,16 +30,30 @@ def usage(streams: Sequence[RequestStream], *, is_batch: bool, with_account: boo
 
 def usage_so_far(stream: RequestStream, delta: RequestDelta, output: OutputDelta) -> Json:
     """Count the tokens of a prompt and of one of its outputs, up to a delta."""
-    return token_counts(len(stream.prompt_ids), output.num_tokens, delta.num_cached_tokens)
+    return token_counts(len(stream.prompt_ids), output.num_tokens, delta.num_cached_tokens, output.speculation)
 
 
-def token_counts(num_prompt: int, num_completion: int, num_cached: int) -> Json:
+def token_counts(num_prompt: int, num_completion: int, num_cached: int, drafts: SpeculationStats) -> Json:
     """Return numbers of tokens as the API's usage."""
-    return {
+    counts: Json = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+    if details := draft_counts(drafts):
+        counts["completion_tokens_details"] = details
+    return counts
+
+
+def draft_counts(drafts: SpeculationStats) -> Json:
+    """Return accepted and rejected drafts in the API's fields, and in one of ours by position; none without drafts."""
+    if not drafts.num_drafts:
+        return {}
+    return {
+        "accepted_prediction_tokens": drafts.num_accepted_tokens,
+        "rejected_prediction_tokens": drafts.num_rejected_tokens,
+        "accepted_prediction_tokens_by_position": list(drafts.num_accepted_by_place),
     }
 
 

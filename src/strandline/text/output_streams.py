@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from strandline.cache import Account
-from strandline.records.events import FinishReason, TokenEvent
+from strandline.records.events import FinishReason, SpeculationStats, TokenEvent
 from strandline.records.outputs import (
     CompletionOutput,
     Logprob,
@@ -30,6 +30,7 @@ class OutputStream:
         self.request = request
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
+        self.speculation = SpeculationStats()
         self._index = index
         self._stop_reason: int | str | None = None
         self._is_end_taken = False
@@ -56,6 +57,8 @@ class OutputStream:
         """
         if event.account is not None:
             self.request.note_account(self, event.account)
+        if event.speculation is not None:
+            self.speculation = event.speculation
         if event.finish_reason is FinishReason.ERROR:
             self._end(FinishReason.ERROR, event.stop_reason)
             return True
@@ -105,6 +108,7 @@ class OutputStream:
             cumulative_logprob=self._cumulative if logprobs is not None else None,
             finish_reason=self.finish_reason.value if is_end and self.finish_reason is not None else None,
             stop_reason=self._stop_reason if is_end else None,
+            speculation=self.speculation,
         )
 
 
@@ -135,6 +139,11 @@ class RequestStream:
     def num_output_tokens(self) -> int:
         """Tokens of all outputs so far."""
         return sum(output.num_tokens for output in self.outputs)
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """The drafts of all outputs that have ended."""
+        return sum((output.speculation for output in self.outputs), SpeculationStats())
 
     def note_account(self, output: OutputStream, account: Account) -> None:
         """Keep what an output's lookup found if it is the first output."""

@@ -10,6 +10,7 @@ from strandline import LLM, SamplingParams
 from strandline.engine.request import Request
 from strandline.env import NUMBA
 from strandline.errors import ConfigError
+from strandline.records.events import SpeculationStats
 from strandline.records.outputs import RequestOutput
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import answers, tokens
@@ -112,6 +113,26 @@ def test_any_pattern_of_acceptance_gives_the_tokens_of_plain_decoding(
     assert [count > 0 for count in counts.num_accepted_by_place] == accepted
     # All tokens but the first of each request came from steps with drafts or, at the end, without.
     assert counts.num_drafts < counts.num_draft_tokens
+
+
+def test_acceptance_of_requests_adds_up_to_that_of_the_engine(make: MakeLLM, make_speculating: MakeLLM) -> None:
+    prompts = [tokens(count, seed=count) for count in (1, 40, 63)]
+    params = SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=33)
+    recording = make_speculating()
+    recorder = record(recording)
+    assert all(output.speculation == SpeculationStats() for output in run(recording, prompts, params))
+    llm = force(make_speculating(), recorder.known, [1, 3, 0])
+    found = run(llm, prompts, params)
+    outputs = [output for request in found for output in request.outputs]
+    for output in outputs:
+        counts = output.speculation
+        # After the prompt's step, 13 steps of 2, 4 and 1 tokens in turn; the last one has room for 2, so one draft.
+        assert (counts.num_drafts, counts.num_draft_tokens) == (14, 3 * 13 + 1)
+        assert counts.num_accepted_by_place == (5 + 4 + 1, 4, 4)
+        assert counts.num_accepted_tokens + counts.num_rejected_tokens == counts.num_draft_tokens
+    assert found[0].speculation == outputs[0].speculation + outputs[1].speculation
+    total = sum((request.speculation for request in found), SpeculationStats())
+    assert total == llm.engine.core.stats().speculation
 
 
 SAMPLERS: list[dict[str, Any]] = [
