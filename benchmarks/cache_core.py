@@ -72,6 +72,7 @@ def serve(cache: PrefixCache, request_id: str, tokens: TokenBuffer, clock: Clock
     cache.release(lease, SnapshotKind.GENERATION_END)
     clock.note(STRETCHES, (began, looked_up, admitted, prefilled, left, now()))
     cache.take_actions()
+    cache.take_events()
     return lease.account.hit
 
 
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[19_000, 100_000], help="prompt lengths")
     parser.add_argument("--turn-tokens", type=int, default=500, help="new tokens of a turn")
     parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--events", action="store_true", help="emit events of what can be resumed")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     choose = random.Random(args.seed)
@@ -152,7 +154,7 @@ def main() -> None:
     # Each measured turn ends a conversation of 20 turns, each of which leaves a snapshot.
     num_spare = num_full + 8 * num_chats + 100 * args.turns * len(args.prompt_tokens)
     for title, num_slabs in [("memory to spare", num_spare), ("memory full", num_full)]:
-        cache = PrefixCache(num_slabs, BLOCKS_PER_SLAB)
+        cache = PrefixCache(num_slabs, BLOCKS_PER_SLAB, emits_events=args.events)
         fill(cache, args.blocks, choose)
         gc.freeze()
         stats = cache.stats()

@@ -278,6 +278,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--audit-rate", type=float, default=0.0, metavar="SHARE", help=text)
     text = 'how drafts are made, such as {"method": "ngram", "num_speculative_tokens": 3} (default: no drafts)'
     add("--speculative-config", metavar="JSON", help=text)
+    text = 'where cache events are published, such as {"enable_kv_cache_events": true} (default: nowhere)'
+    add("--kv-events-config", metavar="JSON", help=text)
     add("--seed", type=int, default=0, help="of sampling without a seed, and of dummy weights (default: %(default)s)")
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
+from strandline.kv_events_config import KVEventsConfig, read_kv_events_config
 from strandline.speculative_config import SpeculativeConfig, read_speculative_config
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
@@ -75,6 +76,8 @@ class EngineConfig:
     """Share of the hits that are replayed cold when they have ended, to measure how far log-probabilities differ."""
     speculative_config: str | Mapping[str, Any] | None = None
     """How drafts are made (``SpeculativeConfig``), as a mapping or as JSON; None: no speculative decoding."""
+    kv_events_config: str | Mapping[str, Any] | None = None
+    """Where cache events are published (``KVEventsConfig``), as a mapping or as JSON; None: nowhere."""
     seed: int = 0
     """Seed of sampling without a seed, and of dummy weights."""
 
@@ -117,6 +120,8 @@ class EngineConfig:
             raise ConfigError(f"--audit-rate must be from 0 to 1, got {rate!r}")
         if self.memory is not None:
             parse_bytes(self.memory)
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ConfigError("--kv-events-config publishes what the cache holds; drop --no-enable-prefix-caching")
         if self.speculation is not None and self.deterministic:
             raise ConfigError(
                 "--deterministic does not go with --speculative-config: drafts are computed in other steps than the "
@@ -127,6 +132,12 @@ class EngineConfig:
     def speculation(self) -> SpeculativeConfig | None:
         """How drafts are made; None: there are none."""
         return None if self.speculative_config is None else read_speculative_config(self.speculative_config)
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Where cache events are published; None: nowhere."""
+        config = None if self.kv_events_config is None else read_kv_events_config(self.kv_events_config)
+        return config if config is not None and config.is_published else None
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":

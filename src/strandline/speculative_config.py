@@ -1,11 +1,11 @@
 """The configuration of speculative decoding: names and meanings are vLLM's where it has them."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from strandline.errors import ConfigError
+from strandline.json_options import read_json_option
 
 METHODS: Final = ("mtp", "ngram")
 MAX_DRAFT_TOKENS: Final = 16
@@ -62,17 +62,8 @@ def read_speculative_config(value: str | Mapping[str, Any]) -> SpeculativeConfig
     Raises:
         ConfigError: it is no such mapping, a field is unknown or missing, or a value is out of range.
     """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"{FLAG} must be JSON: {error}; got {value!r}") from None
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{FLAG} must be a mapping such as {EXAMPLE}, got {value!r}")
-    known = [field.name for field in fields(SpeculativeConfig)]
-    for name in value:
-        if name not in known:
-            raise ConfigError(f"{FLAG}: unknown field {name!r}; known are {', '.join(known)}")
+    known = (field.name for field in fields(SpeculativeConfig))
+    value = read_json_option(FLAG, value, known=known, example=EXAMPLE)
     for name in ("method", "num_speculative_tokens"):
         if name not in value:
             raise ConfigError(f"{FLAG}: {name} is missing, as in {EXAMPLE}")

@@ -8,12 +8,16 @@ Invariants, held by ``strandline.cache.invariants.check``: ``Run.num_announced``
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 from strandline.cache.events import BlocksRemoved, BlocksStored, CacheEvent, Cleared, SnapshotRemoved, SnapshotStored
 from strandline.cache.path_hashes import block_hashes, masked_tokens, num_blocks_before, root_hash, snapshot_hash
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import Run, Snapshot
 from strandline.ids import BLOCK_TOKENS
+
+MAX_EVENT_BLOCKS: Final = 128
+"""Most blocks in an event, so that encoding one holds Python's lock for less than a millisecond."""
 
 
 class Announcer:
@@ -54,7 +58,7 @@ class Announcer:
         if added:
             lowest = snapshot.home
             _hash_after(lowest, lowest.start_block + lowest.num_announced, salt)
-            self._events.append(_blocks_stored(added[::-1], salt))
+            self._events.extend(_blocks_stored(added[::-1], salt))
         event = _snapshot_stored(snapshot, salt)
         snapshot.path_hash = event.path_hash
         self._events.append(event)
@@ -78,7 +82,7 @@ class Announcer:
             return
         run.num_announced = end
         _hash_after(run, run.start_block + end, salt)
-        self._events.append(_blocks_stored([(run, first)], salt))
+        self._events.extend(_blocks_stored([(run, first)], salt))
 
     def remove_blocks(self, run: Run, num_kept: int) -> None:
         """Announce that the blocks of a run after the first ``num_kept`` are evicted, if no snapshot says so."""
@@ -103,13 +107,13 @@ def _num_above_snapshots(run: Run) -> int:
 def _state_of(run: Run, salt: str) -> Iterator[CacheEvent]:
     """Yield what is announced of a run itself."""
     if run.num_announced:
-        yield _blocks_stored([(run, 0)], salt)
+        yield from _blocks_stored([(run, 0)], salt)
     for snapshot in (*run.snapshots.values(), *run.stubs.values()):
         yield _snapshot_stored(snapshot, salt)
 
 
-def _blocks_stored(added: list[tuple[Run, int]], salt: str) -> BlocksStored:
-    """Return the event for the announced blocks of consecutive runs, each from the given one on."""
+def _blocks_stored(added: list[tuple[Run, int]], salt: str) -> Iterator[BlocksStored]:
+    """Yield the events for the announced blocks of consecutive runs, each from the given one on."""
     highest, first = added[0]
     num_before = highest.start_block + first
     hashes = tuple(path_hash for run, start in added for path_hash in run.hashes[start : run.num_announced])
@@ -118,7 +122,11 @@ def _blocks_stored(added: list[tuple[Run, int]], salt: str) -> BlocksStored:
     else:
         parts = (run.tokens[start * BLOCK_KEY_BYTES : run.num_announced * BLOCK_KEY_BYTES] for run, start in added)
         tokens = b"".join(parts)
-    return BlocksStored(hashes, _hash_after(highest, num_before, salt) if num_before else None, tokens)
+    before = _hash_after(highest, num_before, salt) if num_before else None
+    for start in range(0, len(hashes), MAX_EVENT_BLOCKS):
+        end = start + MAX_EVENT_BLOCKS
+        yield BlocksStored(hashes[start:end], before, tokens[start * BLOCK_KEY_BYTES : end * BLOCK_KEY_BYTES])
+        before = hashes[min(end, len(hashes)) - 1]
 
 
 def _snapshot_stored(snapshot: Snapshot, salt: str) -> SnapshotStored:

@@ -17,6 +17,7 @@ from strandline.device.sizing import choose_batched_tokens, choose_logged_from
 from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
 from strandline.engine.drafting import new_drafter
+from strandline.engine.event_feed import EventFeed
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.engine.warm_up import WarmUp
@@ -54,8 +55,11 @@ class EngineCore:
         """How long each phase of the start took."""
         self.limits = Limits(facts.vocab_size, facts.max_model_len)
         self._auditor = Auditor(config.audit_rate, facts.max_model_len, seed=config.seed)
-        self.scheduler = new_scheduler(config, facts, self._auditor.introduce)
+        events_config = config.kv_events
+        self.scheduler = new_scheduler(config, facts, self._auditor.introduce, emits_events=events_config is not None)
         self.cache = self.scheduler.cache
+        self.event_feed = None if events_config is None else EventFeed(self.cache, events_config)
+        """Publishes what the cache can resume; None: that is not asked for."""
         self.watch = CacheWatch(self.cache, self.scheduler, facts.spec, config.mamba_cache_mode)
         self._cache_mode, self._cache_block_tokens = config.mamba_cache_mode, config.mamba_block_size
         self._shortest_auto = f"{BLOCK_TOKENS} tokens" if config.deterministic else "1 token"
@@ -94,11 +98,13 @@ class EngineCore:
         """End a sequence between steps and free what it holds. Unknown ids are ignored."""
         self.scheduler.finish(request_id, FinishReason.ABORT)
         self._auditor.forget(request_id)
-        self._flush_when_idle()
+        self._flush()
 
     def close(self) -> None:
-        """Release the device; no step follows."""
+        """Release the device, and stop publishing events; no step follows."""
         self.executor.close()
+        if self.event_feed is not None:
+            self.event_feed.close()
 
     @property
     def has_unfinished(self) -> bool:
@@ -147,7 +153,7 @@ class EngineCore:
             self._auditor.forget(request_id)
         self._add_events(events, plan, result, advanced)
         self._auditor.take(plan, result, advanced)
-        self._flush_when_idle()
+        self._flush()
         if self._is_debugged:
             check(self.cache)
 
@@ -186,8 +192,10 @@ class EngineCore:
                     )
                 )
 
-    def _flush_when_idle(self) -> None:
-        """When no request is left, record that, and apply pending cache actions, so that snapshots are valid."""
+    def _flush(self) -> None:
+        """Publish events. When no request is left, apply pending cache actions, so that snapshots are valid."""
+        if self.event_feed is not None:
+            self.event_feed.flush()
         if not len(self.scheduler):
             self.executor.carry_out(self.cache.take_actions())
             self.watch.record_memory()
@@ -205,6 +213,7 @@ class EngineCore:
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}",
             f"start: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.start_s.items())}",
             f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
+            *([] if self.event_feed is None else [self.event_feed.describe()]),
         ]
 
     def _shortest_hit(self) -> str:
@@ -237,12 +246,18 @@ class EngineCore:
             num_audited_tokens=self.audits.num_tokens,
             largest_audit_difference=self.audits.largest_difference,
             speculation=self.scheduler.drafts.stats(),
+            num_events_published=self.event_feed.publisher.num_published if self.event_feed else 0,
+            num_events_dropped=self.event_feed.publisher.num_dropped if self.event_feed else 0,
             kernel_fallbacks=[KernelFallback(x.operation, x.backend, x.reason) for x in self.executor.facts.fallbacks],
         )
 
 
 def new_scheduler(
-    config: EngineConfig, facts: ExecutorFacts, introduce: Callable[[Request], NewRequest] = attrgetter("new")
+    config: EngineConfig,
+    facts: ExecutorFacts,
+    introduce: Callable[[Request], NewRequest] = attrgetter("new"),
+    *,
+    emits_events: bool = False,
 ) -> Scheduler:
     """Return a scheduler over an empty cache."""
     chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
@@ -255,6 +270,7 @@ def new_scheduler(
         clock=SYSTEM_CLOCK,
         num_logs=config.max_num_seqs if facts.log_tokens or facts.draft_tokens else 0,
         log_tokens=facts.log_tokens,
+        emits_events=emits_events,
     )
     max_num_batched_tokens = choose_batched_tokens(config, facts.device_type)
     threshold = config.long_prefill_token_threshold

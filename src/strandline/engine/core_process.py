@@ -70,6 +70,9 @@ class CoreLoop:
         self._poller = zmq.Poller()
         for source in (socket, lifeline, self._pending_grammars.fileno()):
             self._poller.register(source, zmq.POLLIN)
+        self._events_fd = None if core.event_feed is None else core.event_feed.publisher.fileno()
+        if self._events_fd is not None:
+            self._poller.register(self._events_fd, zmq.POLLIN)
         self._is_stopped = False
         self._trim_at_s: float | None = None
         """When to return memory, by ``time.monotonic``; None once that is done."""
@@ -96,6 +99,8 @@ class CoreLoop:
             self._core.executor.release_free_memory()
         if self._lifeline in ready:
             self._is_stopped = True
+        if self._events_fd in ready and self._core.event_feed is not None:
+            self._core.event_feed.flush()
         if self._pending_grammars.fileno() in ready:
             for submission, grammar in self._pending_grammars.take():
                 if isinstance(grammar, RequestError):

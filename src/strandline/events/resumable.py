@@ -35,13 +35,11 @@ class PromptHashes:
 class ResumableIndex:
     """The blocks and snapshots of one engine that events have announced.
 
-    Args:
-        needs_snapshots: whether the engine's model keeps states. Without, a prompt resumes after its announced blocks
-            at least, and up to 63 tokens later if the next block is cached in part: events announce whole blocks.
+    An engine that announces blocks without snapshots has a model without states. A prompt resumes there after its
+    announced blocks, or up to 63 tokens later if the next block is cached in part: events announce whole blocks.
     """
 
-    def __init__(self, *, needs_snapshots: bool = True) -> None:
-        self._needs_snapshots = needs_snapshots
+    def __init__(self) -> None:
         self._blocks: set[int] = set()
         self._snapshots: dict[int, tuple[int | None, int]] = {}
         """By hash: the hash before its last block, and the number of tokens from there."""
@@ -103,7 +101,7 @@ class ResumableIndex:
 
     def hit_tokens(self, prompt: PromptHashes) -> int:
         """Return how many of the prompt's tokens the engine would hit."""
-        if not self._needs_snapshots:
+        if not self._snapshots:
             return max(min(self.matched_blocks(prompt) * BLOCK_TOKENS, prompt.num_tokens - 1), 0)
         for num_before in range(self.matched_blocks(prompt), -1, -1):
             start = num_before * BLOCK_TOKENS

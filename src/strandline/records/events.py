@@ -138,5 +138,8 @@ class CoreStats:
     """Tokens of their outputs."""
     largest_audit_difference: float = 0.0
     """Largest difference of one of these tokens' log-probabilities."""
+    num_events_published: int = 0
+    num_events_dropped: int = 0
+    """Cache events that found the publisher's queue full."""
     kernel_fallbacks: list[KernelFallback] = field(default_factory=list)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)

@@ -139,6 +139,8 @@ class _CoreMetrics:
         yield self._gauge("snapshots_resident", "Snapshots that the cache holds.", {"": stats.num_snapshots})
         yield self._counter("snapshots_evicted", "Snapshots evicted.", {"": stats.num_snapshots_evicted})
         yield self._counter("blocks_evicted", "Blocks evicted.", {"": stats.num_blocks_evicted})
+        yield self._counter("kv_events_published", "Cache events published.", {"": stats.num_events_published})
+        yield self._counter("kv_events_dropped", "Cache events that were not.", {"": stats.num_events_dropped})
         yield self._counter("audited_requests", "Requests that were replayed cold.", {"": stats.num_audited})
         yield self._counter("audited_tokens", "Tokens of their outputs.", {"": stats.num_audited_tokens})
         text = "Between a token's log-probability and that of its replay; 0 without --audit-rate."

@@ -13,7 +13,7 @@ class Reader:
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
-        self.index = ResumableIndex(needs_snapshots=cache.internals().rule.needs_slots)
+        self.index = ResumableIndex()
         self.batches: list[EventBatch] = []
 
     def follow(self) -> None:

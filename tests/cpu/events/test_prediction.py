@@ -81,6 +81,6 @@ def check_predictions(history: History, reader: Reader) -> None:
                 if any(each == salt and tokens[:end] == prompt[:end] for each, tokens in found)
             ]
             assert reader.index.matched_blocks(hashes) == len(blocks)
-    fresh = ResumableIndex(needs_snapshots=history.rule.needs_slots)
+    fresh = ResumableIndex()
     apply_all(fresh, history.cache.restate_events())
     assert vars(fresh) == vars(reader.index)

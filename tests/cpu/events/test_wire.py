@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from strandline.cache import SnapshotKind
+from strandline.cache.placement import EveryBoundary
 from strandline.cache.tokens import encode
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.events.wire import decode_batch, encode_batch
@@ -78,6 +79,18 @@ def test_later_events_continue_at_the_announced_block() -> None:
     _, first, second, third = map(last_bytes, path_digests(range(1000, 1200)))
     assert [(event["parent_block_hash"], event["block_hashes"]) for event in stored] == [(first, [second, third])]
     assert stored[0]["token_ids"] == [*range(1064, 1192)]
+
+
+def test_long_paths_are_announced_in_parts() -> None:
+    only_the_end = EveryBoundary(2**20, frozenset({SnapshotKind.GENERATION_END}))
+    driver = Driver(200, 5, placement=only_the_end, emits_events=True)
+    tokens = range(64 * 300 + 5)
+    driver.serve(tokens)
+    parts = [event for event in raw_events(driver) if event.get("group_idx") == 0]
+    assert [len(event["block_hashes"]) for event in parts] == [128, 128, 44]
+    assert [*chain.from_iterable(event["token_ids"] for event in parts)] == [*tokens[: 64 * 300]]
+    ends = [event["block_hashes"][-1] for event in parts]
+    assert [event["parent_block_hash"] for event in parts] == [None, *ends[:-1]]
 
 
 def test_a_snapshot_and_a_block_never_share_a_hash() -> None:

@@ -1,0 +1,80 @@
+"""An engine's published events: a subscriber predicts the hit of every request."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strandline import LLM, SamplingParams
+from strandline.errors import ConfigError
+from strandline.events.resumable import PromptHashes
+from strandline.events.subscriber import Subscriber
+from tests.cpu.engine.conftest import MakeLLM
+from tests.cpu.engine.tiny import VOCAB_SIZE
+
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+def events_in(directory: Path) -> dict[str, Any]:
+    return {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{directory}/live",
+        "replay_endpoint": f"ipc://{directory}/replay",
+    }
+
+
+def conversations(num_conversations: int) -> list[list[int]]:
+    choose = random.Random(5)
+    system = choose.choices(range(3, VOCAB_SIZE), k=150)
+    return [system + choose.choices(range(3, VOCAB_SIZE), k=70 + 5 * n) for n in range(num_conversations)]
+
+
+def predicted_and_hit(
+    llm: LLM, subscriber: Subscriber, prompt: list[int], salt: str = ""
+) -> tuple[int, int, list[int]]:
+    """Run a prompt; return what was predicted before, what it hit, and its output."""
+    assert subscriber.catch_up()
+    predicted = subscriber.index.hit_tokens(PromptHashes(prompt, salt))
+    request: dict[str, Any] = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
+    [output] = llm.generate(request, PARAMS, use_tqdm=False)
+    return predicted, output.cache_account.hit if output.cache_account else -1, output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_hits_of_an_engine_are_predicted(make_llm: MakeLLM, tmp_path: Path, async_scheduling: bool) -> None:
+    llm = make_llm(kv_events_config=events_in(tmp_path), memory="500KiB", async_scheduling=async_scheduling)
+    histories = conversations(6)
+    hits = list[int]()
+    with Subscriber(f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replay") as subscriber:
+        for turn in range(3):
+            for index, history in enumerate(histories):
+                predicted, hit, output = predicted_and_hit(llm, subscriber, history, "a" if index == 5 else "")
+                assert predicted == hit
+                hits.append(hit)
+                history += [*output, turn + 3, 4]
+        assert subscriber.is_complete
+    stats = llm.engine.core.stats()
+    assert stats.num_snapshots_evicted > 0
+    assert sum(hit > 200 for hit in hits) > 5
+    assert stats.num_events_published > len(hits)
+    assert stats.num_events_dropped == 0
+    assert any("cache events: published on ipc://" in line for line in llm.engine.describe())
+
+
+def test_an_aborted_request_is_followed(make_llm: MakeLLM, tmp_path: Path) -> None:
+    llm = make_llm(kv_events_config=events_in(tmp_path))
+    [prompt] = conversations(1)
+    llm.engine.add_request("a", prompt, PARAMS)
+    for _ in range(4):
+        llm.engine.step()
+    llm.engine.abort("a")
+    with Subscriber(f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replay") as subscriber:
+        predicted, hit, _ = predicted_and_hit(llm, subscriber, prompt)
+        assert predicted == hit == len(prompt)
+
+
+def test_a_taken_endpoint_is_refused_at_start(make_llm: MakeLLM, tmp_path: Path) -> None:
+    taken = {**events_in(tmp_path), "endpoint": "nonsense://*"}
+    with pytest.raises(ConfigError, match="cannot bind to 'nonsense"):
+        make_llm(kv_events_config=taken)
