@@ -13,7 +13,7 @@ from strandline.bench.cost import H200
 from strandline.bench.ideal import SeenPrefixes
 from strandline.bench.known_models import GEOMETRIES, cost_model, geometry
 from strandline.bench.replay import Machine, Replay, Result
-from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
+from strandline.bench.synthetic import SYNTHETIC, Conversations, synthetic_lanes
 from strandline.bench.traces import Lane, random_tokens, read_trace
 from strandline.cache.invariants import check
 from strandline.cache.tokens import encode
@@ -21,11 +21,12 @@ from strandline.cli import main
 from strandline.errors import ConfigError
 
 MODEL = "Qwen3.5-35B-A3B"
+CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
+ATTENTION_ONLY = str(CONFIGS / "qwen3-8b")
 
 
-def replay(lanes: list[Lane], *, gib: float = 40, name: str = "auto") -> Result:
-    spec = geometry(MODEL)
-    machine = Machine(spec, H200[MODEL], int(gib * 2**30))
+def replay(lanes: list[Lane], *, gib: float = 40, name: str = "auto", model: str = MODEL) -> Result:
+    machine = Machine(geometry(model), cost_model(model), int(gib * 2**30))
     replay = Replay(machine, name)
     result = replay.run(lanes)
     check(replay.cache)
@@ -196,9 +197,6 @@ def test_every_workload_hits_something(name: str) -> None:
     assert 0 < result.hit_tokens <= result.ideal_tokens
 
 
-CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
-
-
 @pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Qwen3.5-4B"])
 def test_a_geometry_is_the_same_by_name_and_by_configuration(name: str) -> None:
     assert geometry(str(CONFIGS / name.lower() / "config.json")) == GEOMETRIES[name]
@@ -225,3 +223,18 @@ def test_divided_memory_serves_whatever_fits_its_share(tmp_path: Path, num_token
     rows: list[dict[str, object]] = [{"prompt": [index] * num_tokens, "output": 100} for index in range(4)]
     result = replay(read_trace(write(tmp_path / "i.jsonl", rows)), gib=1, name="8192-ends-lru")
     assert (result.num_requests, result.num_refused, len(result.ttft_s)) == (4, 0, 4)
+
+
+@pytest.mark.parametrize("name", ["chat", "edit-last", "prefix-1500", "reasoning-agent"])
+def test_models_without_states_hit_all_that_is_cached(name: str) -> None:
+    """All but the last token of each answer, which has not been through the model."""
+    result = replay(synthetic_lanes(name), model=ATTENTION_ONLY)
+    assert 0 <= result.ideal_tokens - result.hit_tokens < result.num_requests
+
+
+def test_blocks_of_conversations_are_kept_by_rate_not_by_age() -> None:
+    by_rate, by_age = (
+        replay([*Conversations(24, 8, 600, 150, 200).lanes()], gib=6, name=name, model=ATTENTION_ONLY)
+        for name in ("auto", "auto-lru")
+    )
+    assert by_age.hit_tokens < 0.9 * by_rate.hit_tokens
