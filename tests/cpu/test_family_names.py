@@ -9,7 +9,7 @@ import strandline
 PACKAGE = Path(strandline.__file__).parent
 
 FAMILY = re.compile(
-    r"gdn|gated.?delta|olmo|qwen|lfm|mamba.?[12]|falcon|jamba|granite|bamba|minimax|lightning|nemotron",
+    r"gdn|gated.?delta|olmo|qwen|lfm|mamba.?[12]|falcon|jamba|granite|bamba|zamba|minimax|lightning|nemotron",
     re.IGNORECASE,
 )
 

@@ -84,6 +84,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h-odd", {"topk_group": 5}, f"topk_group is 5; {WHOLE} 1 to 4"),
     ("nemotron_h-odd", {"num_experts_per_tok": 7}, f"num_experts_per_tok is 7; {WHOLE} 1 to 6"),
     ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported; supported: relu2"),
+    ("zamba2", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported; supported: gelu"),
+    ("zamba2", {"num_mem_blocks": 0}, f"num_mem_blocks is 0; {WHOLE} 1 to "),
     ("llama", {"mlp_bias": True}, "mlp_bias is True; it must be false"),
     ("llama", {"max_position_embeddings": 0}, f"max_position_embeddings is 0; {WHOLE} 1 to 2,147,483,647"),
     ("falcon_mamba", {"mixer_rms_eps": 0.0}, r"mixer_rms_eps is 0.0; it must be a number from 1e-12 to 1"),

@@ -23,6 +23,13 @@ def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
 
 
 @operation()
+def gelu_glu(gate_up: Tensor) -> Tensor:
+    """Return ``gelu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate).mul_(up)
+
+
+@operation()
 def silu_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
     """Return ``x * silu(gate)``; ``x_TO`` is overwritten."""
     return x_TO.mul_(F.silu(gate_TO))

@@ -33,6 +33,7 @@ FAMILIES = [
     "olmo_hybrid",
     "qwen3",
     "qwen3_moe",
+    "zamba2",
 ]
 """Names of ``tests.cpu.models.families``."""
 

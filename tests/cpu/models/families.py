@@ -1,6 +1,7 @@
 """Tiny random models of every family, made by transformers: the oracle that ours are held to."""
 
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Zamba2Config,
 )
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
@@ -250,6 +252,24 @@ MINIMAX: dict[str, Any] = {
     "mlp_beta_factor": 0.9,
     "eos_token_id": None,
 }
+ZAMBA2: dict[str, Any] = {
+    **{name: value for name, value in ATTENTION_ONLY.items() if name not in ("head_dim", "num_key_value_heads")},
+    "num_hidden_layers": 5,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid"],
+    "n_mamba_heads": 8,
+    "mamba_d_state": 16,
+    "num_mem_blocks": 2,
+    "adapter_rank": 6,
+    "use_mem_rope": True,
+    "use_shared_attention_adapter": True,
+    "time_step_min": 1e-30,
+    "time_step_max": 2.0,
+    "time_step_floor": 0.3,
+    "tie_word_embeddings": True,
+    "pad_token_id": None,
+    "eos_token_id": None,
+}
+
 MROPE = rope(0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
 CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
@@ -484,6 +504,24 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
         Qwen3MoeConfig,
         {**ATTENTION_ONLY, **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
+    "zamba2": ("Zamba2ForCausalLM", Zamba2Config, ZAMBA2),
+    "zamba2-odd": (
+        "Zamba2ForCausalLM",
+        Zamba2Config,
+        {
+            **ZAMBA2,
+            "layers_block_type": ["hybrid", "mamba", "mamba", "hybrid", "mamba"],
+            "num_attention_heads": 2,
+            "n_mamba_heads": 6,
+            "mamba_expand": 3,
+            "mamba_ngroups": 3,
+            "mamba_d_conv": 3,
+            "num_mem_blocks": 1,
+            "use_mem_rope": False,
+            "use_shared_attention_adapter": False,
+            "add_bias_linear": True,
+        },
+    ),
     "qwen3-odd-tied": (
         "Qwen3ForCausalLM",
         Qwen3Config,
@@ -545,7 +583,7 @@ def _as_published(model: Any, config: Any) -> None:
     num_groups = getattr(config, "mamba_n_groups", None) or getattr(config, "n_groups", 1)
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
-            module.time_step_limit = tuple(config.time_step_limit)
+            module.time_step_limit = tuple(getattr(config, "time_step_limit", (0.0, inf)))
     for name, module in model.named_modules():
         if isinstance(module, UNGROUPED) and num_groups > 1:
             norm = Zamba2RMSNormGated(len(module.weight), len(module.weight) // num_groups, module.variance_epsilon)

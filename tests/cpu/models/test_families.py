@@ -160,6 +160,7 @@ def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
         "qwen3_5-odd-tied",
         "qwen3_5_moe",
         "qwen3_next",
+        "zamba2",
     ],
 )
 def test_a_wrong_tensor_anywhere_shows_in_the_logits(name: str, tmp_path: Any) -> None:

@@ -13,6 +13,7 @@ projection or all heads' channels side by side; of a window's memory R are the r
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -92,8 +93,10 @@ class Mamba2Config:
 
 def _read_dt_limit(fields: Fields) -> tuple[float, float]:
     def step(entries: Fields, name: str) -> float:
-        return entries.number(name, at_least=0, at_most=float("inf"))
+        return entries.number(name, at_least=0, at_most=inf)
 
+    if fields.value("time_step_limit") is None:
+        return 0.0, inf
     limit = fields.list_of("time_step_limit", step)
     if len(limit) != 2 or limit[0] > limit[1]:
         fields.reject("time_step_limit", "the least and the largest time step")

@@ -1,0 +1,204 @@
+"""A transformer block that several layers of Mamba-2 share, each with low-rank adapters of its own (Zamba2).
+
+The block reads the residual stream beside the tokens' embeddings. What it makes is projected by a matrix of the layer's
+own, and added to what the layer's Mamba-2 part reads, not to the stream.
+
+Source: Glorioso et al., "The Zamba2 Suite", section 2; ``transformers`` (``zamba2``).
+
+Shape suffixes: T tokens of the step, E hidden size, O features of all heads side by side, H query heads, D head dim,
+F intermediate size, X the inputs and Y the outputs of a projection.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.activation import gelu_glu
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.attention import paged_attention
+from strandline.kernels.batch import KVMemory, StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.norm import rms_norm
+from strandline.kernels.qkv import prepare_qkv
+from strandline.kernels.recurrence import Recurrence
+from strandline.models.layers.decoder import DecoderLayer
+from strandline.models.layers.mamba2 import Mamba2Layer, Mamba2Memory
+from strandline.models.layers.parameters import dtype_name, gain
+from strandline.models.layers.projection import Projection
+from strandline.models.layers.rotary import RotaryTable
+from strandline.models.targets import NamedTargets, whole
+from strandline.specs import LayerSpec, kv_spec
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlockConfig:
+    """Sizes of the block and of its adapters."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    has_bias: bool
+    """Of the feed-forward part."""
+    eps: float
+    scale: float
+    """Of the products of queries and keys."""
+    rank: int
+    has_attention_adapters: bool
+
+
+class SharedBlock(nn.Module):
+    """The weights of one block."""
+
+    def __init__(self, config: SharedBlockConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        hidden_size, size, has_bias = config.hidden_size, config.intermediate_size, config.has_bias
+        query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.sizes = [query_rows, kv_rows, kv_rows]
+        self.norm_X = gain(2 * hidden_size, dtype=dtype, device=device)
+        self.qkv = Projection(sum(self.sizes), 2 * hidden_size, dtype, device)
+        """Rows: query, key, value."""
+        self.out_proj = Projection(hidden_size, query_rows, dtype, device)
+        self.mlp_norm_E = gain(hidden_size, dtype=dtype, device=device)
+        self.gate_up = Projection(2 * size, hidden_size, dtype, device, has_bias=has_bias)
+        self.down = Projection(hidden_size, size, dtype, device, has_bias=has_bias)
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        yield f"{prefix}input_layernorm.weight", whole(self.norm_X)
+        yield f"{prefix}pre_ff_layernorm.weight", whole(self.mlp_norm_E)
+        for name, rows in zip("qkv", self.qkv.weight_OI.split(self.sizes), strict=True):
+            yield f"{prefix}self_attn.{name}_proj.weight", whole(rows)
+        yield from self.out_proj.targets(f"{prefix}self_attn.o_proj.")
+        yield from self.gate_up.targets(f"{prefix}feed_forward.gate_up_proj.")
+        yield from self.down.targets(f"{prefix}feed_forward.down_proj.")
+
+
+class Adapter(nn.Module):
+    """A sum of low-rank products, one for each part of a fused projection's rows."""
+
+    def __init__(
+        self, num_inputs: int, rank: int, sizes: Sequence[int], dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.rank = rank
+        self.down = Projection(rank * len(sizes), num_inputs, dtype, device)
+        self.ups = nn.ModuleList(Projection(size, rank, dtype, device) for size in sizes)
+
+    def add_to(self, y_TY: Tensor, x_TX: Tensor) -> Tensor:
+        """Add what the adapter makes of the projection's inputs to its outputs, in place."""
+        parts = self.down.multiply(x_TX).split(self.rank, dim=-1)
+        return y_TY.add_(torch.cat([up(part) for up, part in zip(self.ups, parts, strict=True)], dim=-1))
+
+    def targets(self, names: Sequence[str]) -> NamedTargets:
+        """Yield the published tensors, given the names of the parts."""
+        for name, down, up in zip(names, self.down.weight_OI.split(self.rank), self.ups, strict=True):
+            assert isinstance(up, Projection)
+            yield f"{name}.0.weight", whole(down)
+            yield f"{name}.1.weight", whole(up.weight_OI)
+
+
+class SharedBlockUse(nn.Module):
+    """A layer's Mamba-2 part, and its use of a shared block.
+
+    Args:
+        embed: returns the embeddings of tokens.
+    """
+
+    operations = (rms_norm, prepare_qkv, paged_attention, gelu_glu)
+
+    def __init__(
+        self,
+        block: SharedBlock,
+        mamba: Mamba2Layer,
+        embed: Callable[[Tensor], Tensor],
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        config, dtype = block.config, block.dtype
+        self.block, self.mamba, self.embed = block, mamba, embed
+        self.linear = Projection(config.hidden_size, config.hidden_size, dtype, device)
+        self.mlp_adapter = Adapter(config.hidden_size, config.rank, [2 * config.intermediate_size], dtype, device)
+        self.attention_adapter = None
+        if config.has_attention_adapters:
+            self.attention_adapter = Adapter(2 * config.hidden_size, config.rank, block.sizes, dtype, device)
+
+    @property
+    def spec(self) -> LayerSpec:
+        config, mamba = self.block.config, self.mamba.spec
+        streams = kv_spec(config.num_kv_heads, config.head_dim, dtype_name(self.block.dtype)).streams
+        return LayerSpec(streams, mamba.states, mamba.log, mamba.replay)
+
+    @property
+    def recurrence(self) -> Recurrence[Any, Any]:
+        return self.mamba.recurrence
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._rms_norm, self._gelu_glu = kernels[rms_norm], kernels[gelu_glu]
+        self._prepare_qkv, self._attend = kernels[prepare_qkv], kernels[paged_attention]
+
+    def bind(self, memory: LayerMemory) -> tuple[KVMemory, Mamba2Memory]:
+        """Return the layer's memory as ``forward`` takes it."""
+        return KVMemory(memory.streams["key"], memory.streams["value"]), self.mamba.bind(memory)
+
+    def replay(self, batch: StepBatch, memory: tuple[KVMemory, Mamba2Memory]) -> None:
+        """Advance the states over logged tokens alone."""
+        self.mamba.replay(batch, memory[1])
+
+    def forward(self, stream_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
+        """Return what the block makes of the stream, projected."""
+        block, config = self.block, self.block.config
+        x_TX = torch.cat((stream_TE, self.embed(batch.token_ids_T)), dim=-1)
+        attended_TE = self._attention(self._rms_norm(x_TX, block.norm_X, config.eps), rotary, batch, memory)
+        normed_TE = self._rms_norm(attended_TE, block.mlp_norm_E, config.eps)
+        gate_up_TY = self.mlp_adapter.add_to(block.gate_up.multiply(normed_TE), normed_TE)
+        return self.linear.multiply(block.down.multiply(self._gelu_glu(gate_up_TY)))
+
+    def _attention(self, x_TX: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
+        block = self.block
+        qkv_TY = block.qkv.multiply(x_TX)
+        if self.attention_adapter is not None:
+            qkv_TY = self.attention_adapter.add_to(qkv_TY, x_TX)
+        q_TO, k_TO, v_TO = qkv_TY.split(block.sizes, dim=-1)
+        q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, None, rotary, memory, batch.attention)
+        out_THD = self._attend(q_THD, memory, batch.attention, batch.num_decodes, scale=block.config.scale)
+        return block.out_proj.multiply(out_THD.flatten(1))
+
+    def targets(self, prefix: str, block_prefix: str, use: int) -> NamedTargets:
+        """Yield the published tensors but for the block's.
+
+        Args:
+            block_prefix: of the block, which holds the adapters of all its uses.
+            use: number of this layer among those that use a block.
+        """
+        yield from self.linear.targets(f"{prefix}linear.")
+        yield from self.mamba.targets(f"{prefix}mamba_decoder.mamba.")
+        yield from self.mlp_adapter.targets([f"{block_prefix}feed_forward.gate_up_proj_adapter_list.{use}"])
+        if self.attention_adapter is not None:
+            attention = f"{block_prefix}self_attn.linear_"
+            yield from self.attention_adapter.targets([f"{attention}{name}_adapter_list.{use}" for name in "qkv"])
+
+
+class SharedBlockLayer(DecoderLayer):
+    """A layer with a shared block: it reads the residual stream itself."""
+
+    @property
+    def first_norm_E(self) -> None:
+        return None
+
+    def forward(
+        self, normed_TE: Tensor, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the Mamba-2 part adds to the residual stream, and the stream without that."""
+        del normed_TE  # the stream itself
+        use, (kv, states) = self.mixer, memory
+        assert isinstance(use, SharedBlockUse)
+        made_TE = use(residual_TE, rotary, batch, kv)
+        mamba_normed_TE, _ = self._add_norm(made_TE, residual_TE, self.mixer_norm_E, self.norm.eps)
+        return use.mamba(mamba_normed_TE, rotary, batch, states), residual_TE

@@ -1,0 +1,106 @@
+"""Zamba2: Mamba-2 layers; every few of them use a transformer block that they share, each with adapters of its own.
+
+Time steps have no limits, as in the published implementation; transformers 5.17 raises those of prompts to
+``time_step_min``, which was meant for training's start.
+
+Source: ``transformers`` (``zamba2``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.attention import AttentionConfig, QueryKeyNorm
+from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
+from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.layers.shared_block import SharedBlock, SharedBlockConfig, SharedBlockLayer, SharedBlockUse
+from strandline.models.targets import NamedTargets, renamed, whole
+
+LAYER_TYPES: Final = ("hybrid", "linear_attention")
+
+NAMES: Final = Mamba2Names(
+    num_heads="n_mamba_heads",
+    head_dim="mamba_headdim",
+    num_groups="mamba_ngroups",
+    has_bias="add_bias_linear",
+    has_conv_bias="use_conv_bias",
+)
+GATED_NORM_EPS: Final = 1e-5
+"""Of the Mamba-2 layers' norm, whatever the other norms add."""
+
+
+def build_zamba2(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported, or does not go with another one.
+    """
+    fields = Fields(config)
+    layer_types, block = read_layer_types(fields, LAYER_TYPES), _read_block(fields)
+    mamba2 = replace(Mamba2Config.read(fields, NAMES, GATED_NORM_EPS), has_conv_bias=True)
+    rotary = rotary_frequencies(config) if fields.flag("use_mem_rope") else None
+    shape, is_tied = (read_vocab_size(fields), block.hidden_size), fields.flag("tie_word_embeddings")
+    max_position, norm = read_max_position(fields), plain(block.eps)
+    num_blocks = min(fields.size("num_mem_blocks"), layer_types.count("hybrid"))
+    blocks = [SharedBlock(block, dtype, device) for _ in range(num_blocks)]
+
+    def embed(token_ids_T: Tensor) -> Tensor:
+        return F.embedding(token_ids_T, decoder.embed_ZE)
+
+    def build_layer(index: int, kind: str) -> DecoderLayer:
+        mamba, rest = Mamba2Layer(mamba2, dtype, device), (None, norm, block.hidden_size, dtype, device)
+        if kind == "linear_attention":
+            return DecoderLayer(mamba, *rest)
+        use = layer_types[:index].count("hybrid")
+        return SharedBlockLayer(SharedBlockUse(blocks[use % num_blocks], mamba, embed, device), *rest)
+
+    layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
+    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied)
+    return CausalLM(decoder, max_position, partial(_published, decoder, layers, blocks))
+
+
+def _read_block(fields: Fields) -> SharedBlockConfig:
+    fields.choice("hidden_act", ["gelu"])
+    attention = AttentionConfig.read(fields, QueryKeyNorm.NONE, has_bias=False)
+    return SharedBlockConfig(
+        hidden_size=attention.hidden_size,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        intermediate_size=fields.size("intermediate_size"),
+        has_bias=fields.flag("add_bias_linear"),
+        eps=attention.eps,
+        scale=(attention.head_dim / 2) ** -0.5,
+        rank=fields.size("adapter_rank"),
+        has_attention_adapters=fields.flag("use_shared_attention_adapter"),
+    )
+
+
+def _published(
+    decoder: Decoder, layers: Sequence[DecoderLayer], blocks: Sequence[SharedBlock], names: frozenset[str]
+) -> NamedTargets:
+    """Yield the published tensors; a block is published with the first layer that uses it."""
+    yield from renamed(decoder.targets("model.", names), {"norm": "final_layernorm"})
+    block_prefixes = list[str]()
+    num_uses = 0
+    for index, layer in enumerate(layers):
+        prefix, mixer = f"model.layers.{index}.", layer.mixer
+        if isinstance(mixer, Mamba2Layer):
+            yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
+            yield from mixer.targets(f"{prefix}mamba.")
+            continue
+        assert isinstance(mixer, SharedBlockUse)
+        if num_uses < len(blocks):
+            block_prefixes.append(f"{prefix}shared_transformer.")
+            yield from blocks[num_uses].targets(block_prefixes[-1])
+        yield f"{prefix}mamba_decoder.input_layernorm.weight", whole(layer.mixer_norm_E)
+        yield from mixer.targets(prefix, block_prefixes[num_uses % len(blocks)], num_uses)
+        num_uses += 1
