@@ -57,6 +57,60 @@ def test_events_have_the_schema_of_vllm() -> None:
     }  # fmt: skip
 
 
+class TheirStored(msgspec.Struct, tag="BlockStored"):
+    """The fields that vLLM 0.33 sends of stored blocks, in its order."""
+
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[int] | None = None
+
+
+class TheirRemoved(msgspec.Struct, tag="BlockRemoved"):
+    """The fields that it sends of removed blocks."""
+
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class TheirCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    """The event without fields."""
+
+
+class TheirBatch(msgspec.Struct, array_like=True):
+    """Its batch."""
+
+    ts: float
+    events: list[TheirStored | TheirRemoved | TheirCleared]
+    data_parallel_rank: int | None = None
+
+
+def test_readers_with_the_types_of_vllm_decode_events() -> None:
+    driver = Driver(emits_events=True)
+    driver.serve(range(1000, 1150))
+    driver.serve(range(1000, 1150), salt="tenant-1")
+    driver.drain()
+    batch = msgspec.msgpack.decode(encode_batch(1.0, driver.cache.take_events()), type=TheirBatch)
+    stored = [event for event in batch.events if isinstance(event, TheirStored)]
+    assert {type(event) for event in batch.events} == {TheirStored, TheirRemoved, TheirCleared}
+    assert {(event.group_idx, event.kv_cache_spec_kind) for event in stored} == {(0, "full_attention"), (1, "mamba")}
+    assert all(len(event.token_ids) == event.block_size * len(event.block_hashes) for event in stored)
+
+
 def test_removals_name_the_deepest_block_first() -> None:
     driver = Driver(emits_events=True)
     driver.serve(range(1000, 1150))
