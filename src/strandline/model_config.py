@@ -23,6 +23,7 @@ ARCHITECTURES: Final = (
     "FalconMambaForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "JambaForCausalLM",
+    "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "LlamaForCausalLM",

@@ -96,6 +96,16 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
 
 
 @operation()
+def rms_norm_sigmoid_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Normalise, multiply by the weight and by ``sigmoid(gate)``, all in float32; return x's dtype."""
+
+    def norm(x: Tensor, gate: Tensor) -> Tensor:
+        return _normalised(x, eps).mul_(weight_D.float()).mul_(gate.float().sigmoid_()).to(x.dtype)
+
+    return _in_passes(norm, x, gate)
+
+
+@operation()
 def rms_norm_of_gated(x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, num_groups: int) -> Tensor:
     """Multiply by ``silu(gate)`` in float32, normalise each group of channels, round, multiply by the weight."""
 

@@ -11,6 +11,7 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.falcon_h1 import build_falcon_h1
 from strandline.models.granite_hybrid import build_granite_hybrid
 from strandline.models.jamba import build_jamba
+from strandline.models.kimi_linear import build_kimi_linear
 from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
 from strandline.models.llama import build_llama
 from strandline.models.mamba import build_falcon_mamba, build_mamba
@@ -31,6 +32,7 @@ ARCHITECTURES: dict[str, Builder] = {
     "FalconMambaForCausalLM": build_falcon_mamba,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,
     "JambaForCausalLM": build_jamba,
+    "KimiLinearForCausalLM": build_kimi_linear,
     "Lfm2ForCausalLM": build_lfm2,
     "Lfm2MoeForCausalLM": build_lfm2_moe,
     "LlamaForCausalLM": build_llama,

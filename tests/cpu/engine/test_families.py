@@ -23,6 +23,7 @@ FAMILIES = [
     "falcon_mamba",
     "granite_hybrid",
     "jamba",
+    "kimi_linear",
     "lfm2",
     "lfm2_moe",
     "llama",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from strandline.kernels.chunk_table import build_chunk_table
 from strandline.kernels.gdn import gdn_decode, gdn_prefill, gdn_recurrent_reference
+from strandline.kernels.kda import kda_decode, kda_prefill, kda_recurrent_reference
 from strandline.kernels.lightning import lightning_decode, lightning_prefill, lightning_recurrent_reference
 from strandline.kernels.mamba1 import mamba1_decode, mamba1_prefill, mamba1_recurrent_reference
 from strandline.kernels.mamba2 import mamba2_decode, mamba2_prefill, mamba2_recurrent_reference
@@ -55,6 +56,14 @@ KINDS = {
         gdn_recurrent_reference,
         ((2, 16), (2, 16), (4, 24), (4,), (4,)),
         lambda: (decay_rates(4), torch.randn(4)),
+        (4, 16, 24),
+    ),
+    "kda": Kind(
+        kda_prefill,
+        kda_decode,
+        kda_recurrent_reference,
+        ((4, 16), (4, 16), (4, 24), (4, 16), (4,)),
+        lambda: (decay_rates(4), torch.randn(4, 16)),
         (4, 16, 24),
     ),
     "lightning": Kind(

@@ -15,6 +15,7 @@ from transformers import (
     FalconMambaConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -236,6 +237,29 @@ PURE_MAMBA2: dict[str, Any] = {
     "eos_token_id": None,
 }
 
+KIMI: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 8,
+    "linear_num_heads": 3,
+    "linear_head_dim": 8,
+    "moe_intermediate_size": 12,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 MINIMAX: dict[str, Any] = {
     **ATTENTION_ONLY,
     "num_hidden_layers": 4,
@@ -353,6 +377,7 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
     "jamba-odd": (
         "JambaForCausalLM",
         JambaConfig,
+        KimiLinearConfig,
         {
             **JAMBA,
             "num_attention_heads": 2,
@@ -367,6 +392,26 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "mamba_conv_bias": False,
             "mamba_proj_bias": True,
             "tie_word_embeddings": True,
+        },
+    ),
+    "kimi_linear": ("KimiLinearForCausalLM", KimiLinearConfig, KIMI),
+    "kimi_linear-odd": (
+        "KimiLinearForCausalLM",
+        KimiLinearConfig,
+        {
+            **KIMI,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "linear_num_heads": 2,
+            "linear_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "num_local_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
         },
     ),
     "lfm2": ("Lfm2ForCausalLM", Lfm2Config, LFM2),
@@ -607,9 +652,21 @@ def oracle_logits(name: str, tokens: tuple[int, ...]) -> Tensor:
 def save(name: str, directory: Path) -> Path:
     """Write the oracle in the published layout."""
     oracle(name).save_pretrained(directory / name)
+    if name == "kimi_linear":
+        _name_dense_parts(directory / name / "model.safetensors", config_of(name))
     if name == "olmo_hybrid":
         _split_convolutions(directory / name / "model.safetensors", config_of(name))
     return directory / name
+
+
+def _name_dense_parts(path: Path, config: Any) -> None:
+    """Name dense feed-forward parts as published; transformers saves them under the experts' name."""
+    tensors = load_file(path)
+    for layer, kind in enumerate(config.mlp_layer_types):
+        prefix = f"model.layers.{layer}."
+        for part in ("gate", "up", "down") if kind == "dense" else ():
+            tensors[f"{prefix}mlp.{part}_proj.weight"] = tensors.pop(f"{prefix}block_sparse_moe.{part}_proj.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _split_convolutions(path: Path, config: Any) -> None:

@@ -36,6 +36,10 @@ class SigmoidMoeConfig:
     is_normalised: bool
     has_bias: bool
     """Whether a bias takes part in the choice."""
+    num_groups: int = 1
+    top_groups: int = 1
+    router_dtype: torch.dtype | None = None
+    """None: the router computes in the dtype of activations."""
 
 
 class SigmoidMoe(nn.Module):
@@ -47,7 +51,7 @@ class SigmoidMoe(nn.Module):
         super().__init__()
         self.config = config
         hidden_size, size, num_experts = config.hidden_size, config.size, config.num_experts
-        self.router = Projection(num_experts, hidden_size, dtype, device)
+        self.router = Projection(num_experts, hidden_size, config.router_dtype or dtype, device)
         self.bias_X = parameter(num_experts, dtype=torch.float32, device=device) if config.has_bias else None
         self.gate_up_XFE = parameter(num_experts, 2 * size, hidden_size, dtype=dtype, device=device)
         self.down_XEF = parameter(num_experts, hidden_size, size, dtype=dtype, device=device)
@@ -66,9 +70,16 @@ class SigmoidMoe(nn.Module):
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
         config = self.config
-        logits_TX = self.router.multiply(hidden_TE)
+        router_TE = hidden_TE if config.router_dtype is None else hidden_TE.to(config.router_dtype)
         routed = self._route(
-            logits_TX, self.bias_X, config.top_k, config.eps, config.scale, is_normalised=config.is_normalised
+            self.router.multiply(router_TE),
+            self.bias_X,
+            config.top_k,
+            config.eps,
+            config.scale,
+            is_normalised=config.is_normalised,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
         )
         shared_TE = torch.zeros_like(hidden_TE) if self.shared is None else self.shared(hidden_TE)
         # The shared expert has no gate: one that is open stands in its place.

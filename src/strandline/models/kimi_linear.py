@@ -1,0 +1,109 @@
+"""Kimi Linear: three layers of Kimi Delta Attention, then one of latent attention, and so on; mostly experts.
+
+No layer embeds positions.
+
+Source: ``transformers`` (``kimi_linear``).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
+from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.moe import MAX_EXPERTS
+from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig
+from strandline.models.targets import NamedTargets, renamed, whole
+
+LAYER_TYPES: Final = ("full_attention", "linear_attention")
+MLP_LAYER_TYPES: Final = ("dense", "sparse")
+
+EXPERTS: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+"""Its own names for what other families have, too."""
+
+ROUTER_EPS: Final = 1e-20
+
+
+def build_kimi_linear(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported, or does not go with another one.
+    """
+    fields = Fields(config)
+    fields.choice("hidden_act", ["silu"])
+    layer_types = read_layer_types(fields, LAYER_TYPES)
+    mlp_types = fields.list_of("mlp_layer_types", lambda entries, name: entries.choice(name, MLP_LAYER_TYPES))
+    if len(mlp_types) != len(layer_types):
+        fields.reject("mlp_layer_types", f"a list of {len(layer_types)}")
+    delta, latent = KimiDeltaAttentionConfig.read(fields), LatentAttentionConfig.read(fields)
+    mlp, moe = GatedMlpConfig.read(fields), _read_experts(fields)
+    norm, hidden_size = plain(read_eps(fields)), latent.hidden_size
+
+    def build_layer(kind: str, mlp_kind: str) -> DecoderLayer:
+        is_linear, is_sparse = kind == "linear_attention", mlp_kind == "sparse"
+        return DecoderLayer(
+            KimiDeltaAttention(delta, dtype, device) if is_linear else LatentAttention(latent, dtype, device),
+            SigmoidMoe(moe, dtype, device) if is_sparse else GatedMlp(mlp, dtype, device),
+            norm,
+            hidden_size,
+            dtype,
+            device,
+        )
+
+    layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, strict=True)]
+    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
+    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied)
+    return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
+
+
+def _read_experts(fields: Fields) -> SigmoidMoeConfig:
+    num_experts = fields.size("num_local_experts", at_most=MAX_EXPERTS)
+    num_groups = fields.size("n_group", at_most=num_experts)
+    if num_experts % num_groups:
+        fields.reject("n_group", f"a divisor of the number of experts, {num_experts}")
+    size = fields.size("moe_intermediate_size")
+    return SigmoidMoeConfig(
+        hidden_size=fields.size("hidden_size"),
+        size=size,
+        shared_size=size * fields.size("n_shared_experts", at_least=0, at_most=MAX_EXPERTS),
+        num_experts=num_experts,
+        top_k=fields.size("num_experts_per_tok", at_most=num_experts),
+        eps=ROUTER_EPS,
+        scale=fields.number("routed_scaling_factor", at_least=0, at_most=1e6),
+        is_normalised=fields.flag("norm_topk_prob"),
+        has_bias=True,
+        num_groups=num_groups,
+        top_groups=fields.size("topk_group", at_most=num_groups),
+        router_dtype=torch.float32,
+    )
+
+
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    yield from decoder.targets("model.", names)
+    for index, layer in enumerate(layers):
+        prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
+        yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
+        yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
+        assert isinstance(mixer, KimiDeltaAttention | LatentAttention)
+        yield from mixer.targets(f"{prefix}self_attn.")
+        if isinstance(mlp, SigmoidMoe):
+            yield from _expert_targets(mlp, f"{prefix}block_sparse_moe.", names)
+            continue
+        assert isinstance(mlp, GatedMlp)
+        # Where transformers saves a model, dense parts have the experts' name.
+        is_resaved = f"{prefix}block_sparse_moe.gate_proj.weight" in names
+        yield from mlp.targets(f"{prefix}{'block_sparse_moe' if is_resaved else 'mlp'}.", names)
+
+
+def _expert_targets(moe: SigmoidMoe, prefix: str, names: frozenset[str]) -> NamedTargets:
+    """Yield the tensors of experts; those of the shared ones have the usual names."""
+    for target in moe.targets(prefix, names, "gate.e_score_correction_bias"):
+        yield from renamed(iter([target]), EXPERTS if ".experts." in target[0] else {})

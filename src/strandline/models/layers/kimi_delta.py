@@ -1,0 +1,154 @@
+"""Kimi Delta Attention: a short convolution over queries, keys and values, then the delta rule, then a gated norm.
+
+Projections that read the same input are one matrix (comments name the order of its rows); the published tensors are
+split into it while loading. ``A_log`` and ``dt_bias`` are float32. The separate convolutions of queries, keys and
+values are one here: none mixes channels.
+
+Source: Kimi Team, "Kimi Linear"; ``transformers`` (``kimi_linear``) for the composition.
+
+Shape suffixes: T tokens of the step, E hidden size, H heads, K and V channels of a head, O heads' channels side by
+side, R rank of the gates' projections, S slots; of a window's memory R are the rows, C the channels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.kda_recurrence import KimiDelta, KimiDeltaInputs
+from strandline.kernels.norm import rms_norm_sigmoid_gated
+from strandline.kernels.replay import ReplayLog, replay_log
+from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
+from strandline.models.layers.parameters import dtype_name, gain, parameter
+from strandline.models.layers.projection import Projection
+from strandline.models.layers.recurrent import advance
+from strandline.models.layers.rotary import RotaryTable
+from strandline.models.targets import NamedTargets, whole
+from strandline.specs import LayerSpec, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaAttentionConfig:
+    """Sizes of the layer."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    num_taps: int
+    eps: float
+    state_dtype: str = "float32"
+
+    @classmethod
+    def read(cls, fields: Fields) -> "KimiDeltaAttentionConfig":
+        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        return cls(
+            hidden_size=fields.size("hidden_size"),
+            num_heads=fields.size("linear_num_heads", at_most=MAX_HEADS),
+            head_dim=fields.size("linear_head_dim", at_most=MAX_HEAD_DIM),
+            num_taps=fields.size("linear_conv_kernel_dim", at_least=2, at_most=MAX_TAPS),
+            eps=read_eps(fields),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaAttentionMemory:
+    """A layer's share of all slots and logs."""
+
+    state_SHKV: Tensor
+    window_SRC: Tensor
+    conv_log: ReplayLog
+    recurrent_log: ReplayLog
+
+
+class KimiDeltaAttention(nn.Module):
+    """The recurrent layer.
+
+    Args:
+        dtype: of activations and the convolution's window, and of the weights until they are packed.
+    """
+
+    operations = (rms_norm_sigmoid_gated, *KimiDelta.operations)
+
+    def __init__(self, config: KimiDeltaAttentionConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.config = config
+        hidden_size, num_heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
+        size = num_heads * head_dim
+        self.recurrence = KimiDelta(num_heads, head_dim, head_dim, config.state_dtype)
+        self.sizes = [3 * size, head_dim, head_dim, num_heads]
+        self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
+        """Rows: query, key, value; what decays (f) and output gates (g) are made of; write strength (b)."""
+        self.conv = CausalConvolution(3 * size, config.num_taps, "silu", dtype, device, has_bias=False)
+        self.f_proj = Projection(size, head_dim, dtype, device)
+        self.g_proj = Projection(size, head_dim, dtype, device)
+        self.A_log_H = parameter(num_heads, dtype=torch.float32, device=device)
+        self.dt_bias_O = parameter(size, dtype=torch.float32, device=device)
+        self.norm_K = gain(head_dim, dtype=dtype, device=device)
+        self.out_proj = Projection(hidden_size, size, dtype, device)
+
+    @property
+    def spec(self) -> LayerSpec:
+        dtype, by_head = dtype_name(self.conv.dtype), (self.config.num_heads, self.config.head_dim)
+        inputs = {"conv": (3 * by_head[0] * by_head[1],), **dict.fromkeys(("query", "key", "value", "f"), by_head)}
+        replay = tuple(TensorSpec(name, shape, dtype) for name, shape in (inputs | {"b": by_head[:1]}).items())
+        return LayerSpec(states=(*self.recurrence.states, self.conv.window), log=self.recurrence.log, replay=replay)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._norm = kernels[rms_norm_sigmoid_gated]
+        self.recurrence = self.recurrence.with_kernels(kernels)
+
+    def bind(self, memory: LayerMemory) -> KimiDeltaAttentionMemory:
+        """Return the layer's memory as ``forward`` takes it."""
+        log = replay_log(memory)
+        logs = (None, None) if log is None else (log[:1], log[1:])
+        state_SHKV = self.recurrence.bind(memory.states, memory.log)
+        return KimiDeltaAttentionMemory(state_SHKV, memory.states["window"], *logs)
+
+    def replay(self, batch: StepBatch, memory: KimiDeltaAttentionMemory) -> None:
+        """Advance the states over logged tokens alone."""
+        by_head, weight = (self.config.num_heads, self.config.head_dim), self.conv.weight_CW
+        no_heads, no_b = weight.new_empty(0, *by_head), weight.new_empty(0, by_head[0])
+        self.conv.convolve(weight.new_empty(0, len(weight)), batch, memory.window_SRC, memory.conv_log)
+        self._advance((no_heads, no_heads, no_heads, no_heads, no_b), batch, memory)
+
+    def forward(
+        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KimiDeltaAttentionMemory
+    ) -> Tensor:
+        del rotary
+        by_head = (self.config.num_heads, self.config.head_dim)
+        qkv_TC, f_TR, g_TR, b_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        qkv_TC = self.conv.convolve(qkv_TC, batch, memory.window_SRC, memory.conv_log)
+        qkv = (x_TO.unflatten(-1, by_head) for x_TO in qkv_TC.chunk(3, dim=-1))
+        f_THK, g_THK = (
+            x_TO.unflatten(-1, by_head) for x_TO in (self.f_proj.multiply(f_TR), self.g_proj.multiply(g_TR))
+        )
+        out_THK = self._advance((*qkv, f_THK, b_TH), batch, memory)
+        return self.out_proj.multiply(self._norm(out_THK, g_THK, self.norm_K, self.config.eps).flatten(1))
+
+    def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: KimiDeltaAttentionMemory) -> Tensor:
+        return advance(self.recurrence, self._inputs, tokens, batch, memory.state_SHKV, memory.recurrent_log)
+
+    def _inputs(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, f_THK: Tensor, b_TH: Tensor) -> KimiDeltaInputs:
+        dt_bias_HK = self.dt_bias_O.unflatten(0, (self.config.num_heads, -1))
+        return KimiDeltaInputs(q_THK, k_THK, v_THK, f_THK, b_TH, self.A_log_H, dt_bias_HK)
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        qkv, f, g, b = self.in_proj.weight_OI.split(self.sizes)
+        for name, rows, taps in zip("qkv", qkv.chunk(3), self.conv.weight_CW.chunk(3), strict=True):
+            yield f"{prefix}{name}_proj.weight", whole(rows)
+            yield f"{prefix}{name}_conv1d.weight", whole(taps.unsqueeze(1))
+        for name, rows in {"f_a": f, "g_a": g, "b": b}.items():
+            yield f"{prefix}{name}_proj.weight", whole(rows)
+        yield from self.f_proj.targets(f"{prefix}f_b_proj.")
+        yield from self.g_proj.targets(f"{prefix}g_b_proj.")
+        yield f"{prefix}A_log", whole(self.A_log_H.view(1, 1, -1, 1))
+        yield f"{prefix}dt_bias", whole(self.dt_bias_O)
+        yield f"{prefix}o_norm.weight", whole(self.norm_K)
+        yield from self.out_proj.targets(f"{prefix}o_proj.")
