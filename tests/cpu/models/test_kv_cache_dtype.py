@@ -1,0 +1,30 @@
+"""Every family keeps its keys and values in FP8 where it is asked to, and its logits stay close."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from strandline.models.weights import load_model
+from tests.cpu.models import families
+from tests.cpu.models.driver import Driver, Part, Running
+
+TOKENS = families.prompt(100)
+
+MAX_DIFFERENCE = 0.1
+"""``|logits - exact| / |exact|``: keys and values are rounded to four places, and errors grow from layer to layer."""
+
+
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_logits_stay_close_to_full_width(name: str, tmp_path: Path) -> None:
+    directory = families.save(name, tmp_path)
+    found = []
+    for dtype in (None, "float8_e4m3fn"):
+        model = load_model(directory, dtype=torch.float32, kv_cache_dtype=dtype)
+        kept = {stream.dtype for layer in model.spec.layers for stream in layer.streams}
+        assert kept <= {dtype or "float32"}
+        (logits,), _ = Driver(model).step([Part(Running(), TOKENS)])
+        found.append(logits)
+    difference = float((found[1] - found[0]).norm() / found[0].norm())
+    assert difference < MAX_DIFFERENCE
+    assert (difference > 0) == bool(kept)
