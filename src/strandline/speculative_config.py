@@ -31,6 +31,9 @@ class SpeculativeConfig:
     """The longest run of last tokens that ``ngram`` searches for; None: ``prompt_lookup_min``, or 5."""
     prompt_lookup_min: int | None = None
     """The shortest; None: ``prompt_lookup_max``, or 5."""
+    adaptive: bool = True
+    """Draft fewer tokens, or none, where that gives more tokens per second, by the drafts accepted so far and measured
+    step times. False: always ``num_speculative_tokens``."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -39,6 +42,8 @@ class SpeculativeConfig:
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name), None)
+        if type(self.adaptive) is not bool:
+            raise ConfigError(f"{FLAG}: adaptive must be true or false, got {self.adaptive!r}")
         if self.min_match > self.max_match:
             raise ConfigError(f"{FLAG}: prompt_lookup_min {self.min_match} is above prompt_lookup_max {self.max_match}")
 

@@ -16,7 +16,7 @@ from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
 from strandline.device.sizing import choose_batched_tokens, choose_logged_from
 from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
-from strandline.engine.drafting import new_drafter
+from strandline.engine.drafting import new_draft_depth, new_drafter
 from strandline.engine.event_feed import EventFeed
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -122,7 +122,7 @@ class EngineCore:
         Otherwise, and where launching takes longer than running, the launched step's own events are returned too:
         its tokens should not wait for another launch.
         """
-        events = StepEvents()
+        events, start_s = StepEvents(), SYSTEM_CLOCK()
         is_overlapped = self._is_overlapped and self.scheduler.can_run_ahead
         if not is_overlapped:
             self._settle(events)
@@ -139,6 +139,7 @@ class EngineCore:
         self._in_flight = (plan, launched)
         if not is_overlapped or launched.is_launch_bound:
             self._settle(events)
+            self.scheduler.observe(plan, SYSTEM_CLOCK() - start_s)
         return events
 
     def _settle(self, events: StepEvents) -> None:
@@ -285,6 +286,7 @@ def new_scheduler(
         logged_from=choose_logged_from(facts.device_type),
         drafter=new_drafter(config.speculation),
         draft_tokens=facts.draft_tokens,
+        draft_depth=new_draft_depth(config.speculation),
         introduce=introduce,
     )
 

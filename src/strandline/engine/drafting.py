@@ -4,6 +4,7 @@ from typing import Protocol
 
 from strandline.cache import TokenBuffer
 from strandline.cache.tokens import TOKEN_BYTES, decode
+from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.request import Request
 from strandline.speculative_config import SpeculativeConfig
 
@@ -61,3 +62,8 @@ def new_drafter(config: SpeculativeConfig | None) -> Drafter | None:
     if config is None:
         return None
     return DraftLayerDrafter() if config.has_draft_layer else NgramDrafter(config.max_match, config.min_match)
+
+
+def new_draft_depth(config: SpeculativeConfig | None) -> DraftDepth | None:
+    """Return what chooses the number of drafts; None: it is fixed."""
+    return DraftDepth(config.num_speculative_tokens) if config is not None and config.adaptive else None

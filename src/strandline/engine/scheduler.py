@@ -25,6 +25,7 @@ from operator import attrgetter
 
 from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind
 from strandline.engine.draft_counters import DraftCounters
+from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter, DraftLayerDrafter
 from strandline.engine.request import Request, Status
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span, sequence_plan, with_next
@@ -55,6 +56,7 @@ class Scheduler:
         logged_from: int = 1,
         drafter: Drafter | None = None,
         draft_tokens: int = 0,
+        draft_depth: DraftDepth | None = None,
         introduce: Callable[[Request], NewRequest] = attrgetter("new"),
     ) -> None:
         """
@@ -62,6 +64,7 @@ class Scheduler:
             long_prefill_token_threshold: prefills of more tokens are long; 0: none is.
             drafter: proposes tokens that decoding requests may generate next; None: no drafts.
             draft_tokens: most drafts of a request in a step.
+            draft_depth: chooses how many; None: always as many.
             introduce: returns the data that the executor gets of a request when it first runs.
         """
         self.cache = cache
@@ -88,7 +91,8 @@ class Scheduler:
         self._logged_from = logged_from
         """The least number of decodes for which a step uses logs."""
         self._drafter = drafter
-        self._draft_tokens = draft_tokens
+        self._draft_tokens = self._depth = draft_tokens
+        self._draft_depth = draft_depth
         self._has_draft_layer = isinstance(drafter, DraftLayerDrafter)
         self.drafts = DraftCounters(draft_tokens)
 
@@ -157,6 +161,8 @@ class Scheduler:
         """Plan the next step; None when no request can run, or none before the previous step is settled."""
         if not self._requests:
             return None
+        if self._draft_depth is not None:
+            self._depth = self._draft_depth.choose(max(len(self.running), 1))
         spans: list[Span] = []
         num_preemptions = self.num_preemptions
         share = self._long_share = self._share_for_long_prefills()
@@ -247,7 +253,8 @@ class Scheduler:
         strings, which are found in the text: the request's state would be past its end.
         """
         num_tokens = request.num_tokens
-        most = min(self._draft_tokens, request.max_total - num_tokens - 1, budget - 1)
+        depth = self._draft_tokens if self._has_draft_layer else self._depth
+        most = min(depth, request.max_total - num_tokens - 1, budget - 1)
         if most < 1 or request.params.stop or self.cache.is_cut_due(lease, num_tokens + most):
             return NO_DRAFTS
         drafts = drafter.propose(request, most)
@@ -256,7 +263,7 @@ class Scheduler:
     def _next_drafts(self, span: Span) -> int:
         """Return how many tokens the draft layer drafts behind the step, for the next one."""
         request, lease, _, end, drafts = span
-        most = min(self._draft_tokens, request.max_total - request.num_tokens - 2)
+        most = min(self._depth, request.max_total - request.num_tokens - 2)
         if end - len(drafts) < request.num_tokens or most < 1 or request.params.stop:
             return 0
         # The layer's keys and values lie up to one position before the last draft.
@@ -406,6 +413,11 @@ class Scheduler:
                 if is_prompt_end and is_computing and request.num_tokens < request.max_total:
                     self.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
 
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Take the time from planning a step to its result, where steps do not overlap."""
+        if self._draft_depth is not None:
+            self._draft_depth.observe(plan, seconds)
+
     def settle(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Append the tokens sampled by the oldest step in flight; end the requests that are finished.
 
@@ -446,6 +458,8 @@ class Scheduler:
             request.counted_drafts = DraftCounters(self._draft_tokens)
         request.counted_drafts.count(num_drafted, num_accepted)
         self.drafts.count(num_drafted, num_accepted)
+        if self._draft_depth is not None:
+            self._draft_depth.count(num_drafted, num_accepted)
 
     def _sweep(self, advanced: Iterable[Request]) -> None:
         """End the requests that have a finish reason."""

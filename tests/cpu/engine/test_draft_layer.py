@@ -44,7 +44,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     monkeypatch.setenv(DEBUG_CACHE, "1")
 
     def make(num_drafts: int = 2, **options: object) -> LLM:
-        speculation = {"method": "mtp", "num_speculative_tokens": num_drafts} if num_drafts else None
+        speculation = None
+        if num_drafts:
+            speculation = {"method": "mtp", "num_speculative_tokens": num_drafts, "adaptive": False}
         settings = {"memory": "64MiB", "dtype": "float32", "device": "cpu", **options}
         return LLM("demo", speculative_config=speculation, **settings)
 

@@ -17,7 +17,7 @@ from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_state_oracle import check_published_slots, live_through_much
 
 DRAFT_TOKENS = 3
-SPECULATION = {"method": "ngram", "num_speculative_tokens": DRAFT_TOKENS}
+SPECULATION = {"method": "ngram", "num_speculative_tokens": DRAFT_TOKENS, "adaptive": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 PATTERNS = [[0], [1], [2], [3], [0, 3], [3, 1, 2, 0], [1, 0, 0, 2]]
 

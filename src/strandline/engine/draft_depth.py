@@ -1,0 +1,107 @@
+"""How many drafts pay: chosen at every step from the drafts accepted so far and from measured step times.
+
+A step with ``d`` drafts for each decoding sequence gives each ``1 + r1 + r1 r2 + ...`` tokens, where ``ri`` is how
+often draft ``i`` is accepted behind accepted ones, and takes the time that such steps took. The depth with the most
+tokens per second is chosen. It is 0 where none pays: with many sequences, or few accepted drafts.
+
+Times are kept for numbers of sequences within a factor of two. A depth is tried first where it has no times. Later the
+neighbours of the best depth are tried now and then: times change, and nothing is learned of drafts at depth 0. Where
+few sequences have drafts (n-grams), steps of a depth may never come about; its time is that of the depth below, then.
+"""
+
+from typing import Final
+
+from strandline.records.plan import StepPlan
+
+FADING: Final = 0.1
+"""Weight of the newest time in an average."""
+
+ACCEPTANCE_FADING: Final = 0.02
+"""Weight of the newest draft in an average."""
+
+FIRST_ACCEPTANCE: Final = 0.7
+"""Assumed before any draft."""
+
+TRIALS: Final = 3
+"""Steps at a depth before its time counts: the first may be slow for other reasons. The least of these counts."""
+
+MAX_CHOICES: Final = 16
+"""How often a depth without times is chosen in order to measure it."""
+
+STEPS_BETWEEN_TRIALS: Final = 64
+"""Steps at the chosen depth before another one is tried again."""
+
+
+class DraftDepth:
+    """Chooses the depth of a step.
+
+    Args:
+        max_depth: the largest.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self._max_depth = max_depth
+        self._accepted = [FIRST_ACCEPTANCE] * max_depth
+        """By place, how often a draft behind accepted ones was accepted."""
+        self._times: dict[int, list[_Average]] = {}
+        """By the size of the batch and the depth."""
+        self._num_steps = 0
+
+    def choose(self, num_decodes: int) -> int:
+        """Return the depth of the next step."""
+        times = self._times_of(num_decodes)
+        for depth, average in enumerate(times):
+            if average.num_values < TRIALS and average.num_choices < MAX_CHOICES:
+                average.num_choices += 1
+                return depth
+        rates, seconds = list[float](), float("inf")
+        for tokens, average in zip(self._expected_tokens(), times, strict=True):
+            seconds = average.value if average.num_values else seconds
+            rates.append(tokens / seconds)
+        best = max(range(len(rates)), key=rates.__getitem__)
+        self._num_steps += 1
+        if self._num_steps % STEPS_BETWEEN_TRIALS:
+            return best
+        neighbours = [depth for depth in (best - 1, best + 1) if 0 <= depth <= self._max_depth]
+        return neighbours[self._num_steps // STEPS_BETWEEN_TRIALS % len(neighbours)]
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """Count the drafts of one sequence in one step."""
+        for place in range(min(num_accepted + 1, num_drafted)):
+            self._accepted[place] += ACCEPTANCE_FADING * ((place < num_accepted) - self._accepted[place])
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Take the time of a step of decodes alone; its depth is the mean number of drafts."""
+        num_sequences = len(plan.sequences)
+        num_drafts = sum(sequence.num_drafts for sequence in plan.sequences)
+        if plan.num_tokens == num_sequences + num_drafts:
+            self._times_of(num_sequences)[round(num_drafts / num_sequences)].add(seconds)
+
+    def _times_of(self, num_decodes: int) -> "list[_Average]":
+        return self._times.setdefault(num_decodes.bit_length(), [_Average() for _ in range(self._max_depth + 1)])
+
+    def _expected_tokens(self) -> list[float]:
+        expected, chance = [1.0], 1.0
+        for rate in self._accepted:
+            chance *= rate
+            expected.append(expected[-1] + chance)
+        return expected
+
+
+class _Average:
+    """A fading average, of the least of the first values and all later ones."""
+
+    __slots__ = ("num_choices", "num_values", "value")
+
+    def __init__(self) -> None:
+        self.num_values = 0
+        self.num_choices = 0
+        """How often the depth was chosen to be measured."""
+        self.value = float("inf")
+
+    def add(self, value: float) -> None:
+        self.num_values += 1
+        if self.num_values <= TRIALS:
+            self.value = min(self.value, value)
+        else:
+            self.value += FADING * (value - self.value)

@@ -1,0 +1,89 @@
+"""The number of drafts follows measured times and accepted drafts."""
+
+from random import Random
+
+import pytest
+
+from strandline.engine.draft_depth import STEPS_BETWEEN_TRIALS, DraftDepth
+from strandline.ids import NULL_LOG, NULL_SLOT, PendingToken, RequestId
+from strandline.records.plan import SequencePlan, StepPlan
+
+
+def plan_of_decodes(num_sequences: int, num_drafts: int) -> StepPlan:
+    sequence = SequencePlan(
+        request_id=RequestId("any"),
+        start=10,
+        end=11 + num_drafts,
+        token_ids=(0,) * (1 + num_drafts),
+        block_table=b"",
+        kv_start=0,
+        state_src=NULL_SLOT,
+        state_dst=NULL_SLOT,
+        cuts=(),
+        is_sampled=True,
+        pending=PendingToken.NONE,
+        is_prefill=False,
+        log=NULL_LOG,
+        num_logged=0,
+        num_folded=1,
+        num_drafts=num_drafts,
+    )
+    return StepPlan((sequence,) * num_sequences, (), (), ())
+
+
+def run(depth: DraftDepth, seconds: list[float], acceptance: list[float], num_steps: int, batch: int = 4) -> list[int]:
+    """Return the depths of steps that take these seconds by depth, and whose drafts are accepted at these rates."""
+    rng, chosen = Random(1), []
+    for _ in range(num_steps):
+        number = depth.choose(batch)
+        chosen.append(number)
+        for _ in range(batch):
+            accepted = 0
+            while accepted < number and rng.random() < acceptance[accepted]:
+                accepted += 1
+            if number:
+                depth.count(number, accepted)
+        depth.observe(plan_of_decodes(batch, number), seconds[number] * rng.uniform(0.95, 1.05))
+    return chosen
+
+
+def share(chosen: list[int], depth: int) -> float:
+    return chosen.count(depth) / len(chosen)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "acceptance", "best"),
+    [
+        ([1.0, 1.1, 1.2, 1.3], [0.9, 0.9, 0.9], 3),
+        ([1.0, 1.1, 1.9, 2.9], [0.9, 0.6, 0.3], 1),
+        ([1.0, 1.6, 2.2, 2.8], [0.3, 0.1, 0.1], 0),
+        ([1.0, 2.0, 3.0, 4.0], [0.8, 0.8, 0.8], 0),
+    ],
+)
+def test_the_depth_with_most_tokens_per_second_is_chosen(
+    seconds: list[float], acceptance: list[float], best: int
+) -> None:
+    depth = DraftDepth(3)
+    run(depth, seconds, acceptance, 200)
+    assert share(run(depth, seconds, acceptance, 10 * STEPS_BETWEEN_TRIALS), best) > 0.95
+
+
+def test_depth_returns_when_drafts_become_right() -> None:
+    depth, seconds = DraftDepth(2), [1.0, 1.1, 1.2]
+    assert share(run(depth, seconds, [0.02, 0.02], 1000)[500:], 0) > 0.9
+    assert share(run(depth, seconds, [0.95, 0.95], 6000)[5000:], 2) > 0.9
+
+
+def test_batches_of_other_sizes_have_depths_of_their_own() -> None:
+    depth = DraftDepth(1)
+    assert share(run(depth, [1.0, 1.1], [0.8], 300, batch=1)[100:], 1) > 0.95
+    assert share(run(depth, [1.0, 2.0], [0.8], 300, batch=64)[100:], 0) > 0.95
+    assert share(run(depth, [1.0, 1.1], [0.8], 300, batch=1), 1) > 0.95
+
+
+def test_a_depth_that_never_comes_about_is_no_obstacle() -> None:
+    depth = DraftDepth(3)
+    for _ in range(200):
+        depth.choose(8)
+        depth.observe(plan_of_decodes(8, 0), 1.0)
+    assert depth.choose(8) == 3
