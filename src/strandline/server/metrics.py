@@ -10,7 +10,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from strandline.records.events import CoreStats
+from strandline.records.events import CoreStats, SpeculationStats
 from strandline.text.output_streams import RequestStream
 
 PREFIX: Final = "strandline:"
@@ -146,10 +146,25 @@ class _CoreMetrics:
         text = "Between a token's log-probability and that of its replay; 0 without --audit-rate."
         yield self._gauge("audit_largest_difference", text, {"": stats.largest_audit_difference})
         yield self._gauge("cache_memory_bytes", "Memory, by tenant.", stats.tenant_bytes, "tenant")
+        yield from self._drafts(stats.speculation)
         yield self._fallbacks(stats)
         in_use = stats.tenant_bytes["slots_in_use"] + stats.tenant_bytes["blocks_in_use"]
         share = in_use / max(sum(stats.tenant_bytes.values()), 1)
         yield self._gauge("kv_cache_usage_perc", "Share of memory that cannot be had; 1 is all.", {"": share})
+
+    def _drafts(self, counts: SpeculationStats) -> Iterator[Metric]:
+        """Yield the counts of drafts; without samples where there can be no drafts."""
+        by_place = counts.num_accepted_by_place
+        totals = {
+            ("spec_decode_num_drafts", "Steps of a sequence that had drafts."): counts.num_drafts,
+            ("spec_decode_num_draft_tokens", "Drafts."): counts.num_draft_tokens,
+            ("spec_decode_num_accepted_tokens", "Accepted drafts."): counts.num_accepted_tokens,
+        }
+        for (name, text), value in totals.items():
+            yield self._counter(name, text, {"": value} if by_place else {})
+        accepted = {str(place): count for place, count in enumerate(by_place)}
+        text = "Accepted drafts, by their position in the step, from 0."
+        yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, accepted, "position")
 
     def _fallbacks(self, stats: CoreStats) -> Metric:
         text = "Operations that run reference implementations in place of a backend; always 1."

@@ -76,6 +76,19 @@ def test_ages_are_rounded_to_two_digits(page: Browser, age_s: float, shown: str)
     assert page.run(f"ago({age_s})") == shown
 
 
+def test_acceptance_of_drafts_is_among_the_figures(page: Browser) -> None:
+    page.run("document.querySelector('#pause').click()")
+    pairs = "[...document.querySelectorAll('#figures div')].map(x => [...x.children].map(y => y.textContent.trim()))"
+    figures = f"Object.fromEntries({pairs})"
+    assert "drafts accepted" not in page.run(figures)
+    page.run("state.stats.speculation = {num_drafts: 10, num_draft_tokens: 20, num_accepted_by_place: [9, 4]}")
+    page.run("showFigures()")
+    found = page.run(figures)
+    assert found["drafts accepted"] == "65.0 % of 20"
+    assert found["accepted by position"] == "90.0 %, 40.0 %"
+    assert found["tokens per step"] == "2.30 with drafts"
+
+
 @pytest.mark.parametrize("oldest_s", [2, 26, 180, 4000, 1e5, 1e7])
 def test_time_labels_stand_at_their_times(page: Browser, oldest_s: float) -> None:
     page.run("document.querySelector('#pause').click()")

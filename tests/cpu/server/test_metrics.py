@@ -11,7 +11,7 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.cache.account import Reason
-from strandline.records.events import CoreStats, KernelFallback
+from strandline.records.events import CoreStats, KernelFallback, SpeculationStats
 from strandline.server.metrics import RECOMPUTED, Metrics
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
@@ -30,10 +30,23 @@ def used(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def samples(server: ServerProcess) -> dict[str, float]:
     """Return all samples by name, summed over labels."""
+    return samples_of(server.get("/metrics").text)
+
+
+def samples_of(text: str) -> dict[str, float]:
     found: dict[str, float] = {}
-    for name, value in re.findall(r"^strandline:(\w+)\{[^}]*\} (\S+)$", server.get("/metrics").text, re.MULTILINE):
+    for name, value in re.findall(r"^strandline:(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE):
         found[name] = found.get(name, 0.0) + float(value)
     return found
+
+
+def exposed(**fields: Any) -> str:
+    """Return the metrics of an engine that has done nothing but what the fields say."""
+    memory = dict.fromkeys(("slots_in_use", "blocks_in_use", "free"), 0)
+    return Metrics("model").expose(CoreStats(0, 0, 0, 0, 0, {}, {}, {}, 0, 0, 0, memory, **fields)).decode()
+
+
+SPECULATING = exposed(speculation=SpeculationStats(10, 20, (9, 4)))
 
 
 def panels() -> list[dict[str, Any]]:
@@ -46,7 +59,7 @@ def queries() -> list[str]:
 
 
 def test_every_metric_of_the_dashboard_is_there(used: ServerProcess) -> None:
-    there = samples(used)
+    there = samples_of(SPECULATING) | samples(used)
     asked = {name for query in queries() for name in re.findall(r"strandline:(\w+)", query)}
     assert asked - set(there) == set()
     base = {re.sub("|".join(f"{part}$" for part in HISTOGRAM_PARTS), "", name) for name in there}
@@ -55,7 +68,7 @@ def test_every_metric_of_the_dashboard_is_there(used: ServerProcess) -> None:
 
 
 def test_labels_of_the_dashboard_are_those_of_the_metrics(used: ServerProcess) -> None:
-    text = used.get("/metrics").text
+    text = SPECULATING + used.get("/metrics").text
     for query in queries():
         for label, name in re.findall(r"sum by \((\w+)\) \(\w*\(?strandline:(\w+)", query):
             assert re.search(rf'^strandline:{name}\{{[^}}]*\b{label}="', text, re.MULTILINE), (name, label)
@@ -112,12 +125,19 @@ def test_hits_are_replayed_and_compared(used: ServerProcess) -> None:
 
 
 def test_kernel_fallbacks_are_exposed_with_their_reasons() -> None:
-    memory = dict.fromkeys(("slots_in_use", "blocks_in_use", "free"), 0)
-    fallbacks = [KernelFallback("paged_attention", "Numba", "STRANDLINE_NUMBA is 0")]
-    stats = CoreStats(0, 0, 0, 0, 0, {}, {}, {}, 0, 0, 0, memory, kernel_fallbacks=fallbacks)
-    text = Metrics("model").expose(stats).decode()
+    text = exposed(kernel_fallbacks=[KernelFallback("paged_attention", "Numba", "STRANDLINE_NUMBA is 0")])
     labels = 'backend="Numba",model_name="model",operation="paged_attention",reason="STRANDLINE_NUMBA is 0"'
     assert f"strandline:kernel_fallback_info{{{labels}}} 1.0" in text
+
+
+def test_drafts_are_counted_in_all_and_by_position() -> None:
+    label = 'model_name="model"'
+    for name, value in (("drafts", 10), ("draft_tokens", 20), ("accepted_tokens", 13)):
+        assert f"strandline:spec_decode_num_{name}_total{{{label}}} {value}.0" in SPECULATING
+    for position, value in enumerate((9, 4)):
+        labels = f'{label},position="{position}"'
+        assert f"strandline:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {value}.0" in SPECULATING
+    assert not any(name.startswith("spec_decode") for name in samples_of(exposed()))
 
 
 def test_recomputed_are_those_reasons_that_say_so() -> None:

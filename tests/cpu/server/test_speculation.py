@@ -1,6 +1,7 @@
 """A server that speculates: the same answers, with what became of the drafts in their usage."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from strandline.text.model_files import DEMO_DIRECTORY
 from tests.cpu.server.process import ServerProcess, running_server
 
 CONFIG = {"method": "mtp", "num_speculative_tokens": 2}
+PREFIX = "strandline:spec_decode_num_"
 QUESTIONS = ("What is speculative decoding?", "Tell me about yourself.", "What is 7 times 8?")
 
 
@@ -94,3 +96,22 @@ def test_streams_count_drafts_in_their_usage(server: ServerProcess) -> None:
     assert done == "[DONE]"
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
     assert details(last["usage"]) == details(whole["usage"])
+
+
+def test_metrics_and_the_cache_page_count_what_usage_does(plain: ServerProcess, server: ServerProcess) -> None:
+    def counted() -> tuple[list[int], list[int]]:
+        text = server.get("/metrics").text
+        totals = re.findall(rf"^{PREFIX}(?:draft|accepted)_tokens_total{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+        by_position = re.findall(rf'^{PREFIX}accepted_tokens_per_pos_total{{.*position="\d".*}} (\S+)$', text, re.M)
+        return [int(float(value)) for value in totals], [int(float(value)) for value in by_position]
+
+    (drafted, accepted), by_position = counted()
+    usage = details(post(server, "/v1/chat/completions", **body(QUESTIONS[0]))["usage"])
+    (drafted_then, accepted_then), by_position_then = counted()
+    assert accepted_then - accepted == usage["accepted_prediction_tokens"]
+    assert drafted_then - drafted == usage["accepted_prediction_tokens"] + usage["rejected_prediction_tokens"]
+    gains = [after - before for before, after in zip(by_position, by_position_then, strict=True)]
+    assert gains == usage["accepted_prediction_tokens_by_position"]
+    assert server.get("/cache/state").json()["stats"]["speculation"]["num_accepted_by_place"] == by_position_then
+    assert plain.get("/cache/state").json()["stats"]["speculation"]["num_accepted_by_place"] == []
+    assert f"\n{PREFIX}drafts_total{{" not in plain.get("/metrics").text
