@@ -39,6 +39,7 @@ ARCHITECTURES: Final = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
+    "RecurrentGemmaForCausalLM",
     "Zamba2ForCausalLM",
 )
 """What can be served. ``models/registry.py`` has a builder for each; the names are here to be checked without torch."""

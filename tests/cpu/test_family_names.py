@@ -9,11 +9,11 @@ import strandline
 PACKAGE = Path(strandline.__file__).parent
 
 FAMILY = re.compile(
-    r"gdn|gated.?delta|olmo|qwen|lfm|mamba.?[12]|falcon|jamba|kimi|kda|granite|bamba|zamba|minimax|lightning|nemotron",
+    r"gdn|gated.?delta|olmo|qwen|lfm|mamba.?[12]|falcon|jamba|kimi|kda|granite|bamba|zamba|recurrent.?gemma|rglru|minimax|lightning|nemotron",
     re.IGNORECASE,
 )
 
-HOMES = re.compile(r"models/.*|kernels/(gdn|kda|lightning|mamba[12])\w*\.py")
+HOMES = re.compile(r"models/.*|kernels/(gdn|kda|lightning|rglru|mamba[12])\w*\.py")
 
 ALLOWED: Mapping[str, str] = {
     "model_config.py": "architectures by their published names, which are checked before torch is loaded",

@@ -100,6 +100,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("kimi_linear", {"q_lora_rank": 8}, "q_lora_rank is 8; it must be null"),
     ("kimi_linear", {"num_key_value_heads": 2}, "is 2; it must be the number of attention heads, 4"),
     ("kimi_linear", {"num_expert_group": 2}, "n_group is 2; it must be a divisor of the number of experts, 5"),
+    ("recurrent_gemma", {"lru_width": 30}, "lru_width is 30; it must be a multiple of num_attention_heads, 4"),
+    ("recurrent_gemma", {"attention_window_size": 0}, f"attention_window_size is 0; {WHOLE} 1 to 1,048,576"),
     ("lfm2", {"conv_L_cache": 1}, f"conv_L_cache is 1; {WHOLE} 2 to 5"),
     ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
      r"layer_types\[3\] 'sliding_attention' is not supported; supported: full_attention, conv"),

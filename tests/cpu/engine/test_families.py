@@ -34,6 +34,7 @@ FAMILIES = [
     "olmo_hybrid",
     "qwen3",
     "qwen3_moe",
+    "recurrent_gemma",
     "zamba2",
 ]
 """Names of ``tests.cpu.models.families``."""

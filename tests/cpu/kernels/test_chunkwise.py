@@ -22,6 +22,7 @@ from strandline.kernels.lightning import lightning_decode, lightning_prefill, li
 from strandline.kernels.mamba1 import mamba1_decode, mamba1_prefill, mamba1_recurrent_reference
 from strandline.kernels.mamba2 import mamba2_decode, mamba2_prefill, mamba2_recurrent_reference
 from strandline.kernels.operation import Operation
+from strandline.kernels.rglru import rglru_decode, rglru_prefill, rglru_recurrent_reference
 from tests.bound import bound
 
 pytestmark = pytest.mark.usefixtures("each_version")
@@ -73,6 +74,14 @@ KINDS = {
         ((4, 16), (4, 16), (4, 20)),
         lambda: (-torch.empty(4).uniform_(0.1, 2),),
         (4, 16, 20),
+    ),
+    "rglru": Kind(
+        rglru_prefill,
+        rglru_decode,
+        rglru_recurrent_reference,
+        ((20,), (20,), (20,), (1,)),
+        lambda: (torch.randn(20),),
+        (20,),
     ),
     "mamba1": Kind(
         mamba1_prefill,

@@ -32,6 +32,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
     Zamba2Config,
 )
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
@@ -260,6 +261,21 @@ KIMI: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+RECURRENT_GEMMA: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "block_types": ["recurrent", "attention", "recurrent"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "attention_window_size": 20,
+    "lru_width": 24,
+    "tie_word_embeddings": True,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 MINIMAX: dict[str, Any] = {
     **ATTENTION_ONLY,
     "num_hidden_layers": 4,
@@ -377,7 +393,6 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
     "jamba-odd": (
         "JambaForCausalLM",
         JambaConfig,
-        KimiLinearConfig,
         {
             **JAMBA,
             "num_attention_heads": 2,
@@ -412,6 +427,21 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "topk_group": 2,
             "n_shared_experts": 2,
             "norm_topk_prob": False,
+        },
+    ),
+    "recurrent_gemma": ("RecurrentGemmaForCausalLM", RecurrentGemmaConfig, RECURRENT_GEMMA),
+    "recurrent_gemma-odd": (
+        "RecurrentGemmaForCausalLM",
+        RecurrentGemmaConfig,
+        {
+            **RECURRENT_GEMMA,
+            "block_types": ["attention", "recurrent"],
+            "num_key_value_heads": 2,
+            "attention_window_size": 70,
+            "attention_bias": True,
+            "conv1d_width": 3,
+            "logits_soft_cap": 5.0,
+            "tie_word_embeddings": False,
         },
     ),
     "lfm2": ("Lfm2ForCausalLM", Lfm2Config, LFM2),
@@ -615,7 +645,7 @@ def oracle(name: str) -> Any:
 
 def _final_norm(model: Any) -> Any:
     decoder = model.base_model.get_decoder()
-    names = ("norm", "embedding_norm", "final_layernorm", "norm_f")
+    names = ("norm", "embedding_norm", "final_layernorm", "final_norm", "norm_f")
     return next(norm for name in names if (norm := getattr(decoder, name, None)))
 
 
@@ -645,7 +675,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 @cache
 def oracle_logits(name: str, tokens: tuple[int, ...]) -> Tensor:
     """Return the logits of every token."""
-    logits: Tensor = oracle(name)(torch.tensor([tokens])).logits[0]
+    logits: Tensor = oracle(name)(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
 
 

@@ -133,6 +133,7 @@ def test_one_token_prompts_with_a_cut_run_as_prefills(load: Loader) -> None:
         "qwen3_5",
         "qwen3_5_moe",
         "qwen3_next",
+        "recurrent_gemma",
     ],
 )
 def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
@@ -162,6 +163,7 @@ def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
         "qwen3_5-odd-tied",
         "qwen3_5_moe",
         "qwen3_next",
+        "recurrent_gemma",
         "zamba2",
     ],
 )

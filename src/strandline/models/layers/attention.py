@@ -55,6 +55,10 @@ class AttentionConfig:
     """Of the products of queries and keys."""
     is_rotated: bool = True
     """Whether positions are embedded."""
+    has_out_bias: bool | None = None
+    """Whether the output projection has a bias; None: as the others."""
+    window_tokens: int | None = None
+    """Tokens that each token sees, the last ones, itself among them; None: all."""
 
     @classmethod
     def read(
@@ -111,7 +115,8 @@ class Attention(nn.Module):
         self.sizes = [query_rows, kv_rows, kv_rows, num_gate_rows]
         self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device, has_bias=config.has_bias)
         """Rows: query, key, value, gate."""
-        self.out_proj = Projection(hidden_size, query_rows, dtype, device, has_bias=config.has_bias)
+        has_out_bias = config.has_bias if config.has_out_bias is None else config.has_out_bias
+        self.out_proj = Projection(hidden_size, query_rows, dtype, device, has_bias=has_out_bias)
         if config.norm is QueryKeyNorm.WIDE:
             self.operations = (*self.operations, rms_norm)
             self.q_norm_O = gain(query_rows, dtype=dtype, device=device)
@@ -151,7 +156,8 @@ class Attention(nn.Module):
             q_TO = self._rms_norm(q_TO, self.q_norm_O, config.eps)
             k_TO = self._rms_norm(k_TO, self.k_norm_O, config.eps)
         q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, self._norm(), rotary, memory, batch.attention)
-        out_THD = self._attend(q_THD, memory, batch.attention, batch.num_decodes, scale=config.scale)
+        window = {} if config.window_tokens is None else {"window_tokens": config.window_tokens}
+        out_THD = self._attend(q_THD, memory, batch.attention, batch.num_decodes, scale=config.scale, **window)
         return out_THD.flatten(1), gate_TO
 
     def _norm(self) -> HeadNorm | None:
@@ -162,15 +168,13 @@ class Attention(nn.Module):
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
-        in_proj, out_proj = self.in_proj, self.out_proj
-        pairs = [("weight", in_proj.weight_OI, out_proj.weight_OI), ("bias", in_proj.bias_O, out_proj.bias_O)]
-        for kind, fused, out in pairs:
-            if fused is not None and out is not None:
+        for kind, fused in {"weight": self.in_proj.weight_OI, "bias": self.in_proj.bias_O}.items():
+            if fused is not None:
                 q, k, v, gate = fused.split(self.sizes)
                 yield f"{prefix}q_proj.{kind}", self._query_target(q, gate)
                 yield f"{prefix}k_proj.{kind}", whole(k)
                 yield f"{prefix}v_proj.{kind}", whole(v)
-                yield f"{prefix}o_proj.{kind}", whole(out)
+        yield from self.out_proj.targets(f"{prefix}o_proj.")
         if self.config.norm is QueryKeyNorm.WIDE:
             yield f"{prefix}q_norm.weight", whole(self.q_norm_O)
             yield f"{prefix}k_norm.weight", whole(self.k_norm_O)

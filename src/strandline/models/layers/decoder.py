@@ -197,6 +197,7 @@ class Decoder(nn.Module):
         is_tied: whether the output head is the embedding.
         embedding_multiplier: of the tokens' embeddings.
         logits_multiplier: of the logits.
+        logits_soft_cap: limit of the logits' size, approached smoothly; None: there is none.
     """
 
     inv_freq_F: Tensor | None
@@ -213,10 +214,12 @@ class Decoder(nn.Module):
         is_tied: bool,
         embedding_multiplier: float = 1.0,
         logits_multiplier: float = 1.0,
+        logits_soft_cap: float | None = None,
     ) -> None:
         super().__init__()
         self.norm, self.dtype = norm, dtype
         self.embedding_multiplier, self.logits_multiplier = embedding_multiplier, logits_multiplier
+        self.logits_soft_cap = logits_soft_cap
         self.embed_ZE = parameter(*shape, dtype=dtype, device=device)
         self.layers = nn.ModuleList(layers)
         self.norm_E = norm.weight(shape[1], dtype=dtype, device=device)
@@ -277,7 +280,8 @@ class Decoder(nn.Module):
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
         logits_NZ = self._tied_head(hidden_NE) if self.head is None else self.head.multiply(hidden_NE)
-        return multiplied(logits_NZ, self.logits_multiplier)
+        logits_NZ, cap = multiplied(logits_NZ, self.logits_multiplier), self.logits_soft_cap
+        return logits_NZ if cap is None else logits_NZ.div_(cap).tanh_().mul_(cap)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors but for the layers'.

@@ -1,0 +1,155 @@
+"""Griffin's recurrent layer and feed-forward part (RecurrentGemma).
+
+The recurrent layer: a short convolution, then a real-gated linear recurrent unit, beside a branch of gelu units that
+multiplies it. The unit's gates are block-diagonal products of its input.
+
+Source: De et al., "Griffin"; ``transformers`` (``recurrent_gemma``).
+
+Shape suffixes: T tokens of the step, E hidden size, H blocks, W channels of a block, V all channels, F intermediate
+size, S slots; of a window's memory R are the rows, C the channels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.replay import ReplayLog, replay_log
+from strandline.kernels.rglru_recurrence import GatedUnit, GatedUnitInputs
+from strandline.models.layers.convolution import CausalConvolution
+from strandline.models.layers.parameters import dtype_name, parameter
+from strandline.models.layers.projection import Projection
+from strandline.models.layers.recurrent import advance
+from strandline.models.layers.rotary import RotaryTable
+from strandline.models.targets import NamedTargets, whole
+from strandline.specs import LayerSpec, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GriffinConfig:
+    """Sizes of the recurrent layer."""
+
+    hidden_size: int
+    num_channels: int
+    num_blocks: int
+    num_taps: int
+    state_dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class GriffinMemory:
+    """A layer's share of all slots and logs."""
+
+    state_SV: Tensor
+    window_SRC: Tensor
+    conv_log: ReplayLog
+    recurrent_log: ReplayLog
+
+
+class GriffinLayer(nn.Module):
+    """The recurrent layer.
+
+    Args:
+        dtype: of activations and the convolution's window, and of the weights until they are packed.
+    """
+
+    operations = GatedUnit.operations
+
+    def __init__(self, config: GriffinConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        size, num_blocks = config.num_channels, config.num_blocks
+        width = size // num_blocks
+        self.recurrence = GatedUnit(size, config.state_dtype)
+        self.in_proj = Projection(2 * size, config.hidden_size, dtype, device, has_bias=True)
+        """Rows: the gelu units (y), what is convolved (x)."""
+        self.conv = CausalConvolution(size, config.num_taps, None, dtype, device, has_bias=True)
+        self.input_gate_HWW = parameter(num_blocks, width, width, dtype=dtype, device=device)
+        self.input_bias_HW = parameter(num_blocks, width, dtype=dtype, device=device)
+        self.decay_gate_HWW = parameter(num_blocks, width, width, dtype=dtype, device=device)
+        self.decay_bias_HW = parameter(num_blocks, width, dtype=dtype, device=device)
+        self.rate_V = parameter(size, dtype=torch.float32, device=device)
+        self.out_proj = Projection(config.hidden_size, size, dtype, device, has_bias=True)
+
+    @property
+    def spec(self) -> LayerSpec:
+        size, dtype = len(self.rate_V), dtype_name(self.conv.dtype)
+        inputs = {"conv": size, "x": size, "input_gate": size, "decay_gate": size, "first": 1}
+        replay = tuple(TensorSpec(name, (channels,), dtype) for name, channels in inputs.items())
+        return LayerSpec(states=(*self.recurrence.states, self.conv.window), log=self.recurrence.log, replay=replay)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self.recurrence = self.recurrence.with_kernels(kernels)
+
+    def bind(self, memory: LayerMemory) -> GriffinMemory:
+        """Return the layer's memory as ``forward`` takes it."""
+        log = replay_log(memory)
+        logs = (None, None) if log is None else (log[:1], log[1:])
+        return GriffinMemory(self.recurrence.bind(memory.states, memory.log), memory.states["window"], *logs)
+
+    def replay(self, batch: StepBatch, memory: GriffinMemory) -> None:
+        """Advance the states over logged tokens alone."""
+        no_x, no_first = (self.conv.weight_CW.new_empty(0, size) for size in (len(self.rate_V), 1))
+        self.conv.convolve(no_x, batch, memory.window_SRC, memory.conv_log)
+        self._advance((no_x, no_x, no_x, no_first), batch, memory)
+
+    def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: GriffinMemory) -> Tensor:
+        del rotary
+        y_TV, x_TV = self.in_proj.multiply(hidden_TE).chunk(2, dim=-1)
+        x_TV = self.conv.convolve(x_TV, batch, memory.window_SRC, memory.conv_log)
+        i_TV = self._gate(x_TV, self.input_gate_HWW, self.input_bias_HW)
+        r_TV = self._gate(x_TV, self.decay_gate_HWW, self.decay_bias_HW)
+        first_T1 = (batch.positions_T == 0).to(x_TV.dtype).unsqueeze(-1)
+        out_TV = self._advance((x_TV, i_TV, r_TV, first_T1), batch, memory)
+        return self.out_proj.multiply(out_TV.mul_(F.gelu(y_TV, approximate="tanh")))
+
+    def _gate(self, x_TV: Tensor, weight_HWW: Tensor, bias_HW: Tensor) -> Tensor:
+        x_HTW = x_TV.unflatten(-1, bias_HW.shape).transpose(0, 1)
+        return torch.baddbmm(bias_HW.unsqueeze(1), x_HTW, weight_HWW).transpose(0, 1).flatten(1)
+
+    def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: GriffinMemory) -> Tensor:
+        return advance(self.recurrence, self._inputs, tokens, batch, memory.state_SV, memory.recurrent_log)
+
+    def _inputs(self, x_TV: Tensor, i_TV: Tensor, r_TV: Tensor, first_T1: Tensor) -> GatedUnitInputs:
+        return GatedUnitInputs(x_TV, i_TV, r_TV, first_T1, self.rate_V)
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        assert self.in_proj.bias_O is not None
+        for kind, rows in {"weight": self.in_proj.weight_OI, "bias": self.in_proj.bias_O}.items():
+            for name, part in zip("yx", rows.chunk(2), strict=True):
+                yield f"{prefix}linear_{name}.{kind}", whole(part)
+        yield from self.out_proj.targets(f"{prefix}linear_out.")
+        yield from self.conv.targets(f"{prefix}conv_1d.")
+        yield f"{prefix}rg_lru.input_gate_weight", whole(self.input_gate_HWW)
+        yield f"{prefix}rg_lru.input_gate_bias", whole(self.input_bias_HW)
+        yield f"{prefix}rg_lru.recurrent_gate_weight", whole(self.decay_gate_HWW)
+        yield f"{prefix}rg_lru.recurrent_gate_bias", whole(self.decay_bias_HW)
+        yield f"{prefix}rg_lru.recurrent_param", whole(self.rate_V)
+
+
+class GeluMlp(nn.Module):
+    """A feed-forward part with a gated linear unit of gelu, and biases."""
+
+    def __init__(self, hidden_size: int, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.gate_up = Projection(2 * size, hidden_size, dtype, device, has_bias=True)
+        """Rows: gate, up."""
+        self.down = Projection(hidden_size, size, dtype, device, has_bias=True)
+
+    def forward(self, hidden_TE: Tensor) -> Tensor:
+        gate_TF, up_TF = self.gate_up.multiply(hidden_TE).chunk(2, dim=-1)
+        return self.down.multiply(F.gelu(gate_TF, approximate="tanh").mul_(up_TF))
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        assert self.gate_up.bias_O is not None
+        for kind, rows in {"weight": self.gate_up.weight_OI, "bias": self.gate_up.bias_O}.items():
+            for name, part in zip(("gate_proj", "up_proj"), rows.chunk(2), strict=True):
+                yield f"{prefix}{name}.{kind}", whole(part)
+        yield from self.down.targets(f"{prefix}down_proj.")

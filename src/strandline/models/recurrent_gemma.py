@@ -1,0 +1,85 @@
+"""RecurrentGemma: two layers of gated linear recurrent units, then one of sliding-window attention, and so on.
+
+Keys and values of all tokens are kept; those outside of the window are masked.
+
+Source: ``transformers`` (``recurrent_gemma``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import MAX_HEADS, UNLIMITED_POSITION, Fields, read_eps, read_vocab_size
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.convolution import MAX_TAPS
+from strandline.models.layers.decoder import Decoder, DecoderLayer, zero_centered
+from strandline.models.layers.griffin import GeluMlp, GriffinConfig, GriffinLayer
+from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.targets import NamedTargets, renamed, whole
+
+LAYER_TYPES: Final = ("recurrent", "attention")
+
+
+def build_recurrent_gemma(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported, or does not go with another one.
+    """
+    fields = Fields(config)
+    fields.choice("hidden_activation", ["gelu_pytorch_tanh"])
+    kinds = fields.list_of("layers_block_type", lambda entries, name: entries.choice(name, LAYER_TYPES))
+    window_tokens = fields.size("attention_window_size", at_most=UNLIMITED_POSITION)
+    attention = replace(AttentionConfig.read(fields, QueryKeyNorm.NONE), has_out_bias=True, window_tokens=window_tokens)
+    griffin, mlp_size = _read_griffin(fields), fields.size("intermediate_size", at_least=2) // 2
+    norm, hidden_size = zero_centered(read_eps(fields)), attention.hidden_size
+
+    def build_layer(kind: str) -> DecoderLayer:
+        return DecoderLayer(
+            Attention(attention, dtype, device) if kind == "attention" else GriffinLayer(griffin, dtype, device),
+            GeluMlp(hidden_size, mlp_size, dtype, device),
+            norm,
+            hidden_size,
+            dtype,
+            device,
+        )
+
+    layers = [build_layer(kind) for kind in kinds]
+    decoder = Decoder(
+        layers,
+        norm,
+        rotary_frequencies(config),
+        (read_vocab_size(fields), hidden_size),
+        dtype,
+        device,
+        is_tied=fields.flag("tie_word_embeddings"),
+        # Published models were trained with a factor that is rounded.
+        embedding_multiplier=float(torch.tensor(hidden_size**0.5, dtype=torch.bfloat16)),
+        logits_soft_cap=fields.number("logits_soft_cap", at_least=1e-3, at_most=1e6),
+    )
+    return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))
+
+
+def _read_griffin(fields: Fields) -> GriffinConfig:
+    num_blocks, size = fields.size("num_attention_heads", at_most=MAX_HEADS), fields.size("lru_width")
+    if size % num_blocks:
+        fields.reject("lru_width", f"a multiple of num_attention_heads, {num_blocks}")
+    num_taps = fields.size("conv1d_width", at_least=2, at_most=MAX_TAPS)
+    return GriffinConfig(fields.size("hidden_size"), size, num_blocks, num_taps)
+
+
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    yield from renamed(decoder.targets("model.", names), {"norm": "final_norm"})
+    for index, layer in enumerate(layers):
+        prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
+        yield f"{prefix}temporal_pre_norm.weight", whole(layer.mixer_norm_E)
+        yield f"{prefix}channel_pre_norm.weight", whole(layer.mlp_norm_E)
+        assert isinstance(mixer, Attention | GriffinLayer)
+        yield from mixer.targets(f"{prefix}temporal_block.")
+        assert isinstance(mlp, GeluMlp)
+        yield from mlp.targets(f"{prefix}mlp_block.")
