@@ -16,7 +16,7 @@ from strandline.models import fp8_conversion
 from strandline.models.fp8_conversion import BLOCK, convert_to_fp8, is_converted, quantize_blocks
 from strandline.models.weights import load_model
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.models import fp8
+from tests.cpu.models import families, fp8
 from tests.cpu.models.test_weights import fuse_experts, split_into_shards, unfuse_experts
 
 SIZES: dict[str, Any] = {
@@ -91,6 +91,17 @@ def test_converted_model_loads_within_the_precision_of_e4m3(sparse: Path, tmp_pa
         error = (weight - exact[name]).abs()
         # Half a step of three binary places, or of the smallest numbers in a block.
         assert bool((error <= exact[name].abs() / 16 + exact[name].abs().max() / 448 * 2**-10).all()), name
+
+
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_every_family_loads_from_what_is_written(name: str, tmp_path: Path) -> None:
+    source = families.save(name, tmp_path)
+    report = convert_to_fp8(source, tmp_path / "out")
+    model: Any = load_model(tmp_path / "out", dtype=torch.float32)
+    assert model.weights_report.num_quantized == report.num_converted > 0
+    exact: Any = load_model(source, dtype=torch.float32)
+    for (weight_name, weight), (_, expected) in zip(model.named_parameters(), exact.named_parameters(), strict=True):
+        assert float((weight - expected).norm()) <= 0.03 * float(expected.norm()), weight_name
 
 
 def test_experts_in_one_tensor_are_written_one_by_one(sparse: Path, tmp_path: Path) -> None:
