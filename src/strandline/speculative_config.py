@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, Final
 
 from strandline.errors import ConfigError
@@ -10,6 +11,8 @@ from strandline.json_options import read_json_option
 METHODS: Final = ("mtp", "ngram")
 MAX_DRAFT_TOKENS: Final = 16
 DEFAULT_MATCH: Final = 5
+
+SAMPLE_METHODS: Final = ("standard", "synthetic")
 
 FLAG: Final = "--speculative-config"
 
@@ -31,6 +34,10 @@ class SpeculativeConfig:
     """The longest run of last tokens that ``ngram`` searches for; None: ``prompt_lookup_min``, or 5."""
     prompt_lookup_min: int | None = None
     """The shortest; None: ``prompt_lookup_max``, or 5."""
+    rejection_sample_method: str = "standard"
+    """``standard``, or for benchmarks ``synthetic``: drafts are accepted by chance, whatever the model samples."""
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    """By place of a draft, the share of steps in which it is accepted; they do not rise. Only with ``synthetic``."""
     adaptive: bool = True
     """Draft fewer tokens, or none, where that gives more tokens per second, by the drafts accepted so far and measured
     step times. False: always ``num_speculative_tokens``."""
@@ -42,10 +49,26 @@ class SpeculativeConfig:
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name), None)
+        if self.rejection_sample_method not in SAMPLE_METHODS:
+            names = ", ".join(SAMPLE_METHODS)
+            raise ConfigError(
+                f"{FLAG}: rejection_sample_method must be one of {names}; got {self.rejection_sample_method!r}"
+            )
+        self._check_rates()
         if type(self.adaptive) is not bool:
             raise ConfigError(f"{FLAG}: adaptive must be true or false, got {self.adaptive!r}")
         if self.min_match > self.max_match:
             raise ConfigError(f"{FLAG}: prompt_lookup_min {self.min_match} is above prompt_lookup_max {self.max_match}")
+
+    def _check_rates(self) -> None:
+        rates = self.synthetic_acceptance_rates
+        if (rates is None) == (self.rejection_sample_method == "synthetic"):
+            raise ConfigError(f"{FLAG}: rejection_sample_method synthetic and synthetic_acceptance_rates go together")
+        if rates is not None and not _are_rates(rates, self.num_speculative_tokens):
+            raise ConfigError(
+                f"{FLAG}: synthetic_acceptance_rates must be {self.num_speculative_tokens} numbers from 0 to 1, none "
+                f"above the one before, as num_speculative_tokens says; got {rates!r}"
+            )
 
     @property
     def has_draft_layer(self) -> bool:
@@ -72,10 +95,19 @@ def read_speculative_config(value: str | Mapping[str, Any]) -> SpeculativeConfig
     for name in ("method", "num_speculative_tokens"):
         if name not in value:
             raise ConfigError(f"{FLAG}: {name} is missing, as in {EXAMPLE}")
-    return SpeculativeConfig(**value)
+    rates = value.get("synthetic_acceptance_rates")
+    given = {**value, "synthetic_acceptance_rates": tuple(rates)} if isinstance(rates, list) else value
+    return SpeculativeConfig(**given)
 
 
 EXAMPLE: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
+
+
+def _are_rates(rates: Any, count: int) -> bool:
+    if not isinstance(rates, tuple) or len(rates) != count:
+        return False
+    are_shares = all(type(rate) in (int, float) and 0 <= rate <= 1 for rate in rates)
+    return are_shares and all(after <= before for before, after in pairwise(rates))
 
 
 def _require_count(name: str, value: object, at_most: int | None) -> None:

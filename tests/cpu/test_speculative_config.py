@@ -17,6 +17,15 @@ FAULTS = {
     '{"method": "mtp", "num_speculative_tokens": 17}': "at least 1 and at most 16, got 17",
     '{"method": "mtp", "num_speculative_token": 1}': "unknown field 'num_speculative_token'; known are method",
     '{"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 5, "prompt_lookup_max": 2}': "above",
+    '{"method": "mtp", "num_speculative_tokens": 1, "adaptive": 1}': "adaptive must be true or false, got 1",
+    '{"method": "mtp", "num_speculative_tokens": 1, "rejection_sample_method": "x"}': "one of standard, synthetic",
+    '{"method": "mtp", "num_speculative_tokens": 1, "rejection_sample_method": "synthetic"}': "go together",
+    '{"method": "mtp", "num_speculative_tokens": 1, "synthetic_acceptance_rates": [0.5]}': "go together",
+    **{
+        '{"method": "mtp", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic", '
+        f'"synthetic_acceptance_rates": {rates}}}': "must be 2 numbers from 0 to 1, none above the one before"
+        for rates in ("[0.5]", "[0.5, 0.6]", "[1.5, 0.6]", '["a", 0.6]', "0.5")
+    },
     '{"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 0}': "at least 1, got 0",
 }
 

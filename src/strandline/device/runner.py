@@ -131,6 +131,7 @@ class Runner:
         poison: fill freed memory with NaN, so that tests notice when it is read.
         keeps_logs: let decoding sequences keep logs; the scheduler must know.
         draft_tokens: most drafts of a sequence in a step; logs hold these, then.
+        synthetic_rates: as ``sample_and_verify``.
     """
 
     def __init__(
@@ -145,8 +146,10 @@ class Runner:
         poison: bool = False,
         keeps_logs: bool = False,
         draft_tokens: int = 0,
+        synthetic_rates: Sequence[float] | None = None,
     ) -> None:
         self.model = model
+        self._synthetic_rates = synthetic_rates
         self.device = device
         self._grammars = grammars
         if device.type == "cpu":
@@ -237,7 +240,8 @@ class Runner:
                 rows += range(last - num_drafts, last + 1)
         if verified:
             (rows_R,) = upload_together([rows], self.device)
-            sample_and_verify(self.model.logits(hidden_XE[rows_R]), verified, self._kernels)
+            logits_RV = self.model.logits(hidden_XE[rows_R])
+            sample_and_verify(logits_RV, verified, self._kernels, self._synthetic_rates)
             launched.take_verified(verified)
         with_drafts = [sequence for sequence in verified if sequence.draft_ids]
         last_rows = [rows[sequence.first_row + len(sequence.token_ids) - 1] for sequence in with_drafts]

@@ -85,6 +85,7 @@ class UniExecutor:
                 poison=is_cache_debugged(),
                 keeps_logs=keeps_logs,
                 draft_tokens=draft_tokens,
+                synthetic_rates=None if config.speculation is None else config.speculation.synthetic_acceptance_rates,
             )
             if device.type == "cpu":
                 self.runner.arena.prefault(PREFAULTED_BYTES)

@@ -13,6 +13,7 @@ Shape suffixes: R rows, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from torch import Tensor
 
@@ -38,22 +39,38 @@ class Verified:
     failure: str | None = None
     """Why no token could be chosen: an exception concerned this sequence alone."""
 
-    def take(self, token: int) -> bool:
+    def take(self, token: int, synthetic_rates: Sequence[float] | None) -> bool:
         """Append a sampled token; return whether it is a draft behind which another can be sampled."""
         place = len(self.token_ids)
+        agrees = place < len(self.draft_ids) and self.draft_ids[place] == token
+        if synthetic_rates is not None and place < len(self.draft_ids):
+            agrees = self._is_accepted_at(place, synthetic_rates)
+            token = self.draft_ids[place] if agrees else token
         self.token_ids.append(token)
         if token == NO_TOKEN:
             return False
         self.state.append(token)
-        is_draft = place < len(self.draft_ids) and self.draft_ids[place] == token
-        return is_draft and not self.state.new.stops_at(token, len(self.state.output_ids))
+        return agrees and not self.state.new.stops_at(token, len(self.state.output_ids))
+
+    def _is_accepted_at(self, place: int, rates: Sequence[float]) -> bool:
+        """Draw whether a draft behind accepted ones is accepted, given how often drafts at each place are in all."""
+        before = rates[place - 1] if place else 1.0
+        draw = Random(f"{self.state.new.seed} {self.state.position}").random()
+        return draw * before < rates[place]
 
 
-def sample_and_verify(logits_RV: Tensor, sequences: Sequence[Verified], kernels: Kernels) -> None:
+def sample_and_verify(
+    logits_RV: Tensor,
+    sequences: Sequence[Verified],
+    kernels: Kernels,
+    synthetic_rates: Sequence[float] | None = None,
+) -> None:
     """Sample behind each sequence's certain token and its drafts, as far as these agree. Waits for the device.
 
     Args:
         logits_RV: a row for each sequence, and one more for each of its drafts.
+        synthetic_rates: by place, how often drafts are accepted whatever is sampled, for benchmarks; None: those that
+            agree are.
     """
     remaining = list(sequences)
     while remaining:
@@ -64,6 +81,6 @@ def sample_and_verify(logits_RV: Tensor, sequences: Sequence[Verified], kernels:
             sequence.failure = chosen.failures.get(row)
             if row in chosen.logprobs:
                 sequence.logprobs.append(chosen.logprobs[row])
-            if sequence.take(token):
+            if sequence.take(token, synthetic_rates):
                 agreeing.append(sequence)
         remaining = agreeing

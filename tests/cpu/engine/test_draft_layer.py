@@ -47,8 +47,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
         speculation = None
         if num_drafts:
             speculation = {"method": "mtp", "num_speculative_tokens": num_drafts, "adaptive": False}
-        settings = {"memory": "64MiB", "dtype": "float32", "device": "cpu", **options}
-        return LLM("demo", speculative_config=speculation, **settings)
+        settings = {"memory": "64MiB", "dtype": "float32", "device": "cpu", "speculative_config": speculation}
+        return LLM("demo", **{**settings, **options})
 
     return make
 
@@ -146,3 +146,17 @@ def test_a_model_without_a_draft_layer_says_so(tmp_path_factory: pytest.TempPath
             device="cpu",
             speculative_config={"method": "mtp", "num_speculative_tokens": 1},
         )
+
+
+def test_synthetic_acceptance_has_the_given_rates(make: Callable[..., LLM]) -> None:
+    rates = [0.8, 0.6]
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    speculation = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False, **synthetic}
+    llm = make(2, speculative_config=speculation)
+    params = SamplingParams(temperature=1, max_tokens=200, ignore_eos=True, n=6, seed=1)
+    llm.generate({"prompt_token_ids": ids(llm)}, params, use_tqdm=False)
+    stats = llm.engine.core.stats().speculation
+    assert stats.num_drafts > 400
+    # Three standard deviations of 400 draws are 0.07.
+    found = [count / stats.num_drafts for count in stats.num_accepted_by_place]
+    assert found == pytest.approx(rates, abs=0.07)
