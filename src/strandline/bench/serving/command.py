@@ -12,8 +12,9 @@ from uuid import uuid4
 
 from tqdm import tqdm
 
+from strandline.bench.serving.acceptance import acceptance_figures, read_draft_counts
 from strandline.bench.serving.datasets import make_sessions
-from strandline.bench.serving.figures import figures_of
+from strandline.bench.serving.figures import Figures, figures_of
 from strandline.bench.serving.load import Load, Run
 from strandline.bench.serving.load_client import ServerUnderLoad
 from strandline.bench.serving.maker import Maker
@@ -38,6 +39,8 @@ class Measured:
     model: str
     tokenizer: str | None
     num_skipped: int
+    drafts: Figures
+    """What became of the server's drafts during the run; empty: there were none, or it does not say."""
 
 
 def run_serving_benchmark(options: Namespace) -> int:
@@ -48,7 +51,7 @@ def run_serving_benchmark(options: Namespace) -> int:
     """
     pace, wanted = pace_of(options), wanted_of(options)
     measured = asyncio.run(_measure(options, pace))
-    run, figures = measured.run, figures_of(measured.run, wanted)
+    run, figures = measured.run, figures_of(measured.run, wanted) | measured.drafts
     print("\n".join(table(figures, pace, wanted)))
     for line in warnings(figures, measured.num_skipped):
         print(f"note: {line}", file=sys.stderr)
@@ -75,9 +78,11 @@ async def _measure(options: Namespace, pace: Pace) -> Measured:
         maker = Maker(vocabulary, options, is_chat=server.target.is_chat, max_model_len=max_model_len)
         sessions = make_sessions(maker)
         await _warm_up(server, maker, sessions)
+        before = read_draft_counts(await server.metrics())
         with tqdm(total=_expected(sessions, options), unit="request", disable=options.disable_tqdm) as bar:
             run = await Load(server, pace, vocabulary, lambda answer: bar.update()).execute(sessions)
-    return Measured(run, model, tokenizer, maker.num_skipped)
+        drafts = acceptance_figures(before, read_draft_counts(await server.metrics()))
+    return Measured(run, model, tokenizer, maker.num_skipped, drafts)
 
 
 def _names(options: Namespace, cards: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:

@@ -16,6 +16,7 @@ from strandline.errors import ConfigError
 TIMEOUT_S: Final = 6 * 3600.0
 CONNECT_TIMEOUT_S: Final = 60.0
 READY_POLL_S: Final = 0.5
+METRICS_TIMEOUT_S: Final = 10.0
 MAX_ERROR_CHARACTERS: Final = 500
 
 
@@ -198,6 +199,14 @@ class ServerUnderLoad:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(f"{url}: {text}; is the server there? (--base-url, --host, --port)") from error
         return cards
+
+    async def metrics(self) -> str:
+        """Return the server's metrics in Prometheus' text format; "" if it has none."""
+        try:
+            response = await self._http.get(self.target.base_url + "/metrics", timeout=METRICS_TIMEOUT_S)
+        except httpx.HTTPError:
+            return ""
+        return response.text if response.status_code == httpx.codes.OK else ""
 
 
 def _count(answer: Answer, usage: Usage) -> None:

@@ -184,6 +184,8 @@ def _rows() -> list[tuple[str, Pick | None, int]]:
         ("Input and output tokens per second", field("total_token_throughput"), 1),
         ("Prompt tokens from the cache, %", field("cache_hit_rate", 100), 1),
         ("… that could have been, %", field("ideal_cache_hit_rate", 100), 0),
+        ("Accepted drafts, %", field("spec_decode_acceptance_rate"), 1),
+        ("Tokens per step with drafts", field("spec_decode_acceptance_length"), 1),
     ]
     for metric, (short, heading) in METRICS.items():
         rows.append((f"{heading}, ms", None, 0))

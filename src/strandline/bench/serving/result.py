@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
+from strandline.bench.serving.acceptance import acceptance_rows
 from strandline.bench.serving.figures import DETAILS, Figures, metric_rows
 from strandline.bench.serving.options import Pace, Wanted, key_values
 from strandline.errors import ConfigError
@@ -40,6 +41,9 @@ def table(figures: Figures, pace: Pace, wanted: Wanted) -> list[str]:
     lines += [_row(label, text) for label, text in counts if text is not None]
     lines.append("Prefix Cache".center(WIDTH, "-"))
     lines += [_row(label, text) for label, text in _cache_rows(figures)]
+    if drafts := acceptance_rows(figures):
+        lines.append("Speculative Decoding".center(WIDTH, "-"))
+        lines += [_row(label, text) for label, text in drafts]
     for heading, rows in metric_rows(figures, wanted):
         lines.append(heading.center(WIDTH, "-"))
         lines += [_row(label, f"{value:.2f}") for label, value in rows]
