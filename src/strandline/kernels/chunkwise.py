@@ -79,6 +79,13 @@ def chunk_decays(log_decay_MH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return decay_HMM, sum_HM1.exp().float(), decay_HMM[:, -1:].mT
 
 
+def is_overwritten(src_N: Tensor, dst_N: Tensor) -> bool:
+    """Return whether a sequence writes where another one reads."""
+    srcs, dsts = src_N.tolist(), dst_N.tolist()
+    own = dict(zip(dsts, srcs, strict=True))
+    return any(src != NULL_SLOT and src in own and (own[src] != src or srcs.count(src) > 1) for src in srcs)
+
+
 def _store(state_SX: Tensor, slot: int, state_X: Tensor) -> None:
     if slot != NULL_SLOT:
         state_SX[slot] = state_X

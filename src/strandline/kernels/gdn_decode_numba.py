@@ -16,7 +16,7 @@ from torch import Tensor
 
 from strandline.ids import NULL_SLOT
 from strandline.kernels.batch import LogBatch
-from strandline.kernels.chunkwise import MIN_LOG_DECAY
+from strandline.kernels.chunkwise import MIN_LOG_DECAY, is_overwritten
 from strandline.kernels.gdn import L2_NORM_EPS
 from strandline.kernels.gdn_log import LogMemory
 from strandline.kernels.runtime_numba import (
@@ -65,7 +65,7 @@ def gdn_decode(
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.gdn.gdn_decode`."""
     inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N, max_beta)
-    if _is_overwritten(src_N, dst_N):
+    if is_overwritten(src_N, dst_N):
         raise ValueError(f"a sequence writes where another one reads: from slots {src_N} to {dst_N}")
     return _decode(inputs, NO_LOGS)
 
@@ -107,13 +107,6 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
             log_lens=len_N.data_ptr(),
             **_log_arguments(memory.of_layer(layer)),
         )
-
-
-def _is_overwritten(src_N: Tensor, dst_N: Tensor) -> bool:
-    """Return whether a sequence writes where another one reads."""
-    srcs, dsts = src_N.tolist(), dst_N.tolist()
-    own = dict(zip(dsts, srcs, strict=True))
-    return any(src != NULL_SLOT and src in own and (own[src] != src or srcs.count(src) > 1) for src in srcs)
 
 
 def layer_arguments(

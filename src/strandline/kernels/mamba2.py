@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.chunk_table import ChunkTable
-from strandline.kernels.chunkwise import MIN_LOG_DECAY, advance_chunks, advance_tokens, chunk_decays
-from strandline.kernels.operation import operation
+from strandline.kernels.chunkwise import FLOAT32_STATE, MIN_LOG_DECAY, advance_chunks, advance_tokens, chunk_decays
+from strandline.kernels.operation import numba, operation
 
 
 @operation(reads_device=True)
@@ -61,7 +61,7 @@ def mamba2_prefill(
     return advance_chunks(advance, torch.empty_like(x_THV), state_SHKV, src_N, dst_N, chunks)
 
 
-@operation(reads_device=True)
+@operation(numba("mamba2_decode_numba", memory=FLOAT32_STATE), reads_device=True)
 def mamba2_decode(
     x_NHV: Tensor,
     B_NGK: Tensor,

@@ -27,8 +27,9 @@ from tests.bound import bound
 
 pytestmark = pytest.mark.usefixtures("each_version")
 
-FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
-"""The chunkwise form adds the same float32 numbers in another order: some 64 roundings of values near 1."""
+FLOAT32 = {"rtol": 1e-4, "atol": 4e-5}
+"""The chunkwise form adds the same float32 numbers in another order: some 64 roundings of terms up to 10, which may
+cancel."""
 
 NUM_SLOTS = 24
 
