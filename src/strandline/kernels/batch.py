@@ -1,7 +1,7 @@
 """The tensors of one step that every layer shares, and an attention layer's memory.
 
 Shape suffixes: T tokens of the step, N sequences, M blocks per table, B blocks, P tokens in a block (64), G key/value
-heads, D channels of a head.
+heads, D channels of a head; Q logged tokens, K drafts.
 
 The sequences of a step are ordered: first the *decodes* (one token each, no cut), whose tokens are rows
 ``[0, num_decodes)``; then the *prefills* (one token or more), whose tokens are the rows after. Tensors live on the
@@ -75,11 +75,11 @@ class LogBatch:
 class ReplayBatch:
     """The logged tokens that recurrent layers compute again before the step's own (``kernels/replay.py``).
 
-    Shape suffixes here: T rows of the step's prefills, R the same and those replayed, Q logged tokens, K drafts.
+    T counts the tokens of the step's prefills here.
     """
 
     num_rows: int
-    """R."""
+    """Logged tokens and the step's own together."""
     step_rows_T: Tensor
     """int64 places of the step's rows among all."""
     logged_rows_Q: Tensor

@@ -118,9 +118,9 @@ class Mamba1Layer(nn.Module):
     def replay(self, batch: StepBatch, memory: Mamba1LayerMemory) -> None:
         """Advance the states over logged tokens alone."""
         num_channels, state_dim = self.A_log_VK.shape
-        no_x, no_B = (self.conv.weight_CW.new_empty(0, size) for size in (num_channels, state_dim))
+        no_x, no_projected = (self.conv.weight_CW.new_empty(0, size) for size in (num_channels, state_dim))
         self.conv.convolve(no_x, batch, memory.window_SRC, memory.conv_log)
-        self._advance((no_x, no_x, no_B, no_B, no_x), batch, memory)
+        self._advance((no_x, no_x, no_projected, no_projected, no_x), batch, memory)
 
     def forward(
         self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Mamba1LayerMemory
