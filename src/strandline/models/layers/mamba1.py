@@ -7,7 +7,8 @@ Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State S
 ``falcon_mamba``, ``jamba``) for the composition.
 
 Shape suffixes: T tokens of the step, E hidden size, V channels, K dimensions of a channel's state, R rank of the time
-steps' projection, O rows of a fused projection, S slots; of a window's memory R are the rows, C the channels.
+steps' projection, O rows of a fused projection, S slots; of a window's memory R are the rows, C the channels. ``B`` and
+``C`` alone are the state's projections.
 """
 
 from collections.abc import Sequence
