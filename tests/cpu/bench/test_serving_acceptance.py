@@ -76,7 +76,7 @@ def test_the_table_has_the_lines_of_vllm() -> None:
 
 
 def test_bench_serve_shows_the_acceptance_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
+    config = json.dumps({"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
     with running_server(
         DEMO_DIRECTORY, tmp_path / "log", "--memory", "64MiB", "--speculative-config", config
     ) as server:

@@ -1,0 +1,65 @@
+"""Drafts under a grammar: with penalties and sampling too, outputs are valid and those of plain decoding."""
+
+import json
+from typing import Any
+
+import pytest
+
+from strandline import LLM, SamplingParams
+from strandline.records.sampling_params import StructuredOutputsParams
+
+NGRAM = {
+    "method": "ngram",
+    "adaptive": False,
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 1,
+}
+MTP = {"method": "mtp", "adaptive": False, "num_speculative_tokens": 3}
+NUM_ENTRIES = 4
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ada", "Grace", "Edsger"]}, "is_here": {"type": "boolean"}},
+        "required": ["name", "is_here"],
+        "additionalProperties": False,
+    },
+    "minItems": NUM_ENTRIES,
+    "maxItems": NUM_ENTRIES,
+}
+PROMPT = 'Copy this list: [{"name": "Ada", "is_here": true}, {"name": "Grace", "is_here": false}]'
+SAMPLERS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"temperature": 0.9, "seed": 4, "presence_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {7: 1.0}},
+    {"temperature": 1.0, "seed": 5, "n": 3, "logprobs": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return load(None)
+
+
+@pytest.fixture(scope="module", params=[NGRAM, MTP], ids=["ngram", "mtp"])
+def speculating(request: pytest.FixtureRequest) -> LLM:
+    return load(request.param)
+
+
+def load(config: dict[str, Any] | None) -> LLM:
+    return LLM("demo", memory="64MiB", dtype="float32", device="cpu", speculative_config=config)
+
+
+@pytest.mark.parametrize("options", SAMPLERS, ids=str)
+def test_structured_outputs_are_those_of_plain_decoding(plain: LLM, speculating: LLM, options: dict[str, Any]) -> None:
+    structure = StructuredOutputsParams(json=SCHEMA)
+    params = SamplingParams(max_tokens=300, structured_outputs=structure, **options)
+    messages = [{"role": "user", "content": PROMPT}]
+    [expected], [found] = (llm.chat(messages, params, use_tqdm=False) for llm in (plain, speculating))
+    assert found.speculation.num_accepted_tokens > 0
+    for left, right in zip(expected.outputs, found.outputs, strict=True):
+        assert (left.token_ids, left.text, left.finish_reason) == (right.token_ids, right.text, "stop")
+        assert len(json.loads(right.text)) == NUM_ENTRIES
+        if right.logprobs is not None:
+            assert len(right.logprobs) == len(right.token_ids)
