@@ -22,6 +22,7 @@ from strandline import SamplingParams, StructuredOutputsParams
 from strandline.cache import CopyTokens
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, LaunchedStep
+from strandline.device.threads import NUM_THREADS
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor
@@ -80,6 +81,8 @@ def executor_of(chat_dir: Path) -> Iterator[MakeExecutor]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DEBUG_CACHE, "1")
+        # The number of threads changes a sum's last bits: workers take as many as this process.
+        patch.setenv(NUM_THREADS, str(threads))
         yield get
         workers = [executor.process_id for executor in made.values() if isinstance(executor, MpExecutor)]
         made.clear()

@@ -40,14 +40,27 @@ FAMILIES = [
 """Names of ``tests.cpu.models.families``."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return families.save(request.param, tmp_path_factory.mktemp("families"))
+ALSO_IN_TORCH = ["lfm2", "llama", "nemotron_h", "olmo_hybrid"]
+"""One family for each kind of layer that has Numba kernels; other recurrences are computed by torch in any case."""
+
+CASES = [*((name, "numba") for name in FAMILIES), *((name, "torch") for name in ALSO_IN_TORCH)]
 
 
-@pytest.fixture(params=["numba", "torch"])
-def make_llm(request: pytest.FixtureRequest, directory: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
-    monkeypatch.setenv(NUMBA, str(int(request.param == "numba")))
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A family, and what computes its kernels."""
+    name, backend = request.param
+    return name, backend
+
+
+@pytest.fixture(scope="module")
+def directory(case: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.save(case[0], tmp_path_factory.mktemp("families"))
+
+
+@pytest.fixture
+def make_llm(case: tuple[str, str], directory: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
+    monkeypatch.setenv(NUMBA, str(int(case[1] == "numba")))
     return llm_maker(directory, monkeypatch, device="cpu")
 
 
@@ -101,17 +114,17 @@ def test_a_published_slot_holds_the_state_of_its_tokens(make_llm: MakeLLM) -> No
         assert list(llm.engine.cache.snapshots()) == []  # test_attention_only.py compares the published blocks
 
 
-def test_drafts_change_neither_tokens_nor_states(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_llm = llm_maker(directory, monkeypatch, device="cpu", memory="64MiB", max_model_len=512)
-    recording = make_llm(speculative_config=SPECULATION)
+def test_drafts_change_neither_tokens_nor_states(make_llm: MakeLLM) -> None:
+    settings = {"memory": "64MiB", "max_model_len": 512, "speculative_config": SPECULATION}
+    recording = make_llm(**settings)
     recorder = record(recording)
     prompts = [tokens(count, seed=count) for count in (1, 63, 64, 100)]
     expected = answers(make_llm(), prompts)
     assert answers(recording, prompts) == expected
     live_through_much(recording, seed=1)
-    llm = force(make_llm(speculative_config=SPECULATION, max_num_batched_tokens=100), recorder.known, [3, 1, 2, 0])
+    llm = force(make_llm(**settings, max_num_batched_tokens=100), recorder.known, [3, 1, 2, 0])
     assert answers(llm, prompts) == expected
     live_through_much(llm, seed=1)
     assert llm.engine.core.stats().speculation.num_accepted_tokens > 0
     if llm.engine.core.spec.has_states:
-        check_published_slots(llm, make_llm())
+        check_published_slots(llm, make_llm(memory="64MiB"))
