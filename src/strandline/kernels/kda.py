@@ -14,6 +14,8 @@ Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture
 Shape suffixes: T tokens, N sequences, M tokens of one chunk, H heads, K key channels, V value channels, S slots.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,18 @@ from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.chunkwise import MIN_EXPONENT, MIN_LOG_DECAY, advance_chunks, advance_tokens
 from strandline.kernels.gdn import normalise
 from strandline.kernels.operation import operation
+
+
+class KimiDeltaInputs(NamedTuple):
+    """Some tokens' raw queries, keys and values, what their gates are made of, and the layer's part in these."""
+
+    q_THK: Tensor
+    k_THK: Tensor
+    v_THV: Tensor
+    f_THK: Tensor
+    b_TH: Tensor
+    A_log_H: Tensor
+    dt_bias_HK: Tensor
 
 
 @operation(reads_device=True)

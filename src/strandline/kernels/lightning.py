@@ -13,12 +13,23 @@ Source: Qin et al., "Lightning Attention-2", section 3.2; MiniMax, "MiniMax-01",
 Shape suffixes: T tokens, N sequences, M tokens of one chunk, H heads, K key channels, V value channels, S slots.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.chunkwise import advance_chunks, advance_tokens, chunk_decays
 from strandline.kernels.operation import operation
+
+
+class LightningInputs(NamedTuple):
+    """Some tokens' queries, keys and values, and the layer's log decays."""
+
+    q_THK: Tensor
+    k_THK: Tensor
+    v_THV: Tensor
+    log_decay_H: Tensor
 
 
 @operation(reads_device=True)

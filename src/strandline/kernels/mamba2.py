@@ -15,6 +15,8 @@ Shape suffixes: T tokens, N sequences, M tokens of one chunk, G groups, H heads 
 state, V channels of a head, S slots.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,18 @@ from torch import Tensor
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.chunkwise import FLOAT32_STATE, MIN_LOG_DECAY, advance_chunks, advance_tokens, chunk_decays
 from strandline.kernels.operation import numba, operation
+
+
+class Mamba2Inputs(NamedTuple):
+    """Some tokens' values, input and output projections and raw time steps, and the layer's part in these."""
+
+    x_THV: Tensor
+    B_TGK: Tensor
+    C_TGK: Tensor
+    dt_TH: Tensor
+    A_log_H: Tensor
+    D_H: Tensor
+    dt_bias_H: Tensor
 
 
 @operation(reads_device=True)

@@ -17,7 +17,7 @@ Source: De et al., "Griffin: Mixing Gated Linear Recurrences with Local Attentio
 Shape suffixes: T tokens, N sequences, M successive tokens of one, V channels, S slots.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,16 @@ from strandline.kernels.chunkwise import advance_chunks, advance_tokens
 from strandline.kernels.operation import operation
 
 DECAY_SCALE: Final = 8.0
+
+
+class GatedUnitInputs(NamedTuple):
+    """Some tokens' inputs, gates and whether they begin a text, and the layer's part in the decays."""
+
+    x_TV: Tensor
+    i_TV: Tensor
+    r_TV: Tensor
+    first_T1: Tensor
+    rate_V: Tensor
 
 
 @operation(reads_device=True)

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.gdn_recurrence import GatedDelta
-from strandline.kernels.mamba2_recurrence import Mamba2
+from strandline.kernels.lightning import lightning_decode, lightning_prefill
+from strandline.kernels.mamba2 import mamba2_decode, mamba2_prefill
 from strandline.kernels.recurrence import Recurrence, bind_folds
+from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
 from strandline.specs import LayerSpec, LogSpec, ModelSpec, TensorSpec, kv_spec
 
 STATE = TensorSpec("total", (3,), "float32", is_recurrent=True)
@@ -71,10 +73,12 @@ def test_gated_delta_recurrences_of_one_size_are_equal() -> None:
     assert [(state.shape, state.is_recurrent) for state in recurrence.states] == [((4, 8, 8), True)]
 
 
-def test_mamba2_recurrences_of_one_size_are_equal() -> None:
-    one = Mamba2(4, 16, 8, (0.0, 1.0), "float32")
-    assert one == Mamba2(4, 16, 8, (0.0, 1.0), "float32")
-    assert one != Mamba2(4, 16, 8, (0.1, 1.0), "float32")
+def test_unlogged_recurrences_are_equal_where_size_and_constants_are() -> None:
+    operations = (mamba2_prefill, mamba2_decode)
+    one = UnloggedRecurrence[Any](operations, (4, 16, 8), "float32", ((0.0, 1.0),))
+    assert one == UnloggedRecurrence(operations, (4, 16, 8), "float32", ((0.0, 1.0),))
+    assert one != UnloggedRecurrence(operations, (4, 16, 8), "float32", ((0.1, 1.0),))
+    assert one != UnloggedRecurrence((lightning_prefill, lightning_decode), (4, 16, 8), "float32", ((0.0, 1.0),))
     recurrence: Recurrence[Any, Any] = one
     assert [(state.shape, state.is_recurrent) for state in recurrence.states] == [((4, 16, 8), True)]
     assert recurrence.log is None

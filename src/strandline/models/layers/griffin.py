@@ -20,7 +20,8 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.replay import ReplayLog, replay_log
-from strandline.kernels.rglru_recurrence import GatedUnit, GatedUnitInputs
+from strandline.kernels.rglru import GatedUnitInputs, rglru_decode, rglru_prefill
+from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
 from strandline.models.layers.convolution import CausalConvolution
 from strandline.models.layers.parameters import dtype_name, parameter
 from strandline.models.layers.projection import Projection
@@ -58,13 +59,15 @@ class GriffinLayer(nn.Module):
         dtype: of activations and the convolution's window, and of the weights until they are packed.
     """
 
-    operations = GatedUnit.operations
+    operations = (rglru_prefill, rglru_decode)
 
     def __init__(self, config: GriffinConfig, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         size, num_blocks = config.num_channels, config.num_blocks
         width = size // num_blocks
-        self.recurrence = GatedUnit(size, config.state_dtype)
+        self.recurrence: UnloggedRecurrence[GatedUnitInputs] = UnloggedRecurrence(
+            (rglru_prefill, rglru_decode), (size,), config.state_dtype
+        )
         self.in_proj = Projection(2 * size, config.hidden_size, dtype, device, has_bias=True)
         """Rows: the gelu units (y), what is convolved (x)."""
         self.conv = CausalConvolution(size, config.num_taps, None, dtype, device, has_bias=True)

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.kda_recurrence import KimiDelta, KimiDeltaInputs
+from strandline.kernels.kda import KimiDeltaInputs, kda_decode, kda_prefill
 from strandline.kernels.norm import rms_norm_sigmoid_gated
 from strandline.kernels.replay import ReplayLog, replay_log
+from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
 from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
@@ -72,14 +73,16 @@ class KimiDeltaAttention(nn.Module):
         dtype: of activations and the convolution's window, and of the weights until they are packed.
     """
 
-    operations = (rms_norm_sigmoid_gated, *KimiDelta.operations)
+    operations = (rms_norm_sigmoid_gated, kda_prefill, kda_decode)
 
     def __init__(self, config: KimiDeltaAttentionConfig, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.config = config
         hidden_size, num_heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
         size = num_heads * head_dim
-        self.recurrence = KimiDelta(num_heads, head_dim, head_dim, config.state_dtype)
+        self.recurrence: UnloggedRecurrence[KimiDeltaInputs] = UnloggedRecurrence(
+            (kda_prefill, kda_decode), (num_heads, head_dim, head_dim), config.state_dtype
+        )
         self.sizes = [3 * size, head_dim, head_dim, num_heads]
         self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
         """Rows: query, key, value; what decays (f) and output gates (g) are made of; write strength (b)."""

@@ -20,9 +20,10 @@ from strandline.kernels.activation import sigmoid_gate
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.lightning_recurrence import Lightning, LightningInputs
+from strandline.kernels.lightning import LightningInputs, lightning_decode, lightning_prefill
 from strandline.kernels.norm import rms_norm
 from strandline.kernels.replay import ReplayLog, replay_log
+from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
 from strandline.models.layers.parameters import dtype_name, gain
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.recurrent import advance
@@ -62,7 +63,7 @@ class LightningAttention(nn.Module):
         dtype: of activations, and of the weights until they are packed.
     """
 
-    operations = (rms_norm, sigmoid_gate, *Lightning.operations)
+    operations = (rms_norm, sigmoid_gate, lightning_prefill, lightning_decode)
     log_decay_H: Tensor
 
     def __init__(self, config: LightningConfig, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -70,7 +71,9 @@ class LightningAttention(nn.Module):
         self.config = config
         num_heads, head_dim, hidden_size = config.num_heads, config.head_dim, config.hidden_size
         size = num_heads * head_dim
-        self.recurrence = Lightning(num_heads, head_dim, head_dim, config.state_dtype)
+        self.recurrence: UnloggedRecurrence[LightningInputs] = UnloggedRecurrence(
+            (lightning_prefill, lightning_decode), (num_heads, head_dim, head_dim), config.state_dtype
+        )
         self.sizes = [3 * size, size]
         self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
         """Rows: head after head the query, the key and the value; then all heads' output gates."""

@@ -23,9 +23,10 @@ from strandline.kernels.activation import silu_gate
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.mamba2_recurrence import Mamba2, Mamba2Inputs
+from strandline.kernels.mamba2 import Mamba2Inputs, mamba2_decode, mamba2_prefill
 from strandline.kernels.norm import rms_norm_of_gated
 from strandline.kernels.replay import ReplayLog, of_step, replay_log, with_logged
+from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
 from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
@@ -119,14 +120,16 @@ class Mamba2Layer(nn.Module):
         dtype: of activations and the convolution's window, and of the weights until they are packed.
     """
 
-    operations = (rms_norm_of_gated, silu_gate, *Mamba2.operations)
+    operations = (rms_norm_of_gated, silu_gate, mamba2_prefill, mamba2_decode)
     multiplier_O: Tensor | None
 
     def __init__(self, config: Mamba2Config, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.config = config
         num_heads, head_dim, state_dim = config.num_heads, config.head_dim, config.state_dim
-        self.recurrence = Mamba2(num_heads, state_dim, head_dim, config.dt_limit, config.state_dtype)
+        self.recurrence: UnloggedRecurrence[Mamba2Inputs] = UnloggedRecurrence(
+            (mamba2_prefill, mamba2_decode), (num_heads, state_dim, head_dim), config.state_dtype, (config.dt_limit,)
+        )
         inner_rows, state_rows = num_heads * head_dim, config.num_groups * state_dim
         self.conv_sizes = [inner_rows, state_rows, state_rows]
         self.sizes = [sum(self.conv_sizes), inner_rows, num_heads]
