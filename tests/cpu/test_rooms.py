@@ -23,6 +23,7 @@ ROOMS = {
     "models": frozenset({"vocabulary", "kernels"}),
     "transfer": frozenset({"vocabulary", "cache"}),
     "events": frozenset({"vocabulary", "cache"}),
+    "routing": frozenset({"vocabulary", "cache", "events"}),
     "records": frozenset({"vocabulary", "cache"}),
     "text": frozenset({"vocabulary", "cache", "records"}),
     "device": frozenset({"vocabulary", "cache", "kernels", "models", "transfer", "records"}),
@@ -31,10 +32,15 @@ ROOMS = {
     ),
     "server": frozenset({"vocabulary", "cache", "records", "text"}),
     "demo": frozenset(),
-    "bench": frozenset({"demo", "vocabulary", "cache", "models", "records", "text", "engine", "server", "events"}),
+    "bench": frozenset(
+        {"demo", "vocabulary", "cache", "models", "records", "text", "engine", "server", "events"} | {"routing"}
+    ),
 }
 ROOMS["cli"] = frozenset(ROOMS)
 """Each room, and the rooms that it may import besides itself."""
+
+LIGHT_ROOMS = ("events", "routing", "records", "text", "server")
+"""Rooms that load no tensor library."""
 
 IMPURE = frozenset(
     {"asyncio", "concurrent", "datetime", "io", "logging", "mmap", "multiprocessing", "os", "pathlib", "random"}
@@ -156,7 +162,7 @@ def test_the_cache_is_pure_python(module: str) -> None:
     assert impurities(SOURCES[module], module) == []
 
 
-@pytest.mark.parametrize("module", [m for m in SOURCES if room_of(m) in ("events", "records", "text", "server")])
+@pytest.mark.parametrize("module", [m for m in SOURCES if room_of(m) in LIGHT_ROOMS])
 def test_rooms_without_tensors_import_no_tensor_library(module: str) -> None:
     roots = {name.split(".")[0] for name in modules_imported(SOURCES[module], module, is_package=module in PACKAGES)}
     assert roots & {"torch", "triton", "numba", "safetensors"} == set()

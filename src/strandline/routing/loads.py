@@ -1,0 +1,110 @@
+"""The work that each replica has been given and has not done, in tokens."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+FEW_REPLICAS: Final = 24
+"""The replicas of a mask up to this size are visited one by one; one of a larger mask soon appears in order of load."""
+
+Place = tuple[int, int, int]
+"""Load, time of the last reservation, and replica: what replicas are ordered by."""
+
+
+@dataclass(slots=True)
+class _Reservation:
+    replica: int
+    num_tokens: int
+
+
+class Loads:
+    """Reservations by request, and the replicas in order of their load.
+
+    Of replicas with equal loads, the one that was chosen longest ago comes first. All operations but iteration take a
+    bisection.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, Place] = {}
+        self._order: list[Place] = []
+        self._num_requests: dict[int, int] = {}
+        self._reservations: dict[str, _Reservation] = {}
+        self._time = 0
+
+    def __len__(self) -> int:
+        """Return the number of replicas."""
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the replicas, the least loaded first."""
+        return (replica for _, _, replica in self._order)
+
+    def load(self, replica: int) -> int:
+        """Return the tokens reserved on a replica."""
+        return self._places[replica][0]
+
+    def num_requests(self, replica: int) -> int:
+        """Return the number of requests that a replica has."""
+        return self._num_requests[replica]
+
+    @property
+    def least_load(self) -> int:
+        """Return the smallest load of all replicas."""
+        return self._order[0][0]
+
+    def add(self, replica: int) -> None:
+        """Add a replica without load."""
+        self._num_requests[replica] = 0
+        self._put(replica, (0, 0, replica))
+
+    def remove(self, replica: int) -> list[str]:
+        """Forget a replica; return its requests, which are forgotten too."""
+        del self._order[bisect_left(self._order, self._places.pop(replica))]
+        del self._num_requests[replica]
+        requests = [name for name, reserved in self._reservations.items() if reserved.replica == replica]
+        for name in requests:
+            del self._reservations[name]
+        return requests
+
+    def reserve(self, request_id: str, replica: int, num_tokens: int) -> None:
+        """Count a request for a replica."""
+        self._time += 1
+        self._reservations[request_id] = _Reservation(replica, num_tokens)
+        self._num_requests[replica] += 1
+        self._move(replica, num_tokens, self._time)
+
+    def shrink(self, request_id: str, num_tokens: int) -> None:
+        """Count a request as at most this number of tokens from now on. Unknown requests are ignored."""
+        reserved = self._reservations.get(request_id)
+        if reserved is not None and num_tokens < reserved.num_tokens:
+            self._move(reserved.replica, num_tokens - reserved.num_tokens)
+            reserved.num_tokens = num_tokens
+
+    def release(self, request_id: str) -> None:
+        """Count a request no longer. Unknown requests are ignored."""
+        reserved = self._reservations.pop(request_id, None)
+        if reserved is not None:
+            self._num_requests[reserved.replica] -= 1
+            self._move(reserved.replica, -reserved.num_tokens)
+
+    def least_of(self, mask: int) -> int:
+        """Return the least loaded replica of a mask, which holds at least one and no unknown ones."""
+        if mask.bit_count() > FEW_REPLICAS:
+            return next(replica for replica in self if mask >> replica & 1)
+        places = []
+        while mask:
+            bit = mask & -mask
+            mask ^= bit
+            places.append(self._places[bit.bit_length() - 1])
+        return min(places)[2]
+
+    def _move(self, replica: int, more_tokens: int, time: int | None = None) -> None:
+        place = self._places[replica]
+        del self._order[bisect_left(self._order, place)]
+        load, last, _ = place
+        self._put(replica, (load + more_tokens, last if time is None else time, replica))
+
+    def _put(self, replica: int, place: Place) -> None:
+        self._places[replica] = place
+        insort(self._order, place)

@@ -1,0 +1,115 @@
+"""The router that knows snapshots: sends a request where the tokens to recompute and the load are least together.
+
+The tokens to recompute are known from the replicas' events, to the token. A request's tokens are reserved when it is
+routed, so that the next one, which may come before the replica has heard of the first, sees them. Prompts on their way
+count as cached where they were sent: an engine computes a prefix once for all requests that wait for it.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from strandline.events.resumable import PromptHashes
+from strandline.events.wire import WireEvent
+from strandline.ids import BLOCK_TOKENS
+from strandline.routing.fleet_index import FleetIndex
+from strandline.routing.loads import Loads
+from strandline.routing.pending_prompts import PendingPrompts
+from strandline.routing.router import Names, NoReplicaError
+
+DECODE_TOKENS: Final = 256
+"""Load of a request whose prompt is computed: what it costs others while it decodes, in prompt tokens."""
+
+
+class SnapshotRouter:
+    """Follows the events of all replicas, and their loads.
+
+    Args:
+        decode_tokens: load of a request whose prompt is computed, in prompt tokens.
+    """
+
+    def __init__(self, decode_tokens: int = DECODE_TOKENS) -> None:
+        self._decode_tokens = decode_tokens
+        self._names = Names()
+        self._index = FleetIndex()
+        self._loads = Loads()
+        self._pending = PendingPrompts()
+        self._all = 0
+        """The mask of all replicas."""
+
+    def add(self, replica: str) -> None:
+        """Add a replica, whose cache is empty until its events say otherwise."""
+        number = self._names.add(replica)
+        if number is not None:
+            self._index.add(number)
+            self._loads.add(number)
+            self._all |= 1 << number
+
+    def remove(self, replica: str) -> list[str]:
+        """Forget a replica; return its unfinished requests, which are forgotten too. Unknown replicas are ignored."""
+        number = self._names.remove(replica)
+        if number is None:
+            return []
+        self._index.remove(number)
+        self._all &= ~(1 << number)
+        requests = self._loads.remove(number)
+        for request_id in requests:
+            self._pending.remove(request_id)
+        return requests
+
+    def apply(self, replica: str, events: Iterable[WireEvent]) -> None:
+        """Record events of a replica's cache. Those of unknown replicas are ignored."""
+        number = self._names.number(replica)
+        if number is not None:
+            for event in events:
+                self._index.apply(number, event)
+
+    def clear(self, replica: str) -> None:
+        """Forget what a replica's events have said: some of them were missed."""
+        number = self._names.number(replica)
+        if number is not None:
+            self._index.clear(number)
+
+    def route(self, request_id: str, prompt: PromptHashes) -> str:
+        """Return the replica for a request, and reserve its tokens there.
+
+        Raises:
+            NoReplicaError: there is none.
+        """
+        if not self._all:
+            raise NoReplicaError("there is no replica")
+        number, num_hit = self._choose(prompt)
+        self._loads.reserve(request_id, number, prompt.num_tokens - num_hit + self._decode_tokens)
+        self._pending.add(request_id, number, prompt.blocks[num_hit // BLOCK_TOKENS :])
+        return self._names.name(number)
+
+    def begin(self, request_id: str) -> None:
+        """Record that a request's first token was sampled. Unknown requests are ignored."""
+        self._loads.shrink(request_id, self._decode_tokens)
+        self._pending.remove(request_id)
+
+    def finish(self, request_id: str) -> None:
+        """Record that a request has ended. Unknown requests are ignored."""
+        self._loads.release(request_id)
+        self._pending.remove(request_id)
+
+    def in_order(self) -> Iterator[str]:
+        """Yield the replicas, the least loaded first."""
+        return map(self._names.name, self._loads)
+
+    def _choose(self, prompt: PromptHashes) -> tuple[int, int]:
+        """Return the replica where a prompt costs least, and how many of its tokens it would hit there.
+
+        Hits come deepest first, and no load is below the least one, so most of them need not be looked at.
+        """
+        chosen, chosen_hit, least_cost = -1, 0, float("inf")
+        least_load = self._loads.least_load
+        for hits in (self._pending.hits(prompt), self._index.hits(prompt), iter([(0, self._all)])):
+            for num_hit, mask in hits:
+                num_missed = prompt.num_tokens - num_hit
+                if num_missed + least_load >= least_cost:
+                    break
+                replica = self._loads.least_of(mask)
+                cost = num_missed + self._loads.load(replica)
+                if cost < least_cost:
+                    chosen, chosen_hit, least_cost = replica, num_hit, cost
+        return chosen, chosen_hit

@@ -1,0 +1,36 @@
+"""Caches as replicas whose events reach a router through the encoding of the wire."""
+
+from collections.abc import Iterable
+
+from strandline.cache.events import CacheEvent
+from strandline.events.resumable import PromptHashes
+from strandline.events.wire import WireEvent, decode_batch, encode_batch
+from strandline.routing.router import Router
+from tests.cpu.cache.driver import Driver
+
+
+def on_the_wire(events: Iterable[CacheEvent]) -> list[WireEvent]:
+    """Return events as a subscriber gets them."""
+    return decode_batch(encode_batch(0.0, events)).events
+
+
+class Fleet:
+    """Replicas with a cache each, and a router that knows them as ``a``, ``b``, …"""
+
+    def __init__(self, router: Router, num_replicas: int = 3) -> None:
+        self.router = router
+        self.drivers = {chr(ord("a") + index): Driver(emits_events=True) for index in range(num_replicas)}
+        for name in self.drivers:
+            router.add(name)
+        self._num_requests = 0
+
+    def serve(self, name: str, tokens: Iterable[int]) -> None:
+        """Let a replica serve a prompt, and tell the router."""
+        driver = self.drivers[name]
+        driver.serve(tokens)
+        self.router.apply(name, on_the_wire(driver.cache.take_events()))
+
+    def route(self, tokens: Iterable[int], request_id: str = "") -> str:
+        """Return where the router sends a prompt."""
+        self._num_requests += 1
+        return self.router.route(request_id or f"request {self._num_requests}", PromptHashes(tokens))
