@@ -11,6 +11,7 @@ from typing import Any, Final
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
 from strandline.kv_events_config import KVEventsConfig, read_kv_events_config
+from strandline.kv_transfer_config import KVTransferConfig, read_kv_transfer_config
 from strandline.speculative_config import SpeculativeConfig, read_speculative_config
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
@@ -78,6 +79,9 @@ class EngineConfig:
     """How drafts are made (``SpeculativeConfig``), as a mapping or as JSON; None: no speculative decoding."""
     kv_events_config: str | Mapping[str, Any] | None = None
     """Where cache events are published (``KVEventsConfig``), as a mapping or as JSON; None: nowhere."""
+    kv_transfer_config: str | Mapping[str, Any] | None = None
+    """How prefixes are handed over between engines (``KVTransferConfig``), as a mapping or as JSON; None: not at all.
+    A server takes part in it, ``LLM`` does not."""
     seed: int = 0
     """Seed of sampling without a seed, and of dummy weights."""
 
@@ -122,6 +126,11 @@ class EngineConfig:
             parse_bytes(self.memory)
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError("--kv-events-config publishes what the cache holds; drop --no-enable-prefix-caching")
+        if self.kv_transfer is not None and (not self.enable_prefix_caching or self.mamba_cache_mode == "none"):
+            raise ConfigError(
+                "--kv-transfer-config hands over what the cache holds; drop --no-enable-prefix-caching and "
+                "--mamba-cache-mode none"
+            )
         if self.speculation is not None and self.deterministic:
             raise ConfigError(
                 "--deterministic does not go with --speculative-config: drafts are computed in other steps than the "
@@ -138,6 +147,11 @@ class EngineConfig:
         """Where cache events are published; None: nowhere."""
         config = None if self.kv_events_config is None else read_kv_events_config(self.kv_events_config)
         return config if config is not None and config.is_published else None
+
+    @property
+    def kv_transfer(self) -> KVTransferConfig | None:
+        """How prefixes are handed over between engines; None: not at all."""
+        return None if self.kv_transfer_config is None else read_kv_transfer_config(self.kv_transfer_config)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":

@@ -1,0 +1,190 @@
+"""Frames over TCP: a message, and bytes behind it. Every call ends within a time limit.
+
+A frame is a head (``HEAD``: magic, length of the message, length of the bytes, CRC-32 of both), the message as msgpack,
+and the bytes. What is not a frame, is too long or does not have its checksum ends the connection: nothing that follows
+it could be told apart.
+"""
+
+import socket
+from contextlib import suppress
+from enum import StrEnum
+from struct import Struct
+from time import monotonic
+from types import TracebackType
+from typing import Final, NamedTuple, Self, TypeVar
+from zlib import crc32
+
+import msgspec
+
+from strandline.transfer.messages import DECODER, ENCODER, Failed, Message
+
+HEAD: Final = Struct("!4sIQI")
+MAGIC: Final = b"SLT1"
+MAX_MESSAGE_BYTES: Final = 16 * 2**20
+"""Far more than the tokens of the longest prompt."""
+MIN_RATE: Final = 16 * 2**20
+"""Bytes per second below which a frame takes too long, beyond the time limit."""
+
+Kind = TypeVar("Kind", bound=Message)
+
+
+class Cause(StrEnum):
+    """Why a transfer has failed."""
+
+    UNREACHABLE = "unreachable"
+    """The peer does not take connections."""
+    REFUSED = "refused"
+    """The peer, or this engine, has another layout, other weights or another protocol."""
+    STALLED = "stalled"
+    """The peer sent nothing for too long."""
+    DISCONNECTED = "disconnected"
+    """The connection was lost."""
+    GARBLED = "garbled"
+    """What came was not what was expected."""
+    GONE = "gone"
+    """The peer does not have it any more."""
+    NO_ROOM = "no_room"
+    """This engine has no memory for it."""
+
+
+class TransferError(Exception):
+    """A transfer has failed; nothing of it is used."""
+
+    def __init__(self, cause: Cause, text: str) -> None:
+        super().__init__(f"{cause}: {text}")
+        self.cause = cause
+
+
+class Frame(NamedTuple):
+    """A message, and the bytes behind it."""
+
+    message: Message
+    payload: bytearray
+
+
+class Connection:
+    """One side of a connection. Closed with its context.
+
+    Args:
+        timeout_s: most seconds that the peer may take to send or to read anything.
+    """
+
+    def __init__(self, connected: socket.socket, timeout_s: float) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.settimeout(timeout_s)
+        self._socket = connected
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def to(cls, host: str, port: int, timeout_s: float) -> "Connection":
+        """Connect to a peer.
+
+        Raises:
+            TransferError: it does not take connections.
+        """
+        try:
+            return cls(socket.create_connection((host, port), timeout_s), timeout_s)
+        except (OSError, UnicodeError, OverflowError) as error:
+            raise TransferError(Cause.UNREACHABLE, f"{host}:{port}: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; the peer notices. Any thread may call it, and calls under way fail."""
+        with suppress(OSError):  # the peer has closed it already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def send(self, message: Message, payload: bytes | bytearray | memoryview = b"") -> None:
+        """Send a frame.
+
+        Raises:
+            TransferError: the peer has gone, or does not read.
+        """
+        data = ENCODER.encode(message)
+        head = HEAD.pack(MAGIC, len(data), len(payload), crc32(payload, crc32(data)))
+        try:
+            self._socket.settimeout(self._timeout_s + len(payload) / MIN_RATE)
+            self._socket.sendall(head + data)
+            if payload:
+                self._socket.sendall(payload)
+        except TimeoutError as error:
+            raise TransferError(Cause.STALLED, "the peer does not read") from error
+        except OSError as error:
+            raise TransferError(Cause.DISCONNECTED, str(error)) from error
+
+    def receive(self, max_payload_bytes: int = 0) -> Frame:
+        """Receive a frame.
+
+        Raises:
+            TransferError: the peer has gone, is too slow, or does not send a frame of this size.
+        """
+        deadline = monotonic() + self._timeout_s
+        magic, message_bytes, payload_bytes, checksum = HEAD.unpack(self._read(HEAD.size, deadline))
+        if magic != MAGIC:
+            raise TransferError(Cause.GARBLED, f"no frame begins with {magic!r}")
+        if message_bytes > MAX_MESSAGE_BYTES or payload_bytes > max_payload_bytes:
+            raise TransferError(
+                Cause.GARBLED,
+                f"a frame of {message_bytes} and {payload_bytes} bytes, "
+                f"where {MAX_MESSAGE_BYTES} and {max_payload_bytes} are the most",
+            )
+        deadline += (message_bytes + payload_bytes) / MIN_RATE
+        data = self._read(message_bytes, deadline)
+        payload = self._read(payload_bytes, deadline)
+        if crc32(payload, crc32(data)) != checksum:
+            raise TransferError(Cause.GARBLED, "a frame has another checksum than its sender computed")
+        try:
+            return Frame(DECODER.decode(data), payload)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise TransferError(Cause.GARBLED, f"not a message: {error}") from error
+
+    def expect(self, kind: type[Kind], payload_bytes: int = 0) -> tuple[Kind, bytearray]:
+        """Receive a frame of this kind, with ``payload_bytes`` bytes behind its message.
+
+        Raises:
+            TransferError: as ``receive``; another frame came; or the peer says that it has failed.
+        """
+        message, payload = self.receive(payload_bytes)
+        if isinstance(message, Failed):
+            raise TransferError(_cause(message.cause), message.reason)
+        if not isinstance(message, kind) or len(payload) != payload_bytes:
+            raise TransferError(
+                Cause.GARBLED,
+                f"{type(message).__name__} with {len(payload)} bytes came in place of {kind.__name__} with "
+                f"{payload_bytes}",
+            )
+        return message, payload
+
+    def _read(self, num_bytes: int, deadline: float) -> bytearray:
+        data = bytearray(num_bytes)
+        with memoryview(data) as view:
+            start = 0
+            while start < num_bytes:
+                start += self._read_into(view[start:], deadline)
+        return data
+
+    def _read_into(self, view: memoryview, deadline: float) -> int:
+        left_s = deadline - monotonic()
+        try:
+            if left_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left_s)
+            num_bytes = self._socket.recv_into(view)
+        except TimeoutError as error:
+            raise TransferError(Cause.STALLED, "the peer sends nothing, or too slowly") from error
+        except OSError as error:
+            raise TransferError(Cause.DISCONNECTED, str(error)) from error
+        if not num_bytes:
+            raise TransferError(Cause.DISCONNECTED, "the peer has closed the connection")
+        return num_bytes
+
+
+def _cause(name: str) -> Cause:
+    return Cause(name) if name in Cause.__members__.values() else Cause.GARBLED

@@ -1,0 +1,64 @@
+"""What two engines must agree on before bytes of one mean anything to the other, and how the bytes are divided."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from typing import Final, NamedTuple
+
+from strandline.ids import BLOCK_TOKENS
+from strandline.specs import ModelSpec
+
+PROTOCOL: Final = "1"
+PIECE_BYTES: Final = 8 * 2**20
+"""Pieces are about as large: reading or writing one takes an engine a few milliseconds at most."""
+
+
+def layout_of(spec: ModelSpec, *, weights: str, is_deterministic: bool) -> dict[str, str]:
+    """Return what must be equal in two engines that fetch from each other, by name.
+
+    Args:
+        weights: a digest of the model's weights.
+        is_deterministic: whether a token's bits depend on the tokens before it alone.
+    """
+    layers = [
+        [(t.name, t.shape, t.dtype) for t in (*layer.streams, *layer.states)] + [len(layer.streams)]
+        for layer in spec.layers
+    ]
+    return {
+        "protocol": PROTOCOL,
+        "weights": weights,
+        "layers": sha256(repr(layers).encode()).hexdigest(),
+        "hidden state": f"{spec.hidden_size} of {spec.hidden_dtype}",
+        "block": f"{BLOCK_TOKENS} tokens in {spec.raw_block_bytes} bytes",
+        "slot": f"{spec.raw_slot_bytes} bytes",
+        "tensor-parallel size": "1",
+        "deterministic": str(is_deterministic).lower(),
+    }
+
+
+def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Return in words how two layouts differ; empty: they do not."""
+    names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    return "; ".join(f"{name}: {ours.get(name, 'none')} here, {theirs.get(name, 'none'):.80} there" for name in names)
+
+
+class Items(NamedTuple):
+    """What one piece holds, in this order."""
+
+    start_block: int
+    end_block: int
+    """Blocks ``[start_block, end_block)`` of the prefix."""
+    positions: tuple[int, ...]
+    """Of snapshots."""
+    num_bytes: int
+
+
+def pieces_of(first_block: int, end_block: int, positions: Sequence[int], spec: ModelSpec) -> Iterator[Items]:
+    """Yield the pieces in which blocks ``[first_block, end_block)`` travel, then those of the snapshots."""
+    blocks_per_piece = max(PIECE_BYTES // spec.raw_block_bytes, 1)
+    for start in range(first_block, end_block, blocks_per_piece):
+        end = min(start + blocks_per_piece, end_block)
+        yield Items(start, end, (), (end - start) * spec.raw_block_bytes)
+    slots_per_piece = max(PIECE_BYTES // spec.raw_slot_bytes, 1)
+    for start in range(0, len(positions), slots_per_piece):
+        some = tuple(positions[start : start + slots_per_piece])
+        yield Items(end_block, end_block, some, len(some) * spec.raw_slot_bytes)

@@ -1,0 +1,85 @@
+"""What two engines say to each other.
+
+The engine that wants a prefix connects. Both send ``Hello``. It sends ``Ask``, gets an ``Offer``, and sends ``Want``,
+or ``Enough`` if there is nothing to fetch. Then come as many ``Piece`` frames as ``pieces_of`` yields, and ``Enough``
+ends it. Either side sends ``Failed`` where it cannot go on.
+"""
+
+from itertools import pairwise
+from typing import Final
+
+import msgspec
+
+from strandline.cache.tokens import TOKEN_BYTES
+from strandline.ids import BLOCK_TOKENS
+
+
+class Hello(msgspec.Struct, tag=True):
+    """Who a side is."""
+
+    engine_id: str
+    layout: dict[str, str]
+    """What must be equal on both sides, by name (``layout_of``)."""
+
+
+class Ask(msgspec.Struct, tag=True):
+    """What of a prompt do you have?"""
+
+    lease_id: str
+    """The lease under which the prompt is kept; empty: none."""
+    salt: str
+    """What the prompt's prefix is cached under, if there is no such lease."""
+    tokens: bytes
+    """Encoded (``cache.tokens.encode``)."""
+
+
+class Offer(msgspec.Struct, tag=True):
+    """A prefix that can be fetched."""
+
+    num_tokens: int
+    """0: none."""
+    snapshots: list[tuple[int, str]]
+    """Positions and kinds of the snapshots in it, by position. If there are any, the last is at its end."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that hold the prefix, the last one in part."""
+        return -(-self.num_tokens // BLOCK_TOKENS)
+
+    def is_consistent(self, prompt_bytes: int) -> bool:
+        """Whether it is a prefix of an encoded prompt, with different snapshots in it, in order, up to its end."""
+        positions = [position for position, _ in self.snapshots]
+        in_order = all(low < high for low, high in pairwise([0, *positions]))
+        is_inside = 0 < self.num_tokens * TOKEN_BYTES <= prompt_bytes
+        return is_inside and in_order and (not positions or positions[-1] == self.num_tokens)
+
+
+class Want(msgspec.Struct, tag=True):
+    """What is missing of the prefix that was offered."""
+
+    first_block: int
+    """All its blocks from this one on."""
+    positions: list[int]
+    """Of snapshots."""
+
+
+class Piece(msgspec.Struct, tag=True):
+    """A part of what was wanted, as the bytes behind this message."""
+
+    index: int
+
+
+class Enough(msgspec.Struct, tag=True):
+    """Everything that was wanted has come: the lease is not needed any more."""
+
+
+class Failed(msgspec.Struct, tag=True):
+    """I cannot go on."""
+
+    cause: str
+    reason: str
+
+
+Message = Hello | Ask | Offer | Want | Piece | Enough | Failed
+ENCODER: Final = msgspec.msgpack.Encoder()
+DECODER: Final = msgspec.msgpack.Decoder(Message)

@@ -1,0 +1,169 @@
+"""Gives prefixes to engines that connect. Each connection has a thread; the engine's thread reads its memory for it."""
+
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from threading import Lock, Thread
+from typing import Final, Protocol, TypeVar
+
+from strandline.errors import ConfigError
+from strandline.kv_transfer_config import FLAG
+from strandline.specs import ModelSpec
+from strandline.transfer.connection import Cause, Connection, TransferError
+from strandline.transfer.engine_calls import EngineCalls, wait
+from strandline.transfer.layout import differences, pieces_of
+from strandline.transfer.messages import Ask, Enough, Failed, Hello, Offer, Piece, Want
+
+LOGGER: Final = logging.getLogger("strandline.transfer")
+MAX_CONNECTIONS: Final = 64
+READ_AHEAD: Final = 32
+"""Pieces of one connection that are read before they can be sent: an engine reads between its steps alone."""
+
+Hold = TypeVar("Hold")
+Read = Callable[[], memoryview]
+"""Waits for bytes that were asked for, and returns them. Any thread may call it."""
+
+
+class Source(Protocol[Hold]):
+    """What the engine does for the server, in its own thread."""
+
+    def offer(self, ask: Ask) -> tuple[Hold, Offer] | None:
+        """Keep what there is of a prompt until ``end``; None: nothing."""
+
+    def read(self, hold: Hold, first_block: int, end_block: int, positions: tuple[int, ...]) -> Read:
+        """Read blocks and snapshots of what is kept.
+
+        Raises:
+            TransferError: it is not kept any more.
+        """
+
+    def end(self, hold: Hold, is_done: bool) -> None:
+        """Keep it no longer, or, if not everything has arrived, as long as its lease says."""
+
+
+class PullServer:
+    """Listens for engines.
+
+    Raises:
+        ConfigError: the address is not there, or taken.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        hello: Hello,
+        calls: EngineCalls,
+        source: Source[Hold],
+        spec: ModelSpec,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._hello, self._calls, self._spec, self._timeout_s = hello, calls, spec, timeout_s
+        self._serve_one: Callable[[Connection], None] = lambda connection: self._serve(connection, source)
+        try:
+            self._listener = socket.create_server((host, port), family=_family(host))
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"{FLAG}: cannot listen on kv_ip {host}, kv_port {port}: {error}") from error
+        self.host: str = host
+        self.port: int = self._listener.getsockname()[1]
+        self._connections = set[Connection]()
+        self._lock = Lock()
+        Thread(target=self._accept, name="kv-transfer", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening, and close all connections."""
+        with suppress(OSError):  # closed before
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            connection = Connection(accepted, self._timeout_s)
+            with self._lock:
+                is_full = len(self._connections) >= MAX_CONNECTIONS
+                if not is_full:
+                    self._connections.add(connection)
+            if is_full:
+                connection.close()
+            else:
+                Thread(target=self._run, args=[connection], name="kv-transfer", daemon=True).start()
+
+    def _run(self, connection: Connection) -> None:
+        """Serve one connection until its end."""
+        try:
+            self._serve_one(connection)
+        except TransferError as error:
+            LOGGER.warning("a transfer to another engine has failed: %s", error)
+            _tell(connection, error)
+        finally:
+            connection.close()
+            with self._lock:
+                self._connections.discard(connection)
+
+    def _serve(self, connection: Connection, source: Source[Hold]) -> None:
+        hello, _ = connection.expect(Hello)
+        connection.send(self._hello)
+        if difference := differences(self._hello.layout, hello.layout):
+            raise TransferError(Cause.REFUSED, difference)
+        ask, _ = connection.expect(Ask)
+        found = self._calls.call(source.offer, ask)
+        if found is None:
+            connection.send(Offer(0, []))
+            return
+        hold, offer = found
+        is_done = False
+        try:
+            connection.send(offer)
+            is_done = self._serve_wanted(connection, source, hold, offer)
+        finally:
+            self._calls.submit(source.end, hold, is_done)
+
+    def _serve_wanted(self, connection: Connection, source: Source[Hold], hold: Hold, offer: Offer) -> bool:
+        """Send what is wanted; return whether it has arrived."""
+        want, _ = connection.receive()
+        if isinstance(want, Want):
+            self._send(connection, source, hold, offer, want)
+            connection.expect(Enough)
+        elif isinstance(want, Failed):
+            return False
+        elif not isinstance(want, Enough):
+            raise TransferError(Cause.GARBLED, f"{type(want).__name__} came in place of Want")
+        return True
+
+    def _send(self, connection: Connection, source: Source[Hold], hold: Hold, offer: Offer, want: Want) -> None:
+        end_block = offer.num_blocks
+        offered = {position for position, _ in offer.snapshots}
+        if not (0 <= want.first_block <= end_block and offered.issuperset(want.positions)):
+            raise TransferError(Cause.GARBLED, "more is wanted than was offered")
+        reads: deque[Future[Read]] = deque()
+        index = 0
+        for items in pieces_of(want.first_block, end_block, want.positions, self._spec):
+            if len(reads) == READ_AHEAD:
+                connection.send(Piece(index), wait(reads.popleft())())
+                index += 1
+            reads.append(self._calls.submit(source.read, hold, items.start_block, items.end_block, items.positions))
+        while reads:
+            connection.send(Piece(index), wait(reads.popleft())())
+            index += 1
+
+
+def _tell(connection: Connection, error: TransferError) -> None:
+    """Tell the peer why it gets nothing more, if it still listens."""
+    with suppress(TransferError):  # it does not
+        connection.send(Failed(error.cause, str(error)))
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,293 @@
+"""One engine fetches from another: what is missing arrives; whatever goes wrong is an error on both sides."""
+
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
+from strandline.transfer.client import Peer, pull
+from strandline.transfer.connection import Cause, Connection, TransferError
+from strandline.transfer.engine_calls import EngineCalls
+from strandline.transfer.layout import Items, layout_of, pieces_of
+from strandline.transfer.messages import Ask, Hello, Offer, Piece, Want
+from strandline.transfer.server import PullServer, Read
+
+LONG_S = 60.0
+SHORT_S = 0.2
+SPEC = ModelSpec(
+    (kv_spec(4, 64, "float32"), LayerSpec(states=(TensorSpec("state", (4096, 96), "float32"),))), 32, "float32"
+)
+"""Large enough that a prefix takes several pieces."""
+LAYOUT = layout_of(SPEC, weights="w", is_deterministic=False)
+TOKENS = bytes(4 * 5000)
+OFFER = Offer(5000, [(100, "mark"), (4992, "ladder"), (5000, "prompt_end")])
+ASK = Ask("lease", "", TOKENS)
+
+
+def content(block: int = 0, position: int = 0) -> bytes:
+    """Return the bytes of a block, or of the snapshot at a position."""
+    pattern = f"{block},{position};".encode()
+    size = SPEC.raw_slot_bytes if position else SPEC.raw_block_bytes
+    return (pattern * (size // len(pattern) + 1))[:size]
+
+
+def content_of(start: int, end: int, positions: tuple[int, ...]) -> bytes:
+    return b"".join([*map(content, range(start, end)), *(content(position=p) for p in positions)])
+
+
+@dataclass
+class Memory:
+    """An engine that has a prefix, and one that lacks it."""
+
+    offered: Offer | None = OFFER
+    wanted: Want | None = field(default_factory=lambda: Want(3, [100, 5000]))
+    asks: list[Ask] = field(default_factory=list)
+    ends: list[tuple[str, bool]] = field(default_factory=list)
+    written: dict[tuple[int, int, tuple[int, ...]], bytes] = field(default_factory=dict)
+    has_ended: Event = field(default_factory=Event)
+    is_gone: bool = False
+
+    def offer(self, ask: Ask) -> tuple[str, Offer] | None:
+        self.asks.append(ask)
+        return None if self.offered is None else ("hold", self.offered)
+
+    def read(self, hold: str, first_block: int, end_block: int, positions: tuple[int, ...]) -> Read:
+        if self.is_gone:
+            raise TransferError(Cause.GONE, "evicted")
+        return lambda: memoryview(content_of(first_block, end_block, positions))
+
+    def end(self, hold: str, is_done: bool) -> None:
+        self.ends.append((hold, is_done))
+        self.has_ended.set()
+
+    def reserve(self, offer: Offer) -> Want | None:
+        if self.is_gone:
+            raise TransferError(Cause.NO_ROOM, "full")
+        return self.wanted
+
+    def write(self, items: Items, data: bytearray) -> None:
+        self.written[items[:3]] = bytes(data)
+
+
+@pytest.fixture
+def calls() -> Iterator[EngineCalls]:
+    """Calls that a thread runs, as an engine's does."""
+    calls = EngineCalls()
+    is_stopped = Event()
+
+    def run() -> None:
+        while not is_stopped.is_set():
+            calls.run(3)
+            is_stopped.wait(0.0005)
+
+    thread = Thread(target=run)
+    thread.start()
+    yield calls
+    is_stopped.set()
+    thread.join()
+    calls.close()
+
+
+MakeServer = Callable[..., PullServer]
+
+
+@pytest.fixture
+def make_server(calls: EngineCalls) -> Iterator[MakeServer]:
+    servers = []
+
+    def make(memory: Memory, *, layout: dict[str, str] = LAYOUT, timeout_s: float = LONG_S) -> PullServer:
+        hello = Hello("producer", layout)
+        servers.append(PullServer("127.0.0.1", 0, hello, calls, memory, SPEC, timeout_s=timeout_s))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+def pull_from(
+    port: int, memory: Memory, calls: EngineCalls, *, engine_id: str = "producer", timeout_s: float = LONG_S
+) -> int:
+    peer = Peer("127.0.0.1", port, engine_id)
+    return pull(peer, Hello("consumer", LAYOUT), ASK, memory, calls, SPEC, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("wanted", [Want(3, [100, 5000]), Want(79, [5000]), Want(0, []), Want(0, [100, 4992, 5000])])
+def test_what_is_wanted_arrives_and_nothing_else(make_server: MakeServer, calls: EngineCalls, wanted: Want) -> None:
+    source, sink = Memory(), Memory(wanted=wanted)
+    num_bytes = pull_from(make_server(source).port, sink, calls)
+    assert source.asks == [ASK]
+    expected = content_of(wanted.first_block, OFFER.num_blocks, tuple(wanted.positions))
+    assert b"".join(sink.written.values()) == expected
+    assert num_bytes == len(expected)
+    assert all(data == content_of(*items) for items, data in sink.written.items())
+    assert source.has_ended.wait(LONG_S)
+    assert source.ends == [("hold", True)]
+
+
+def test_pieces_are_cut_by_size() -> None:
+    pieces = list(pieces_of(3, 79, [100, 4992, 5000], SPEC))
+    assert len(pieces) == 3
+    assert sum(piece.num_bytes for piece in pieces) == 76 * SPEC.raw_block_bytes + 3 * SPEC.raw_slot_bytes
+    assert max(piece.num_bytes for piece in pieces) <= max(8 * 2**20, SPEC.raw_slot_bytes)
+    assert list(pieces_of(79, 79, [], SPEC)) == []
+
+
+@pytest.mark.parametrize("source", [Memory(offered=None), Memory()])
+def test_nothing_travels_when_nothing_is_missing(make_server: MakeServer, calls: EngineCalls, source: Memory) -> None:
+    sink = Memory(wanted=None)
+    assert pull_from(make_server(source).port, sink, calls) == 0
+    assert not sink.written
+    if source.offered is not None:
+        assert source.has_ended.wait(LONG_S)
+        assert source.ends == [("hold", True)]
+
+
+@pytest.mark.parametrize("changed", ["weights", "layers", "block", "protocol", "tensor-parallel size"])
+def test_another_layout_is_refused_with_the_difference(
+    make_server: MakeServer, calls: EngineCalls, changed: str
+) -> None:
+    source = Memory()
+    with pytest.raises(TransferError, match=f"{changed}: .* here, other there") as failure:
+        pull_from(make_server(source, layout={**LAYOUT, changed: "other"}).port, Memory(), calls)
+    assert failure.value.cause is Cause.REFUSED
+    assert not source.asks
+
+
+def test_layouts_differ_where_models_do() -> None:
+    def layout(spec: ModelSpec = SPEC, weights: str = "w", is_deterministic: bool = False) -> dict[str, str]:
+        return layout_of(spec, weights=weights, is_deterministic=is_deterministic)
+
+    other_dtype = ModelSpec((kv_spec(4, 64, "bfloat16"), SPEC.layers[1]), 32, "float32")
+    other_order = ModelSpec(SPEC.layers[::-1], 32, "float32")
+    layouts = [layout(), layout(weights="v"), layout(is_deterministic=True), layout(other_dtype), layout(other_order)]
+    assert len({tuple(layout.items()) for layout in layouts}) == len(layouts)
+    assert layout() == LAYOUT
+
+
+def test_another_engine_in_a_peers_place_is_not_asked(make_server: MakeServer, calls: EngineCalls) -> None:
+    source = Memory()
+    with pytest.raises(TransferError, match="engine producer has taken the place of older"):
+        pull_from(make_server(source).port, Memory(), calls, engine_id="older")
+    assert not source.asks
+
+
+def test_what_is_evicted_while_it_travels_is_gone(make_server: MakeServer, calls: EngineCalls) -> None:
+    source = Memory(is_gone=True)
+    with pytest.raises(TransferError) as failure:
+        pull_from(make_server(source).port, Memory(), calls)
+    assert failure.value.cause is Cause.GONE
+    assert source.has_ended.wait(LONG_S)
+    assert source.ends == [("hold", False)]
+
+
+def test_no_room_ends_the_producers_hold(make_server: MakeServer, calls: EngineCalls) -> None:
+    source = Memory()
+    with pytest.raises(TransferError) as failure:
+        pull_from(make_server(source).port, Memory(is_gone=True), calls)
+    assert failure.value.cause is Cause.NO_ROOM
+    assert source.has_ended.wait(LONG_S)
+    assert source.ends == [("hold", False)]
+
+
+@pytest.mark.parametrize(
+    "want", [Want(80, []), Want(-1, []), Want(0, [99]), Want(0, [5000, 5001]), Piece(0), Hello("", {})]
+)
+def test_more_than_was_offered_is_refused(make_server: MakeServer, calls: EngineCalls, want: Any) -> None:
+    source = Memory()
+    server = make_server(source)
+    with Connection.to("127.0.0.1", server.port, LONG_S) as connection:
+        connection.send(Hello("consumer", LAYOUT))
+        connection.expect(Hello)
+        connection.send(ASK)
+        connection.expect(Offer)
+        connection.send(want)
+        with pytest.raises(TransferError) as failure:
+            connection.expect(Piece)
+    assert failure.value.cause is Cause.GARBLED
+    assert source.has_ended.wait(LONG_S)
+    assert source.ends == [("hold", False)]
+
+
+@pytest.mark.parametrize("num_messages", range(4))
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_consumer_that_dies_or_stalls_ends_its_hold(
+    make_server: MakeServer, calls: EngineCalls, num_messages: int, is_killed: bool
+) -> None:
+    source = Memory()
+    server = make_server(source, timeout_s=LONG_S if is_killed else SHORT_S)
+    sent = [Hello("consumer", LAYOUT), ASK, Want(0, [5000])]
+    with Connection.to("127.0.0.1", server.port, LONG_S) as connection:
+        for message in sent[:num_messages]:
+            connection.send(message)
+        if num_messages >= 2:
+            connection.expect(Hello)
+            connection.expect(Offer)
+        if is_killed:
+            connection.close()
+        if num_messages >= 2:
+            assert source.has_ended.wait(LONG_S)
+    assert source.ends == ([("hold", False)] if num_messages >= 2 else [])
+
+
+@pytest.mark.parametrize("num_answers", range(4))
+@pytest.mark.parametrize("end", ["dies", "stalls", "garbles"])
+def test_a_producer_that_dies_stalls_or_garbles_is_an_error(calls: EngineCalls, num_answers: int, end: str) -> None:
+    piece = next(pieces_of(3, OFFER.num_blocks, [100, 5000], SPEC))
+    answers: list[tuple[Any, bytes]] = [
+        (Hello("producer", LAYOUT), b""),
+        (OFFER, b""),
+        (Piece(0), content_of(*piece[:3])),
+    ]
+    is_over = Event()
+
+    def produce(listener: socket.socket) -> None:
+        accepted, _ = listener.accept()
+        with Connection(accepted, LONG_S) as connection:
+            for answer in answers[:num_answers]:
+                connection.receive()
+                connection.send(*answer)
+            if end == "garbles":
+                accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9)
+            if end != "dies":
+                is_over.wait(LONG_S)
+
+    sink = Memory()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = Thread(target=produce, args=[listener])
+        thread.start()
+        with pytest.raises(TransferError) as failure:
+            pull_from(listener.getsockname()[1], sink, calls, timeout_s=SHORT_S if end == "stalls" else LONG_S)
+        is_over.set()
+        thread.join()
+    assert failure.value.cause is {"dies": Cause.DISCONNECTED, "stalls": Cause.STALLED, "garbles": Cause.GARBLED}[end]
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        Offer(5001, [(5001, "prompt_end")]),
+        Offer(-5, []),
+        Offer(100, [(200, "mark")]),
+        Offer(100, [(50, "mark")]),
+        Offer(100, [(100, "mark"), (50, "mark"), (100, "mark")]),
+        Offer(100, [(0, "mark"), (100, "mark")]),
+    ],
+)
+def test_an_offer_that_contradicts_itself_is_refused(make_server: MakeServer, calls: EngineCalls, offer: Offer) -> None:
+    with pytest.raises(TransferError) as failure:
+        pull_from(make_server(Memory(offered=offer)).port, Memory(), calls)
+    assert failure.value.cause is Cause.GARBLED
+
+
+def test_calls_of_an_engine_that_has_ended_fail() -> None:
+    calls = EngineCalls()
+    waiting = calls.submit(print)
+    calls.close()
+    assert waiting.cancelled()
+    with pytest.raises(TransferError, match="the engine has ended"):
+        calls.call(print)
