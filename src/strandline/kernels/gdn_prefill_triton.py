@@ -42,6 +42,7 @@ from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.chunkwise import MIN_LOG_DECAY
 from strandline.kernels.gdn import L2_NORM_EPS
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
+from strandline.kernels.state_triton import FLOAT32_PRECISION, LOG2_E, fast_exp2, softplus
 
 PREPARE_WARPS = 4
 """One warpgroup per 64 x 64 matrix."""
@@ -66,34 +67,6 @@ FEW_PROGRAMS = Advance(columns=64, num_warps=4, num_stages=3)
 MANY_PROGRAMS = Advance(columns=128, num_warps=8, num_stages=3)
 """Beyond: keys and matrices are read once per head. 117 µs for 8 sequences of 1,024 tokens, where 64 columns take 149.
 Three chunks in flight fill a multiprocessor; with two, 137."""
-
-FLOAT32_PRECISION = "tf32x3"
-"""Of all matrix products of float32 inputs: three GEMMs of tf32 parts keep 21 bits. With plain float32 GEMMs of this
-size, kernels compile for minutes and spill thousands of registers."""
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""The interpreter knows no assembly."""
-
-
-@triton.jit
-def _softplus(x):
-    """``log(1 + exp(x))``, exact to float32 where it is small: the hardware's ``log`` is not, near 1."""
-    y = tl.exp(-tl.abs(x))
-    z = y / (2.0 + y)
-    zz = z * z
-    tail = 1.0 / 9 + zz * (1.0 / 11 + zz * (1.0 / 13 + zz * (1.0 / 15 + zz * (1.0 / 17))))
-    series = 1.0 + zz * (1.0 / 3 + zz * (1.0 / 5 + zz * (1.0 / 7 + zz * tail)))
-    return tl.maximum(x, 0.0) + 2.0 * z * series
-
-
-@triton.jit
-def _exp2(x):
-    """Return ``2 ** x``; compiled, 0 where that would be a subnormal number: two instructions fewer per element."""
-    if IS_INTERPRETED:
-        return tl.exp2(x)
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -182,7 +155,7 @@ def _prepare_kernel(
     q_LK = tl.load(q_ptrs, mask=is_key, other=0.0)
 
     rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
-    log_decay = -rate * _softplus(a + tl.load(dt_bias_ptr + head).to(tl.float32))
+    log_decay = -rate * softplus(a + tl.load(dt_bias_ptr + head).to(tl.float32))
     log_decay = tl.maximum(log_decay, MIN_LOG, propagate_nan=tl.PropagateNan.ALL)
     log_decay = tl.where(is_token, log_decay, 0.0) * LOG2_E
     beta = tl.where(is_token, MAX_BETA * tl.sigmoid(b), 0.0)
@@ -199,7 +172,7 @@ def _prepare_kernel(
     is_before = row[:, None] > row[None, :]
     is_not_after = row[:, None] >= row[None, :]
     difference_LL = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-    decays_LL = _exp2(tl.where(is_not_after, difference_LL, float("-inf"))) * k_factor[None, :]
+    decays_LL = fast_exp2(tl.where(is_not_after, difference_LL, float("-inf"))) * k_factor[None, :]
     minus_system_LL = tl.where(is_before, keys_LL * decays_LL * (-k_factor * beta)[:, None], 0.0)
     inverse_LL = _inverse_unit_lower(minus_system_LL, L, INVERSE, PRECISION)
     solve_LL = inverse_LL * beta[None, :]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.chunkwise import FLOAT32_STATE, MIN_LOG_DECAY, advance_chunks, advance_tokens, chunk_decays
-from strandline.kernels.operation import numba, operation
+from strandline.kernels.operation import numba, operation, triton
 
 
 class Mamba2Inputs(NamedTuple):
@@ -38,7 +38,7 @@ class Mamba2Inputs(NamedTuple):
     dt_bias_H: Tensor
 
 
-@operation(reads_device=True)
+@operation(triton("mamba2_triton", invariant="mamba2_triton"))
 def mamba2_prefill(
     x_THV: Tensor,
     B_TGK: Tensor,
@@ -75,7 +75,7 @@ def mamba2_prefill(
     return advance_chunks(advance, torch.empty_like(x_THV), state_SHKV, src_N, dst_N, chunks)
 
 
-@operation(numba("mamba2_decode_numba", memory=FLOAT32_STATE), reads_device=True)
+@operation(triton("mamba2_triton", invariant="mamba2_triton"), numba("mamba2_decode_numba", memory=FLOAT32_STATE))
 def mamba2_decode(
     x_NHV: Tensor,
     B_NGK: Tensor,

@@ -4,7 +4,9 @@ Slots, blocks and windows that no sequence owns are NaN, and so is what ``torch.
 """
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels import attention_triton, conv1d_triton, gdn_prefill_triton
+from strandline.kernels import attention_triton, conv1d_triton, gdn_prefill_triton, mamba2_triton
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()
@@ -112,29 +114,55 @@ def make_slots(step: Step, *shape: int) -> Tensor:
     return slots
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A recurrence, the shapes of a token's inputs, and a state's."""
+
+    prefill: Callable[..., Tensor]
+    tokens: tuple[tuple[int, ...], ...]
+    parameters: Callable[[], tuple[Any, ...]]
+    state: tuple[int, ...]
+
+
+KINDS = {
+    "gdn": Kind(
+        gdn_prefill_triton.gdn_prefill,
+        ((1, 16), (1, 16), (2, 16), (2,), (2,)),
+        lambda: (torch.rand(2).log(), torch.randn(2)),
+        (2, 16, 16),
+    ),
+    "mamba2": Kind(
+        mamba2_triton.mamba2_prefill,
+        ((2, 16), (1, 16), (1, 16), (2,)),
+        lambda: (torch.rand(2).log(), torch.randn(2), torch.randn(2), (0.01, torch.inf)),
+        (2, 16, 16),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_gated_deltanet_gives_the_same_and_leaves_the_same(size: StepSize) -> None:
+def test_a_recurrence_gives_the_same_and_leaves_the_same(size: StepSize, kind: str) -> None:
     torch.manual_seed(1)
-    step = make_step(size)
+    step, recurrence = make_step(size), KINDS[kind]
     num_decodes, num_rows = step.host.num_decodes, len(step.host.token_ids_T)
-    inputs = [torch.randn(num_rows, *shape) for shape in ((1, 16), (1, 16), (2, 16), (2,), (2,))]
-    gates = (torch.rand(2).log(), torch.randn(2))
-    state_SHKV = make_slots(step, 2, 16, 16)
-    padded_SHKV = state_SHKV.clone()
+    inputs = [torch.randn(num_rows, *shape) for shape in recurrence.tokens]
+    parameters = recurrence.parameters()
+    state_SX = make_slots(step, *recurrence.state)
+    padded_SX = state_SX.clone()
 
-    def run(batch: StepBatch, inputs: list[Tensor], state_SHKV: Tensor) -> Tensor:
+    def run(batch: StepBatch, inputs: list[Tensor], state_SX: Tensor) -> Tensor:
         first, slots = batch.num_decodes, batch.recurrent
+        places = (slots.src_N[first:], slots.dst_N[first:], slots.chunks)
         with poisoned_memory():
-            out_THV = gdn_prefill_triton.gdn_prefill(
-                *(x[first:] for x in inputs), *gates, state_SHKV, slots.src_N[first:], slots.dst_N[first:], slots.chunks
-            )
-        return torch.cat([torch.zeros(first, *out_THV.shape[1:]), out_THV])
+            out_T = recurrence.prefill(*(x[first:] for x in inputs), *parameters, state_SX, *places)
+        return torch.cat([torch.zeros(first, *out_T.shape[1:]), out_T])
 
-    expected = run(step.plain, inputs, state_SHKV)
-    out = run(step.padded, [step.spread(x) for x in inputs], padded_SHKV)
+    expected = run(step.plain, inputs, state_SX)
+    out = run(step.padded, [step.spread(x) for x in inputs], padded_SX)
     assert out.isfinite().all()
     assert torch.equal(step.gather(out)[num_decodes:], expected[num_decodes:])
-    assert torch.equal(padded_SHKV.nan_to_num(99.0), state_SHKV.nan_to_num(99.0))
+    assert torch.equal(padded_SX.nan_to_num(99.0), state_SX.nan_to_num(99.0))
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

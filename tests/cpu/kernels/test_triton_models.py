@@ -18,7 +18,7 @@ TOLERANCE = 2e-4
 
 
 @pytest.mark.parametrize(
-    ("name", "is_deterministic"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)]
+    ("name", "is_deterministic"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True), ("bamba", False)]
 )
 def test_triton_versions_fit_the_layers(
     name: str, is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

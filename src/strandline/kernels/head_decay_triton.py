@@ -1,0 +1,275 @@
+"""Chunks of recurrences with one decay per head and token, in Triton.
+
+Per head, with the weight ``w`` of a token::
+
+    S <- exp(log_decay) S + k (w v)^T;  out = S^T q + skip v
+
+Of a chunk, whose tokens' decays from its start are ``d``, the state before it being ``S``::
+
+    out = d (q S) + (q k^T * decays) w v + skip v;  S <- decay S + k^T (to_end w v)
+
+What does not depend on the state is computed for all chunks at once: ``q k^T`` here, once for the heads of a group, and
+the rows' decays and weights by a kernel of the caller, which ends in ``store_rows``. Then ``advance`` runs through the
+chunks of a sequence, some value columns of a head per program, with the state in float32 registers: of its three
+products only one waits for the state before.
+
+In bfloat16 the operands of matrix products are rounded to bfloat16, the state where it is one, too. Sums are float32.
+In float32 everything is.
+
+Invariants: a cut's state is stored from the registers that carry it on. Of rows past a chunk's end, which belong to
+other chunks, nothing reaches an output or a state, and none is written. No ``src`` may equal the ``dst`` of another
+sequence, nor a cut's slot: programs run in any order. How a sequence is computed does not depend on the others, but
+for the number of columns (``Launch``), which is constant where engines are deterministic.
+
+Source: Dao and Gu, "Transformers are SSMs", section 6.
+
+Shape suffixes: T tokens, N sequences, G groups of heads, H heads (a multiple of G), K key channels, V value channels,
+S slots, C chunks, L rows of a padded chunk (64), W value columns of a program, X numbers per row.
+"""
+# mypy: ignore-errors
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
+from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
+from strandline.kernels.state_triton import FLOAT32_PRECISION, fast_exp2, load_state, store_state
+
+
+class Launch(NamedTuple):
+    """How the states are carried through the chunks."""
+
+    columns: int
+    """Value columns of a program."""
+    num_warps: int
+    num_stages: int
+
+
+FEW_PROGRAMS = Launch(columns=32, num_warps=4, num_stages=3)
+"""While there is at most one program per multiprocessor."""
+
+MANY_PROGRAMS = Launch(columns=64, num_warps=4, num_stages=2)
+
+
+class Prepared(NamedTuple):
+    """What is known of the chunks before there is a state."""
+
+    scores_CGLL: Tensor
+    rows_CHXL: Tensor
+    """float32; X: the high and the low part of the log2 decay from the chunk's start, the weight."""
+
+
+def choose_launch(num_sequences: int, num_heads: int, value_dim: int) -> Launch:
+    """Return the launch that carries the states of all heads."""
+    programs = num_sequences * num_heads * cdiv(value_dim, FEW_PROGRAMS.columns)
+    return FEW_PROGRAMS if programs <= 2 * NUM_SMS else MANY_PROGRAMS
+
+
+@triton.jit
+def store_rows(rows_ptr, place, log2_decay_L, weight_L, row_L, L: tl.constexpr):
+    """Store one head's decays and weights of a chunk, given zeros for rows past its end."""
+    # A difference of large sums must keep the small decays that came after a strong one: the sums are float64, and
+    # the difference of their high halves is exact where the exponential is not 0.
+    sum_L = tl.cumsum(log2_decay_L.to(tl.float64), 0)
+    high_L = sum_L.to(tl.float32)
+    ptrs_L = rows_ptr + place.to(tl.int64) * (3 * L) + row_L
+    tl.store(ptrs_L, high_L)
+    tl.store(ptrs_L + L, (sum_L - high_L.to(tl.float64)).to(tl.float32))
+    tl.store(ptrs_L + 2 * L, weight_L)
+
+
+@triton.jit(do_not_specialize_on_alignment=["starts_ptr", "lengths_ptr"])
+def _scores_kernel(
+    q_ptr,
+    k_ptr,
+    scores_ptr,
+    starts_ptr,
+    lengths_ptr,
+    stride_qt,
+    stride_qg,
+    stride_kt,
+    stride_kg,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    L: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Multiply a chunk's queries and keys of one group."""
+    group = tl.program_id(0)
+    chunk = tl.program_id(1)
+    start = tl.load(starts_ptr + chunk)
+    length = tl.load(lengths_ptr + chunk).to(tl.int32)
+    # A CUDA graph's grid is sized for the largest number of chunks; the surplus programs return.
+    if length == 0:
+        return
+    row_L = tl.arange(0, L)
+    key_K = tl.arange(0, BLOCK_K)
+    is_key_LK = (row_L < length)[:, None] & (key_K < K)[None, :]
+    q_ptrs = q_ptr + start * stride_qt + group * stride_qg + (row_L[:, None] * stride_qt + key_K[None, :])
+    k_ptrs = k_ptr + start * stride_kt + group * stride_kg + (row_L[:, None] * stride_kt + key_K[None, :])
+    q_LK = tl.load(q_ptrs, mask=is_key_LK, other=0.0)
+    k_LK = tl.load(k_ptrs, mask=is_key_LK, other=0.0)
+    scores_LL = tl.dot(q_LK, tl.trans(k_LK), input_precision=PRECISION)
+    ptrs_LL = scores_ptr + (chunk * G + group).to(tl.int64) * (L * L) + (row_L[:, None] * L + row_L[None, :])
+    tl.store(ptrs_LL, scores_LL.to(scores_ptr.dtype.element_ty))
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "src_ptr", "dst_ptr", "starts_ptr", "lengths_ptr", "cut_slots_ptr", "first_chunks_ptr"
+    ],
+)  # fmt: skip
+def _advance_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    scores_ptr,
+    rows_ptr,
+    skip_ptr,
+    out_ptr,
+    state_ptr,
+    src_ptr,
+    dst_ptr,
+    starts_ptr,
+    lengths_ptr,
+    cut_slots_ptr,
+    first_chunks_ptr,
+    stride_qt,
+    stride_qg,
+    stride_kt,
+    stride_kg,
+    stride_vt,
+    stride_vh,
+    stride_ss,
+    HAS_SKIP: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    L: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Carry ``BLOCK_W`` columns of one head's state through the chunks of one sequence."""
+    first_value = tl.program_id(0) * BLOCK_W
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    group = head // (H // G)
+    row_L = tl.arange(0, L)
+    key_K = tl.arange(0, BLOCK_K)
+    value_W = first_value + tl.arange(0, BLOCK_W)
+    is_key_K = key_K < K
+    is_value_W = value_W < V
+    is_state_KW = is_key_K[:, None] & is_value_W[None, :]
+    in_slot_KW = head * (K * V) + key_K[:, None] * V + value_W[None, :]
+    in_rows_LK = row_L[:, None] * stride_qt + key_K[None, :]
+    in_key_rows_LK = row_L[:, None] * stride_kt + key_K[None, :]
+    in_value_rows_LW = row_L[:, None] * stride_vt + value_W[None, :]
+    q_ptr += group * stride_qg
+    k_ptr += group * stride_kg
+    v_ptr += head * stride_vh
+    is_not_after_LL = row_L[:, None] >= row_L[None, :]
+    skip = 0.0
+    if HAS_SKIP:
+        skip = tl.load(skip_ptr + head).to(tl.float32)
+
+    state_KW = load_state(state_ptr, tl.load(src_ptr + sequence), stride_ss, in_slot_KW, is_state_KW)
+    first = tl.load(first_chunks_ptr + sequence).to(tl.int32)
+    end = tl.load(first_chunks_ptr + sequence + 1).to(tl.int32)
+    # Where the next chunk lies is known a step ahead, so that its loads wait for no other load.
+    start = tl.load(starts_ptr + first, mask=first < end, other=0)
+    length = tl.load(lengths_ptr + first, mask=first < end, other=0)
+    for chunk in tl.range(first, end, num_stages=NUM_STAGES):
+        next_length = tl.load(lengths_ptr + chunk + 1, mask=chunk + 1 < end, other=0)
+        cut_slot = tl.load(cut_slots_ptr + chunk)
+        is_token_L = row_L < length
+        is_key_LK = is_token_L[:, None] & is_key_K[None, :]
+        is_value_LW = is_token_L[:, None] & is_value_W[None, :]
+        q_LK = tl.load(q_ptr + start * stride_qt + in_rows_LK, mask=is_key_LK, other=0.0)
+        k_LK = tl.load(k_ptr + start * stride_kt + in_key_rows_LK, mask=is_key_LK, other=0.0)
+        v_LW = tl.load(v_ptr + start * stride_vt + in_value_rows_LW, mask=is_value_LW, other=0.0)
+        score_ptrs = scores_ptr + (chunk * G + group).to(tl.int64) * (L * L) + (row_L[:, None] * L + row_L[None, :])
+        scores_LL = tl.load(score_ptrs).to(tl.float32)
+        head_rows_ptr = rows_ptr + (chunk * H + head).to(tl.int64) * (3 * L)
+        high_L = tl.load(head_rows_ptr + row_L)
+        low_L = tl.load(head_rows_ptr + L + row_L)
+        weight_L = tl.load(head_rows_ptr + 2 * L + row_L)
+        last_high = tl.load(head_rows_ptr + L - 1)
+        last_low = tl.load(head_rows_ptr + 2 * L - 1)
+
+        difference_LL = (high_L[:, None] - high_L[None, :]) + (low_L[:, None] - low_L[None, :])
+        decays_LL = fast_exp2(tl.where(is_not_after_LL, difference_LL, float("-inf")))
+        attend_LL = (scores_LL * decays_LL * weight_L[None, :]).to(v_LW.dtype)
+        out_LW = tl.dot(q_LK, state_KW.to(q_LK.dtype), input_precision=PRECISION) * tl.exp2(high_L)[:, None]
+        out_LW = tl.dot(attend_LL, v_LW, acc=out_LW, input_precision=PRECISION)
+        ending_L = tl.exp2((last_high - high_L) + (last_low - low_L)) * weight_L
+        written_LW = (v_LW.to(tl.float32) * ending_L[:, None]).to(k_LK.dtype)
+        decay = tl.exp2(last_high)
+        state_KW = tl.dot(tl.trans(k_LK), written_LW, acc=state_KW * decay, input_precision=PRECISION)
+        if HAS_SKIP:
+            out_LW += skip * v_LW.to(tl.float32)
+        out_ptrs = out_ptr + start * (H * V) + head * V + (row_L[:, None] * (H * V) + value_W[None, :])
+        tl.store(out_ptrs, out_LW.to(out_ptr.dtype.element_ty), mask=is_value_LW)
+        store_state(state_ptr, cut_slot, stride_ss, in_slot_KW, is_state_KW, state_KW)
+        start += length
+        length = next_length
+
+    store_state(state_ptr, tl.load(dst_ptr + sequence), stride_ss, in_slot_KW, is_state_KW, state_KW)
+
+
+def empty_rows(num_heads: int, chunks: ChunkTable, x: Tensor) -> Tensor:
+    """Return ``rows_CHXL`` to be filled."""
+    return torch.empty(len(chunks.starts), num_heads, 3, CHUNK_TOKENS, dtype=torch.float32, device=x.device)
+
+
+def scores_of(q_TGK: Tensor, k_TGK: Tensor, chunks: ChunkTable) -> Tensor:
+    """Return ``scores_CGLL`` in the dtype of the queries."""
+    _, num_groups, key_dim = k_TGK.shape
+    num_chunks = len(chunks.starts)
+    scores_CGLL = q_TGK.new_empty(num_chunks, num_groups, CHUNK_TOKENS, CHUNK_TOKENS)
+    _scores_kernel[(num_groups, num_chunks)](
+        q_TGK, k_TGK, scores_CGLL, chunks.starts_C, chunks.lengths_C,
+        q_TGK.stride(0), q_TGK.stride(1), k_TGK.stride(0), k_TGK.stride(1),
+        G=num_groups, K=key_dim, BLOCK_K=max(16, next_power_of_2(key_dim)), L=CHUNK_TOKENS,
+        PRECISION=FLOAT32_PRECISION, num_warps=4,
+    )  # fmt: skip
+    return scores_CGLL
+
+
+def advance(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THV: Tensor,
+    prepared: Prepared,
+    skip_H: Tensor | None,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    chunks: ChunkTable,
+    launch: Launch,
+) -> Tensor:
+    """Carry the states through the chunks; return ``out_THV`` in the dtype of ``v_THV``.
+
+    The last dimension of every tensor must be contiguous, and each slot's ``[H, K, V]``.
+    """
+    _, num_heads, value_dim = v_THV.shape
+    _, num_groups, key_dim = k_TGK.shape
+    block_w = min(launch.columns, max(16, next_power_of_2(value_dim)))
+    out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
+    _advance_kernel[(cdiv(value_dim, block_w), num_heads, chunks.num_sequences)](
+        q_TGK, k_TGK, v_THV, *prepared, skip_H, out_THV, state_SHKV, src_N, dst_N,
+        chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, chunks.first_chunks_N1,
+        q_TGK.stride(0), q_TGK.stride(1), k_TGK.stride(0), k_TGK.stride(1), v_THV.stride(0), v_THV.stride(1),
+        state_SHKV.stride(0), HAS_SKIP=skip_H is not None,
+        G=num_groups, H=num_heads, K=key_dim, V=value_dim,
+        BLOCK_K=max(16, next_power_of_2(key_dim)), BLOCK_W=block_w, L=CHUNK_TOKENS, PRECISION=FLOAT32_PRECISION,
+        NUM_STAGES=launch.num_stages if v_THV.dtype != torch.float32 else 1, num_warps=launch.num_warps,
+    )  # fmt: skip
+    return out_THV

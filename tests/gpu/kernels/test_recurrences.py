@@ -1,0 +1,68 @@
+"""The cases of Triton's recurrences without logs on a GPU, in float32 and bfloat16, and at the shapes of models."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.cpu.kernels import test_recurrences_triton as cases
+from tests.cpu.kernels.test_chunkwise import Kind, Prompt, decay_rates
+from tests.cpu.kernels.test_recurrences_triton import BFLOAT16_ERROR, DTYPES, KINDS
+
+MODELS = {
+    "nemotron-3-nano": replace(
+        KINDS["mamba2"],
+        tokens=((64, 64), (8, 128), (8, 128), (64,)),
+        parameters=lambda: (decay_rates(64), torch.randn(64), torch.randn(64), (0.0, torch.inf)),
+        state=(64, 128, 64),
+    ),
+}
+
+EVERY = KINDS | MODELS
+
+
+@pytest.fixture(params=EVERY)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return EVERY[request.param]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), DTYPES)
+def test_prefill_equals_torchs_at_any_length(kind: Kind, dtype: torch.dtype, limit: float) -> None:
+    cases.check_lengths(kind, "cuda", dtype, limit)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), DTYPES)
+def test_a_mixed_batch_treats_each_sequence_alone(kind: Kind, dtype: torch.dtype, limit: float) -> None:
+    cases.check_mixed_batch(kind, "cuda", dtype, limit)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("num_sequences", [1, 5])
+def test_a_thousand_tokens_with_cuts_stay_accurate(name: str, num_sequences: int) -> None:
+    kind = MODELS[name]
+    prompts = [Prompt(0, 1000, 0, 1, ((500, 2), (512, 3)))]
+    prompts += [Prompt(500, 700, 4, 5 + i) for i in range(num_sequences - 1)]
+    layer = cases.make_layer(kind, sum(p.end - p.start for p in prompts), torch.bfloat16, "cuda")
+    cases.check_prefill(layer, cases.make_slots(kind, [4], "cuda"), prompts, BFLOAT16_ERROR)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prompt_in_steps_on_the_grid_is_bitwise_equal(kind: Kind, dtype: torch.dtype) -> None:
+    cases.check_steps_on_the_grid(kind, "cuda", dtype)
+
+
+def test_nan_in_the_tokens_of_one_sequence_stays_there(kind: Kind) -> None:
+    cases.check_nan_stays(kind, "cuda")
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_sequences", [1, 9, 33])
+def test_decode_in_place_from_shared_slots_and_padded(kind: Kind, num_sequences: int, state_dtype: torch.dtype) -> None:
+    slots = list(range(1, num_sequences + 1))
+    cases.check_decode(kind, slots, slots, "cuda", torch.bfloat16, state_dtype)
+    cases.check_decode(kind, [num_sequences + 1] * num_sequences, slots, "cuda", torch.bfloat16, state_dtype)
+    cases.check_decode(kind, [*slots, 0, 0], [*slots, 0, 0], "cuda", torch.float32, state_dtype)
+
+
+def test_deterministic_decode_does_not_depend_on_batch(kind: Kind) -> None:
+    cases.check_batch_changes_no_bit(kind, "cuda", 40)
