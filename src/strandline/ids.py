@@ -18,6 +18,9 @@ LogId = NewType("LogId", int)
 
 RequestId = NewType("RequestId", str)
 
+TransferId = NewType("TransferId", int)
+"""A copy between the device's memory and a store: below the device, or of another engine."""
+
 AUDIT_PREFIX: Final = "audit of "
 """Ids of requests that replay others begin with it; users' may not."""
 

@@ -11,6 +11,8 @@ MEANINGS: Final[Mapping[str, str]] = {
     "evicted": "the tokens were cached and have been evicted",
     "repeated": "keys and values are cached, but computed again for what follows the prompt's last token",
     "computing": "another request was computing the tokens",
+    "loading": "the tokens were being loaded from a store",
+    "load_failed": "a store had the tokens, but loading them failed",
     "other_salt": "the tokens are cached under another salt",
     "no_room": "the prefix was cached, but there was not enough memory to keep it beside the request's own data",
     "not_asked": "the cache is off, or the request wanted its prompt's log-probabilities",

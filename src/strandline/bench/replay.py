@@ -15,7 +15,18 @@ from strandline.bench.cost import CostModel
 from strandline.bench.ideal import SeenPrefixes
 from strandline.bench.policies import make_cache, policy
 from strandline.bench.traces import Call, Lane
-from strandline.cache import CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock, Reason, resume_rule
+from strandline.cache import (
+    CancelTransfer,
+    CopyTokens,
+    DropBlocks,
+    DropSlot,
+    FoldLog,
+    LoadIn,
+    MoveBlock,
+    Reason,
+    StoreOut,
+    resume_rule,
+)
 from strandline.cache.tokens import TOKEN_BYTES, decode
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -288,7 +299,7 @@ class Replay:
                     self.result.copied_tokens += num_tokens
                 case MoveBlock():
                     self.result.moved_blocks += 1
-                case DropBlocks() | DropSlot() | FoldLog():
+                case DropBlocks() | DropSlot() | FoldLog() | LoadIn() | StoreOut() | CancelTransfer():
                     pass
                 case _:
                     assert_never(action)

@@ -1,9 +1,21 @@
 """The prefix cache: pure decisions over ids and tokens. No tensors, no I/O, no wall clock."""
 
 from strandline.cache.account import Account, CacheCounters, Miss, Reason, SnapshotKind
-from strandline.cache.actions import Action, CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock
+from strandline.cache.actions import (
+    Action,
+    CancelTransfer,
+    Completion,
+    CopyTokens,
+    DropBlocks,
+    DropSlot,
+    FoldLog,
+    LoadIn,
+    MoveBlock,
+    StoreOut,
+)
 from strandline.cache.core import PrefixCache
 from strandline.cache.lease import Cut, Lead, Lease, StepGrant
+from strandline.cache.loads import Offer, OfferedSnapshot
 from strandline.cache.placement import OnGrid, Placement, placement
 from strandline.cache.resume import ResumeRule, resume_rule
 from strandline.cache.tokens import TokenBuffer
@@ -12,6 +24,8 @@ __all__ = [
     "Account",
     "Action",
     "CacheCounters",
+    "CancelTransfer",
+    "Completion",
     "CopyTokens",
     "Cut",
     "DropBlocks",
@@ -19,8 +33,11 @@ __all__ = [
     "FoldLog",
     "Lead",
     "Lease",
+    "LoadIn",
     "Miss",
     "MoveBlock",
+    "Offer",
+    "OfferedSnapshot",
     "OnGrid",
     "Placement",
     "PrefixCache",
@@ -28,6 +45,7 @@ __all__ = [
     "ResumeRule",
     "SnapshotKind",
     "StepGrant",
+    "StoreOut",
     "TokenBuffer",
     "placement",
     "resume_rule",

@@ -45,6 +45,10 @@ class Reason(StrEnum):
     prompt, to sample what follows it; in deterministic mode, all tokens of that block."""
     COMPUTING = "computing"
     """A running request is computing it."""
+    LOADING = "loading"
+    """It is being loaded from a store."""
+    LOAD_FAILED = "load_failed"
+    """A store had it, but loading it failed."""
     OTHER_SALT = "other_salt"
     """It is cached under another salt."""
     NO_ROOM = "no_room"
@@ -90,6 +94,14 @@ class Account(NamedTuple):
         miss = Miss(Reason.NO_ROOM, hit, self.hit)
         return Account(self.queried, hit, self.kv_tokens, None, (miss, *self.misses))
 
+    def blaming(self, reason: Reason, end: int) -> "Account":
+        """Return the account with this reason for all misses before ``end``."""
+        end = min(end, self.queried)
+        if end <= self.hit:
+            return self
+        rest = [miss._replace(start=max(miss.start, end)) for miss in self.misses if miss.end > end]
+        return self._replace(misses=(Miss(reason, self.hit, end), *rest))
+
     def for_callers(self) -> "Account":
         """Return the account without what it reveals of other salts, for the request's sender.
 
@@ -109,6 +121,19 @@ UNCOUNTED = Account(0, 0, 0, None, ())
 
 
 @dataclass(slots=True)
+class LoadCounters:
+    """Running totals of what was loaded from stores."""
+
+    num_done: int = 0
+    num_failed: int = 0
+    """Loads that failed or were cancelled."""
+    num_snapshots: int = 0
+    """Snapshots that loads brought."""
+    num_blocks: int = 0
+    """Blocks that loads brought."""
+
+
+@dataclass(slots=True)
 class CacheCounters:
     """Running totals since the start."""
 
@@ -120,6 +145,7 @@ class CacheCounters:
     """As ``missed_tokens``, by the reasons of ``Account.for_callers``."""
     hits_by_kind: dict[SnapshotKind, int] = field(default_factory=lambda: dict.fromkeys(SnapshotKind, 0))
     snapshots_taken: dict[SnapshotKind, int] = field(default_factory=lambda: dict.fromkeys(SnapshotKind, 0))
+    loads: LoadCounters = field(default_factory=LoadCounters)
 
     def count(self, account: Account) -> None:
         self.queries += 1

@@ -1,11 +1,13 @@
 """Changes to the device's memory that the cache asks for, as data.
 
-Actions are carried out in order, before the step that they were issued for.
+Actions are carried out in order, before the step that they were issued for. Transfers only begin there: each reports
+one ``Completion`` when it has ended, in any order, and no step waits for it.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from strandline.ids import BlockId, LogId, SlotId
+from strandline.ids import BlockId, LogId, SlotId, TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,4 +50,52 @@ class FoldLog:
     num_tokens: int
 
 
-Action = CopyTokens | MoveBlock | DropBlocks | DropSlot | FoldLog
+@dataclass(frozen=True, slots=True)
+class LoadIn:
+    """Begin to copy whole blocks and slots from a store to the device.
+
+    Nothing else reads or writes them, and no block is moved, before the transfer's completion.
+    """
+
+    transfer: TransferId
+    store: str
+    """Name of the store; places are its own numbers."""
+    blocks: tuple[tuple[BlockId, int], ...]
+    """Destination and place of each block."""
+    slots: tuple[tuple[SlotId, int], ...]
+    """Destination and place of each slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOut:
+    """Begin to copy whole blocks and slots to a store, with the content that they have now.
+
+    Later actions and steps may overwrite them at once. A later ``LoadIn`` of the same places gets this content.
+    """
+
+    transfer: TransferId
+    store: str
+    blocks: tuple[tuple[BlockId, int], ...]
+    """Source and place of each block."""
+    slots: tuple[tuple[SlotId, int], ...]
+    """Source and place of each slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTransfer:
+    """End a transfer early, if that is possible, as no request waits for it. Its completion is still reported."""
+
+    transfer: TransferId
+
+
+class Completion(NamedTuple):
+    """The end of a transfer: the device's memory is neither read nor written for it any more."""
+
+    transfer: TransferId
+    is_done: bool
+    """False: it failed or was cancelled; what it was to write has undefined content."""
+    seconds: float = 0.0
+    """How long the copying took; 0: unknown."""
+
+
+Action = CopyTokens | MoveBlock | DropBlocks | DropSlot | FoldLog | LoadIn | StoreOut | CancelTransfer

@@ -17,8 +17,9 @@ resumes wherever keys and values are cached, and its last, partly filled block i
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from strandline.cache.account import UNCOUNTED, Account, CacheCounters, SnapshotKind
+from strandline.cache.account import UNCOUNTED, Account, CacheCounters, Reason, SnapshotKind
 from strandline.cache.actions import Action, CopyTokens, FoldLog
 from strandline.cache.announcer import Announcer
 from strandline.cache.events import CacheEvent
@@ -26,7 +27,9 @@ from strandline.cache.eviction import Entry, EvictionOrder, ReuseRate, WorthPerB
 from strandline.cache.hits import record_hit, record_use
 from strandline.cache.index import PrefixIndex
 from strandline.cache.internals import Internals
+from strandline.cache.leaders import Leaders
 from strandline.cache.lease import Cut, Lead, Lease, StepGrant
+from strandline.cache.loads import Loads
 from strandline.cache.logs import LogPool
 from strandline.cache.memory import CacheMemory
 from strandline.cache.miss_reasons import MissReasons
@@ -95,6 +98,9 @@ class PrefixCache:
         self._index = PrefixIndex(self._memory, self._leases.values, rule)
         self._counters = CacheCounters()
         self._publisher = Publisher(self._memory, self._reuse, self._counters, self._leases.values)
+        self.loads = Loads(self._memory, self._index, self._publisher, self._counters, self._leases, rule)
+        """Prefixes that are being loaded from stores."""
+        self._leaders = Leaders(self._index, self._leases, self.loads, placement, rule)
         self._expected: dict[RequestId, Entry] = {}
         self._is_stepwise = enabled and placement.is_stepwise
         self._logs = LogPool(num_logs)
@@ -133,34 +139,23 @@ class PrefixCache:
             self._memory.forget_waiter(source)
 
     def find_leader(self, tokens: TokenBuffer, salt: str = "", *, beyond: int = 0, grid_tokens: int = 1) -> Lead | None:
-        """Find a running request that is about to compute a prefix of this prompt. Changes nothing.
+        """Find a running request that is about to compute a prefix of this prompt, or a load of one. Changes nothing.
 
-        A leader is worth waiting for when it computes at least one block of tokens beyond what is cached, or the
-        whole prompt.
+        A running request is worth waiting for when it computes at least one block of tokens beyond what is cached, or
+        the whole prompt.
 
         Args:
             beyond: ignore requests that share no more tokens than this.
             grid_tokens: round the shared prefix down to a multiple of this.
         """
-        if not self.is_enabled or not self._leases or not self._placement.takes_branches():
+        if not self.is_enabled or not self._leases:
             return None
-        match = self._index.match(salt, tokens.data)
-        known = max(match.position if match else 0, beyond)
-        prefilling = [lease for lease in self._leases.values() if lease.computed + 1 < len(lease.tokens)]
-        found = MissReasons(self._index.roots, prefilling, self._rule).most_shared_lease(tokens, salt, known)
-        if found is None:
-            return None
-        lease, position = found
-        last = self._rule.last(len(tokens))
-        position = min(position - position % grid_tokens, last)
-        is_short = position - known < BLOCK_TOKENS and position < last
-        if lease.computed >= position or position <= known or is_short:
-            return None
-        return Lead(lease, position)
+        return self._leaders.find(tokens, salt, beyond, grid_tokens)
 
     def follow(self, lead: Lead) -> None:
         """Have the leader publish the end of the shared prefix, for a request that waits to resume there."""
-        lead.lease.planned_cuts[lead.position] = SnapshotKind.BRANCH
+        if lead.lease.transfer is None:
+            lead.lease.planned_cuts[lead.position] = SnapshotKind.BRANCH
 
     # Admitting
 
@@ -176,6 +171,7 @@ class PrefixCache:
         shared_end: int | None = None,
         past_bin: int | None = None,
         is_counted: bool = True,
+        load_failed_end: int = 0,
     ) -> Lease | None:
         """Grant a lease: the cached blocks of the prompt, a slot and a log. It starts where the prompt resumes.
 
@@ -191,6 +187,7 @@ class PrefixCache:
             shared_end: publish blocks up to this position only, and emit no cuts from there on; None: everywhere.
             past_bin: ``Lease.interarrival_bin`` before the request was preempted; None: it was not.
             is_counted: when False, the admission changes neither the counters nor the reuse history.
+            load_failed_end: the tokens before it that miss were to be loaded, in vain (``LOAD_FAILED``).
 
         Returns:
             The lease, or None when memory does not suffice; then nothing has changed.
@@ -203,6 +200,7 @@ class PrefixCache:
         upper = self._index.split_at(match.end)
         reasons = MissReasons(self._index.roots, self._leases.values(), self._rule)
         account = reasons.account(tokens, salt, match) if is_asked else Account.not_asked(len(tokens))
+        account = account.blaming(Reason.LOAD_FAILED, load_failed_end)
         if not is_counted:
             account = UNCOUNTED
         if not self._try_pin(upper, match, tokens, step_tokens):
@@ -415,13 +413,7 @@ class PrefixCache:
         self._publish_partial_block(lease)
         if not self._leave_last_snapshot(lease, kind) and lease.dst != NULL_SLOT:
             memory.free_slot(lease.dst)
-        tail = lease.tail
-        kept = tail.blocks[0] if tail is not None else None
-        memory.free_blocks([block for block in lease.table[lease.num_published :] if block != kept])
-        if tail is not None:
-            tail.is_live = False
-            memory.remove_user(tail)
-        memory.unpin_run(lease.run)
+        memory.take_back(lease)
         self._logs.free(lease.log)
 
     def _leave_last_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
@@ -466,7 +458,7 @@ class PrefixCache:
         counters, memory = self._counters, self._memory
         return CacheStats(
             memory=self.memory_use(),
-            num_leases=len(self._leases),
+            num_leases=len(self._leases) - len(self.loads),
             num_snapshots=self._allocator.num_slots
             - sum((lease.dst != NULL_SLOT) + len(lease.cuts) for lease in self._leases.values()),
             num_snapshots_evicted=memory.num_snapshots_evicted,
@@ -478,6 +470,7 @@ class PrefixCache:
             told_tokens=dict(counters.told_tokens),
             hits_by_kind=dict(counters.hits_by_kind),
             snapshots_taken=dict(counters.snapshots_taken),
+            loads=replace(counters.loads),
         )
 
     def snapshots(self) -> Iterator[tuple[str, bytes, Snapshot]]:

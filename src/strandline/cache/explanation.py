@@ -319,6 +319,9 @@ def _advice_on_miss(
         case Reason.COMPUTING:
             text = f"a later arrival: request {miss.request_id} was computing these tokens"
             return Advice(Help.PATIENCE, miss.end, size, text)
+        case Reason.LOADING:
+            text = "a later arrival: these tokens were being loaded from a store"
+            return Advice(Help.PATIENCE, miss.end, size, text)
         case Reason.NOT_ASKED:
             text = "reading the cache: it is off, or the request wanted its prompt's log-probabilities"
             return Advice(Help.ASK, 0, size, text)

@@ -107,8 +107,9 @@ def _check_owners(cache: Internals, runs: list[Run]) -> None:
         block_owners.update(lease.table[lease.num_published :])
         owners = {cache.memory.owner(block) for block in lease.table[lease.num_published :]}
         _require(owners <= {None, lease.tail}, f"{lease.request_id}: a block of its own has an owner in the index")
-        _require((lease.dst != NULL_SLOT) == cache.rule.needs_slots, f"{lease.request_id} writes slot {lease.dst}")
-        slot_owners[lease.dst] += cache.rule.needs_slots
+        writes_slot = cache.rule.needs_slots and lease.transfer is None
+        _require((lease.dst != NULL_SLOT) == writes_slot, f"{lease.request_id} writes slot {lease.dst}")
+        slot_owners[lease.dst] += writes_slot
         slot_owners.update(cut.slot for cut in lease.cuts)
         _require(lease.dst not in published, f"{lease.request_id} writes the published slot {lease.dst}")
     _require(set(block_owners) == blocks, f"blocks leaked or lost: {set(block_owners) ^ blocks}")

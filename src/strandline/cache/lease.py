@@ -9,7 +9,7 @@ from strandline.cache.account import Account, SnapshotKind
 from strandline.cache.tokens import TokenBuffer
 from strandline.cache.tree import Run, Snapshot
 from strandline.cache.use import NO_INTERARRIVAL
-from strandline.ids import NULL_LOG, NULL_SLOT, LogId, RequestId, SlotId
+from strandline.ids import NULL_LOG, NULL_SLOT, LogId, RequestId, SlotId, TransferId
 
 
 @dataclass(slots=True)
@@ -70,6 +70,7 @@ class Lease:
         "table",
         "tail",
         "tokens",
+        "transfer",
     )
 
     def __init__(
@@ -107,6 +108,8 @@ class Lease:
         """Holds the tokens that are not folded into the state yet; the null log: none are kept."""
         self.folded = 0
         """Tokens that are folded into the state; those up to ``computed`` are in the log."""
+        self.transfer: TransferId | None = None
+        """The transfer that fills it: no request runs, its blocks and snapshots are being loaded. None: one runs."""
 
     @property
     def num_logged(self) -> int:
@@ -125,12 +128,12 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """A running request that computes tokens ``[0, position)`` of a waiting request's prompt."""
+    """A running request that computes tokens ``[0, position)`` of a waiting request's prompt, or a load of them."""
 
     lease: Lease
     position: int
 
     @property
     def is_pending(self) -> bool:
-        """Whether the request runs and has not computed them yet."""
+        """Whether the request runs and has not computed them yet, or the load goes on."""
         return self.lease.is_active and self.lease.computed < self.position

@@ -92,7 +92,7 @@ class CacheMemory:
     def can_take(self, num_blocks: int, num_slots: int) -> bool:
         """Return whether this many blocks and slots can be allocated, by eviction if needed.
 
-        Exact, since blocks can be moved to empty a slab. Slab 0 never becomes a slot.
+        Exact, since blocks can be moved to empty a slab, unless some in it are held. Slab 0 never becomes a slot.
         """
         allocator = self.allocator
         size = allocator.blocks_per_slab
@@ -109,8 +109,8 @@ class CacheMemory:
         # The blocks that stay must fit beside the slots. Slab 0 only holds blocks.
         blocks_that_stay = allocator.num_blocks - self.num_evictable_blocks + num_blocks
         slots_that_stay = allocator.num_slots - self.num_evictable_slots + num_slots
-        slabs_needed = -(-max(blocks_that_stay - (size - 1), 0) // size) + slots_that_stay
-        return slabs_needed <= allocator.num_slabs - 1
+        slabs_of_blocks = max(-(-max(blocks_that_stay - (size - 1), 0) // size), allocator.num_held_slabs)
+        return slabs_of_blocks + slots_that_stay <= allocator.num_slabs - 1
 
     # Taking
 
@@ -244,6 +244,16 @@ class CacheMemory:
             self.offer(snapshot)
         else:
             self.free_slot(snapshot.slot)
+
+    def take_back(self, lease: Lease) -> None:
+        """Free the blocks that are a lease's own, and unpin its path."""
+        tail = lease.tail
+        kept = tail.blocks[0] if tail is not None else None
+        self.free_blocks([block for block in lease.table[lease.num_published :] if block != kept])
+        if tail is not None:
+            tail.is_live = False
+            self.remove_user(tail)
+        self.unpin_run(lease.run)
 
     def touch(self, *runs: Run | None) -> None:
         """Count a use of these runs."""

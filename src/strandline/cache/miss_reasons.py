@@ -52,7 +52,10 @@ class MissReasons:
             yield Miss(Reason.EVICTED, start, position)
         elif (found := self.most_shared_lease(tokens, salt, position)) is not None:
             lease, position = found
-            yield Miss(Reason.COMPUTING, start, position, lease.request_id)
+            if lease.transfer is None:
+                yield Miss(Reason.COMPUTING, start, position, lease.request_id)
+            else:
+                yield Miss(Reason.LOADING, start, position)
         elif start < BLOCK_TOKENS and (common := self._cached_for_others(tokens, salt)) > position:
             yield Miss(Reason.OTHER_SALT, position, common)
             position = common

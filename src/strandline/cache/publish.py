@@ -128,6 +128,16 @@ class Publisher:
             self.publish_partial_block(lease)
             lease.planned_cuts = {p: kind for p, kind in lease.planned_cuts.items() if p > lease.computed}
 
+    def publish_loaded(self, lease: Lease) -> None:
+        """Publish all that a load has brought."""
+        self.publish_blocks(lease)
+        if lease.cuts:
+            self.publish_cuts(lease)
+        else:
+            key = lease.tokens.slice(lease.num_published * BLOCK_TOKENS, lease.computed)
+            if key and child_with_prefix(lease.run, key) is None:
+                self._publish_tail(lease, key)
+
     def publish_cuts(self, lease: Lease) -> None:
         reached = [cut for cut in lease.cuts if cut.position <= lease.computed]
         lease.cuts = [cut for cut in lease.cuts if cut.position > lease.computed]
@@ -159,7 +169,10 @@ class Publisher:
         snapshot.last_tick = self._memory.next_tick()
         home.evicted_snapshots.pop(position if stub_key is None else stub_key, None)
         self._memory.enter_snapshot(snapshot)
-        self._counters.snapshots_taken[kind] += 1
+        if lease.transfer is None:
+            self._counters.snapshots_taken[kind] += 1
+        else:
+            self._counters.loads.num_snapshots += 1
         return snapshot
 
     def _publish_tail(self, lease: Lease, key: bytes) -> None:

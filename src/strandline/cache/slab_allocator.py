@@ -4,10 +4,12 @@ Slab ``s`` is slot ``s``, or the blocks ``[s * blocks_per_slab, (s + 1) * blocks
 share: any slab can hold either. Slab 0 contains the null slot and the null block, so it never becomes a slot; its
 other blocks are ordinary.
 
-When a slot is wanted and free blocks are scattered over several slabs, ``compact`` returns the blocks to move.
+When a slot is wanted and free blocks are scattered over several slabs, ``compact`` returns the blocks to move. Blocks
+that a transfer writes are *held*: their slabs are not emptied.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 
 from strandline.errors import CacheInvariantError, ConfigError
@@ -39,6 +41,8 @@ class SlabAllocator:
             self._free_in[0] = first
         self.num_free_blocks = len(first)
         """Free blocks in slabs that hold blocks; a free slab counts in ``num_free_slabs``."""
+        self._held = Counter[int]()
+        """By slab: its held blocks."""
 
     @property
     def num_free_slabs(self) -> int:
@@ -122,12 +126,26 @@ class SlabAllocator:
         self.num_free_blocks -= self.blocks_per_slab
         self._free_slabs.append(slab)
 
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Keep blocks where they are until ``let_go``."""
+        self._held.update(block // self.blocks_per_slab for block in blocks)
+
+    def let_go(self, blocks: Iterable[int]) -> None:
+        """Let ``compact`` move blocks again that were held."""
+        self._held.subtract(block // self.blocks_per_slab for block in blocks)
+        self._held = +self._held
+
+    @property
+    def num_held_slabs(self) -> int:
+        """Slabs that cannot be emptied because of held blocks, without slab 0, which never is."""
+        return len(self._held) - (0 in self._held)
+
     def can_compact(self) -> bool:
         """Return whether moving blocks can free a slab."""
         if self.num_free_blocks < self.blocks_per_slab:
             return False
         slab = self._emptiest_slab()
-        return slab is not None and self.num_free_blocks - len(self._free_in[slab]) >= self._num_used(slab)
+        return slab is not None and self.num_free_blocks - self._num_free(slab) >= self._num_used(slab)
 
     def compact(self) -> list[tuple[BlockId, BlockId]]:
         """Free the slab with the fewest blocks in use; return the moves ``(from, to)`` of its blocks.
@@ -137,7 +155,7 @@ class SlabAllocator:
         slab = self._emptiest_slab()
         if slab is None:
             raise CacheInvariantError("no slab to compact")
-        free = set(self._free_in.pop(slab))
+        free = set(self._free_in.pop(slab, ()))
         self.num_free_blocks -= len(free)
         first = slab * self.blocks_per_slab
         used = [b for b in range(first, first + self.blocks_per_slab) if b not in free]
@@ -151,11 +169,18 @@ class SlabAllocator:
         return [(BlockId(src), BlockId(dst)) for src, dst in zip(used, targets, strict=True)]
 
     def _emptiest_slab(self) -> int | None:
-        candidates = [slab for slab in self._free_in if slab]
-        return max(candidates, key=lambda slab: len(self._free_in[slab]), default=None)
+        held = self._held
+        candidates = [slab for slab in self._free_in if slab and slab not in held]
+        if not candidates and held:
+            # The free blocks lie beside held ones: a full slab is emptied into them.
+            candidates = sorted(self._block_slabs - held.keys() - {0})[:1]
+        return max(candidates, key=self._num_free, default=None)
+
+    def _num_free(self, slab: int) -> int:
+        return len(self._free_in.get(slab, ()))
 
     def _num_used(self, slab: int) -> int:
-        return self.blocks_per_slab - len(self._free_in[slab])
+        return self.blocks_per_slab - self._num_free(slab)
 
     def used(self) -> tuple[set[SlotId], set[BlockId]]:
         """Return all allocated slots and blocks, for checks: linear in the size of the arena."""

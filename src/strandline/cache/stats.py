@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from strandline.cache.account import Reason, SnapshotKind
+from strandline.cache.account import LoadCounters, Reason, SnapshotKind
 from strandline.specs import ModelSpec
 
 
@@ -62,3 +62,4 @@ class CacheStats:
     """As ``missed_tokens``, by the reasons of ``Account.for_callers``."""
     hits_by_kind: Mapping[SnapshotKind, int]
     snapshots_taken: Mapping[SnapshotKind, int]
+    loads: LoadCounters

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from strandline.cache import Action
+from strandline.cache import Action, Completion
 from strandline.kernels.binding import Fallback
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
@@ -61,6 +61,9 @@ class Executor(Protocol):
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Apply the cache's actions, in order, outside a step."""
+
+    def wait_for_transfers(self, timeout_s: float) -> tuple[Completion, ...]:
+        """Return the transfers that have ended and that no result has reported; wait until there is one, or so long."""
 
     def compile_grammar(self, params: StructuredOutputsParams) -> object:
         """Compile a grammar in the calling thread, so that no step has to; any thread may call.

@@ -14,7 +14,17 @@ from typing import Final, assert_never, cast
 import torch
 from torch import Tensor
 
-from strandline.cache import Action, CopyTokens, DropBlocks, DropSlot, FoldLog, MoveBlock
+from strandline.cache import (
+    Action,
+    CancelTransfer,
+    CopyTokens,
+    DropBlocks,
+    DropSlot,
+    FoldLog,
+    LoadIn,
+    MoveBlock,
+    StoreOut,
+)
 from strandline.device.batch import HostBatch, build_host_batch, fold_batch, split_by_blocks, to_device
 from strandline.device.draft_layer import is_resumed, make_drafts, pairs_of
 from strandline.device.failures import catch_failure
@@ -24,6 +34,7 @@ from strandline.device.heap import keep_scratch_memory
 from strandline.device.padded_step import StepSize
 from strandline.device.pending import PendingTokens
 from strandline.device.sampler import ChosenTokens, LogprobTensors, SamplingState, choose_tokens
+from strandline.device.transfers import Transfers
 from strandline.device.upload import download, upload_together
 from strandline.device.verification import Verified, sample_and_verify
 from strandline.errors import EngineError
@@ -55,11 +66,12 @@ machine each would wait for the others to be scheduled: a step took 690 ms where
 class StepInFlight:
     """A step in flight."""
 
-    def __init__(self, sequences: Sequence[SequencePlan], device: torch.device) -> None:
+    def __init__(self, sequences: Sequence[SequencePlan], device: torch.device, transfers: Transfers) -> None:
         self.is_launch_bound = False
         """Whether launching took longer than the device needs to run the step."""
         self._sequences = sequences
         self._device = device
+        self._transfers = transfers
         self._tokens_N: Tensor | None = None
         self._sampled: list[tuple[int, SamplingState]] = []
         self._logprobs: dict[int, list[LogprobTensors]] = {}
@@ -119,7 +131,8 @@ class StepInFlight:
                 with catch_failure(self.failures, sequence.request_id):
                     parts = self._prompt_logprobs.get(sequence.request_id, ())
                     prompt_logprobs[index] = [entry for tensors in parts for entry in tensors.read()]
-        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, self.drafts, self.failures)
+        ended = self._transfers.take()
+        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, self.drafts, self.failures, ended)
 
 
 class Runner:
@@ -156,6 +169,8 @@ class Runner:
             keep_scratch_memory()
         num_logs = 1 + max_num_seqs if keeps_logs or draft_tokens else 0
         self.arena = ArenaTensors(model.spec, num_slabs, device, num_logs=num_logs, draft_tokens=draft_tokens)
+        self.transfers = Transfers(self.arena)
+        """Copies to and from stores; none is attached at first."""
         self._memory = model.bind(self.arena)
         self._pending = PendingTokens(max_num_seqs, device, kernels)
         self._kernels, self._store = kernels, kernels[store_hidden]
@@ -176,7 +191,7 @@ class Runner:
         for new in plan.new:
             self._states[new.request_id] = SamplingState(new, self.model.vocab_size, self.device, self._matcher(new))
         self.carry_out(plan.actions)
-        launched = StepInFlight(plan.sequences, self.device)
+        launched = StepInFlight(plan.sequences, self.device, self.transfers)
         if self._is_exact_on_cpu:
             self._compute_one_by_one(plan.sequences, launched)
         else:
@@ -333,8 +348,12 @@ class Runner:
             self._apply(action)
         self._fold(folds)
 
-    def _apply(self, action: CopyTokens | MoveBlock | DropBlocks | DropSlot) -> None:
+    def _apply(
+        self, action: CopyTokens | MoveBlock | DropBlocks | DropSlot | LoadIn | StoreOut | CancelTransfer
+    ) -> None:
         match action:
+            case LoadIn() | StoreOut() | CancelTransfer():
+                self.transfers.begin(action)
             case CopyTokens(src, dst, num_tokens):
                 self.arena.copy_block(src, dst, num_tokens)
             case MoveBlock(src, dst):

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from strandline.cache import Action
+from strandline.cache import Action, Completion
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.executor import ExecutorFacts, LaunchedStep
@@ -110,6 +110,10 @@ class UniExecutor:
         """Apply the cache's actions, in order, outside a step."""
         self.runner.carry_out(actions)
 
+    def wait_for_transfers(self, timeout_s: float) -> tuple[Completion, ...]:
+        """Return the transfers that have ended and that no result has reported; wait until there is one, or so long."""
+        return self.runner.transfers.wait(timeout_s)
+
     def compile_grammar(self, params: StructuredOutputsParams) -> object:
         """Compile a grammar in the calling thread; any thread may call.
 
@@ -139,7 +143,8 @@ class UniExecutor:
         release_free_memory()
 
     def close(self) -> None:
-        """Do nothing: memory is freed with the executor."""
+        """End transfers. Memory is freed with the executor."""
+        self.runner.transfers.close()
 
 
 def choose_kernels(

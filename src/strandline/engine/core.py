@@ -6,6 +6,7 @@ An error inside a step is ours and ends the core: a doubtful state is never serv
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from typing import Final
 
 from strandline.cache import OnGrid, PrefixCache, Reason, placement, resume_rule
 from strandline.cache.invariants import check
@@ -37,6 +38,9 @@ from strandline.records.events import (
 )
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.specs import ModelSpec
+
+MAX_WAIT_S: Final = 0.01
+"""How long a turn of the core waits for loads when there is nothing else to do."""
 
 
 class EngineCore:
@@ -108,7 +112,8 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        return len(self.scheduler) > 0 or self._in_flight is not None or self._auditor.is_due
+        is_loading = len(self.cache.loads) > 0
+        return len(self.scheduler) > 0 or self._in_flight is not None or self._auditor.is_due or is_loading
 
     @property
     def audits(self) -> Audits:
@@ -130,7 +135,7 @@ class EngineCore:
             self.scheduler.add(replay)
         plan = self.scheduler.plan()
         if plan is None:
-            self._settle(events)
+            self._settle_or_load(events)
             return events
         self.watch.after_plan(plan)
         launched = self.executor.launch(plan)
@@ -142,6 +147,14 @@ class EngineCore:
             self.scheduler.observe(plan, SYSTEM_CLOCK() - start_s)
         return events
 
+    def _settle_or_load(self, events: StepEvents) -> None:
+        """Wait for the step under way or, if there is none, a short time for the loads that requests wait for."""
+        if self._in_flight is not None:
+            self._settle(events)
+        elif self.cache.loads:
+            self.executor.carry_out(self.cache.take_actions())
+            self.scheduler.loading.complete(self.executor.wait_for_transfers(MAX_WAIT_S))
+
     def _settle(self, events: StepEvents) -> None:
         """Wait for the step under way, if there is one, and add what it produced."""
         if self._in_flight is None:
@@ -149,6 +162,7 @@ class EngineCore:
         plan, launched = self._in_flight
         self._in_flight = None
         result = launched.result()
+        self.scheduler.loading.complete(result.completions)
         advanced = self.scheduler.settle(plan, result)
         for request_id in result.failures:
             self._auditor.forget(request_id)

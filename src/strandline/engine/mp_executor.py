@@ -16,7 +16,7 @@ from threading import Lock, Thread
 from typing import Any, Final, NamedTuple
 from weakref import finalize
 
-from strandline.cache import Action
+from strandline.cache import Action, Completion
 from strandline.config import EngineConfig
 from strandline.device.executor import ExecutorFacts, LaunchedStep
 from strandline.errors import EngineError
@@ -181,6 +181,12 @@ class MpExecutor:
         """Apply the cache's actions, in order, outside a step."""
         if actions:
             self._call("carry_out", tuple(actions))
+
+    def wait_for_transfers(self, timeout_s: float) -> tuple[Completion, ...]:
+        """Return the transfers that have ended and that no result has reported; wait until there is one, or so long."""
+        _, future = self._link.call("wait_for_transfers", timeout_s)
+        ended: tuple[Completion, ...] = future.result()
+        return ended
 
     def compile_grammar(self, params: StructuredOutputsParams) -> object:
         """Have the worker compile a grammar beside its steps; any thread may call.

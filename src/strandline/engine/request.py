@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from enum import Enum
 
-from strandline.cache import Account, Lead, Lease, TokenBuffer
+from strandline.cache import Account, Lead, Lease, Offer, TokenBuffer
 from strandline.engine.draft_counters import DraftCounters
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.records.events import FinishReason
@@ -31,6 +31,7 @@ class Request:
         "is_introduced",
         "lead",
         "lease",
+        "load_failed_end",
         "marks",
         "max_total",
         "new",
@@ -38,6 +39,7 @@ class Request:
         "num_new",
         "num_prompt_tokens",
         "num_tokens",
+        "offer",
         "output_ids",
         "prompt_ids",
         "queue_number",
@@ -79,7 +81,11 @@ class Request:
         self.marks = marks
         """Ends of prefixes that other prompts are likely to share: of tools, system prompt and turns."""
         self.lead: Lead | None = None
-        """The running request that it last waited for, or None."""
+        """The running request or the load that it last waited for, or None."""
+        self.offer: Offer | None = None
+        """What a store holds of its prompt, to be loaded before it is admitted; None: nothing, or it has been tried."""
+        self.load_failed_end = 0
+        """Tokens that a load failed to bring."""
         self.stop_ids = new.stop_ids
         self.lease: Lease | None = None
         self.account: Account | None = None

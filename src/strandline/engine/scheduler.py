@@ -27,6 +27,7 @@ from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind
 from strandline.engine.draft_counters import DraftCounters
 from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter, DraftLayerDrafter
+from strandline.engine.load_queue import LoadQueue
 from strandline.engine.request import Request, Status
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span, sequence_plan, with_next
 from strandline.engine.waiting import WaitingQueue
@@ -76,6 +77,7 @@ class Scheduler:
         self._steps_since_share = STEPS_BETWEEN_SHARES
         """Steps of decodes since the last in which long prefills got a share."""
         self.waiting = WaitingQueue(self._hit_tokens if cache.is_enabled else None)
+        self.loading = LoadQueue(cache, self.waiting)
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._is_exact = deterministic
@@ -123,6 +125,7 @@ class Scheduler:
         if request is None:
             return
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        self.loading.forget(request)
         self._end(request, reason, stop_reason)
 
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
@@ -158,7 +161,10 @@ class Scheduler:
         return not self._num_on_host and self._drafter is None
 
     def plan(self) -> StepPlan | None:
-        """Plan the next step; None when no request can run, or none before the previous step is settled."""
+        """Plan the next step; None when no request can run, or none before the previous step is settled or a load ends.
+
+        The cache's actions are in the plan. Without a plan they are still to be carried out.
+        """
         if not self._requests:
             return None
         if self._draft_depth is not None:
@@ -182,7 +188,7 @@ class Scheduler:
         if self._has_draft_layer:
             sequences = list(map(with_next, sequences, spans, next_drafts))
         if not sequences:
-            if self._planned:
+            if self._planned or self.cache.loads:
                 return None
             memory = self.cache.memory_use()
             raise EngineError(
@@ -296,9 +302,9 @@ class Scheduler:
         waiting.requeue_unblocked()
         while waiting.has_admissible and budget >= self._grid_tokens and len(self.running) < self.max_num_seqs:
             request = waiting.next()
-            if self._try_follow(request):
+            if self._try_follow(request) or self.loading.try_load(request, budget):
                 continue
-            lease = self._admit(request, budget)
+            lease = None if self.loading.waits_for_room(request, self.running) else self._admit(request, budget)
             if lease is None:
                 break
             waiting.admit(request)
@@ -352,6 +358,7 @@ class Scheduler:
             shared_end=request.num_prompt_tokens if self._is_exact else None,
             past_bin=request.interarrival_bin,
             is_counted=not request.is_audit,
+            load_failed_end=request.load_failed_end,
         )
         if lease is None:
             return None

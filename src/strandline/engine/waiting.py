@@ -2,8 +2,8 @@
 
 The queue is ordered by arrival; a preempted request goes to the front. The request with the most cached tokens is
 admitted first, but the front is overtaken at most ``MAX_OVERTAKEN`` times. A request that follows a leader, a running
-request that computes a prefix of its prompt, is *blocked* until the leader has computed it, and then returns to its
-position.
+request that computes a prefix of its prompt or a load of one, is *blocked* until the leader has computed or loaded it,
+and then returns to its position.
 
 A request has one number while it waits, which orders the queue; it is either queued or blocked. Adding and removing
 cost a bisection.
@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
+from strandline.cache import Lease
 from strandline.engine.request import Request
 
 MAX_OVERTAKEN = 16
@@ -89,6 +90,10 @@ class WaitingQueue:
         number = request.queue_number
         self._dequeue(number)
         self._blocked[number] = request
+
+    def followers(self, lease: Lease) -> list[Request]:
+        """Return the requests that are blocked on a leader."""
+        return [request for request in self._blocked.values() if request.lead and request.lead.lease is lease]
 
     def requeue_unblocked(self) -> None:
         """Requeue requests whose leader has computed their shared prefix or has ended."""

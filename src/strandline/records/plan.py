@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from strandline.cache import Action
+from strandline.cache import Action, Completion
 from strandline.ids import NO_TOKEN, LogId, PendingToken, RequestId, SlotId
 from strandline.records.sampling_params import SamplingParams
 
@@ -127,3 +127,5 @@ class StepResult:
     """For the next step, by index of the sequence."""
     failures: Mapping[RequestId, str] = field(default_factory=dict)
     """Requests that an exception concerned alone, and its text. What else the step says of them is not to be shown."""
+    completions: tuple[Completion, ...] = ()
+    """Transfers that have ended since the last result, in any order."""

@@ -41,7 +41,9 @@ E2E_BUCKETS_S: Final = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20,
 
 TOKEN_BUCKETS: Final = tuple(float(factor * 10**power) for power in range(7) for factor in (1, 2, 5))
 
-RECOMPUTED: Final = frozenset({"no_snapshot", "snapshot_evicted", "evicted", "repeated", "no_room", "computing"})
+RECOMPUTED: Final = frozenset(
+    {"no_snapshot", "snapshot_evicted", "evicted", "repeated", "no_room", "computing", "loading", "load_failed"}
+)
 """Reasons of misses whose tokens were computed before, or are being computed."""
 
 

@@ -11,18 +11,21 @@ from typing import assert_never
 
 from strandline.cache import (
     Action,
+    CancelTransfer,
     CopyTokens,
     DropBlocks,
     DropSlot,
     FoldLog,
     Lease,
+    LoadIn,
     MoveBlock,
     PrefixCache,
     StepGrant,
+    StoreOut,
 )
 from strandline.cache.tokens import decode
 from strandline.cache.tree import Run
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT, BlockId, LogId, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT, BlockId, LogId, SlotId, TransferId
 
 POISON = -1
 
@@ -39,6 +42,11 @@ class Device:
         self._logs: dict[LogId, Tokens] = {}
         self.num_writes = [0] * num_slabs
         """How often each slot was written or dropped, which is constant while it is published."""
+        self.stored: dict[int, Tokens] = {}
+        """What a store holds, by place: a block's tokens, or those whose state it is."""
+        self.loading: dict[TransferId, LoadIn] = {}
+        self.storing: list[TransferId] = []
+        self.cancelled: set[TransferId] = set()
 
     def cells(self, block: BlockId) -> list[int]:
         return list(self._cells[block])
@@ -55,12 +63,15 @@ class Device:
                     assert POISON not in self._cells[src][:num_tokens], f"{action} copies poison"
                     self._write_cells(dst, 0, self._cells[src][:num_tokens])
                 case MoveBlock(src, dst):
+                    assert not self._is_loading(block=src), f"block {src} is moved while it is loaded"
                     self._write_cells(dst, 0, self._cells[src])
                     self._cells[src] = [POISON] * BLOCK_TOKENS
                 case DropBlocks(blocks):
                     for block in blocks:
+                        assert not self._is_loading(block=block), f"block {block} is freed while it is loaded"
                         self._cells[BlockId(block)] = [POISON] * BLOCK_TOKENS
                 case DropSlot(slot):
+                    assert not self._is_loading(slot=slot), f"slot {slot} is freed while it is loaded"
                     self._states[slot] = None
                     self.num_writes[slot] += 1
                 case FoldLog(slot, log, num_tokens):
@@ -68,8 +79,44 @@ class Device:
                     if (state := self.state(slot)) is not None:
                         self._states[slot] = state + self._logs[log][:num_tokens]
                         self.num_writes[slot] += 1
+                case LoadIn(transfer):
+                    assert transfer not in self.loading
+                    self.loading[transfer] = action
+                case StoreOut(transfer, _, block_places, slot_places):
+                    self.storing.append(transfer)
+                    for block, place in block_places:
+                        self.stored[place] = tuple(self._cells[block])
+                    for slot, place in slot_places:
+                        self.stored[place] = self.state(slot) or ()
+                case CancelTransfer(transfer):
+                    self.cancelled.add(transfer)
                 case _:
                     assert_never(action)
+
+    def end_load(self, transfer: TransferId) -> None:
+        """End a transfer well: write what the store holds, at once, however long it took."""
+        action = self.loading.pop(transfer)
+        for block, place in action.blocks:
+            tokens = self.stored[place]
+            self._write_cells(block, 0, (*tokens, *[POISON] * (BLOCK_TOKENS - len(tokens))))
+        for slot, place in action.slots:
+            self._write_state(slot, self.stored[place])
+
+    def fail_load(self, transfer: TransferId) -> None:
+        """End a transfer badly: what it was to write is poison."""
+        action = self.loading.pop(transfer)
+        for block, _ in action.blocks:
+            self._write_cells(block, 0, [POISON] * BLOCK_TOKENS)
+        for slot, _ in action.slots:
+            self._write_state(slot, (POISON,))
+
+    def _is_loading(self, *, block: int = NULL_BLOCK, slot: int = NULL_SLOT) -> bool:
+        size = self._blocks_per_slab
+        blocks = {target for action in self.loading.values() for target, _ in action.blocks}
+        slots = {target for action in self.loading.values() for target, _ in action.slots}
+        if slot:
+            return slot in slots or any(target // size == slot for target in blocks)
+        return block in blocks or block // size in slots
 
     def run_step(self, lease: Lease, end: int, cache: PrefixCache, grant: StepGrant) -> None:
         """Compute the lease's tokens up to ``end``, and check everything that this reads and writes."""
@@ -117,11 +164,13 @@ class Device:
 
     def _write_cells(self, block: BlockId, start: int, tokens: Sequence[int]) -> None:
         assert block != NULL_BLOCK, "the null block is written"
+        assert not self._is_loading(block=block), f"block {block} is written while it is loaded"
         self._states[block // self._blocks_per_slab] = None
         self._cells[block][start : start + len(tokens)] = tokens
 
     def _write_state(self, slot: SlotId, tokens: Tokens) -> None:
         assert slot != NULL_SLOT, "the null slot is written"
+        assert not self._is_loading(slot=slot), f"slot {slot} is written while it is loaded"
         first = slot * self._blocks_per_slab
         for block in range(first, first + self._blocks_per_slab):
             self._cells[block] = [POISON] * BLOCK_TOKENS

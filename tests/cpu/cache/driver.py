@@ -2,13 +2,27 @@
 
 from collections.abc import Iterable, Sequence
 
-from strandline.cache import Account, Lease, Miss, Placement, PrefixCache, Reason, SnapshotKind, StepGrant, TokenBuffer
+from strandline.cache import (
+    Account,
+    Completion,
+    Lead,
+    Lease,
+    Miss,
+    Offer,
+    OfferedSnapshot,
+    Placement,
+    PrefixCache,
+    Reason,
+    SnapshotKind,
+    StepGrant,
+    TokenBuffer,
+)
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import EvictionOrder
 from strandline.cache.invariants import check
 from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
 from strandline.cache.tokens import decode
-from strandline.ids import RequestId
+from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
 from tests.cpu.cache.device import Device, Tokens
 
 LOG_TOKENS = 3
@@ -49,11 +63,15 @@ class Driver:
     def try_admit(
         self, tokens: Iterable[int], request_id: str = "", *, salt: str = "", step_tokens: int = 1, read: bool = True
     ) -> Lease | None:
-        self._num_requests += 1
-        name = RequestId(request_id or f"request-{self._num_requests}")
+        name = RequestId(request_id or self.lease_name())
         lease = self.cache.admit(name, TokenBuffer(tokens), salt=salt, step_tokens=step_tokens, read=read)
         check(self.cache)
         return lease
+
+    def lease_name(self) -> RequestId:
+        """Return the id of a new request."""
+        self._num_requests += 1
+        return RequestId(f"request-{self._num_requests}")
 
     def admit(self, tokens: Iterable[int], request_id: str = "", *, salt: str = "", read: bool = True) -> Lease:
         lease = self.try_admit(tokens, request_id, salt=salt, read=read)
@@ -104,6 +122,41 @@ class Driver:
         check(self.cache)
         self.flush()
 
+    def offer(
+        self, tokens: Sequence[int], positions: Iterable[int] = (), *, first_block: int = 0, store: str = "store"
+    ) -> Offer:
+        """Return what a store offers of a prompt: all its blocks from ``first_block`` on, and snapshots.
+
+        Args:
+            positions: of the snapshots; the last is the end of the offer, else it ends with the prompt.
+        """
+        placed = sorted(positions)
+        position = placed[-1] if placed else len(tokens)
+        starts = range(first_block * BLOCK_TOKENS, position, BLOCK_TOKENS)
+        blocks = tuple(self._place(tokens[start : min(start + BLOCK_TOKENS, position)]) for start in starts)
+        snapshots = tuple(OfferedSnapshot(p, self._place(tokens[:p]), SnapshotKind.LADDER) for p in placed)
+        return Offer(store, position, first_block, blocks, snapshots)
+
+    def _place(self, tokens: Sequence[int]) -> int:
+        """Put something into the store; return its place."""
+        place = len(self.device.stored)
+        self.device.stored[place] = tuple(tokens)
+        return place
+
+    def load(self, tokens: Iterable[int], offer: Offer, salt: str = "", *, step_tokens: int = 1) -> Lead | None:
+        """Begin a load, if the device lacks something and memory suffices."""
+        lead = self.cache.loads.begin(TokenBuffer(tokens), offer, salt, step_tokens=step_tokens)
+        check(self.cache)
+        self.flush()
+        return lead
+
+    def end_load(self, transfer: TransferId, *, is_done: bool) -> None:
+        """End a load, well or badly."""
+        (self.device.end_load if is_done else self.device.fail_load)(transfer)
+        assert self.cache.loads.complete(Completion(transfer, is_done)) is not None
+        check(self.cache)
+        self.flush()
+
     def serve(
         self, prompt: Iterable[int], generated: Iterable[int] = (), *, salt: str = "", chunk: int = 10**6
     ) -> Account:
@@ -116,6 +169,9 @@ class Driver:
 
     def drain(self) -> None:
         """Release and evict everything, and check that all memory is free."""
+        self.flush()
+        for transfer in list(self.device.loading):
+            self.end_load(transfer, is_done=False)
         for lease in list(self.cache.internals().leases.values()):
             self.release(lease, SnapshotKind.PREEMPTION)
         memory, allocator = self.cache.internals().memory, self.cache.internals().allocator

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from strandline.cache import Account, Lease, MoveBlock, Reason, SnapshotKind, TokenBuffer
+from strandline.cache import Account, Lead, Lease, MoveBlock, Reason, SnapshotKind, TokenBuffer
 from strandline.cache.invariants import check
 from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
 from strandline.cache.tokens import decode
@@ -86,6 +86,7 @@ class History:
             return None
         if read and Reason.NO_ROOM in reasons(lease.account):
             assert not self.running, "others could have made room"
+            assert not len(self.cache.loads), "a load could have made room"
             assert lease.account.hit < expected.hit
             assert lease.account.hit == 0 or not self.rule.needs_slots
         elif read:
@@ -102,7 +103,7 @@ class History:
         if lead is not None:
             self.cache.follow(lead)
             assert lead.is_pending
-            assert lead.lease in [lease for _, lease in self.running]
+            assert lead.lease.transfer is not None or lead.lease in [lease for _, lease in self.running]
             shared = tuple(decode(lead.lease.tokens.slice(0, lead.position)))
             assert shared == prompt[: lead.position]
             assert lead.position > self.driver.lookup(prompt, salt).hit
@@ -166,7 +167,9 @@ class History:
         again = self.admit(tokens, salt)
         num_blocks = -(-len(tokens) // BLOCK_TOKENS)
         fits = self.rule.needs_slots or num_blocks <= self.cache.memory_use().max_blocks
-        assert again is not None or self.running or not fits, "a request that is alone can always go on"
+        assert again is not None or self.running or self.cache.loads or not fits, (
+            "a request that is alone can always go on"
+        )
         if had_state and again is not None and Reason.NO_ROOM not in reasons(again.account):
             assert again.computed >= min(lease.computed, self.rule.last(len(tokens))) // self._grid * self._grid
 
@@ -179,6 +182,66 @@ class History:
         if not self.rule.needs_slots:
             tokens = decode(lease.tokens.slice(0, lease.computed))
             assert self.driver.lookup(tokens, salt).kv_tokens == len(tokens)
+
+    def begin_load(
+        self, base: int, kept: int, pattern_seed: int, num_more: int, first_block: int, num_snapshots: int, salt: str
+    ) -> None:
+        """Begin to load a prefix that begins like an earlier prompt."""
+        tokens = [*self.prompts[base % len(self.prompts)][:kept], *pattern(pattern_seed, num_more)]
+        tokens = tokens[:MAX_PROMPT_TOKENS] or [1]
+        self.prompts.append(tuple(tokens))
+        places = random.Random(str((kept, num_more, len(self.prompts))))
+        positions = {len(tokens), *(places.randint(1, len(tokens)) for _ in range(num_snapshots))}
+        offer = self.driver.offer(tokens, positions if self.rule.needs_slots else (), first_block=first_block)
+        prompt = (*tokens, *pattern(pattern_seed, 3))
+        before = fingerprint(self.driver)
+        is_lacking = self.cache.loads.is_lacking(TokenBuffer(prompt), offer, salt)
+        assert fingerprint(self.driver) == before
+        found = published(self.cache)
+        lead = self.driver.load(prompt, offer, salt)
+        self._is_flushed = True
+        if lead is None:
+            assert published(self.cache) == found, "a refusal evicted something"
+            return
+        assert is_lacking
+        assert lead.is_pending
+        assert lead.position == len(tokens)
+        found_again = self.cache.find_leader(TokenBuffer(tokens), salt)
+        assert found_again is not None
+        assert found_again.position == len(tokens)
+
+    def end_load(self, index: int, *, is_done: bool) -> None:
+        """End a load, whichever began first; cancelled or not."""
+        loading = self.driver.device.loading
+        if not loading:
+            return
+        transfer = list(loading)[index % len(loading)]
+        salt, lease = next(
+            (salt, lease)
+            for salt in SALTS
+            for lease in self.cache.internals().leases.values()
+            if lease.transfer == transfer and lease.salt == salt
+        )
+        wanted = {(salt, tuple(decode(lease.tokens.slice(0, cut.position)))) for cut in lease.cuts}
+        before = published(self.cache)
+        self.driver.end_load(transfer, is_done=is_done)
+        self._is_flushed = True
+        assert published(self.cache) == (before | wanted if is_done else before)
+        if is_done:
+            account = self.driver.lookup(decode(lease.tokens.data), salt)
+            assert account.kv_tokens == len(lease.tokens)
+            assert account.hit == (len(lease.tokens) if self.rule.needs_slots else account.hit)
+        assert not lease.is_active
+
+    def cancel_load(self, index: int) -> None:
+        """Cancel a load, as when the request that it was begun for is aborted; it ends later."""
+        loading = self.driver.device.loading
+        if loading:
+            transfer = list(loading)[index % len(loading)]
+            lease = next(x for x in self.cache.internals().leases.values() if x.transfer == transfer)
+            self.cache.loads.cancel(Lead(lease, len(lease.tokens)))
+            self.driver.flush()
+            assert transfer in self.driver.device.cancelled
 
     def take(self, num_blocks: int, num_slots: int, order: TakeOrder) -> None:
         """Allocate and free memory, and check that ``can_take`` is exact."""
@@ -209,6 +272,7 @@ class History:
     def check(self) -> None:
         check(self.cache)
         taken = sum(self.cache.stats().snapshots_taken.values())
+        taken += self.cache.stats().loads.num_snapshots
         assert len(published(self.cache)) == taken - self.cache.internals().memory.num_snapshots_evicted
         if self._is_flushed:
             self.driver.device.verify(self.cache)

@@ -112,6 +112,46 @@ class CacheMachine(RuleBasedStateMachine):
             self.history.driver.drain()
 
 
+class LoadingCacheMachine(CacheMachine):
+    """The same, with loads that end late, in any order, well or badly."""
+
+    @rule(
+        base=st.integers(0, 30),
+        kept=st.sampled_from(KEPT),
+        seed=st.integers(0, 3),
+        num_more=st.sampled_from(LENGTHS[::-1]),
+        first_block=st.sampled_from([0, 0, 0, 1, 3]),
+        num_snapshots=st.integers(0, 3),
+        salt=st.sampled_from(["", "", "other"]),
+    )
+    def begin_load(
+        self, base: int, kept: int, seed: int, num_more: int, first_block: int, num_snapshots: int, salt: str
+    ) -> None:
+        self.history.begin_load(base, kept, seed, num_more, first_block, num_snapshots, salt)
+
+    @precondition(lambda self: self.history.cache.loads)
+    @rule(index=st.integers(0, 3), is_done=st.sampled_from([True, True, False]))
+    def end_load(self, index: int, is_done: bool) -> None:
+        self.history.end_load(index, is_done=is_done)
+
+    @precondition(lambda self: self.history.cache.loads)
+    @rule(index=st.integers(0, 3))
+    def cancel_load(self, index: int) -> None:
+        self.history.cancel_load(index)
+
+    @rule(num_blocks=st.integers(0, 12), num_slots=st.integers(0, 4), order=st.sampled_from(ORDERS))
+    def take(self, num_blocks: int, num_slots: int, order: TakeOrder) -> None:
+        self.history.take(num_blocks, num_slots, order)
+
+
+class StatelessLoadingCacheMachine(LoadingCacheMachine):
+    """The same, of a model that keeps no states."""
+
+    @initialize(shape=st.sampled_from(SHAPES[::-1]), grid_tokens=st.sampled_from([1, 1, 1, 64]))
+    def start(self, shape: tuple[int, int], grid_tokens: int = 1) -> None:
+        self.history = History(*shape, AtTokens(grid_tokens))
+
+
 class HungryCacheMachine(CacheMachine):
     """The same, with memory allocated and freed besides."""
 
@@ -131,9 +171,41 @@ class StatelessCacheMachine(HungryCacheMachine):
 CacheMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=50)
 HungryCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples, stateful_step_count=50)
 StatelessCacheMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=50)
+LoadingCacheMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=50)
+StatelessLoadingCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples, stateful_step_count=50)
 TestCacheMachine = CacheMachine.TestCase
+TestLoadingCacheMachine = LoadingCacheMachine.TestCase
+TestStatelessLoadingCacheMachine = StatelessLoadingCacheMachine.TestCase
 TestHungryCacheMachine = HungryCacheMachine.TestCase
 TestStatelessCacheMachine = StatelessCacheMachine.TestCase
+
+
+@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
+@pytest.mark.parametrize("shape", [(16, 1), (12, 2), (9, 5), (40, 5)])
+def test_long_histories_with_loads_agree_with_the_dictionary(shape: tuple[int, int], rule: ResumeRule) -> None:
+    choose = random.Random(str(shape))
+    history = History(*shape, rule)
+    for _ in range(300):
+        event = choose.random()
+        if event < 0.15:
+            history.begin_load(
+                choose.randrange(30),
+                choose.choice(KEPT),
+                choose.randrange(4),
+                choose.choice(LENGTHS),
+                choose.choice([0, 0, 1]),
+                choose.randrange(3),
+                choose.choice(["", "", "other"]),
+            )
+        elif event < 0.28:
+            history.end_load(choose.randrange(4), is_done=choose.random() < 0.7)
+        elif event < 0.3:
+            history.cancel_load(choose.randrange(4))
+        else:
+            random_event(history, choose)
+        history.check()
+    assert history.cache.stats().loads.num_done > 0
+    history.driver.drain()
 
 
 @pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens(), AtTokens(64)], ids=repr)

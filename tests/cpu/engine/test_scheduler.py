@@ -8,14 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache import MoveBlock, PrefixCache, placement
+from strandline.cache import (
+    CancelTransfer,
+    Completion,
+    LoadIn,
+    MoveBlock,
+    Offer,
+    OfferedSnapshot,
+    PrefixCache,
+    Reason,
+    SnapshotKind,
+    placement,
+)
 from strandline.cache.invariants import check
 from strandline.cache.use import interarrival_bin
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.engine.waiting import MAX_OVERTAKEN
 from strandline.errors import EngineError, RequestError
-from strandline.ids import RequestId
+from strandline.ids import RequestId, TransferId
 from strandline.records.events import FinishReason
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.records.sampling_params import SamplingParams
@@ -377,3 +388,80 @@ def test_block_tables_follow_blocks_moved_for_later_cuts() -> None:
             num_moved += len(plan.sequences) > 1 and any(isinstance(action, MoveBlock) for action in plan.actions)
             scheduler.commit(plan, answer(plan))
     assert num_moved > 10
+
+
+def request_with_offer(name: str, prompt: list[int], position: int) -> Request:
+    request = make_request(name, prompt)
+    snapshots = (OfferedSnapshot(position, 99, SnapshotKind.PROMPT_END),)
+    request.offer = Offer("store", position, 0, tuple(range(-(-position // 64))), snapshots)
+    return request
+
+
+def test_a_request_waits_for_its_load_and_no_step_does() -> None:
+    scheduler = make_scheduler()
+    prompt = [1, 2] * 100
+    request = request_with_offer("a", prompt, 150)
+    scheduler.add(request)
+    assert scheduler.plan() is None, "there is nothing to compute before the load has ended"
+    [load] = scheduler.cache.take_actions()
+    assert isinstance(load, LoadIn)
+    scheduler.add(make_request("b", [7] * 30))
+    assert spans(step(scheduler)) == [("b", 30)]
+    scheduler.loading.complete([Completion(load.transfer, is_done=True)])
+    assert spans(step(scheduler)) == [("b", 1), ("a", 50)]
+    assert request.account is not None
+    assert request.account.hit == 150
+
+
+def test_requests_with_the_same_prefix_wait_for_one_load() -> None:
+    scheduler = make_scheduler()
+    prompt = [1, 2] * 100
+    for name in "ab":
+        scheduler.add(request_with_offer(name, prompt, 150))
+    assert scheduler.plan() is None
+    [load] = scheduler.cache.take_actions()
+    assert isinstance(load, LoadIn)
+    scheduler.loading.complete([Completion(load.transfer, is_done=True)])
+    assert [s.start for s in step(scheduler).sequences] == [150], "b follows a to the end of their prompt"
+
+
+def test_a_failed_load_is_computed_and_not_tried_again() -> None:
+    scheduler = make_scheduler()
+    request = request_with_offer("a", [1, 2] * 60, 100)
+    scheduler.add(request)
+    assert scheduler.plan() is None
+    [load] = scheduler.cache.take_actions()
+    assert isinstance(load, LoadIn)
+    scheduler.loading.complete([Completion(load.transfer, is_done=False)])
+    assert spans(step(scheduler)) == [("a", 120)]
+    assert request.account is not None
+    assert [miss.reason for miss in request.account.misses] == [Reason.LOAD_FAILED, Reason.FIRST_SEEN]
+
+
+def test_aborting_the_last_follower_cancels_its_load() -> None:
+    scheduler = make_scheduler()
+    for name in "ab":
+        scheduler.add(request_with_offer(name, [1, 2] * 60, 100))
+    assert scheduler.plan() is None
+    [load] = scheduler.cache.take_actions()
+    assert isinstance(load, LoadIn)
+    scheduler.finish(RequestId("a"), FinishReason.ABORT)
+    assert scheduler.cache.take_actions() == []
+    scheduler.finish(RequestId("b"), FinishReason.ABORT)
+    assert scheduler.cache.take_actions() == [CancelTransfer(load.transfer)]
+    scheduler.loading.complete([Completion(TransferId(1), is_done=False)])
+    check(scheduler.cache)
+    memory = scheduler.cache.memory_use()
+    assert (memory.num_slots, memory.num_blocks) == (0, 0)
+
+
+def test_a_load_without_room_waits_while_others_run() -> None:
+    scheduler = make_scheduler(num_slabs=5, blocks_per_slab=4)
+    scheduler.add(make_request("a", [3] * 500, max_tokens=2))
+    step(scheduler)
+    request = request_with_offer("b", [1, 2] * 120, 200)
+    scheduler.add(request)
+    while scheduler.running:
+        step(scheduler)
+    assert scheduler.plan() is None
+    assert request.is_following

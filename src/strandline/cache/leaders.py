@@ -1,0 +1,54 @@
+"""Leaders: running requests that compute a prefix of a waiting request's prompt, and loads of one. Changes nothing."""
+
+from collections.abc import Mapping
+
+from strandline.cache.index import PrefixIndex
+from strandline.cache.lease import Lead, Lease
+from strandline.cache.loads import Loads
+from strandline.cache.miss_reasons import MissReasons
+from strandline.cache.placement import Placement
+from strandline.cache.resume import ResumeRule
+from strandline.cache.tokens import TokenBuffer
+from strandline.ids import BLOCK_TOKENS, RequestId
+
+
+class Leaders:
+    """Finds leaders."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        leases: Mapping[RequestId, Lease],
+        loads: Loads,
+        placement: Placement,
+        rule: ResumeRule,
+    ) -> None:
+        self._index = index
+        self._leases = leases
+        self._loads = loads
+        self._placement = placement
+        self._rule = rule
+
+    def find(self, tokens: TokenBuffer, salt: str, beyond: int, grid_tokens: int) -> Lead | None:
+        """Find a leader for a prompt, as ``PrefixCache.find_leader`` says."""
+        match = self._index.match(salt, tokens.data)
+        known = max(match.position if match else 0, beyond)
+        if len(self._loads) and (lead := self._loads.find(self._index.roots.get(salt), tokens, known)) is not None:
+            return lead
+        if not self._placement.takes_branches():
+            return None
+        prefilling = [
+            lease
+            for lease in self._leases.values()
+            if lease.computed + 1 < len(lease.tokens) and lease.transfer is None
+        ]
+        found = MissReasons(self._index.roots, prefilling, self._rule).most_shared_lease(tokens, salt, known)
+        if found is None:
+            return None
+        lease, position = found
+        last = self._rule.last(len(tokens))
+        position = min(position - position % grid_tokens, last)
+        is_short = position - known < BLOCK_TOKENS and position < last
+        if lease.computed >= position or position <= known or is_short:
+            return None
+        return Lead(lease, position)

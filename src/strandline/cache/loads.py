@@ -1,0 +1,222 @@
+"""Loads: prefixes whose bytes are on their way into the device's memory, from a store below it or from a peer.
+
+A load is a lease without a request: its blocks and its snapshots' slots are filled by a transfer, and published when
+that has ended well. Until then a request that needs them follows the load, as it would follow a running request.
+
+Invariants: what a transfer writes is held until its completion, whatever becomes of the request that it was begun for;
+nothing of a load is published, and so nothing can be read, before all of it has arrived.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from strandline.cache.account import UNCOUNTED, CacheCounters, SnapshotKind
+from strandline.cache.actions import CancelTransfer, Completion, LoadIn
+from strandline.cache.index import PrefixIndex
+from strandline.cache.lease import Cut, Lead, Lease
+from strandline.cache.memory import CacheMemory
+from strandline.cache.publish import Publisher
+from strandline.cache.resume import ResumeRule
+from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer
+from strandline.cache.tree import Run, find_home, snapshot_at
+from strandline.cache.walk import Walk, walk
+from strandline.errors import CacheInvariantError
+from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, TransferId
+
+
+class OfferedSnapshot(NamedTuple):
+    """A snapshot in a store."""
+
+    position: int
+    place: int
+    kind: SnapshotKind
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a store holds of a prompt's prefix: enough to resume at ``position``, with what the device holds."""
+
+    store: str
+    """Names it in ``LoadIn``."""
+    position: int
+    """Tokens of the prefix."""
+    first_block: int
+    """The first block that is offered, counted from the prompt's beginning; the last is that of ``position - 1``."""
+    blocks: tuple[int, ...]
+    """The place of each block. Of the last one, only the tokens before ``position`` count."""
+    snapshots: tuple[OfferedSnapshot, ...] = ()
+    """By position; the last lies at ``position``. Empty for models that keep no states."""
+
+
+class Loads:
+    """The loads under way, of a cache that is enabled."""
+
+    def __init__(
+        self,
+        memory: CacheMemory,
+        index: PrefixIndex,
+        publisher: Publisher,
+        counters: CacheCounters,
+        leases: dict[RequestId, Lease],
+        rule: ResumeRule,
+    ) -> None:
+        self._memory = memory
+        self._index = index
+        self._publisher = publisher
+        self._counters = counters.loads
+        self._leases = leases
+        self._num_slots = int(rule.needs_slots)
+        """Slots that a request needs beside what is loaded for it."""
+        self._loads: dict[TransferId, tuple[Lease, tuple[int, ...]]] = {}
+        """Each load's lease and the positions at which it brings snapshots; without states, its end."""
+        self._num_transfers = 0
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return (lease for lease, _ in self._loads.values())
+
+    def next_transfer(self) -> TransferId:
+        """Return a number for a transfer, of any kind."""
+        self._num_transfers += 1
+        return TransferId(self._num_transfers)
+
+    def find(self, root: Run | None, tokens: TokenBuffer, beyond: int) -> Lead | None:
+        """Return the load that brings the longest prefix of a prompt, if longer than ``beyond``. Changes nothing."""
+        best: Lead | None = None
+        for lease, positions in self._loads.values():
+            if lease.root is root:
+                for position in positions:
+                    is_longer = position > (best.position if best else beyond)
+                    if is_longer and tokens.data.startswith(lease.tokens.slice(0, position)):
+                        best = Lead(lease, position)
+        return best
+
+    def is_lacking(self, tokens: TokenBuffer, offer: Offer, salt: str = "") -> bool:
+        """Return whether a prompt could resume at the end of an offer only after loading it. Changes nothing."""
+        data = tokens.data[: offer.position * TOKEN_BYTES]
+        root = self._index.roots.get(salt) or Run(None, 0, b"", array("i"))
+        return _lacking(root, data, offer) is not None
+
+    def begin(self, tokens: TokenBuffer, offer: Offer, salt: str = "", *, step_tokens: int = 1) -> Lead | None:
+        """Begin to load what the device lacks of an offer, by an action, into blocks and slots of its own.
+
+        A request that needs it follows the returned lead. Once that is not pending any more, what was loaded is found
+        by ``lookup`` and ``admit`` like anything cached, or the load has failed (``complete``).
+
+        Args:
+            tokens: a prompt that begins with what is offered.
+            step_tokens: tokens of the request's first step, which must find room beside it, and a slot.
+
+        Returns:
+            None when nothing is lacking (``is_lacking``) or memory does not suffice.
+        """
+        last = min(len(tokens), offer.position + step_tokens)
+        num_spare_blocks = -(-last // BLOCK_TOKENS) - offer.position // BLOCK_TOKENS
+        root = self._index.root(salt)
+        data = tokens.data[: offer.position * TOKEN_BYTES]
+        lacking = _lacking(root, data, offer)
+        if lacking is None:
+            return None
+        end, places, missing = lacking
+        memory = self._memory
+        upper = self._index.split_at(Walk(end.run, end.num_blocks, None, 0))
+        memory.pin_run(upper)
+        if not memory.can_take(len(places) + num_spare_blocks, len(missing) + self._num_slots):
+            memory.unpin_run(upper)
+            return None
+        lease = self._new_lease(salt, data, root, upper)
+        lease.cuts = [Cut(x.position, memory.take_promised_slot(), x.kind) for x in missing]
+        blocks = memory.take_promised_blocks(len(places))
+        for run in reversed(list(upper.ancestry())):
+            lease.table += run.blocks
+        lease.num_published = len(lease.table)
+        lease.kv_start = lease.num_published * BLOCK_TOKENS
+        lease.table += blocks
+        memory.allocator.hold(blocks)
+        transfer = lease.transfer = self.next_transfer()
+        to_blocks = tuple((BlockId(block), place) for block, place in zip(blocks, places, strict=True))
+        to_slots = tuple((cut.slot, snapshot.place) for cut, snapshot in zip(lease.cuts, missing, strict=True))
+        memory.actions.append(LoadIn(transfer, offer.store, to_blocks, to_slots))
+        self._loads[transfer] = lease, tuple(x.position for x in missing) or (offer.position,)
+        return Lead(lease, offer.position)
+
+    def _new_lease(self, salt: str, data: bytearray, root: Run, upper: Run) -> Lease:
+        tokens = TokenBuffer()
+        tokens.data = bytearray(data)
+        name = RequestId(f"load {self._num_transfers + 1}")
+        lease = self._leases[name] = Lease(name, tokens, salt, root, upper, UNCOUNTED)
+        return lease
+
+    def cancel(self, lead: Lead) -> None:
+        """Ask for the early end of a load that no request follows any more; its memory is freed on completion."""
+        transfer = lead.lease.transfer
+        if transfer in self._loads:
+            self._memory.actions.append(CancelTransfer(transfer))
+
+    def complete(self, completion: Completion) -> Lease | None:
+        """Take the end of a transfer: publish what a load has brought or, if it failed, free its memory.
+
+        Returns:
+            The lease of the load; None if the transfer was no load.
+
+        Raises:
+            CacheInvariantError: no such transfer was begun.
+        """
+        if not 0 < completion.transfer <= self._num_transfers:
+            raise CacheInvariantError(f"transfer {completion.transfer} ended but had not begun")
+        load = self._loads.pop(completion.transfer, None)
+        if load is None:
+            return None
+        lease, _ = load
+        memory, counters = self._memory, self._counters
+        own = lease.table[lease.num_published :]
+        memory.allocator.let_go(own)
+        if completion.is_done:
+            counters.num_done += 1
+            counters.num_blocks += len(own)
+            lease.computed = lease.folded = len(lease.tokens)
+            self._publisher.publish_loaded(lease)
+        else:
+            counters.num_failed += 1
+        for cut in lease.cuts:
+            memory.free_slot(cut.slot)
+        lease.cuts = []
+        del self._leases[lease.request_id]
+        lease.is_active = False
+        memory.take_back(lease)
+        return lease
+
+
+class _Lacking(NamedTuple):
+    """What the device lacks of an offer."""
+
+    end: Walk
+    """How far the device's keys and values reach."""
+    places: tuple[int, ...]
+    """Those of the blocks after the whole ones."""
+    snapshots: list[OfferedSnapshot]
+
+
+def _lacking(root: Run, data: bytearray, offer: Offer) -> _Lacking | None:
+    """Return what the device lacks of an offer; None if it can resume there, or if the offer is not enough for that.
+
+    Args:
+        data: the tokens that are offered, encoded.
+    """
+    end = walk(root, data)
+    first, past = end.num_blocks, -(-offer.position // BLOCK_TOKENS)
+    missing = [snapshot for snapshot in offer.snapshots if not _is_cached(end, data, snapshot.position)]
+    if missing[-1:] != list(offer.snapshots[-1:]) or (not missing and end.kv_tokens >= offer.position):
+        return None
+    places = offer.blocks[max(first - offer.first_block, 0) : past - offer.first_block]
+    is_enough = len(data) == offer.position * TOKEN_BYTES and first >= offer.first_block and len(places) == past - first
+    return _Lacking(end, places, missing) if is_enough else None
+
+
+def _is_cached(end: Walk, data: bytearray, position: int) -> bool:
+    """Return whether the device has the snapshot at a position of a walked path."""
+    return position <= end.kv_tokens and snapshot_at(find_home(end.run, data, position), position) is not None

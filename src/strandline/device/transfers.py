@@ -1,0 +1,112 @@
+"""Transfers between the device's memory and stores: which store carries out which, and which have ended.
+
+A *store* is a place for blocks and slots outside the device's memory: host memory, a disk, another engine. It numbers
+its places itself. Transfers begin in the order of the cache's actions and end in any order.
+"""
+
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from strandline.cache import CancelTransfer, Completion, LoadIn, StoreOut
+from strandline.errors import EngineError
+from strandline.ids import TransferId
+from strandline.kernels.arena import ArenaTensors
+
+
+class Store(Protocol):
+    """Copies blocks and slots to places of its own, and back.
+
+    ``load`` and ``store`` are called between steps, in the order of the cache's actions, and return without waiting for
+    the copies. Each transfer is reported by exactly one completion, from any thread, when it touches the device's
+    memory no more. What goes wrong is reported by a completion, too, and not raised.
+    """
+
+    def load(self, action: LoadIn, arena: ArenaTensors) -> None:
+        """Begin to write blocks and slots of the arena.
+
+        Steps that were launched before may still read what is overwritten; on a GPU the copy comes after them. It is
+        visible to every step that is launched after its completion.
+        """
+
+    def store(self, action: StoreOut, arena: ArenaTensors) -> None:
+        """Begin to read blocks and slots of the arena, as the steps that were launched before leave them.
+
+        Later steps and actions may overwrite them: what is not read at once is copied aside.
+        """
+
+    def cancel(self, transfer: TransferId) -> None:
+        """End a transfer early, if it is under way and that is possible."""
+
+    def close(self) -> None:
+        """End all transfers; none is reported any more."""
+
+
+Completions = SimpleQueue[Completion]
+"""Where stores report the end of transfers."""
+
+
+class Transfers:
+    """The stores of one device.
+
+    Attributes:
+        completions: what stores report to.
+    """
+
+    def __init__(self, arena: ArenaTensors) -> None:
+        self._arena = arena
+        self.completions: Completions = SimpleQueue()
+        self._stores: dict[str, Store] = {}
+        self._store_of: dict[TransferId, Store] = {}
+        """By transfer that has not been reported: where to cancel it."""
+
+    def attach(self, name: str, store: Store) -> None:
+        """Carry out transfers that name this store with it."""
+        self._stores[name] = store
+
+    def begin(self, action: LoadIn | StoreOut | CancelTransfer) -> None:
+        """Begin or cancel a transfer.
+
+        Raises:
+            EngineError: no store of that name is attached.
+        """
+        match action:
+            case CancelTransfer(transfer):
+                if (store := self._store_of.get(transfer)) is not None:
+                    store.cancel(transfer)
+            case LoadIn():
+                self._find(action).load(action, self._arena)
+            case StoreOut():
+                self._find(action).store(action, self._arena)
+
+    def _find(self, action: LoadIn | StoreOut) -> Store:
+        store = self._stores.get(action.store)
+        if store is None:
+            raise EngineError(f"a transfer names the store {action.store!r}; attached are {sorted(self._stores)}")
+        self._store_of[action.transfer] = store
+        return store
+
+    def take(self) -> tuple[Completion, ...]:
+        """Return the transfers that have ended since the last call, without waiting."""
+        return self._take([])
+
+    def wait(self, timeout_s: float) -> tuple[Completion, ...]:
+        """Return the transfers that have ended since the last call; wait until there is one, but at most this long."""
+        try:
+            return self._take([self.completions.get(timeout=timeout_s)])
+        except Empty:
+            return ()
+
+    def _take(self, ended: list[Completion]) -> tuple[Completion, ...]:
+        with suppress(Empty):
+            while True:
+                ended.append(self.completions.get_nowait())
+        for completion in ended:
+            self._store_of.pop(completion.transfer, None)
+        return tuple(ended)
+
+    def close(self) -> None:
+        """Close all stores."""
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
