@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from strandline.kernels import head_decay_triton, mamba2_triton
+from strandline.kernels import head_decay_triton, kda_triton, mamba2_triton
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable, build_chunk_table
 
 COPY_BYTES_PER_S = {"H200": 4.28e12, "H100": 2.9e12}
@@ -35,6 +35,8 @@ WORK_OF_LAUNCHES: dict[str, tuple[tuple[int, ...], ...]] = {
     "MANY": ((64,), (256,)),
     "FEW_PROGRAMS": (PROMPTS[0],),
     "MANY_PROGRAMS": (PROMPTS[2],),
+    "PREPARE_WARPS": (PROMPTS[2],),
+    "SCALE_WARPS": (PROMPTS[2],),
 }
 """What each launch is for."""
 
@@ -101,6 +103,20 @@ KINDS = {
             (head_decay_triton, "MANY_PROGRAMS", PREFILL_LAUNCHES),
             (mamba2_triton, "FEW", DECODE_LAUNCHES),
             (mamba2_triton, "MANY", DECODE_LAUNCHES),
+        ),
+    ),
+    "kda": Kind(  # Kimi-Linear-48B-A3B
+        kda_triton.kda_prefill,
+        kda_triton.kda_decode,
+        ((32, 128), (32, 128), (32, 128), (32, 128), (32,)),
+        lambda: (decay_rates(32), per_head(32, 128)),
+        (32, 128, 128),
+        32 * 2 * 64 * (3 * 128 * 128 + 4 * 64 * 128 + 64 * 64),
+        (
+            (kda_triton, "FEW", tuple(kda_triton.DecodeLaunch(*launch) for launch in DECODE_LAUNCHES)),
+            (kda_triton, "MANY", tuple(kda_triton.DecodeLaunch(*launch) for launch in DECODE_LAUNCHES)),
+            (kda_triton, "PREPARE_WARPS", (4, 8)),
+            (kda_triton, "SCALE_WARPS", (4, 8)),
         ),
     ),
 }
@@ -176,7 +192,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 def sweep(kind: Kind) -> None:
     """Print the four best values of every constant, for each batch or step."""
     for module, name, values in kind.launches:
-        is_decode = not name.endswith("PROGRAMS")
+        is_decode = name in ("FEW", "MANY")
         for case in WORK_OF_LAUNCHES[name]:
             found = []
             for value in values:

@@ -85,7 +85,7 @@ def _join_blocks(inverse_LL, system_LL, level: tl.constexpr, L: tl.constexpr, PR
 
 
 @triton.jit
-def _inverse_unit_lower(minus_system_LL, L: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def inverse_unit_lower(minus_system_LL, L: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Invert ``I - minus_system``, strictly lower triangular, from its halves."""
     row = tl.arange(0, L)[:, None]
     column = tl.arange(0, L)[None, :]
@@ -174,7 +174,7 @@ def _prepare_kernel(
     difference_LL = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     decays_LL = fast_exp2(tl.where(is_not_after, difference_LL, float("-inf"))) * k_factor[None, :]
     minus_system_LL = tl.where(is_before, keys_LL * decays_LL * (-k_factor * beta)[:, None], 0.0)
-    inverse_LL = _inverse_unit_lower(minus_system_LL, L, INVERSE, PRECISION)
+    inverse_LL = inverse_unit_lower(minus_system_LL, L, INVERSE, PRECISION)
     solve_LL = inverse_LL * beta[None, :]
     to_end = tl.exp2((total - sum_L).to(tl.float32))
     ending_LL = solve_LL * (to_end * k_factor)[:, None]
@@ -233,10 +233,14 @@ def _advance_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
     L: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Carry ``BLOCK_W`` columns of one head's state through the chunks of one sequence."""
+    """Carry ``BLOCK_W`` columns of one head's state through the chunks of one sequence.
+
+    Without scales, these are in the keys and queries, and decays are a number per key channel.
+    """
     first_value = tl.program_id(0) * BLOCK_W
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -267,7 +271,10 @@ def _advance_kernel(
     length = tl.load(lengths_ptr + first, mask=first < end, other=0).to(tl.int32)
     for chunk in tl.range(first, end, num_stages=NUM_STAGES):
         next_length = tl.load(lengths_ptr + chunk + 1, mask=chunk + 1 < end, other=0).to(tl.int32)
-        decay = tl.load(decay_ptr + chunk * H + head)
+        if HAS_SCALES:
+            decay = tl.load(decay_ptr + chunk * H + head)
+        else:
+            decay = tl.load(decay_ptr + (chunk * H + head).to(tl.int64) * BLOCK_K + key)[None, :]
         cut_slot = tl.load(cut_slots_ptr + chunk)
         is_token = row < length
         place = chunk * H + head
@@ -276,16 +283,20 @@ def _advance_kernel(
         v_LW = v_tiles.load([start, head * stride_vh + first_value])
         write_LK = write_tiles.load([place * L, 0])
         attend_LL = attend_tiles.load([place * L, 0])
-        scale_ptrs = scales_ptr + place.to(tl.int64) * (2 * L) + row
-        read_scale = tl.load(scale_ptrs)
-        query_scale = tl.load(scale_ptrs + L)
+        if HAS_SCALES:
+            scale_ptrs = scales_ptr + place.to(tl.int64) * (2 * L) + row
+            read_scale = tl.load(scale_ptrs)[None, :]
+            query_scale = tl.load(scale_ptrs + L)[None, :]
+        else:
+            read_scale = 1.0
+            query_scale = 1.0
 
         operand_WK = state_WK.to(k_LK.dtype)
         read_WL = tl.dot(operand_WK, tl.trans(k_LK), input_precision=PRECISION)
-        error_WL = tl.trans(v_LW).to(tl.float32) - read_WL * read_scale[None, :]
+        error_WL = tl.trans(v_LW).to(tl.float32) - read_WL * read_scale
         error_WL = tl.where(is_token[None, :], error_WL, 0.0).to(k_LK.dtype)
         state_WK = tl.dot(error_WL, write_LK, acc=state_WK * decay, input_precision=PRECISION)
-        out_WL = tl.dot(operand_WK, tl.trans(q_LK), input_precision=PRECISION) * query_scale[None, :]
+        out_WL = tl.dot(operand_WK, tl.trans(q_LK), input_precision=PRECISION) * query_scale
         out_WL = tl.dot(error_WL, tl.trans(attend_LL), acc=out_WL, input_precision=PRECISION)
         out_ptrs = out_ptr + (start.to(tl.int64) * (H * V) + head * V) + (row[:, None] * (H * V) + value[None, :])
         out_LW = tl.trans(out_WL.to(out_ptr.dtype.element_ty))
@@ -307,9 +318,10 @@ class Prepared(NamedTuple):
 
     attend_CHLL: Tensor
     write_CHLK: Tensor
-    scales_CHXL: Tensor
-    """float32; X: of what keys read from the state, of what queries read."""
-    decay_CH: Tensor
+    scales_CHXL: Tensor | None
+    """float32; X: of what keys read from the state, of what queries read. None: these are scaled."""
+    decay: Tensor
+    """float32, of a chunk and head; or of each key channel, where there are no scales."""
 
 
 def gdn_prefill(
@@ -370,7 +382,7 @@ def _prefill(
     max_beta: int,
     launch: Advance,
 ) -> Tensor:
-    q_TGK, k_TGK, v_THV = _aligned(q_TGK), _aligned(k_TGK), _aligned(v_THV)
+    q_TGK, k_TGK, v_THV = aligned(q_TGK), aligned(k_TGK), aligned(v_THV)
     prepared = prepare(q_TGK, k_TGK, a_TH, b_TH, A_log_H, dt_bias_H, chunks, max_beta)
     return advance(q_TGK, k_TGK, v_THV, prepared, state_SHKV, src_N, dst_N, chunks, launch)
 
@@ -477,6 +489,7 @@ def advance(
         BLOCK_K=prepared.write_CHLK.shape[3],
         BLOCK_W=block_w,
         L=CHUNK_TOKENS,
+        HAS_SCALES=prepared.scales_CHXL is not None,
         PRECISION=FLOAT32_PRECISION,
         NUM_STAGES=launch.num_stages if q_TGK.dtype != torch.float32 else 1,
         num_warps=launch.num_warps,
@@ -490,7 +503,7 @@ def choose_launch(num_sequences: int, num_heads: int, value_dim: int) -> Advance
     return FEW_PROGRAMS if programs <= NUM_SMS else MANY_PROGRAMS
 
 
-def _aligned(x_THD: Tensor) -> Tensor:
+def aligned(x_THD: Tensor) -> Tensor:
     """Return the tensor with rows and heads at multiples of 16 bytes, as the copies of tiles need them."""
     items = 16 // x_THD.element_size()
     stride_t, stride_h, _ = x_THD.stride()

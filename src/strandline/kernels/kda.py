@@ -23,7 +23,7 @@ from torch import Tensor
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.chunkwise import MIN_EXPONENT, MIN_LOG_DECAY, advance_chunks, advance_tokens
 from strandline.kernels.gdn import normalise
-from strandline.kernels.operation import operation
+from strandline.kernels.operation import operation, triton
 
 
 class KimiDeltaInputs(NamedTuple):
@@ -38,7 +38,7 @@ class KimiDeltaInputs(NamedTuple):
     dt_bias_HK: Tensor
 
 
-@operation(reads_device=True)
+@operation(triton("kda_triton", invariant="kda_triton"))
 def kda_prefill(
     q_THK: Tensor,
     k_THK: Tensor,
@@ -69,7 +69,7 @@ def kda_prefill(
     return advance_chunks(advance, torch.empty_like(v_THV, dtype=dtype), state_SHKV, src_N, dst_N, chunks)
 
 
-@operation(reads_device=True)
+@operation(triton("kda_triton", invariant="kda_triton"))
 def kda_decode(
     q_NHK: Tensor,
     k_NHK: Tensor,

@@ -1,4 +1,4 @@
-"""What Triton kernels of recurrences share: precision, gates, and the states that they read from slots and write to slots.
+"""What Triton kernels of recurrences share: precision, gates, and how states are read from slots and written to them.
 
 Invariants: the null slot reads as zeros and is not written. States are float32 in registers, whatever their dtype in
 memory. A NaN stays one.

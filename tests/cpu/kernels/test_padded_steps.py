@@ -24,7 +24,7 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels import attention_triton, conv1d_triton, gdn_prefill_triton, mamba2_triton
+from strandline.kernels import attention_triton, conv1d_triton, gdn_prefill_triton, kda_triton, mamba2_triton
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()
@@ -135,6 +135,12 @@ KINDS = {
         mamba2_triton.mamba2_prefill,
         ((2, 16), (1, 16), (1, 16), (2,)),
         lambda: (torch.rand(2).log(), torch.randn(2), torch.randn(2), (0.01, torch.inf)),
+        (2, 16, 16),
+    ),
+    "kda": Kind(
+        kda_triton.kda_prefill,
+        ((2, 16), (2, 16), (2, 16), (2, 16), (2,)),
+        lambda: (torch.rand(2).log(), torch.randn(2, 16)),
         (2, 16, 16),
     ),
 }

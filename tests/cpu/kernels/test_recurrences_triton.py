@@ -50,12 +50,26 @@ KINDS = {
         parameters=lambda: (decay_rates(1), torch.randn(1), torch.randn(1), (0.01, torch.inf)),
         state=(1, 24, 80),
     ),
+    "kda": replace(
+        test_chunkwise.KINDS["kda"],
+        tokens=((2, 16), (2, 16), (2, 24), (2, 16), (2,)),
+        parameters=lambda: (decay_rates(2), torch.randn(2, 16)),
+        state=(2, 16, 24),
+    ),
+    "kda-odd": replace(
+        test_chunkwise.KINDS["kda"],
+        tokens=((1, 5), (1, 5), (1, 7), (1, 5), (1,)),
+        parameters=lambda: (decay_rates(1), torch.randn(1, 5)),
+        state=(1, 5, 7),
+    ),
 }
 
 DTYPES = [
     pytest.param(torch.float32, FLOAT32_ERROR, id="float32"),
     pytest.param(torch.bfloat16, BFLOAT16_ERROR, id="bfloat16"),
 ]
+
+GATES = [-200.0, 20.0, 3e4, torch.inf]
 
 
 @pytest.fixture(params=KINDS)
@@ -201,6 +215,18 @@ def check_nan_stays(kind: Kind, device: str) -> None:
     assert out_N[1].isnan().all()
 
 
+def check_gate(kind: Kind, gate: float, device: str) -> None:
+    """Assert that the tokens after a strong decay keep their weak ones; the fourth input makes the decays."""
+    layer, state_SX = make_layer(kind, 150, torch.float32, device), make_slots(kind, [1], device)
+    layer.tokens[3][::7] = gate
+    check_prefill(layer, state_SX, [Prompt(5, 155, 1, 2, ((70, 3),))], FLOAT32_ERROR)
+    layer = layer.rows(6, 8)
+    slots_N = torch.tensor([1, 1], device=device), torch.tensor([4, 5], device=device)
+    out_N = version(kind, "decode")(*layer.tokens, *layer.parameters, state_SX, *slots_N)
+    assert out_N.isfinite().all()
+    assert state_SX[4:6].isfinite().all()
+
+
 def check_decode(
     kind: Kind,
     src: Sequence[int],
@@ -259,6 +285,14 @@ def test_prompt_in_steps_on_the_grid_is_bitwise_equal(kind: Kind) -> None:
 
 def test_nan_in_the_tokens_of_one_sequence_stays_there(kind: Kind) -> None:
     check_nan_stays(kind, "cpu")
+
+
+# NumPy, which the interpreter runs on, says so where a GPU is silent; the results are what the test is about.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("name", ["mamba2-odd", "kda-odd"])
+def test_extreme_gates_neither_overflow_nor_lose_weak_ones(name: str, gate: float) -> None:
+    check_gate(KINDS[name], gate, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -16,6 +16,12 @@ MODELS = {
         parameters=lambda: (decay_rates(64), torch.randn(64), torch.randn(64), (0.0, torch.inf)),
         state=(64, 128, 64),
     ),
+    "kimi-linear": replace(
+        KINDS["kda"],
+        tokens=((32, 128), (32, 128), (32, 128), (32, 128), (32,)),
+        parameters=lambda: (decay_rates(32), torch.randn(32, 128)),
+        state=(32, 128, 128),
+    ),
 }
 
 EVERY = KINDS | MODELS
@@ -49,6 +55,12 @@ def test_a_thousand_tokens_with_cuts_stay_accurate(name: str, num_sequences: int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_prompt_in_steps_on_the_grid_is_bitwise_equal(kind: Kind, dtype: torch.dtype) -> None:
     cases.check_steps_on_the_grid(kind, "cuda", dtype)
+
+
+@pytest.mark.parametrize("gate", cases.GATES)
+@pytest.mark.parametrize("name", ["mamba2-odd", "kda-odd", "kimi-linear"])
+def test_extreme_gates_neither_overflow_nor_lose_weak_ones(name: str, gate: float) -> None:
+    cases.check_gate(EVERY[name], gate, "cuda")
 
 
 def test_nan_in_the_tokens_of_one_sequence_stays_there(kind: Kind) -> None:

@@ -1,0 +1,430 @@
+"""Kimi Delta Attention in Triton: a token per sequence by one kernel, prompts by three.
+
+Prompts: with the scaled queries and keys of a chunk, each decayed from the chunk's start, and the state ``S`` before::
+
+    e = v - k S;  out = q S + attend e;  S <- diag(decay) S + write^T e
+
+Matrices that do not depend on the state are computed for all chunks at once: ``attend = (q k^T * decays) X`` and
+``write = X^T k``, where ``X = (I + A)^-1 diag(beta)``. Then the kernel of Gated DeltaNet carries the states on.
+
+Decays differ from channel to channel, so those between two tokens are not a factor of the tokens' product. Of a block
+of ``2 b`` tokens, the product of second half and first is one of two factors, each with the decays from or to the
+middle, and at most 1: six such products of the whole chunk, for ``b`` from 1 to 32, and the diagonal.
+
+In bfloat16 the operands of matrix products are rounded to bfloat16, those of the inverse to float16, and sums are
+float32. Log decays are summed in float32: between two tokens of a chunk, they are off by one part in 2 ** 23 of what
+the chunk has decayed by.
+
+Decode: a program owns ``BLOCK_V`` value channels of one head of one sequence: it reads its ``[K, BLOCK_V]`` tile of the
+state once, before the launch ahead of it has ended, and writes it once.
+
+Invariants: those of ``gdn_prefill_triton.py``; nor may a decode's ``src`` be another sequence's ``dst``.
+
+Shape suffixes: as in ``kda.py`` and ``gdn_prefill_triton.py``.
+"""
+# mypy: ignore-errors
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
+from strandline.kernels.gdn import L2_NORM_EPS
+from strandline.kernels.gdn_prefill_triton import (
+    FEW_PROGRAMS,
+    Advance,
+    Prepared,
+    advance,
+    aligned,
+    choose_launch,
+    inverse_unit_lower,
+)
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.state_triton import (
+    FLOAT32_PRECISION,
+    LOG2_E,
+    at_least,
+    fast_exp2,
+    load_state,
+    softplus,
+    store_state,
+)
+
+MIN_LOG2_DECAY = tl.constexpr(-160.0)
+"""A token's decay that leaves nothing of a float32 state. Less would make the sums of a chunk less accurate."""
+
+SCALE_WARPS, PREPARE_WARPS = 4, 8
+
+
+class DecodeLaunch(NamedTuple):
+    """How the decode kernel is launched."""
+
+    block_v: int
+    num_warps: int
+
+
+FEW = DecodeLaunch(block_v=16, num_warps=1)
+"""For batches that do not fill the GPU; one warp ends the sums over K in shuffles, with no barrier."""
+
+FEW_SEQUENCES = 8
+
+MANY = DecodeLaunch(block_v=64, num_warps=4)
+
+
+def kda_prefill(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    f_THK: Tensor,
+    b_TH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_HK: Tensor,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    chunks: ChunkTable,
+) -> Tensor:
+    """Run the layer over the new tokens of N sequences; return ``out_THV`` in the dtype of ``q_THK``.
+
+    As :func:`strandline.kernels.kda.kda_prefill`. The last dimension of every tensor must be contiguous, and each
+    slot's ``[H, K, V]``. No ``src`` may be the ``dst`` of another sequence, nor a cut's slot.
+    """
+    inputs = (q_THK, k_THK, v_THV, f_THK, b_TH, A_log_H, dt_bias_HK)
+    return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, choose_launch(len(src_N), *v_THV.shape[1:]))
+
+
+def kda_prefill_invariant(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    f_THK: Tensor,
+    b_TH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_HK: Tensor,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    chunks: ChunkTable,
+) -> Tensor:
+    """As :func:`kda_prefill`, with one kernel that carries a state, whatever other sequences there are."""
+    inputs = (q_THK, k_THK, v_THV, f_THK, b_TH, A_log_H, dt_bias_HK)
+    return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, FEW_PROGRAMS)
+
+
+def _prefill(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    f_THK: Tensor,
+    b_TH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_HK: Tensor,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    chunks: ChunkTable,
+    launch: Advance,
+) -> Tensor:
+    num_tokens, num_heads, key_dim = q_THK.shape
+    num_chunks, dtype, device = len(chunks.starts), q_THK.dtype, q_THK.device
+    block_k = max(16, next_power_of_2(key_dim))
+    grid = (num_heads, num_chunks)
+    # Rows that no chunk has are read with their neighbours', and left out: their memory may hold anything.
+    sum_THK = torch.empty(num_tokens, num_heads, block_k, dtype=torch.float32, device=device)
+    scaled_q_THK, scaled_k_THK = (
+        torch.empty(num_tokens, num_heads, block_k, dtype=dtype, device=device) for _ in range(2)
+    )
+    prepared = Prepared(
+        torch.empty(num_chunks, num_heads, CHUNK_TOKENS, CHUNK_TOKENS, dtype=dtype, device=device),
+        torch.empty(num_chunks, num_heads, CHUNK_TOKENS, block_k, dtype=dtype, device=device),
+        None,
+        torch.empty(num_chunks, num_heads, block_k, dtype=torch.float32, device=device),
+    )
+    _scale_kernel[grid](
+        q_THK, k_THK, f_THK, A_log_H, dt_bias_HK, sum_THK, scaled_q_THK, scaled_k_THK, prepared.decay,
+        chunks.starts_C, chunks.lengths_C,
+        q_THK.stride(0), q_THK.stride(1), k_THK.stride(0), k_THK.stride(1), f_THK.stride(0), f_THK.stride(1),
+        H=num_heads, K=key_dim, BLOCK_K=block_k, L=CHUNK_TOKENS, EPS=L2_NORM_EPS, num_warps=SCALE_WARPS,
+    )  # fmt: skip
+    is_float32 = dtype == torch.float32
+    _prepare_kernel[grid](
+        q_THK, k_THK, sum_THK, b_TH, prepared.attend_CHLL, prepared.write_CHLK, chunks.starts_C, chunks.lengths_C,
+        q_THK.stride(0), q_THK.stride(1), k_THK.stride(0), k_THK.stride(1), b_TH.stride(0),
+        H=num_heads, K=key_dim, BLOCK_K=block_k, L=CHUNK_TOKENS, EPS=L2_NORM_EPS, PRECISION=FLOAT32_PRECISION,
+        INVERSE=tl.float32 if is_float32 else tl.float16, num_warps=PREPARE_WARPS, num_stages=1,
+    )  # fmt: skip
+    q_and_k = scaled_q_THK[..., :key_dim], scaled_k_THK[..., :key_dim]
+    return advance(*q_and_k, aligned(v_THV), prepared, state_SHKV, src_N, dst_N, chunks, launch)
+
+
+@triton.jit(do_not_specialize_on_alignment=["starts_ptr", "lengths_ptr"])
+def _scale_kernel(
+    q_ptr,
+    k_ptr,
+    f_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    sum_ptr,
+    scaled_q_ptr,
+    scaled_k_ptr,
+    decay_ptr,
+    starts_ptr,
+    lengths_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_ft,
+    stride_fh,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    L: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Normalise a head's queries and keys of one chunk; sum log decays from its start, and apply them."""
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    start = tl.load(starts_ptr + chunk)
+    length = tl.load(lengths_ptr + chunk).to(tl.int32)
+    # A CUDA graph's grid is sized for the largest number of chunks; the surplus programs return.
+    if length == 0:
+        return
+    row_L = tl.arange(0, L)
+    key_K = tl.arange(0, BLOCK_K)
+    is_token_LK = (row_L < length)[:, None] & (key_K < BLOCK_K)[None, :]
+    is_key_LK = is_token_LK & (key_K < K)[None, :]
+    row_LK = start + row_L[:, None]
+    q_ptrs = q_ptr + row_LK * stride_qt + head * stride_qh + key_K[None, :]
+    k_ptrs = k_ptr + row_LK * stride_kt + head * stride_kh + key_K[None, :]
+    f_ptrs = f_ptr + row_LK * stride_ft + head * stride_fh + key_K[None, :]
+    q_LK = tl.load(q_ptrs, mask=is_key_LK, other=0.0).to(tl.float32)
+    k_LK = tl.load(k_ptrs, mask=is_key_LK, other=0.0).to(tl.float32)
+    f_LK = tl.load(f_ptrs, mask=is_key_LK, other=0.0).to(tl.float32)
+    bias_K = tl.load(dt_bias_ptr + head * K + key_K, mask=key_K < K, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * LOG2_E
+    log2_decay_LK = at_least(-rate * softplus(f_LK + bias_K[None, :]), MIN_LOG2_DECAY)
+    sum_LK = tl.cumsum(tl.where(is_token_LK, log2_decay_LK, 0.0), 0)
+    total_K = tl.sum(tl.where(is_token_LK, log2_decay_LK, 0.0), 0)
+
+    q_LK *= (tl.rsqrt(tl.sum(q_LK * q_LK, 1) + EPS) * (K**-0.5))[:, None]
+    k_LK *= tl.rsqrt(tl.sum(k_LK * k_LK, 1) + EPS)[:, None]
+    from_start_LK = tl.exp2(sum_LK)
+    dtype = scaled_q_ptr.dtype.element_ty
+    out_LK = (row_LK * H + head) * BLOCK_K + key_K[None, :]
+    tl.store(sum_ptr + out_LK, sum_LK, mask=is_token_LK)
+    tl.store(scaled_q_ptr + out_LK, (q_LK * from_start_LK).to(dtype), mask=is_token_LK)
+    tl.store(scaled_k_ptr + out_LK, (k_LK * from_start_LK).to(dtype), mask=is_token_LK)
+    tl.store(decay_ptr + (chunk * H + head).to(tl.int64) * BLOCK_K + key_K, tl.exp2(total_K))
+
+
+@triton.jit(do_not_specialize=["stride_bt"], do_not_specialize_on_alignment=["b_ptr", "starts_ptr", "lengths_ptr"])
+def _prepare_kernel(
+    q_ptr,
+    k_ptr,
+    sum_ptr,
+    b_ptr,
+    attend_ptr,
+    write_ptr,
+    starts_ptr,
+    lengths_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_bt,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    L: tl.constexpr,
+    EPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    """Compute what one chunk needs of one head. Norms are in the scales: the matrix units see raw inputs, decayed."""
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    start = tl.load(starts_ptr + chunk)
+    length = tl.load(lengths_ptr + chunk).to(tl.int32)
+    if length == 0:
+        return
+    row_L = tl.arange(0, L)
+    key_K = tl.arange(0, BLOCK_K)
+    is_token_L = row_L < length
+    is_token_LK = is_token_L[:, None] & (key_K < BLOCK_K)[None, :]
+    is_key_LK = is_token_LK & (key_K < K)[None, :]
+    row_LK = start + row_L[:, None]
+    q_LK = tl.load(q_ptr + row_LK * stride_qt + head * stride_qh + key_K[None, :], mask=is_key_LK, other=0.0)
+    k_LK = tl.load(k_ptr + row_LK * stride_kt + head * stride_kh + key_K[None, :], mask=is_key_LK, other=0.0)
+    sum_LK = tl.load(sum_ptr + (row_LK * H + head) * BLOCK_K + key_K[None, :], mask=is_token_LK, other=0.0)
+    q_factor_L = tl.rsqrt(tl.sum(q_LK.to(tl.float32) * q_LK.to(tl.float32), 1) + EPS) * (K**-0.5)
+    k_factor_L = tl.rsqrt(tl.sum(k_LK.to(tl.float32) * k_LK.to(tl.float32), 1) + EPS)
+    beta_L = tl.sigmoid(tl.load(b_ptr + (start + row_L) * stride_bt + head, mask=is_token_L, other=0.0).to(tl.float32))
+    beta_L = tl.where(is_token_L, beta_L, 0.0)
+
+    is_diagonal_LL = row_L[:, None] == row_L[None, :]
+    queries_LL = tl.where(is_diagonal_LL, tl.sum(q_LK.to(tl.float32) * k_LK.to(tl.float32), 1)[:, None], 0.0)
+    keys_LL = tl.zeros([L, L], tl.float32)
+    for level in tl.static_range(6):
+        # The last row of the first half; second halves that are past the chunk's end have no tokens.
+        middle_L = ((row_L >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
+        is_second_LK = ((row_L >> level) & 1 == 1)[:, None] & is_token_LK
+        is_pair_LK = (middle_L < length)[:, None] & is_token_LK
+        middle_ptrs = sum_ptr + ((start + middle_L[:, None]) * H + head) * BLOCK_K + key_K[None, :]
+        middle_LK = tl.load(middle_ptrs, mask=is_pair_LK, other=0.0)
+        change_LK = tl.where(is_second_LK, sum_LK - middle_LK, middle_LK - sum_LK)
+        factor_LK = fast_exp2(tl.where(is_pair_LK, change_LK, float("-inf")))
+        decayed_k_LK = (k_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
+        decayed_q_LK = (q_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
+        across_LL = tl.dot(decayed_k_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
+        is_across_LL = (((row_L[:, None] ^ row_L[None, :]) >> level) == 1) & (row_L[:, None] > row_L[None, :])
+        keys_LL = tl.where(is_across_LL, across_LL, keys_LL)
+        across_LL = tl.dot(decayed_q_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
+        queries_LL = tl.where(is_across_LL, across_LL, queries_LL)
+
+    minus_system_LL = keys_LL * (-k_factor_L * beta_L)[:, None] * k_factor_L[None, :]
+    solve_LL = inverse_unit_lower(minus_system_LL, L, INVERSE, PRECISION) * beta_L[None, :]
+    weights_LL = (queries_LL * q_factor_L[:, None] * k_factor_L[None, :]).to(k_LK.dtype)
+    attend_LL = tl.dot(weights_LL, solve_LL.to(k_LK.dtype), input_precision=PRECISION)
+    place = (chunk * H + head).to(tl.int64)
+    tl.store(attend_ptr + place * (L * L) + (row_L[:, None] * L + row_L[None, :]), attend_LL.to(k_LK.dtype))
+    last_ptrs = sum_ptr + ((start + length - 1) * H + head) * BLOCK_K + key_K
+    to_end_LK = tl.exp2(tl.where(is_token_LK, tl.load(last_ptrs)[None, :] - sum_LK, float("-inf")))
+    ending_LK = (k_LK.to(tl.float32) * to_end_LK).to(k_LK.dtype)
+    ending_LL = (solve_LL * k_factor_L[:, None]).to(k_LK.dtype)
+    write_LK = tl.dot(tl.trans(ending_LL), ending_LK, input_precision=PRECISION)
+    tl.store(write_ptr + place * (L * BLOCK_K) + (row_L[:, None] * BLOCK_K + key_K[None, :]), write_LK.to(k_LK.dtype))
+
+
+def kda_decode(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    f_NHK: Tensor,
+    b_NH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_HK: Tensor,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+) -> Tensor:
+    """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``q_NHK``.
+
+    The last dimension of every tensor must be contiguous, and each slot's ``[H, K, V]``. No sequence's ``src`` may be
+    another sequence's ``dst``.
+    """
+    inputs = (q_NHK, k_NHK, v_NHV, f_NHK, b_NH, A_log_H, dt_bias_HK)
+    return _decode(inputs, state_SHKV, src_N, dst_N, FEW if len(q_NHK) <= FEW_SEQUENCES else MANY)
+
+
+def kda_decode_invariant(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    f_NHK: Tensor,
+    b_NH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_HK: Tensor,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+) -> Tensor:
+    """As :func:`kda_decode`, with one launch for any number of sequences."""
+    inputs = (q_NHK, k_NHK, v_NHV, f_NHK, b_NH, A_log_H, dt_bias_HK)
+    return _decode(inputs, state_SHKV, src_N, dst_N, MANY)
+
+
+def _decode(
+    inputs: tuple[Tensor, ...], state_SHKV: Tensor, src_N: Tensor, dst_N: Tensor, launch: DecodeLaunch
+) -> Tensor:
+    q_NHK, k_NHK, v_NHV, f_NHK, b_NH, *_ = inputs
+    num_sequences, num_heads, value_dim = v_NHV.shape
+    key_dim = k_NHK.shape[2]
+    out_NHV = torch.empty(v_NHV.shape, dtype=q_NHK.dtype, device=q_NHK.device)
+    block_v = min(launch.block_v, next_power_of_2(value_dim))
+    _decode_kernel[(cdiv(value_dim, block_v), num_heads, num_sequences)](
+        *inputs, state_SHKV, src_N, dst_N, out_NHV,
+        q_NHK.stride(0), q_NHK.stride(1), k_NHK.stride(0), k_NHK.stride(1), v_NHV.stride(0), v_NHV.stride(1),
+        f_NHK.stride(0), f_NHK.stride(1), b_NH.stride(0), state_SHKV.stride(0),
+        H=num_heads, K=key_dim, V=value_dim, BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block_v,
+        SCALE=key_dim**-0.5, EPS=L2_NORM_EPS, num_warps=launch.num_warps, **overlap_options(q_NHK),
+    )  # fmt: skip
+    return out_NHV
+
+
+# Slices of the tables start at any sequence: without this, each alignment would compile a kernel of its own.
+@triton.jit(do_not_specialize_on_alignment=["src_ptr", "dst_ptr"])
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    f_ptr,
+    b_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    state_ptr,
+    src_ptr,
+    dst_ptr,
+    out_ptr,
+    q_row_stride,
+    q_head_stride,
+    k_row_stride,
+    k_head_stride,
+    v_row_stride,
+    v_head_stride,
+    f_row_stride,
+    f_head_stride,
+    b_row_stride,
+    slot_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr,
+    EPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Advance ``BLOCK_V`` value channels of a head of a sequence by a token."""
+    first_column = tl.program_id(0) * BLOCK_V
+    head = tl.program_id(1).to(tl.int64)
+    sequence = tl.program_id(2).to(tl.int64)
+    row_K = tl.arange(0, BLOCK_K)
+    column_V = first_column + tl.arange(0, BLOCK_V)
+    is_row_K = row_K < K
+    is_column_V = column_V < V
+    is_tile_KV = is_row_K[:, None] & is_column_V[None, :]
+    tile_KV = head * (K * V) + row_K[:, None] * V + column_V[None, :]
+
+    src = tl.load(src_ptr + sequence)
+    dst = tl.load(dst_ptr + sequence)
+    state_KV = load_state(state_ptr, src, slot_stride, tile_KV, is_tile_KV)
+    # The kernel before makes the inputs; states are older.
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    q_ptrs = q_ptr + sequence * q_row_stride + head * q_head_stride + row_K
+    k_ptrs = k_ptr + sequence * k_row_stride + head * k_head_stride + row_K
+    f_ptrs = f_ptr + sequence * f_row_stride + head * f_head_stride + row_K
+    q_K = tl.load(q_ptrs, mask=is_row_K, other=0.0).to(tl.float32)
+    k_K = tl.load(k_ptrs, mask=is_row_K, other=0.0).to(tl.float32)
+    f_K = tl.load(f_ptrs, mask=is_row_K, other=0.0).to(tl.float32)
+    v_ptrs = v_ptr + sequence * v_row_stride + head * v_head_stride + column_V
+    v_V = tl.load(v_ptrs, mask=is_column_V, other=0.0).to(tl.float32)
+    beta = tl.sigmoid(tl.load(b_ptr + sequence * b_row_stride + head).to(tl.float32))
+    bias_K = tl.load(dt_bias_ptr + head * K + row_K, mask=is_row_K, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * LOG2_E
+    decay_K = tl.exp2(at_least(-rate * softplus(f_K + bias_K), MIN_LOG2_DECAY))
+    q_K *= SCALE / tl.sqrt(tl.sum(q_K * q_K, 0) + EPS)
+    k_K *= 1.0 / tl.sqrt(tl.sum(k_K * k_K, 0) + EPS)
+
+    state_KV *= decay_K[:, None]
+    written_V = beta * (v_V - tl.sum(state_KV * k_K[:, None], 0))
+    out_V = tl.sum(state_KV * q_K[:, None], 0) + tl.sum(q_K * k_K, 0) * written_V
+    out_ptrs = out_ptr + (sequence * H + head) * V + column_V
+    tl.store(out_ptrs, out_V.to(out_ptr.dtype.element_ty), mask=is_column_V)
+    state_KV += k_K[:, None] * written_V[None, :]
+    store_state(state_ptr, dst, slot_stride, tile_KV, is_tile_KV, state_KV)
