@@ -24,6 +24,7 @@ from strandline.env import is_cache_debugged
 from strandline.errors import EngineError
 from strandline.kernels.binding import Kernels, bind_kernels
 from strandline.kernels.operation import Workload
+from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.models.protocol import LanguageModel
 from strandline.records.grammars import GrammarCompiler
 from strandline.records.plan import StepPlan
@@ -148,13 +149,18 @@ class UniExecutor:
 
 
 def choose_kernels(
-    model: LanguageModel, device_type: str, *, is_deterministic: bool = False, progress: bool = False
+    model: LanguageModel,
+    device_type: str,
+    ranks: Ranks = ONE_RANK,
+    *,
+    is_deterministic: bool = False,
+    progress: bool = False,
 ) -> Kernels:
     """Choose and load the kernels of a model and its runner."""
     spec = model.spec
     memory = tuple(dict.fromkeys(tensor for layer in spec.layers for tensor in (*layer.streams, *layer.states)))
     workload = Workload(device_type, spec.hidden_dtype, memory, is_deterministic)
-    return bind_kernels((*model.operations, *RUNNER_OPERATIONS), workload, progress=progress)
+    return bind_kernels((*model.operations, *RUNNER_OPERATIONS), workload, ranks, progress=progress)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from strandline.env import NUMBA, TRITON, is_numba_off, is_triton_off
 from strandline.kernels.operation import Backend, Operation, Workload
+from strandline.kernels.ranks import ONE_RANK, Ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +44,8 @@ class Kernels:
     workload: Workload
     functions: Mapping[Operation[..., Any], Callable[..., Any]]
     fallbacks: tuple[Fallback, ...]
+    ranks: Ranks = ONE_RANK
+    """What computes beside this engine's device on the same steps."""
 
     def __getitem__(self, operation: Operation[P, R]) -> Callable[P, R]:
         return self.functions[operation]
@@ -65,7 +68,9 @@ class UsesKernels(Protocol):
         """Look them up."""
 
 
-def bind_kernels(operations: Iterable[Operation[..., Any]], workload: Workload, *, progress: bool = False) -> Kernels:
+def bind_kernels(
+    operations: Iterable[Operation[..., Any]], workload: Workload, ranks: Ranks = ONE_RANK, *, progress: bool = False
+) -> Kernels:
     """Choose a function for each operation, and load it. Numba kernels are compiled here, once per machine."""
     functions: dict[Operation[..., Any], Callable[..., Any]] = {}
     fallbacks = list[Fallback]()
@@ -85,7 +90,7 @@ def bind_kernels(operations: Iterable[Operation[..., Any]], workload: Workload, 
                 fallbacks.append(Fallback(operation.name, backend.name, reason))
         if device_type == "cuda" and operation.reads_device:
             fallbacks.append(Fallback(operation.name, wanted, "there is none yet"))
-    return Kernels(workload, functions, tuple(fallbacks))
+    return Kernels(workload, functions, tuple(fallbacks), ranks)
 
 
 def reference_kernels(operations: Iterable[Operation[..., Any]]) -> Kernels:

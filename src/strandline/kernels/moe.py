@@ -31,6 +31,7 @@ def mixture(
     top_k: int,
     *,
     is_normalised: bool,
+    held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
 
@@ -39,12 +40,13 @@ def mixture(
         logits_TE: the router's.
         shared_gate_T1: the shared expert's gate before its sigmoid. All three may be columns of one tensor.
         gate_up_EFD: ``[E, 2 F, D]``, the gate's rows before the up projection's.
+        held: as in ``experts_glu``.
         shared_down: ``[D, S]``.
         is_normalised: as in ``route_top_k``.
     """
     weights_TK, experts_TK = route_top_k.reference(logits_TE, top_k, is_normalised=is_normalised)
     shared_TD = linear_of(shared_down, linear.reference, None)(swiglu.reference(shared_gate_up_TS))
-    return experts_glu.reference(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1)
+    return experts_glu.reference(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1, held)
 
 
 @operation(triton("moe_triton"))
@@ -69,40 +71,60 @@ def experts_glu(
     experts_TK: Tensor,
     shared_TD: Tensor,
     shared_gate_T1: Tensor,
+    held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype.
 
     Args:
         gate_up_EFD: ``[E, 2 F, D]``, the gate's rows before the up projection's.
         shared_TD: what the shared expert made of each token; added after multiplying by ``sigmoid(shared_gate_T1)``.
+        held: numbers that ``experts_TK`` has for the experts whose weights these are; others add nothing. None: all.
     """
 
     def hidden(expert: int, x_AD: Tensor) -> Tensor:
         return swiglu.reference(F.linear(x_AD, gate_up_EFD[expert]))
 
-    out_TD = _sum_of_experts(hidden, down_EDF, x_TD, weights_TK, experts_TK)
+    out_TD = _sum_of_experts(hidden, down_EDF, x_TD, weights_TK, experts_TK, held)
     return out_TD.addcmul_(shared_TD, shared_gate_T1.sigmoid())
 
 
 @operation(reads_device=True)
 def experts_relu_squared(
-    x_TD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_TK: Tensor, experts_TK: Tensor
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    held: range | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, ``down(relu(up x) ** 2)``, in x's dtype."""
+    """Return the weighted sum of each token's experts, ``down(relu(up x) ** 2)``, in x's dtype.
+
+    Args:
+        held: as in ``experts_glu``.
+    """
 
     def hidden(expert: int, x_AD: Tensor) -> Tensor:
         return relu_squared.reference(F.linear(x_AD, up_EFD[expert]))
 
-    return _sum_of_experts(hidden, down_EDF, x_TD, weights_TK, experts_TK)
+    return _sum_of_experts(hidden, down_EDF, x_TD, weights_TK, experts_TK, held)
 
 
 def _sum_of_experts(
-    hidden: Callable[[int, Tensor], Tensor], down_EDF: Tensor, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor
+    hidden: Callable[[int, Tensor], Tensor],
+    down_EDF: Tensor,
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    held: range | None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, in x's dtype, given what an expert makes of some rows of x."""
     num_tokens, top_k = experts_TK.shape
+    if held is not None:
+        # Choices of other experts come last in the order below.
+        is_held_TK = (experts_TK >= held.start) & (experts_TK < held.stop)
+        experts_TK = torch.where(is_held_TK, experts_TK - held.start, len(held))
     expert_A, order_A = experts_TK.flatten().sort(stable=True)
-    counts_E = torch.bincount(expert_A, minlength=len(down_EDF))
+    counts_E = torch.bincount(expert_A, minlength=len(down_EDF))[: len(down_EDF)]
     x_AD = x_TD[order_A.div(top_k, rounding_mode="floor")]
     out_AD = torch.empty_like(x_AD)
     start = 0
@@ -111,6 +133,7 @@ def _sum_of_experts(
             rows = slice(start, start + count)
             torch.mm(hidden(expert, x_AD[rows]), down_EDF[expert].t(), out=out_AD[rows])
             start += count
+    out_AD[start:] = 0.0
     # Back into the order of the tokens: the sum over a token's experts does not depend on its neighbours.
     weighted_AD = torch.empty(out_AD.shape, dtype=torch.float32, device=out_AD.device)
     weighted_AD[order_A] = out_AD.float()

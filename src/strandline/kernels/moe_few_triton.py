@@ -92,7 +92,10 @@ def _few_up_kernel(
     D,
     F,
     E,
+    first_expert,
+    num_held,
     TOP_K: tl.constexpr,
+    IS_DIVIDED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NUM_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -110,6 +113,10 @@ def _few_up_kernel(
     chosen_C, _ = take_top(logits_ptr + token * stride_logits, E, TOP_K, BLOCK_E, BLOCK_C, False)
     is_mine_C = tl.arange(0, BLOCK_C) == choice % TOP_K
     expert = tl.sum(tl.where(is_mine_C, chosen_C, 0), axis=0).to(tl.int64)
+    num_rows = F
+    if IS_DIVIDED:
+        expert = expert - first_expert
+        num_rows = tl.where((expert >= 0) & (expert < num_held), F, 0)
     gate_NK_ptr = weight_ptr + expert * (2 * F * D) + row_N[:, None] * D + col_K[None, :]
     x_1K_ptr = x_ptr + token * stride_x + col_K[None, :]
     gate_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
@@ -122,14 +129,14 @@ def _few_up_kernel(
             x_1K = tl.load(x_1K_ptr + start).to(tl.float32)
         else:
             is_1K = (start + col_K < D)[None, :]
-            mask_NK = (row_N < F)[:, None] & is_1K
+            mask_NK = (row_N < num_rows)[:, None] & is_1K
             gate_weight_NK = tl.load(gate_NK_ptr + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
             up_weight_NK = tl.load(gate_NK_ptr + F * D + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
             x_1K = tl.load(x_1K_ptr + start, mask=is_1K, other=0.0).to(tl.float32)
         gate_NK += gate_weight_NK.to(tl.float32) * x_1K
         up_NK += up_weight_NK.to(tl.float32) * x_1K
     hidden_N = silu_times(tl.sum(gate_NK, axis=1), tl.sum(up_NK, axis=1), hidden_ptr.dtype.element_ty)
-    tl.store(hidden_ptr + choice.to(tl.int64) * F + row_N, hidden_N, mask=row_N < F)
+    tl.store(hidden_ptr + choice.to(tl.int64) * F + row_N, hidden_N, mask=row_N < num_rows)
 
 
 @triton.jit
@@ -148,8 +155,11 @@ def _few_down_kernel(
     F,
     S,
     E,
+    first_expert,
+    num_held,
     TOP_K: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
+    IS_DIVIDED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -172,6 +182,9 @@ def _few_down_kernel(
     shared_NS_ptr = shared_weight_ptr + row_N[:, None] * S + col_S[None, :]
     shared_NS = tl.load(shared_NS_ptr, mask=shared_mask_NS, other=0.0, eviction_policy="evict_first")
     chosen_C, weight_C = take_top(logits_ptr + token * stride_logits, E, TOP_K, BLOCK_E, BLOCK_C, IS_NORMALISED)
+    if IS_DIVIDED:
+        chosen_C = chosen_C - first_expert
+        is_choice_C = is_choice_C & (chosen_C >= 0) & (chosen_C < num_held)
     col_K = tl.arange(0, BLOCK_K)
     offset_CN = chosen_C[:, None].to(tl.int64) * (D * F) + (row_N * F)[None, :]
     mask_C1K = is_choice_C[:, None, None] & (col_K < F)[None, None, :]
@@ -207,12 +220,14 @@ def mixture_few(
     shared_down_DS: Tensor,
     top_k: int,
     few: Few,
+    held: range | None = None,
     *,
     is_normalised: bool,
 ) -> Tensor:
     """Compute ``mixture`` choice by choice."""
-    num_tokens = len(x_TD)
-    num_experts, num_channels, size = down_EDF.shape
+    num_tokens, num_experts = logits_TE.shape
+    num_held, num_channels, size = down_EDF.shape
+    first_expert, is_whole = 0 if held is None else held.start, held is None
     shared_size = shared_down_DS.shape[1]
     hidden_AF = torch.empty((num_tokens * top_k, size), dtype=x_TD.dtype, device=x_TD.device)
     out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
@@ -223,6 +238,7 @@ def mixture_few(
         "TOP_K": top_k,
         "BLOCK_E": next_power_of_2(num_experts),
         "BLOCK_C": next_power_of_2(top_k),
+        "IS_DIVIDED": not is_whole,
     }
     _few_up_kernel[(cdiv(size, few.block_up_n), num_tokens * top_k)](
         x_TD,
@@ -234,8 +250,10 @@ def mixture_few(
         num_channels,
         size,
         num_experts,
+        first_expert,
+        num_held,
         **route,
-        IS_EVEN=num_channels % block_k == 0 and size % few.block_up_n == 0,
+        IS_EVEN=is_whole and num_channels % block_k == 0 and size % few.block_up_n == 0,
         NUM_K=cdiv(num_channels, block_k),
         BLOCK_N=few.block_up_n,
         BLOCK_K=block_k,
@@ -257,9 +275,11 @@ def mixture_few(
         size,
         shared_size,
         num_experts,
+        first_expert,
+        num_held,
         **route,
         IS_NORMALISED=is_normalised,
-        IS_EVEN=size == block_f and num_channels % few.block_down_n == 0 and top_k == route["BLOCK_C"],
+        IS_EVEN=is_whole and size == block_f and num_channels % few.block_down_n == 0 and top_k == route["BLOCK_C"],
         BLOCK_N=few.block_down_n,
         BLOCK_K=block_f,
         BLOCK_S=next_power_of_2(shared_size),

@@ -32,36 +32,38 @@ BLOCK_PEERS = 32
 
 
 @triton.jit
-def _list_kernel(experts_ptr, starts_ptr, choices_ptr, num_choices, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def _list_kernel(
+    experts_ptr, starts_ptr, choices_ptr, num_choices, first_expert, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """List one expert's choices, in their order, behind those of the experts before it."""
-    expert = tl.program_id(0)
+    expert = first_expert + tl.program_id(0)
     offset_A = tl.arange(0, BLOCK)
     num_before = tl.zeros([BLOCK], dtype=tl.int32)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     for first in range(0, num_choices, BLOCK):
         expert_A = tl.load(experts_ptr + first + offset_A, mask=first + offset_A < num_choices, other=0x7FFFFFFF)
-        num_before += (expert_A < expert).to(tl.int32)
+        num_before += ((expert_A >= first_expert) & (expert_A < expert)).to(tl.int32)
     start = tl.sum(num_before, axis=0)
-    tl.store(starts_ptr + expert, start)
-    if expert == 0:
-        tl.store(starts_ptr + tl.num_programs(0), num_choices)
+    tl.store(starts_ptr + tl.program_id(0), start)
     for first in range(0, num_choices, BLOCK):
         expert_A = tl.load(experts_ptr + first + offset_A, mask=first + offset_A < num_choices, other=0x7FFFFFFF)
         is_mine_A = (expert_A == expert).to(tl.int32)
         place_A = start + tl.cumsum(is_mine_A, axis=0) - 1
         tl.store(choices_ptr + place_A, first + offset_A, mask=is_mine_A > 0)
         start += tl.sum(is_mine_A, axis=0)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(starts_ptr + tl.num_programs(0), start)
 
 
 @triton.jit
-def _count_kernel(experts_ptr, counts_ptr, num_choices, E, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
+def _count_kernel(experts_ptr, counts_ptr, num_choices, first_expert, E, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
     """Count a block's choices of each expert."""
     block = tl.program_id(0)
     choice_A = block * BLOCK + tl.arange(0, BLOCK)
-    is_choice_A = choice_A < num_choices
-    expert_A = tl.load(experts_ptr + choice_A, mask=is_choice_A, other=0).to(tl.int32)
-    count_E = tl.histogram(expert_A, BLOCK_E, mask=is_choice_A)
+    expert_A = tl.load(experts_ptr + choice_A, mask=choice_A < num_choices, other=-1).to(tl.int32) - first_expert
+    is_held_A = (expert_A >= 0) & (expert_A < E)
+    count_E = tl.histogram(tl.where(is_held_A, expert_A, 0), BLOCK_E, mask=is_held_A)
     expert_E = tl.arange(0, BLOCK_E)
     tl.store(counts_ptr + block * E + expert_E, count_E, mask=expert_E < E)
 
@@ -74,6 +76,7 @@ def _place_kernel(
     choices_ptr,
     num_choices,
     num_blocks,
+    first_expert,
     E,
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -94,37 +97,48 @@ def _place_kernel(
     start_E = tl.cumsum(total_E, axis=0) - total_E
     if block == 0:
         tl.store(starts_ptr + expert_E, start_E, mask=expert_E < E)
-        tl.store(starts_ptr + E, num_choices)
+        tl.store(starts_ptr + E, tl.sum(total_E, axis=0))
     offset_A = tl.arange(0, BLOCK)
     choice_A = block * BLOCK + offset_A
-    is_choice_A = choice_A < num_choices
-    expert_A = tl.load(experts_ptr + choice_A, mask=is_choice_A, other=0).to(tl.int32)
-    place_A = tl.gather(start_E + before_E, expert_A, 0)
+    expert_A = tl.load(experts_ptr + choice_A, mask=choice_A < num_choices, other=-1).to(tl.int32) - first_expert
+    is_held_A = (expert_A >= 0) & (expert_A < E)
+    place_A = tl.gather(start_E + before_E, tl.where(is_held_A, expert_A, 0), 0)
     for first in range(0, BLOCK, BLOCK_J):
         offset_J = first + tl.arange(0, BLOCK_J)
         choice_J = block * BLOCK + offset_J
-        expert_J = tl.load(experts_ptr + choice_J, mask=choice_J < num_choices, other=-1).to(tl.int32)
+        expert_J = tl.load(experts_ptr + choice_J, mask=choice_J < num_choices, other=-1).to(tl.int32) - first_expert
         # In this order a thread holds all peers of a choice: it adds them up alone.
         is_before_JA = (expert_J[:, None] == expert_A[None, :]) & (offset_J[:, None] < offset_A[None, :])
         place_A += tl.sum(is_before_JA.to(tl.int32), axis=0)
-    tl.store(choices_ptr + place_A, choice_A, mask=is_choice_A)
+    tl.store(choices_ptr + place_A, choice_A, mask=is_held_A)
 
 
-def list_choices(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return ``(starts_E, choices_A)``: expert ``e``'s choices are ``choices_A[starts_E[e] : starts_E[e + 1]]``."""
+def list_choices(experts_TK: Tensor, num_experts: int, first_expert: int = 0) -> tuple[Tensor, Tensor]:
+    """Return ``(starts_E, choices_A)``: expert ``e``'s choices are ``choices_A[starts_E[e] : starts_E[e + 1]]``.
+
+    Experts are counted from ``first_expert`` on; choices of others are not listed.
+    """
     num_choices = experts_TK.numel()
     starts_E = torch.empty(num_experts + 1, dtype=torch.int32, device=experts_TK.device)
     choices_A = torch.empty(num_choices, dtype=torch.int32, device=experts_TK.device)
     if num_choices <= MAX_CHOICES_DIRECT:
         block = min(BLOCK_DIRECT, next_power_of_2(num_choices))
         options = overlap_options(experts_TK)
-        _list_kernel[(num_experts,)](experts_TK, starts_E, choices_A, num_choices, BLOCK=block, num_warps=4, **options)
+        arguments = (experts_TK, starts_E, choices_A, num_choices, first_expert)
+        _list_kernel[(num_experts,)](*arguments, BLOCK=block, num_warps=4, **options)
         return starts_E, choices_A
     num_blocks = cdiv(num_choices, BLOCK_CHOICES)
     counts_BE = torch.empty((num_blocks, num_experts), dtype=torch.int32, device=experts_TK.device)
     block_e = next_power_of_2(num_experts)
     _count_kernel[(num_blocks,)](
-        experts_TK, counts_BE, num_choices, num_experts, BLOCK_E=block_e, BLOCK=BLOCK_CHOICES, num_warps=4
+        experts_TK,
+        counts_BE,
+        num_choices,
+        first_expert,
+        num_experts,
+        BLOCK_E=block_e,
+        BLOCK=BLOCK_CHOICES,
+        num_warps=4,
     )
     _place_kernel[(num_blocks,)](
         experts_TK,
@@ -133,6 +147,7 @@ def list_choices(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         choices_A,
         num_choices,
         num_blocks,
+        first_expert,
         num_experts,
         BLOCK_E=block_e,
         BLOCK=BLOCK_CHOICES,

@@ -200,8 +200,12 @@ def _sum_kernel(
     stride_shared,
     stride_gate,
     D,
+    experts_ptr,
+    first_expert,
+    num_held,
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    IS_DIVIDED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -216,7 +220,11 @@ def _sum_kernel(
     for choice in tl.static_range(TOP_K):
         weight = tl.load(weights_ptr + token * TOP_K + choice).to(tl.float32)
         choice_ptr = choice_out_ptr + (token * TOP_K + choice) * D
-        choice_N = tl.load(choice_ptr + col_N, mask=is_col_N, other=0.0, eviction_policy="evict_first")
+        is_added_N = is_col_N
+        if IS_DIVIDED:
+            expert = tl.load(experts_ptr + token * TOP_K + choice) - first_expert
+            is_added_N = is_col_N & (expert >= 0) & (expert < num_held)
+        choice_N = tl.load(choice_ptr + col_N, mask=is_added_N, other=0.0, eviction_policy="evict_first")
         out_N += choice_N.to(tl.float32) * weight
     out_N = out_N.to(dtype).to(tl.float32) + shared_N * tl.sigmoid(gate).to(dtype).to(tl.float32)
     tl.store(out_ptr + token * D + col_N, out_N.to(dtype), mask=is_col_N)
@@ -255,6 +263,7 @@ def mixture(
     top_k: int,
     *,
     is_normalised: bool,
+    held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
 
@@ -263,10 +272,10 @@ def mixture(
     projected = (shared_gate_up_TS, logits_TE, shared_gate_T1)
     if len(x_TD) <= MAX_TOKENS_FEW:
         weights = (gate_up_EFD, down_EDF, shared_down.values_OI)
-        return mixture_few(x_TD, *projected, *weights, top_k, FEW[len(x_TD) > 1], is_normalised=is_normalised)
+        return mixture_few(x_TD, *projected, *weights, top_k, FEW[len(x_TD) > 1], held, is_normalised=is_normalised)
     chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
     shared_TD = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
-    return experts_glu(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1)
+    return experts_glu(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1, held)
 
 
 def mixture_invariant(
@@ -280,11 +289,12 @@ def mixture_invariant(
     top_k: int,
     *,
     is_normalised: bool,
+    held: range | None = None,
 ) -> Tensor:
     """As :func:`mixture`, expert by expert however few tokens there are."""
     chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
     shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down.values_OI)
-    return experts_glu_invariant(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1)
+    return experts_glu_invariant(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1, held)
 
 
 def experts_glu(
@@ -295,6 +305,7 @@ def experts_glu(
     experts_TK: Tensor,
     shared_TD: Tensor,
     shared_gate_T1: Tensor,
+    held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype.
 
@@ -302,7 +313,7 @@ def experts_glu(
     """
     tiles = _tiles(x_TD, experts_TK, gate_up_EFD, TILES_DECODE)
     arguments = (x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1)
-    return experts_glu_many(*arguments, *tiles)
+    return experts_glu_many(*arguments, *tiles, held)
 
 
 def experts_glu_invariant(
@@ -313,11 +324,12 @@ def experts_glu_invariant(
     experts_TK: Tensor,
     shared_TD: Tensor,
     shared_gate_T1: Tensor,
+    held: range | None = None,
 ) -> Tensor:
     """As :func:`experts_glu`, with tiles that all add in one order."""
     tiles = _tiles(x_TD, experts_TK, gate_up_EFD, TILES_MIDDLE)
     arguments = (x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1)
-    return experts_glu_many(*arguments, *tiles)
+    return experts_glu_many(*arguments, *tiles, held)
 
 
 def _tiles(x_TD: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, few: tuple[Tile, Tile]) -> tuple[Tile, Tile]:
@@ -340,11 +352,13 @@ def experts_glu_many(
     shared_gate_T1: Tensor,
     up: Tile,
     down: Tile,
+    held: range | None = None,
 ) -> Tensor:
     """Compute ``experts_glu`` expert by expert, in four launches."""
+    first_expert = 0 if held is None else held.start
     num_tokens, top_k = experts_TK.shape
     num_channels, size = down_EDF.shape[1:]
-    starts_E, choices_A = list_choices(experts_TK, len(down_EDF))
+    starts_E, choices_A = list_choices(experts_TK, len(down_EDF), first_expert)
     hidden_AF = torch.empty((num_tokens * top_k, size), dtype=x_TD.dtype, device=x_TD.device)
     out_AD = torch.empty((num_tokens * top_k, num_channels), dtype=x_TD.dtype, device=x_TD.device)
     out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
@@ -359,8 +373,12 @@ def experts_glu_many(
         shared_TD.stride(0),
         shared_gate_T1.stride(0),
         num_channels,
+        experts_TK,
+        first_expert,
+        len(down_EDF),
         TOP_K=top_k,
         BLOCK_N=BLOCK_SUM,
+        IS_DIVIDED=held is not None,
         num_warps=WARPS_SUM,
         **overlap_options(x_TD),
     )

@@ -16,12 +16,13 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 
 
-def build_bamba(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_bamba(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -40,11 +41,13 @@ def build_bamba(config: Any, dtype: torch.dtype, device: torch.device | str) -> 
 
     def build_layer(kind: str) -> DecoderLayer:
         is_attention = kind == "full_attention"
-        mixer = Attention(attention, dtype, device) if is_attention else Mamba2Layer(mamba2, dtype, device)
-        return DecoderLayer(mixer, GatedMlp(mlp, dtype, device), norm, hidden_size, dtype, device)
+        mixer = (
+            Attention(attention, dtype, device, shard) if is_attention else Mamba2Layer(mamba2, dtype, device, shard)
+        )
+        return DecoderLayer(mixer, GatedMlp(mlp, dtype, device, shard), norm, hidden_size, dtype, device)
 
     layers = [build_layer(kind) for kind in layer_types]
-    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied)
+    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

@@ -42,7 +42,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.spec = decoder.spec
-        self.vocab_size = decoder.embed_ZE.shape[0]
+        self.vocab_size = decoder.vocab_size
         self.max_position = max_position
         self._published = published
         self._kernels: Kernels | None = None
@@ -75,8 +75,11 @@ class CausalLM(nn.Module):
         """Compute with these kernels from now on.
 
         Raises:
-            EngineError: an engine with other kernels has the model already.
+            EngineError: an engine with other kernels has the model already, or the model is not that of a rank.
         """
+        shard, ranks = self.decoder.shard, kernels.ranks
+        if (shard.index, shard.count) != (ranks.rank, ranks.size):
+            raise EngineError(f"shard {shard.index} of {shard.count} was given to rank {ranks.rank} of {ranks.size}")
         if self._kernels is not None and self._kernels != kernels:
             raise EngineError("a model that one engine computes with was given to another one; load it once more")
         self._kernels = kernels

@@ -21,12 +21,13 @@ from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Nam
 from strandline.models.layers.mlp import GatedMlpConfig, ScaledGatedMlp
 from strandline.models.layers.parallel import Multipliers, ParallelMixer
 from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 MAX_MULTIPLIER: Final = 1e4
 
 
-def build_falcon_h1(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_falcon_h1(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -54,8 +55,8 @@ def build_falcon_h1(config: Any, dtype: torch.dtype, device: torch.device | str)
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
     def build_layer() -> DecoderLayer:
-        mixers = (Attention(attention, dtype, device), Mamba2Layer(mamba2, dtype, device))
-        part = ScaledGatedMlp(mlp, gate_multiplier, mlp_multiplier, dtype, device)
+        mixers = (Attention(attention, dtype, device, shard), Mamba2Layer(mamba2, dtype, device, shard))
+        part = ScaledGatedMlp(mlp, gate_multiplier, mlp_multiplier, dtype, device, shard)
         return DecoderLayer(ParallelMixer(*mixers, multipliers), part, norm, hidden_size, dtype, device)
 
     layers = [build_layer() for _ in range(num_layers)]
@@ -67,6 +68,7 @@ def build_falcon_h1(config: Any, dtype: torch.dtype, device: torch.device | str)
         dtype,
         device,
         is_tied=is_tied,
+        shard=shard,
         embedding_multiplier=embedding_multiplier,
         logits_multiplier=logits_multiplier,
     )

@@ -21,14 +21,15 @@ from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Nam
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import MAX_EXPERTS, SparseMoe, SparseMoeConfig
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded, spanned, stacked, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 MAX_MULTIPLIER: Final = 1e4
 MIN_DIVISOR: Final = 1e-4
 
 
-def build_granite_hybrid(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_granite_hybrid(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -51,8 +52,10 @@ def build_granite_hybrid(config: Any, dtype: torch.dtype, device: torch.device |
     def build_layer(kind: str) -> DecoderLayer:
         is_attention = kind == "full_attention"
         return DecoderLayer(
-            Attention(attention, dtype, device) if is_attention else Mamba2Layer(mamba2, dtype, device),
-            SparseMoe(mlp, dtype, device) if isinstance(mlp, SparseMoeConfig) else GatedMlp(mlp, dtype, device),
+            Attention(attention, dtype, device, shard) if is_attention else Mamba2Layer(mamba2, dtype, device, shard),
+            SparseMoe(mlp, dtype, device, shard)
+            if isinstance(mlp, SparseMoeConfig)
+            else GatedMlp(mlp, dtype, device, shard),
             norm,
             hidden_size,
             dtype,
@@ -62,7 +65,7 @@ def build_granite_hybrid(config: Any, dtype: torch.dtype, device: torch.device |
 
     layers = [build_layer(kind) for kind in layer_types]
     multipliers = {"embedding_multiplier": embedding_multiplier, "logits_multiplier": 1 / logits_divisor}
-    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied, **multipliers)
+    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied, shard=shard, **multipliers)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 
@@ -101,15 +104,17 @@ def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozense
             yield from _moe_targets(mlp, prefix)
             continue
         assert isinstance(mlp, GatedMlp)
-        yield f"{prefix}shared_mlp.input_linear.weight", whole(mlp.gate_up.weight_OI)
-        yield f"{prefix}shared_mlp.output_linear.weight", whole(mlp.down.weight_OI)
+        yield from mlp.gate_up.targets(f"{prefix}shared_mlp.input_linear.")
+        yield from mlp.down.targets(f"{prefix}shared_mlp.output_linear.")
 
 
 def _moe_targets(mlp: SparseMoe, prefix: str) -> NamedTargets:
     """Yield the tensors of the experts, and of their shared part."""
     shared, router, _, _ = mlp.in_proj.weight_OI.split(mlp.sizes)
-    yield f"{prefix}shared_mlp.input_linear.weight", whole(shared)
-    yield f"{prefix}shared_mlp.output_linear.weight", whole(mlp.shared_down.weight_OI)
+    experts = (mlp.experts, mlp.config.num_experts)
+    gate_up = (sharded(rows, mlp.shard) for rows in shared.chunk(2))
+    yield f"{prefix}shared_mlp.input_linear.weight", stacked(*gate_up)
+    yield from mlp.shared_down.targets(f"{prefix}shared_mlp.output_linear.")
     yield f"{prefix}block_sparse_moe.router.layer.weight", whole(router)
-    yield f"{prefix}block_sparse_moe.input_linear.weight", whole(mlp.gate_up_XFE)
-    yield f"{prefix}block_sparse_moe.output_linear.weight", whole(mlp.down_XEF)
+    yield f"{prefix}block_sparse_moe.input_linear.weight", spanned(mlp.gate_up_XFE, *experts)
+    yield f"{prefix}block_sparse_moe.output_linear.weight", spanned(mlp.down_XEF, *experts)

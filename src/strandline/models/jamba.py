@@ -26,6 +26,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import MAX_EXPERTS, SparseMoe, SparseMoeConfig
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 FINAL_NORM: Final = {"norm": "final_layernorm"}
@@ -33,7 +34,7 @@ ROUTER: Final = {"gate": "router"}
 """Its own names for what other families have, too."""
 
 
-def build_jamba(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_jamba(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -48,8 +49,10 @@ def build_jamba(config: Any, dtype: torch.dtype, device: torch.device | str) -> 
     def build_layer(index: int) -> DecoderLayer:
         is_attention, is_sparse = _is_chosen(fields, "attn", index), _is_chosen(fields, "expert", index)
         return DecoderLayer(
-            Attention(attention, dtype, device) if is_attention else Mamba1Layer(mamba, dtype, device),
-            SparseMoe(moe, dtype, device) if is_sparse and moe.num_experts > 1 else GatedMlp(mlp, dtype, device),
+            Attention(attention, dtype, device, shard) if is_attention else Mamba1Layer(mamba, dtype, device, shard),
+            SparseMoe(moe, dtype, device, shard)
+            if is_sparse and moe.num_experts > 1
+            else GatedMlp(mlp, dtype, device, shard),
             norm,
             hidden_size,
             dtype,
@@ -58,7 +61,7 @@ def build_jamba(config: Any, dtype: torch.dtype, device: torch.device | str) -> 
 
     layers = [build_layer(index) for index in range(fields.size("num_hidden_layers", at_most=MAX_LAYERS))]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied)
+    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

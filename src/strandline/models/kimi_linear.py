@@ -19,6 +19,7 @@ from strandline.models.layers.latent_attention import LatentAttention, LatentAtt
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import MAX_EXPERTS
 from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
@@ -30,7 +31,7 @@ EXPERTS: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 ROUTER_EPS: Final = 1e-20
 
 
-def build_kimi_linear(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_kimi_linear(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -49,8 +50,10 @@ def build_kimi_linear(config: Any, dtype: torch.dtype, device: torch.device | st
     def build_layer(kind: str, mlp_kind: str) -> DecoderLayer:
         is_linear, is_sparse = kind == "linear_attention", mlp_kind == "sparse"
         return DecoderLayer(
-            KimiDeltaAttention(delta, dtype, device) if is_linear else LatentAttention(latent, dtype, device),
-            SigmoidMoe(moe, dtype, device) if is_sparse else GatedMlp(mlp, dtype, device),
+            KimiDeltaAttention(delta, dtype, device, shard)
+            if is_linear
+            else LatentAttention(latent, dtype, device, shard),
+            SigmoidMoe(moe, dtype, device, shard) if is_sparse else GatedMlp(mlp, dtype, device, shard),
             norm,
             hidden_size,
             dtype,
@@ -59,7 +62,7 @@ def build_kimi_linear(config: Any, dtype: torch.dtype, device: torch.device | st
 
     layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, strict=True)]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied)
+    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

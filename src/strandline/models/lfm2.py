@@ -20,6 +20,7 @@ from strandline.models.layers.moe import MAX_EXPERTS
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.short_conv import ShortConv, ShortConvConfig
 from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "conv")
@@ -38,7 +39,7 @@ PUBLISHED: Final = {
 """Its own names for what other families have, too."""
 
 
-def build_lfm2(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_lfm2(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -46,10 +47,10 @@ def build_lfm2(config: Any, dtype: torch.dtype, device: torch.device | str) -> C
     """
     fields = Fields(config)
     mlp = GatedMlpConfig(fields.size("hidden_size"), _read_dense_size(fields))
-    return _build(config, [mlp] * len(read_layer_types(fields, LAYER_TYPES)), dtype, device)
+    return _build(config, [mlp] * len(read_layer_types(fields, LAYER_TYPES)), dtype, device, shard)
 
 
-def build_lfm2_moe(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_lfm2_moe(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -59,7 +60,7 @@ def build_lfm2_moe(config: Any, dtype: torch.dtype, device: torch.device | str) 
     num_layers = len(read_layer_types(fields, LAYER_TYPES))
     num_dense = fields.size("num_dense_layers", at_least=0, at_most=num_layers)
     mlps = [GatedMlpConfig.read(fields)] * num_dense + [_read_experts(fields)] * (num_layers - num_dense)
-    return _build(config, mlps, dtype, device)
+    return _build(config, mlps, dtype, device, shard)
 
 
 def _read_dense_size(fields: Fields) -> int:
@@ -88,7 +89,11 @@ def _read_experts(fields: Fields) -> SigmoidMoeConfig:
 
 
 def _build(
-    config: Any, mlps: Sequence[GatedMlpConfig | SigmoidMoeConfig], dtype: torch.dtype, device: torch.device | str
+    config: Any,
+    mlps: Sequence[GatedMlpConfig | SigmoidMoeConfig],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shard: Shard,
 ) -> CausalLM:
     """Build the model of a configuration, given the feed-forward part of each layer."""
     fields = Fields(config)
@@ -98,8 +103,12 @@ def _build(
 
     def build_layer(kind: str, mlp: GatedMlpConfig | SigmoidMoeConfig) -> DecoderLayer:
         return DecoderLayer(
-            Attention(attention, dtype, device) if kind == "full_attention" else ShortConv(conv, dtype, device),
-            SigmoidMoe(mlp, dtype, device) if isinstance(mlp, SigmoidMoeConfig) else GatedMlp(mlp, dtype, device),
+            Attention(attention, dtype, device, shard)
+            if kind == "full_attention"
+            else ShortConv(conv, dtype, device, shard),
+            SigmoidMoe(mlp, dtype, device, shard)
+            if isinstance(mlp, SigmoidMoeConfig)
+            else GatedMlp(mlp, dtype, device, shard),
             norm,
             hidden_size,
             dtype,
@@ -108,7 +117,7 @@ def _build(
 
     layers = [build_layer(*kinds) for kinds in zip(read_layer_types(fields, LAYER_TYPES), mlps, strict=True)]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, rotary_frequencies(config), shape, dtype, device, is_tied=is_tied)
+    decoder = Decoder(layers, norm, rotary_frequencies(config), shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

@@ -16,10 +16,11 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, whole
 
 
-def build_llama(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_llama(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -29,7 +30,7 @@ def build_llama(config: Any, dtype: torch.dtype, device: torch.device | str) -> 
         Fields(config).reject("mlp_bias", "false")
     fields = Fields(config)
     mlps = [GatedMlpConfig.read(fields)] * fields.size("num_hidden_layers", at_most=MAX_LAYERS)
-    return build(config, QueryKeyNorm.NONE, mlps, dtype, device)
+    return build(config, QueryKeyNorm.NONE, mlps, dtype, device, shard)
 
 
 def build(
@@ -38,6 +39,7 @@ def build(
     mlps: Sequence[GatedMlpConfig | SparseMoeConfig],
     dtype: torch.dtype,
     device: torch.device | str,
+    shard: Shard,
 ) -> CausalLM:
     """Build the model of a configuration that names its fields as Llama's does.
 
@@ -55,8 +57,10 @@ def build(
     residual_norm = plain(attention.eps)
     layers = [
         DecoderLayer(
-            Attention(attention, dtype, device),
-            SparseMoe(mlp, dtype, device) if isinstance(mlp, SparseMoeConfig) else GatedMlp(mlp, dtype, device),
+            Attention(attention, dtype, device, shard),
+            SparseMoe(mlp, dtype, device, shard)
+            if isinstance(mlp, SparseMoeConfig)
+            else GatedMlp(mlp, dtype, device, shard),
             residual_norm,
             attention.hidden_size,
             dtype,
@@ -64,7 +68,7 @@ def build(
         )
         for mlp in mlps
     ]
-    decoder = Decoder(layers, residual_norm, rotary, shape, dtype, device, is_tied=is_tied)
+    decoder = Decoder(layers, residual_norm, rotary, shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

@@ -24,33 +24,39 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 PUBLISHED: Final = {"embed_tokens": "embeddings", "norm": "norm_f"}
 """Its own names for what other families have, too."""
 
 
-def build_mamba(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_mamba(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    return _build(Fields(config), InnerNorm.NONE, 1.0, dtype, device)
+    return _build(Fields(config), InnerNorm.NONE, 1.0, dtype, device, shard)
 
 
-def build_falcon_mamba(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_falcon_mamba(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
     fields = Fields(config)
-    return _build(fields, InnerNorm.PLAIN, read_eps(fields, "mixer_rms_eps"), dtype, device)
+    return _build(fields, InnerNorm.PLAIN, read_eps(fields, "mixer_rms_eps"), dtype, device, shard)
 
 
 def _build(
-    fields: Fields, norm: InnerNorm, inner_eps: float, dtype: torch.dtype, device: torch.device | str
+    fields: Fields,
+    norm: InnerNorm,
+    inner_eps: float,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shard: Shard,
 ) -> CausalLM:
     fields.choice("hidden_act", ["silu"])
     mamba = Mamba1Config(
@@ -66,11 +72,11 @@ def _build(
     )
     residual_norm, hidden_size = plain(read_eps(fields, "layer_norm_epsilon")), mamba.hidden_size
     layers = [
-        DecoderLayer(Mamba1Layer(mamba, dtype, device), None, residual_norm, hidden_size, dtype, device)
+        DecoderLayer(Mamba1Layer(mamba, dtype, device, shard), None, residual_norm, hidden_size, dtype, device)
         for _ in range(fields.size("num_hidden_layers", at_most=MAX_LAYERS))
     ]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, residual_norm, None, shape, dtype, device, is_tied=is_tied)
+    decoder = Decoder(layers, residual_norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))
 
 

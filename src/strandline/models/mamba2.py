@@ -16,6 +16,7 @@ from strandline.model_config import MAX_LAYERS, UNLIMITED_POSITION, Fields, read
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 NAMES: Final = Mamba2Names(
@@ -30,7 +31,7 @@ NAMES: Final = Mamba2Names(
 OLD_EMBEDDING: Final = "backbone.embedding.weight"
 
 
-def build_mamba2(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_mamba2(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -42,10 +43,10 @@ def build_mamba2(config: Any, dtype: torch.dtype, device: torch.device | str) ->
     mamba2, norm = Mamba2Config.read(fields, NAMES, eps), plain(eps)
     shape, is_tied = (read_vocab_size(fields), mamba2.hidden_size), fields.flag("tie_word_embeddings")
     layers = [
-        DecoderLayer(Mamba2Layer(mamba2, dtype, device), None, norm, mamba2.hidden_size, dtype, device)
+        DecoderLayer(Mamba2Layer(mamba2, dtype, device, shard), None, norm, mamba2.hidden_size, dtype, device)
         for _ in range(fields.size("num_hidden_layers", at_most=MAX_LAYERS))
     ]
-    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied)
+    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))
 
 

@@ -24,6 +24,7 @@ from strandline.models.layers.lightning import LightningAttention, LightningConf
 from strandline.models.layers.moe import MAX_EXPERTS, SparseMoe, SparseMoeConfig
 from strandline.models.layers.normed_stream import NormedStreamLayer, StreamScale
 from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
@@ -35,7 +36,7 @@ MAX_BLOCK_SIZE: Final = 2**14
 MAX_FACTOR: Final = 1e4
 
 
-def build_minimax(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_minimax(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -58,8 +59,10 @@ def build_minimax(config: Any, dtype: torch.dtype, device: torch.device | str) -
         is_linear = kind == "linear_attention"
         lightning = _read_lightning(fields, attention, index / (len(layer_types) - 1 + 1e-5))
         return NormedStreamLayer(
-            LightningAttention(lightning, dtype, device) if is_linear else Attention(attention, dtype, device),
-            SparseMoe(moe, dtype, device),
+            LightningAttention(lightning, dtype, device, shard)
+            if is_linear
+            else Attention(attention, dtype, device, shard),
+            SparseMoe(moe, dtype, device, shard),
             norm,
             hidden_size,
             dtype,
@@ -70,7 +73,7 @@ def build_minimax(config: Any, dtype: torch.dtype, device: torch.device | str) -
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied)
+    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

@@ -30,6 +30,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.moe import MAX_EXPERTS
 from strandline.models.layers.relu_squared import ReluSquaredMlp, ReluSquaredMoe, ReluSquaredMoeConfig
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention", "mlp", "moe")
@@ -46,7 +47,7 @@ NAMES: Final = Mamba2Names(
 MAX_SCALE: Final = 1e6
 
 
-def build_nemotron_h(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_nemotron_h(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -72,17 +73,17 @@ def build_nemotron_h(config: Any, dtype: torch.dtype, device: torch.device | str
         mixer: Attention | Mamba2Layer | None = None
         mlp: ReluSquaredMlp | ReluSquaredMoe | None = None
         if kind == "full_attention":
-            mixer = Attention(attention, dtype, device)
+            mixer = Attention(attention, dtype, device, shard)
         elif kind == "linear_attention":
-            mixer = Mamba2Layer(mamba2, dtype, device)
+            mixer = Mamba2Layer(mamba2, dtype, device, shard)
         elif kind == "moe" and moe is not None:
-            mlp = ReluSquaredMoe(moe, dtype, device)
+            mlp = ReluSquaredMoe(moe, dtype, device, shard)
         else:
-            mlp = ReluSquaredMlp(hidden_size, mlp_size, dtype, device, has_bias=has_bias)
+            mlp = ReluSquaredMlp(hidden_size, mlp_size, dtype, device, shard, has_bias=has_bias)
         return DecoderLayer(mixer, mlp, norm, hidden_size, dtype, device)
 
     layers = [build_layer(kind) for kind in layer_types]
-    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied)
+    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

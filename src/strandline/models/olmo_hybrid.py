@@ -21,7 +21,8 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, PostNormLaye
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 
@@ -29,7 +30,7 @@ OUTPUT_NORM_EPS: Final = 1e-5
 """Of the gated norm, whatever the other norms add."""
 
 
-def build_olmo_hybrid(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_olmo_hybrid(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -44,14 +45,14 @@ def build_olmo_hybrid(config: Any, dtype: torch.dtype, device: torch.device | st
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
     def build_layer(kind: str) -> DecoderLayer:
-        rest = (GatedMlp(mlp, dtype, device), norm, hidden_size, dtype, device)
+        rest = (GatedMlp(mlp, dtype, device, shard), norm, hidden_size, dtype, device)
         if kind == "full_attention":
-            return PostNormLayer(Attention(attention, dtype, device), *rest)
-        return DecoderLayer(GatedDeltaNet(gated_delta, dtype, device), *rest)
+            return PostNormLayer(Attention(attention, dtype, device, shard), *rest)
+        return DecoderLayer(GatedDeltaNet(gated_delta, dtype, device, shard), *rest)
 
     layers = [build_layer(kind) for kind in layer_types]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, _read_rotary(config), shape, dtype, device, is_tied=is_tied)
+    decoder = Decoder(layers, norm, _read_rotary(config), shape, dtype, device, is_tied=is_tied, shard=shard)
     max_position = read_max_position(fields)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
@@ -89,12 +90,12 @@ def _gated_delta_targets(mixer: GatedDeltaNet, prefix: str) -> NamedTargets:
     """Yield the tensors of a Gated DeltaNet layer."""
     qkv, z, b, a = mixer.in_proj.weight_OI.split(mixer.sizes)
     for name, rows in zip("qkv", qkv.split(mixer.conv_sizes), strict=True):
-        yield f"{prefix}{name}_proj.weight", whole(rows)
+        yield f"{prefix}{name}_proj.weight", sharded(rows, mixer.shard)
     for name, rows in {"g": z, "b": b, "a": a}.items():
-        yield f"{prefix}{name}_proj.weight", whole(rows)
+        yield f"{prefix}{name}_proj.weight", sharded(rows, mixer.shard)
     for name, taps in zip("qkv", mixer.conv_CW.split(mixer.conv_sizes), strict=True):
-        yield f"{prefix}{name}_conv1d.weight", whole(taps.unsqueeze(1))
-    yield f"{prefix}A_log", whole(mixer.A_log_H)
-    yield f"{prefix}dt_bias", whole(mixer.dt_bias_H)
+        yield f"{prefix}{name}_conv1d.weight", sharded(taps.unsqueeze(1), mixer.shard)
+    yield f"{prefix}A_log", sharded(mixer.A_log_H, mixer.shard)
+    yield f"{prefix}dt_bias", sharded(mixer.dt_bias_H, mixer.shard)
     yield f"{prefix}o_norm.weight", whole(mixer.norm_V)
-    yield f"{prefix}o_proj.weight", whole(mixer.out_proj.weight_OI)
+    yield from mixer.out_proj.targets(f"{prefix}o_proj.")

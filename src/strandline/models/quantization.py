@@ -223,21 +223,34 @@ def read_kv_scale(name: str, scale: Tensor) -> float:
     return float(check_scale(name, scale))
 
 
-def dequantize(weight: Tensor, block: Block, scale_YX: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    weight: Tensor,
+    block: Block,
+    scale_YX: Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...] = (),
+) -> Tensor:
     """Return FP8 weights times their scales, computed in float32, ``CHUNK_ELEMENTS`` at a time.
 
     Args:
-        weight: ``[..., N, K]``.
-        scale_YX: ``[..., Y, X]``, float32, on the weight's device.
+        weight: ``[..., N, K]``, or the part of it that ``index`` is: a range of each of its first dimensions.
+        scale_YX: ``[..., Y, X]`` of the whole tensor, float32, on the weight's device.
         dtype: of the result.
+        shape: of the whole tensor.
     """
+    index = (*index, *[slice(None)] * (len(shape) - len(index)))
+    scale_YX = scale_YX[index[:-2]]
+    first_row, first_column = (part.start or 0 for part in index[-2:])
     num_rows, num_columns = weight.shape[-2:]
-    weight_NK, scale_YX = weight.flatten(0, -2), scale_YX.flatten(0, -2)
+    weight_NK, per_matrix = weight.flatten(0, -2), scale_YX.shape[-2]
+    scale_YX = scale_YX.flatten(0, -2)
     out_NK = torch.empty_like(weight_NK, dtype=dtype)
-    per_matrix = block.grid(num_rows, num_columns)[0]
     row_N = torch.arange(len(weight_NK), device=weight.device)
-    grid_row_N = row_N // num_rows * per_matrix + row_N % num_rows // (block.rows or num_rows)
-    grid_column_K = torch.arange(num_columns, device=weight.device) // (block.columns or num_columns)
+    in_matrix_N = (first_row + row_N % num_rows) // (block.rows or shape[-2])
+    grid_row_N = row_N // num_rows * per_matrix + in_matrix_N
+    column_K = torch.arange(first_column, first_column + num_columns, device=weight.device)
+    grid_column_K = column_K // (block.columns or shape[-1])
     step = max(1, CHUNK_ELEMENTS // num_columns)
     for start in range(0, len(weight_NK), step):
         rows = slice(start, start + step)

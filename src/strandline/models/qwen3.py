@@ -13,11 +13,12 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import QueryKeyNorm
 from strandline.models.layers.mlp import GatedMlpConfig
 from strandline.models.qwen3_next import read_mlps
+from strandline.models.shard import WHOLE, Shard
 
 LAYER_TYPES: Final = ("full_attention",)
 
 
-def build_qwen3(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_qwen3(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -25,10 +26,10 @@ def build_qwen3(config: Any, dtype: torch.dtype, device: torch.device | str) -> 
     """
     fields = Fields(config)
     mlps = [GatedMlpConfig.read(fields)] * len(read_layer_types(fields, LAYER_TYPES))
-    return llama.build(config, QueryKeyNorm.PLAIN, mlps, dtype, device)
+    return llama.build(config, QueryKeyNorm.PLAIN, mlps, dtype, device, shard)
 
 
-def build_qwen3_moe(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_qwen3_moe(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -38,4 +39,4 @@ def build_qwen3_moe(config: Any, dtype: torch.dtype, device: torch.device | str)
     if fields.value("use_sliding_window") and fields.value("sliding_window") is not None:
         fields.reject("use_sliding_window", "false")
     mlps = read_mlps(fields, fields.size("num_hidden_layers", at_most=MAX_LAYERS), is_shared=False)
-    return llama.build(config, QueryKeyNorm.PLAIN, mlps, dtype, device)
+    return llama.build(config, QueryKeyNorm.PLAIN, mlps, dtype, device, shard)

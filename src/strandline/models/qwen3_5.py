@@ -15,10 +15,11 @@ from strandline.models.layers.gated_delta import GatedDeltaNet
 from strandline.models.layers.mlp import GatedMlpConfig
 from strandline.models.layers.moe import SparseMoeConfig
 from strandline.models.qwen3_hybrid import HybridConfig, MlpConfig
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded, stacked_rows
 
 
-def build_qwen3_5(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_qwen3_5(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters: experts in every layer if it counts any.
 
     Raises:
@@ -28,7 +29,7 @@ def build_qwen3_5(config: Any, dtype: torch.dtype, device: torch.device | str) -
     hybrid = HybridConfig.read(text)
     mlps = [read_mlp(Fields(text))] * len(hybrid.layer_types)
     is_tied = Fields(config).flag("tie_word_embeddings")
-    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, dtype, device, is_tied=is_tied)
+    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, dtype, device, shard, is_tied=is_tied)
 
 
 def read_mlp(fields: Fields) -> MlpConfig:
@@ -41,7 +42,7 @@ def read_mlp(fields: Fields) -> MlpConfig:
 def in_proj_targets(mixer: GatedDeltaNet, prefix: str) -> NamedTargets:
     """Yield the four input projections."""
     qkv, z, b, a = mixer.in_proj.weight_OI.split(mixer.sizes)
-    yield f"{prefix}in_proj_qkv.weight", whole(qkv)
-    yield f"{prefix}in_proj_z.weight", whole(z)
-    yield f"{prefix}in_proj_b.weight", whole(b)
-    yield f"{prefix}in_proj_a.weight", whole(a)
+    yield f"{prefix}in_proj_qkv.weight", stacked_rows(qkv, mixer.conv_sizes, [mixer.shard] * 3)
+    yield f"{prefix}in_proj_z.weight", sharded(z, mixer.shard)
+    yield f"{prefix}in_proj_b.weight", sharded(b, mixer.shard)
+    yield f"{prefix}in_proj_a.weight", sharded(a, mixer.shard)

@@ -20,6 +20,7 @@ from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
+from strandline.models.shard import Shard
 from strandline.models.targets import NamedTargets, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
@@ -72,6 +73,7 @@ def build(
     in_proj_targets: InProjTargets,
     dtype: torch.dtype,
     device: torch.device | str,
+    shard: Shard,
     *,
     is_tied: bool,
 ) -> CausalLM:
@@ -84,15 +86,15 @@ def build(
     """
     norm = zero_centered(config.attention.eps)
     parts = [
-        _build_layer(config, kind, _build_mlp(mlp, dtype, device), norm, in_proj_targets, dtype, device)
+        _build_layer(config, kind, _build_mlp(mlp, dtype, device, shard), norm, in_proj_targets, dtype, device, shard)
         for kind, mlp in zip(config.layer_types, mlps, strict=True)
     ]
     layers, shape = [part.layer for part in parts], (config.vocab_size, config.attention.hidden_size)
-    decoder = Decoder(layers, norm, config.rotary, shape, dtype, device, is_tied=is_tied)
+    decoder = Decoder(layers, norm, config.rotary, shape, dtype, device, is_tied=is_tied, shard=shard)
 
     def build_draft_layer() -> DraftLayer:
-        mlp = _build_mlp(mlps[-1], dtype, device)
-        part = _build_layer(config, "full_attention", mlp, norm, in_proj_targets, dtype, device)
+        mlp = _build_mlp(mlps[-1], dtype, device, shard)
+        part = _build_layer(config, "full_attention", mlp, norm, in_proj_targets, dtype, device, shard)
         return DraftLayer(part.layer, part.targets, norm, config.attention.hidden_size, dtype, device)
 
     return CausalLM(
@@ -127,13 +129,14 @@ def _build_layer(
     in_proj_targets: InProjTargets,
     dtype: torch.dtype,
     device: torch.device | str,
+    shard: Shard,
 ) -> _Layer:
     hidden_size = config.attention.hidden_size
     if kind == "full_attention":
-        attention = GatedAttention(config.attention, dtype, device)
+        attention = GatedAttention(config.attention, dtype, device, shard)
         layer = DecoderLayer(attention, mlp, norm, hidden_size, dtype, device)
         return _Layer(layer, "self_attn", attention.targets, mlp.targets)
-    gated_delta = GatedDeltaNet(config.gated_delta, dtype, device)
+    gated_delta = GatedDeltaNet(config.gated_delta, dtype, device, shard)
     layer = DecoderLayer(gated_delta, mlp, norm, hidden_size, dtype, device)
     return _Layer(
         layer,
@@ -143,10 +146,10 @@ def _build_layer(
     )
 
 
-def _build_mlp(config: MlpConfig, dtype: torch.dtype, device: torch.device | str) -> GatedMlp | SparseMoe:
+def _build_mlp(config: MlpConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard) -> GatedMlp | SparseMoe:
     if isinstance(config, SparseMoeConfig):
-        return SparseMoe(config, dtype, device)
-    return GatedMlp(config, dtype, device)
+        return SparseMoe(config, dtype, device, shard)
+    return GatedMlp(config, dtype, device, shard)
 
 
 def _published(decoder: Decoder, layers: Sequence[_Layer], names: frozenset[str]) -> NamedTargets:

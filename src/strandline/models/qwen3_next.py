@@ -15,10 +15,11 @@ from strandline.models.layers.gated_delta import GatedDeltaNet
 from strandline.models.layers.mlp import GatedMlpConfig
 from strandline.models.layers.moe import SparseMoeConfig
 from strandline.models.qwen3_hybrid import HybridConfig, MlpConfig
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, interleaved
 
 
-def build_qwen3_next(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_qwen3_next(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -27,7 +28,7 @@ def build_qwen3_next(config: Any, dtype: torch.dtype, device: torch.device | str
     hybrid, fields = HybridConfig.read(config), Fields(config)
     mlps = read_mlps(fields, len(hybrid.layer_types))
     is_tied = fields.flag("tie_word_embeddings")
-    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, dtype, device, is_tied=is_tied)
+    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, dtype, device, shard, is_tied=is_tied)
 
 
 def read_mlps(fields: Fields, num_layers: int, *, is_shared: bool = True) -> list[MlpConfig]:
@@ -53,5 +54,6 @@ def in_proj_targets(mixer: GatedDeltaNet, prefix: str) -> NamedTargets:
     qkv, z, b, a = mixer.in_proj.weight_OI.split(mixer.sizes)
     q, k, v = qkv.split(mixer.conv_sizes)
     by_key_head = (mixer.num_key_heads, -1)
-    yield f"{prefix}in_proj_qkvz.weight", interleaved(*(x.unflatten(0, by_key_head) for x in (q, k, v, z)))
-    yield f"{prefix}in_proj_ba.weight", interleaved(*(x.unflatten(0, by_key_head) for x in (b, a)))
+    for name, parts in {"qkvz": (q, k, v, z), "ba": (b, a)}.items():
+        by_group = (part.unflatten(0, by_key_head) for part in parts)
+        yield f"{prefix}in_proj_{name}.weight", interleaved(*by_group, shard=mixer.shard)

@@ -19,12 +19,15 @@ from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, zero_centered
 from strandline.models.layers.griffin import GeluMlp, GriffinConfig, GriffinLayer
 from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("recurrent", "attention")
 
 
-def build_recurrent_gemma(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_recurrent_gemma(
+    config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -40,8 +43,10 @@ def build_recurrent_gemma(config: Any, dtype: torch.dtype, device: torch.device 
 
     def build_layer(kind: str) -> DecoderLayer:
         return DecoderLayer(
-            Attention(attention, dtype, device) if kind == "attention" else GriffinLayer(griffin, dtype, device),
-            GeluMlp(hidden_size, mlp_size, dtype, device),
+            Attention(attention, dtype, device, shard)
+            if kind == "attention"
+            else GriffinLayer(griffin, dtype, device, shard),
+            GeluMlp(hidden_size, mlp_size, dtype, device, shard),
             norm,
             hidden_size,
             dtype,
@@ -57,6 +62,7 @@ def build_recurrent_gemma(config: Any, dtype: torch.dtype, device: torch.device 
         dtype,
         device,
         is_tied=fields.flag("tie_word_embeddings"),
+        shard=shard,
         # Published models were trained with a factor that is rounded.
         embedding_multiplier=float(torch.tensor(hidden_size**0.5, dtype=torch.bfloat16)),
         logits_soft_cap=fields.number("logits_soft_cap", at_least=1e-3, at_most=1e6),

@@ -1,7 +1,6 @@
 """The architectures that Strandline serves, by their published names."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,9 +22,24 @@ from strandline.models.qwen3 import build_qwen3, build_qwen3_moe
 from strandline.models.qwen3_5 import build_qwen3_5
 from strandline.models.qwen3_next import build_qwen3_next
 from strandline.models.recurrent_gemma import build_recurrent_gemma
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.zamba2 import build_zamba2
 
-Builder = Callable[[Any, torch.dtype, torch.device | str], CausalLM]
+
+class Builder(Protocol):
+    """Builds the model of a configuration, with unfilled parameters."""
+
+    def __call__(self, config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+        """Build it.
+
+        Args:
+            dtype: of activations, and of the weights until they are packed.
+            shard: which part of the model to build.
+
+        Raises:
+            ConfigError: a setting is not supported, or the model cannot be divided like that.
+        """
+
 
 ARCHITECTURES: dict[str, Builder] = {
     "BambaForCausalLM": build_bamba,

@@ -1,45 +1,119 @@
 """Where a published tensor goes: views of the model's own, often fused, parameters.
 
-A model lists its published tensors by name, each with a target; loading is copying into the views. A published
-tensor whose rows alternate between parameters (per head: query, then gate) has several parts.
+A model lists its published tensors by name, each with a target; loading is copying into the views. Of a tensor that is
+divided among shards (``shard.py``) only the own part is read. A published tensor whose rows alternate between
+parameters (per head: query, then gate) has several parts.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from strandline.models.shard import WHOLE, Shard
+
+Index = tuple[slice, ...]
+"""A part of a tensor: a range of each of its first dimensions; empty: all of it."""
+
+Read = Callable[[Index], Tensor]
+"""Returns a part of a published tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a published tensor, and the views that its rows go to."""
+
+    index: Index
+    parts: tuple[Tensor, ...]
+    """Several: ``[groups, rows of a group, ...]``. The rows of each follow one another, group after group."""
+
+    def copy_from(self, published: Tensor) -> None:
+        """Copy the part; converts dtype and device."""
+        if len(self.parts) == 1:
+            self.parts[0].copy_(published)
+            return
+        groups, _, *rest = self.parts[0].shape
+        grouped = published.reshape(groups, -1, *rest)
+        for part, rows in zip(self.parts, grouped.split([p.shape[1] for p in self.parts], dim=1), strict=True):
+            part.copy_(rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One published tensor: its shape, and the views that it is copied into."""
+    """One published tensor: its shape, and the pieces of it that are copied."""
 
     shape: tuple[int, ...]
-    parts: tuple[Tensor, ...]
+    pieces: tuple[Piece, ...]
     """None: the tensor is known, and not used."""
 
-    def copy_from(self, published: Tensor) -> None:
-        """Copy the tensor, which must have ``shape``, into the parts; converts dtype and device."""
-        with torch.no_grad():
-            if len(self.parts) == 1:
-                self.parts[0].copy_(published)
-                return
-            if not self.parts:
-                return
-            groups, _, *rest = self.parts[0].shape
-            grouped = published.view(groups, -1, *rest)
-            for part, piece in zip(self.parts, grouped.split([p.shape[1] for p in self.parts], dim=1), strict=True):
-                part.copy_(piece)
+    @property
+    def place(self) -> Tensor | None:
+        """A view that the tensor goes to, with the dtype and device of all; None: there is none."""
+        return self.pieces[0].parts[0] if self.pieces else None
+
+    @torch.no_grad()
+    def copy_from(self, read: Read) -> None:
+        """Copy what is used of the tensor."""
+        for piece in self.pieces:
+            piece.copy_from(read(piece.index))
 
 
 NamedTargets = Iterator[tuple[str, Target]]
 """Published names with their targets."""
 
+Split = Callable[[Tensor], Target]
+"""Says which published tensor a parameter is, or is a shard of."""
+
 
 def whole(view: Tensor) -> Target:
     """Return the target of a tensor that goes to one place."""
-    return Target(tuple(view.shape), (view,))
+    return Target(tuple(view.shape), (Piece((), (view,)),))
+
+
+def sharded(view: Tensor, shard: Shard, dim: int = 0) -> Target:
+    """Return the target of a tensor that is divided equally along a dimension; ``view`` is one shard."""
+    if shard.count == 1:
+        return whole(view)
+    shape, size = list(view.shape), view.shape[dim]
+    shape[dim] = size * shard.count
+    return _part(view, tuple(shape), shard.index * size, dim)
+
+
+def spanned(view: Tensor, span: range, num: int) -> Target:
+    """Return the target of a tensor of ``num`` rows; those in ``span`` go to the first rows of a view."""
+    return _part(view[: len(span)], (num, *view.shape[1:]), span.start, 0)
+
+
+def _part(view: Tensor, shape: tuple[int, ...], start: int, dim: int) -> Target:
+    index = (*[slice(None)] * dim, slice(start, start + view.shape[dim]))
+    return Target(shape, (Piece(index, (view,)),))
+
+
+def stacked(*targets: Target) -> Target:
+    """Return the target of a tensor that holds the rows of one tensor after another."""
+    if len(targets) == 1:
+        return targets[0]
+    pieces, start = list[Piece](), 0
+    for target in targets:
+        for piece in target.pieces:
+            rows, *rest = piece.index or (slice(0, target.shape[0]),)
+            first = start + (rows.start or 0)
+            last = start + (target.shape[0] if rows.stop is None else rows.stop)
+            pieces.append(Piece((slice(first, last), *rest), piece.parts))
+        start += target.shape[0]
+    return Target((start, *targets[0].shape[1:]), tuple(pieces))
+
+
+def stacked_rows(rows: Tensor, sizes: Sequence[int], shards: Sequence[Shard]) -> Target:
+    """Return the target of a tensor whose rows are several parts, each divided for itself.
+
+    Args:
+        rows: the parts' shards, one above the other.
+        sizes: how many rows of ``rows`` each part has.
+    """
+    parts = zip(rows.split(list(sizes)), shards, strict=True)
+    return stacked(*(sharded(part, shard) for part, shard in parts))
 
 
 def unused(*shape: int) -> Target:
@@ -47,19 +121,17 @@ def unused(*shape: int) -> Target:
     return Target(shape, ())
 
 
-def split(*parts: Tensor) -> Target:
-    """Return the target of a tensor whose rows are those of one part after another."""
-    return interleaved(*(part.unsqueeze(0) for part in parts))
-
-
-def interleaved(*parts: Tensor) -> Target:
+def interleaved(*parts: Tensor, shard: Shard = WHOLE) -> Target:
     """Return the target of a tensor that holds, group after group, the rows of each part.
 
     Args:
         parts: views ``[groups, rows of a group, ...]``; the published tensor is ``[groups * all rows, ...]``.
+        shard: which of the groups ``parts`` are.
     """
     groups, _, *rest = parts[0].shape
-    return Target((groups * sum(part.shape[1] for part in parts), *rest), parts)
+    num_rows = groups * sum(part.shape[1] for part in parts)
+    index = () if shard.count == 1 else (slice(shard.index * num_rows, (shard.index + 1) * num_rows),)
+    return Target((num_rows * shard.count, *rest), (Piece(index, parts),))
 
 
 def renamed(targets: NamedTargets, names: Mapping[str, str]) -> NamedTargets:

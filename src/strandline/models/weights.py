@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -35,7 +36,8 @@ from strandline.models.quantization import (
     scale_grid,
 )
 from strandline.models.registry import builder_for
-from strandline.models.targets import Target
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import Index, Read, Target
 from strandline.models.weights_files import WeightsFile, open_files
 
 SKIPPED_PREFIXES: Final = ("mtp.", "model.visual.")
@@ -72,6 +74,7 @@ def load_model(
     config: Any | None = None,
     dtype: torch.dtype | Literal["auto"] = "auto",
     device: torch.device | str = "cpu",
+    shard: Shard = WHOLE,
     load_format: str = "auto",
     seed: int = 0,
     progress: bool = False,
@@ -86,6 +89,7 @@ def load_model(
     Args:
         config: the model's ``PretrainedConfig``; None: read from the directory.
         dtype: of weights and activations; ``auto`` takes the configuration's, or bfloat16 where it has none.
+        shard: what to load of a model that is divided among ranks.
         load_format: ``auto`` or ``safetensors`` reads files; ``dummy`` needs none and draws random weights.
         seed: of the random weights.
         progress: show a bar over the files.
@@ -99,7 +103,7 @@ def load_model(
     """
     config = read_model_config(Path(path)) if config is None else config
     quantization = read_quantization(config)
-    model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device)
+    model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device, shard)
     if with_draft_layer:
         model.add_draft_layer()
     if kv_cache_dtype is not None:
@@ -117,6 +121,8 @@ def load_model(
 
 def fill_with_random_weights(model: LoadableModel, seed: int, dtype: torch.dtype) -> None:
     """Fill every parameter with values that keep activations and decays in a realistic range.
+
+    All shards of a parameter get the same values.
 
     Args:
         dtype: matrices are rounded to it, as they would be published.
@@ -194,11 +200,11 @@ def _fill_from_files(
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not progress):
             for name in filter(targets.__contains__, file.names()):
                 _check_tensor(file, name, targets[name], is_quantized=name in scales)
-                published = file.get(name)
+                read: Read = partial(file.get, name)
                 if quantization is not None and name in scales:
                     found = {scale: holders[scale].get(scale) for scale in scales[name]}
-                    published = _dequantized(published, found, targets[name], quantization, rounded_to)
-                targets[name].copy_from(published)
+                    read = _dequantized(read, found, targets[name], quantization, rounded_to)
+                targets[name].copy_from(read)
     return WeightsReport(len(targets), len(scales), dict(skipped))
 
 
@@ -214,19 +220,26 @@ def _set_kv_scales(model: LoadableModel, holders: Mapping[str, WeightsFile]) -> 
 
 
 def _dequantized(
-    published: Tensor,
+    read: Read,
     scales: Mapping[str, Tensor],
     target: Target,
     quantization: Quantization,
     rounded_to: torch.dtype | None,
-) -> Tensor:
-    """Return a quantised tensor times its scales, the first of ``scales``, on the device of its target."""
+) -> Read:
+    """Return what reads a quantised tensor times its scales, the first of ``scales``, on the device of its target."""
     (name, scale), *activation = scales.items()
     for extra, value in activation:
         check_scale(extra, value)
     block, scale_YX = scale_grid(name, scale, target.shape, quantization)
-    place = target.parts[0]
-    return dequantize(published.to(place.device), block, scale_YX.to(place.device), rounded_to or place.dtype)
+    place = target.place
+    if place is None:
+        return read
+    scale_YX, dtype = scale_YX.to(place.device), rounded_to or place.dtype
+
+    def read_dequantized(index: Index) -> Tensor:
+        return dequantize(read(index).to(place.device), block, scale_YX, dtype, target.shape, index)
+
+    return read_dequantized
 
 
 def _check_tensor(file: WeightsFile, name: str, target: Target, *, is_quantized: bool) -> None:

@@ -35,9 +35,9 @@ class WeightsFile:
         """Return what safetensors calls a tensor's dtype; does not read it."""
         return str(self._opened.get_slice(name).get_dtype())
 
-    def get(self, name: str) -> Tensor:
-        """Read a tensor."""
-        tensor: Tensor = self._opened.get_tensor(name)
+    def get(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """Read a tensor, or the part of it that ``index`` is: a range of each of its first dimensions."""
+        tensor: Tensor = self._opened.get_slice(name)[index] if index else self._opened.get_tensor(name)
         return tensor
 
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
@@ -22,6 +21,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.shared_block import SharedBlock, SharedBlockConfig, SharedBlockLayer, SharedBlockUse
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("hybrid", "linear_attention")
@@ -37,7 +37,7 @@ GATED_NORM_EPS: Final = 1e-5
 """Of the Mamba-2 layers' norm, whatever the other norms add."""
 
 
-def build_zamba2(config: Any, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+def build_zamba2(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -50,20 +50,20 @@ def build_zamba2(config: Any, dtype: torch.dtype, device: torch.device | str) ->
     shape, is_tied = (read_vocab_size(fields), block.hidden_size), fields.flag("tie_word_embeddings")
     max_position, norm = read_max_position(fields), plain(block.eps)
     num_blocks = min(fields.size("num_mem_blocks"), layer_types.count("hybrid"))
-    blocks = [SharedBlock(block, dtype, device) for _ in range(num_blocks)]
+    blocks = [SharedBlock(block, dtype, device, shard) for _ in range(num_blocks)]
 
     def embed(token_ids_T: Tensor) -> Tensor:
-        return F.embedding(token_ids_T, decoder.embed_ZE)
+        return decoder.embedding(token_ids_T)
 
     def build_layer(index: int, kind: str) -> DecoderLayer:
-        mamba, rest = Mamba2Layer(mamba2, dtype, device), (None, norm, block.hidden_size, dtype, device)
+        mamba, rest = Mamba2Layer(mamba2, dtype, device, shard), (None, norm, block.hidden_size, dtype, device)
         if kind == "linear_attention":
             return DecoderLayer(mamba, *rest)
         use = layer_types[:index].count("hybrid")
         return SharedBlockLayer(SharedBlockUse(blocks[use % num_blocks], mamba, embed, device), *rest)
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
-    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied)
+    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers, blocks))
 
 

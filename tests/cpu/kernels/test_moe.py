@@ -57,6 +57,23 @@ def test_experts_without_a_gate_equal_a_loop_over_tokens() -> None:
     torch.testing.assert_close(out_TD, expected, rtol=1e-5, atol=1e-4)
 
 
+def test_the_experts_of_two_ranks_add_up_to_all() -> None:
+    x_TD, nothing_TD = torch.randn(9, 12), torch.zeros(9, 12)
+    weights, experts = route_top_k(torch.randn(9, 5), 3, is_normalised=True)
+    gate_up, down = torch.randn(5, 14, 12), torch.randn(5, 12, 7)
+    ranks = [range(2), range(2, 5)]
+    parts = [(gate_up[held.start : held.stop], down[held.start : held.stop], held) for held in ranks]
+    expected = experts_glu(x_TD, gate_up, down, weights, experts, nothing_TD, nothing_TD[:, :1])
+    found = sum(
+        experts_glu(x_TD, *part, weights, experts, nothing_TD, nothing_TD[:, :1], held) for *part, held in parts
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    up = gate_up[:, 7:]
+    expected = experts_relu_squared(x_TD, up, down, weights, experts)
+    found = sum(experts_relu_squared(x_TD, x[:, 7:], y, weights, experts, held) for x, y, held in parts)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_experts_that_nobody_chose_are_not_read() -> None:
     gate_up, down = torch.full((6, 14, 12), torch.nan), torch.full((6, 12, 7), torch.nan)
     gate_up[4], down[4] = 1.0, 1.0

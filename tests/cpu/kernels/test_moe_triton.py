@@ -69,10 +69,22 @@ def reference(arguments: Inputs) -> Tensor:
     return out_TD
 
 
+def halves(num_experts: int) -> list[range]:
+    """Return which experts each of two ranks holds; one rank holds a single expert."""
+    half = num_experts // 2
+    return [held for held in (range(half), range(half, num_experts)) if held]
+
+
 def check_near(actual: Tensor, expected: Tensor) -> None:
     limits = ERROR_RATIO if actual.is_cuda else ERROR_RATIO_INTERPRETER
     ratio = float((actual.double() - expected).norm() / expected.norm())
     assert ratio < limits[actual.dtype], ratio
+
+
+def check_sum(parts: list[Tensor], shared_TD: Tensor, expected_TD: Tensor) -> None:
+    """Check what several ranks make of their experts and, each of them, of the whole shared expert."""
+    total_TD = torch.stack(parts).double().sum(0) - (len(parts) - 1) * shared_TD
+    check_near(total_TD.to(parts[0].dtype), expected_TD)
 
 
 def check_experts(arguments: Inputs, tiles: tuple[Tile, Tile]) -> None:
@@ -80,6 +92,14 @@ def check_experts(arguments: Inputs, tiles: tuple[Tile, Tile]) -> None:
     with poisoned_memory():
         check_near(moe_triton.experts_glu_many(*arguments, *tiles), expected_TD)
         check_near(moe_triton.experts_glu(*arguments), expected_TD)
+        x_TD, gate_up, down, *rest = arguments
+        gated_TD = rest[-2].double() * rest[-1].double().sigmoid()
+        for run, options in ((moe_triton.experts_glu_many, tiles), (moe_triton.experts_glu, ())):
+            parts = [
+                run(x_TD, gate_up[held.start : held.stop], down[held.start : held.stop], *rest, *options, held)
+                for held in halves(len(down))
+            ]
+            check_sum(parts, gated_TD, expected_TD)
 
 
 def check_mixture(
@@ -102,6 +122,20 @@ def check_mixture(
     with poisoned_memory():
         if num_tokens <= 8:
             check_near(mixture_few(*arguments, shared_down, top_k, few, is_normalised=True), expected_TD)
+            parts = [
+                mixture_few(
+                    *arguments[:4],
+                    gate_up[held.start : held.stop],
+                    down[held.start : held.stop],
+                    shared_down,
+                    top_k,
+                    few,
+                    held,
+                    is_normalised=True,
+                )
+                for held in halves(num_experts)
+            ]
+            check_sum(parts, shared_TD * gate_T1.double().sigmoid(), expected_TD)
         mixed_TD = moe_triton.mixture(*arguments, DenseWeight(shared_down), top_k, is_normalised=True)
         check_near(mixed_TD, expected_TD)
 

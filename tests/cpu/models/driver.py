@@ -13,6 +13,7 @@ from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import build_chunk_table
+from strandline.kernels.ranks import ONE_RANK, Ranks
 
 
 @dataclass
@@ -37,10 +38,12 @@ class Part:
 class Driver:
     """Owns the memory of one model; everything that no sequence owns is NaN."""
 
-    def __init__(self, model: Any, num_slabs: int = 40, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self, model: Any, num_slabs: int = 40, kernels: Kernels | None = None, ranks: Ranks = ONE_RANK
+    ) -> None:
         self.model = model
         self.arena = ArenaTensors(model.spec, num_slabs)
-        model.use_kernels(kernels or choose_kernels(model, "cpu"))
+        model.use_kernels(kernels or choose_kernels(model, "cpu", ranks))
         self._memory = model.bind(self.arena)
         per_slab = model.spec.blocks_per_slab
         half = num_slabs // 2

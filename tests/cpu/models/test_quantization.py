@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.models import quantization
+from strandline.models.shard import Shard
 from strandline.models.weights import load_model
 from tests.cpu.models import families, fp8
 from tests.cpu.models.driver import Driver, Part, Running
@@ -128,6 +129,14 @@ def test_every_layout_loads_as_its_values_in_float32(converted: Callable[..., An
     directory, plain = converted(name)
     assert_equal(load(directory), load(plain))
     assert_equal(load(directory, torch.bfloat16), load(plain, torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next", "olmo_hybrid"])
+def test_shards_load_as_their_values_in_float32(converted: Callable[..., Any], name: str) -> None:
+    """Shards begin and end inside of blocks, too."""
+    directory, plain = converted(name)
+    for index in range(2):
+        assert_equal(load(directory, shard=Shard(index, 2)), load(plain, shard=Shard(index, 2)))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])

@@ -8,9 +8,9 @@ Source: ``transformers`` (``llama``, ``qwen3``, ``qwen3_next``, ``qwen3_5``, ``o
 Shape suffixes: T tokens of the step, E hidden size, H query heads, D head dim, O rows of a fused projection.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,14 @@ from strandline.kernels.operation import Operation
 from strandline.kernels.qkv import HeadNorm, prepare_qkv
 from strandline.model_config import MAX_HEADS, Fields, read_eps, read_head_dim
 from strandline.models.layers.parameters import dtype_name, gain, parameter
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.targets import NamedTargets, Target, interleaved, whole
+from strandline.models.layers.wide_norm import rms_norm_over_ranks
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, Target, interleaved, sharded, whole
 from strandline.specs import E4M3, LayerSpec, kv_spec
+
+KV_HEADS: Final = "heads of keys and values"
 
 
 class QueryKeyNorm(Enum):
@@ -82,6 +86,11 @@ class AttentionConfig:
         hidden_size = fields.size("hidden_size")
         return cls(hidden_size, num_heads, num_kv_heads, head_dim, eps, has_bias, norm, head_dim**-0.5)
 
+    def of(self, shard: Shard) -> "AttentionConfig":
+        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        num_kv_heads = shard.shared(self.num_kv_heads, KV_HEADS).part_of(self.num_kv_heads, KV_HEADS)
+        return replace(self, num_heads=shard.part_of(self.num_heads, "attention heads"), num_kv_heads=num_kv_heads)
+
 
 @dataclass(slots=True)
 class KVScales:
@@ -98,25 +107,34 @@ class Attention(nn.Module):
 
     Args:
         dtype: of activations, keys and values, and of the weights until they are packed.
-        num_gate_rows: rows of the input projection behind the values, for a gate.
+        shard: of the heads; where there are fewer of keys and values than shards, several hold the same.
+        is_gated: whether the input projection has rows behind the values for a gate, as many as for queries.
     """
 
     recurrence = None
     operations: tuple[Operation[..., Any], ...] = (prepare_qkv, paged_attention)
 
     def __init__(
-        self, config: AttentionConfig, dtype: torch.dtype, device: torch.device | str, *, num_gate_rows: int = 0
+        self,
+        config: AttentionConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shard: Shard = WHOLE,
+        *,
+        is_gated: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.shard, self.kv_shard = shard, shard.shared(config.num_kv_heads, KV_HEADS)
+        self.config = config = config.of(shard)
+        self.dtype = dtype
         self.kv_dtype, self.kv_scales = dtype_name(dtype), KVScales()
         head_dim, hidden_size = config.head_dim, config.hidden_size
         query_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
-        self.sizes = [query_rows, kv_rows, kv_rows, num_gate_rows]
+        self.sizes = [query_rows, kv_rows, kv_rows, query_rows if is_gated else 0]
         self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device, has_bias=config.has_bias)
         """Rows: query, key, value, gate."""
         has_out_bias = config.has_bias if config.has_out_bias is None else config.has_out_bias
-        self.out_proj = Projection(hidden_size, query_rows, dtype, device, has_bias=has_out_bias)
+        self.out_proj = SummedProjection(hidden_size, query_rows, dtype, device, shard, has_bias=has_out_bias)
         if config.norm is QueryKeyNorm.WIDE:
             self.operations = (*self.operations, rms_norm)
             self.q_norm_O = gain(query_rows, dtype=dtype, device=device)
@@ -134,7 +152,7 @@ class Attention(nn.Module):
         """Compute with these kernels from now on."""
         self._prepare_qkv, self._attend = kernels[prepare_qkv], kernels[paged_attention]
         if self.config.norm is QueryKeyNorm.WIDE:
-            self._rms_norm = kernels[rms_norm]
+            self._rms_norm = rms_norm_over_ranks(kernels)
 
     def bind(self, memory: LayerMemory) -> KVMemory:
         """Return the layer's memory as ``forward`` takes it."""
@@ -172,12 +190,12 @@ class Attention(nn.Module):
             if fused is not None:
                 q, k, v, gate = fused.split(self.sizes)
                 yield f"{prefix}q_proj.{kind}", self._query_target(q, gate)
-                yield f"{prefix}k_proj.{kind}", whole(k)
-                yield f"{prefix}v_proj.{kind}", whole(v)
+                yield f"{prefix}k_proj.{kind}", sharded(k, self.kv_shard)
+                yield f"{prefix}v_proj.{kind}", sharded(v, self.kv_shard)
         yield from self.out_proj.targets(f"{prefix}o_proj.")
         if self.config.norm is QueryKeyNorm.WIDE:
-            yield f"{prefix}q_norm.weight", whole(self.q_norm_O)
-            yield f"{prefix}k_norm.weight", whole(self.k_norm_O)
+            yield f"{prefix}q_norm.weight", sharded(self.q_norm_O, self.shard)
+            yield f"{prefix}k_norm.weight", sharded(self.k_norm_O, self.kv_shard)
         elif self.config.norm is not QueryKeyNorm.NONE:
             yield f"{prefix}q_norm.weight", whole(self.q_norm_D)
             yield f"{prefix}k_norm.weight", whole(self.k_norm_D)
@@ -185,7 +203,7 @@ class Attention(nn.Module):
     def _query_target(self, query: Tensor, gate: Tensor) -> Target:
         """Return where the published query projection goes."""
         del gate
-        return whole(query)
+        return sharded(query, self.shard)
 
 
 class GatedAttention(Attention):
@@ -193,8 +211,10 @@ class GatedAttention(Attention):
 
     operations = (*Attention.operations, sigmoid_gate)
 
-    def __init__(self, config: AttentionConfig, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__(config, dtype, device, num_gate_rows=config.num_heads * config.head_dim)
+    def __init__(
+        self, config: AttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
+        super().__init__(config, dtype, device, shard, is_gated=True)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -208,4 +228,4 @@ class GatedAttention(Attention):
     def _query_target(self, query: Tensor, gate: Tensor) -> Target:
         """Return where the published query projection goes: a head's gate rows follow its query rows there."""
         by_head = (self.config.num_heads, self.config.head_dim)
-        return interleaved(query.unflatten(0, by_head), gate.unflatten(0, by_head))
+        return interleaved(query.unflatten(0, by_head), gate.unflatten(0, by_head), shard=self.shard)

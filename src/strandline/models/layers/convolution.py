@@ -14,7 +14,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.conv1d import Activation, causal_conv1d_prefill, causal_conv1d_update
 from strandline.kernels.replay import ReplayLog, of_step, with_logged
 from strandline.models.layers.parameters import dtype_name, parameter
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.targets import NamedTargets, Split
 from strandline.specs import TensorSpec
 
 MAX_TAPS: Final = 5
@@ -82,8 +82,12 @@ class CausalConvolution(nn.Module):
         window = (window_SRC, slots.src_N[prefills], slots.dst_N[prefills])
         return self._convolve(x_RC, self.weight_CW, self.bias_C, *window, slots.chunks, self.activation)
 
-    def targets(self, prefix: str) -> NamedTargets:
-        """Yield the published tensors."""
-        yield f"{prefix}weight", whole(self.weight_CW.unsqueeze(1))
+    def targets(self, prefix: str, split: Split) -> NamedTargets:
+        """Yield the published tensors.
+
+        Args:
+            split: how channels are divided among shards.
+        """
+        yield f"{prefix}weight", split(self.weight_CW.unsqueeze(1))
         if self.bias_C is not None:
-            yield f"{prefix}bias", whole(self.bias_C)
+            yield f"{prefix}bias", split(self.bias_C)

@@ -32,7 +32,8 @@ from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
 from strandline.models.protocol import ModelMemory
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, spanned, whole
 from strandline.specs import LayerSpec, ModelSpec
 
 
@@ -91,6 +92,8 @@ class ReplayingMixer(Mixer, Protocol):
 class DecoderLayer(nn.Module):
     """A mixer, a feed-forward part, or one and then the other, each on the normalised residual stream.
 
+    What the parts return on all ranks is added up here.
+
     Args:
         mixer: a module; None: the layer has none.
         mlp: a module; None: the layer has none.
@@ -123,7 +126,7 @@ class DecoderLayer(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._add_norm = kernels[self.norm.add_norm]
+        self._add_norm, self._sum = kernels[self.norm.add_norm], kernels.ranks.sum
 
     @property
     def spec(self) -> LayerSpec:
@@ -148,11 +151,11 @@ class DecoderLayer(nn.Module):
         """Return what the layer's last part adds to the residual stream, and the stream without that."""
         mixer, mlp = self.mixer, self.mlp
         if mixer is not None:
-            mixed_TE = multiplied(mixer(normed_TE, rotary, batch, memory), self.multiplier)
+            mixed_TE = multiplied(self._sum(mixer(normed_TE, rotary, batch, memory)), self.multiplier)
             if mlp is None:
                 return mixed_TE, residual_TE
             normed_TE, residual_TE = self._add_norm(mixed_TE, residual_TE, self.mlp_norm_E, self.norm.eps)
-        return normed_TE if mlp is None else multiplied(mlp(normed_TE), self.multiplier), residual_TE
+        return normed_TE if mlp is None else multiplied(self._sum(mlp(normed_TE)), self.multiplier), residual_TE
 
 
 def multiplied(x: Tensor, multiplier: float) -> Tensor:
@@ -169,7 +172,7 @@ class PostNormLayer(DecoderLayer):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._norm = kernels[self.norm.norm]
+        self._norm, self._sum = kernels[self.norm.norm], kernels.ranks.sum
 
     @property
     def first_norm_E(self) -> None:
@@ -183,9 +186,9 @@ class PostNormLayer(DecoderLayer):
         mixer, mlp, eps = self.mixer, self.mlp, self.norm.eps
         assert mixer is not None
         assert mlp is not None
-        mixed_TE = mixer(residual_TE, rotary, batch, memory)
+        mixed_TE = self._sum(mixer(residual_TE, rotary, batch, memory))
         residual_TE = self._norm(mixed_TE, self.mixer_norm_E, eps).add_(residual_TE)
-        return self._norm(mlp(residual_TE), self.mlp_norm_E, eps), residual_TE
+        return self._norm(self._sum(mlp(residual_TE)), self.mlp_norm_E, eps), residual_TE
 
 
 class Decoder(nn.Module):
@@ -198,6 +201,7 @@ class Decoder(nn.Module):
         embedding_multiplier: of the tokens' embeddings.
         logits_multiplier: of the logits.
         logits_soft_cap: limit of the logits' size, approached smoothly; None: there is none.
+        shard: of the vocabulary, for the embedding and the head.
     """
 
     inv_freq_F: Tensor | None
@@ -215,15 +219,24 @@ class Decoder(nn.Module):
         embedding_multiplier: float = 1.0,
         logits_multiplier: float = 1.0,
         logits_soft_cap: float | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         super().__init__()
         self.norm, self.dtype = norm, dtype
+        self.shard, self.vocab_size = shard, shape[0]
+        # Every rank has as many rows, so that their logits can be gathered; those to spare, at the end, are zeros.
+        num_rows, hidden_size = -(-self.vocab_size // shard.count), shape[1]
+        first, last = (min(index * num_rows, self.vocab_size) for index in (shard.index, shard.index + 1))
+        self.held_tokens = range(first, last)
         self.embedding_multiplier, self.logits_multiplier = embedding_multiplier, logits_multiplier
         self.logits_soft_cap = logits_soft_cap
-        self.embed_ZE = parameter(*shape, dtype=dtype, device=device)
+        self.embed_ZE = parameter(num_rows, hidden_size, dtype=dtype, device=device)
         self.layers = nn.ModuleList(layers)
-        self.norm_E = norm.weight(shape[1], dtype=dtype, device=device)
-        self.head = None if is_tied else Projection(*shape, dtype, device)
+        self.norm_E = norm.weight(hidden_size, dtype=dtype, device=device)
+        self.head = None if is_tied else Projection(num_rows, hidden_size, dtype, device)
+        for weight in (self.embed_ZE, None if self.head is None else self.head.weight_OI):
+            if weight is not None:
+                weight[len(self.held_tokens) :].zero_()
         self.attention_factor = 1.0 if rotary is None else rotary.attention_factor
         inv_freq_F = None if rotary is None else rotary.inv_freq_F.to(device)
         self.register_buffer("inv_freq_F", inv_freq_F, persistent=False)
@@ -236,6 +249,7 @@ class Decoder(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._norm, self._add_norm = kernels[self.norm.norm], kernels[self.norm.add_norm]
+        self._ranks = kernels.ranks
         self._tied_head = bind_linear(kernels, DenseWeight(self.embed_ZE))
 
     @property
@@ -255,10 +269,19 @@ class Decoder(nn.Module):
 
     def embed(self, batch: StepBatch) -> tuple[Tensor, RotaryTable | None]:
         """Return the embeddings of the step's tokens, and the rotary table of its positions."""
-        embedded_TE = multiplied(F.embedding(batch.token_ids_T, self.embed_ZE), self.embedding_multiplier)
+        embedded_TE = multiplied(self.embedding(batch.token_ids_T), self.embedding_multiplier)
         if self.inv_freq_F is None:
             return embedded_TE, None
         return embedded_TE, rotary_table(batch.positions_T, self.inv_freq_F, self.attention_factor)
+
+    def embedding(self, token_ids_T: Tensor) -> Tensor:
+        """Return the embeddings of tokens as they are published."""
+        if self.shard.count == 1:
+            return F.embedding(token_ids_T, self.embed_ZE)
+        row_T, num_held = token_ids_T - self.held_tokens.start, len(self.held_tokens)
+        is_elsewhere_T = (row_T < 0) | (row_T >= num_held)
+        embedded_TE = F.embedding(row_T.masked_fill(is_elsewhere_T, 0), self.embed_ZE)
+        return self._ranks.sum(embedded_TE.masked_fill_(is_elsewhere_T.unsqueeze(-1), 0.0))
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
@@ -280,6 +303,9 @@ class Decoder(nn.Module):
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
         logits_NZ = self._tied_head(hidden_NE) if self.head is None else self.head.multiply(hidden_NE)
+        logits_NZ = self._ranks.gather(logits_NZ)
+        if logits_NZ.shape[1] > self.vocab_size:
+            logits_NZ = logits_NZ[:, : self.vocab_size].contiguous()
         logits_NZ, cap = multiplied(logits_NZ, self.logits_multiplier), self.logits_soft_cap
         return logits_NZ if cap is None else logits_NZ.div_(cap).tanh_().mul_(cap)
 
@@ -288,12 +314,11 @@ class Decoder(nn.Module):
 
         A tied head may be published all the same: it is the embedding once more.
         """
-        yield f"{prefix}embed_tokens.weight", whole(self.embed_ZE)
+        yield f"{prefix}embed_tokens.weight", spanned(self.embed_ZE, self.held_tokens, self.vocab_size)
         yield f"{prefix}norm.weight", whole(self.norm_E)
-        if self.head is not None:
-            yield "lm_head.weight", whole(self.head.weight_OI)
-        elif "lm_head.weight" in names:
-            yield "lm_head.weight", whole(self.embed_ZE)
+        if self.head is not None or "lm_head.weight" in names:
+            rows_ZE = self.embed_ZE if self.head is None else self.head.weight_OI
+            yield "lm_head.weight", spanned(rows_ZE, self.held_tokens, self.vocab_size)
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the form of all weights that are only multiplied with; they cannot be loaded or moved afterwards."""

@@ -11,7 +11,7 @@ H value heads, K and V channels of a key and of a value head, C channels of the 
 O rows of a fused projection; of a window's memory R are the rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,10 @@ from strandline.kernels.replay import ReplayLog, of_step, replay_log, with_logge
 from strandline.model_config import DTYPES, MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.parameters import dtype_name, gain, parameter
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded, stacked_rows, whole
 from strandline.specs import LayerSpec, TensorSpec
 
 
@@ -74,18 +75,30 @@ class GatedDeltaNetConfig:
             state_dtype=fields.choice("mamba_ssm_dtype", DTYPES, default="float32"),
         )
 
+    def of(self, shard: Shard) -> "GatedDeltaNetConfig":
+        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        return replace(
+            self,
+            num_key_heads=shard.part_of(self.num_key_heads, "key heads of Gated DeltaNet"),
+            num_heads=shard.part_of(self.num_heads, "value heads of Gated DeltaNet"),
+        )
+
 
 class GatedDeltaNet(nn.Module):
     """The recurrent layer: a short convolution over queries, keys and values, then the gated delta rule.
 
     Args:
         dtype: of activations and the convolution's window, and of the weights until they are packed.
+        shard: of the heads: key heads, each with its value heads.
     """
 
     operations = (causal_conv1d_update, causal_conv1d_prefill, rms_norm_gated, *GatedDelta.operations)
 
-    def __init__(self, config: GatedDeltaNetConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: GatedDeltaNetConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
+        self.shard, config = shard, config.of(shard)
         self.num_key_heads, self.num_heads = config.num_key_heads, config.num_heads
         self.key_dim, self.value_dim = config.key_dim, config.value_dim
         self.eps = config.eps
@@ -101,7 +114,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log_H = parameter(self.num_heads, dtype=torch.float32, device=device)
         self.dt_bias_H = parameter(self.num_heads, dtype=torch.float32, device=device)
         self.norm_V = gain(self.value_dim, dtype=dtype, device=device)
-        self.out_proj = Projection(config.hidden_size, value_rows, dtype, device)
+        self.out_proj = SummedProjection(config.hidden_size, value_rows, dtype, device, shard)
 
     @property
     def spec(self) -> LayerSpec:
@@ -176,8 +189,9 @@ class GatedDeltaNet(nn.Module):
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield Qwen's published tensors but for the input projections, which differ between its generations."""
-        yield f"{prefix}conv1d.weight", whole(self.conv_CW.unsqueeze(1))
-        yield f"{prefix}A_log", whole(self.A_log_H)
-        yield f"{prefix}dt_bias", whole(self.dt_bias_H)
+        shards = [self.shard] * len(self.conv_sizes)
+        yield f"{prefix}conv1d.weight", stacked_rows(self.conv_CW.unsqueeze(1), self.conv_sizes, shards)
+        yield f"{prefix}A_log", sharded(self.A_log_H, self.shard)
+        yield f"{prefix}dt_bias", sharded(self.dt_bias_H, self.shard)
         yield f"{prefix}norm.weight", whole(self.norm_V)
-        yield f"{prefix}out_proj.weight", whole(self.out_proj.weight_OI)
+        yield from self.out_proj.targets(f"{prefix}out_proj.")

@@ -10,7 +10,8 @@ size, S slots; of a window's memory R are the rows, C the channels.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +25,11 @@ from strandline.kernels.rglru import GatedUnitInputs, rglru_decode, rglru_prefil
 from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
 from strandline.models.layers.convolution import CausalConvolution
 from strandline.models.layers.parameters import dtype_name, parameter
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded
 from strandline.specs import LayerSpec, TensorSpec
 
 
@@ -40,6 +42,11 @@ class GriffinConfig:
     num_blocks: int
     num_taps: int
     state_dtype: str = "float32"
+
+    def of(self, shard: Shard) -> "GriffinConfig":
+        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        num_blocks = shard.part_of(self.num_blocks, "blocks of the recurrent unit's gates")
+        return replace(self, num_blocks=num_blocks, num_channels=self.num_channels // shard.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +64,16 @@ class GriffinLayer(nn.Module):
 
     Args:
         dtype: of activations and the convolution's window, and of the weights until they are packed.
+        shard: of the blocks.
     """
 
     operations = (rglru_prefill, rglru_decode)
 
-    def __init__(self, config: GriffinConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: GriffinConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
+        self.shard, config = shard, config.of(shard)
         size, num_blocks = config.num_channels, config.num_blocks
         width = size // num_blocks
         self.recurrence: UnloggedRecurrence[GatedUnitInputs] = UnloggedRecurrence(
@@ -76,7 +87,7 @@ class GriffinLayer(nn.Module):
         self.decay_gate_HWW = parameter(num_blocks, width, width, dtype=dtype, device=device)
         self.decay_bias_HW = parameter(num_blocks, width, dtype=dtype, device=device)
         self.rate_V = parameter(size, dtype=torch.float32, device=device)
-        self.out_proj = Projection(config.hidden_size, size, dtype, device, has_bias=True)
+        self.out_proj = SummedProjection(config.hidden_size, size, dtype, device, shard, has_bias=True)
 
     @property
     def spec(self) -> LayerSpec:
@@ -126,24 +137,31 @@ class GriffinLayer(nn.Module):
         assert self.in_proj.bias_O is not None
         for kind, rows in {"weight": self.in_proj.weight_OI, "bias": self.in_proj.bias_O}.items():
             for name, part in zip("yx", rows.chunk(2), strict=True):
-                yield f"{prefix}linear_{name}.{kind}", whole(part)
+                yield f"{prefix}linear_{name}.{kind}", sharded(part, self.shard)
         yield from self.out_proj.targets(f"{prefix}linear_out.")
-        yield from self.conv.targets(f"{prefix}conv_1d.")
-        yield f"{prefix}rg_lru.input_gate_weight", whole(self.input_gate_HWW)
-        yield f"{prefix}rg_lru.input_gate_bias", whole(self.input_bias_HW)
-        yield f"{prefix}rg_lru.recurrent_gate_weight", whole(self.decay_gate_HWW)
-        yield f"{prefix}rg_lru.recurrent_gate_bias", whole(self.decay_bias_HW)
-        yield f"{prefix}rg_lru.recurrent_param", whole(self.rate_V)
+        yield from self.conv.targets(f"{prefix}conv_1d.", partial(sharded, shard=self.shard))
+        by_block = {
+            "input_gate_weight": self.input_gate_HWW,
+            "input_gate_bias": self.input_bias_HW,
+            "recurrent_gate_weight": self.decay_gate_HWW,
+            "recurrent_gate_bias": self.decay_bias_HW,
+            "recurrent_param": self.rate_V,
+        }
+        for name, values in by_block.items():
+            yield f"{prefix}rg_lru.{name}", sharded(values, self.shard)
 
 
 class GeluMlp(nn.Module):
-    """A feed-forward part with a gated linear unit of gelu, and biases."""
+    """A feed-forward part with a gated linear unit of gelu, and biases; its channels are divided among shards."""
 
-    def __init__(self, hidden_size: int, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, hidden_size: int, size: int, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
+        self.shard, size = shard, shard.part_of(size, "channels between a feed-forward part's projections")
         self.gate_up = Projection(2 * size, hidden_size, dtype, device, has_bias=True)
         """Rows: gate, up."""
-        self.down = Projection(hidden_size, size, dtype, device, has_bias=True)
+        self.down = SummedProjection(hidden_size, size, dtype, device, shard, has_bias=True)
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
         gate_TF, up_TF = self.gate_up.multiply(hidden_TE).chunk(2, dim=-1)
@@ -154,5 +172,5 @@ class GeluMlp(nn.Module):
         assert self.gate_up.bias_O is not None
         for kind, rows in {"weight": self.gate_up.weight_OI, "bias": self.gate_up.bias_O}.items():
             for name, part in zip(("gate_proj", "up_proj"), rows.chunk(2), strict=True):
-                yield f"{prefix}{name}.{kind}", whole(part)
+                yield f"{prefix}{name}.{kind}", sharded(part, self.shard)
         yield from self.down.targets(f"{prefix}down_proj.")

@@ -11,7 +11,7 @@ side, R rank of the gates' projections, S slots; of a window's memory R are the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,11 @@ from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
 from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
 
 
@@ -55,6 +56,10 @@ class KimiDeltaAttentionConfig:
             eps=read_eps(fields),
         )
 
+    def of(self, shard: Shard) -> "KimiDeltaAttentionConfig":
+        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        return replace(self, num_heads=shard.part_of(self.num_heads, "heads of Kimi Delta Attention"))
+
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaAttentionMemory:
@@ -71,13 +76,17 @@ class KimiDeltaAttention(nn.Module):
 
     Args:
         dtype: of activations and the convolution's window, and of the weights until they are packed.
+        shard: of the heads; what decays and gates of all heads are made of is computed on every rank.
     """
 
     operations = (rms_norm_sigmoid_gated, kda_prefill, kda_decode)
 
-    def __init__(self, config: KimiDeltaAttentionConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: KimiDeltaAttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.shard = shard
+        self.config = config = config.of(shard)
         hidden_size, num_heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
         size = num_heads * head_dim
         self.recurrence: UnloggedRecurrence[KimiDeltaInputs] = UnloggedRecurrence(
@@ -87,12 +96,12 @@ class KimiDeltaAttention(nn.Module):
         self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
         """Rows: query, key, value; what decays (f) and output gates (g) are made of; write strength (b)."""
         self.conv = CausalConvolution(3 * size, config.num_taps, "silu", dtype, device, has_bias=False)
-        self.f_proj = Projection(size, head_dim, dtype, device)
-        self.g_proj = Projection(size, head_dim, dtype, device)
+        self.f_proj = Projection(size, head_dim, dtype, device, shard=shard)
+        self.g_proj = Projection(size, head_dim, dtype, device, shard=shard)
         self.A_log_H = parameter(num_heads, dtype=torch.float32, device=device)
         self.dt_bias_O = parameter(size, dtype=torch.float32, device=device)
         self.norm_K = gain(head_dim, dtype=dtype, device=device)
-        self.out_proj = Projection(hidden_size, size, dtype, device)
+        self.out_proj = SummedProjection(hidden_size, size, dtype, device, shard)
 
     @property
     def spec(self) -> LayerSpec:
@@ -145,13 +154,14 @@ class KimiDeltaAttention(nn.Module):
         """Yield the published tensors."""
         qkv, f, g, b = self.in_proj.weight_OI.split(self.sizes)
         for name, rows, taps in zip("qkv", qkv.chunk(3), self.conv.weight_CW.chunk(3), strict=True):
-            yield f"{prefix}{name}_proj.weight", whole(rows)
-            yield f"{prefix}{name}_conv1d.weight", whole(taps.unsqueeze(1))
-        for name, rows in {"f_a": f, "g_a": g, "b": b}.items():
-            yield f"{prefix}{name}_proj.weight", whole(rows)
+            yield f"{prefix}{name}_proj.weight", sharded(rows, self.shard)
+            yield f"{prefix}{name}_conv1d.weight", sharded(taps.unsqueeze(1), self.shard)
+        yield f"{prefix}f_a_proj.weight", whole(f)
+        yield f"{prefix}g_a_proj.weight", whole(g)
+        yield f"{prefix}b_proj.weight", sharded(b, self.shard)
         yield from self.f_proj.targets(f"{prefix}f_b_proj.")
         yield from self.g_proj.targets(f"{prefix}g_b_proj.")
-        yield f"{prefix}A_log", whole(self.A_log_H.view(1, 1, -1, 1))
-        yield f"{prefix}dt_bias", whole(self.dt_bias_O)
+        yield f"{prefix}A_log", sharded(self.A_log_H.view(1, 1, -1, 1), self.shard, dim=2)
+        yield f"{prefix}dt_bias", sharded(self.dt_bias_O, self.shard)
         yield f"{prefix}o_norm.weight", whole(self.norm_K)
         yield from self.out_proj.targets(f"{prefix}o_proj.")

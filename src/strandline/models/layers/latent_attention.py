@@ -13,7 +13,7 @@ those that all heads share, V channels of a head's value, D channels of a latent
 latent, B blocks, O heads' channels side by side. Of a block, P are its tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -26,9 +26,10 @@ from strandline.kernels.latent_attention import latent_attention
 from strandline.kernels.norm import rms_norm
 from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.models.layers.parameters import dtype_name, gain, parameter
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.targets import NamedTargets, interleaved, whole
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, interleaved, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
 
 NORM_EPS: Final = 1e-6
@@ -68,6 +69,10 @@ class LatentAttentionConfig:
             value_dim=fields.size("v_head_dim", at_most=MAX_HEAD_DIM),
         )
 
+    def of(self, shard: Shard) -> "LatentAttentionConfig":
+        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        return replace(self, num_heads=shard.part_of(self.num_heads, "attention heads"))
+
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention.
@@ -76,14 +81,18 @@ class LatentAttention(nn.Module):
 
     Args:
         dtype: of activations and latents, and of the weights until they are packed.
+        shard: of the heads; every rank computes and keeps the latents.
     """
 
     recurrence = None
     operations = (rms_norm, latent_attention)
 
-    def __init__(self, config: LatentAttentionConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: LatentAttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.shard, self.dtype = shard, dtype
+        self.config = config = config.of(shard)
         num_heads, hidden_size = config.num_heads, config.hidden_size
         self.query_dims = [config.key_dim, config.shared_dim]
         self.sizes = [num_heads * sum(self.query_dims), config.latent_dim, config.shared_dim]
@@ -92,7 +101,7 @@ class LatentAttention(nn.Module):
         self.latent_norm_R = gain(config.latent_dim, dtype=dtype, device=device)
         self.key_up_HKR = parameter(num_heads, config.key_dim, config.latent_dim, dtype=dtype, device=device)
         self.value_up_HVR = parameter(num_heads, config.value_dim, config.latent_dim, dtype=dtype, device=device)
-        self.out_proj = Projection(hidden_size, num_heads * config.value_dim, dtype, device)
+        self.out_proj = SummedProjection(hidden_size, num_heads * config.value_dim, dtype, device, shard)
         self.scale = sum(self.query_dims) ** -0.5
 
     @property
@@ -122,8 +131,8 @@ class LatentAttention(nn.Module):
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
         query, _, _ = self.in_proj.weight_OI.split(self.sizes)
-        yield f"{prefix}q_proj.weight", whole(query)
+        yield f"{prefix}q_proj.weight", sharded(query, self.shard)
         yield f"{prefix}kv_a_proj_with_mqa.weight", whole(self.in_proj.weight_OI[len(query) :])
         yield f"{prefix}kv_a_layernorm.weight", whole(self.latent_norm_R)
-        yield f"{prefix}kv_b_proj.weight", interleaved(self.key_up_HKR, self.value_up_HVR)
+        yield f"{prefix}kv_b_proj.weight", interleaved(self.key_up_HKR, self.value_up_HVR, shard=self.shard)
         yield from self.out_proj.targets(f"{prefix}o_proj.")

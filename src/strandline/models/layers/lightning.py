@@ -9,7 +9,7 @@ Shape suffixes: T tokens of the step, E hidden size, H heads, D channels of a he
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -25,10 +25,12 @@ from strandline.kernels.norm import rms_norm
 from strandline.kernels.replay import ReplayLog, replay_log
 from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
 from strandline.models.layers.parameters import dtype_name, gain
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.targets import NamedTargets, unused, whole
+from strandline.models.layers.wide_norm import rms_norm_over_ranks
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded, unused
 from strandline.specs import LayerSpec, TensorSpec
 
 NORM_EPS: Final = 1e-6
@@ -61,14 +63,18 @@ class LightningAttention(nn.Module):
 
     Args:
         dtype: of activations, and of the weights until they are packed.
+        shard: of the heads.
     """
 
     operations = (rms_norm, sigmoid_gate, lightning_prefill, lightning_decode)
     log_decay_H: Tensor
 
-    def __init__(self, config: LightningConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: LightningConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.shard, self.num_all_heads = shard, config.num_heads
+        self.config = config = replace(config, num_heads=shard.part_of(config.num_heads, "attention heads"))
         num_heads, head_dim, hidden_size = config.num_heads, config.head_dim, config.hidden_size
         size = num_heads * head_dim
         self.recurrence: UnloggedRecurrence[LightningInputs] = UnloggedRecurrence(
@@ -78,8 +84,10 @@ class LightningAttention(nn.Module):
         self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
         """Rows: head after head the query, the key and the value; then all heads' output gates."""
         self.norm_O = gain(size, dtype=dtype, device=device)
-        self.out_proj = Projection(hidden_size, size, dtype, device)
-        self.register_buffer("log_decay_H", log_decays(num_heads, config.depth).to(device), persistent=False)
+        self.out_proj = SummedProjection(hidden_size, size, dtype, device, shard)
+        held = slice(shard.index * num_heads, (shard.index + 1) * num_heads)
+        log_decay_H = log_decays(self.num_all_heads, config.depth)[held]
+        self.register_buffer("log_decay_H", log_decay_H.to(device), persistent=False)
 
     @property
     def spec(self) -> LayerSpec:
@@ -89,7 +97,7 @@ class LightningAttention(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._rms_norm, self._sigmoid_gate = kernels[rms_norm], kernels[sigmoid_gate]
+        self._rms_norm, self._sigmoid_gate = rms_norm_over_ranks(kernels), kernels[sigmoid_gate]
         self.recurrence = self.recurrence.with_kernels(kernels)
 
     def bind(self, memory: LayerMemory) -> LightningMemory:
@@ -120,11 +128,11 @@ class LightningAttention(nn.Module):
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; tables of decays that are published with them follow from the configuration."""
         qkv, gate = self.in_proj.weight_OI.split(self.sizes)
-        yield f"{prefix}qkv_proj.weight", whole(qkv)
-        yield f"{prefix}output_gate.weight", whole(gate)
-        yield f"{prefix}norm.weight", whole(self.norm_O)
+        yield f"{prefix}qkv_proj.weight", sharded(qkv, self.shard)
+        yield f"{prefix}output_gate.weight", sharded(gate, self.shard)
+        yield f"{prefix}norm.weight", sharded(self.norm_O, self.shard)
         yield from self.out_proj.targets(f"{prefix}out_proj.")
-        num_heads, block = self.config.num_heads, self.config.block_size
+        num_heads, block = self.num_all_heads, self.config.block_size
         tables = {
             "slope_rate": (num_heads, 1, 1),
             "query_decay": (num_heads, block, 1),

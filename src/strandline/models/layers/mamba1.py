@@ -14,6 +14,7 @@ steps' projection, O rows of a fused projection, S slots; of a window's memory R
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,11 @@ from strandline.kernels.norm import rms_norm
 from strandline.kernels.replay import ReplayLog, replay_log
 from strandline.models.layers.convolution import CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
 
 
@@ -73,25 +75,29 @@ class Mamba1Layer(nn.Module):
 
     Args:
         dtype: of activations and the convolution's window, and of the weights until they are packed.
+        shard: of the channels.
     """
 
     operations = (rms_norm, *Mamba1.operations)
 
-    def __init__(self, config: Mamba1Config, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: Mamba1Config, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
-        self.config = config
-        hidden_size, size, has_bias = config.hidden_size, config.num_channels, config.has_bias
-        self.in_proj = Projection(2 * size, hidden_size, dtype, device, has_bias=has_bias)
+        self.config, self.shard = config, shard
+        hidden_size, has_bias = config.hidden_size, config.has_bias
+        size = shard.part_of(config.num_channels, "channels of Mamba")
+        self.in_proj = Projection(2 * size, hidden_size, dtype, device, has_bias=has_bias, shard=shard, num_parts=2)
         """Rows: values (x), output gate (z)."""
         self.conv = CausalConvolution(size, config.num_taps, "silu", dtype, device, has_bias=config.has_conv_bias)
         self.sizes = [config.dt_rank, config.state_dim, config.state_dim]
-        self.x_proj = Projection(sum(self.sizes), size, dtype, device)
+        self.x_proj = SummedProjection(sum(self.sizes), size, dtype, device, shard)
         """Rows: what time steps are made of, input projection (B), output projection (C)."""
-        self.dt_proj = Projection(size, config.dt_rank, dtype, device)
+        self.dt_proj = Projection(size, config.dt_rank, dtype, device, shard=shard)
         self.dt_bias_V = parameter(size, dtype=torch.float32, device=device)
         self.A_log_VK = parameter(size, config.state_dim, dtype=torch.float32, device=device)
         self.D_V = gain(size, dtype=torch.float32, device=device)
-        self.out_proj = Projection(hidden_size, size, dtype, device, has_bias=has_bias)
+        self.out_proj = SummedProjection(hidden_size, size, dtype, device, shard, has_bias=has_bias)
         self.recurrence = Mamba1(self.A_log_VK, config.state_dtype)
         self.norms = nn.ParameterList(
             gain(num_rows, dtype=dtype, device=device) for num_rows in self.sizes if config.norm is InnerNorm.WEIGHTED
@@ -107,7 +113,7 @@ class Mamba1Layer(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._rms_norm = kernels[rms_norm]
+        self._rms_norm, self._sum = kernels[rms_norm], kernels.ranks.sum
         self.recurrence = self.recurrence.with_kernels(kernels)
 
     def bind(self, memory: LayerMemory) -> Mamba1LayerMemory:
@@ -129,7 +135,7 @@ class Mamba1Layer(nn.Module):
         del rotary
         x_TV, z_TV = self.in_proj.multiply(hidden_TE).chunk(2, dim=-1)
         x_TV = self.conv.convolve(x_TV, batch, memory.window_SRC, memory.conv_log)
-        projected = self.x_proj.multiply(x_TV).split(self.sizes, dim=-1)
+        projected = self._sum(self.x_proj.multiply(x_TV)).split(self.sizes, dim=-1)
         dt_TR, B_TK, C_TK = projected if self.config.norm is InnerNorm.NONE else self._normed(projected)
         tokens = (x_TV, z_TV, B_TK, C_TK, self.dt_proj.multiply(dt_TR))
         return self.out_proj.multiply(self._advance(tokens, batch, memory))
@@ -148,11 +154,11 @@ class Mamba1Layer(nn.Module):
         """Yield the published tensors."""
         yield from self.in_proj.targets(f"{prefix}in_proj.")
         yield from self.out_proj.targets(f"{prefix}out_proj.")
-        yield from self.conv.targets(f"{prefix}conv1d.")
+        yield from self.conv.targets(f"{prefix}conv1d.", partial(sharded, shard=self.shard))
         yield from self.x_proj.targets(f"{prefix}x_proj.")
         yield from self.dt_proj.targets(f"{prefix}dt_proj.")
-        yield f"{prefix}dt_proj.bias", whole(self.dt_bias_V)
-        yield f"{prefix}A_log", whole(self.A_log_VK)
-        yield f"{prefix}D", whole(self.D_V)
+        yield f"{prefix}dt_proj.bias", sharded(self.dt_bias_V, self.shard)
+        yield f"{prefix}A_log", sharded(self.A_log_VK, self.shard)
+        yield f"{prefix}D", sharded(self.D_V, self.shard)
         for name, weight in zip(("dt", "b", "c"), self.norms, strict=False):
             yield f"{prefix}{name}_layernorm.weight", whole(weight)

@@ -12,11 +12,12 @@ H heads, K channels of the state, V channels of a head, C channels of the convol
 projection or all heads' channels side by side; of a window's memory R are the rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strandline.kernels.activation import silu_gate
@@ -30,10 +31,14 @@ from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
 from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.targets import NamedTargets, split, whole
+from strandline.models.layers.wide_norm import mean_square
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, Target, sharded, stacked, stacked_rows
 from strandline.specs import LayerSpec, TensorSpec
+
+GROUPS: Final = "groups of Mamba-2"
 
 
 class Mamba2Names(NamedTuple):
@@ -91,6 +96,11 @@ class Mamba2Config:
             eps=eps,
         )
 
+    def of(self, shard: Shard) -> "Mamba2Config":
+        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        num_groups = shard.shared(self.num_groups, GROUPS).part_of(self.num_groups, GROUPS)
+        return replace(self, num_heads=shard.part_of(self.num_heads, "heads of Mamba-2"), num_groups=num_groups)
+
 
 def _read_dt_limit(fields: Fields) -> tuple[float, float]:
     def step(entries: Fields, name: str) -> float:
@@ -118,14 +128,18 @@ class Mamba2Layer(nn.Module):
 
     Args:
         dtype: of activations and the convolution's window, and of the weights until they are packed.
+        shard: of the heads; where there are fewer groups than shards, several hold the same.
     """
 
     operations = (rms_norm_of_gated, silu_gate, mamba2_prefill, mamba2_decode)
     multiplier_O: Tensor | None
 
-    def __init__(self, config: Mamba2Config, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: Mamba2Config, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.shard, self.group_shard = shard, shard.shared(config.num_groups, GROUPS)
+        self.config = config = config.of(shard)
         num_heads, head_dim, state_dim = config.num_heads, config.head_dim, config.state_dim
         self.recurrence: UnloggedRecurrence[Mamba2Inputs] = UnloggedRecurrence(
             (mamba2_prefill, mamba2_decode), (num_heads, state_dim, head_dim), config.state_dtype, (config.dt_limit,)
@@ -142,7 +156,9 @@ class Mamba2Layer(nn.Module):
         self.dt_bias_H = parameter(num_heads, dtype=torch.float32, device=device)
         self.D_H = gain(num_heads, dtype=torch.float32, device=device)
         self.norm_O = gain(inner_rows, dtype=dtype, device=device) if config.has_norm else None
-        self.out_proj = Projection(config.hidden_size, inner_rows, dtype, device, has_bias=config.has_out_bias)
+        self.out_proj = SummedProjection(
+            config.hidden_size, inner_rows, dtype, device, shard, has_bias=config.has_out_bias
+        )
         self.register_buffer("multiplier_O", self._multipliers(dtype, device), persistent=False)
 
     def _multipliers(self, dtype: torch.dtype, device: torch.device | str) -> Tensor | None:
@@ -162,6 +178,7 @@ class Mamba2Layer(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._rms_norm_of_gated, self._silu_gate = kernels[rms_norm_of_gated], kernels[silu_gate]
+        self._ranks = kernels.ranks
         self.recurrence = self.recurrence.with_kernels(kernels)
 
     def bind(self, memory: LayerMemory) -> Mamba2Memory:
@@ -194,6 +211,10 @@ class Mamba2Layer(nn.Module):
     def _gated(self, out_TO: Tensor, z_TO: Tensor) -> Tensor:
         if self.norm_O is None:
             return self._silu_gate(out_TO, z_TO)
+        if self.group_shard != self.shard:
+            gated_TO = F.silu(z_TO.float()).mul_(out_TO)
+            scale_T1 = mean_square(gated_TO, self._ranks, self.group_shard).add_(self.config.eps).rsqrt_()
+            return gated_TO.mul_(scale_T1).to(out_TO.dtype) * self.norm_O
         return self._rms_norm_of_gated(out_TO, z_TO, self.norm_O, self.config.eps, self.config.num_groups)
 
     def _decode(self, x_DC: Tensor, dt_DH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
@@ -220,10 +241,15 @@ class Mamba2Layer(nn.Module):
         for kind, fused in {"weight": self.in_proj.weight_OI, "bias": self.in_proj.bias_O}.items():
             if fused is not None:
                 xBC, z, dt = fused.split(self.sizes)
-                yield f"{prefix}in_proj.{kind}", split(z, xBC, dt)
+                z_target, dt_target = (sharded(rows, self.shard) for rows in (z, dt))
+                yield f"{prefix}in_proj.{kind}", stacked(z_target, self._conv_target(xBC), dt_target)
         yield from self.out_proj.targets(f"{prefix}out_proj.")
-        yield from self.conv.targets(f"{prefix}conv1d.")
+        yield from self.conv.targets(f"{prefix}conv1d.", self._conv_target)
         for name, values in {"A_log": self.A_log_H, "D": self.D_H, "dt_bias": self.dt_bias_H}.items():
-            yield f"{prefix}{name}", whole(values)
+            yield f"{prefix}{name}", sharded(values, self.shard)
         if self.norm_O is not None:
-            yield f"{prefix}norm.weight", whole(self.norm_O)
+            yield f"{prefix}norm.weight", sharded(self.norm_O, self.shard)
+
+    def _conv_target(self, rows: Tensor) -> Target:
+        """Return the target of what the convolution's channels have a row of each: values by head, B and C by group."""
+        return stacked_rows(rows, self.conv_sizes, [self.shard, self.group_shard, self.group_shard])

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from strandline.kernels.activation import swiglu
 from strandline.kernels.binding import Kernels
 from strandline.model_config import Fields
-from strandline.models.layers.projection import GatedProjection, Projection
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.layers.projection import GatedProjection, Projection, SummedProjection
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +28,22 @@ class GatedMlpConfig:
         """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
         return cls(fields.size("hidden_size"), fields.size("intermediate_size"))
 
+    def part_of(self, shard: Shard) -> int:
+        """Return the intermediate size of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        return shard.part_of(self.intermediate_size, "channels between a feed-forward part's projections")
+
 
 class GatedMlp(nn.Module):
-    """A feed-forward layer with a gated linear unit."""
+    """A feed-forward layer with a gated linear unit, whose channels are divided among shards."""
 
-    def __init__(self, config: GatedMlpConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: GatedMlpConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
-        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
-        self.gate_up = GatedProjection(2 * intermediate_size, hidden_size, dtype, device)
-        self.down = Projection(hidden_size, intermediate_size, dtype, device)
+        hidden_size, size = config.hidden_size, config.part_of(shard)
+        self.gate_up = GatedProjection(2 * size, hidden_size, dtype, device, shard=shard, num_parts=2)
+        self.down = SummedProjection(hidden_size, size, dtype, device, shard)
+        self.shard = shard
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
         return self.down.multiply(self.gate_up.multiply(hidden_TE))
@@ -43,11 +51,11 @@ class GatedMlp(nn.Module):
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors."""
         del names
-        yield from _targets(self.gate_up, self.down, prefix)
+        yield from _targets(self.gate_up, self.down, self.shard, prefix)
 
 
 class ScaledGatedMlp(nn.Module):
-    """A feed-forward layer with a gated linear unit.
+    """A feed-forward layer with a gated linear unit, whose channels are divided among shards.
 
     Args:
         gate_multiplier: of the gate, before its activation.
@@ -63,11 +71,13 @@ class ScaledGatedMlp(nn.Module):
         multiplier: float,
         dtype: torch.dtype,
         device: torch.device | str,
+        shard: Shard = WHOLE,
     ) -> None:
         super().__init__()
         self.gate_multiplier, self.multiplier = gate_multiplier, multiplier
-        self.gate_up = Projection(2 * config.intermediate_size, config.hidden_size, dtype, device)
-        self.down = Projection(config.hidden_size, config.intermediate_size, dtype, device)
+        self.shard, size = shard, config.part_of(shard)
+        self.gate_up = Projection(2 * size, config.hidden_size, dtype, device)
+        self.down = SummedProjection(config.hidden_size, size, dtype, device, shard)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -80,11 +90,11 @@ class ScaledGatedMlp(nn.Module):
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
-        yield from _targets(self.gate_up, self.down, prefix)
+        yield from _targets(self.gate_up, self.down, self.shard, prefix)
 
 
-def _targets(gate_up: Projection, down: Projection, prefix: str) -> NamedTargets:
+def _targets(gate_up: Projection, down: SummedProjection, shard: Shard, prefix: str) -> NamedTargets:
     gate, up = gate_up.weight_OI.chunk(2)
-    yield f"{prefix}gate_proj.weight", whole(gate)
-    yield f"{prefix}up_proj.weight", whole(up)
-    yield f"{prefix}down_proj.weight", whole(down.weight_OI)
+    yield f"{prefix}gate_proj.weight", sharded(gate, shard)
+    yield f"{prefix}up_proj.weight", sharded(up, shard)
+    yield from down.targets(f"{prefix}down_proj.")

@@ -18,10 +18,14 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.moe import mixture
 from strandline.model_config import Fields
 from strandline.models.layers.parameters import parameter
-from strandline.models.layers.projection import Projection
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded, spanned, unused, whole
 
 MAX_EXPERTS: Final = 2**14
+
+EXPERTS: Final = "experts"
+SHARED_CHANNELS: Final = "channels between the shared expert's projections"
 
 STAND_IN_SIZE: Final = 8
 """Intermediate size of the shared expert of zeros that stands where a family has none: kernels always add one."""
@@ -63,31 +67,39 @@ class SparseMoeConfig:
 
 
 class SparseMoe(nn.Module):
-    """A mixture of experts; if the configuration has one, with a shared expert, behind a sigmoid gate or not."""
+    """A mixture of experts; if the configuration has one, with a shared expert, behind a sigmoid gate or not.
+
+    Experts are divided among shards, and so are the shared expert's channels; all route every token.
+    """
 
     operations = (mixture,)
 
-    def __init__(self, config: SparseMoeConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: SparseMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
-        hidden_size, size, shared_size = config.hidden_size, config.size, config.shared_size or STAND_IN_SIZE
+        self.config, self.shard, self.experts = config, shard, shard.span(config.num_experts, EXPERTS)
+        self.held = None if shard.count == 1 else self.experts
+        hidden_size, size, num_held = config.hidden_size, config.size, len(self.experts)
         self.is_shared = config.shared_size > 0
+        shared_size = shard.part_of(config.shared_size, SHARED_CHANNELS) if self.is_shared else STAND_IN_SIZE
         self.top_k, self.is_normalised = config.top_k, config.is_normalised
         self.sizes = [2 * shared_size, config.num_experts, int(config.is_shared_gated)]
         self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
         self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
         """Rows: the shared expert's gate and up projections, the router, the shared expert's gate if any, and zeros."""
         self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
-        self.shared_down = Projection(hidden_size, shared_size, dtype, device)
+        self.shared_down = SummedProjection(hidden_size, shared_size, dtype, device, shard)
         if not self.is_shared:
             self.in_proj.weight_OI.zero_()
             self.shared_down.weight_OI.zero_()
-        self.gate_up_XFE = parameter(config.num_experts, 2 * size, hidden_size, dtype=dtype, device=device)
-        self.down_XEF = parameter(config.num_experts, hidden_size, size, dtype=dtype, device=device)
+        self.gate_up_XFE = parameter(num_held, 2 * size, hidden_size, dtype=dtype, device=device)
+        self.down_XEF = parameter(num_held, hidden_size, size, dtype=dtype, device=device)
 
     @property
     def expert_share(self) -> float:
         """Part of the experts that a token takes."""
-        return self.top_k / len(self.down_XEF)
+        return self.top_k / self.config.num_experts
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -100,7 +112,14 @@ class SparseMoe(nn.Module):
             gate_T1 = hidden_TE.new_full((len(hidden_TE), 1), inf)
         experts = (self.gate_up_XFE, self.down_XEF, self.shared_down.weight)
         projected = (shared_TS, logits_TX, gate_T1)
-        return self._mixture(hidden_TE, *projected, *experts, self.top_k, is_normalised=self.is_normalised)
+        return self._mixture(
+            hidden_TE,
+            *projected,
+            *experts,
+            self.top_k,
+            is_normalised=self.is_normalised,
+            held=self.held,
+        )
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
@@ -109,20 +128,32 @@ class SparseMoe(nn.Module):
         yield f"{prefix}gate.weight", whole(router)
         if self.is_shared:
             yield f"{prefix}shared_expert_gate.weight", whole(shared_gate)
-            yield f"{prefix}shared_expert.gate_proj.weight", whole(gate)
-            yield f"{prefix}shared_expert.up_proj.weight", whole(up)
-            yield f"{prefix}shared_expert.down_proj.weight", whole(self.shared_down.weight_OI)
-        yield from expert_targets(self.gate_up_XFE, self.down_XEF, f"{prefix}experts.", names)
+            yield f"{prefix}shared_expert.gate_proj.weight", sharded(gate, self.shard)
+            yield f"{prefix}shared_expert.up_proj.weight", sharded(up, self.shard)
+            yield from self.shared_down.targets(f"{prefix}shared_expert.down_proj.")
+        weights = (self.gate_up_XFE, self.down_XEF)
+        yield from expert_targets(*weights, self.experts, self.config.num_experts, f"{prefix}experts.", names)
 
 
-def expert_targets(gate_up_XFE: Tensor, down_XEF: Tensor, prefix: str, names: frozenset[str]) -> NamedTargets:
-    """Yield the published tensors of experts, which come as one tensor, or as one each, whichever is in ``names``."""
+def expert_targets(
+    gate_up_XFE: Tensor, down_XEF: Tensor, held: range, num_experts: int, prefix: str, names: frozenset[str]
+) -> NamedTargets:
+    """Yield the published tensors of experts, which come as one tensor, or as one each, whichever is in ``names``.
+
+    Args:
+        held: which of ``num_experts`` the weights are of.
+    """
     if f"{prefix}gate_up_proj" in names:
-        yield f"{prefix}gate_up_proj", whole(gate_up_XFE)
-        yield f"{prefix}down_proj", whole(down_XEF)
+        yield f"{prefix}gate_up_proj", spanned(gate_up_XFE, held, num_experts)
+        yield f"{prefix}down_proj", spanned(down_XEF, held, num_experts)
         return
-    for expert, (gate_up_FE, down_EF) in enumerate(zip(gate_up_XFE, down_XEF, strict=True)):
-        gate, up = gate_up_FE.chunk(2)
-        yield f"{prefix}{expert}.gate_proj.weight", whole(gate)
-        yield f"{prefix}{expert}.up_proj.weight", whole(up)
-        yield f"{prefix}{expert}.down_proj.weight", whole(down_EF)
+    gate_XFE, up_XFE = gate_up_XFE.chunk(2, dim=1)
+    for name, weights in {"gate_proj": gate_XFE, "up_proj": up_XFE, "down_proj": down_XEF}.items():
+        yield from each_expert(weights, held, num_experts, prefix, f".{name}.weight")
+
+
+def each_expert(weights: Tensor, held: range, num_experts: int, prefix: str, suffix: str) -> NamedTargets:
+    """Yield the published tensors of experts that come as one each; those of other shards are not used."""
+    for expert in range(num_experts):
+        target = whole(weights[expert - held.start]) if expert in held else unused(*weights.shape[1:])
+        yield f"{prefix}{expert}{suffix}", target

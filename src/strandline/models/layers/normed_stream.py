@@ -46,7 +46,7 @@ class NormedStreamLayer(DecoderLayer):
         mixer, mlp = self.mixer, self.mlp
         assert mixer is not None
         assert mlp is not None
-        scale, mixed_TE = self.mixer_scale, mixer(normed_TE, rotary, batch, memory)
+        scale, mixed_TE = self.mixer_scale, self._sum(mixer(normed_TE, rotary, batch, memory))
         added_TE, stream_TE = mixed_TE * scale.added, normed_TE * scale.stream
         normed_TE, _ = self._add_norm(added_TE, stream_TE, self.mlp_norm_E, self.norm.eps)
-        return mlp(normed_TE) * self.mlp_scale.added, normed_TE * self.mlp_scale.stream
+        return self._sum(mlp(normed_TE)) * self.mlp_scale.added, normed_TE * self.mlp_scale.stream

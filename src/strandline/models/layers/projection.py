@@ -10,7 +10,8 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.linear import LINEAR_OPERATIONS, Linear, bind_gated_linear, bind_linear
 from strandline.kernels.weights import DenseWeight, Layout, Weight
 from strandline.models.layers.parameters import parameter
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded, stacked, unused, whole
 
 
 class Projection(nn.Module):
@@ -18,6 +19,11 @@ class Projection(nn.Module):
 
     It is loaded as an ordinary parameter. ``lay_out`` then chooses the form in which it is multiplied with, after
     which it can be neither loaded nor moved.
+
+    Args:
+        num_outputs: rows of this shard.
+        shard: of the rows; by default all ranks hold them.
+        num_parts: parts of equal size that the rows consist of, each divided among shards for itself.
     """
 
     operations = LINEAR_OPERATIONS
@@ -30,17 +36,20 @@ class Projection(nn.Module):
         device: torch.device | str,
         *,
         has_bias: bool = False,
+        shard: Shard = WHOLE,
+        num_parts: int = 1,
     ) -> None:
         super().__init__()
+        self._shard, self._num_parts = shard, num_parts
         self.weight_OI: Tensor = parameter(num_outputs, num_inputs, dtype=dtype, device=device)
         self.bias_O = parameter(num_outputs, dtype=dtype, device=device) if has_bias else None
         self.weight: Weight = DenseWeight(self.weight_OI)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors, where all rows are published as one matrix."""
-        yield f"{prefix}weight", whole(self.weight_OI)
-        if self.bias_O is not None:
-            yield f"{prefix}bias", whole(self.bias_O)
+        for kind, rows in {"weight": self.weight_OI, "bias": self.bias_O}.items():
+            if rows is not None:
+                yield f"{prefix}{kind}", stacked(*(sharded(part, self._shard) for part in rows.chunk(self._num_parts)))
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the form of the loaded weight; the parameter is freed."""
@@ -63,3 +72,32 @@ class GatedProjection(Projection):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self.multiply = bind_gated_linear(kernels, self.weight)
+
+
+class SummedProjection(Projection):
+    """A projection whose inputs are divided among shards: what the shards return adds up to the outputs.
+
+    Args:
+        num_inputs: columns of this shard.
+        has_bias: whether there is one; the first shard adds it.
+    """
+
+    def __init__(
+        self,
+        num_outputs: int,
+        num_inputs: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shard: Shard,
+        *,
+        has_bias: bool = False,
+    ) -> None:
+        super().__init__(num_outputs, num_inputs, dtype, device, has_bias=has_bias and shard.is_first)
+        self._columns, self._is_biased = shard, has_bias
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        yield f"{prefix}weight", sharded(self.weight_OI, self._columns, dim=1)
+        if self._is_biased:
+            num_outputs = len(self.weight_OI)
+            yield f"{prefix}bias", unused(num_outputs) if self.bias_O is None else whole(self.bias_O)

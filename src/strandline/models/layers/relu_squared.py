@@ -16,24 +16,34 @@ from strandline.kernels.activation import relu_squared
 from strandline.kernels.binding import Kernels
 from strandline.kernels.moe import experts_relu_squared
 from strandline.kernels.router import route_by_sigmoid
+from strandline.models.layers.moe import EXPERTS, each_expert
 from strandline.models.layers.parameters import parameter
-from strandline.models.layers.projection import Projection
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, unused, whole
 
 ROUTER_EPS: Final = 1e-20
 
 
 class ReluSquaredMlp(nn.Module):
-    """A feed-forward layer without a gate."""
+    """A feed-forward layer without a gate, whose channels are divided among shards."""
 
     operations = (relu_squared,)
 
     def __init__(
-        self, hidden_size: int, size: int, dtype: torch.dtype, device: torch.device | str, *, has_bias: bool
+        self,
+        hidden_size: int,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shard: Shard = WHOLE,
+        *,
+        has_bias: bool,
     ) -> None:
         super().__init__()
-        self.up = Projection(size, hidden_size, dtype, device, has_bias=has_bias)
-        self.down = Projection(hidden_size, size, dtype, device, has_bias=has_bias)
+        size = shard.part_of(size, "channels between a feed-forward part's projections")
+        self.up = Projection(size, hidden_size, dtype, device, has_bias=has_bias, shard=shard)
+        self.down = SummedProjection(hidden_size, size, dtype, device, shard, has_bias=has_bias)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -72,13 +82,18 @@ class ReluSquaredMoe(nn.Module):
 
     The router computes in float32. Where there is a latent, the experts read a projection of the hidden state, and
     their sum is projected back.
+
+    Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
     operations = (route_by_sigmoid, experts_relu_squared)
 
-    def __init__(self, config: ReluSquaredMoeConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: ReluSquaredMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.experts = config, shard.span(config.num_experts, EXPERTS)
+        self.held = None if shard.count == 1 else self.experts
         hidden_size, size, num_experts, has_bias = config.hidden_size, config.size, config.num_experts, config.has_bias
         self.router = Projection(num_experts, hidden_size, torch.float32, device)
         self.bias_X = parameter(num_experts, dtype=torch.float32, device=device)
@@ -86,10 +101,11 @@ class ReluSquaredMoe(nn.Module):
         self.to_latent = self.from_latent = None
         if config.latent_size is not None:
             self.to_latent = Projection(latent_size, hidden_size, dtype, device, has_bias=has_bias)
-            self.from_latent = Projection(hidden_size, latent_size, dtype, device, has_bias=has_bias)
-        self.up_XFL = parameter(num_experts, size, latent_size, dtype=dtype, device=device)
-        self.down_XLF = parameter(num_experts, latent_size, size, dtype=dtype, device=device)
-        self.shared = ReluSquaredMlp(hidden_size, config.shared_size, dtype, device, has_bias=has_bias)
+            is_added_here = has_bias and shard.is_first
+            self.from_latent = Projection(hidden_size, latent_size, dtype, device, has_bias=is_added_here)
+        self.up_XFL = parameter(len(self.experts), size, latent_size, dtype=dtype, device=device)
+        self.down_XLF = parameter(len(self.experts), latent_size, size, dtype=dtype, device=device)
+        self.shared = ReluSquaredMlp(hidden_size, config.shared_size, dtype, device, shard, has_bias=has_bias)
 
     @property
     def expert_share(self) -> float:
@@ -102,7 +118,7 @@ class ReluSquaredMoe(nn.Module):
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
         config = self.config
-        weights_TK, experts_TK = self._route(
+        routed = self._route(
             self.router.multiply(hidden_TE.float()),
             self.bias_X,
             config.top_k,
@@ -113,7 +129,7 @@ class ReluSquaredMoe(nn.Module):
             top_groups=config.top_groups,
         )
         latent_TL = hidden_TE if self.to_latent is None else self.to_latent.multiply(hidden_TE)
-        out_TL = self._experts(latent_TL, self.up_XFL, self.down_XLF, weights_TK, experts_TK)
+        out_TL = self._experts(latent_TL, self.up_XFL, self.down_XLF, *routed, self.held)
         out_TE = out_TL if self.from_latent is None else self.from_latent.multiply(out_TL)
         return out_TE.add_(self.shared(hidden_TE))
 
@@ -124,7 +140,9 @@ class ReluSquaredMoe(nn.Module):
         if self.to_latent is not None and self.from_latent is not None:
             yield from self.to_latent.targets(f"{prefix}fc1_latent_proj.")
             yield from self.from_latent.targets(f"{prefix}fc2_latent_proj.")
+            if self.config.has_bias and self.from_latent.bias_O is None:
+                yield f"{prefix}fc2_latent_proj.bias", unused(self.config.hidden_size)
         yield from self.shared.targets(f"{prefix}shared_experts.")
         for name, weight in {"up_proj": self.up_XFL, "down_proj": self.down_XLF}.items():
-            for expert, part in enumerate(weight):
-                yield f"{prefix}experts.{expert}.{name}.weight", whole(part)
+            arguments = (weight, self.experts, self.config.num_experts)
+            yield from each_expert(*arguments, f"{prefix}experts.", f".{name}.weight")

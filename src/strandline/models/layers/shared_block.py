@@ -10,7 +10,7 @@ F intermediate size, X the inputs and Y the outputs of a projection.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,12 +24,14 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.norm import rms_norm
 from strandline.kernels.qkv import prepare_qkv
 from strandline.kernels.recurrence import Recurrence
+from strandline.models.layers.attention import KV_HEADS
 from strandline.models.layers.decoder import DecoderLayer
 from strandline.models.layers.mamba2 import Mamba2Layer, Mamba2Memory
 from strandline.models.layers.parameters import dtype_name, gain
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec, kv_spec
 
 
@@ -50,45 +52,77 @@ class SharedBlockConfig:
     rank: int
     has_attention_adapters: bool
 
+    def of(self, shard: Shard) -> "SharedBlockConfig":
+        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        return replace(
+            self,
+            num_heads=shard.part_of(self.num_heads, "attention heads"),
+            num_kv_heads=shard.shared(self.num_kv_heads, KV_HEADS).part_of(self.num_kv_heads, KV_HEADS),
+            intermediate_size=shard.part_of(
+                self.intermediate_size, "channels between a feed-forward part's projections"
+            ),
+        )
+
 
 class SharedBlock(nn.Module):
-    """The weights of one block."""
+    """The weights of one block.
 
-    def __init__(self, config: SharedBlockConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    Args:
+        shard: of the heads, and of the feed-forward part's channels.
+    """
+
+    def __init__(
+        self, config: SharedBlockConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.shard, self.dtype = shard, dtype
+        kv_shard = shard.shared(config.num_kv_heads, KV_HEADS)
+        self.shards = [shard, kv_shard, kv_shard]
+        """Of queries, keys and values."""
+        self.config = config = config.of(shard)
         hidden_size, size, has_bias = config.hidden_size, config.intermediate_size, config.has_bias
         query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.sizes = [query_rows, kv_rows, kv_rows]
         self.norm_X = gain(2 * hidden_size, dtype=dtype, device=device)
         self.qkv = Projection(sum(self.sizes), 2 * hidden_size, dtype, device)
         """Rows: query, key, value."""
-        self.out_proj = Projection(hidden_size, query_rows, dtype, device)
+        self.out_proj = SummedProjection(hidden_size, query_rows, dtype, device, shard)
         self.mlp_norm_E = gain(hidden_size, dtype=dtype, device=device)
-        self.gate_up = Projection(2 * size, hidden_size, dtype, device, has_bias=has_bias)
-        self.down = Projection(hidden_size, size, dtype, device, has_bias=has_bias)
+        self.gate_up = Projection(2 * size, hidden_size, dtype, device, has_bias=has_bias, shard=shard, num_parts=2)
+        self.down = SummedProjection(hidden_size, size, dtype, device, shard, has_bias=has_bias)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
         yield f"{prefix}input_layernorm.weight", whole(self.norm_X)
         yield f"{prefix}pre_ff_layernorm.weight", whole(self.mlp_norm_E)
-        for name, rows in zip("qkv", self.qkv.weight_OI.split(self.sizes), strict=True):
-            yield f"{prefix}self_attn.{name}_proj.weight", whole(rows)
+        for name, rows, shard in zip("qkv", self.qkv.weight_OI.split(self.sizes), self.shards, strict=True):
+            yield f"{prefix}self_attn.{name}_proj.weight", sharded(rows, shard)
         yield from self.out_proj.targets(f"{prefix}self_attn.o_proj.")
         yield from self.gate_up.targets(f"{prefix}feed_forward.gate_up_proj.")
         yield from self.down.targets(f"{prefix}feed_forward.down_proj.")
 
 
 class Adapter(nn.Module):
-    """A sum of low-rank products, one for each part of a fused projection's rows."""
+    """A sum of low-rank products, one for each part of a fused projection's rows.
+
+    Args:
+        splits: the parts, as (rows of this shard, their shard, how many equal parts they consist of).
+    """
 
     def __init__(
-        self, num_inputs: int, rank: int, sizes: Sequence[int], dtype: torch.dtype, device: torch.device | str
+        self,
+        num_inputs: int,
+        rank: int,
+        splits: Sequence[tuple[int, Shard, int]],
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         super().__init__()
         self.rank = rank
-        self.down = Projection(rank * len(sizes), num_inputs, dtype, device)
-        self.ups = nn.ModuleList(Projection(size, rank, dtype, device) for size in sizes)
+        self.down = Projection(rank * len(splits), num_inputs, dtype, device)
+        self.ups = nn.ModuleList(
+            Projection(size, rank, dtype, device, shard=shard, num_parts=num_parts) for size, shard, num_parts in splits
+        )
 
     def add_to(self, y_TY: Tensor, x_TX: Tensor) -> Tensor:
         """Add what the adapter makes of the projection's inputs to its outputs, in place."""
@@ -100,7 +134,7 @@ class Adapter(nn.Module):
         for name, down, up in zip(names, self.down.weight_OI.split(self.rank), self.ups, strict=True):
             assert isinstance(up, Projection)
             yield f"{name}.0.weight", whole(down)
-            yield f"{name}.1.weight", whole(up.weight_OI)
+            yield from up.targets(f"{name}.1.")
 
 
 class SharedBlockUse(nn.Module):
@@ -123,10 +157,12 @@ class SharedBlockUse(nn.Module):
         config, dtype = block.config, block.dtype
         self.block, self.mamba, self.embed = block, mamba, embed
         self.linear = Projection(config.hidden_size, config.hidden_size, dtype, device)
-        self.mlp_adapter = Adapter(config.hidden_size, config.rank, [2 * config.intermediate_size], dtype, device)
+        gate_up = (2 * config.intermediate_size, block.shard, 2)
+        self.mlp_adapter = Adapter(config.hidden_size, config.rank, [gate_up], dtype, device)
         self.attention_adapter = None
         if config.has_attention_adapters:
-            self.attention_adapter = Adapter(2 * config.hidden_size, config.rank, block.sizes, dtype, device)
+            qkv = [(size, shard, 1) for size, shard in zip(block.sizes, block.shards, strict=True)]
+            self.attention_adapter = Adapter(2 * config.hidden_size, config.rank, qkv, dtype, device)
 
     @property
     def spec(self) -> LayerSpec:
@@ -142,6 +178,7 @@ class SharedBlockUse(nn.Module):
         """Compute with these kernels from now on."""
         self._rms_norm, self._gelu_glu = kernels[rms_norm], kernels[gelu_glu]
         self._prepare_qkv, self._attend = kernels[prepare_qkv], kernels[paged_attention]
+        self._sum = kernels.ranks.sum
 
     def bind(self, memory: LayerMemory) -> tuple[KVMemory, Mamba2Memory]:
         """Return the layer's memory as ``forward`` takes it."""
@@ -158,7 +195,7 @@ class SharedBlockUse(nn.Module):
         attended_TE = self._attention(self._rms_norm(x_TX, block.norm_X, config.eps), rotary, batch, memory)
         normed_TE = self._rms_norm(attended_TE, block.mlp_norm_E, config.eps)
         gate_up_TY = self.mlp_adapter.add_to(block.gate_up.multiply(normed_TE), normed_TE)
-        return self.linear.multiply(block.down.multiply(self._gelu_glu(gate_up_TY)))
+        return self.linear.multiply(self._sum(block.down.multiply(self._gelu_glu(gate_up_TY))))
 
     def _attention(self, x_TX: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
         block = self.block
@@ -168,7 +205,7 @@ class SharedBlockUse(nn.Module):
         q_TO, k_TO, v_TO = qkv_TY.split(block.sizes, dim=-1)
         q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, None, rotary, memory, batch.attention)
         out_THD = self._attend(q_THD, memory, batch.attention, batch.num_decodes, scale=block.config.scale)
-        return block.out_proj.multiply(out_THD.flatten(1))
+        return self._sum(block.out_proj.multiply(out_THD.flatten(1)))
 
     def targets(self, prefix: str, block_prefix: str, use: int) -> NamedTargets:
         """Yield the published tensors but for the block's.
@@ -201,4 +238,4 @@ class SharedBlockLayer(DecoderLayer):
         assert isinstance(use, SharedBlockUse)
         made_TE = use(residual_TE, rotary, batch, kv)
         mamba_normed_TE, _ = self._add_norm(made_TE, residual_TE, self.mixer_norm_E, self.norm.eps)
-        return use.mamba(mamba_normed_TE, rotary, batch, states), residual_TE
+        return self._sum(use.mamba(mamba_normed_TE, rotary, batch, states)), residual_TE

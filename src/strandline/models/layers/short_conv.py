@@ -9,6 +9,7 @@ C channels of the convolution, one for each of the hidden state.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,10 @@ from strandline.kernels.replay import ReplayLog, replay_log
 from strandline.model_config import Fields
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.targets import NamedTargets
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded
 from strandline.specs import LayerSpec, TensorSpec
 
 
@@ -55,17 +57,21 @@ class ShortConv(nn.Module):
 
     Args:
         dtype: of activations and the window, and of the weights until they are packed.
+        shard: of the channels.
     """
 
     recurrence = None
 
-    def __init__(self, config: ShortConvConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: ShortConvConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
-        size, has_bias = config.hidden_size, config.has_bias
-        self.in_proj = Projection(3 * size, size, dtype, device, has_bias=has_bias)
+        hidden_size, has_bias = config.hidden_size, config.has_bias
+        self.shard, size = shard, shard.part_of(hidden_size, "channels of short convolutions")
+        self.in_proj = Projection(3 * size, hidden_size, dtype, device, has_bias=has_bias, shard=shard, num_parts=3)
         """Rows: the gate before the convolution (B), the gate behind it (C), what is convolved (x)."""
         self.conv = CausalConvolution(size, config.num_taps, None, dtype, device, has_bias=has_bias)
-        self.out_proj = Projection(size, size, dtype, device, has_bias=has_bias)
+        self.out_proj = SummedProjection(hidden_size, size, dtype, device, shard, has_bias=has_bias)
 
     @property
     def spec(self) -> LayerSpec:
@@ -93,4 +99,4 @@ class ShortConv(nn.Module):
         """Yield the published tensors."""
         yield from self.in_proj.targets(f"{prefix}in_proj.")
         yield from self.out_proj.targets(f"{prefix}out_proj.")
-        yield from self.conv.targets(f"{prefix}conv.")
+        yield from self.conv.targets(f"{prefix}conv.", partial(sharded, shard=self.shard))

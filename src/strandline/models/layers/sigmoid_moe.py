@@ -13,9 +13,10 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.moe import experts_glu
 from strandline.kernels.router import route_by_sigmoid
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.moe import expert_targets
+from strandline.models.layers.moe import EXPERTS, expert_targets
 from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, whole
 
 
@@ -43,21 +44,27 @@ class SigmoidMoeConfig:
 
 
 class SigmoidMoe(nn.Module):
-    """A mixture of experts; what the shared one makes is added as it is."""
+    """A mixture of experts; what the shared one makes is added as it is.
+
+    Experts are divided among shards, and so are the shared expert's channels; all route every token.
+    """
 
     operations = (route_by_sigmoid, experts_glu)
 
-    def __init__(self, config: SigmoidMoeConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: SigmoidMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.experts = config, shard.span(config.num_experts, EXPERTS)
+        self.held = None if shard.count == 1 else self.experts
         hidden_size, size, num_experts = config.hidden_size, config.size, config.num_experts
         self.router = Projection(num_experts, hidden_size, config.router_dtype or dtype, device)
         self.bias_X = parameter(num_experts, dtype=torch.float32, device=device) if config.has_bias else None
-        self.gate_up_XFE = parameter(num_experts, 2 * size, hidden_size, dtype=dtype, device=device)
-        self.down_XEF = parameter(num_experts, hidden_size, size, dtype=dtype, device=device)
+        self.gate_up_XFE = parameter(len(self.experts), 2 * size, hidden_size, dtype=dtype, device=device)
+        self.down_XEF = parameter(len(self.experts), hidden_size, size, dtype=dtype, device=device)
         self.shared = None
         if config.shared_size:
-            self.shared = GatedMlp(GatedMlpConfig(hidden_size, config.shared_size), dtype, device)
+            self.shared = GatedMlp(GatedMlpConfig(hidden_size, config.shared_size), dtype, device, shard)
 
     @property
     def expert_share(self) -> float:
@@ -84,7 +91,7 @@ class SigmoidMoe(nn.Module):
         shared_TE = torch.zeros_like(hidden_TE) if self.shared is None else self.shared(hidden_TE)
         # The shared expert has no gate: one that is open stands in its place.
         gate_T1 = hidden_TE.new_full((len(hidden_TE), 1), inf)
-        return self._experts_glu(hidden_TE, self.gate_up_XFE, self.down_XEF, *routed, shared_TE, gate_T1)
+        return self._experts_glu(hidden_TE, self.gate_up_XFE, self.down_XEF, *routed, shared_TE, gate_T1, self.held)
 
     def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
@@ -93,4 +100,5 @@ class SigmoidMoe(nn.Module):
             yield f"{prefix}{bias_name}", whole(self.bias_X)
         if self.shared is not None:
             yield from self.shared.targets(f"{prefix}shared_experts.", names)
-        yield from expert_targets(self.gate_up_XFE, self.down_XEF, f"{prefix}experts.", names)
+        weights = (self.gate_up_XFE, self.down_XEF)
+        yield from expert_targets(*weights, self.experts, self.config.num_experts, f"{prefix}experts.", names)

@@ -1,0 +1,51 @@
+"""What the ranks of an engine compute together: sums and concatenations over all of them.
+
+Every rank runs the same steps on its part of the model (tensor and expert parallelism), and calls these functions in
+the same order.
+"""
+
+from typing import Final, Protocol
+
+from torch import Tensor
+
+
+class Ranks(Protocol):
+    """The ranks of an engine, as one of them sees them."""
+
+    @property
+    def rank(self) -> int:
+        """Its number, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' tensors, which have one shape; ``x`` may be overwritten."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return all ranks' matrices, which have one shape, side by side."""
+
+    def least(self, number: int) -> int:
+        """Return the least of all ranks' numbers; waits for the device."""
+
+
+class OneRank:
+    """The only rank of an engine."""
+
+    rank, size = 0, 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return ``x``."""
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return ``x``."""
+        return x
+
+    def least(self, number: int) -> int:
+        """Return ``number``."""
+        return number
+
+
+ONE_RANK: Final = OneRank()
