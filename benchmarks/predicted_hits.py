@@ -12,7 +12,8 @@ from time import perf_counter
 from typing import Any
 
 from strandline.bench.known_models import cost_model, geometry
-from strandline.bench.replay import Machine, Replay
+from strandline.bench.replay import Replay
+from strandline.bench.replica import Machine
 from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
 from strandline.bench.traces import read_trace
 from strandline.cache import Lease, Reason, TokenBuffer

@@ -192,6 +192,9 @@ def _add_bench(commands: Any) -> None:
     add("--max-sessions", type=int, metavar="N", help="replay only the first N sessions")
     add("--session-gap", type=float, default=10.0, help="seconds between sessions' starts (default: %(default)s)")
     add("--speed", type=float, default=1.0, help="how many times as fast as one H200 (default: %(default)s)")
+    add("--replicas", type=int, default=1, metavar="N", help="engines with that memory each (default: %(default)s)")
+    text = "who sends requests to one of several replicas: strandline, prefix-tree, power-of-two, round-robin or random"
+    add("--router", default="strandline", metavar="NAMES", help=f"{text}; separated by commas (default: %(default)s)")
     add("--plot", metavar="FILE", help="draw hits and recomputed tokens over the memory to FILE.svg or FILE.html")
     add("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=_run_replay, parser=parser)
@@ -422,6 +425,8 @@ def _run_replay(options: argparse.Namespace) -> int:
         session_gap_s=options.session_gap,
         speed=options.speed,
         plot=options.plot,
+        num_replicas=options.replicas,
+        routers=options.router.split(","),
     )
     return run_replay(wanted, as_json=options.json)
 

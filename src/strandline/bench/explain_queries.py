@@ -12,7 +12,8 @@ from urllib.request import urlopen
 
 from strandline.bench.explain_text import MEANINGS, lines
 from strandline.bench.known_models import cost_model, geometry
-from strandline.bench.replay import Machine, Replay
+from strandline.bench.replay import Replay
+from strandline.bench.replica import Machine, Replica
 from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
 from strandline.bench.traces import read_trace
 from strandline.cache import Account, Reason
@@ -131,10 +132,10 @@ class ExplainedReplay(Replay):
         self.answer: CacheAnswer | None = None
         self._wanted = wanted
 
-    def _count(self, plan: StepPlan) -> None:
-        super()._count(plan)
+    def _count(self, replica: Replica, plan: StepPlan) -> None:
+        super()._count(replica, plan)
         for new in plan.new:
-            request = self.request(new.request_id)
+            request = replica.running[new.request_id].request
             if request.account is None:
                 raise EngineError(f"request {new.request_id} starts without an account")
             self.accounts.append(request.account)
@@ -143,7 +144,7 @@ class ExplainedReplay(Replay):
                 lookup = Lookup(new.request_id, "", 0.0, request.account)
                 block_bytes = self.machine.spec.block_bytes
                 self.answer = CacheAnswer(
-                    explanation=explain_lookup(self.cache, lookup, prompt, block_bytes=block_bytes)
+                    explanation=explain_lookup(replica.cache, lookup, prompt, block_bytes=block_bytes)
                 )
 
 

@@ -1,19 +1,23 @@
 """Replays recorded traffic through the real cache and scheduler, with a cost model in place of the device.
 
 Time is simulated: requests come when the trace says (and after the call before them in their lane has ended), run
-together as the scheduler decides, and each step takes what the cost model says. While no sequence prefills, all decode
-several tokens at a stretch, up to the next arrival or end. Nothing is drawn at random and no clock is read: the same
-trace, policy and budget give the same figures.
+together as the scheduler decides, and each step takes what the cost model says. Nothing is drawn at random, and no
+clock is read but to time the router: the same trace, policy and budget give the same figures.
+
+With several replicas, a router decides where each request runs. It learns of a step, and of the cache's events in it,
+when the step has ended.
 """
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import assert_never
+from functools import partial
+from statistics import fmean
+from time import perf_counter
+from typing import Any, Final, assert_never
 
-from strandline.bench.cost import CostModel
 from strandline.bench.ideal import SeenPrefixes
-from strandline.bench.policies import make_cache, policy
+from strandline.bench.replica import Machine, Replica, Running, Step
 from strandline.bench.traces import Call, Lane
 from strandline.cache import (
     CancelTransfer,
@@ -23,31 +27,19 @@ from strandline.cache import (
     FoldLog,
     LoadIn,
     MoveBlock,
+    PrefixCache,
     Reason,
     StoreOut,
-    resume_rule,
 )
-from strandline.cache.tokens import TOKEN_BYTES, decode
-from strandline.engine.request import Request
-from strandline.engine.scheduler import Scheduler
+from strandline.cache.tokens import TOKEN_BYTES
 from strandline.errors import EngineError
-from strandline.ids import BLOCK_TOKENS, RequestId
-from strandline.records.plan import NewRequest, StepPlan, StepResult
-from strandline.records.sampling_params import SamplingParams
-from strandline.specs import ModelSpec
+from strandline.events.resumable import PromptHashes
+from strandline.events.wire import to_wire
+from strandline.records.plan import StepPlan
+from strandline.routing.router import Router
 
-NOTHING = SamplingParams(temperature=0, ignore_eos=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What the trace is replayed on."""
-
-    spec: ModelSpec
-    cost: CostModel
-    memory_bytes: int
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
+MOST_STEPS: Final = 32
+"""Decode steps at a stretch where there are several replicas: any request that ends may send the next one here."""
 
 
 @dataclass(slots=True)
@@ -76,6 +68,13 @@ class Result:
     slot_bytes: int = 0
     """Held by slots at the end."""
     block_bytes: int = 0
+    router: str = ""
+    busy_s: list[float] = field(default_factory=list)
+    """By replica: time in steps."""
+    hashing_s: float = 0.0
+    """Time that hashing prompts took, not simulated."""
+    routing_s: float = 0.0
+    """Time that the router took beyond that: choosing, and following events."""
 
     @property
     def hit_share(self) -> float:
@@ -96,97 +95,71 @@ class Result:
         new = self.prompt_tokens - self.ideal_tokens
         return (self.prefilled_tokens - new) / max(self.num_requests, 1)
 
+    @property
+    def num_replicas(self) -> int:
+        return len(self.busy_s)
+
+    @property
+    def imbalance(self) -> float:
+        """Time in steps of the busiest replica, as a multiple of the mean."""
+        return max(self.busy_s) / max(fmean(self.busy_s), 1e-9)
+
     def ttft_quantile_s(self, share: float) -> float:
         """Return the time to the first token that ``share`` of the requests stay within."""
         ordered = sorted(self.ttft_s)
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
-class NoTokens(tuple[int, ...]):
-    """Stands for a prompt's token ids where only their number counts: the cache has the bytes."""
-
-    _num_tokens: int
-
-    @classmethod
-    def of(cls, num_tokens: int) -> "NoTokens":
-        """Return a stand-in for ``num_tokens`` tokens: an empty tuple but for its length."""
-        stand_in = cls()
-        stand_in._num_tokens = num_tokens
-        return stand_in
-
-    def __len__(self) -> int:
-        return self._num_tokens
-
-
-@dataclass(slots=True)
-class _Running:
-    """A request in flight, and what it is to generate."""
-
-    request: Request
-    call: Call
-    lane: int
-    arrival_s: float
-    num_given: int = 0
-    """Output tokens handed to the request so far."""
-    has_first: bool = False
-
-    def token(self) -> int:
-        """Return the next token that the request generates."""
-        [token] = self.tokens(1)
-        return token
-
-    def tokens(self, num_tokens: int) -> list[int]:
-        """Return the next tokens that the request generates; zeros after the last one of the trace."""
-        start = self.num_given * TOKEN_BYTES
-        self.num_given += num_tokens
-        return decode(self.call.output[start : self.num_given * TOKEN_BYTES].ljust(num_tokens * TOKEN_BYTES, b"\0"))
-
-
-class SimulatedClock:
-    """The seconds that have passed on the simulated machine."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+def _next_s(events: Sequence[tuple[Any, ...]]) -> float:
+    """Return when the first of some events happens."""
+    return float(events[0][0]) if events else float("inf")
 
 
 class Replay:
-    """One trace on one machine under one policy.
+    """One trace under one policy, on one machine or on several equal ones.
 
     Args:
-        emits_events: whether the cache collects events.
+        emits_events: whether the caches collect events.
+        router: where there are several replicas, decides which one gets a request.
 
     Raises:
         ConfigError: no policy has that name.
     """
 
-    def __init__(self, machine: Machine, policy_name: str, *, emits_events: bool = False) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        policy_name: str,
+        *,
+        emits_events: bool = False,
+        num_replicas: int = 1,
+        router: Router | None = None,
+    ) -> None:
         self.machine = machine
-        self._clock = SimulatedClock()
-        spec = machine.spec
-        num_slabs = machine.memory_bytes // spec.slab_bytes
-        self.cache = make_cache(
-            policy(policy_name),
-            num_slabs,
-            spec.blocks_per_slab,
-            self._clock,
-            resume_rule(spec),
-            emits_events=emits_events,
-        )
-        self.result = Result(policy_name, machine.memory_bytes)
-        self._scheduler = Scheduler(
-            self.cache, max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
-        )
+        self._router = router
+        self._follows_events = router is not None and router.follows_events
+        emits_events |= self._follows_events
+        self.replicas = [Replica(machine, policy_name, emits_events=emits_events) for _ in range(num_replicas)]
+        self._names = {str(index): index for index in range(num_replicas)}
+        if router is not None:
+            for name in self._names:
+                router.add(name)
+        self.result = Result(policy_name, machine.memory_bytes, busy_s=[0.0] * num_replicas)
         self._seen = SeenPrefixes()
-        self._running: dict[RequestId, _Running] = {}
-        self._arrivals: list[tuple[float, int, int, Call]] = []
         self._lanes: list[tuple[float, Iterator[Call]]] = []
         self._num_calls = 0
-        # Three slabs stay for a request's own state, a snapshot and the slab that is not whole.
-        slabs_for_blocks = self.cache.memory_use().max_blocks // spec.blocks_per_slab - 3
-        self._most_tokens = slabs_for_blocks * spec.blocks_per_slab * BLOCK_TOKENS
+        self._arrivals: list[tuple[float, int, int, Call]] = []
+        self._ends: list[tuple[float, int, Step]] = []
+        """Steps that are running: when and where they end."""
+        self._stepping: set[int] = set()
+        """Replicas that run a step."""
+        self._starts: list[tuple[float, int]] = []
+        """Replicas that have requests and run no step, and since when."""
+
+    @property
+    def cache(self) -> PrefixCache:
+        """Return the cache of the first replica."""
+        return self.replicas[0].cache
 
     def run(self, lanes: Sequence[Lane], progress: Callable[[int], object] = lambda _: None) -> Result:
         """Replay the lanes to their end.
@@ -197,24 +170,24 @@ class Replay:
         self._lanes = [(lane.start_s, lane.calls()) for lane in lanes]
         for index, (start_s, _) in enumerate(self._lanes):
             self._call_next(index, start_s)
-        while self._arrivals or len(self._scheduler):
-            if not len(self._scheduler):
-                self._clock.now_s = max(self._clock.now_s, self._arrivals[0][0])
-            self._receive()
-            if len(self._scheduler):
-                self._step(progress)
+        while self._arrivals or self._ends or self._starts:
+            # At the same time, a step ends, then requests arrive, then the next step starts.
+            end_s, arrival_s, start_s = _next_s(self._ends), _next_s(self._arrivals), _next_s(self._starts)
+            if end_s <= arrival_s and end_s <= start_s:
+                self._end_step(progress)
+            elif arrival_s <= start_s:
+                self._receive()
+            else:
+                self._start_step()
         return self._finish()
 
     # Requests
 
-    def request(self, request_id: RequestId) -> Request:
-        """Return a request that has arrived and has not ended."""
-        return self._running[request_id].request
-
     def _call_next(self, lane: int, ended_s: float) -> None:
         start_s, calls = self._lanes[lane]
         for call in calls:
-            if len(call.prompt) == 0 or len(call.prompt) + len(call.output) > self._most_tokens * TOKEN_BYTES:
+            most_bytes = self.replicas[0].most_tokens * TOKEN_BYTES
+            if len(call.prompt) == 0 or len(call.prompt) + len(call.output) > most_bytes:
                 self.result.num_refused += 1
                 continue
             arrival_s = max(start_s + call.at_s, ended_s + call.think_s)
@@ -223,75 +196,72 @@ class Replay:
             return
 
     def _receive(self) -> None:
-        """Take in what has arrived by now."""
-        while self._arrivals and self._arrivals[0][0] <= self._clock.now_s:
-            arrival_s, number, lane, call = heapq.heappop(self._arrivals)
-            num_prompt, num_output = len(call.prompt) // TOKEN_BYTES, max(len(call.output) // TOKEN_BYTES, 1)
-            new = NewRequest(RequestId(str(number)), NoTokens.of(num_prompt), NOTHING, 0, frozenset(), ())
-            request = Request(new, max_total=num_prompt + num_output, marks=call.marks)
-            request.tokens.data = call.prompt
-            self.result.num_requests += 1
-            self.result.prompt_tokens += num_prompt
-            self.result.ideal_tokens += self._seen.add(call.prompt)
-            self._running[request.request_id] = _Running(request, call, lane, arrival_s)
-            self._scheduler.add(request)
+        """Send the next request to a replica."""
+        arrival_s, number, lane, call = heapq.heappop(self._arrivals)
+        running = Running.of(str(number), call, lane, arrival_s)
+        self.result.num_requests += 1
+        self.result.prompt_tokens += running.request.num_prompt_tokens
+        self.result.ideal_tokens += self._seen.add(call.prompt)
+        index = self._route(running)
+        replica = self.replicas[index]
+        if not len(replica.scheduler) and index not in self._stepping:
+            heapq.heappush(self._starts, (arrival_s, index))
+        replica.add(running)
+
+    def _route(self, running: Running) -> int:
+        if self._router is None:
+            return 0
+        start_s = perf_counter()
+        prompt = PromptHashes(running.call.prompt)
+        hashed_s = perf_counter()
+        name = self._router.route(running.request.request_id, prompt)
+        self.result.hashing_s += hashed_s - start_s
+        self.result.routing_s += perf_counter() - hashed_s
+        return self._names[name]
 
     # Steps
 
-    def _step(self, progress: Callable[[int], object]) -> None:
-        self._hand_out_tokens()
-        plan = self._scheduler.plan()
-        if plan is None:
-            raise EngineError("requests wait, and none of them runs")
-        self._clock.now_s += self._cost_s(plan)
-        self._count(plan)
-        tokens = [(self._running[s.request_id].token(),) if s.is_sampled else () for s in plan.sequences]
-        for request in self._scheduler.commit(plan, StepResult(tuple(tokens))):
-            running = self._running[request.request_id]
+    def _start_step(self) -> None:
+        now_s, index = heapq.heappop(self._starts)
+        replica = self.replicas[index]
+        replica.clock.now_s = now_s
+        next_s = self._arrivals[0][0] if self._arrivals else float("inf")
+        most_steps = None if len(self.replicas) == 1 else MOST_STEPS
+        step = replica.step(next_s - now_s, most_steps, partial(self._count, replica))
+        self._stepping.add(index)
+        self.result.num_steps += step.num_steps
+        heapq.heappush(self._ends, (replica.clock.now_s, index, step))
+
+    def _end_step(self, progress: Callable[[int], object]) -> None:
+        now_s, index, step = heapq.heappop(self._ends)
+        self._stepping.discard(index)
+        self._tell_router(index, step)
+        for running in step.sampled:
             if not running.has_first:
                 running.has_first = True
-                self.result.ttft_s.append(self._clock.now_s - running.arrival_s)
-            if request.is_finished:
-                self._end(running)
+                self.result.ttft_s.append(now_s - running.arrival_s)
+            if running.request.is_finished:
+                self._end(running, now_s)
                 progress(1)
+        if len(self.replicas[index].scheduler):
+            heapq.heappush(self._starts, (now_s, index))
 
-    def _hand_out_tokens(self) -> None:
-        """Let decodes run several tokens in one step when nothing can happen in between."""
-        running = self._scheduler.running
-        if not running or self._scheduler.waiting:
+    def _tell_router(self, index: int, step: Step) -> None:
+        if self._router is None:
             return
-        num_left = []
-        for request in running:
-            if request.lease is None or request.lease.computed + 1 != request.num_tokens or not request.output_ids:
-                return
-            num_left.append(request.max_total - request.num_tokens)
-        step_s = self.machine.cost.step_s + sum(self.machine.cost.decode_s(request.num_tokens) for request in running)
-        until_s = self._arrivals[0][0] - self._clock.now_s if self._arrivals else float("inf")
-        steps = min(*num_left, self.machine.max_num_batched_tokens // len(running), until_s / step_s + 1)
-        for request in running:
-            more = int(steps) - 1
-            if more > 0:
-                self._scheduler.append_known(request, self._running[request.request_id].tokens(more))
+        events = [to_wire(event) for event in self.replicas[index].cache.take_events()]
+        start_s = perf_counter()
+        self._router.apply(str(index), events)
+        for running in step.sampled:
+            if not running.has_first:
+                self._router.begin(running.request.request_id)
+            if running.request.is_finished:
+                self._router.finish(running.request.request_id)
+        self.result.routing_s += perf_counter() - start_s
 
-    def _cost_s(self, plan: StepPlan) -> float:
-        """Return the duration of the step; with n decoded tokens per sequence, that of n steps."""
-        cost = self.machine.cost
-        prefill_s = decode_s = 0.0
-        num_steps = 1
+    def _count(self, replica: Replica, plan: StepPlan) -> None:
         for sequence in plan.sequences:
-            request = self._running[sequence.request_id].request
-            if sequence.start >= request.num_prompt_tokens:
-                num_tokens = sequence.end - sequence.start
-                num_steps = max(num_steps, num_tokens)
-                decode_s += num_tokens * cost.decode_s(sequence.start)
-            else:
-                prefill_s += cost.prefill_s(sequence.start, sequence.end)
-        self.result.num_steps += num_steps
-        return num_steps * cost.step_s + prefill_s + decode_s
-
-    def _count(self, plan: StepPlan) -> None:
-        for sequence in plan.sequences:
-            num_prompt = self._running[sequence.request_id].request.num_prompt_tokens
+            num_prompt = replica.running[sequence.request_id].request.num_prompt_tokens
             self.result.prefilled_tokens += max(min(sequence.end, num_prompt) - sequence.start, 0)
         for action in plan.actions:
             match action:
@@ -304,22 +274,24 @@ class Replay:
                 case _:
                     assert_never(action)
 
-    def _end(self, running: _Running) -> None:
+    def _end(self, running: Running, now_s: float) -> None:
         request = running.request
-        del self._running[request.request_id]
         if request.account is None:
             raise EngineError(f"request {request.request_id} ended without an account")
         self.result.hit_tokens += request.account.hit
         for miss in request.account.misses:
             self.result.missed_tokens[miss.reason] += miss.num_tokens
         self._seen.add(request.tokens.data)
-        self._call_next(running.lane, self._clock.now_s)
+        self._call_next(running.lane, now_s)
 
     def _finish(self) -> Result:
-        result, stats = self.result, self.cache.stats()
-        result.simulated_s = self._clock.now_s
-        result.num_preemptions = self._scheduler.num_preemptions
-        result.num_snapshots = sum(stats.snapshots_taken.values())
-        result.slot_bytes = stats.memory.num_slots * self.machine.spec.slab_bytes
-        result.block_bytes = stats.memory.num_blocks * self.machine.spec.block_bytes
+        result = self.result
+        for index, replica in enumerate(self.replicas):
+            stats = replica.cache.stats()
+            result.simulated_s = max(result.simulated_s, replica.clock.now_s)
+            result.busy_s[index] = replica.busy_s
+            result.num_preemptions += replica.scheduler.num_preemptions
+            result.num_snapshots += sum(stats.snapshots_taken.values())
+            result.slot_bytes += stats.memory.num_slots * self.machine.spec.slab_bytes
+            result.block_bytes += stats.memory.num_blocks * self.machine.spec.block_bytes
         return result

@@ -4,6 +4,7 @@ import json
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from tqdm import tqdm
 from strandline.bench.known_models import cost_model, geometry
 from strandline.bench.plot import check_plot_path, write_plot
 from strandline.bench.policies import policy
-from strandline.bench.replay import Machine, Replay, Result
+from strandline.bench.replay import Replay, Result
+from strandline.bench.replica import Machine
 from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
 from strandline.bench.traces import Lane, read_trace
 from strandline.config import parse_bytes
 from strandline.errors import ConfigError
+from strandline.routing.names import make_router
 from strandline.version import VERSION
 
 
@@ -41,12 +44,18 @@ class ReplayOptions:
     """Speed of the device as a multiple of one H200."""
     plot: str | None = None
     """File to plot the results to."""
+    num_replicas: int = 1
+    routers: Sequence[str] = ("strandline",)
+    """Where there are several replicas."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_sessions"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_sessions", "num_replicas"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+                flag = "replicas" if name == "num_replicas" else name.replace("_", "-")
+                raise ConfigError(f"--{flag} must be at least 1, got {value}")
+        if self.plot is not None and self.num_replicas > 1:
+            raise ConfigError("--plot draws replays of one replica")
         if not self.session_gap_s >= 0:
             raise ConfigError(f"--session-gap must be at least 0, got {self.session_gap_s:g}")
         if not self.speed > 0:
@@ -65,6 +74,9 @@ def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
     """Replay all combinations and print the results; return 0."""
     for name in options.policies:
         policy(name)
+    routers = options.routers if options.num_replicas > 1 else [""]
+    for name in filter(None, routers):
+        make_router(name)
     if options.plot is not None:
         check_plot_path(options.plot)
     budgets = [parse_bytes(size) for size in options.memory]
@@ -72,8 +84,8 @@ def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
     for name in _names(options.traces):
         lanes = _lanes(name, options)
         for memory_bytes in budgets:
-            for policy_name in options.policies:
-                rows.append(Row(Path(name).name, _replay(lanes, memory_bytes, policy_name, options)))
+            for policy_name, router in product(options.policies, routers):
+                rows.append(Row(Path(name).name, _replay(lanes, memory_bytes, policy_name, router, options)))
                 if not as_json:
                     print("\n".join(table(rows) if len(rows) == 1 else table(rows)[-1:]), flush=True)
     if options.plot is not None:
@@ -94,7 +106,7 @@ def _lanes(name: str, options: ReplayOptions) -> list[Lane]:
     return read_trace(name, max_sessions=options.max_sessions, session_gap_s=options.session_gap_s)
 
 
-def _replay(lanes: list[Lane], memory_bytes: int, policy_name: str, options: ReplayOptions) -> Result:
+def _replay(lanes: list[Lane], memory_bytes: int, policy_name: str, router: str, options: ReplayOptions) -> Result:
     spec = geometry(options.geometry)
     num_slabs = memory_bytes // spec.slab_bytes
     if num_slabs < 6:
@@ -108,8 +120,11 @@ def _replay(lanes: list[Lane], memory_bytes: int, policy_name: str, options: Rep
         options.max_num_seqs,
         options.max_num_batched_tokens,
     )
-    with tqdm(desc=policy_name, disable=None, unit="request", leave=False, delay=2) as bar:
-        return Replay(machine, policy_name).run(lanes, bar.update)
+    chosen = make_router(router) if router else None
+    replay = Replay(machine, policy_name, num_replicas=options.num_replicas, router=chosen)
+    replay.result.router = router
+    with tqdm(desc=router or policy_name, disable=None, unit="request", leave=False, delay=2) as bar:
+        return replay.run(lanes, bar.update)
 
 
 COLUMNS = (
@@ -119,9 +134,35 @@ COLUMNS = (
 )
 
 
+FLEET_COLUMNS = (
+    f"{'trace':<28} {'memory':>9} {'policy':<10}{'replicas':>9} {'router':<13}{'requests':>9}{'hit %':>8}{'ideal %':>8}"
+    f"{'computed':>10}{'recomputed':>11}{'TTFT p50':>10}{'p90 ms':>9}{'imbalance':>10}{'hash':>6}{'route us':>9}"
+)
+
+
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the table's lines. Computed and recomputed are prompt tokens per request."""
-    return [COLUMNS, *(_line(row) for row in rows)]
+    """Return the table's lines. Computed and recomputed are prompt tokens per request.
+
+    Of replays on several replicas, memory is that of each; imbalance is the busiest one's time in steps over the mean,
+    and *hash* and *route* what the router took per request to hash a prompt, and for all else.
+    """
+    if rows[0].result.num_replicas > 1:
+        return [FLEET_COLUMNS, *map(_fleet_line, rows)]
+    return [COLUMNS, *map(_line, rows)]
+
+
+def _fleet_line(row: Row) -> str:
+    result = row.result
+    num_requests = max(result.num_requests, 1)
+    refused = f"  {result.num_refused} refused" if result.num_refused else ""
+    return (
+        f"{row.trace[:28]:<28} {result.memory_bytes / 2**30:>5.4g} GiB {result.policy:<10}{result.num_replicas:>9}"
+        f" {result.router:<13}{result.num_requests:>9,}{result.hit_share:>8.1%}{result.ideal_share:>8.1%}"
+        f"{result.computed_per_request:>10,.0f}{result.recomputed_per_request:>11,.0f}"
+        f"{result.ttft_quantile_s(0.5) * 1e3:>10,.0f}{result.ttft_quantile_s(0.9) * 1e3:>9,.0f}"
+        f"{result.imbalance:>10.2f}{result.hashing_s / num_requests * 1e6:>6.0f}"
+        f"{result.routing_s / num_requests * 1e6:>9.0f}{refused}"
+    )
 
 
 def _line(row: Row) -> str:
@@ -143,13 +184,16 @@ def as_data(rows: Iterable[Row]) -> Iterable[dict[str, Any]]:
     """Yield each row as plain data."""
     for row in rows:
         result = row.result
-        data = {name: getattr(result, name) for name in Result.__slots__ if name not in ("ttft_s", "missed_tokens")}
+        left_out = ("ttft_s", "missed_tokens", "busy_s")
+        data = {name: getattr(result, name) for name in Result.__slots__ if name not in left_out}
         yield {
             "trace": row.trace,
             **data,
             "missed_tokens": {reason.value: count for reason, count in result.missed_tokens.items()},
             "ttft_p50_s": result.ttft_quantile_s(0.5),
             "ttft_p90_s": result.ttft_quantile_s(0.9),
+            "num_replicas": result.num_replicas,
+            "imbalance": result.imbalance,
             "computed_per_request": result.computed_per_request,
             "recomputed_per_request": result.recomputed_per_request,
         }

@@ -27,6 +27,8 @@ class Rule(Protocol):
 class BlindRouter:
     """Ignores events, and counts each request as a load of one."""
 
+    follows_events = False
+
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._names = Names()

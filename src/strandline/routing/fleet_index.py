@@ -7,6 +7,7 @@ for 512 replicas as for one.
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from strandline.events.resumable import PromptHashes
 from strandline.events.wire import BLOCK_GROUP, SNAPSHOT_GROUP, BlockRemoved, BlockStored, WireEvent
@@ -29,6 +30,8 @@ class FleetIndex:
     """
 
     def __init__(self) -> None:
+        self.replicas = 0
+        """The mask of all replicas."""
         self._held: dict[int, _Held] = {}
         self._blocks: dict[int, int] = {}
         """By hash: the replicas that hold it."""
@@ -52,6 +55,7 @@ class FleetIndex:
 
     def add(self, replica: int) -> None:
         """Add a replica that holds nothing."""
+        self.replicas |= 1 << replica
         self._held[replica] = _Held()
         self._stateless |= 1 << replica
 
@@ -59,6 +63,7 @@ class FleetIndex:
         """Forget a replica."""
         self.clear(replica)
         del self._held[replica]
+        self.replicas &= ~(1 << replica)
         self._stateless &= ~(1 << replica)
 
     def clear(self, replica: int) -> None:
@@ -99,7 +104,7 @@ class FleetIndex:
         No replica is in two masks; those that would hit nothing are in none. Take what is yielded before the index
         changes.
         """
-        unseen = (1 << max(self._held, default=-1) + 1) - 1
+        unseen = self.replicas
         for num_before in range(self._matched_blocks(prompt), -1, -1):
             before = prompt.blocks[num_before - 1] if num_before else None
             rests = self._rests.get(before)
@@ -122,6 +127,25 @@ class FleetIndex:
             num_hit = num_before * BLOCK_TOKENS + num_rest
             if num_hit <= prompt.num_tokens:
                 yield num_hit, self._snapshots.get(prompt.snapshot(num_before, num_rest), 0)
+
+    def shared_prefixes(self, prompt: PromptHashes) -> Iterator[tuple[int, int]]:
+        """Yield numbers of tokens and masks of the replicas that have announced these, the most tokens first.
+
+        Every replica is in one mask; those that have announced no block of the prompt come last.
+        """
+        seen, num_blocks = 0, self._matched_blocks(prompt)
+        while num_blocks:
+            mask = self._blocks[prompt.blocks[num_blocks - 1]]
+            yield num_blocks * BLOCK_TOKENS, mask & ~seen
+            seen |= mask
+            # A replica that has announced a block has announced those before it.
+            num_blocks = bisect_left(prompt.blocks, True, hi=num_blocks, key=partial(self._is_within, seen))
+        if self.replicas & ~seen:
+            yield 0, self.replicas & ~seen
+
+    def _is_within(self, mask: int, block: int) -> bool:
+        """Return whether no other replicas have announced a block."""
+        return not self._blocks[block] & ~mask
 
     def _matched_blocks(self, prompt: PromptHashes) -> int:
         """Return how many of the prompt's first blocks any replica has announced."""

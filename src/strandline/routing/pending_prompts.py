@@ -18,14 +18,21 @@ class PendingPrompts:
 
     def __init__(self) -> None:
         self._prompts: dict[str, _Prompt] = {}
-        self._replicas: dict[int, list[int]] = {}
-        """By block: the replicas that are about to compute it, as often as they are."""
+        self._masks: dict[int, int] = {}
+        """By block: the replicas that are about to compute it."""
+        self._more: dict[tuple[int, int], int] = {}
+        """By block and replica: number of prompts with that block there, beyond the first."""
 
     def add(self, request_id: str, replica: int, blocks: Sequence[int]) -> None:
         """Add a prompt's blocks from the one that it computes first."""
         self._prompts[request_id] = _Prompt(replica, blocks)
+        bit = 1 << replica
         for block in blocks:
-            self._replicas.setdefault(block, []).append(replica)
+            mask = self._masks.get(block, 0)
+            if mask & bit:
+                self._more[block, replica] = self._more.get((block, replica), 0) + 1
+            else:
+                self._masks[block] = mask | bit
 
     def remove(self, request_id: str) -> None:
         """Forget a prompt. Unknown ones are ignored."""
@@ -33,10 +40,13 @@ class PendingPrompts:
         if prompt is None:
             return
         for block in prompt.blocks:
-            replicas = self._replicas[block]
-            replicas.remove(prompt.replica)
-            if not replicas:
-                del self._replicas[block]
+            more = self._more.pop((block, prompt.replica), 0)
+            if more > 1:
+                self._more[block, prompt.replica] = more - 1
+            elif not more:
+                self._masks[block] &= ~(1 << prompt.replica)
+                if not self._masks[block]:
+                    del self._masks[block]
 
     def hits(self, prompt: PromptHashes) -> Iterator[tuple[int, int]]:
         """Yield numbers of tokens that a prompt shares with pending ones, and masks of their replicas; most first.
@@ -44,13 +54,8 @@ class PendingPrompts:
         Whole blocks count.
         """
         seen = 0
-        for num_blocks in range(len(prompt.blocks) if self._replicas else 0, 0, -1):
-            replicas = self._replicas.get(prompt.blocks[num_blocks - 1])
-            if replicas is None:
-                continue
-            mask = 0
-            for replica in replicas:
-                mask |= 1 << replica
-            if mask & ~seen:
-                yield num_blocks * BLOCK_TOKENS, mask & ~seen
+        for num_blocks in range(len(prompt.blocks) if self._masks else 0, 0, -1):
+            mask = self._masks.get(prompt.blocks[num_blocks - 1], 0) & ~seen
+            if mask:
+                yield num_blocks * BLOCK_TOKENS, mask
                 seen |= mask

@@ -15,6 +15,9 @@ class NoReplicaError(EngineError):
 class Router(Protocol):
     """Chooses replicas. Not thread-safe."""
 
+    follows_events: bool
+    """Whether ``apply`` has an effect."""
+
     def add(self, replica: str) -> None:
         """Add a replica, whose cache is empty until its events say otherwise."""
 

@@ -1,8 +1,10 @@
 """The router that knows snapshots: sends a request where the tokens to recompute and the load are least together.
 
-The tokens to recompute are known from the replicas' events, to the token. A request's tokens are reserved when it is
-routed, so that the next one, which may come before the replica has heard of the first, sees them. Prompts on their way
-count as cached where they were sent: an engine computes a prefix once for all requests that wait for it.
+The tokens to recompute are known from the replicas' events, to the token. Where they and the load are about the same,
+a replica that has computed more of the prompt, though it cannot resume there, is preferred. A request's tokens are
+reserved when it is routed, so that the next one, which may come before the replica has heard of the first, sees them.
+Prompts on their way count as cached where they were sent: an engine computes a prefix once for all requests that wait
+for it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,6 +21,10 @@ from strandline.routing.router import Names, NoReplicaError
 DECODE_TOKENS: Final = 256
 """Load of a request whose prompt is computed: what it costs others while it decodes, in prompt tokens."""
 
+SHARED_WORTH: Final = 0.5
+"""Worth of a token that is cached behind the last snapshot that serves a prompt. It saves nothing now, but where two
+prompts part, a snapshot is taken if both are computed in the same place, and serves the third."""
+
 
 class SnapshotRouter:
     """Follows the events of all replicas, and their loads.
@@ -27,14 +33,14 @@ class SnapshotRouter:
         decode_tokens: load of a request whose prompt is computed, in prompt tokens.
     """
 
+    follows_events = True
+
     def __init__(self, decode_tokens: int = DECODE_TOKENS) -> None:
         self._decode_tokens = decode_tokens
         self._names = Names()
         self._index = FleetIndex()
         self._loads = Loads()
         self._pending = PendingPrompts()
-        self._all = 0
-        """The mask of all replicas."""
 
     def add(self, replica: str) -> None:
         """Add a replica, whose cache is empty until its events say otherwise."""
@@ -42,7 +48,6 @@ class SnapshotRouter:
         if number is not None:
             self._index.add(number)
             self._loads.add(number)
-            self._all |= 1 << number
 
     def remove(self, replica: str) -> list[str]:
         """Forget a replica; return its unfinished requests, which are forgotten too. Unknown replicas are ignored."""
@@ -50,7 +55,6 @@ class SnapshotRouter:
         if number is None:
             return []
         self._index.remove(number)
-        self._all &= ~(1 << number)
         requests = self._loads.remove(number)
         for request_id in requests:
             self._pending.remove(request_id)
@@ -75,7 +79,7 @@ class SnapshotRouter:
         Raises:
             NoReplicaError: there is none.
         """
-        if not self._all:
+        if not self._index.replicas:
             raise NoReplicaError("there is no replica")
         number, num_hit = self._choose(prompt)
         self._loads.reserve(request_id, number, prompt.num_tokens - num_hit + self._decode_tokens)
@@ -103,13 +107,25 @@ class SnapshotRouter:
         """
         chosen, chosen_hit, least_cost = -1, 0, float("inf")
         least_load = self._loads.least_load
-        for hits in (self._pending.hits(prompt), self._index.hits(prompt), iter([(0, self._all)])):
+        shared = list(self._index.shared_prefixes(prompt))
+        most_shared = shared[0][0]
+        for hits in (self._pending.hits(prompt), self._index.hits(prompt), iter([(0, self._index.replicas)])):
             for num_hit, mask in hits:
-                num_missed = prompt.num_tokens - num_hit
-                if num_missed + least_load >= least_cost:
+                if _cost(prompt.num_tokens, num_hit, most_shared, least_load) >= least_cost:
                     break
-                replica = self._loads.least_of(mask)
-                cost = num_missed + self._loads.load(replica)
-                if cost < least_cost:
-                    chosen, chosen_hit, least_cost = replica, num_hit, cost
+                for num_shared, sharing in shared:
+                    if mask & sharing:
+                        replica = self._loads.least_of(mask & sharing)
+                        cost = _cost(prompt.num_tokens, num_hit, num_shared, self._loads.load(replica))
+                        if cost < least_cost:
+                            chosen, chosen_hit, least_cost = replica, num_hit, cost
         return chosen, chosen_hit
+
+
+def _cost(num_tokens: int, num_hit: int, num_shared: int, load: int) -> float:
+    """Return what a prompt costs on a replica, in tokens.
+
+    Args:
+        num_shared: of its tokens, those that the replica has keys and values of.
+    """
+    return num_tokens - num_hit - SHARED_WORTH * max(num_shared - num_hit, 0) + load

@@ -6,7 +6,8 @@ from random import Random
 import pytest
 
 from strandline.bench.known_models import cost_model, geometry
-from strandline.bench.replay import Machine, Replay
+from strandline.bench.replay import Replay
+from strandline.bench.replica import Machine
 from strandline.bench.traces import Call, Lane, random_tokens
 
 MODEL = "Qwen3.5-35B-A3B"

@@ -14,7 +14,8 @@ from strandline.bench.cost import H200
 from strandline.bench.explain_queries import ExplainedReplay
 from strandline.bench.explain_text import MEANINGS, lines
 from strandline.bench.known_models import geometry
-from strandline.bench.replay import Machine, Replay, Result
+from strandline.bench.replay import Replay, Result
+from strandline.bench.replica import Machine
 from strandline.bench.synthetic import synthetic_lanes
 from strandline.bench.traces import random_tokens, read_trace
 from strandline.cache import Reason

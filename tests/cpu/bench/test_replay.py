@@ -1,7 +1,7 @@
 """Replays: what is read from each format, what the figures mean, and that they come out the same again."""
 
 import json
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from itertools import takewhile
 from pathlib import Path
 
@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from strandline.bench.cost import H200
 from strandline.bench.ideal import SeenPrefixes
 from strandline.bench.known_models import GEOMETRIES, cost_model, geometry
-from strandline.bench.replay import Machine, Replay, Result
+from strandline.bench.replay import Replay, Result
+from strandline.bench.replica import Machine
 from strandline.bench.synthetic import SYNTHETIC, Conversations, synthetic_lanes
 from strandline.bench.traces import Lane, random_tokens, read_trace
 from strandline.cache.invariants import check
 from strandline.cache.tokens import encode
 from strandline.cli import main
 from strandline.errors import ConfigError
+from strandline.routing.names import ROUTERS, make_router
 
 MODEL = "Qwen3.5-35B-A3B"
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
@@ -238,3 +240,63 @@ def test_blocks_of_conversations_are_kept_by_rate_not_by_age() -> None:
         for name in ("auto", "auto-lru")
     )
     assert by_age.hit_tokens < 0.9 * by_rate.hit_tokens
+
+
+# Several replicas
+
+
+def fleet(lanes: list[Lane], router: str, *, num_replicas: int = 4, gib: float = 4) -> Result:
+    machine = Machine(geometry(MODEL), cost_model(MODEL), int(gib * 2**30))
+    replay = Replay(machine, "auto", num_replicas=num_replicas, router=make_router(router))
+    result = replay.run(lanes)
+    for replica in replay.replicas:
+        check(replica.cache)
+    return result
+
+
+def figures(result: Result) -> list[object]:
+    """Return all figures but those that a clock has measured."""
+    return [value for name, value in asdict(result).items() if name not in ("hashing_s", "routing_s")]
+
+
+def conversations(num: int = 16) -> list[Lane]:
+    return [*Conversations(num, 5, 600, 150, 200, think_s=3.0).lanes()]
+
+
+def test_fleet_of_one_is_a_replay_without_a_router() -> None:
+    lanes = conversations(4)
+    alone, fleet_of_one = replay(lanes, gib=4), fleet(lanes, "strandline", num_replicas=1)
+    assert fleet_of_one.routing_s > 0
+    assert figures(fleet_of_one) == figures(alone)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_figures_of_a_fleet_add_up(router: str) -> None:
+    result, again = (fleet(conversations(), router) for _ in range(2))
+    assert figures(result) == figures(again)
+    assert (result.num_requests, len(result.ttft_s), result.num_replicas) == (80, 80, 4)
+    assert result.prompt_tokens == result.hit_tokens + sum(result.missed_tokens.values())
+    assert result.hit_tokens <= result.ideal_tokens
+    assert 1 <= result.imbalance <= 4
+
+
+def test_router_that_knows_snapshots_hits_and_balances() -> None:
+    results = {router: fleet(conversations(), router) for router in ROUTERS}
+    ours = results.pop("strandline")
+    assert ours.hit_share > 0.95 * ours.ideal_share
+    assert ours.hit_share > results["power-of-two"].hit_share + 0.1
+    assert ours.hit_share > results["random"].hit_share + 0.1
+    # All share a system prompt, for which the prefix tree sends everything to one replica.
+    assert results["prefix-tree"].imbalance == 4
+    assert ours.imbalance < 3
+
+
+def test_command_compares_routers(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "replay", "resend", "--replicas", "3", "--memory", "4GiB", "--router", "strandline,random"]
+    assert main(arguments) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert main([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["router"], row["num_replicas"]) for row in rows] == [("strandline", 3), ("random", 3)]
+    assert main(["bench", "replay", "resend", "--replicas", "2", "--router", "best"]) == 2
+    assert main(["bench", "replay", "resend", "--replicas", "0"]) == 2

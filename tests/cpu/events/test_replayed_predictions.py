@@ -5,7 +5,7 @@ import pytest
 from benchmarks.predicted_hits import PredictedReplay
 from strandline.bench.cost import H200
 from strandline.bench.known_models import geometry
-from strandline.bench.replay import Machine
+from strandline.bench.replica import Machine
 from strandline.bench.synthetic import Conversations, synthetic_lanes
 from strandline.bench.traces import Lane
 from strandline.ids import BLOCK_TOKENS

@@ -6,6 +6,7 @@ import pytest
 
 from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
 from strandline.events.resumable import PromptHashes, ResumableIndex
+from strandline.ids import BLOCK_TOKENS
 from strandline.routing.fleet_index import FleetIndex
 from tests.cpu.cache.history import SALTS, History
 from tests.cpu.cache.test_state_machine import SHAPES, random_event
@@ -24,6 +25,16 @@ def hits_by_replica(index: FleetIndex, prompt: PromptHashes) -> dict[int, int]:
             assert replica not in found
             found[replica] = num_hit
     return {replica: num_hit for replica, num_hit in found.items() if num_hit}
+
+
+def shared_by_replica(index: FleetIndex, prompt: PromptHashes) -> list[int]:
+    """Return the announced blocks of each replica that a prompt begins with; check that each is in one mask."""
+    found = {}
+    for num_tokens, mask in index.shared_prefixes(prompt):
+        for replica in (replica for replica in range(NUM_REPLICAS) if mask >> replica & 1):
+            assert replica not in found
+            found[replica] = num_tokens // BLOCK_TOKENS
+    return [found[replica] for replica in range(NUM_REPLICAS)]
 
 
 @pytest.mark.parametrize("rules", [(AT_SNAPSHOTS,), (AT_SNAPSHOTS, AtTokens())], ids=["hybrid", "mixed"])
@@ -48,6 +59,7 @@ def test_hits_are_those_of_every_replica(shape: tuple[int, int], rules: tuple[Re
                 hashes = PromptHashes(prompt, salt)
                 expected = {replica: each.hit_tokens(hashes) for replica, each in enumerate(single)}
                 assert hits_by_replica(index, hashes) == {r: hit for r, hit in expected.items() if hit}
+                assert shared_by_replica(index, hashes) == [each.matched_blocks(hashes) for each in single]
                 hits = [history.driver.lookup(prompt, salt).hit for history in histories]
                 assert all(expected[r] == hit for r, hit in enumerate(hits) if histories[r].rule.needs_slots)
     for replica in range(NUM_REPLICAS):

@@ -8,7 +8,7 @@ import pytest
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.ids import BLOCK_TOKENS
 from strandline.routing.router import NoReplicaError
-from strandline.routing.snapshot_router import DECODE_TOKENS, SnapshotRouter
+from strandline.routing.snapshot_router import DECODE_TOKENS, SHARED_WORTH, SnapshotRouter
 from tests.cpu.cache.history import History, pattern
 from tests.cpu.cache.test_state_machine import random_event
 from tests.cpu.routing.replicas import Fleet, on_the_wire
@@ -34,6 +34,13 @@ def test_deepest_snapshot_wins() -> None:
     replicas.serve("b", PREFIX)
     replicas.serve("c", [*PREFIX][:150])
     assert replicas.route([*PREFIX, 1]) == "b"
+
+
+def test_prompts_that_part_are_computed_in_one_place() -> None:
+    replicas = fleet()
+    replicas.serve("c", PREFIX)
+    # The only snapshot is at the end of the prefix, which this prompt leaves earlier.
+    assert replicas.route([*PREFIX][:150] + [1] * 100) == "c"
 
 
 def test_load_outweighs_a_hit_that_saves_less() -> None:
@@ -127,8 +134,9 @@ class Oracle:
         deepest = max((i + 1 for i, block in enumerate(prompt.blocks) if block in pending), default=0)
         return max(deepest * BLOCK_TOKENS, self.indices[name].hit_tokens(prompt))
 
-    def cost(self, name: str, prompt: PromptHashes) -> int:
-        return prompt.num_tokens - self.hit(name, prompt) + self.load(name)
+    def cost(self, name: str, prompt: PromptHashes) -> float:
+        hit, shared = self.hit(name, prompt), self.indices[name].matched_blocks(prompt) * BLOCK_TOKENS
+        return prompt.num_tokens - hit - SHARED_WORTH * max(shared - hit, 0) + self.load(name)
 
 
 @pytest.mark.parametrize("num_replicas", [3, 30])

@@ -1,0 +1,198 @@
+"""One engine in simulated time: the real cache and scheduler, with a cost model in place of the device.
+
+While no sequence prefills, all decode several tokens at a stretch, up to the next arrival or end.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from strandline.bench.cost import CostModel
+from strandline.bench.policies import make_cache, policy
+from strandline.bench.traces import Call
+from strandline.cache import resume_rule
+from strandline.cache.tokens import TOKEN_BYTES, decode
+from strandline.engine.request import Request
+from strandline.engine.scheduler import Scheduler
+from strandline.errors import EngineError
+from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.records.plan import NewRequest, StepPlan, StepResult
+from strandline.records.sampling_params import SamplingParams
+from strandline.specs import ModelSpec
+
+NOTHING: Final = SamplingParams(temperature=0, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the trace is replayed on."""
+
+    spec: ModelSpec
+    cost: CostModel
+    memory_bytes: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+
+
+class NoTokens(tuple[int, ...]):
+    """Stands for a prompt's token ids where only their number counts: the cache has the bytes."""
+
+    _num_tokens: int
+
+    @classmethod
+    def of(cls, num_tokens: int) -> "NoTokens":
+        """Return a stand-in for ``num_tokens`` tokens: an empty tuple but for its length."""
+        stand_in = cls()
+        stand_in._num_tokens = num_tokens
+        return stand_in
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+
+@dataclass(slots=True)
+class Running:
+    """A request in flight, and what it is to generate."""
+
+    request: Request
+    call: Call
+    lane: int
+    arrival_s: float
+    num_given: int = 0
+    """Output tokens handed to the request so far."""
+    has_first: bool = False
+
+    @classmethod
+    def of(cls, name: str, call: Call, lane: int, arrival_s: float) -> "Running":
+        """Return a call as a request that has arrived."""
+        num_prompt, num_output = len(call.prompt) // TOKEN_BYTES, max(len(call.output) // TOKEN_BYTES, 1)
+        new = NewRequest(RequestId(name), NoTokens.of(num_prompt), NOTHING, 0, frozenset(), ())
+        request = Request(new, max_total=num_prompt + num_output, marks=call.marks)
+        request.tokens.data = call.prompt
+        return cls(request, call, lane, arrival_s)
+
+    def token(self) -> int:
+        """Return the next token that the request generates."""
+        [token] = self.tokens(1)
+        return token
+
+    def tokens(self, num_tokens: int) -> list[int]:
+        """Return the next tokens that the request generates; zeros after the last one of the trace."""
+        start = self.num_given * TOKEN_BYTES
+        self.num_given += num_tokens
+        return decode(self.call.output[start : self.num_given * TOKEN_BYTES].ljust(num_tokens * TOKEN_BYTES, b"\0"))
+
+
+class SimulatedClock:
+    """The seconds that have passed on the simulated machine."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step has done."""
+
+    num_steps: int
+    """Steps of the machine that it stands for."""
+    sampled: list[Running]
+    """Requests that got tokens, those that have ended among them."""
+
+
+class Replica:
+    """A cache and a scheduler on a machine of their own.
+
+    Raises:
+        ConfigError: no policy has that name.
+    """
+
+    def __init__(self, machine: Machine, policy_name: str, *, emits_events: bool) -> None:
+        self.machine = machine
+        self.clock = SimulatedClock()
+        spec = machine.spec
+        self.cache = make_cache(
+            policy(policy_name),
+            machine.memory_bytes // spec.slab_bytes,
+            spec.blocks_per_slab,
+            self.clock,
+            resume_rule(spec),
+            emits_events=emits_events,
+        )
+        self.scheduler = Scheduler(
+            self.cache, max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
+        )
+        self.running: dict[RequestId, Running] = {}
+        """Requests that have arrived and have not ended."""
+        self.busy_s = 0.0
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest request that the memory holds."""
+        # Three slabs stay for a request's own state, a snapshot and the slab that is not whole.
+        blocks_per_slab = self.machine.spec.blocks_per_slab
+        slabs_for_blocks = self.cache.memory_use().max_blocks // blocks_per_slab - 3
+        return slabs_for_blocks * blocks_per_slab * BLOCK_TOKENS
+
+    def add(self, running: Running) -> None:
+        """Queue a request."""
+        self.running[running.request.request_id] = running
+        self.scheduler.add(running.request)
+
+    def step(self, longest_s: float, most_steps: int | None, observe: Callable[[StepPlan], None]) -> Step:
+        """Run a step; the clock shows its end.
+
+        Args:
+            longest_s: time to the next arrival that is known.
+            most_steps: most decode steps at a stretch; None: any number.
+            observe: called with the plan before it is carried out.
+        """
+        self._hand_out_tokens(longest_s, most_steps)
+        plan = self.scheduler.plan()
+        if plan is None:
+            raise EngineError("requests wait, and none of them runs")
+        cost_s, num_steps = self._cost(plan)
+        self.clock.now_s += cost_s
+        observe(plan)
+        self.busy_s += cost_s
+        tokens = [(self.running[s.request_id].token(),) if s.is_sampled else () for s in plan.sequences]
+        sampled = [self.running[r.request_id] for r in self.scheduler.commit(plan, StepResult(tuple(tokens)))]
+        for running in sampled:
+            if running.request.is_finished:
+                del self.running[running.request.request_id]
+        return Step(num_steps, sampled)
+
+    def _hand_out_tokens(self, longest_s: float, most_steps: int | None) -> None:
+        """Let decodes run several tokens in one step when nothing can happen in between."""
+        decoding = self.scheduler.running
+        if not decoding or self.scheduler.waiting:
+            return
+        num_left = [] if most_steps is None else [most_steps]
+        for request in decoding:
+            if request.lease is None or request.lease.computed + 1 != request.num_tokens or not request.output_ids:
+                return
+            num_left.append(request.max_total - request.num_tokens)
+        step_s = self.machine.cost.step_s + sum(self.machine.cost.decode_s(request.num_tokens) for request in decoding)
+        steps = min(*num_left, self.machine.max_num_batched_tokens // len(decoding), longest_s / step_s + 1)
+        for request in decoding:
+            more = int(steps) - 1
+            if more > 0:
+                self.scheduler.append_known(request, self.running[request.request_id].tokens(more))
+
+    def _cost(self, plan: StepPlan) -> tuple[float, int]:
+        """Return the duration of the step, and its number of steps: n with n decoded tokens per sequence."""
+        cost = self.machine.cost
+        prefill_s = decode_s = 0.0
+        num_steps = 1
+        for sequence in plan.sequences:
+            request = self.running[sequence.request_id].request
+            if sequence.start >= request.num_prompt_tokens:
+                num_tokens = sequence.end - sequence.start
+                num_steps = max(num_steps, num_tokens)
+                decode_s += num_tokens * cost.decode_s(sequence.start)
+            else:
+                prefill_s += cost.prefill_s(sequence.start, sequence.end)
+        return num_steps * cost.step_s + prefill_s + decode_s, num_steps
