@@ -25,6 +25,7 @@ from strandline.cache.announcer import Announcer
 from strandline.cache.events import CacheEvent
 from strandline.cache.eviction import Entry, EvictionOrder, ReuseRate, WorthPerByte
 from strandline.cache.hits import record_hit, record_use
+from strandline.cache.holds import Holds
 from strandline.cache.index import PrefixIndex
 from strandline.cache.internals import Internals
 from strandline.cache.leaders import Leaders
@@ -100,6 +101,8 @@ class PrefixCache:
         self._publisher = Publisher(self._memory, self._reuse, self._counters, self._leases.values)
         self.loads = Loads(self._memory, self._index, self._publisher, self._counters, self._leases, rule)
         """Prefixes that are being loaded from stores."""
+        self.holds = Holds(self._memory, self._index, self._leases, rule)
+        """Prefixes that are kept for other engines."""
         self._leaders = Leaders(self._index, self._leases, self.loads, placement, rule)
         self._expected: dict[RequestId, Entry] = {}
         self._is_stepwise = enabled and placement.is_stepwise
@@ -458,7 +461,7 @@ class PrefixCache:
         counters, memory = self._counters, self._memory
         return CacheStats(
             memory=self.memory_use(),
-            num_leases=len(self._leases) - len(self.loads),
+            num_leases=len(self._leases) - len(self.loads) - len(self.holds),
             num_snapshots=self._allocator.num_slots
             - sum((lease.dst != NULL_SLOT) + len(lease.cuts) for lease in self._leases.values()),
             num_snapshots_evicted=memory.num_snapshots_evicted,

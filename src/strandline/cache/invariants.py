@@ -107,7 +107,7 @@ def _check_owners(cache: Internals, runs: list[Run]) -> None:
         block_owners.update(lease.table[lease.num_published :])
         owners = {cache.memory.owner(block) for block in lease.table[lease.num_published :]}
         _require(owners <= {None, lease.tail}, f"{lease.request_id}: a block of its own has an owner in the index")
-        writes_slot = cache.rule.needs_slots and lease.transfer is None
+        writes_slot = cache.rule.needs_slots and lease.transfer is None and lease.held is None
         _require((lease.dst != NULL_SLOT) == writes_slot, f"{lease.request_id} writes slot {lease.dst}")
         slot_owners[lease.dst] += writes_slot
         slot_owners.update(cut.slot for cut in lease.cuts)
@@ -128,8 +128,13 @@ def _check_owners(cache: Internals, runs: list[Run]) -> None:
 
 def _all_snapshots(cache: Internals, runs: list[Run]) -> list[Snapshot]:
     attached = [s for run in runs for s in (*run.snapshots.values(), *run.stubs.values())]
-    sources = {id(lease.source): lease.source for lease in cache.leases.values() if lease.source is not None}
-    return attached + [s for s in sources.values() if not s.is_attached]
+    read = {id(snapshot): snapshot for lease in cache.leases.values() for snapshot in _read_by(lease)}
+    return attached + [s for s in read.values() if not s.is_attached]
+
+
+def _read_by(lease: Lease) -> tuple[Snapshot, ...]:
+    """Return the snapshots that a lease keeps from eviction."""
+    return (lease.held or ()) if lease.source is None else (lease.source,)
 
 
 def _check_evictable(cache: Internals, runs: list[Run]) -> None:
@@ -142,7 +147,7 @@ def _check_evictable(cache: Internals, runs: list[Run]) -> None:
         _require(not cache.memory.is_missing_from_queue(entry), "an entry that may be evicted is not in the queue")
     num_slots = sum(s.num_readers == 0 for s in attached)
     _require(memory.num_evictable_slots == num_slots, f"{memory.num_evictable_slots} evictable, not {num_slots}")
-    readers = Counter(id(lease.source) for lease in cache.leases.values() if lease.source is not None)
+    readers = Counter(id(snapshot) for lease in cache.leases.values() for snapshot in _read_by(lease))
     for snapshot in attached:
         _require(snapshot.num_readers == readers[id(snapshot)], f"snapshot {snapshot.slot}: readers miscounted")
 

@@ -54,6 +54,7 @@ class Lease:
         "cuts",
         "dst",
         "folded",
+        "held",
         "interarrival_bin",
         "is_active",
         "kv_start",
@@ -104,6 +105,8 @@ class Lease:
         self.tail: Run | None = None
         """The tail that makes the block being filled visible in the index, once a snapshot lies inside that block."""
         self.is_active = True
+        self.held: tuple[Snapshot, ...] | None = None
+        """The snapshots that it keeps for other engines: no request runs (``Holds``). None: it is no hold."""
         self.log: LogId = NULL_LOG
         """Holds the tokens that are not folded into the state yet; the null log: none are kept."""
         self.folded = 0

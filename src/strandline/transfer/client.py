@@ -1,17 +1,14 @@
-"""Fetches a prefix from another engine, in a thread; the engine's thread reserves memory for it and writes it."""
+"""Fetches a prefix from another engine, in threads of the caller: first what there is, then what is missing."""
 
-from collections import deque
-from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Lock
+from typing import NamedTuple
 
 from strandline.specs import ModelSpec
 from strandline.transfer.connection import Cause, Connection, TransferError
-from strandline.transfer.engine_calls import EngineCalls, wait
 from strandline.transfer.layout import Items, differences, pieces_of
 from strandline.transfer.messages import Ask, Enough, Hello, Offer, Piece, Want
-
-WRITE_BEHIND = 32
-"""Pieces of one pull that have arrived and are not written: an engine writes between its steps alone."""
 
 
 class Peer(NamedTuple):
@@ -23,62 +20,79 @@ class Peer(NamedTuple):
     """Which engine should be there; empty: any."""
 
 
-class Sink(Protocol):
-    """What the engine does for a pull, in its own thread."""
+class Pull:
+    """What one engine fetches of one prompt. Ends with ``fetch``, ``enough`` or ``close``."""
 
-    def reserve(self, offer: Offer) -> Want | None:
-        """Reserve memory for what is missing of an offer; None: nothing is.
+    def __init__(self, peer: Peer, hello: Hello, spec: ModelSpec, *, timeout_s: float) -> None:
+        self.peer = peer
+        self._hello = hello
+        self._spec = spec
+        self._timeout_s = timeout_s
+        self._connection: Connection | None = None
+        self._offer: Offer | None = None
+        self._lock = Lock()
+        self._is_closed = False
+
+    def ask(self, ask: Ask) -> Offer:
+        """Connect, and ask what there is of a prompt. What is offered is kept until the pull ends.
 
         Raises:
-            TransferError: there is no memory for it.
+            TransferError: it has failed, or was closed.
         """
-
-    def write(self, items: Items, data: bytearray) -> None:
-        """Write a piece into what was reserved."""
-
-
-def pull(
-    peer: Peer, hello: Hello, ask: Ask, sink: Sink, calls: EngineCalls, spec: ModelSpec, *, timeout_s: float
-) -> int:
-    """Fetch what is missing of a prompt; return how many bytes came. All of it is written when this returns.
-
-    Raises:
-        TransferError: it has failed. What was written is not to be used.
-    """
-    with Connection.to(peer.host, peer.port, timeout_s) as connection:
-        connection.send(hello)
+        connection = Connection.to(self.peer.host, self.peer.port, self._timeout_s)
+        with self._lock:
+            self._connection = connection
+            if self._is_closed:
+                connection.close()
+        connection.send(self._hello)
         theirs, _ = connection.expect(Hello)
-        if difference := differences(hello.layout, theirs.layout):
+        if difference := differences(self._hello.layout, theirs.layout):
             raise TransferError(Cause.REFUSED, difference)
-        if peer.engine_id not in ("", theirs.engine_id):
-            raise TransferError(Cause.GONE, f"engine {theirs.engine_id} has taken the place of {peer.engine_id}")
+        if self.peer.engine_id not in ("", theirs.engine_id):
+            raise TransferError(Cause.GONE, f"engine {theirs.engine_id} has taken the place of {self.peer.engine_id}")
         connection.send(ask)
         offer, _ = connection.expect(Offer)
-        if not offer.num_tokens:
-            return 0
-        if not offer.is_consistent(len(ask.tokens)):
+        if offer.num_tokens and not offer.is_consistent(len(ask.tokens)):
             raise TransferError(Cause.GARBLED, "an offer contradicts itself or goes beyond the prompt")
-        want = calls.call(sink.reserve, offer)
-        if want is None:
+        self._offer = offer
+        return offer
+
+    def fetch(self, want: Want, write: Callable[[Items, bytearray], None]) -> int:
+        """Fetch a part of what was offered; return how many bytes came. All of it is written when this returns.
+
+        Args:
+            write: takes each piece as it comes.
+
+        Raises:
+            TransferError: it has failed, or was closed. What was written is not to be used.
+        """
+        connection, offer = self._connection, self._offer
+        if connection is None or offer is None:
+            raise TransferError(Cause.GONE, "nothing was offered")
+        try:
+            connection.send(want)
+            num_bytes = 0
+            for index, items in enumerate(pieces_of(want.first_block, offer.num_blocks, want.positions, self._spec)):
+                piece, data = connection.expect(Piece, items.num_bytes)
+                if piece.index != index:
+                    raise TransferError(Cause.GARBLED, f"piece {piece.index} came in place of {index}")
+                write(items, data)
+                num_bytes += len(data)
             connection.send(Enough())
-            return 0
-        connection.send(want)
-        num_bytes = _receive(connection, offer, want, sink, calls, spec)
-        connection.send(Enough())
-        return num_bytes
+            return num_bytes
+        finally:
+            self.close()
 
+    def enough(self) -> None:
+        """End the pull without fetching: nothing is missing, and the peer need not keep it any longer."""
+        if self._connection is not None and self._offer is not None and not self._is_closed:
+            with suppress(TransferError):  # it keeps nothing any more
+                self._connection.send(Enough())
+        self.close()
 
-def _receive(connection: Connection, offer: Offer, want: Want, sink: Sink, calls: EngineCalls, spec: ModelSpec) -> int:
-    writes: deque[Future[None]] = deque()
-    num_bytes = 0
-    for index, items in enumerate(pieces_of(want.first_block, offer.num_blocks, want.positions, spec)):
-        piece, data = connection.expect(Piece, items.num_bytes)
-        if piece.index != index:
-            raise TransferError(Cause.GARBLED, f"piece {piece.index} came in place of {index}")
-        if len(writes) == WRITE_BEHIND:
-            wait(writes.popleft())
-        writes.append(calls.submit(sink.write, items, data))
-        num_bytes += len(data)
-    for write in writes:
-        wait(write)
-    return num_bytes
+    def close(self) -> None:
+        """End the pull. Any thread may call it; a call under way fails."""
+        with self._lock:
+            self._is_closed = True
+            if self._connection is not None:
+                self._connection.close()

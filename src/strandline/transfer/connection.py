@@ -119,13 +119,16 @@ class Connection:
         except OSError as error:
             raise TransferError(Cause.DISCONNECTED, str(error)) from error
 
-    def receive(self, max_payload_bytes: int = 0) -> Frame:
+    def receive(self, max_payload_bytes: int = 0, *, patience_s: float = 0.0) -> Frame:
         """Receive a frame.
+
+        Args:
+            patience_s: how much longer than usual the peer may take to begin.
 
         Raises:
             TransferError: the peer has gone, is too slow, or does not send a frame of this size.
         """
-        deadline = monotonic() + self._timeout_s
+        deadline = monotonic() + self._timeout_s + patience_s
         magic, message_bytes, payload_bytes, checksum = HEAD.unpack(self._read(HEAD.size, deadline))
         if magic != MAGIC:
             raise TransferError(Cause.GARBLED, f"no frame begins with {magic!r}")

@@ -18,7 +18,7 @@ ENGINE_TIMEOUT_S: Final = 300.0
 
 
 class EngineCalls:
-    """A queue of calls. Any thread submits; the engine's thread runs them, a few per step."""
+    """A queue of calls. Any thread submits; the engine's thread runs them between its steps."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -43,18 +43,25 @@ class EngineCalls:
         return future
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Queue a call and wait for it. Raises what it raises, and as ``wait``."""
-        return wait(self.submit(function, *arguments))
+        """Queue a call and wait for it.
 
-    def run(self, max_calls: int) -> None:
-        """Run the first calls that wait. Errors go to the caller, but for those that must end the engine."""
-        for _ in range(max_calls):
-            with self._lock:
-                if not self._queue:
-                    if not self._is_closed:
-                        self._clear()
-                    return
-                future, call = self._queue.popleft()
+        Raises:
+            TransferError: the call has raised it; or the engine has ended, or does not answer.
+        """
+        try:
+            return self.submit(function, *arguments).result(ENGINE_TIMEOUT_S)
+        except (CancelledError, TimeoutError) as error:
+            raise TransferError(Cause.GONE, "the engine has ended, or does not answer") from error
+
+    def run(self) -> None:
+        """Run the calls that wait. Errors of a transfer go to the caller; others end the engine."""
+        with self._lock:
+            if not self._queue:
+                return
+            waiting, self._queue = self._queue, deque()
+            with suppress(BlockingIOError):  # no call has come since the last time
+                os.eventfd_read(self._fd)
+        for future, call in waiting:
             try:
                 future.set_result(call())
             except TransferError as error:
@@ -67,19 +74,3 @@ class EngineCalls:
             waiting, self._queue = self._queue, deque()
         for future, _ in waiting:
             future.cancel()
-
-    def _clear(self) -> None:
-        with suppress(BlockingIOError):  # no call has come since the last time
-            os.eventfd_read(self._fd)
-
-
-def wait(future: "Future[T]") -> T:
-    """Wait for a call.
-
-    Raises:
-        TransferError: the engine has ended, or does not answer.
-    """
-    try:
-        return future.result(ENGINE_TIMEOUT_S)
-    except (CancelledError, TimeoutError) as error:
-        raise TransferError(Cause.GONE, "the engine has ended, or does not answer") from error

@@ -1,10 +1,8 @@
-"""Gives prefixes to engines that connect. Each connection has a thread; the engine's thread reads its memory for it."""
+"""Gives prefixes to engines that connect, each connection in a thread of its own."""
 
 import logging
 import socket
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from threading import Lock, Thread
 from typing import Final, Protocol, TypeVar
@@ -13,35 +11,26 @@ from strandline.errors import ConfigError
 from strandline.kv_transfer_config import FLAG
 from strandline.specs import ModelSpec
 from strandline.transfer.connection import Cause, Connection, TransferError
-from strandline.transfer.engine_calls import EngineCalls, wait
-from strandline.transfer.layout import differences, pieces_of
+from strandline.transfer.engine_calls import EngineCalls
+from strandline.transfer.layout import Items, differences, pieces_of
 from strandline.transfer.messages import Ask, Enough, Failed, Hello, Offer, Piece, Want
 
 LOGGER: Final = logging.getLogger("strandline.transfer")
 MAX_CONNECTIONS: Final = 64
-READ_AHEAD: Final = 32
-"""Pieces of one connection that are read before they can be sent: an engine reads between its steps alone."""
-
 Hold = TypeVar("Hold")
-Read = Callable[[], memoryview]
-"""Waits for bytes that were asked for, and returns them. Any thread may call it."""
 
 
 class Source(Protocol[Hold]):
-    """What the engine does for the server, in its own thread."""
+    """What the engine does for the server."""
 
     def offer(self, ask: Ask) -> tuple[Hold, Offer] | None:
-        """Keep what there is of a prompt until ``end``; None: nothing."""
+        """Keep what there is of a prompt until ``end``; None: nothing. Called in the engine's thread."""
 
-    def read(self, hold: Hold, first_block: int, end_block: int, positions: tuple[int, ...]) -> Read:
-        """Read blocks and snapshots of what is kept.
-
-        Raises:
-            TransferError: it is not kept any more.
-        """
+    def read(self, hold: Hold, items: Items) -> memoryview:
+        """Read a piece of what is kept. Called in the connection's thread."""
 
     def end(self, hold: Hold, is_done: bool) -> None:
-        """Keep it no longer, or, if not everything has arrived, as long as its lease says."""
+        """Keep it no longer, or, if not everything has arrived, as long as its lease says. In the engine's thread."""
 
 
 class PullServer:
@@ -61,8 +50,14 @@ class PullServer:
         spec: ModelSpec,
         *,
         timeout_s: float,
+        patience_s: float,
     ) -> None:
-        self._hello, self._calls, self._spec, self._timeout_s = hello, calls, spec, timeout_s
+        """
+        Args:
+            patience_s: how long an engine may take to say what it wants of an offer: its request may be queued.
+        """
+        self._hello, self._calls, self._spec = hello, calls, spec
+        self._timeout_s, self._patience_s = timeout_s, patience_s
         self._serve_one: Callable[[Connection], None] = lambda connection: self._serve(connection, source)
         try:
             self._listener = socket.create_server((host, port), family=_family(host))
@@ -132,7 +127,7 @@ class PullServer:
 
     def _serve_wanted(self, connection: Connection, source: Source[Hold], hold: Hold, offer: Offer) -> bool:
         """Send what is wanted; return whether it has arrived."""
-        want, _ = connection.receive()
+        want, _ = connection.receive(patience_s=self._patience_s)
         if isinstance(want, Want):
             self._send(connection, source, hold, offer, want)
             connection.expect(Enough)
@@ -147,16 +142,8 @@ class PullServer:
         offered = {position for position, _ in offer.snapshots}
         if not (0 <= want.first_block <= end_block and offered.issuperset(want.positions)):
             raise TransferError(Cause.GARBLED, "more is wanted than was offered")
-        reads: deque[Future[Read]] = deque()
-        index = 0
-        for items in pieces_of(want.first_block, end_block, want.positions, self._spec):
-            if len(reads) == READ_AHEAD:
-                connection.send(Piece(index), wait(reads.popleft())())
-                index += 1
-            reads.append(self._calls.submit(source.read, hold, items.start_block, items.end_block, items.positions))
-        while reads:
-            connection.send(Piece(index), wait(reads.popleft())())
-            index += 1
+        for index, items in enumerate(pieces_of(want.first_block, end_block, want.positions, self._spec)):
+            connection.send(Piece(index), source.read(hold, items))
 
 
 def _tell(connection: Connection, error: TransferError) -> None:

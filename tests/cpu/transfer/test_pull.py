@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
-from strandline.transfer.client import Peer, pull
+from strandline.transfer.client import Peer, Pull
 from strandline.transfer.connection import Cause, Connection, TransferError
 from strandline.transfer.engine_calls import EngineCalls
 from strandline.transfer.layout import Items, layout_of, pieces_of
 from strandline.transfer.messages import Ask, Hello, Offer, Piece, Want
-from strandline.transfer.server import PullServer, Read
+from strandline.transfer.server import PullServer
 
 LONG_S = 60.0
 SHORT_S = 0.2
@@ -49,25 +49,17 @@ class Memory:
     ends: list[tuple[str, bool]] = field(default_factory=list)
     written: dict[tuple[int, int, tuple[int, ...]], bytes] = field(default_factory=dict)
     has_ended: Event = field(default_factory=Event)
-    is_gone: bool = False
 
     def offer(self, ask: Ask) -> tuple[str, Offer] | None:
         self.asks.append(ask)
         return None if self.offered is None else ("hold", self.offered)
 
-    def read(self, hold: str, first_block: int, end_block: int, positions: tuple[int, ...]) -> Read:
-        if self.is_gone:
-            raise TransferError(Cause.GONE, "evicted")
-        return lambda: memoryview(content_of(first_block, end_block, positions))
+    def read(self, hold: str, items: Items) -> memoryview:
+        return memoryview(content_of(*items[:3]))
 
     def end(self, hold: str, is_done: bool) -> None:
         self.ends.append((hold, is_done))
         self.has_ended.set()
-
-    def reserve(self, offer: Offer) -> Want | None:
-        if self.is_gone:
-            raise TransferError(Cause.NO_ROOM, "full")
-        return self.wanted
 
     def write(self, items: Items, data: bytearray) -> None:
         self.written[items[:3]] = bytes(data)
@@ -81,7 +73,7 @@ def calls() -> Iterator[EngineCalls]:
 
     def run() -> None:
         while not is_stopped.is_set():
-            calls.run(3)
+            calls.run()
             is_stopped.wait(0.0005)
 
     thread = Thread(target=run)
@@ -101,7 +93,7 @@ def make_server(calls: EngineCalls) -> Iterator[MakeServer]:
 
     def make(memory: Memory, *, layout: dict[str, str] = LAYOUT, timeout_s: float = LONG_S) -> PullServer:
         hello = Hello("producer", layout)
-        servers.append(PullServer("127.0.0.1", 0, hello, calls, memory, SPEC, timeout_s=timeout_s))
+        servers.append(PullServer("127.0.0.1", 0, hello, calls, memory, SPEC, timeout_s=timeout_s, patience_s=0))
         return servers[-1]
 
     yield make
@@ -109,17 +101,23 @@ def make_server(calls: EngineCalls) -> Iterator[MakeServer]:
         server.close()
 
 
-def pull_from(
-    port: int, memory: Memory, calls: EngineCalls, *, engine_id: str = "producer", timeout_s: float = LONG_S
-) -> int:
-    peer = Peer("127.0.0.1", port, engine_id)
-    return pull(peer, Hello("consumer", LAYOUT), ASK, memory, calls, SPEC, timeout_s=timeout_s)
+def pull_from(port: int, memory: Memory, *, engine_id: str = "producer", timeout_s: float = LONG_S) -> int:
+    """Fetch what a memory wants into it; return how many bytes came."""
+    pull = Pull(Peer("127.0.0.1", port, engine_id), Hello("consumer", LAYOUT), SPEC, timeout_s=timeout_s)
+    try:
+        offer = pull.ask(ASK)
+        if offer.num_tokens and memory.wanted is not None:
+            return pull.fetch(memory.wanted, memory.write)
+        pull.enough()
+        return 0
+    finally:
+        pull.close()
 
 
 @pytest.mark.parametrize("wanted", [Want(3, [100, 5000]), Want(79, [5000]), Want(0, []), Want(0, [100, 4992, 5000])])
-def test_what_is_wanted_arrives_and_nothing_else(make_server: MakeServer, calls: EngineCalls, wanted: Want) -> None:
+def test_what_is_wanted_arrives_and_nothing_else(make_server: MakeServer, wanted: Want) -> None:
     source, sink = Memory(), Memory(wanted=wanted)
-    num_bytes = pull_from(make_server(source).port, sink, calls)
+    num_bytes = pull_from(make_server(source).port, sink)
     assert source.asks == [ASK]
     expected = content_of(wanted.first_block, OFFER.num_blocks, tuple(wanted.positions))
     assert b"".join(sink.written.values()) == expected
@@ -138,9 +136,9 @@ def test_pieces_are_cut_by_size() -> None:
 
 
 @pytest.mark.parametrize("source", [Memory(offered=None), Memory()])
-def test_nothing_travels_when_nothing_is_missing(make_server: MakeServer, calls: EngineCalls, source: Memory) -> None:
+def test_nothing_travels_when_nothing_is_missing(make_server: MakeServer, source: Memory) -> None:
     sink = Memory(wanted=None)
-    assert pull_from(make_server(source).port, sink, calls) == 0
+    assert pull_from(make_server(source).port, sink) == 0
     assert not sink.written
     if source.offered is not None:
         assert source.has_ended.wait(LONG_S)
@@ -148,12 +146,10 @@ def test_nothing_travels_when_nothing_is_missing(make_server: MakeServer, calls:
 
 
 @pytest.mark.parametrize("changed", ["weights", "layers", "block", "protocol", "tensor-parallel size"])
-def test_another_layout_is_refused_with_the_difference(
-    make_server: MakeServer, calls: EngineCalls, changed: str
-) -> None:
+def test_another_layout_is_refused_with_the_difference(make_server: MakeServer, changed: str) -> None:
     source = Memory()
     with pytest.raises(TransferError, match=f"{changed}: .* here, other there") as failure:
-        pull_from(make_server(source, layout={**LAYOUT, changed: "other"}).port, Memory(), calls)
+        pull_from(make_server(source, layout={**LAYOUT, changed: "other"}).port, Memory())
     assert failure.value.cause is Cause.REFUSED
     assert not source.asks
 
@@ -169,35 +165,17 @@ def test_layouts_differ_where_models_do() -> None:
     assert layout() == LAYOUT
 
 
-def test_another_engine_in_a_peers_place_is_not_asked(make_server: MakeServer, calls: EngineCalls) -> None:
+def test_another_engine_in_a_peers_place_is_not_asked(make_server: MakeServer) -> None:
     source = Memory()
     with pytest.raises(TransferError, match="engine producer has taken the place of older"):
-        pull_from(make_server(source).port, Memory(), calls, engine_id="older")
+        pull_from(make_server(source).port, Memory(), engine_id="older")
     assert not source.asks
-
-
-def test_what_is_evicted_while_it_travels_is_gone(make_server: MakeServer, calls: EngineCalls) -> None:
-    source = Memory(is_gone=True)
-    with pytest.raises(TransferError) as failure:
-        pull_from(make_server(source).port, Memory(), calls)
-    assert failure.value.cause is Cause.GONE
-    assert source.has_ended.wait(LONG_S)
-    assert source.ends == [("hold", False)]
-
-
-def test_no_room_ends_the_producers_hold(make_server: MakeServer, calls: EngineCalls) -> None:
-    source = Memory()
-    with pytest.raises(TransferError) as failure:
-        pull_from(make_server(source).port, Memory(is_gone=True), calls)
-    assert failure.value.cause is Cause.NO_ROOM
-    assert source.has_ended.wait(LONG_S)
-    assert source.ends == [("hold", False)]
 
 
 @pytest.mark.parametrize(
     "want", [Want(80, []), Want(-1, []), Want(0, [99]), Want(0, [5000, 5001]), Piece(0), Hello("", {})]
 )
-def test_more_than_was_offered_is_refused(make_server: MakeServer, calls: EngineCalls, want: Any) -> None:
+def test_more_than_was_offered_is_refused(make_server: MakeServer, want: Any) -> None:
     source = Memory()
     server = make_server(source)
     with Connection.to("127.0.0.1", server.port, LONG_S) as connection:
@@ -216,7 +194,7 @@ def test_more_than_was_offered_is_refused(make_server: MakeServer, calls: Engine
 @pytest.mark.parametrize("num_messages", range(4))
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_consumer_that_dies_or_stalls_ends_its_hold(
-    make_server: MakeServer, calls: EngineCalls, num_messages: int, is_killed: bool
+    make_server: MakeServer, num_messages: int, is_killed: bool
 ) -> None:
     source = Memory()
     server = make_server(source, timeout_s=LONG_S if is_killed else SHORT_S)
@@ -236,7 +214,7 @@ def test_a_consumer_that_dies_or_stalls_ends_its_hold(
 
 @pytest.mark.parametrize("num_answers", range(4))
 @pytest.mark.parametrize("end", ["dies", "stalls", "garbles"])
-def test_a_producer_that_dies_stalls_or_garbles_is_an_error(calls: EngineCalls, num_answers: int, end: str) -> None:
+def test_a_producer_that_dies_stalls_or_garbles_is_an_error(num_answers: int, end: str) -> None:
     piece = next(pieces_of(3, OFFER.num_blocks, [100, 5000], SPEC))
     answers: list[tuple[Any, bytes]] = [
         (Hello("producer", LAYOUT), b""),
@@ -261,7 +239,7 @@ def test_a_producer_that_dies_stalls_or_garbles_is_an_error(calls: EngineCalls, 
         thread = Thread(target=produce, args=[listener])
         thread.start()
         with pytest.raises(TransferError) as failure:
-            pull_from(listener.getsockname()[1], sink, calls, timeout_s=SHORT_S if end == "stalls" else LONG_S)
+            pull_from(listener.getsockname()[1], sink, timeout_s=SHORT_S if end == "stalls" else LONG_S)
         is_over.set()
         thread.join()
     assert failure.value.cause is {"dies": Cause.DISCONNECTED, "stalls": Cause.STALLED, "garbles": Cause.GARBLED}[end]
@@ -278,9 +256,9 @@ def test_a_producer_that_dies_stalls_or_garbles_is_an_error(calls: EngineCalls, 
         Offer(100, [(0, "mark"), (100, "mark")]),
     ],
 )
-def test_an_offer_that_contradicts_itself_is_refused(make_server: MakeServer, calls: EngineCalls, offer: Offer) -> None:
+def test_an_offer_that_contradicts_itself_is_refused(make_server: MakeServer, offer: Offer) -> None:
     with pytest.raises(TransferError) as failure:
-        pull_from(make_server(Memory(offered=offer)).port, Memory(), calls)
+        pull_from(make_server(Memory(offered=offer)).port, Memory())
     assert failure.value.cause is Cause.GARBLED
 
 

@@ -1,0 +1,130 @@
+"""Holds: prefixes that are kept as they are, for other engines to fetch.
+
+A hold is a lease without a request. It keeps the blocks and the snapshots of a prefix from eviction, and where they
+are. The last, partly filled block is a copy, so that nothing that happens to the index touches it.
+
+Invariant: what a hold keeps is neither written, moved nor freed before ``drop``.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from strandline.cache.account import UNCOUNTED, SnapshotKind
+from strandline.cache.actions import CopyTokens
+from strandline.cache.index import PrefixIndex
+from strandline.cache.lease import Lease
+from strandline.cache.memory import CacheMemory
+from strandline.cache.resume import Match, ResumeRule
+from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer
+from strandline.cache.tree import Snapshot, snapshot_above
+from strandline.cache.walk import deepest_snapshot
+from strandline.errors import CacheInvariantError
+from strandline.ids import BlockId, RequestId, SlotId
+
+SHARED_KINDS: Final = (SnapshotKind.MARK, SnapshotKind.BRANCH)
+
+
+class Holds:
+    """The holds of a cache."""
+
+    def __init__(
+        self, memory: CacheMemory, index: PrefixIndex, leases: dict[RequestId, Lease], rule: ResumeRule
+    ) -> None:
+        self._memory = memory
+        self._index = index
+        self._leases = leases
+        self._rule = rule
+        self._holds: list[Lease] = []
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def keep(self, name: RequestId, tokens: TokenBuffer, salt: str = "") -> Lease | None:
+        """Keep the deepest prefix of a prompt that can be resumed, and all snapshots on its path.
+
+        Returns:
+            A lease whose tokens are the prefix; its ``table`` and ``slots`` say where it lies once the cache's actions
+            are carried out. None: nothing is cached, or there is no memory for the copy of a block.
+        """
+        if name in self._leases:
+            raise CacheInvariantError(f"{name} has a lease already")
+        found = self._index.match(salt, tokens.data)
+        num_tokens = 0 if found is None else found.position if self._rule.needs_slots else found.end.kv_tokens
+        if not num_tokens:
+            return None
+        prefix = TokenBuffer()
+        prefix.data = tokens.data[: num_tokens * TOKEN_BYTES]
+        root = self._index.root(salt)
+        match = self._index.find(root, prefix.data)
+        snapshots = tuple(_snapshots_upwards(deepest_snapshot(match.end, prefix.data)))
+        lease = Lease(name, prefix, salt, root, self._index.split_at(match.end), UNCOUNTED)
+        self._memory.pin_run(lease.run)
+        for run in reversed(list(lease.run.ancestry())):
+            lease.table += run.blocks
+        lease.num_published = len(lease.table)
+        for snapshot in snapshots:
+            self._memory.pin_snapshot(snapshot)
+        if match.end.partial_run is not None and not self._copy_partial(lease, match):
+            for snapshot in snapshots:
+                self._memory.unpin_snapshot(snapshot)
+            self._memory.unpin_run(lease.run)
+            return None
+        self._memory.allocator.hold(lease.table)
+        lease.held = snapshots
+        lease.computed = lease.folded = num_tokens
+        self._leases[name] = lease
+        self._holds.append(lease)
+        return lease
+
+    def _copy_partial(self, lease: Lease, match: Match) -> bool:
+        """Give the lease its own copy of the block that the prefix ends in; False when there is no memory for it."""
+        memory, run = self._memory, match.end.partial_run
+        if run is None:
+            return True
+        memory.add_user(run)
+        has_room = memory.can_take(1, 0)
+        if has_room:
+            lease.table += memory.take_promised_blocks(1)
+            source = BlockId(run.blocks[lease.num_published - run.start_block])
+            memory.actions.append(CopyTokens(source, BlockId(lease.table[-1]), match.end.partial_tokens))
+        memory.remove_user(run)
+        return has_room
+
+    def drop(self, lease: Lease) -> None:
+        """Keep it no longer."""
+        if self._leases.get(lease.request_id) is not lease:
+            raise CacheInvariantError(f"{lease.request_id} is not held")
+        del self._leases[lease.request_id]
+        self._holds.remove(lease)
+        lease.is_active = False
+        self._memory.allocator.let_go(lease.table)
+        for snapshot in lease.held or ():
+            self._memory.unpin_snapshot(snapshot)
+        self._memory.take_back(lease)
+
+
+def slots_at(lease: Lease, positions: Iterable[int]) -> list[SlotId]:
+    """Return where the snapshots of a hold at these positions lie."""
+    slot_at = {snapshot.position: snapshot.slot for snapshot in lease.held or ()}
+    return [slot_at[position] for position in positions]
+
+
+def useful_positions(offered: Mapping[int, SnapshotKind], num_spare: int) -> list[int]:
+    """Return which snapshots of an offered prefix to load, in order of their positions.
+
+    The deepest, which the prompt resumes from; the one above it, for prompts that rewind a little; and those that
+    several prompts are likely to share, the deepest first.
+
+    Args:
+        offered: their kinds, by position.
+        num_spare: slots that may be taken beside that of the deepest.
+    """
+    by_depth = sorted(offered, reverse=True)
+    useful = [*by_depth[:2], *(position for position in by_depth[2:] if offered[position] in SHARED_KINDS)]
+    return sorted(useful[: 1 + max(num_spare, 0)])
+
+
+def _snapshots_upwards(snapshot: Snapshot | None) -> Iterator[Snapshot]:
+    while snapshot is not None:
+        yield snapshot
+        snapshot = snapshot_above(snapshot)
