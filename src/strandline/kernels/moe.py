@@ -88,7 +88,7 @@ def experts_glu(
     return out_TD.addcmul_(shared_TD, shared_gate_T1.sigmoid())
 
 
-@operation(reads_device=True)
+@operation(triton("moe_triton", invariant="moe_triton"))
 def experts_relu_squared(
     x_TD: Tensor,
     up_EFD: Tensor,

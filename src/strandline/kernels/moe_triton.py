@@ -103,13 +103,14 @@ def _grouped_up_kernel(
     D,
     F,
     TOP_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Write the hidden features of an expert's choices, in the order of the list."""
+    """Write the hidden features of an expert's choices, by order of the list: gated, or else ``relu(up x) ** 2``."""
     expert = tl.program_id(2)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
@@ -118,31 +119,43 @@ def _grouped_up_kernel(
     col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_col_N = col_N < F
     offset_K = tl.arange(0, BLOCK_K)
-    gate_KN_ptr = weight_ptr + expert.to(tl.int64) * (2 * F * D) + offset_K[:, None] + col_N[None, :].to(tl.int64) * D
-    up_KN_ptr = gate_KN_ptr + F * D
+    NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
+    first_ptr = weight_ptr + expert.to(tl.int64) * (NUM_PARTS * F * D)
+    gate_KN_ptr = first_ptr + offset_K[:, None] + col_N[None, :].to(tl.int64) * D
+    up_KN_ptr = gate_KN_ptr + (NUM_PARTS - 1) * F * D
     dtype = hidden_ptr.dtype.element_ty
     for row in range(first, end, tl.num_programs(1) * BLOCK_M):
         row_M = row + tl.arange(0, BLOCK_M)
         is_row_M = row_M < end
         token_M = tl.load(choices_ptr + row_M, mask=is_row_M, other=0) // TOP_K
         x_MK_ptr = x_ptr + token_M[:, None].to(tl.int64) * stride_x + offset_K[None, :]
-        gate_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        if IS_GATED:
+            gate_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         up_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for start in range(0, D, BLOCK_K):
             if IS_EVEN:
                 x_MK = tl.load(x_MK_ptr + start)
-                gate_KN = tl.load(gate_KN_ptr + start)
+                if IS_GATED:
+                    gate_KN = tl.load(gate_KN_ptr + start)
                 up_KN = tl.load(up_KN_ptr + start)
             else:
                 is_K = start + offset_K < D
                 mask_KN = is_K[:, None] & is_col_N[None, :]
                 x_MK = tl.load(x_MK_ptr + start, mask=is_K[None, :], other=0.0)
-                gate_KN = tl.load(gate_KN_ptr + start, mask=mask_KN, other=0.0)
+                if IS_GATED:
+                    gate_KN = tl.load(gate_KN_ptr + start, mask=mask_KN, other=0.0)
                 up_KN = tl.load(up_KN_ptr + start, mask=mask_KN, other=0.0)
-            gate_MN = tl.dot(x_MK, gate_KN, gate_MN, input_precision="ieee")
+            if IS_GATED:
+                gate_MN = tl.dot(x_MK, gate_KN, gate_MN, input_precision="ieee")
             up_MN = tl.dot(x_MK, up_KN, up_MN, input_precision="ieee")
         hidden_MN_ptr = hidden_ptr + row_M[:, None].to(tl.int64) * F + col_N[None, :]
-        tl.store(hidden_MN_ptr, silu_times(gate_MN, up_MN, dtype), mask=is_row_M[:, None] & is_col_N[None, :])
+        if IS_GATED:
+            hidden_MN = silu_times(gate_MN, up_MN, dtype)
+        else:
+            rounded_MN = up_MN.to(dtype).to(tl.float32)
+            # A comparison and not a maximum, which would make a number of NaN.
+            hidden_MN = tl.where(rounded_MN < 0.0, 0.0, rounded_MN * rounded_MN).to(dtype)
+        tl.store(hidden_MN_ptr, hidden_MN, mask=is_row_M[:, None] & is_col_N[None, :])
 
 
 @triton.jit
@@ -204,6 +217,7 @@ def _sum_kernel(
     first_expert,
     num_held,
     TOP_K: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_DIVIDED: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -214,8 +228,9 @@ def _sum_kernel(
     dtype = out_ptr.dtype.element_ty
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    shared_N = tl.load(shared_ptr + token * stride_shared + col_N, mask=is_col_N, other=0.0).to(tl.float32)
-    gate = tl.load(shared_gate_ptr + token * stride_gate).to(tl.float32)
+    if HAS_SHARED:
+        shared_N = tl.load(shared_ptr + token * stride_shared + col_N, mask=is_col_N, other=0.0).to(tl.float32)
+        gate = tl.load(shared_gate_ptr + token * stride_gate).to(tl.float32)
     out_N = tl.zeros([BLOCK_N], dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
         weight = tl.load(weights_ptr + token * TOP_K + choice).to(tl.float32)
@@ -226,7 +241,8 @@ def _sum_kernel(
             is_added_N = is_col_N & (expert >= 0) & (expert < num_held)
         choice_N = tl.load(choice_ptr + col_N, mask=is_added_N, other=0.0, eviction_policy="evict_first")
         out_N += choice_N.to(tl.float32) * weight
-    out_N = out_N.to(dtype).to(tl.float32) + shared_N * tl.sigmoid(gate).to(dtype).to(tl.float32)
+    if HAS_SHARED:
+        out_N = out_N.to(dtype).to(tl.float32) + shared_N * tl.sigmoid(gate).to(dtype).to(tl.float32)
     tl.store(out_ptr + token * D + col_N, out_N.to(dtype), mask=is_col_N)
 
 
@@ -355,6 +371,50 @@ def experts_glu_many(
     held: range | None = None,
 ) -> Tensor:
     """Compute ``experts_glu`` expert by expert, in four launches."""
+    shared = (shared_TD, shared_gate_T1)
+    return _experts(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared, (up, down), held)
+
+
+def experts_relu_squared(
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    held: range | None = None,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, ``down(relu(up x) ** 2)``, in x's dtype.
+
+    Weights, choices and the experts' tensors are dense; x may be a view with dense rows.
+    """
+    tiles = _tiles(x_TD, experts_TK, up_EFD, TILES_DECODE)
+    return _experts(x_TD, up_EFD, down_EDF, weights_TK, experts_TK, None, tiles, held)
+
+
+def experts_relu_squared_invariant(
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    held: range | None = None,
+) -> Tensor:
+    """As :func:`experts_relu_squared`, with tiles that all add in one order."""
+    tiles = _tiles(x_TD, experts_TK, up_EFD, TILES_MIDDLE)
+    return _experts(x_TD, up_EFD, down_EDF, weights_TK, experts_TK, None, tiles, held)
+
+
+def _experts(
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    shared: tuple[Tensor, Tensor] | None,
+    tiles: tuple[Tile, Tile],
+    held: range | None,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, and the shared one's part where there is one."""
     first_expert = 0 if held is None else held.start
     num_tokens, top_k = experts_TK.shape
     num_channels, size = down_EDF.shape[1:]
@@ -362,21 +422,23 @@ def experts_glu_many(
     hidden_AF = torch.empty((num_tokens * top_k, size), dtype=x_TD.dtype, device=x_TD.device)
     out_AD = torch.empty((num_tokens * top_k, num_channels), dtype=x_TD.dtype, device=x_TD.device)
     out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
-    launch_up(x_TD, gate_up_EFD, starts_E, choices_A, hidden_AF, top_k, up)
-    launch_down(hidden_AF, down_EDF, starts_E, choices_A, out_AD, down)
+    launch_up(x_TD, up_EFD, starts_E, choices_A, hidden_AF, top_k, tiles[0])
+    launch_down(hidden_AF, down_EDF, starts_E, choices_A, out_AD, tiles[1])
+    shared_TD, shared_gate_T1 = shared or (None, None)
     _sum_kernel[(num_tokens, cdiv(num_channels, BLOCK_SUM))](
         out_AD,
         weights_TK,
         shared_TD,
         shared_gate_T1,
         out_TD,
-        shared_TD.stride(0),
-        shared_gate_T1.stride(0),
+        0 if shared is None else shared_TD.stride(0),
+        0 if shared is None else shared_gate_T1.stride(0),
         num_channels,
         experts_TK,
         first_expert,
         len(down_EDF),
         TOP_K=top_k,
+        HAS_SHARED=shared is not None,
         BLOCK_N=BLOCK_SUM,
         IS_DIVIDED=held is not None,
         num_warps=WARPS_SUM,
@@ -388,8 +450,8 @@ def experts_glu_many(
 def launch_up(
     x_TD: Tensor, gate_up_EFD: Tensor, starts_E: Tensor, choices_A: Tensor, hidden_AF: Tensor, top_k: int, tile: Tile
 ) -> None:
-    """Fill ``hidden_AF``, in the order of the list."""
-    (num_experts, _, num_channels), size = gate_up_EFD.shape, hidden_AF.shape[1]
+    """Fill ``hidden_AF``, in the order of the list; experts have a gate if they have rows for it."""
+    (num_experts, num_rows, num_channels), size = gate_up_EFD.shape, hidden_AF.shape[1]
     _grouped_up_kernel[(cdiv(size, tile.block_n), tile.split_m, num_experts)](
         x_TD,
         gate_up_EFD,
@@ -400,6 +462,7 @@ def launch_up(
         num_channels,
         size,
         TOP_K=top_k,
+        IS_GATED=num_rows == 2 * size,
         IS_EVEN=num_channels % tile.block_k == 0 and size % tile.block_n == 0,
         **_launch_options(tile),
         **overlap_options(x_TD),

@@ -102,6 +102,21 @@ def check_experts(arguments: Inputs, tiles: tuple[Tile, Tile]) -> None:
             check_sum(parts, gated_TD, expected_TD)
 
 
+def check_experts_without_gate(arguments: Inputs) -> None:
+    """Take the first half of each expert's rows for the up projection."""
+    x_TD, gate_up, down, weights, experts, *_ = arguments
+    up = gate_up[:, : down.shape[2]].contiguous()
+    expected_TD = torch.zeros(x_TD.shape, dtype=torch.float64, device=x_TD.device)
+    for expert in experts.unique().tolist():
+        token_A, choice_A = (experts == expert).nonzero(as_tuple=True)
+        hidden_AF = (x_TD[token_A].double() @ up[expert].double().t()).relu() ** 2
+        out_AD = hidden_AF @ down[expert].double().t()
+        expected_TD.index_add_(0, token_A, out_AD * weights[token_A, choice_A].double().unsqueeze(-1))
+    with poisoned_memory():
+        check_near(moe_triton.experts_relu_squared(x_TD, up, down, weights, experts), expected_TD)
+        check_near(moe_triton.experts_relu_squared_invariant(x_TD, up, down, weights, experts), expected_TD)
+
+
 def check_mixture(
     num_tokens: int, shape: tuple[int, int, int, int, int], few: Few, dtype: torch.dtype, device: str
 ) -> None:
@@ -180,6 +195,12 @@ def test_the_mixture_equals_a_loop_in_float64(
     num_tokens: int, shape: tuple[int, int, int, int, int], dtype: torch.dtype
 ) -> None:
     check_mixture(num_tokens, shape, FEW, dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 7), (40, 32)])
+def test_experts_without_gate_equal_a_loop_in_float64(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    check_experts_without_gate(inputs(num_tokens, 4, 3, 20, size, dtype, "cpu"))
 
 
 def test_all_choices_may_fall_on_one_expert() -> None:

@@ -5,7 +5,14 @@ import torch
 
 from strandline.kernels import moe_triton
 from strandline.kernels.moe_triton import Tile
-from tests.cpu.kernels.test_moe_triton import check_experts, check_list, check_mixture, check_router, inputs
+from tests.cpu.kernels.test_moe_triton import (
+    check_experts,
+    check_experts_without_gate,
+    check_list,
+    check_mixture,
+    check_router,
+    inputs,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -31,6 +38,11 @@ def test_experts_equal_a_loop_in_float64(
 def test_experts_equal_a_float64_loop_at_model_shape(num_tokens: int, tiles: tuple[Tile, Tile]) -> None:
     arguments = inputs(num_tokens, 256, 8, 2048, 512, torch.bfloat16, "cuda")
     check_experts(arguments, tiles)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 1000, 4000])
+def test_experts_without_gate_equal_a_float64_loop_at_model_shape(num_tokens: int) -> None:
+    check_experts_without_gate(inputs(num_tokens, 128, 6, 2688, 1856, torch.bfloat16, "cuda"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
