@@ -25,6 +25,17 @@ def test_active_weights_are_those_that_one_token_uses(name: str, tmp_path: Path)
     assert active <= read_model_size(tmp_path).num_active_weights <= 1.08 * active
 
 
+@pytest.mark.parametrize(
+    ("name", "num_recurrent", "num_attention"), [("nemotron-3-nano-30b-a3b", 23, 6), ("kimi-linear-48b-a3b", 20, 7)]
+)
+def test_benchmarks_have_the_shapes_of_published_models(name: str, num_recurrent: int, num_attention: int) -> None:
+    size = read_model_size(Path(__file__).parents[3] / "benchmarks" / "configs" / name)
+    layers = size.spec.layers
+    assert sum(bool(layer.states) for layer in layers) == num_recurrent
+    assert sum(bool(layer.streams) for layer in layers) == num_attention
+    assert 3.0e9 < size.num_active_weights < 3.3e9
+
+
 def test_layers_are_read_from_a_published_pattern(tmp_path: Path) -> None:
     config_of("nemotron_h").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
