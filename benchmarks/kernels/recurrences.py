@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from strandline.kernels import head_decay_triton, kda_triton, mamba2_triton
+from strandline.kernels import head_decay_triton, kda_triton, lightning_triton, mamba2_triton
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable, build_chunk_table
 
 COPY_BYTES_PER_S = {"H200": 4.28e12, "H100": 2.9e12}
@@ -86,7 +86,7 @@ PREFILL_LAUNCHES = tuple(
     for launch in ((16, 4, 2), (16, 4, 3), (32, 4, 2), (32, 4, 3), (32, 8, 2), (64, 4, 2), (64, 4, 3), (64, 8, 2))
 )
 DECODE_LAUNCHES = tuple(
-    mamba2_triton.DecodeLaunch(*launch)
+    head_decay_triton.DecodeLaunch(*launch)
     for launch in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8))
 )
 
@@ -101,8 +101,8 @@ KINDS = {
         (
             (head_decay_triton, "FEW_PROGRAMS", PREFILL_LAUNCHES),
             (head_decay_triton, "MANY_PROGRAMS", PREFILL_LAUNCHES),
-            (mamba2_triton, "FEW", DECODE_LAUNCHES),
-            (mamba2_triton, "MANY", DECODE_LAUNCHES),
+            (head_decay_triton, "FEW", DECODE_LAUNCHES),
+            (head_decay_triton, "MANY", DECODE_LAUNCHES),
         ),
     ),
     "kda": Kind(  # Kimi-Linear-48B-A3B
@@ -113,11 +113,19 @@ KINDS = {
         (32, 128, 128),
         32 * 2 * 64 * (3 * 128 * 128 + 4 * 64 * 128 + 64 * 64),
         (
-            (kda_triton, "FEW", tuple(kda_triton.DecodeLaunch(*launch) for launch in DECODE_LAUNCHES)),
-            (kda_triton, "MANY", tuple(kda_triton.DecodeLaunch(*launch) for launch in DECODE_LAUNCHES)),
+            (head_decay_triton, "FEW", DECODE_LAUNCHES),
+            (head_decay_triton, "MANY", DECODE_LAUNCHES),
             (kda_triton, "PREPARE_WARPS", (4, 8)),
             (kda_triton, "SCALE_WARPS", (4, 8)),
         ),
+    ),
+    "lightning": Kind(  # MiniMax-Text-01
+        lightning_triton.lightning_prefill,
+        lightning_triton.lightning_decode,
+        ((64, 128), (64, 128), (64, 128)),
+        lambda: (-torch.rand(64, device="cuda"),),
+        (64, 128, 128),
+        linear_flops(64, 64, 128, 128),
     ),
 }
 

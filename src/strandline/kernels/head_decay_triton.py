@@ -1,17 +1,21 @@
-"""Chunks of recurrences with one decay per head and token, in Triton.
+"""Recurrences with one decay per head and token, in Triton: a token per sequence, and prompts by chunks.
 
 Per head, with the weight ``w`` of a token::
 
     S <- exp(log_decay) S + k (w v)^T;  out = S^T q + skip v
 
+Weights and log decays are made of time steps (``Gates``), or the weights are 1 and the log decays constant.
+
 Of a chunk, whose tokens' decays from its start are ``d``, the state before it being ``S``::
 
     out = d (q S) + (q k^T * decays) w v + skip v;  S <- decay S + k^T (to_end w v)
 
-What does not depend on the state is computed for all chunks at once: ``q k^T`` here, once for the heads of a group, and
-the rows' decays and weights by a kernel of the caller, which ends in ``store_rows``. Then ``advance`` runs through the
-chunks of a sequence, some value columns of a head per program, with the state in float32 registers: of its three
-products only one waits for the state before.
+Two kernels compute for all chunks at once what does not depend on the state: ``q k^T``, once for the heads of a group,
+and the decays and weights. The third runs through the chunks of a sequence, some value columns of a head per program,
+with the state in float32 registers: of its three products only one waits for the state before.
+
+Decode: a program owns ``BLOCK_V`` value channels of one head of one sequence. It reads its ``[K, BLOCK_V]`` tile of the
+state once, before the launch ahead of it has ended, and writes it once.
 
 In bfloat16 the operands of matrix products are rounded to bfloat16, the state where it is one, too. Sums are float32.
 In float32 everything is.
@@ -19,7 +23,7 @@ In float32 everything is.
 Invariants: a cut's state is stored from the registers that carry it on. Of rows past a chunk's end, which belong to
 other chunks, nothing reaches an output or a state, and none is written. No ``src`` may equal the ``dst`` of another
 sequence, nor a cut's slot: programs run in any order. How a sequence is computed does not depend on the others, but
-for the number of columns (``Launch``), which is constant where engines are deterministic.
+for the tiles, which are constant where engines are deterministic.
 
 Source: Dao and Gu, "Transformers are SSMs", section 6.
 
@@ -28,6 +32,7 @@ S slots, C chunks, L rows of a padded chunk (64), W value columns of a program, 
 """
 # mypy: ignore-errors
 
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -36,8 +41,19 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
+from strandline.kernels.chunkwise import MIN_LOG_DECAY
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
-from strandline.kernels.state_triton import FLOAT32_PRECISION, fast_exp2, load_state, store_state
+from strandline.kernels.state_triton import (
+    FLOAT32_PRECISION,
+    LOG2_E,
+    at_least,
+    at_most,
+    fast_exp2,
+    load_state,
+    softplus,
+    store_state,
+)
 
 
 class Launch(NamedTuple):
@@ -55,12 +71,39 @@ FEW_PROGRAMS = Launch(columns=32, num_warps=4, num_stages=3)
 MANY_PROGRAMS = Launch(columns=64, num_warps=4, num_stages=2)
 
 
-class Prepared(NamedTuple):
-    """What is known of the chunks before there is a state."""
+class DecodeLaunch(NamedTuple):
+    """How the decode kernel is launched."""
 
-    scores_CGLL: Tensor
-    rows_CHXL: Tensor
-    """float32; X: the high and the low part of the log2 decay from the chunk's start, the weight."""
+    block_v: int
+    num_warps: int
+
+
+FEW = DecodeLaunch(block_v=16, num_warps=1)
+"""For batches that do not fill the GPU; one warp ends the sums over K in shuffles, with no barrier."""
+
+FEW_SEQUENCES = 8
+
+MANY = DecodeLaunch(block_v=64, num_warps=4)
+"""Rows of a tile are 256 bytes."""
+
+
+class Gates(NamedTuple):
+    """What decays and weights are made of.
+
+    With time steps: ``weight = clamp(softplus(dt + dt_bias), *dt_limit)`` and ``log_decay = -exp(rate) weight``.
+    Without: 1, and the rate.
+    """
+
+    rate_H: Tensor
+    dt_TH: Tensor | None = None
+    dt_bias_H: Tensor | None = None
+    dt_limit: tuple[float, float] = (0.0, inf)
+
+    @property
+    def arguments(self) -> tuple[object, ...]:
+        """Return what kernels take."""
+        stride = 0 if self.dt_TH is None else self.dt_TH.stride(0)
+        return (self.dt_TH, self.rate_H, self.dt_bias_H, stride, *self.dt_limit)
 
 
 def choose_launch(num_sequences: int, num_heads: int, value_dim: int) -> Launch:
@@ -70,16 +113,57 @@ def choose_launch(num_sequences: int, num_heads: int, value_dim: int) -> Launch:
 
 
 @triton.jit
-def store_rows(rows_ptr, place, log2_decay_L, weight_L, row_L, L: tl.constexpr):
-    """Store one head's decays and weights of a chunk, given zeros for rows past its end."""
+def _gate(dt, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, HAS_STEPS: tl.constexpr, MIN_LOG_DECAY: tl.constexpr):
+    """Return the weight and the log decay, a finite number, of raw time steps of a head."""
+    rate = tl.load(rate_ptr + head).to(tl.float32)
+    if HAS_STEPS:
+        step = at_most(at_least(softplus(dt + tl.load(dt_bias_ptr + head).to(tl.float32)), dt_min), dt_max)
+        return step, at_least(-tl.exp(rate) * step, MIN_LOG_DECAY)
+    else:
+        return dt + 1.0, dt + at_least(rate, MIN_LOG_DECAY)
+
+
+@triton.jit(
+    do_not_specialize=["stride_dt", "dt_min", "dt_max"],
+    do_not_specialize_on_alignment=["dt_ptr", "starts_ptr", "lengths_ptr"],
+)
+def _rows_kernel(
+    dt_ptr,
+    rate_ptr,
+    dt_bias_ptr,
+    stride_dt,
+    dt_min,
+    dt_max,
+    rows_ptr,
+    starts_ptr,
+    lengths_ptr,
+    HAS_STEPS: tl.constexpr,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    MIN_LOG_DECAY: tl.constexpr,
+):
+    """Compute the decays and weights of one head in one chunk: zeros for rows past its end."""
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    start = tl.load(starts_ptr + chunk)
+    length = tl.load(lengths_ptr + chunk).to(tl.int32)
+    # A CUDA graph's grid is sized for the largest number of chunks; the surplus programs return.
+    if length == 0:
+        return
+    row_L = tl.arange(0, L)
+    is_token_L = row_L < length
+    dt_L = tl.zeros([L], tl.float32)
+    if HAS_STEPS:
+        dt_L = tl.load(dt_ptr + (start + row_L) * stride_dt + head, mask=is_token_L, other=0.0).to(tl.float32)
+    weight_L, log_decay_L = _gate(dt_L, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, HAS_STEPS, MIN_LOG_DECAY)
     # A difference of large sums must keep the small decays that came after a strong one: the sums are float64, and
     # the difference of their high halves is exact where the exponential is not 0.
-    sum_L = tl.cumsum(log2_decay_L.to(tl.float64), 0)
+    sum_L = tl.cumsum(tl.where(is_token_L, log_decay_L * LOG2_E, 0.0).to(tl.float64), 0)
     high_L = sum_L.to(tl.float32)
-    ptrs_L = rows_ptr + place.to(tl.int64) * (3 * L) + row_L
+    ptrs_L = rows_ptr + (chunk * H + head).to(tl.int64) * (3 * L) + row_L
     tl.store(ptrs_L, high_L)
     tl.store(ptrs_L + L, (sum_L - high_L.to(tl.float64)).to(tl.float32))
-    tl.store(ptrs_L + 2 * L, weight_L)
+    tl.store(ptrs_L + 2 * L, tl.where(is_token_L, weight_L, 0.0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["starts_ptr", "lengths_ptr"])
@@ -224,30 +308,11 @@ def _advance_kernel(
     store_state(state_ptr, tl.load(dst_ptr + sequence), stride_ss, in_slot_KW, is_state_KW, state_KW)
 
 
-def empty_rows(num_heads: int, chunks: ChunkTable, x: Tensor) -> Tensor:
-    """Return ``rows_CHXL`` to be filled."""
-    return torch.empty(len(chunks.starts), num_heads, 3, CHUNK_TOKENS, dtype=torch.float32, device=x.device)
-
-
-def scores_of(q_TGK: Tensor, k_TGK: Tensor, chunks: ChunkTable) -> Tensor:
-    """Return ``scores_CGLL`` in the dtype of the queries."""
-    _, num_groups, key_dim = k_TGK.shape
-    num_chunks = len(chunks.starts)
-    scores_CGLL = q_TGK.new_empty(num_chunks, num_groups, CHUNK_TOKENS, CHUNK_TOKENS)
-    _scores_kernel[(num_groups, num_chunks)](
-        q_TGK, k_TGK, scores_CGLL, chunks.starts_C, chunks.lengths_C,
-        q_TGK.stride(0), q_TGK.stride(1), k_TGK.stride(0), k_TGK.stride(1),
-        G=num_groups, K=key_dim, BLOCK_K=max(16, next_power_of_2(key_dim)), L=CHUNK_TOKENS,
-        PRECISION=FLOAT32_PRECISION, num_warps=4,
-    )  # fmt: skip
-    return scores_CGLL
-
-
-def advance(
+def prefill(
     q_TGK: Tensor,
     k_TGK: Tensor,
     v_THV: Tensor,
-    prepared: Prepared,
+    gates: Gates,
     skip_H: Tensor | None,
     state_SHKV: Tensor,
     src_N: Tensor,
@@ -255,21 +320,142 @@ def advance(
     chunks: ChunkTable,
     launch: Launch,
 ) -> Tensor:
-    """Carry the states through the chunks; return ``out_THV`` in the dtype of ``v_THV``.
+    """Run over the new tokens of N sequences; return ``out_THV`` in the dtype of ``v_THV``.
 
     The last dimension of every tensor must be contiguous, and each slot's ``[H, K, V]``.
     """
     _, num_heads, value_dim = v_THV.shape
     _, num_groups, key_dim = k_TGK.shape
+    num_chunks, block_k = len(chunks.starts), max(16, next_power_of_2(key_dim))
+    scores_CGLL = q_TGK.new_empty(num_chunks, num_groups, CHUNK_TOKENS, CHUNK_TOKENS)
+    # X: the high and the low part of the log2 decay from the chunk's start, the weight.
+    rows_CHXL = torch.empty(num_chunks, num_heads, 3, CHUNK_TOKENS, dtype=torch.float32, device=q_TGK.device)
+    strides = (q_TGK.stride(0), q_TGK.stride(1), k_TGK.stride(0), k_TGK.stride(1))
+    _rows_kernel[(num_heads, num_chunks)](
+        *gates.arguments, rows_CHXL, chunks.starts_C, chunks.lengths_C,
+        HAS_STEPS=gates.dt_TH is not None, H=num_heads, L=CHUNK_TOKENS, MIN_LOG_DECAY=MIN_LOG_DECAY, num_warps=1,
+    )  # fmt: skip
+    _scores_kernel[(num_groups, num_chunks)](
+        q_TGK, k_TGK, scores_CGLL, chunks.starts_C, chunks.lengths_C, *strides,
+        G=num_groups, K=key_dim, BLOCK_K=block_k, L=CHUNK_TOKENS, PRECISION=FLOAT32_PRECISION, num_warps=4,
+    )  # fmt: skip
     block_w = min(launch.columns, max(16, next_power_of_2(value_dim)))
     out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
     _advance_kernel[(cdiv(value_dim, block_w), num_heads, chunks.num_sequences)](
-        q_TGK, k_TGK, v_THV, *prepared, skip_H, out_THV, state_SHKV, src_N, dst_N,
+        q_TGK, k_TGK, v_THV, scores_CGLL, rows_CHXL, skip_H, out_THV, state_SHKV, src_N, dst_N,
         chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, chunks.first_chunks_N1,
-        q_TGK.stride(0), q_TGK.stride(1), k_TGK.stride(0), k_TGK.stride(1), v_THV.stride(0), v_THV.stride(1),
-        state_SHKV.stride(0), HAS_SKIP=skip_H is not None,
+        *strides, v_THV.stride(0), v_THV.stride(1), state_SHKV.stride(0), HAS_SKIP=skip_H is not None,
         G=num_groups, H=num_heads, K=key_dim, V=value_dim,
-        BLOCK_K=max(16, next_power_of_2(key_dim)), BLOCK_W=block_w, L=CHUNK_TOKENS, PRECISION=FLOAT32_PRECISION,
+        BLOCK_K=block_k, BLOCK_W=block_w, L=CHUNK_TOKENS, PRECISION=FLOAT32_PRECISION,
         NUM_STAGES=launch.num_stages if v_THV.dtype != torch.float32 else 1, num_warps=launch.num_warps,
     )  # fmt: skip
     return out_THV
+
+
+def choose_decode_launch(num_sequences: int) -> DecodeLaunch:
+    """Return the launch for a batch."""
+    return FEW if num_sequences <= FEW_SEQUENCES else MANY
+
+
+def decode(
+    q_NGK: Tensor,
+    k_NGK: Tensor,
+    v_NHV: Tensor,
+    gates: Gates,
+    skip_H: Tensor | None,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    launch: DecodeLaunch,
+) -> Tensor:
+    """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``v_NHV``.
+
+    Strides as in :func:`prefill`. No sequence's ``src`` may be another sequence's ``dst``.
+    """
+    num_sequences, num_heads, value_dim = v_NHV.shape
+    _, num_groups, key_dim = k_NGK.shape
+    out_NHV = torch.empty(v_NHV.shape, dtype=v_NHV.dtype, device=v_NHV.device)
+    block_v = min(launch.block_v, next_power_of_2(value_dim))
+    _decode_kernel[(cdiv(value_dim, block_v), num_heads, num_sequences)](
+        q_NGK, k_NGK, v_NHV, *gates.arguments, skip_H, state_SHKV, src_N, dst_N, out_NHV,
+        q_NGK.stride(0), q_NGK.stride(1), k_NGK.stride(0), k_NGK.stride(1), v_NHV.stride(0), v_NHV.stride(1),
+        state_SHKV.stride(0), HAS_STEPS=gates.dt_TH is not None, HAS_SKIP=skip_H is not None,
+        G=num_groups, H=num_heads, K=key_dim, V=value_dim, BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block_v,
+        MIN_LOG_DECAY=MIN_LOG_DECAY, num_warps=launch.num_warps, **overlap_options(v_NHV),
+    )  # fmt: skip
+    return out_NHV
+
+
+# Slices of the tables start at any sequence: without this, each alignment would compile a kernel of its own.
+@triton.jit(
+    do_not_specialize=["stride_dt", "dt_min", "dt_max"], do_not_specialize_on_alignment=["dt_ptr", "src_ptr", "dst_ptr"]
+)
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dt_ptr,
+    rate_ptr,
+    dt_bias_ptr,
+    stride_dt,
+    dt_min,
+    dt_max,
+    skip_ptr,
+    state_ptr,
+    src_ptr,
+    dst_ptr,
+    out_ptr,
+    q_row_stride,
+    q_group_stride,
+    k_row_stride,
+    k_group_stride,
+    v_row_stride,
+    v_head_stride,
+    slot_stride,
+    HAS_STEPS: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    MIN_LOG_DECAY: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Advance ``BLOCK_V`` value channels of a head of a sequence by a token."""
+    first_column = tl.program_id(0) * BLOCK_V
+    head = tl.program_id(1).to(tl.int64)
+    sequence = tl.program_id(2).to(tl.int64)
+    group = head // (H // G)
+    row_K = tl.arange(0, BLOCK_K)
+    column_V = first_column + tl.arange(0, BLOCK_V)
+    is_row_K = row_K < K
+    is_column_V = column_V < V
+    is_tile_KV = is_row_K[:, None] & is_column_V[None, :]
+    tile_KV = head * (K * V) + row_K[:, None] * V + column_V[None, :]
+
+    src = tl.load(src_ptr + sequence)
+    dst = tl.load(dst_ptr + sequence)
+    state_KV = load_state(state_ptr, src, slot_stride, tile_KV, is_tile_KV)
+    # The kernel before makes the inputs; states are older.
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    q_ptrs = q_ptr + sequence * q_row_stride + group * q_group_stride + row_K
+    q_K = tl.load(q_ptrs, mask=is_row_K, other=0.0).to(tl.float32)
+    k_ptrs = k_ptr + sequence * k_row_stride + group * k_group_stride + row_K
+    k_K = tl.load(k_ptrs, mask=is_row_K, other=0.0).to(tl.float32)
+    v_ptrs = v_ptr + sequence * v_row_stride + head * v_head_stride + column_V
+    v_V = tl.load(v_ptrs, mask=is_column_V, other=0.0).to(tl.float32)
+    dt = 0.0
+    if HAS_STEPS:
+        dt = tl.load(dt_ptr + sequence * stride_dt + head).to(tl.float32)
+    weight, log_decay = _gate(dt, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, HAS_STEPS, MIN_LOG_DECAY)
+
+    state_KV = state_KV * tl.exp(log_decay) + k_K[:, None] * (weight * v_V)[None, :]
+    out_V = tl.sum(state_KV * q_K[:, None], 0)
+    if HAS_SKIP:
+        out_V += tl.load(skip_ptr + head).to(tl.float32) * v_V
+    out_ptrs = out_ptr + (sequence * H + head) * V + column_V
+    tl.store(out_ptrs, out_V.to(out_ptr.dtype.element_ty), mask=is_column_V)
+    store_state(state_ptr, dst, slot_stride, tile_KV, is_tile_KV, state_KV)

@@ -24,8 +24,6 @@ Shape suffixes: as in ``kda.py`` and ``gdn_prefill_triton.py``.
 """
 # mypy: ignore-errors
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -42,6 +40,7 @@ from strandline.kernels.gdn_prefill_triton import (
     choose_launch,
     inverse_unit_lower,
 )
+from strandline.kernels.head_decay_triton import MANY, DecodeLaunch, choose_decode_launch
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
 from strandline.kernels.state_triton import (
@@ -58,21 +57,6 @@ MIN_LOG2_DECAY = tl.constexpr(-160.0)
 """A token's decay that leaves nothing of a float32 state. Less would make the sums of a chunk less accurate."""
 
 SCALE_WARPS, PREPARE_WARPS = 4, 8
-
-
-class DecodeLaunch(NamedTuple):
-    """How the decode kernel is launched."""
-
-    block_v: int
-    num_warps: int
-
-
-FEW = DecodeLaunch(block_v=16, num_warps=1)
-"""For batches that do not fill the GPU; one warp ends the sums over K in shuffles, with no barrier."""
-
-FEW_SEQUENCES = 8
-
-MANY = DecodeLaunch(block_v=64, num_warps=4)
 
 
 def kda_prefill(
@@ -318,7 +302,7 @@ def kda_decode(
     another sequence's ``dst``.
     """
     inputs = (q_NHK, k_NHK, v_NHV, f_NHK, b_NH, A_log_H, dt_bias_HK)
-    return _decode(inputs, state_SHKV, src_N, dst_N, FEW if len(q_NHK) <= FEW_SEQUENCES else MANY)
+    return _decode(inputs, state_SHKV, src_N, dst_N, choose_decode_launch(len(q_NHK)))
 
 
 def kda_decode_invariant(

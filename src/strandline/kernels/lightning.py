@@ -20,7 +20,7 @@ from torch import Tensor
 
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.chunkwise import advance_chunks, advance_tokens, chunk_decays
-from strandline.kernels.operation import operation
+from strandline.kernels.operation import operation, triton
 
 
 class LightningInputs(NamedTuple):
@@ -32,7 +32,7 @@ class LightningInputs(NamedTuple):
     log_decay_H: Tensor
 
 
-@operation(reads_device=True)
+@operation(triton("lightning_triton", invariant="lightning_triton"))
 def lightning_prefill(
     q_THK: Tensor,
     k_THK: Tensor,
@@ -64,7 +64,7 @@ def lightning_prefill(
     return advance_chunks(advance, torch.empty_like(v_THV), state_SHKV, src_N, dst_N, chunks)
 
 
-@operation(reads_device=True)
+@operation(triton("lightning_triton", invariant="lightning_triton"))
 def lightning_decode(
     q_NHK: Tensor,
     k_NHK: Tensor,

@@ -62,6 +62,12 @@ KINDS = {
         parameters=lambda: (decay_rates(1), torch.randn(1, 5)),
         state=(1, 5, 7),
     ),
+    "lightning": replace(
+        test_chunkwise.KINDS["lightning"],
+        tokens=((2, 16), (2, 16), (2, 20)),
+        parameters=lambda: (-torch.empty(2).uniform_(0.1, 2),),
+        state=(2, 16, 20),
+    ),
 }
 
 DTYPES = [

@@ -22,6 +22,12 @@ MODELS = {
         parameters=lambda: (decay_rates(32), torch.randn(32, 128)),
         state=(32, 128, 128),
     ),
+    "minimax": replace(
+        KINDS["lightning"],
+        tokens=((64, 128), (64, 128), (64, 128)),
+        parameters=lambda: (-torch.empty(64).uniform_(0.001, 1),),
+        state=(64, 128, 128),
+    ),
 }
 
 EVERY = KINDS | MODELS
