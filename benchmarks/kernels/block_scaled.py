@@ -1,63 +1,112 @@
 """Time products in FP8 with block scales at the shapes of Qwen3.5-35B-A3B and 27B on a GPU.
 
-Run: ``PYTHONPATH=src:benchmarks/kernels python3 benchmarks/kernels/block_scaled.py [--rows 1 16 64 512 8192]``. Beside
-ours: torch's GEMM in bfloat16, and torch's block-scaled GEMM (``torch._scaled_mm`` with scales per row and 128 inputs
-and per 128 × 128 weights, on Hopper GPUs only) with its inputs quantised before, which is not part of its time. Times
-are medians of graph replays; weights take turns. The floor is the FP8 weight's bytes over 4.3 TB/s.
+Run: ``PYTHONPATH=src:benchmarks/kernels python3 benchmarks/kernels/block_scaled.py [--sweep] [--rows 1 16 64 8192]``.
+Beside ours, quantising of the inputs included: our product in bfloat16, and torch's block-scaled GEMM on Hopper GPUs
+(``torch._scaled_mm`` with scales per row and 128 inputs and per 128 × 128 weights), whose inputs are quantised by our
+launch. Times are medians of graph replays; weights take turns. The floor is the FP8 weight's bytes over 4.3 TB/s, or
+the multiplications at 1,400 TFLOP/s.
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from linear import BYTES_PER_S, time_us  # type: ignore[import-not-found]
 from torch import Tensor
 
-from strandline.kernels import block_scaled_triton
-from strandline.kernels.block_scaled import GROUP, block_scaled_linear, quantize_groups
+from strandline.kernels import block_scaled_triton, linear_triton
+from strandline.kernels.block_scaled import GROUP, block_scaled_linear
+from strandline.kernels.block_scaled_tile_triton import quantize_rows
+from strandline.kernels.block_scaled_triton import Gemv, Tile
+from strandline.kernels.weights import ScaledWeight
 from strandline.models.fp8_conversion import quantize_blocks
+
+FLOPS = 1.4e15
 
 SHAPES = {
     "35B in_proj_qkvz": (2048, 12288),
     "35B out_proj": (4096, 2048),
+    "35B shared": (2048, 1024),
     "27B gate_up": (5120, 34816),
     "27B down": (17408, 5120),
 }
 ROWS = (1, 4, 16, 64, 512, 8192)
 
+GEMVS = [Gemv(*v) for v in [(2, 1024, 2), (4, 1024, 4), (8, 1024, 4), (4, 2048, 4), (4, 512, 2), (8, 512, 4)]]
+TILES = [
+    Tile(*v)
+    for v in [
+        (64, 16, 4, 4),
+        (64, 16, 4, 6),
+        (128, 16, 4, 4),
+        (64, 32, 4, 5),
+        (64, 64, 4, 4),
+        (128, 64, 4, 4),
+        (128, 64, 4, 3),
+        (128, 128, 8, 3),
+        (128, 128, 8, 4),
+        (64, 128, 4, 4),
+        (128, 128, 4, 3),
+        (256, 128, 8, 3),
+    ]
+]
+"""Outputs and rows of a tile, warps and stages."""
 
-def scaled_mm(x: Tensor, weight_OI: Tensor, scale_YX: Tensor) -> Callable[[], Tensor]:
-    """Return torch's block-scaled product with these inputs, whose scales it wants column by column."""
-    num_rows = -(-len(x) // 4) * 4
-    padded = torch.nn.functional.pad(x, (0, 0, 0, num_rows - len(x)))
-    quantized_TXG, scale_TX = quantize_groups(padded)
-    quantized, scale = quantized_TXG.flatten(1), scale_TX.t().contiguous().t()
-    return lambda: torch._scaled_mm(
-        quantized, weight_OI.t(), scale_a=scale, scale_b=scale_YX.t(), out_dtype=torch.bfloat16
-    )
+Product = Callable[[Tensor, ScaledWeight], Tensor]
 
 
-def measure(name: str, num_rows: int) -> None:
+def scaled_mm(x: Tensor, weight: ScaledWeight) -> Tensor:
+    """Return torch's block-scaled product, which asks for scales of activations column by column."""
+    quantized, scale_XT = quantize_rows(x)
+    scales = {"scale_a": scale_XT.t(), "scale_b": weight.scales.t()}
+    return torch._scaled_mm(quantized, weight.values.t(), **scales, out_dtype=torch.bfloat16)[: len(x)]
+
+
+def with_tile(tile: Tile, spans: int) -> Product:
+    """Return the product with one way of tiling."""
+    gemm = block_scaled_triton.launch_gemm
+    return lambda x, weight: gemm(*quantize_rows(x), weight, None, tile, spans, (len(x), x.dtype))
+
+
+def ways(num_rows: int, *, is_sweep: bool) -> Iterator[tuple[str, Product]]:
+    """Yield the ways to compute a product in FP8, by name."""
+    yield "chosen", block_scaled_triton.block_scaled_linear
+    if num_rows >= 16:
+        yield "torch FP8", scaled_mm
+        yield "quantising alone", lambda x, _: quantize_rows(x)[0]
+    if not is_sweep:
+        return
+    if num_rows <= block_scaled_triton.MAX_ROWS_GEMV:
+        for gemv in GEMVS:
+            if gemv.block_n * num_rows <= 16:
+                yield (
+                    str(tuple(gemv)),
+                    lambda x, w, g=gemv: block_scaled_triton.launch_gemv(x, w, None, g, is_gated=False),
+                )
+    for tile in TILES:
+        if min(num_rows, 128) / 2 <= tile.block_m < 2 * max(16, num_rows):
+            for spans in (1, 4, 8) if num_rows <= 64 else (1,):
+                yield f"{tuple(tile)} spans={spans}", with_tile(tile, spans)
+
+
+def measure(name: str, num_rows: int, *, is_sweep: bool) -> None:
     """Check and time every way of one product."""
     num_inputs, num_outputs = SHAPES[name]
-    count = max(3, -(-300_000_000 // (num_inputs * num_outputs)))
+    count = max(3, -(-200_000_000 // (num_inputs * num_outputs)))
     options = {"device": "cuda", "dtype": torch.bfloat16}
     wide = [torch.randn(num_outputs, num_inputs, **options).mul_(num_inputs**-0.5) for _ in range(count)]
-    narrow = [quantize_blocks(weight) for weight in wide]
+    narrow = [ScaledWeight(*quantize_blocks(weight)) for weight in wide]
     x = torch.randn(num_rows, num_inputs, **options)
-    expected = block_scaled_linear.reference(x, *narrow[0]).double()
-    ways: dict[str, Callable[[int], Callable[[], Tensor]]] = {
-        "bfloat16": lambda i: lambda: torch.nn.functional.linear(x, wide[i]),
-        "ours": lambda i: lambda: block_scaled_triton.block_scaled_linear(x, *narrow[i]),
-        "torch FP8": lambda i: scaled_mm(x, *narrow[i]),
-    }
-    floor_us = 1e6 * num_inputs * num_outputs / BYTES_PER_S
-    for way, make in ways.items():
+    expected = block_scaled_linear.reference(x, narrow[0]).double()
+    floor_us = 1e6 * num_inputs * num_outputs * max(1 / BYTES_PER_S, 2 * num_rows / FLOPS)
+    taken_us = time_us([lambda w=weight: linear_triton.linear(x, w) for weight in wide])
+    print(f"{name} rows={num_rows} bfloat16: {taken_us:.2f} us", flush=True)
+    for way, product in ways(num_rows, is_sweep=is_sweep):
         try:
-            steps = [make(i) for i in range(count)]
-            error = float((steps[0]()[:num_rows].double() - expected).norm() / expected.norm())
-            taken_us = time_us(steps)
+            out = product(x, narrow[0])
+            error = float((out.double() - expected).norm() / expected.norm()) if out.shape == expected.shape else 0
+            taken_us = time_us([lambda w=weight, p=product: p(x, w) for weight in narrow])
         except Exception as problem:  # noqa: BLE001 - a way that does not run here must not end the others
             print(f"{name} rows={num_rows} {way}: {type(problem).__name__}: {str(problem)[:80]!r}", flush=True)
             continue
@@ -69,10 +118,13 @@ def main() -> None:
     """Measure all shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
-    for num_rows in parser.parse_args().rows:
+    parser.add_argument("--shapes", default="", help="part of a shape's name")
+    parser.add_argument("--sweep", action="store_true", help="try the launch variants")
+    arguments = parser.parse_args()
+    for num_rows in arguments.rows:
         for name, (num_inputs, num_outputs) in SHAPES.items():
-            if num_inputs % GROUP == num_outputs % GROUP == 0:
-                measure(name, num_rows)
+            if arguments.shapes in name and num_inputs % GROUP == num_outputs % GROUP == 0:
+                measure(name, num_rows, is_sweep=arguments.sweep)
 
 
 if __name__ == "__main__":

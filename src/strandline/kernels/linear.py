@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.activation import swiglu
-from strandline.kernels.binding import Kernels
+from strandline.kernels.binding import Kernels, reference_kernels
+from strandline.kernels.block_scaled import block_scaled_gated_linear, block_scaled_linear
 from strandline.kernels.operation import operation, triton
-from strandline.kernels.weights import DenseWeight, HalfWeight, PackedWeight, Weight
+from strandline.kernels.weights import DenseWeight, HalfWeight, PackedWeight, ScaledWeight, StackedWeight, Weight
 
 Linear = Callable[[Tensor], Tensor]
 """A product with a bound weight and bias."""
@@ -51,31 +52,50 @@ def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
     return swiglu.reference(linear.reference(x, gate_up_OI))
 
 
-LINEAR_OPERATIONS: Final = (linear, gated_linear, swiglu)
+@operation(triton("stacked_linear_triton", invariant="stacked_linear_triton"))
+def stacked_linear(x: Tensor, weight: StackedWeight, bias_O: Tensor | None = None) -> Tensor:
+    """Return ``x weight^T + bias`` with a weight of parts, whose outputs lie side by side."""
+    parts = [
+        linear.reference(x, part.values_OI) if isinstance(part, DenseWeight) else block_scaled_linear.reference(x, part)
+        for part in weight.parts
+    ]
+    out = torch.cat(parts, dim=-1)
+    return out if bias_O is None else out.add_(bias_O)
+
+
+LINEAR_OPERATIONS: Final = (
+    linear,
+    gated_linear,
+    swiglu,
+    block_scaled_linear,
+    block_scaled_gated_linear,
+    stacked_linear,
+)
 """What ``bind_linear`` and ``bind_gated_linear`` look up."""
 
 
 def bind_linear(kernels: Kernels, weight: Weight, bias_O: Tensor | None = None) -> Linear:
     """Return the product with a weight, and the sum with a bias."""
-    return linear_of(weight, kernels[linear], bias_O)
-
-
-def linear_of(
-    weight: Weight, dense: Callable[[Tensor, Tensor, Tensor | None], Tensor], bias_O: Tensor | None
-) -> Linear:
-    """Return the product with a weight of any form.
-
-    Args:
-        dense: multiplies with an ordinary one, and adds the bias.
-    """
     match weight:
         case DenseWeight(values_OI):
+            dense = kernels[linear]
             return lambda x: dense(x, values_OI, bias_O)
         case PackedWeight(packed_OI):
             return partial(_packed_linear, packed_OI, bias_O)
         case HalfWeight(packed):
             return partial(_half_linear, packed, bias_O)
+        case ScaledWeight():
+            scaled = kernels[block_scaled_linear]
+            return lambda x: scaled(x, weight, bias_O)
+        case StackedWeight():
+            stacked = kernels[stacked_linear]
+            return lambda x: stacked(x, weight, bias_O)
     assert_never(weight)
+
+
+def reference_linear(weight: Weight) -> Linear:
+    """Return the product with a weight, by reference implementations where it is in no library's layout."""
+    return bind_linear(reference_kernels(LINEAR_OPERATIONS), weight)
 
 
 def bind_gated_linear(kernels: Kernels, weight: Weight) -> Linear:
@@ -83,6 +103,9 @@ def bind_gated_linear(kernels: Kernels, weight: Weight) -> Linear:
     if isinstance(weight, DenseWeight):
         gated, values_OI = kernels[gated_linear], weight.values_OI
         return lambda x: gated(x, values_OI)
+    if isinstance(weight, ScaledWeight):
+        scaled = kernels[block_scaled_gated_linear]
+        return lambda x: scaled(x, weight)
     multiply, activate = bind_linear(kernels, weight), kernels[swiglu]
     return lambda x: activate(multiply(x))
 

@@ -337,17 +337,22 @@ def launch_skinny(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: 
         **options,
     )
     if spans > 1:
-        size = num_rows * num_outputs
-        _add_spans_kernel[(cdiv(size, BLOCK_SPANS),)](
-            part_SMO,
-            bias_O,
-            out_MO,
-            size,
-            num_outputs,
-            HAS_BIAS=bias_O is not None,
-            SPANS=spans,
-            BLOCK=BLOCK_SPANS,
-            num_warps=2,
-            **options,
-        )
+        add_spans(part_SMO, bias_O, out_MO)
     return out_MO
+
+
+def add_spans(part_SMO: Tensor, bias_O: Tensor | None, out_MO: Tensor) -> None:
+    """Fill ``out_MO`` with the sum of the spans' products, in their order, and a bias."""
+    size = out_MO.numel()
+    _add_spans_kernel[(cdiv(size, BLOCK_SPANS),)](
+        part_SMO,
+        bias_O,
+        out_MO,
+        size,
+        out_MO.shape[1],
+        HAS_BIAS=bias_O is not None,
+        SPANS=len(part_SMO),
+        BLOCK=BLOCK_SPANS,
+        num_warps=2,
+        **overlap_options(out_MO),
+    )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.activation import relu_squared, swiglu
-from strandline.kernels.linear import linear, linear_of
+from strandline.kernels.linear import reference_linear
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.weights import Weight
 
@@ -45,7 +45,7 @@ def mixture(
         is_normalised: as in ``route_top_k``.
     """
     weights_TK, experts_TK = route_top_k.reference(logits_TE, top_k, is_normalised=is_normalised)
-    shared_TD = linear_of(shared_down, linear.reference, None)(swiglu.reference(shared_gate_up_TS))
+    shared_TD = reference_linear(shared_down)(swiglu.reference(shared_gate_up_TS))
     return experts_glu.reference(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1, held)
 
 
@@ -81,10 +81,10 @@ def experts_glu(
         held: numbers that ``experts_TK`` has for the experts whose weights these are; others add nothing. None: all.
     """
 
-    def hidden(expert: int, x_AD: Tensor) -> Tensor:
-        return swiglu.reference(F.linear(x_AD, gate_up_EFD[expert]))
+    def apply(expert: int, x_AD: Tensor) -> Tensor:
+        return F.linear(swiglu.reference(F.linear(x_AD, gate_up_EFD[expert])), down_EDF[expert])
 
-    out_TD = _sum_of_experts(hidden, down_EDF, x_TD, weights_TK, experts_TK, held)
+    out_TD = sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held)
     return out_TD.addcmul_(shared_TD, shared_gate_T1.sigmoid())
 
 
@@ -103,19 +103,19 @@ def experts_relu_squared(
         held: as in ``experts_glu``.
     """
 
-    def hidden(expert: int, x_AD: Tensor) -> Tensor:
-        return relu_squared.reference(F.linear(x_AD, up_EFD[expert]))
+    def apply(expert: int, x_AD: Tensor) -> Tensor:
+        return F.linear(relu_squared.reference(F.linear(x_AD, up_EFD[expert])), down_EDF[expert])
 
-    return _sum_of_experts(hidden, down_EDF, x_TD, weights_TK, experts_TK, held)
+    return sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held)
 
 
-def _sum_of_experts(
-    hidden: Callable[[int, Tensor], Tensor],
-    down_EDF: Tensor,
+def sum_of_experts(
+    apply: Callable[[int, Tensor], Tensor],
+    num_experts: int,
     x_TD: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    held: range | None,
+    held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, in x's dtype, given what an expert makes of some rows of x."""
     num_tokens, top_k = experts_TK.shape
@@ -124,14 +124,14 @@ def _sum_of_experts(
         is_held_TK = (experts_TK >= held.start) & (experts_TK < held.stop)
         experts_TK = torch.where(is_held_TK, experts_TK - held.start, len(held))
     expert_A, order_A = experts_TK.flatten().sort(stable=True)
-    counts_E = torch.bincount(expert_A, minlength=len(down_EDF))[: len(down_EDF)]
+    counts_E = torch.bincount(expert_A, minlength=num_experts)[:num_experts]
     x_AD = x_TD[order_A.div(top_k, rounding_mode="floor")]
     out_AD = torch.empty_like(x_AD)
     start = 0
     for expert, count in enumerate(counts_E.tolist()):
         if count:
             rows = slice(start, start + count)
-            torch.mm(hidden(expert, x_AD[rows]), down_EDF[expert].t(), out=out_AD[rows])
+            out_AD[rows] = apply(expert, x_AD[rows])
             start += count
     out_AD[start:] = 0.0
     # Back into the order of the tokens: the sum over a token's experts does not depend on its neighbours.

@@ -421,10 +421,29 @@ def _experts(
     starts_E, choices_A = list_choices(experts_TK, len(down_EDF), first_expert)
     hidden_AF = torch.empty((num_tokens * top_k, size), dtype=x_TD.dtype, device=x_TD.device)
     out_AD = torch.empty((num_tokens * top_k, num_channels), dtype=x_TD.dtype, device=x_TD.device)
-    out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
     launch_up(x_TD, up_EFD, starts_E, choices_A, hidden_AF, top_k, tiles[0])
     launch_down(hidden_AF, down_EDF, starts_E, choices_A, out_AD, tiles[1])
+    return add_choices(out_AD, (weights_TK, experts_TK), shared, held)
+
+
+def add_choices(
+    out_AD: Tensor,
+    chosen: tuple[Tensor, Tensor],
+    shared: tuple[Tensor, Tensor] | None,
+    held: range | None = None,
+) -> Tensor:
+    """Return the weighted sum of each token's choices, and of the shared expert behind its gate.
+
+    Args:
+        out_AD: what experts made of choices, in the order of the tokens.
+        chosen: ``weights_TK`` and ``experts_TK``.
+        shared: ``shared_TD`` and ``shared_gate_T1``; None: there is no shared expert.
+        held: as in ``experts_glu``.
+    """
+    weights_TK, experts_TK = chosen
     shared_TD, shared_gate_T1 = shared or (None, None)
+    (num_tokens, top_k), num_channels = experts_TK.shape, out_AD.shape[1]
+    out_TD = torch.empty((num_tokens, num_channels), dtype=out_AD.dtype, device=out_AD.device)
     _sum_kernel[(num_tokens, cdiv(num_channels, BLOCK_SUM))](
         out_AD,
         weights_TK,
@@ -435,14 +454,14 @@ def _experts(
         0 if shared is None else shared_gate_T1.stride(0),
         num_channels,
         experts_TK,
-        first_expert,
-        len(down_EDF),
+        0 if held is None else held.start,
+        0 if held is None else len(held),
         TOP_K=top_k,
         HAS_SHARED=shared is not None,
         BLOCK_N=BLOCK_SUM,
         IS_DIVIDED=held is not None,
         num_warps=WARPS_SUM,
-        **overlap_options(x_TD),
+        **overlap_options(out_TD),
     )
     return out_TD
 

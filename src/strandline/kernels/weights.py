@@ -1,4 +1,4 @@
-"""Weights as matrix products take them: as loaded, laid out for a CPU's library, or kept in float16.
+"""Weights as matrix products take them: as loaded, laid out for a CPU's library, or kept in float16 or FP8.
 
 In bfloat16 oneDNN lays an ordinary weight out anew in every call, which costs up to half the time of a small batch. In
 float32 MKL multiplies a few rows up to 2.8 times as fast with a weight whose inputs, not outputs, lie apart
@@ -8,7 +8,10 @@ A float32 weight that comes from bfloat16 can also be kept in float16 and multip
 FBGEMM, in a third of MKL's time for a few rows. Float16 holds every bfloat16 number from 2**-17 up to 65,504, and
 smaller ones within 2**-25, less than the rounding of a sum of products with ordinary weights.
 
-Shape suffixes: I inputs, O outputs.
+A weight published in FP8 (e4m3) stays as it is on GPUs, beside its scales. Where only some of the matrices that lie
+above each other in a fused weight are published so, it consists of parts.
+
+Shape suffixes: I inputs, O outputs; Y and X rows and columns of scales.
 """
 
 from collections.abc import Callable
@@ -17,6 +20,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+GROUP: Final = 128
+"""Inputs that share a scale in FP8; of published weights also the outputs of a block."""
 
 MAX_HALF_ERROR: Final = 2.0**-25
 """Largest difference of a weight kept in float16: half the distance of the smallest float16 numbers."""
@@ -43,7 +49,39 @@ class HalfWeight:
     packed: Any
 
 
-Weight = DenseWeight | PackedWeight | HalfWeight
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledWeight:
+    """A matrix in e4m3, or several of one shape, and its float32 scales.
+
+    A scale covers ``rows_per_scale`` rows and ``GROUP`` inputs. Scales of whole rows are repeated by a stride of zero.
+    """
+
+    values: Tensor
+    """``[..., O, I]``, contiguous."""
+    scales: Tensor
+    """``[..., ⌈O / rows_per_scale⌉, ⌈I / GROUP⌉]``."""
+    rows_per_scale: int = GROUP
+    """A divisor of ``GROUP``, or ``GROUP``."""
+
+    def __getitem__(self, index: int) -> "ScaledWeight":
+        """Return one of several matrices."""
+        return ScaledWeight(self.values[index], self.scales[index], self.rows_per_scale)
+
+    def dequantize(self) -> Tensor:
+        """Return the numbers that it stands for, in float32."""
+        *_, num_rows, num_inputs = self.values.shape
+        scales = self.scales.repeat_interleave(self.rows_per_scale, -2)[..., :num_rows, :]
+        return self.values.float() * scales.repeat_interleave(GROUP, -1)[..., :num_inputs]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedWeight:
+    """Matrices one above the other, each in a form of its own."""
+
+    parts: "tuple[DenseWeight | ScaledWeight, ...]"
+
+
+Weight = DenseWeight | PackedWeight | HalfWeight | ScaledWeight | StackedWeight
 
 Layout = Callable[[Tensor], Weight]
 """Chooses the form of a loaded matrix."""

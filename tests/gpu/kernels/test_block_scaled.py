@@ -1,17 +1,102 @@
-"""Products of few rows in FP8 on a GPU: the shapes of the CPU's tests, and those of published models."""
+"""Products and experts in FP8 on a GPU: the shapes of the CPU's tests, and those of published models."""
 
 import pytest
 import torch
 
 from strandline.device.dtypes import E4M3_CAPABILITY
-from tests.cpu.kernels.test_block_scaled import SIZES
-from tests.cpu.kernels.test_block_scaled_triton import check
+from strandline.kernels import block_scaled_moe_triton, block_scaled_triton
+from strandline.kernels.block_scaled_triton import Tile
+from tests.cpu.kernels import test_block_scaled_moe as moe
+from tests.cpu.kernels.test_block_scaled import ROWS_PER_SCALE, SIZES, make_x, scaled_weight
+from tests.cpu.kernels.test_block_scaled_triton import check_gated, check_linear, check_quantizing, check_tile
 
-MODELS = [(1, 2048, 8192), (16, 2048, 4096), (33, 5120, 17408)]
+pytestmark = pytest.mark.skipif(
+    torch.cuda.get_device_capability() < E4M3_CAPABILITY, reason="no products in e4m3 on this GPU"
+)
+
+DTYPES = [torch.float32, torch.bfloat16]
+MODELS = [(1, 2048, 12288), (4, 4096, 2048), (16, 2048, 4096), (33, 5120, 1280), (300, 2048, 1024), (700, 512, 2048)]
 
 
-@pytest.mark.skipif(torch.cuda.get_device_capability() < E4M3_CAPABILITY, reason="no products in e4m3")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [*SIZES, *MODELS])
-def test_few_rows_equal_the_reference(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
-    check(num_rows, num_inputs, num_outputs, dtype, "cuda")
+def test_products_equal_the_reference(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
+    check_linear(num_rows, num_inputs, num_outputs, dtype, "cuda")
+
+
+@pytest.mark.parametrize("rows_per_scale", ROWS_PER_SCALE[1:])
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 65])
+def test_other_scales_equal_the_reference(num_rows: int, rows_per_scale: int) -> None:
+    check_linear(num_rows, 520, 200, torch.bfloat16, "cuda", rows_per_scale)
+
+
+@pytest.mark.parametrize("spans", [1, 4])
+@pytest.mark.parametrize("tile", [*block_scaled_triton.TILES.values(), block_scaled_triton.TILE_MANY])
+def test_tiles_equal_the_reference(tile: Tile, spans: int) -> None:
+    check_tile(tile, spans, 200, 1024, 384, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 20, 300])
+@pytest.mark.parametrize("size", [100, 1024])
+def test_gated_products_equal_the_reference(num_rows: int, size: int) -> None:
+    check_gated(num_rows, 2048, size, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "num_inputs"), [(1, 128), (5, 300), (1000, 2048), (3, 17408)])
+def test_quantised_rows_equal_the_reference(num_rows: int, num_inputs: int, dtype: torch.dtype) -> None:
+    check_quantizing(num_rows, num_inputs, dtype, "cuda")
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 64, 65, 600])
+def test_invariant_products_depend_on_their_row_alone(num_rows: int) -> None:
+    x, weight = make_x(600, 2048, torch.bfloat16, "cuda"), scaled_weight(640, 2048, device="cuda")
+    whole = block_scaled_triton.block_scaled_linear_invariant(x, weight)
+    assert torch.equal(block_scaled_triton.block_scaled_linear_invariant(x[:num_rows], weight), whole[:num_rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", moe.SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 3, 7, 150])
+def test_the_mixture_equals_a_loop_in_float64(num_tokens: int, shape: moe.Shape, dtype: torch.dtype) -> None:
+    moe.check_mixture(num_tokens, shape, dtype, "cuda", is_shared_dense=num_tokens == 3)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
+def test_mixture_equals_a_float64_loop_at_model_shape(num_tokens: int) -> None:
+    moe.check_mixture(num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda", is_shared_dense=False)
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [block_scaled_moe_triton.TILES_DECODE, block_scaled_moe_triton.TILES_MIDDLE, block_scaled_moe_triton.TILES_PREFILL],
+    ids=["decode", "middle", "prefill"],
+)
+@pytest.mark.parametrize("num_tokens", [1, 65, 500])
+def test_tiles_of_experts_equal_the_reference(
+    num_tokens: int, tiles: tuple[block_scaled_moe_triton.Tile, block_scaled_moe_triton.Tile]
+) -> None:
+    moe.check_experts(num_tokens, (16, 4, 1024, 384, 128), tiles, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 400])
+def test_invariant_mixture_depends_on_its_token_alone(num_tokens: int) -> None:
+    case = moe.Case(400, (16, 4, 512, 256, 128), torch.bfloat16, "cuda", is_shared_dense=False)
+    mixture = block_scaled_moe_triton.block_scaled_mixture_invariant
+    rows, weights = case.arguments[:4], case.arguments[4:]
+    whole = mixture(*rows, *weights, case.top_k, is_normalised=True)
+    part = mixture(*(x[:num_tokens] for x in rows), *weights, case.top_k, is_normalised=True)
+    assert torch.equal(part, whole[:num_tokens])
+
+
+def test_mixture_runs_in_a_graph() -> None:
+    for num_tokens in (1, 40):
+        case = moe.Case(num_tokens, (16, 4, 512, 256, 128), torch.bfloat16, "cuda", is_shared_dense=False)
+        mixture = block_scaled_moe_triton.block_scaled_mixture
+        expected_TD = mixture(*case.arguments, case.top_k, is_normalised=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out_TD = mixture(*case.arguments, case.top_k, is_normalised=True)
+        out_TD.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out_TD, expected_TD)

@@ -1,0 +1,171 @@
+"""Time the experts of Qwen3.5-35B-A3B in FP8 on a GPU, beside those in bfloat16.
+
+Run: ``PYTHONPATH=src:benchmarks/kernels python3 benchmarks/kernels/block_scaled_moe.py [--sweep] [--tokens 1 64]``.
+Times are medians of graph replays; several layers' weights take turns, so that none is found in the cache. The floor is
+the chosen experts' bytes over 4.3 TB/s, or the multiplications at 1,400 TFLOP/s, whichever is longer.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import torch
+from moe import BYTES_PER_S, EXPERTS, HIDDEN, SIZE, TOP_K, time_us  # type: ignore[import-not-found]
+from torch import Tensor
+
+from strandline.kernels import block_scaled_moe_triton, moe_triton
+from strandline.kernels.block_scaled_moe import block_scaled_experts_glu
+from strandline.kernels.block_scaled_moe_few_triton import mixture_few
+from strandline.kernels.block_scaled_moe_triton import Tile
+from strandline.kernels.block_scaled_tile_triton import quantize_rows
+from strandline.kernels.moe_few_triton import Few
+from strandline.kernels.moe_list_triton import list_choices
+from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
+
+TOKENS = (1, 4, 16, 64, 256, 8192)
+FLOPS = 1.4e15
+NUM_LAYERS = 3
+
+FEWS = [
+    Few(*v)
+    for v in [(4, 2048, 4, 4, 4), (4, 1024, 2, 4, 8), (8, 2048, 4, 8, 8), (8, 1024, 4, 8, 4), (2, 2048, 2, 2, 4)]
+]
+UP_TILES = {
+    "small": [Tile(m, GROUP, *v) for m, *v in [(16, 4, 2), (16, 4, 3), (16, 8, 3), (16, 4, 4), (32, 8, 3)]],
+    "large": [
+        Tile(m, GROUP, *v)
+        for m, *v in [(64, 8, 3), (64, 4, 3), (64, 8, 4), (128, 8, 3, 2), (128, 8, 4, 2), (128, 8, 4, 3)]
+    ],
+}
+DOWN_TILES = {
+    "small": [Tile(16, 64, 4, 4), Tile(16, 128, 4, 3), Tile(16, 128, 4, 4), Tile(16, 128, 8, 4), Tile(32, 128, 4, 4)],
+    "large": [
+        Tile(m, 128, *v)
+        for m, *v in [(64, 4, 4), (64, 8, 4), (128, 8, 4, 2), (128, 8, 3, 2), (128, 8, 2, 2), (128, 8, 4, 1)]
+    ],
+}
+
+Layer = tuple[ScaledWeight, ScaledWeight, ScaledWeight]
+
+
+def scaled(*shape: int) -> ScaledWeight:
+    """Return random weights with random scales."""
+    values = torch.empty(shape, device="cuda", dtype=torch.float8_e4m3fn)
+    flat = values.view(-1, shape[-1])
+    for rows in flat.split(2**14):
+        rows.copy_(torch.randn(rows.shape, device="cuda", dtype=torch.bfloat16) * 100)
+    scales = torch.rand(*shape[:-2], shape[-2] // GROUP, shape[-1] // GROUP, device="cuda")
+    return ScaledWeight(values, scales.mul_(shape[-1] ** -0.5 / 50).add_(1e-6))
+
+
+class Inputs:
+    """A batch for one layer."""
+
+    def __init__(self, num_tokens: int, layer: Layer) -> None:
+        self.gate_up, self.down, self.shared_down = layer
+        sizes = [2 * SIZE, EXPERTS, 1, 7]
+        self.x_TD, self.shared_TD = torch.randn(2, num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        projected = torch.randn(num_tokens, sum(sizes), device="cuda", dtype=torch.bfloat16).split(sizes, dim=-1)
+        self.projected = projected[:3]
+        self.chosen = moe_triton.route_top_k(projected[1], TOP_K, is_normalised=True)
+
+    def mixture(self) -> Tensor:
+        weights = (self.gate_up, self.down, self.shared_down)
+        mixture = block_scaled_moe_triton.block_scaled_mixture
+        return mixture(self.x_TD, *self.projected, *weights, TOP_K, is_normalised=True)
+
+    def few(self, few: Few) -> Tensor:
+        weights = (self.gate_up, self.down, self.shared_down)
+        return mixture_few(self.x_TD, *self.projected, *weights, TOP_K, few, is_normalised=True)
+
+    def experts(self, tiles: tuple[Tile, Tile]) -> Tensor:
+        arguments = (self.x_TD, self.gate_up, self.down, *self.chosen, self.shared_TD, self.projected[2])
+        return block_scaled_moe_triton.experts_glu_many(*arguments, *tiles)
+
+    def hidden(self) -> tuple[Tensor, Tensor]:
+        quantized = torch.randn(self.chosen[1].numel(), SIZE, device="cuda").to(torch.float8_e4m3fn)
+        return quantized, torch.rand(SIZE // GROUP, len(quantized), device="cuda")
+
+    def up(self, tile: Tile) -> Callable[[], object]:
+        """Return a call of the first product alone."""
+        listed, hidden, x = list_choices(self.chosen[1], EXPERTS), self.hidden(), quantize_rows(self.x_TD)
+        arguments = (x, self.gate_up, listed, hidden, TOP_K, torch.bfloat16, tile)
+        return lambda: block_scaled_moe_triton.launch_up(*arguments)
+
+    def downward(self, tile: Tile) -> Callable[[], object]:
+        """Return a call of the second product alone."""
+        listed, hidden = list_choices(self.chosen[1], EXPERTS), self.hidden()
+        out_AD = torch.empty(self.chosen[1].numel(), HIDDEN, device="cuda", dtype=torch.bfloat16)
+        return lambda: block_scaled_moe_triton.launch_down(hidden, self.down, listed, out_AD, tile)
+
+    def floor_us(self) -> float:
+        weight_bytes = len(self.chosen[1].unique()) * 3 * SIZE * HIDDEN
+        return 1e6 * max(weight_bytes / BYTES_PER_S, self.chosen[1].numel() * 6 * SIZE * HIDDEN / FLOPS)
+
+
+def report(
+    name: str, num_tokens: int, make: Callable[[Inputs], Callable[[], object]], *, layers: list[Layer], share: float = 1
+) -> None:
+    """Time one way with its share of the experts' weights, and print a line."""
+    sets = [Inputs(num_tokens, layer) for layer in layers]
+    try:
+        measured = time_us([make(inputs) for inputs in sets])
+    except Exception as error:  # noqa: BLE001 - a variant that does not compile must not end the others
+        print(f"tokens={num_tokens} {name}: {type(error).__name__}: {str(error)[:80]!r}", flush=True)
+        return
+    floor = share * sets[0].floor_us()
+    print(f"tokens={num_tokens} {name}: {measured:.1f} us, {100 * floor / measured:.0f} % of floor", flush=True)
+
+
+def check(layer: Layer) -> None:
+    """Compare with the reference implementation, at the model's shape."""
+    for num_tokens in (1, 16, 300):
+        inputs = Inputs(num_tokens, layer)
+        arguments = (inputs.x_TD, inputs.gate_up, inputs.down, *inputs.chosen, inputs.shared_TD, inputs.projected[2])
+        expected = block_scaled_experts_glu.reference(*arguments).float()
+        actual = block_scaled_moe_triton.block_scaled_experts_glu(*arguments).float()
+        error = float((actual - expected).norm() / expected.norm())
+        print(f"check: {num_tokens} tokens, error ratio {error:.2e}: {'ok' if error < 2e-2 else 'ERROR'}", flush=True)
+
+
+def sweep(num_tokens: int, layers: list[Layer]) -> None:
+    """Time the launch variants that make sense at this size."""
+    if num_tokens <= 4:
+        for few in FEWS:
+            report(f"few {tuple(few)}", num_tokens, lambda i, f=few: lambda: i.few(f), layers=layers)
+        return
+    size = "small" if num_tokens <= 64 else "large"
+    for tile in UP_TILES[size]:
+        report(f"up {tuple(tile)}", num_tokens, lambda i, t=tile: i.up(t), layers=layers, share=2 / 3)
+    for tile in DOWN_TILES[size]:
+        report(f"down {tuple(tile)}", num_tokens, lambda i, t=tile: i.downward(t), layers=layers, share=1 / 3)
+
+
+def main() -> None:
+    """Measure all sizes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="try the launch variants")
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    arguments = parser.parse_args()
+    shapes = ((EXPERTS, 2 * SIZE, HIDDEN), (EXPERTS, HIDDEN, SIZE), (HIDDEN, SIZE))
+    layers = [tuple(scaled(*shape) for shape in shapes) for _ in range(NUM_LAYERS)]
+    check(layers[0])
+    wide = [[torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes] for _ in range(NUM_LAYERS)]
+    for num_tokens in arguments.tokens:
+        report("mixture", num_tokens, lambda i: i.mixture, layers=layers)
+        turn = iter(wide)
+
+        def in_bfloat16(inputs: Inputs, turn=turn) -> Callable[[], object]:
+            gate_up, down, shared = next(turn)
+            arguments = (inputs.x_TD, *inputs.projected, gate_up, down, DenseWeight(shared), TOP_K)
+            return lambda: moe_triton.mixture(*arguments, is_normalised=True)
+
+        report("mixture in bfloat16", num_tokens, in_bfloat16, layers=layers, share=2)
+        if arguments.sweep:
+            sweep(num_tokens, layers)
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("needs a CUDA device")
+    main()

@@ -1,0 +1,54 @@
+"""Mixture of experts in FP8: as ``moe.py``, with products as in ``block_scaled.py``. The reference implementation.
+
+An expert's hidden features are rounded to the dtype of activations, and then quantised like any input.
+
+Shape suffixes: as in ``moe.py``.
+"""
+
+from torch import Tensor
+
+from strandline.kernels.activation import swiglu
+from strandline.kernels.block_scaled import block_scaled_gated_linear, block_scaled_linear
+from strandline.kernels.linear import reference_linear
+from strandline.kernels.moe import route_top_k, sum_of_experts
+from strandline.kernels.operation import operation, triton
+from strandline.kernels.weights import ScaledWeight, Weight
+
+
+@operation(triton("block_scaled_moe_triton", invariant="block_scaled_moe_triton"))
+def block_scaled_mixture(
+    x_TD: Tensor,
+    shared_gate_up_TS: Tensor,
+    logits_TE: Tensor,
+    shared_gate_T1: Tensor,
+    gate_up: ScaledWeight,
+    down: ScaledWeight,
+    shared_down: Weight,
+    top_k: int,
+    *,
+    is_normalised: bool,
+) -> Tensor:
+    """As ``mixture``, with experts in FP8: ``gate_up`` of ``[E, 2 F, D]``, ``down`` of ``[E, D, F]``."""
+    chosen = route_top_k.reference(logits_TE, top_k, is_normalised=is_normalised)
+    shared_TD = reference_linear(shared_down)(swiglu.reference(shared_gate_up_TS))
+    return block_scaled_experts_glu.reference(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1)
+
+
+@operation(triton("block_scaled_moe_triton", invariant="block_scaled_moe_triton"))
+def block_scaled_experts_glu(
+    x_TD: Tensor,
+    gate_up: ScaledWeight,
+    down: ScaledWeight,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    shared_TD: Tensor,
+    shared_gate_T1: Tensor,
+) -> Tensor:
+    """As ``experts_glu``, with experts in FP8."""
+
+    def apply(expert: int, x_AD: Tensor) -> Tensor:
+        hidden_AF = block_scaled_gated_linear.reference(x_AD, gate_up[expert])
+        return block_scaled_linear.reference(hidden_AF, down[expert])
+
+    out_TD = sum_of_experts(apply, len(down.values), x_TD, weights_TK, experts_TK)
+    return out_TD.addcmul_(shared_TD, shared_gate_T1.sigmoid())

@@ -1,0 +1,382 @@
+"""The experts in FP8 on a GPU (``block_scaled_moe.py``), organised as ``moe_triton.py``.
+
+Few tokens: as ``block_scaled_moe_few_triton.py`` says. More: one launch quantises the tokens; a tile of the first
+product has the features of one group, so that it also quantises what it writes.
+
+Invariants: as in ``moe_triton.py``; hidden features in FP8 are the same to the last bit for any tile.
+
+Shape suffixes: as in ``moe_triton.py``; X groups of features.
+"""
+# mypy: ignore-errors
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.activation_triton import swiglu
+from strandline.kernels.block_scaled_moe_few_triton import mixture_few
+from strandline.kernels.block_scaled_tile_triton import (
+    MIN_ROWS_HOPPER,
+    TRITON_DTYPES,
+    load_scales,
+    multiply_group,
+    quantize_groups,
+    quantize_rows,
+    quantize_swiglu,
+)
+from strandline.kernels.block_scaled_triton import choose_spans, choose_tile, launch_gemm
+from strandline.kernels.linear_triton import linear, silu_times
+from strandline.kernels.matmul_triton import linear_invariant
+from strandline.kernels.moe_few_triton import Few
+from strandline.kernels.moe_list_triton import list_choices
+from strandline.kernels.moe_triton import add_choices, route_top_k
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv
+from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
+
+MAX_TOKENS_FEW = 4
+"""With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
+
+FEW = (Few(4, 2048, 4, 4, 4), Few(4, 2048, 4, 4, 4))
+"""For one token, and for more. Not tuned on a GPU yet, like the tiles below."""
+
+
+class Tile(NamedTuple):
+    """How one of the two products of many tokens is tiled."""
+
+    block_m: int
+    block_n: int
+    """Of the first product: ``GROUP``."""
+    warps: int
+    stages: int
+    split_m: int = 1
+    """Programs among which an expert's choices are dealt out."""
+
+
+TILES_DECODE = (Tile(16, GROUP, 4, 3), Tile(16, GROUP, 4, 4))
+TILES_MIDDLE = (Tile(64, GROUP, 8, 3), Tile(64, GROUP, 4, 4))
+TILES_PREFILL = (Tile(128, GROUP, 8, 4, 2), Tile(128, GROUP, 8, 4, 2))
+
+CHOICES_PER_EXPERT_MIDDLE = 16
+CHOICES_PER_EXPERT_PREFILL = 64
+"""From how many choices per expert, on average, the larger tiles pay."""
+
+
+@triton.jit
+def _grouped_up_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    starts_ptr,
+    choices_ptr,
+    hidden_ptr,
+    hidden_scale_ptr,
+    stride_xs,
+    stride_hs,
+    stride_se,
+    stride_sy,
+    stride_sx,
+    D,
+    F,
+    DTYPE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Write the hidden features of an expert's choices, quantised, in the order of the list."""
+    expert = tl.program_id(2).to(tl.int64)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    first = tl.load(starts_ptr + expert) + tl.program_id(1) * BLOCK_M
+    end = tl.load(starts_ptr + expert + 1)
+    col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_col_N = col_N < F
+    offset_K = tl.arange(0, GROUP)
+    num_groups = tl.cdiv(D, GROUP)
+    gate_NK_ptr = weight_ptr + expert * (2 * F * D) + col_N[:, None].to(tl.int64) * D + offset_K[None, :]
+    up_NK_ptr = gate_NK_ptr + F * D
+    scale_ptr += expert * stride_se
+    for row in range(first, end, tl.num_programs(1) * BLOCK_M):
+        row_M = row + tl.arange(0, BLOCK_M)
+        token_M = tl.load(choices_ptr + tl.minimum(row_M, end - 1)) // TOP_K
+        x_KM_ptr = x_ptr + token_M[None, :].to(tl.int64) * D + offset_K[:, None]
+        gate = tl.zeros([BLOCK_N, BLOCK_M] if IS_SWAPPED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_M] if IS_SWAPPED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
+        x_scale_M = tl.load(x_scale_ptr + token_M)
+        gate_scale_N = load_scales(scale_ptr, col_N, F, stride_sy, SCALE_ROWS, BLOCK_N)
+        up_scale_N = load_scales(scale_ptr, F + col_N, 2 * F, stride_sy, SCALE_ROWS, BLOCK_N)
+        for group in range(num_groups):
+            # The next group's scales are on their way while this one's numbers are multiplied.
+            following = tl.minimum(group + 1, num_groups - 1)
+            next_x_scale_M = tl.load(x_scale_ptr + following * stride_xs + token_M)
+            next_scale_ptr = scale_ptr + following * stride_sx
+            next_gate_scale_N = load_scales(next_scale_ptr, col_N, F, stride_sy, SCALE_ROWS, BLOCK_N)
+            next_up_scale_N = load_scales(next_scale_ptr, F + col_N, 2 * F, stride_sy, SCALE_ROWS, BLOCK_N)
+            start = group * GROUP
+            if IS_EVEN:
+                x_KM = tl.load(x_KM_ptr + start)
+                gate_NK = tl.load(gate_NK_ptr + start)
+                up_NK = tl.load(up_NK_ptr + start)
+            else:
+                is_K = start + offset_K < D
+                mask_NK = is_col_N[:, None] & is_K[None, :]
+                x_KM = tl.load(x_KM_ptr + start, mask=is_K[:, None], other=0.0)
+                gate_NK = tl.load(gate_NK_ptr + start, mask=mask_NK, other=0.0)
+                up_NK = tl.load(up_NK_ptr + start, mask=mask_NK, other=0.0)
+            gate += multiply_group(gate_NK, x_KM, gate_scale_N, x_scale_M, IS_SWAPPED)
+            up += multiply_group(up_NK, x_KM, up_scale_N, x_scale_M, IS_SWAPPED)
+            x_scale_M = next_x_scale_M
+            gate_scale_N = next_gate_scale_N
+            up_scale_N = next_up_scale_N
+        hidden = silu_times(gate, up, DTYPE).to(tl.float32)
+        hidden_MN, hidden_scale_M = quantize_groups(tl.trans(hidden) if IS_SWAPPED else hidden)
+        is_row_M = row_M < end
+        hidden_MN_ptr = hidden_ptr + row_M[:, None].to(tl.int64) * F + col_N[None, :]
+        tl.store(hidden_MN_ptr, hidden_MN, mask=is_row_M[:, None] & is_col_N[None, :])
+        tl.store(hidden_scale_ptr + tl.program_id(0) * stride_hs + row_M, hidden_scale_M, mask=is_row_M)
+
+
+@triton.jit
+def _grouped_down_kernel(
+    hidden_ptr,
+    hidden_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    starts_ptr,
+    choices_ptr,
+    out_ptr,
+    stride_hs,
+    stride_se,
+    stride_sy,
+    stride_sx,
+    D,
+    F,
+    IS_EVEN: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Write what an expert makes of its choices, in the order of the tokens."""
+    expert = tl.program_id(2).to(tl.int64)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    first = tl.load(starts_ptr + expert) + tl.program_id(1) * BLOCK_M
+    end = tl.load(starts_ptr + expert + 1)
+    col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_col_N = col_N < D
+    offset_K = tl.arange(0, GROUP)
+    num_groups = tl.cdiv(F, GROUP)
+    weight_NK_ptr = weight_ptr + expert * (D * F) + col_N[:, None].to(tl.int64) * F + offset_K[None, :]
+    scale_ptr += expert * stride_se
+    for row in range(first, end, tl.num_programs(1) * BLOCK_M):
+        row_M = row + tl.arange(0, BLOCK_M)
+        read_M = tl.minimum(row_M, end - 1)
+        hidden_KM_ptr = hidden_ptr + read_M[None, :].to(tl.int64) * F + offset_K[:, None]
+        out = tl.zeros([BLOCK_N, BLOCK_M] if IS_SWAPPED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
+        hidden_scale_M = tl.load(hidden_scale_ptr + read_M)
+        scale_N = load_scales(scale_ptr, col_N, D, stride_sy, SCALE_ROWS, BLOCK_N)
+        for group in range(num_groups):
+            following = tl.minimum(group + 1, num_groups - 1)
+            next_hidden_scale_M = tl.load(hidden_scale_ptr + following * stride_hs + read_M)
+            next_scale_N = load_scales(scale_ptr + following * stride_sx, col_N, D, stride_sy, SCALE_ROWS, BLOCK_N)
+            start = group * GROUP
+            if IS_EVEN:
+                hidden_KM = tl.load(hidden_KM_ptr + start)
+                weight_NK = tl.load(weight_NK_ptr + start)
+            else:
+                is_K = start + offset_K < F
+                hidden_KM = tl.load(hidden_KM_ptr + start, mask=is_K[:, None], other=0.0)
+                weight_NK = tl.load(weight_NK_ptr + start, mask=is_col_N[:, None] & is_K[None, :], other=0.0)
+            out += multiply_group(weight_NK, hidden_KM, scale_N, hidden_scale_M, IS_SWAPPED)
+            hidden_scale_M = next_hidden_scale_M
+            scale_N = next_scale_N
+        out_MN = tl.trans(out) if IS_SWAPPED else out
+        choice_M = tl.load(choices_ptr + read_M).to(tl.int64)
+        out_MN_ptr = out_ptr + choice_M[:, None] * D + col_N[None, :]
+        tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < end)[:, None] & is_col_N[None, :])
+
+
+def block_scaled_mixture(
+    x_TD: Tensor,
+    shared_gate_up_TS: Tensor,
+    logits_TE: Tensor,
+    shared_gate_T1: Tensor,
+    gate_up: ScaledWeight,
+    down: ScaledWeight,
+    shared_down: DenseWeight | ScaledWeight,
+    top_k: int,
+    *,
+    is_normalised: bool,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype."""
+    if len(x_TD) <= MAX_TOKENS_FEW:
+        arguments = (x_TD, shared_gate_up_TS, logits_TE, shared_gate_T1, gate_up, down, shared_down, top_k)
+        return mixture_few(*arguments, FEW[len(x_TD) > 1], is_normalised=is_normalised)
+    chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
+    if isinstance(shared_down, ScaledWeight):
+        tile = choose_tile(len(x_TD))
+        shared_TD = _shared(shared_gate_up_TS, shared_down, tile, choose_spans(len(x_TD), shared_down, tile))
+    else:
+        shared_TD = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
+    return block_scaled_experts_glu(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1)
+
+
+def block_scaled_mixture_invariant(
+    x_TD: Tensor,
+    shared_gate_up_TS: Tensor,
+    logits_TE: Tensor,
+    shared_gate_T1: Tensor,
+    gate_up: ScaledWeight,
+    down: ScaledWeight,
+    shared_down: DenseWeight | ScaledWeight,
+    top_k: int,
+    *,
+    is_normalised: bool,
+) -> Tensor:
+    """As :func:`block_scaled_mixture`, expert by expert however few tokens there are."""
+    chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
+    if isinstance(shared_down, ScaledWeight):
+        shared_TD = _shared(shared_gate_up_TS, shared_down, choose_tile(max(len(x_TD), MIN_ROWS_HOPPER)), 1)
+    else:
+        shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down.values_OI)
+    return block_scaled_experts_glu_invariant(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1)
+
+
+def _shared(gate_up_TS: Tensor, down: ScaledWeight, tile: object, spans: int) -> Tensor:
+    """Return what the shared expert makes of its projections."""
+    rows = gate_up_TS if gate_up_TS.stride(1) == 1 else gate_up_TS.contiguous()
+    return launch_gemm(*quantize_swiglu(rows), down, None, tile, spans, (len(rows), rows.dtype))
+
+
+def block_scaled_experts_glu(
+    x_TD: Tensor,
+    gate_up: ScaledWeight,
+    down: ScaledWeight,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    shared_TD: Tensor,
+    shared_gate_T1: Tensor,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype."""
+    tiles = choose_tiles(experts_TK.numel() // len(down.values))
+    return experts_glu_many(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles)
+
+
+def block_scaled_experts_glu_invariant(
+    x_TD: Tensor,
+    gate_up: ScaledWeight,
+    down: ScaledWeight,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    shared_TD: Tensor,
+    shared_gate_T1: Tensor,
+) -> Tensor:
+    """As :func:`block_scaled_experts_glu`, with tiles that all add in one order."""
+    tiles = choose_tiles(max(experts_TK.numel() // len(down.values), CHOICES_PER_EXPERT_MIDDLE))
+    return experts_glu_many(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles)
+
+
+def choose_tiles(choices_per_expert: int) -> tuple[Tile, Tile]:
+    if choices_per_expert >= CHOICES_PER_EXPERT_PREFILL:
+        return TILES_PREFILL
+    return TILES_MIDDLE if choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE else TILES_DECODE
+
+
+def experts_glu_many(
+    x_TD: Tensor,
+    gate_up: ScaledWeight,
+    down: ScaledWeight,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    shared_TD: Tensor,
+    shared_gate_T1: Tensor,
+    up_tile: Tile,
+    down_tile: Tile,
+) -> Tensor:
+    """Compute ``block_scaled_experts_glu`` expert by expert, in five launches."""
+    num_tokens, top_k = experts_TK.shape
+    num_experts, num_channels, size = down.values.shape
+    num_choices, device = num_tokens * top_k, x_TD.device
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    listed = list_choices(experts_TK, num_experts)
+    hidden_AF = torch.empty((num_choices, size), dtype=torch.float8_e4m3fn, device=device)
+    hidden_scale_XA = torch.empty((cdiv(size, GROUP), num_choices), dtype=torch.float32, device=device)
+    out_AD = torch.empty((num_choices, num_channels), dtype=x_TD.dtype, device=device)
+    launch_up(quantize_rows(x_TD), gate_up, listed, (hidden_AF, hidden_scale_XA), top_k, x_TD.dtype, up_tile)
+    launch_down((hidden_AF, hidden_scale_XA), down, listed, out_AD, down_tile)
+    return add_choices(out_AD, (weights_TK, experts_TK), (shared_TD, shared_gate_T1))
+
+
+def launch_up(
+    x: tuple[Tensor, Tensor],
+    gate_up: ScaledWeight,
+    listed: tuple[Tensor, Tensor],
+    hidden: tuple[Tensor, Tensor],
+    top_k: int,
+    dtype: torch.dtype,
+    tile: Tile,
+) -> None:
+    """Fill the quantised features ``hidden``, rows and scales, in the order of the list.
+
+    Args:
+        dtype: that features are rounded to before.
+    """
+    (num_experts, _, num_channels), size = gate_up.values.shape, hidden[0].shape[1]
+    _grouped_up_kernel[(cdiv(size, GROUP), tile.split_m, num_experts)](
+        *x,
+        gate_up.values,
+        gate_up.scales,
+        *listed,
+        *hidden,
+        x[1].stride(0),
+        hidden[1].stride(0),
+        *gate_up.scales.stride(),
+        num_channels,
+        size,
+        DTYPE=TRITON_DTYPES[dtype],
+        TOP_K=top_k,
+        IS_EVEN=num_channels % GROUP == 0 and size % GROUP == 0,
+        SCALE_ROWS=gate_up.rows_per_scale,
+        **_launch_options(tile._replace(block_n=GROUP)),
+        **overlap_options(x[0]),
+    )
+
+
+def launch_down(
+    hidden: tuple[Tensor, Tensor], down: ScaledWeight, listed: tuple[Tensor, Tensor], out_AD: Tensor, tile: Tile
+) -> None:
+    """Fill ``out_AD``, in the order of the tokens."""
+    num_experts, num_channels, size = down.values.shape
+    _grouped_down_kernel[(cdiv(num_channels, tile.block_n), tile.split_m, num_experts)](
+        *hidden,
+        down.values,
+        down.scales,
+        *listed,
+        out_AD,
+        hidden[1].stride(0),
+        *down.scales.stride(),
+        num_channels,
+        size,
+        IS_EVEN=size % GROUP == 0 and num_channels % tile.block_n == 0,
+        SCALE_ROWS=down.rows_per_scale,
+        **_launch_options(tile),
+        **overlap_options(out_AD),
+    )
+
+
+def _launch_options(tile: Tile) -> dict[str, int]:
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": GROUP}
+    is_swapped = tile.block_m < MIN_ROWS_HOPPER
+    return {**blocks, "IS_SWAPPED": is_swapped, "num_warps": tile.warps, "num_stages": tile.stages}

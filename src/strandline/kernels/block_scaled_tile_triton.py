@@ -1,0 +1,130 @@
+"""What kernels in FP8 have in common: rows quantised by groups of inputs, and the scales of a tile of weights.
+
+Every kernel quantises by ``quantize_groups``, whose results depend on no tile: rows quantised in registers, by a launch
+of its own or behind an activation are the same to the last bit.
+
+Shape suffixes: as in ``block_scaled.py``; in kernels M rows of x, N outputs, K inputs, R groups, G their inputs.
+"""
+# mypy: ignore-errors
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels import block_scaled
+from strandline.kernels.linear_triton import silu_times
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.weights import GROUP
+
+MAX_E4M3 = tl.constexpr(block_scaled.MAX_E4M3)
+MIN_SCALE = tl.constexpr(block_scaled.MIN_SCALE)
+
+BLOCK_QUANTIZED = 2048
+"""Inputs of a row that a program quantises."""
+
+PADDED_ROWS = 4
+"""Quantised rows are a multiple of this, as torch's product asks; those behind the last one hold anything."""
+
+MIN_ROWS_HOPPER = 64
+"""Of a tile of x, for the instructions of Hopper's tensor cores. In smaller ones outputs take the place of rows."""
+
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def quantize_groups(x_RG):
+    """Return rows of float32 numbers in e4m3, and their scales."""
+    scale_R = tl.maximum(tl.div_rn(tl.max(tl.abs(x_RG), axis=1), MAX_E4M3), MIN_SCALE)
+    return (x_RG * tl.div_rn(1.0, scale_R)[:, None]).to(tl.float8e4nv), scale_R
+
+
+@triton.jit
+def round_groups(x_RK, ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """Return ``[ROWS, SIZE]`` float32 numbers as they are after quantising, in float32."""
+    quantized_RG, scale_R = quantize_groups(tl.reshape(x_RK, [ROWS * SIZE // GROUP, GROUP]))
+    return tl.reshape(quantized_RG.to(tl.float32) * scale_R[:, None], [ROWS, SIZE])
+
+
+@triton.jit
+def load_scales(scale_ptr, row_N, N, stride_y, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the factors of a tile's rows, for one group of inputs: one load where all rows share one."""
+    if SCALE_ROWS % BLOCK_N == 0:
+        first = tl.min(row_N, axis=0)
+        scale = tl.load(scale_ptr + tl.minimum(first, N - 1) // SCALE_ROWS * stride_y)
+        scale_N = tl.broadcast_to(scale, [BLOCK_N])
+    else:
+        scale_N = tl.load(scale_ptr + row_N // SCALE_ROWS * stride_y, mask=row_N < N, other=0.0)
+    return scale_N
+
+
+@triton.jit
+def multiply_group(weight_NK, x_KM, scale_N, x_scale_M, IS_SWAPPED: tl.constexpr):
+    """Return the product of one group of inputs times its scales: ``[M, N]``, swapped ``[N, M]``."""
+    if IS_SWAPPED:
+        product = tl.dot(weight_NK, x_KM, out_dtype=tl.float32) * (scale_N[:, None] * x_scale_M[None, :])
+    else:
+        product = tl.dot(tl.trans(x_KM), tl.trans(weight_NK), out_dtype=tl.float32)
+        product = product * (x_scale_M[:, None] * scale_N[None, :])
+    return product
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    stride_x,
+    K,
+    stride_scale,
+    IS_GATED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    col_K = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    is_K = col_K < K
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    x_K_ptr = x_ptr + row * stride_x + col_K
+    x_K = tl.load(x_K_ptr, mask=is_K, other=0.0).to(tl.float32)
+    if IS_GATED:
+        up_K = tl.load(x_K_ptr + K, mask=is_K, other=0.0).to(tl.float32)
+        x_K = silu_times(x_K, up_K, x_ptr.dtype.element_ty).to(tl.float32)
+    quantized_RG, scale_R = quantize_groups(tl.reshape(x_K, [BLOCK_K // GROUP, GROUP]))
+    tl.store(out_ptr + row * K + col_K, tl.reshape(quantized_RG, [BLOCK_K]), mask=is_K)
+    group_R = tl.program_id(1) * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
+    tl.store(scale_ptr + group_R * stride_scale + row, scale_R, mask=group_R * GROUP < K)
+
+
+def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows, whose inputs lie together, in e4m3, and ``scale_XT``; both with rows up to ``PADDED_ROWS``."""
+    return _quantize(x_TI, x_TI.shape[1], is_gated=False)
+
+
+def quantize_swiglu(gate_up_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``quantize_rows``, of ``silu(gate) * up``: the gate's inputs lie before the up projection's."""
+    return _quantize(gate_up_TI, gate_up_TI.shape[1] // 2, is_gated=True)
+
+
+def _quantize(x_TI: Tensor, num_inputs: int, *, is_gated: bool) -> tuple[Tensor, Tensor]:
+    num_rows, padded_rows = len(x_TI), cdiv(len(x_TI), PADDED_ROWS) * PADDED_ROWS
+    quantized_TI = torch.empty((padded_rows, num_inputs), dtype=torch.float8_e4m3fn, device=x_TI.device)
+    scale_XT = torch.empty((cdiv(num_inputs, GROUP), padded_rows), dtype=torch.float32, device=x_TI.device)
+    block_k = min(BLOCK_QUANTIZED, max(GROUP, next_power_of_2(num_inputs)))
+    _quantize_kernel[(num_rows, cdiv(num_inputs, block_k))](
+        x_TI,
+        quantized_TI,
+        scale_XT,
+        x_TI.stride(0),
+        num_inputs,
+        padded_rows,
+        IS_GATED=is_gated,
+        BLOCK_K=block_k,
+        GROUP=GROUP,
+        num_warps=4,
+        **overlap_options(x_TI),
+    )
+    return quantized_TI, scale_XT

@@ -1,0 +1,152 @@
+"""Experts in FP8 equal a loop in float64 over the numbers that are multiplied, in torch and in Triton.
+
+The ``check_`` functions run on any device; tests/gpu runs them at larger shapes.
+"""
+
+from collections.abc import Callable
+from math import gcd
+
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.kernels import moe
+from strandline.kernels.block_scaled import quantize_groups
+from strandline.kernels.block_scaled_moe import block_scaled_experts_glu, block_scaled_mixture
+from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
+from tests.cpu.kernels.test_block_scaled import exact, scaled_weight
+from tests.interpreter import convert_e4m3, multiply_bfloat16, take_loop_bounds_from_memory
+from tests.poison import poisoned_memory
+
+pytest.importorskip("triton")
+
+from strandline.kernels import block_scaled_moe_triton
+from strandline.kernels.block_scaled_moe_triton import Tile
+from strandline.kernels.moe_few_triton import Few
+
+take_loop_bounds_from_memory()
+multiply_bfloat16()
+convert_e4m3()
+
+FEW = Few(32, 128, 1, 64, 1)
+TILES = ((Tile(16, GROUP, 1, 1, 2), Tile(16, 32, 1, 1)), (Tile(64, GROUP, 1, 1), Tile(64, 64, 1, 1, 2)))
+"""Small, so that small shapes have several tiles; of both orientations."""
+
+TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 2e-2}
+TOLERANCES_INTERPRETER = {torch.float32: 3e-3, torch.bfloat16: 6e-2}
+"""``|out - expected| / |expected|``: a feature that lies between two e4m3 numbers may be rounded to either. The
+interpreter cuts bfloat16 off where a GPU rounds it."""
+
+Shape = tuple[int, int, int, int, int]
+"""Experts, choices of a token, channels, features, features of the shared expert."""
+
+SHAPES: list[Shape] = [(4, 3, 40, 8, 24), (3, 2, 130, 160, 100), (8, 2, 128, 256, 128)]
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Return what is multiplied in place of x, in float64."""
+    x_TXG, scale_TX = quantize_groups(x.reshape(-1, x.shape[-1]))
+    return (x_TXG.double() * scale_TX.double().unsqueeze(-1)).flatten(1)[:, : x.shape[-1]].view(x.shape)
+
+
+def limit(dtype: torch.dtype, device: str) -> float:
+    return (TOLERANCES if device == "cuda" else TOLERANCES_INTERPRETER)[dtype]
+
+
+class Case:
+    """Random arguments of a mixture: views of wider rows; what no token chose is NaN."""
+
+    def __init__(
+        self, num_tokens: int, shape: Shape, dtype: torch.dtype, device: str, *, is_shared_dense: bool
+    ) -> None:
+        num_experts, top_k, channels, size, shared_size = shape
+        self.top_k = top_k
+        self.sizes = [2 * shared_size, num_experts, 1, 2]
+        wide = torch.full((num_tokens, channels + sum(self.sizes)), torch.nan, dtype=dtype, device=device)
+        self.x_TD = wide[:, :channels].normal_()
+        projected = wide[:, channels:].split(self.sizes, dim=-1)
+        self.shared_gate_up, self.logits, self.gate = (part.normal_() for part in projected[:3])
+        gate_up_rows = gcd(size, GROUP)
+        self.gate_up = scaled_weight(num_experts, 2 * size, channels, rows_per_scale=gate_up_rows, device=device)
+        self.down = scaled_weight(num_experts, channels, size, device=device)
+        shared = scaled_weight(channels, shared_size, device=device)
+        self.shared_down = DenseWeight(exact(shared).to(dtype)) if is_shared_dense else shared
+        self.weights, self.experts = moe.route_top_k.reference(self.logits, top_k, is_normalised=True)
+        is_idle_E = torch.ones(num_experts, dtype=torch.bool, device=device)
+        is_idle_E[self.experts.flatten()] = False
+        for weight in (self.gate_up, self.down):
+            weight.values.view(torch.uint8)[is_idle_E] = 0x7F
+
+    @property
+    def arguments(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, ScaledWeight, ScaledWeight, DenseWeight | ScaledWeight]:
+        return (self.x_TD, self.shared_gate_up, self.logits, self.gate, self.gate_up, self.down, self.shared_down)
+
+    def expected(self) -> Tensor:
+        """Return the result in float64, but for what is rounded on the way."""
+        dtype = self.x_TD.dtype
+        gate, up = self.shared_gate_up.double().chunk(2, dim=-1)
+        hidden = (gate * gate.sigmoid() * up).to(dtype)
+        if isinstance(self.shared_down, ScaledWeight):
+            out_TD = rounded(hidden) @ exact(self.shared_down).t()
+        else:
+            out_TD = hidden.double() @ self.shared_down.values_OI.double().t()
+        out_TD *= self.gate.double().sigmoid()
+        for expert in self.experts.unique().tolist():
+            token_A, choice_A = (self.experts == expert).nonzero(as_tuple=True)
+            gate, up = (rounded(self.x_TD[token_A]) @ exact(self.gate_up[expert]).t()).chunk(2, dim=-1)
+            hidden = (gate * gate.sigmoid() * up).to(dtype)
+            out_AD = rounded(hidden) @ exact(self.down[expert]).t()
+            out_TD.index_add_(0, token_A, out_AD * self.weights[token_A, choice_A].double().unsqueeze(-1))
+        return out_TD
+
+
+def check_mixture(num_tokens: int, shape: Shape, dtype: torch.dtype, device: str, *, is_shared_dense: bool) -> None:
+    """Compare every way of a mixture with float64."""
+    case = Case(num_tokens, shape, dtype, device, is_shared_dense=is_shared_dense)
+    expected = case.expected()
+    ways: list[Callable[..., Tensor]] = [
+        block_scaled_mixture.reference,
+        block_scaled_moe_triton.block_scaled_mixture,
+        block_scaled_moe_triton.block_scaled_mixture_invariant,
+    ]
+    with poisoned_memory():
+        results = [way(*case.arguments, case.top_k, is_normalised=True) for way in ways]
+    errors = [float((result.double() - expected).norm() / expected.norm()) for result in results]
+    assert max(errors) < limit(dtype, device), errors
+
+
+def check_experts(num_tokens: int, shape: Shape, tiles: tuple[Tile, Tile], dtype: torch.dtype, device: str) -> Tensor:
+    """Compare tiles with the reference implementation, and return their result."""
+    case = Case(num_tokens, shape, dtype, device, is_shared_dense=False)
+    shared_TD = torch.randn_like(case.x_TD)
+    arguments = (case.x_TD, case.gate_up, case.down, case.weights, case.experts, shared_TD, case.gate)
+    expected = block_scaled_experts_glu.reference(*arguments).double()
+    with poisoned_memory():
+        out_TD = block_scaled_moe_triton.experts_glu_many(*arguments, *tiles)
+    assert float((out_TD.double() - expected).norm() / expected.norm()) < limit(dtype, device)
+    return out_TD
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "shape", "dtype"),
+    [
+        (1, SHAPES[0], torch.bfloat16),
+        (1, SHAPES[1], torch.float32),
+        (3, SHAPES[2], torch.bfloat16),
+        (7, SHAPES[0], torch.float32),
+        (7, SHAPES[1], torch.bfloat16),
+    ],
+)
+def test_the_mixture_equals_a_loop_in_float64(
+    num_tokens: int, shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_scaled_moe_triton, "FEW", (FEW, FEW))
+    check_mixture(num_tokens, shape, dtype, "cpu", is_shared_dense=num_tokens == 3)
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=["16 rows", "64 rows"])
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_tiles_equal_the_reference(tiles: tuple[Tile, Tile], shape: Shape) -> None:
+    check_experts(40, shape, tiles, torch.float32, "cpu")
