@@ -31,6 +31,7 @@ ROOMS = {
         {"vocabulary", "cache", "kernels", "models", "transfer", "events", "records", "text", "device"}
     ),
     "server": frozenset({"vocabulary", "cache", "records", "text"}),
+    "ray": frozenset({"vocabulary", "cache", "events", "routing", "records", "text", "server"}),
     "demo": frozenset(),
     "bench": frozenset(
         {"demo", "vocabulary", "cache", "models", "records", "text", "engine", "server", "events"} | {"routing"}
@@ -39,7 +40,7 @@ ROOMS = {
 ROOMS["cli"] = frozenset(ROOMS)
 """Each room, and the rooms that it may import besides itself."""
 
-LIGHT_ROOMS = ("events", "routing", "records", "text", "server")
+LIGHT_ROOMS = ("events", "routing", "records", "text", "server", "ray")
 """Rooms that load no tensor library."""
 
 IMPURE = frozenset(

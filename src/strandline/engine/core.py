@@ -36,6 +36,7 @@ from strandline.records.events import (
     Submission,
     TokenEvent,
 )
+from strandline.records.messages import EventEndpoints
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.specs import ModelSpec
 
@@ -216,6 +217,14 @@ class EngineCore:
             self.watch.record_memory()
 
     # Reading
+
+    @property
+    def event_endpoints(self) -> EventEndpoints | None:
+        """Where cache events are published; None: nowhere."""
+        if self.event_feed is None:
+            return None
+        publisher = self.event_feed.publisher
+        return EventEndpoints(publisher.endpoint, publisher.replay_endpoint)
 
     def describe(self) -> list[str]:
         """Say in a few lines what the cache has room for, and what makes the engine slow."""

@@ -171,7 +171,7 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
         socket.send(ENCODER.encode(Refused(str(error))))
         return 2
     freeze_gc()
-    socket.send(ENCODER.encode(Ready(core.limits, core.describe())))
+    socket.send(ENCODER.encode(Ready(core.limits, core.describe(), core.event_endpoints)))
     try:
         CoreLoop(core, socket, lifeline, heartbeat).run()
     except Exception as error:

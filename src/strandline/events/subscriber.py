@@ -7,15 +7,25 @@ state everything anew, and is complete again when that has come.
 
 from time import monotonic
 from types import TracebackType
-from typing import Final
+from typing import Final, Protocol
 
 import zmq
 
 from strandline.events.publisher import END_OF_REPLAY, RESTATE
 from strandline.events.resumable import ResumableIndex
-from strandline.events.wire import AllBlocksCleared, EventBatch, decode_batch
+from strandline.events.wire import AllBlocksCleared, EventBatch, WireEvent, decode_batch
 
 REPLAY_TIMEOUT_S: Final = 5.0
+
+
+class EventSink(Protocol):
+    """Takes the events of one engine."""
+
+    def apply(self, event: WireEvent) -> None:
+        """Record an event."""
+
+    def clear(self) -> None:
+        """Forget everything: events were missed."""
 
 
 class Subscriber:
@@ -25,10 +35,14 @@ class Subscriber:
         endpoint: where the engine publishes.
         replay_endpoint: where it answers requests for missed messages; None: nowhere, and missed messages are lost.
         topic: the engine's.
+        sink: takes the events in place of ``index``, which stays empty then.
     """
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
+    def __init__(
+        self, endpoint: str, replay_endpoint: str | None = None, topic: str = "", *, sink: EventSink | None = None
+    ) -> None:
         self.index = ResumableIndex()
+        self._sink: EventSink = self.index if sink is None else sink
         self.is_complete = False
         self.num_missed = 0
         """Messages that did not come, or came late, in a replay."""
@@ -126,10 +140,10 @@ class Subscriber:
         """Begin at another message: the index is no longer right."""
         self.is_complete = False
         self._next_number = next_number
-        self.index.clear()
+        self._sink.clear()
 
     def _apply(self, number: int, batch: EventBatch) -> None:
         self._next_number, self._last_ts = number + 1, batch.ts
         for event in batch.events:
-            self.index.apply(event)
+            self._sink.apply(event)
             self.is_complete |= isinstance(event, AllBlocksCleared)

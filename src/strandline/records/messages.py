@@ -46,12 +46,21 @@ class AskWhy(msgspec.Struct, tag=True):
     question: CacheQuestion
 
 
+class EventEndpoints(msgspec.Struct, frozen=True):
+    """Where an engine's cache events are, with the ports that were chosen if the configuration says any."""
+
+    live: str
+    replay: str | None
+
+
 class Ready(msgspec.Struct, tag=True):
     """The model is loaded; requests can be sent."""
 
     limits: Limits
     lines: list[str]
     """The cache's capacity, as lines for the log."""
+    events: EventEndpoints | None = None
+    """Where cache events are published; None: nowhere."""
 
 
 class Refused(msgspec.Struct, tag=True):

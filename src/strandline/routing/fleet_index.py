@@ -53,6 +53,10 @@ class FleetIndex:
         """Return the number of different snapshots."""
         return len(self._snapshots)
 
+    def num_held(self, replica: int) -> int:
+        """Return the number of blocks that a replica has announced."""
+        return len(self._held[replica].blocks)
+
     def add(self, replica: int) -> None:
         """Add a replica that holds nothing."""
         self.replicas |= 1 << replica
@@ -131,7 +135,7 @@ class FleetIndex:
     def shared_prefixes(self, prompt: PromptHashes) -> Iterator[tuple[int, int]]:
         """Yield numbers of tokens and masks of the replicas that have announced these, the most tokens first.
 
-        Every replica is in one mask; those that have announced no block of the prompt come last.
+        No replica is in two masks; those that have announced no block of the prompt are in none.
         """
         seen, num_blocks = 0, self._matched_blocks(prompt)
         while num_blocks:
@@ -140,8 +144,6 @@ class FleetIndex:
             seen |= mask
             # A replica that has announced a block has announced those before it.
             num_blocks = bisect_left(prompt.blocks, True, hi=num_blocks, key=partial(self._is_within, seen))
-        if self.replicas & ~seen:
-            yield 0, self.replicas & ~seen
 
     def _is_within(self, mask: int, block: int) -> bool:
         """Return whether no other replicas have announced a block."""

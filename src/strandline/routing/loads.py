@@ -8,8 +8,8 @@ from typing import Final
 FEW_REPLICAS: Final = 24
 """The replicas of a mask up to this size are visited one by one; one of a larger mask soon appears in order of load."""
 
-Place = tuple[int, int, int]
-"""Load, time of the last reservation, and replica: what replicas are ordered by."""
+Place = tuple[int, int, int, int]
+"""Load, fill, time of the last reservation, and replica: what replicas are ordered by."""
 
 
 @dataclass(slots=True)
@@ -21,8 +21,8 @@ class _Reservation:
 class Loads:
     """Reservations by request, and the replicas in order of their load.
 
-    Of replicas with equal loads, the one that was chosen longest ago comes first. All operations but iteration take a
-    bisection.
+    Of replicas with equal loads, the emptiest comes first, and of these the one that was chosen longest ago. All
+    operations but iteration take a bisection.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Loads:
 
     def __iter__(self) -> Iterator[int]:
         """Yield the replicas, the least loaded first."""
-        return (replica for _, _, replica in self._order)
+        return (place[-1] for place in self._order)
 
     def load(self, replica: int) -> int:
         """Return the tokens reserved on a replica."""
@@ -56,7 +56,7 @@ class Loads:
     def add(self, replica: int) -> None:
         """Add a replica without load."""
         self._num_requests[replica] = 0
-        self._put(replica, (0, 0, replica))
+        self._put(replica, (0, 0, 0, replica))
 
     def remove(self, replica: int) -> list[str]:
         """Forget a replica; return its requests, which are forgotten too."""
@@ -88,6 +88,12 @@ class Loads:
             self._num_requests[reserved.replica] -= 1
             self._move(reserved.replica, -reserved.num_tokens)
 
+    def fill(self, replica: int, amount: int) -> None:
+        """Say how full a replica is, in any unit."""
+        load, before, last, _ = self._places[replica]
+        if amount != before:
+            self._replace(replica, (load, amount, last, replica))
+
     def least_of(self, mask: int) -> int:
         """Return the least loaded replica of a mask, which holds at least one and no unknown ones."""
         if mask.bit_count() > FEW_REPLICAS:
@@ -97,13 +103,15 @@ class Loads:
             bit = mask & -mask
             mask ^= bit
             places.append(self._places[bit.bit_length() - 1])
-        return min(places)[2]
+        return min(places)[-1]
 
     def _move(self, replica: int, more_tokens: int, time: int | None = None) -> None:
-        place = self._places[replica]
-        del self._order[bisect_left(self._order, place)]
-        load, last, _ = place
-        self._put(replica, (load + more_tokens, last if time is None else time, replica))
+        load, fill, last, _ = self._places[replica]
+        self._replace(replica, (load + more_tokens, fill, last if time is None else time, replica))
+
+    def _replace(self, replica: int, place: Place) -> None:
+        del self._order[bisect_left(self._order, self._places[replica])]
+        self._put(replica, place)
 
     def _put(self, replica: int, place: Place) -> None:
         self._places[replica] = place

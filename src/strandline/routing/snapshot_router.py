@@ -18,12 +18,16 @@ from strandline.routing.loads import Loads
 from strandline.routing.pending_prompts import PendingPrompts
 from strandline.routing.router import Names, NoReplicaError
 
-DECODE_TOKENS: Final = 256
+DECODE_TOKENS: Final = 64
 """Load of a request whose prompt is computed: what it costs others while it decodes, in prompt tokens."""
 
 SHARED_WORTH: Final = 0.5
 """Worth of a token that is cached behind the last snapshot that serves a prompt. It saves nothing now, but where two
 prompts part, a snapshot is taken if both are computed in the same place, and serves the third."""
+
+LEAST_SHARE: Final = 0.1
+"""Share of a prompt that must be cached to count. The few tokens that all prompts begin with would draw all of them to
+few replicas, whose memory then holds less of each."""
 
 
 class SnapshotRouter:
@@ -66,12 +70,14 @@ class SnapshotRouter:
         if number is not None:
             for event in events:
                 self._index.apply(number, event)
+            self._loads.fill(number, self._index.num_held(number))
 
     def clear(self, replica: str) -> None:
         """Forget what a replica's events have said: some of them were missed."""
         number = self._names.number(replica)
         if number is not None:
             self._index.clear(number)
+            self._loads.fill(number, 0)
 
     def route(self, request_id: str, prompt: PromptHashes) -> str:
         """Return the replica for a request, and reserve its tokens there.
@@ -107,11 +113,13 @@ class SnapshotRouter:
         """
         chosen, chosen_hit, least_cost = -1, 0, float("inf")
         least_load = self._loads.least_load
-        shared = list(self._index.shared_prefixes(prompt))
+        least = LEAST_SHARE * prompt.num_tokens
+        shared = [each for each in self._index.shared_prefixes(prompt) if each[0] >= least]
+        shared.append((0, self._index.replicas & ~sum(mask for _, mask in shared)))
         most_shared = shared[0][0]
         for hits in (self._pending.hits(prompt), self._index.hits(prompt), iter([(0, self._index.replicas)])):
             for num_hit, mask in hits:
-                if _cost(prompt.num_tokens, num_hit, most_shared, least_load) >= least_cost:
+                if 0 < num_hit < least or _cost(prompt.num_tokens, num_hit, most_shared, least_load) >= least_cost:
                     break
                 for num_shared, sharing in shared:
                     if mask & sharing:

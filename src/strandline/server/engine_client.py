@@ -1,20 +1,17 @@
 """Client of the engine process: submits jobs, receives their outputs, and keeps track of whether the engine runs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Final, Self
-
-import zmq.asyncio
+from typing import Any, Final, Protocol, Self
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
 from strandline.records.events import CoreStats, FinishReason, Limits, StepEvents
-from strandline.records.heartbeat import Heartbeat
 from strandline.records.messages import (
     ENCODER,
     FROM_CORE,
@@ -158,6 +155,23 @@ def _checked(delta: RequestDelta) -> RequestDelta:
     return delta
 
 
+class CoreSocket(Protocol):
+    """Carries messages to an engine and back."""
+
+    def send(self, data: bytes) -> object:
+        """Queue a message."""
+
+    def recv(self) -> Awaitable[bytes]:
+        """Return the next message from the engine."""
+
+
+class Watch(Protocol):
+    """Tells whether an engine hangs."""
+
+    def find_hang(self) -> str | None:
+        """Return why the engine seems to hang; None if it does not."""
+
+
 class EngineClient:
     """Talks to the engine process.
 
@@ -172,11 +186,11 @@ class EngineClient:
 
     def __init__(
         self,
-        socket: zmq.asyncio.Socket,
+        socket: CoreSocket,
         frontend: Frontend,
         metrics: Metrics,
         *,
-        heartbeat: Heartbeat,
+        heartbeat: Watch,
         max_unfinished: int,
         timeout_s: float | None = None,
         advice: str = "restart the server",
@@ -293,7 +307,7 @@ class EngineClient:
         """Return why the engine seems to hang; None if it does not, or has exited."""
         return self._heartbeat.find_hang() if self.failure is None else None
 
-    def reconnect(self, socket: zmq.asyncio.Socket, limits: Limits, heartbeat: Heartbeat) -> None:
+    def reconnect(self, socket: CoreSocket, limits: Limits, heartbeat: Watch) -> None:
         """Use a new engine process; all jobs of the old one have failed."""
         self._socket = socket
         self._heartbeat = heartbeat

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from strandline.server.http_protocol import HttpProtocol
 from strandline.server.listener import Listener, log_loop_error
 from strandline.server.metrics import Metrics
 from strandline.server.output_parser import choose_output_format
-from strandline.server.service import Service
+from strandline.server.service import Service, TryGrammar
 from strandline.server.slow_client_timeout import SlowClientTimeout
 from strandline.server.supervisor import engine_process, keep_restarting
 from strandline.text.model_files import default_sampling_params, find_model
@@ -74,10 +74,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
     vocabulary = load_vocabulary(engine)
     trials = GrammarTrials(vocabulary.grammars, server.request_timeout_s)  # before there are threads
     async with trials, start_core(engine, server, vocabulary) as client:
-        names = server.served_model_name or (engine.model,)
-        shown = template or str(getattr(client.frontend.tokenizer, "chat_template", None) or "")
-        output_format = choose_output_format(server.tool_call_parser, server.reasoning_parser, shown)
-        service = Service(client, names, defaults, template, output_format, server.parse_special_tokens, trials.check)
+        service = make_service(client, engine, server, template, defaults, trials.check)
         host, port = listener.getsockname()[:2]
         mode = server.page_mode(host)
         app = build_app(
@@ -93,7 +90,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         if mode != "off":
             shown_as = "without prompt text" if mode == "counts" else "with prompt text"
             LOGGER.info("cache page (%s): %s/cache", shown_as, address)
-        LOGGER.info("serving %s on %s", names[0], address)
+        LOGGER.info("serving %s on %s", service.model_names[0], address)
         if await _run_http(app, listener, server.client_timeout_s or None):
             LOGGER.info("stopped at once")
             return INTERRUPTED
@@ -103,6 +100,26 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         else:
             LOGGER.info("stopped; every request was answered")
         return 0
+
+
+def make_service(
+    client: EngineClient,
+    engine: EngineConfig,
+    server: ServerConfig,
+    template: str | None,
+    defaults: Mapping[str, Any],
+    try_grammar: TryGrammar | None = None,
+) -> Service:
+    """Return the service that a configuration describes.
+
+    Args:
+        template: replaces the tokenizer's chat template.
+        defaults: sampling parameters that the model recommends.
+    """
+    names = server.served_model_name or (engine.model,)
+    shown = template or str(getattr(client.frontend.tokenizer, "chat_template", None) or "")
+    output_format = choose_output_format(server.tool_call_parser, server.reasoning_parser, shown)
+    return Service(client, names, defaults, template, output_format, server.parse_special_tokens, try_grammar)
 
 
 def _cancel_on_sigterm() -> None:

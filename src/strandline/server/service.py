@@ -23,6 +23,7 @@ from strandline.text.frontend import CheckedParams
 from strandline.text.prompts import check_length, encode_text
 
 T = TypeVar("T")
+TryGrammar = Callable[[StructuredOutputsParams], Awaitable[None]]
 
 LONG_CHARACTERS: Final = 64 * 1024
 
@@ -42,7 +43,7 @@ class Service:
     """How the model writes tool calls and reasoning."""
     parse_special_tokens: bool = False
     """Control tokens in the text of users and tools are read as such."""
-    try_grammar: Callable[[StructuredOutputsParams], Awaitable[None]] | None = None
+    try_grammar: TryGrammar | None = None
     """Compiles a grammar before it is sent to the engine (``GrammarTrials.check``); by default a thread does."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))

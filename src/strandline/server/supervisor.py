@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, Protocol
 
 import zmq.asyncio
 
@@ -17,7 +17,7 @@ from strandline.config import EngineConfig
 from strandline.errors import ConfigError, EngineError, StrandlineError
 from strandline.records.events import Limits
 from strandline.records.heartbeat import Heartbeat
-from strandline.records.messages import ENCODER, FROM_CORE, Ready, Refused, Start
+from strandline.records.messages import ENCODER, FROM_CORE, EventEndpoints, Ready, Refused, Start
 from strandline.server.engine_client import EngineClient
 
 LOGGER: Final = logging.getLogger("strandline.server")
@@ -31,6 +31,13 @@ DRAIN_S: Final = 0.05
 """Time to receive the last messages of a process that has exited."""
 
 
+class Receiver(Protocol):
+    """Receives an engine's messages."""
+
+    async def receive(self) -> None:
+        """Receive until cancelled."""
+
+
 class EngineProcess:
     """A running engine process, the socket to it, and its heartbeat.
 
@@ -41,6 +48,8 @@ class EngineProcess:
     def __init__(self, socket: zmq.asyncio.Socket, address: str) -> None:
         loop = asyncio.get_running_loop()
         self.socket = socket
+        self.events: EventEndpoints | None = None
+        """Where cache events are published; None: nowhere."""
         self.heartbeat, self._process = _start(address)
         self._exited = loop.create_future()
         self._pidfd = os.pidfd_open(self._process.pid)
@@ -60,7 +69,8 @@ class EngineProcess:
             first.cancel()
             raise EngineError("the engine's process ended while it started; its error is above")
         match FROM_CORE.decode(first.result()):
-            case Ready(limits, lines):
+            case Ready(limits, lines, events):
+                self.events = events
                 for line in lines:
                     LOGGER.info("%s", line)
                 return limits
@@ -69,7 +79,7 @@ class EngineProcess:
             case other:
                 raise EngineError(f"the engine began with {other!r}")
 
-    async def receive_until_exit(self, client: EngineClient) -> str:
+    async def receive_until_exit(self, client: Receiver) -> str:
         """Let the client receive until the process exits or receiving fails; return the reason."""
         receiving = asyncio.ensure_future(client.receive())
         try:

@@ -245,8 +245,8 @@ def test_blocks_of_conversations_are_kept_by_rate_not_by_age() -> None:
 # Several replicas
 
 
-def fleet(lanes: list[Lane], router: str, *, num_replicas: int = 4, gib: float = 4) -> Result:
-    machine = Machine(geometry(MODEL), cost_model(MODEL), int(gib * 2**30))
+def fleet(lanes: list[Lane], router: str, *, num_replicas: int = 4, speed: float = 0.25) -> Result:
+    machine = Machine(geometry(MODEL), cost_model(MODEL).sped_up(speed), 4 * 2**30)
     replay = Replay(machine, "auto", num_replicas=num_replicas, router=make_router(router))
     result = replay.run(lanes)
     for replica in replay.replicas:
@@ -265,7 +265,7 @@ def conversations(num: int = 16) -> list[Lane]:
 
 def test_fleet_of_one_is_a_replay_without_a_router() -> None:
     lanes = conversations(4)
-    alone, fleet_of_one = replay(lanes, gib=4), fleet(lanes, "strandline", num_replicas=1)
+    alone, fleet_of_one = replay(lanes, gib=4), fleet(lanes, "strandline", num_replicas=1, speed=1)
     assert fleet_of_one.routing_s > 0
     assert figures(fleet_of_one) == figures(alone)
 

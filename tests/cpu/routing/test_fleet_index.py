@@ -34,7 +34,7 @@ def shared_by_replica(index: FleetIndex, prompt: PromptHashes) -> list[int]:
         for replica in (replica for replica in range(NUM_REPLICAS) if mask >> replica & 1):
             assert replica not in found
             found[replica] = num_tokens // BLOCK_TOKENS
-    return [found[replica] for replica in range(NUM_REPLICAS)]
+    return [found.get(replica, 0) for replica in range(NUM_REPLICAS)]
 
 
 @pytest.mark.parametrize("rules", [(AT_SNAPSHOTS,), (AT_SNAPSHOTS, AtTokens())], ids=["hybrid", "mixed"])

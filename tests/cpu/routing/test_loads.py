@@ -21,12 +21,14 @@ class LoadMachine(RuleBasedStateMachine):
         self.requests: dict[str, tuple[int, int]] = {}
         """By request: its replica and its tokens."""
         self.num_reserved = 0
+        self.filled: dict[int, int] = {}
 
     @rule(replicas=st.sets(REPLICAS, max_size=40))
     def add(self, replicas: set[int]) -> None:
         for replica in sorted(replicas - self.last.keys()):
             self.loads.add(replica)
             self.last[replica] = 0
+            self.filled[replica] = 0
 
     @precondition(lambda self: self.last)
     @rule(place=REPLICAS)
@@ -65,6 +67,13 @@ class LoadMachine(RuleBasedStateMachine):
         some = {self.pick(place) for place in places}
         assert self.loads.least_of(sum(1 << replica for replica in some)) == self.in_order(some)[0]
 
+    @precondition(lambda self: self.last)
+    @rule(place=REPLICAS, amount=st.integers(0, 2))
+    def fill(self, place: int, amount: int) -> None:
+        replica = self.pick(place)
+        self.loads.fill(replica, amount)
+        self.filled[replica] = amount
+
     @invariant()
     def order_is_that_of_the_dictionary(self) -> None:
         assert list(self.loads) == self.in_order(self.last)
@@ -77,11 +86,14 @@ class LoadMachine(RuleBasedStateMachine):
     def pick(self, place: int) -> int:
         return sorted(self.last)[place % len(self.last)]
 
+    def place(self, replica: int) -> tuple[int, int, int, int]:
+        return self.load(replica), self.filled[replica], self.last[replica], replica
+
     def load(self, replica: int) -> int:
         return sum(tokens for where, tokens in self.requests.values() if where == replica)
 
     def in_order(self, replicas: Iterable[int]) -> list[int]:
-        return sorted(replicas, key=lambda replica: (self.load(replica), self.last[replica], replica))
+        return sorted(replicas, key=self.place)
 
 
 TestLoads = LoadMachine.TestCase

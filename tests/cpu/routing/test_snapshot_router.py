@@ -8,7 +8,7 @@ import pytest
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.ids import BLOCK_TOKENS
 from strandline.routing.router import NoReplicaError
-from strandline.routing.snapshot_router import DECODE_TOKENS, SHARED_WORTH, SnapshotRouter
+from strandline.routing.snapshot_router import DECODE_TOKENS, LEAST_SHARE, SHARED_WORTH, SnapshotRouter
 from tests.cpu.cache.history import History, pattern
 from tests.cpu.cache.test_state_machine import random_event
 from tests.cpu.routing.replicas import Fleet, on_the_wire
@@ -43,12 +43,27 @@ def test_prompts_that_part_are_computed_in_one_place() -> None:
     assert replicas.route([*PREFIX][:150] + [1] * 100) == "c"
 
 
+def test_small_part_of_a_prompt_does_not_count() -> None:
+    replicas = fleet(2)
+    replicas.serve("a", PREFIX)
+    assert replicas.route([*PREFIX, *range(1700)], "x") == "a"
+    replicas.router.finish("x")
+    assert replicas.route([*PREFIX, *range(2000)]) == "b"
+
+
+def test_emptiest_of_equal_replicas_is_filled() -> None:
+    replicas = fleet(3)
+    for name, num_tokens in (("a", 300), ("b", 100), ("c", 200)):
+        replicas.serve(name, range(num_tokens))
+    assert replicas.route(range(5000, 6000)) == "b"
+
+
 def test_load_outweighs_a_hit_that_saves_less() -> None:
     replicas = fleet(2)
     replicas.serve("a", PREFIX)
-    assert [replicas.route([*PREFIX, 1]) for _ in range(2)] == ["a", "b"]
-    # On a: 1 token and the load of another request; on b, nothing saved, but no load: the 200 tokens weigh less.
-    assert len(PREFIX) < DECODE_TOKENS
+    # One token and the load of the others on a, 201 tokens on b, which has no load.
+    num_before = len(PREFIX) // (1 + DECODE_TOKENS) + 1
+    assert [replicas.route([*PREFIX, 1]) for _ in range(num_before + 1)] == ["a"] * num_before + ["b"]
 
 
 def test_burst_of_unknown_prompts_is_spread_evenly() -> None:
@@ -132,10 +147,12 @@ class Oracle:
     def hit(self, name: str, prompt: PromptHashes) -> int:
         pending = {block for where, _, blocks in self.reserved.values() if where == name for block in blocks}
         deepest = max((i + 1 for i, block in enumerate(prompt.blocks) if block in pending), default=0)
-        return max(deepest * BLOCK_TOKENS, self.indices[name].hit_tokens(prompt))
+        hit = max(deepest * BLOCK_TOKENS, self.indices[name].hit_tokens(prompt))
+        return hit if hit >= LEAST_SHARE * prompt.num_tokens else 0
 
     def cost(self, name: str, prompt: PromptHashes) -> float:
         hit, shared = self.hit(name, prompt), self.indices[name].matched_blocks(prompt) * BLOCK_TOKENS
+        shared = shared if shared >= LEAST_SHARE * prompt.num_tokens else 0
         return prompt.num_tokens - hit - SHARED_WORTH * max(shared - hit, 0) + self.load(name)
 
 

@@ -1,0 +1,139 @@
+"""The Ray Serve application: an ingress that speaks HTTP and knows text, and replicas that run engines."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Final
+
+import msgspec
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from strandline.config import EngineConfig
+from strandline.ray.calls import End, Run
+from strandline.ray.engine_replica import EngineGoneError, EngineReplica
+from strandline.ray.fleet import fleet_named
+from strandline.ray.fleet_socket import FleetSocket, ReplicaLostError
+from strandline.ray.options import RayOptions, read_options
+from strandline.records.events import Limits
+from strandline.server.app import build_app
+from strandline.server.config import ServerConfig
+from strandline.server.engine_client import EngineClient
+from strandline.server.launch import make_service, read_template
+from strandline.server.metrics import Metrics
+from strandline.text.model_files import default_sampling_params, find_model
+from strandline.text.vocabulary import load_frontend, load_vocabulary
+
+STATS_PERIOD_S: Final = 1.0
+"""How often Ray Serve asks replicas where their events are: a new one is followed after this time at most."""
+
+
+class Handle:
+    """Calls to the replicas through Ray."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def run(self, call: Run) -> AsyncGenerator[str | bytes, None]:
+        """Run sequences on the replica that the router chooses. Raises as ``Replicas.run``."""
+        stream = self._handle.options(method_name="run", stream=True).remote(call)
+        try:
+            async for item in stream:
+                yield item
+        except RayActorError as error:
+            raise ReplicaLostError(f"its replica has died: {type(error).__name__}") from error
+        except RayTaskError as error:
+            if isinstance(error.cause, EngineGoneError):
+                raise ReplicaLostError(str(error.cause)) from error
+            raise
+        finally:
+            stream.cancel()
+
+    async def end(self, call: End) -> None:
+        """End sequences on a replica. If it has died, they have ended."""
+        try:
+            await self._handle.options(method_name="end").remote(call)
+        except RayActorError:
+            return
+
+
+class NeverHangs:
+    """Ray Serve checks the replicas' health itself."""
+
+    def find_hang(self) -> str | None:
+        """Return None."""
+        return None
+
+
+_APPS: Final[list[ASGIApp]] = []
+"""The application of this process, once it is built."""
+
+
+def current_app() -> ASGIApp:
+    """Return the application that this process's ingress has built."""
+    return _APPS[-1]
+
+
+class Ingress:
+    """Speaks HTTP, renders and tokenizes prompts once, and turns tokens into text."""
+
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, handle: DeploymentHandle, engine: EngineConfig, server: ServerConfig, fleet: str, router: str
+    ) -> None:
+        template = read_template(server.chat_template)
+        defaults = default_sampling_params(find_model(engine.model))
+        vocabulary = load_vocabulary(engine)
+        limits = msgspec.msgpack.decode(await handle.limits.remote(), type=Limits)
+        names = server.served_model_name or (engine.model,)
+        self._client = EngineClient(
+            FleetSocket(Handle(handle), fleet_named(fleet, router)),
+            load_frontend(engine, limits, vocabulary),
+            Metrics(names[0]),
+            heartbeat=NeverHangs(),
+            max_unfinished=server.max_queue,
+            timeout_s=server.request_timeout_s,
+        )
+        self._receiving = asyncio.ensure_future(self._client.receive())
+        service = make_service(self._client, engine, server, template, defaults)
+        app = build_app(
+            service,
+            api_keys=server.key_salts(),
+            allowed_hosts=server.allowed_hosts or ("*",),
+            max_body_bytes=server.max_body_bytes,
+            cache_page="off",
+        )
+        _APPS.append(app)
+
+    def check_health(self) -> None:
+        """Raise an error if nothing is received any more."""
+        if self._receiving.done():
+            self._receiving.result()
+
+
+def deployments(arguments: Mapping[str, Any]) -> serve.Application:
+    """Return the application. Arguments and errors are those of ``strandline.ray.build_app``."""
+    options = read_options(arguments)
+    replicas = _replicas(options).bind(options.engine_config)
+    ingress = serve.deployment(
+        serve.ingress(current_app)(Ingress),
+        name="Ingress",
+        num_replicas=options.num_ingresses,
+        max_ongoing_requests=options.server_config.max_queue,
+    )
+    return ingress.bind(replicas, options.engine_config, options.server_config, FLEET, options.router)
+
+
+FLEET: Final = "engines"
+
+
+def _replicas(options: RayOptions) -> serve.Deployment:
+    scale = {} if "autoscaling_config" in options.replica else {"num_replicas": options.num_replicas}
+    router = RequestRouterConfig(
+        request_router_class="strandline.ray.request_router:FleetRequestRouter",
+        request_router_kwargs={"fleet": FLEET, "router": options.router},
+        request_routing_stats_period_s=STATS_PERIOD_S,
+    )
+    more = {"max_ongoing_requests": options.server_config.max_queue, **scale, **options.replica}
+    return serve.deployment(EngineReplica, name="Engine", request_router_config=router, **more)

@@ -1,0 +1,151 @@
+"""One replica: an engine process, whose sequences are run for the ingress. Knows no text."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from ray import serve
+from ray.util import get_node_ip_address
+
+from strandline.config import EngineConfig
+from strandline.errors import EngineError
+from strandline.ids import RequestId
+from strandline.ray.calls import End, Run
+from strandline.records.events import Limits, StepEvents
+from strandline.records.messages import ENCODER, FROM_CORE, TO_CORE, Died, Finish, Stepped, Submit
+from strandline.server.supervisor import EngineProcess, engine_process
+
+
+class EngineGoneError(EngineError):
+    """The engine process of a replica has ended: the request can be run on another."""
+
+
+class EngineReplica:
+    """Runs an engine process for as long as the replica lives."""
+
+    async def __init__(self, engine: EngineConfig) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+        """
+        Args:
+            engine: without a configuration of events: they are published on any port of the node's address.
+
+        Raises:
+            ConfigError: the configuration does not allow a start.
+        """
+        any_port = f"tcp://{get_node_ip_address()}:*"
+        events = {"enable_kv_cache_events": True, "endpoint": any_port, "replay_endpoint": any_port}
+        self.name = serve.get_replica_context().replica_id.unique_id
+        self._runs: dict[RequestId, asyncio.Queue[StepEvents]] = {}
+        """By sequence: what is sent to the call that runs it."""
+        self._failure: str | None = None
+        self._stack = AsyncExitStack()
+        self._process: EngineProcess
+        self._limits: Limits
+        started = engine_process(replace(engine, kv_events_config=events))
+        self._process, self._limits = await self._stack.enter_async_context(started)
+        self._receiving = asyncio.ensure_future(self._receive_until_exit())
+
+    # Calls of the ingress
+
+    async def limits(self) -> bytes:
+        """Return the engine's limits, encoded."""
+        return msgspec.msgpack.encode(self._limits)
+
+    async def run(self, call: Run) -> AsyncIterator[str | bytes]:
+        """Run sequences; yield this replica's name, then their events, as encoded ``StepEvents``.
+
+        Sequences that have not ended when the call does are ended.
+
+        Raises:
+            EngineGoneError: the engine process has ended.
+        """
+        self._require_running()
+        unfinished = {submission.new.request_id for submission in _decoded(call.submit).submissions}
+        events: asyncio.Queue[StepEvents] = asyncio.Queue()
+        self._runs.update(dict.fromkeys(unfinished, events))
+        self._process.socket.send(call.submit)
+        try:
+            yield self.name
+            while unfinished:
+                step = await events.get()
+                self._require_running()
+                yield msgspec.msgpack.encode(step)
+                for token in step.tokens:
+                    if token.finish_reason is not None:
+                        self._runs.pop(token.request_id, None)
+                unfinished &= self._runs.keys()
+        finally:
+            self._end(tuple(unfinished))
+
+    async def end(self, call: End) -> None:
+        """End sequences. Unknown ones are ignored."""
+        events = [self._runs[name] for name in call.request_ids if name in self._runs]
+        self._end(call.request_ids)
+        for each in events:
+            each.put_nowait(StepEvents())
+
+    # Hooks of Ray Serve
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Return where the cache's events are."""
+        events = self._process.events
+        return {} if events is None else {"events": (events.live, events.replay)}
+
+    def check_health(self) -> None:
+        """Raise an EngineGoneError if the engine has ended or hangs: Ray Serve replaces the replica then."""
+        self._require_running()
+        hang = self._process.heartbeat.find_hang()
+        if hang is not None:
+            raise EngineGoneError(f"the engine hangs: {hang}")
+
+    async def __del__(self) -> None:
+        """End the engine process."""
+        self._receiving.cancel()
+        await self._stack.aclose()
+
+    # The engine
+
+    async def receive(self) -> None:
+        """Receive the engine's messages, and pass events on to the calls that they concern."""
+        while True:
+            match FROM_CORE.decode(await self._process.socket.recv()):
+                case Stepped(events):
+                    self._pass_on(events)
+                case Died(reason):
+                    self._failure = reason
+
+    async def _receive_until_exit(self) -> None:
+        reason = await self._process.receive_until_exit(self)
+        self._failure = self._failure or reason
+        for events in self._runs.values():
+            events.put_nowait(StepEvents())
+
+    def _pass_on(self, events: StepEvents) -> None:
+        parts: dict[asyncio.Queue[StepEvents], StepEvents] = {}
+        for entry in events.prompts:
+            if (queue := self._runs.get(entry.request_id)) is not None:
+                parts.setdefault(queue, StepEvents()).prompts.append(entry)
+        for token in events.tokens:
+            if (queue := self._runs.get(token.request_id)) is not None:
+                parts.setdefault(queue, StepEvents()).tokens.append(token)
+        for queue, part in parts.items():
+            queue.put_nowait(part)
+
+    def _end(self, names: tuple[RequestId, ...]) -> None:
+        """End sequences in the engine, and forget them."""
+        known = [name for name in names if self._runs.pop(name, None) is not None]
+        if known and self._failure is None:
+            self._process.socket.send(ENCODER.encode(Finish(known)))
+
+    def _require_running(self) -> None:
+        if self._failure is not None:
+            raise EngineGoneError(f"the engine has stopped: {self._failure}")
+
+
+def _decoded(submit: bytes) -> Submit:
+    message = TO_CORE.decode(submit)
+    if not isinstance(message, Submit):
+        raise EngineError(f"a replica runs sequences, and got {type(message).__name__}")
+    return message

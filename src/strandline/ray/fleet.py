@@ -1,0 +1,146 @@
+"""What one process knows of the replicas: a router, and for each replica a thread that follows its events.
+
+The request router, which Ray runs in a thread of its own, and the ingress share one fleet per deployment.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from threading import Event, Lock, Thread
+from time import monotonic
+from typing import Final
+
+from strandline.events.resumable import PromptHashes
+from strandline.events.subscriber import Subscriber
+from strandline.events.wire import WireEvent
+from strandline.records.messages import EventEndpoints
+from strandline.routing.names import make_router
+from strandline.routing.router import Router
+
+POLL_S: Final = 0.5
+"""Longest time for a thread to notice that its replica is gone."""
+CATCH_UP_INTERVAL_S: Final = 5.0
+
+
+class Fleet:
+    """A router that several threads may use."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._lock = Lock()
+        self._replicas: dict[str, EventEndpoints | None] = {}
+        self._followers: dict[str, Follower] = {}
+
+    def set_replicas(self, replicas: Mapping[str, EventEndpoints | None]) -> None:
+        """Add replicas that are new, forget those that are gone, and follow the events of those that have endpoints."""
+        with self._lock:
+            for name in self._replicas.keys() - replicas.keys():
+                self._drop(name)
+            for name, endpoints in replicas.items():
+                if name not in self._replicas:
+                    self._router.add(name)
+                self._replicas[name] = endpoints
+                if endpoints is not None and name not in self._followers and self._router.follows_events:
+                    self._followers[name] = Follower(self, name, endpoints)
+
+    def remove(self, name: str) -> None:
+        """Forget a replica that has died. Unknown ones are ignored."""
+        with self._lock:
+            if name in self._replicas:
+                self._drop(name)
+
+    def route(self, request_id: str, prompt: PromptHashes) -> list[str]:
+        """Return all replicas, the one that was chosen for a request first. A choice made before is given up.
+
+        Raises:
+            NoReplicaError: there is none.
+        """
+        with self._lock:
+            self._router.finish(request_id)
+            chosen = self._router.route(request_id, prompt)
+            return [chosen, *(name for name in self._router.in_order() if name != chosen)]
+
+    def begin(self, request_id: str) -> None:
+        """Record that a request's first token was sampled."""
+        with self._lock:
+            self._router.begin(request_id)
+
+    def finish(self, request_id: str) -> None:
+        """Record that a request has ended."""
+        with self._lock:
+            self._router.finish(request_id)
+
+    def apply(self, name: str, event: WireEvent) -> None:
+        """Record an event of a replica's cache."""
+        with self._lock:
+            self._router.apply(name, (event,))
+
+    def clear(self, name: str) -> None:
+        """Forget what a replica's events have said."""
+        with self._lock:
+            self._router.clear(name)
+
+    def close(self) -> None:
+        """Stop all threads."""
+        self.set_replicas({})
+
+    def _drop(self, name: str) -> None:
+        del self._replicas[name]
+        self._router.remove(name)
+        follower = self._followers.pop(name, None)
+        if follower is not None:
+            follower.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSink:
+    """Passes the events of one replica on to its fleet."""
+
+    fleet: Fleet
+    name: str
+
+    def apply(self, event: WireEvent) -> None:
+        """Record an event."""
+        self.fleet.apply(self.name, event)
+
+    def clear(self) -> None:
+        """Forget what the replica's events have said."""
+        self.fleet.clear(self.name)
+
+
+class Follower:
+    """A thread that follows one replica's events."""
+
+    def __init__(self, fleet: Fleet, name: str, endpoints: EventEndpoints) -> None:
+        self._sink = ReplicaSink(fleet, name)
+        self._endpoints = endpoints
+        self._is_stopped = Event()
+        Thread(target=self._run, name=f"events of {name}", daemon=True).start()
+
+    def stop(self) -> None:
+        """Let the thread end soon."""
+        self._is_stopped.set()
+
+    def _run(self) -> None:
+        with Subscriber(self._endpoints.live, self._endpoints.replay, sink=self._sink) as subscriber:
+            next_s = 0.0
+            while not self._is_stopped.is_set():
+                if monotonic() >= next_s:
+                    subscriber.catch_up()
+                    next_s = monotonic() + CATCH_UP_INTERVAL_S
+                subscriber.follow(POLL_S)
+
+
+_FLEETS: Final[dict[str, Fleet]] = {}
+_FLEETS_LOCK: Final = Lock()
+
+
+def fleet_named(name: str, router: str) -> Fleet:
+    """Return this process's fleet of that name, with a router by name if it is new.
+
+    Raises:
+        ConfigError: no router is called so.
+    """
+    with _FLEETS_LOCK:
+        if name not in _FLEETS:
+            _FLEETS[name] = Fleet(make_router(router))
+        return _FLEETS[name]
