@@ -34,8 +34,6 @@ SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
 
 
 PLANNED_FLAGS: Mapping[str, str] = {
-    "--tensor-parallel-size": "tensor parallelism is",
-    "-tp": "tensor parallelism is",
     "--pipeline-parallel-size": "pipeline parallelism is",
     "--data-parallel-size": "data parallelism is",
     "--quantization": "quantising weights at start is",
@@ -251,6 +249,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=DEVICES, default="auto")
     text = "where steps run: in the engine's process, or in a worker process (default: %(default)s)"
     add("--distributed-executor-backend", choices=EXECUTORS, default="uni", help=text)
+    text = "ranks that the model is divided among, each on a GPU of its own (default: %(default)s)"
+    add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help=text)
     add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights")
     add("--max-model-len", type=int, metavar="TOKENS", help="longest request, prompt and output together")
     add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")

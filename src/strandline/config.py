@@ -45,6 +45,8 @@ class EngineConfig:
     device: str = "auto"
     distributed_executor_backend: str = "uni"
     """Where steps run: ``uni``: in the engine's process; ``mp``: in a worker process of its own."""
+    tensor_parallel_size: int = 1
+    """Ranks that the model is divided among, each in a worker process and on a device of its own."""
     load_format: str = "auto"
     """``dummy``: random weights from the configuration alone."""
     max_model_len: int | None = None
@@ -97,8 +99,10 @@ class EngineConfig:
         _require_type("async_scheduling", self.async_scheduling, (bool, NoneType))
         for name in ("skip_tokenizer_init", "enforce_eager", "enable_prefix_caching", "deterministic"):
             _require_type(name, getattr(self, name), (bool,))
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "mamba_block_size"):
-            if getattr(self, name) is not None or name in ("max_num_seqs", "mamba_block_size"):
+        for name in ("max_num_seqs", "mamba_block_size", "tensor_parallel_size"):
+            _require_count(name, getattr(self, name))
+        for name in ("max_model_len", "max_num_batched_tokens"):
+            if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name))
         if self.mamba_block_size % BLOCK_TOKENS:
             raise ConfigError(f"--mamba-block-size must be a multiple of {BLOCK_TOKENS}, got {self.mamba_block_size}")
@@ -126,6 +130,8 @@ class EngineConfig:
             parse_bytes(self.memory)
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError("--kv-events-config publishes what the cache holds; drop --no-enable-prefix-caching")
+        if self.kv_transfer is not None and self.tensor_parallel_size > 1:
+            raise ConfigError("--kv-transfer-config does not go with --tensor-parallel-size yet; drop one of the two")
         if self.kv_transfer is not None and (not self.enable_prefix_caching or self.mamba_cache_mode == "none"):
             raise ConfigError(
                 "--kv-transfer-config hands over what the cache holds; drop --no-enable-prefix-caching and "

@@ -52,7 +52,10 @@ def test_chat_remembers_the_conversation_and_resumes_from_it(
         (["chat", "--max-num-seq=4"], "unknown argument --max-num-seq=4; did you mean --max-num-seqs?"),
         (["generate", "--dtype", "float8", "hi"], "invalid choice: 'float8'"),
         (["nothing"], "invalid choice: 'nothing'"),
-        (["serve", "--tensor-parallel-size", "2"], "--tensor-parallel-size: tensor parallelism is not supported yet\n"),
+        (
+            ["serve", "--pipeline-parallel-size", "2"],
+            "--pipeline-parallel-size: pipeline parallelism is not supported yet\n",
+        ),
         (["serve", "--quantization=fp8"], "--quantization: quantising weights at start is not supported yet\n"),
         (["serve", "--max-loras", "2"], "unknown argument --max-loras\n"),
     ],

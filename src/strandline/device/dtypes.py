@@ -18,6 +18,7 @@ from strandline.errors import ConfigError
 from strandline.kernels.linear import has_fast_gemms
 from strandline.models.quantization import read_quantization
 from strandline.models.registry import builder_for
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.weights import published_dtype
 from strandline.specs import E4M3
 
@@ -100,13 +101,13 @@ def dequantization_note(model_config: Any, dtype: torch.dtype) -> str | None:
     return f"weights: {quantization}, dequantised to {name} one by one as they load; they take {_size(num_bytes)}"
 
 
-def count_weights(model_config: Any) -> int:
-    """Return how many weights a model has; none are made.
+def count_weights(model_config: Any, shard: Shard = WHOLE) -> int:
+    """Return how many weights a model, or a shard of it, has; none are made.
 
     Raises:
         ConfigError: its architecture is not supported.
     """
-    model = builder_for(model_config)(model_config, torch.float32, "meta")
+    model = builder_for(model_config)(model_config, torch.float32, "meta", shard)
     # A tied head is the embedding once more, and comes once.
     return sum(weight.numel() for weight in model.parameters())
 

@@ -34,6 +34,8 @@ class ExecutorFacts:
     """Operations that run reference implementations, though their backends should run here."""
     draft_tokens: int = 0
     """Most drafts of a sequence in a step; 0: none are made."""
+    num_ranks: int = 1
+    """Ranks that the model is divided among. Sizes are those of one rank, and the same for all."""
     start_s: dict[str, float] = field(default_factory=dict)
     """How long each phase of the start took."""
 

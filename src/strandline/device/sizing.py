@@ -15,6 +15,7 @@ from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling import greedy
 from strandline.models.protocol import LanguageModel
+from strandline.models.shard import WHOLE, Shard
 from strandline.records.plan import SequencePlan
 from strandline.specs import ModelSpec
 
@@ -57,8 +58,14 @@ def require_determinism(spec: ModelSpec, kernels: Kernels) -> None:
     """Check that a model can run deterministically.
 
     Raises:
-        ConfigError: a state is rounded where it is stored, or the GPU has no batch-invariant kernels.
+        ConfigError: a state is rounded where it is stored, the GPU has no batch-invariant kernels, or more than two
+            ranks add up what they compute, in an order that depends on how much it is.
     """
+    if kernels.ranks.size > 2:
+        raise ConfigError(
+            f"--deterministic goes with at most 2 ranks, --tensor-parallel-size is {kernels.ranks.size}: the order in "
+            "which more of them are added up depends on the batch"
+        )
     for state in (state for layer in spec.layers for state in layer.states):
         if state.is_recurrent and state.dtype != "float32":
             raise ConfigError(
@@ -76,7 +83,7 @@ def choose_memory_bytes(
     """Return the budget of blocks and slots.
 
     What the user said; else, on a GPU its share of the memory less weights, logs and scratch memory, which is measured,
-    and elsewhere 4 GiB, at most half of what is free, and of what a container allows.
+    and elsewhere 4 GiB, at most half of what is free, and of what a container allows. Ranks on CPUs share the memory.
 
     Raises:
         ConfigError: there is not so much memory, or the GPU's share is used up already.
@@ -86,12 +93,14 @@ def choose_memory_bytes(
         return _choose_gpu_bytes(config, model, kernels, device, log_bytes)
     free_bytes = int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
     have = memory_bytes(device)
-    default = min(DEFAULT_BYTES, free_bytes // 2, have // 2)
+    num_ranks = kernels.ranks.size
+    default = min(DEFAULT_BYTES, free_bytes // 2, have // 2) // num_ranks
     budget = default if config.memory is None else parse_bytes(config.memory)
-    if budget + log_bytes > have:
+    if (budget + log_bytes) * num_ranks > have:
+        ranks = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
         raise ConfigError(
-            f"--memory of {budget:,} bytes and {log_bytes:,} for logs of --max-num-seqs {config.max_num_seqs} are more "
-            f"than the {have:,} bytes of memory that there are; lower them"
+            f"--memory of {budget:,} bytes and {log_bytes:,} for logs of --max-num-seqs {config.max_num_seqs}{ranks} "
+            f"are more than the {have:,} bytes of memory that there are; lower them"
         )
     return budget
 
@@ -108,13 +117,13 @@ def memory_bytes(device: torch.device) -> int:
     return machine_bytes() if device.type != "cuda" else int(torch.cuda.mem_get_info(device)[1])
 
 
-def require_room_for_weights(model_config: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Check that the memory of a device holds a model's weights, before any is allocated.
+def require_room_for_weights(model_config: Any, dtype: torch.dtype, device: torch.device, shard: Shard = WHOLE) -> None:
+    """Check that the memory of a device holds a model's weights, or those of a shard, before any is allocated.
 
     Raises:
         ConfigError: it does not, or the configuration is not supported.
     """
-    num_weights, have = count_weights(model_config), memory_bytes(device)
+    num_weights, have = count_weights(model_config, shard), memory_bytes(device)
     if num_weights * dtype.itemsize > have:
         raise ConfigError(
             f"the {num_weights:,} weights that config.json describes take {num_weights * dtype.itemsize:,} bytes in "

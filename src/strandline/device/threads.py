@@ -21,13 +21,19 @@ NUM_THREADS: Final = "OMP_NUM_THREADS"
 """The environment variable by which users choose."""
 
 
-def limit_threads() -> str | None:
-    """Take no more threads than the container's quota allows, unless the user chose; return a line for the user."""
+def limit_threads(num_ranks: int = 1) -> str | None:
+    """Take no more threads than the container's quota allows, unless the user chose; return a line for the user.
+
+    Args:
+        num_ranks: processes that share the cores.
+    """
     num_cores, quota = torch.get_num_threads(), min(_quotas(), default=float("inf"))
-    num_threads = max(1, int(min(num_cores, quota)))
+    num_threads = max(1, int(min(num_cores, quota) / num_ranks))
     if NUM_THREADS in os.environ or num_threads == num_cores:
         return None
     torch.set_num_threads(num_threads)
+    if num_ranks > 1:
+        return f"threads: {num_threads} for each of {num_ranks} ranks on {num_cores} cores"
     return (
         f"threads: {num_threads}, since this container may use the time of {quota:.3g} of its {num_cores} cores "
         f"({NUM_THREADS}={num_cores} takes them all)"

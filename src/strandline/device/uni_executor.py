@@ -39,7 +39,7 @@ class UniExecutor:
     """Owns a runner, and the memory that it computes in.
 
     Args:
-        model: loaded weights on ``device``.
+        model: loaded weights on ``device``; with several ranks, this one's shard.
         grammars: compiles the grammars of structured outputs; None: no request may have one.
         weights_s: how long loading the model took.
         progress: show progress bars while kernels are compiled and graphs captured.
@@ -54,6 +54,7 @@ class UniExecutor:
         config: EngineConfig,
         device: torch.device,
         grammars: GrammarCompiler | None = None,
+        ranks: Ranks = ONE_RANK,
         *,
         weights_s: float = 0.0,
         progress: bool = False,
@@ -64,7 +65,9 @@ class UniExecutor:
         self._progress = progress
         start_s = {"weights": weights_s}
         with _timed(start_s, "kernels"):
-            kernels = choose_kernels(model, device.type, is_deterministic=config.deterministic, progress=progress)
+            kernels = choose_kernels(
+                model, device.type, ranks, is_deterministic=config.deterministic, progress=progress
+            )
             model.use_kernels(kernels)
         if config.deterministic:
             require_determinism(spec, kernels)
@@ -73,7 +76,7 @@ class UniExecutor:
         keeps_logs = spec.log_tokens > 0 and not config.deterministic and not draft_tokens
         with _timed(start_s, "memory"):
             num_logs = 1 + config.max_num_seqs if keeps_logs or draft_tokens else 0
-            have_bytes = choose_memory_bytes(config, model, kernels, device, num_logs)
+            have_bytes = ranks.least(choose_memory_bytes(config, model, kernels, device, num_logs))
             num_slabs = have_bytes // spec.slab_bytes
             max_model_len = choose_max_model_len(config, spec, model.max_position, have_bytes)
             self.runner = Runner(
@@ -100,6 +103,7 @@ class UniExecutor:
             needs_warm_up=kernels.is_compiled_on_gpu,
             fallbacks=kernels.fallbacks,
             draft_tokens=draft_tokens,
+            num_ranks=ranks.size,
             start_s=start_s,
         )
 

@@ -232,8 +232,8 @@ class EngineCore:
         total = self.cache.memory_use().num_slabs * spec.slab_bytes
         return [
             *_describe_fallbacks(self.executor.facts.fallbacks),
-            f"cache: {total / 2**20:,.0f} MiB for blocks and snapshots together, prefix caching "
-            + ("on" if self.cache.is_enabled else "off"),
+            f"cache: {total / 2**20:,.0f} MiB{_describe_ranks(self.executor.facts.num_ranks)} for blocks and snapshots "
+            "together, prefix caching " + ("on" if self.cache.is_enabled else "off"),
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}",
             f"start: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.start_s.items())}",
             f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
@@ -330,6 +330,10 @@ def _describe_fallbacks(fallbacks: Iterable[Fallback]) -> list[str]:
         f"kernels: slower reference implementations in place of {backend} for {', '.join(names)}: {reason}"
         for (backend, reason), names in operations.items()
     ]
+
+
+def _describe_ranks(num_ranks: int) -> str:
+    return f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
 
 
 def _describe_snapshots(spec: ModelSpec) -> str:

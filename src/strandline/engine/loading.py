@@ -16,8 +16,10 @@ from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.mp_executor import MpExecutor
 from strandline.errors import ConfigError
+from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.kernels.weights import lay_out, lay_out_in_half
 from strandline.model_config import read_model_config
+from strandline.models.shard import Shard
 from strandline.models.weights import load_model, published_dtype
 from strandline.records.grammars import GrammarCompiler
 from strandline.text.model_files import find_model
@@ -53,28 +55,28 @@ def load_executor(config: EngineConfig, grammars: GrammarCompiler | None = None,
     Raises:
         ConfigError: model, weights or memory do not allow it.
     """
-    if config.distributed_executor_backend == "mp":
+    if config.distributed_executor_backend == "mp" or config.tensor_parallel_size > 1:
         return MpExecutor(config, progress=progress)
     return load_uni_executor(config, grammars, progress=progress)
 
 
 def load_uni_executor(
-    config: EngineConfig, grammars: GrammarCompiler | None = None, *, progress: bool = False
+    config: EngineConfig, grammars: GrammarCompiler | None = None, ranks: Ranks = ONE_RANK, *, progress: bool = False
 ) -> UniExecutor:
-    """Load a model into an executor in this process; as ``load_executor``."""
+    """Load a model, or this rank's shard of it, into an executor in this process; as ``load_executor``."""
     if grammars is None:
         vocabulary = load_vocabulary(config)
         grammars = vocabulary.grammars
         if vocabulary.tokenizer is not None:
             vocabulary.grammars.begin()  # while the weights are read
     directory = find_model(config.model)
-    device = resolve_device(config.device)
+    device, shard = resolve_device(config, ranks.rank), Shard(ranks.rank, ranks.size)
     model_config = read_model_config(directory)
     choice = choose_dtype(config, model_config, device)
-    require_room_for_weights(model_config, choice.dtype, device)
+    require_room_for_weights(model_config, choice.dtype, device, shard)
     notes = [choice.note, dequantization_note(model_config, choice.dtype)]
-    notes.append(limit_threads() if device.type == "cpu" else None)
-    for note in filter(None, notes):
+    notes.append(limit_threads(ranks.size) if device.type == "cpu" else None)
+    for note in filter(None, notes if shard.is_first else ()):
         LOGGER.warning(note)
     start_s = SYSTEM_CLOCK()
     model = load_model(
@@ -82,6 +84,7 @@ def load_uni_executor(
         config=model_config,
         dtype=choice.dtype,
         device=device,
+        shard=shard,
         load_format=config.load_format,
         seed=config.seed,
         progress=progress,
@@ -91,17 +94,22 @@ def load_uni_executor(
     )
     model.lay_out(lay_out_in_half if choice.is_widened else lay_out)
     weights_s = SYSTEM_CLOCK() - start_s
-    return UniExecutor(model, config, device, grammars, weights_s=weights_s, progress=progress)
+    return UniExecutor(model, config, device, grammars, ranks, weights_s=weights_s, progress=progress)
 
 
-def resolve_device(name: str) -> torch.device:
-    """Return the device that a configuration names.
+def resolve_device(config: EngineConfig, rank: int) -> torch.device:
+    """Return the device that a rank computes on: of several GPUs each has its own.
 
     Raises:
         ConfigError: it is not there.
     """
+    name, size = config.device, config.tensor_parallel_size
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but torch finds no GPU; use --device cpu or auto")
-    return torch.device(name)
+    if name != "cuda" or size == 1:
+        return torch.device(name)
+    if size > torch.cuda.device_count():
+        raise ConfigError(f"--tensor-parallel-size is {size}, but torch finds {torch.cuda.device_count()} GPUs")
+    return torch.device(name, rank)

@@ -1,33 +1,50 @@
-"""The process that runs steps for an ``MpExecutor``: ``python -m strandline.engine.worker FILE_DESCRIPTOR``.
+"""A process that runs steps for an ``MpExecutor``: ``python -m strandline.engine.worker FILE_DESCRIPTOR``.
 
 It knows of requests what the plans say, and nothing else. It ends when the connection closes. Signals are left to the
-process that started it, so that Ctrl-C in a terminal does not end what a drain still needs.
+process that started it, so that Ctrl-C in a terminal does not end what a drain still needs; SIGUSR1 writes the main
+thread's stack to standard error.
 """
 
+import faulthandler
+import os
 import pickle
+import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
-from typing import Any, BinaryIO
+from contextlib import ExitStack, closing
+from threading import Lock, Thread
+from typing import Any, BinaryIO, Final
 
 import strandline.errors
-from strandline.device.executor import Executor
-from strandline.engine.loading import load_uni_executor
-from strandline.engine.mp_executor import Call, Reply, Start
+from strandline.device.executor import Executor, LaunchedStep
+from strandline.device.process_ranks import ProcessRanks
+from strandline.engine.loading import load_uni_executor, resolve_device
+from strandline.engine.worker_link import Call, Reply, Start
 from strandline.errors import EngineError
 from strandline.gc_policy import freeze_gc
+from strandline.kernels.ranks import ONE_RANK
+from strandline.records.plan import StepResult
 from strandline.text.compiling_threads import CompilingThreads
+
+LEAVE_S: Final = 10.0
+"""How long a worker may still compute after the connection has closed: a rank may wait for one that has ended."""
 
 
 class Worker:
-    """Obeys calls. Steps are launched in order; results and grammars have threads of their own, and hold up no call."""
+    """Obeys calls. Steps are launched in order; results and grammars have threads of their own, and hold up no call.
 
-    def __init__(self, executor: Executor, send: Callable[[Reply], None]) -> None:
+    Args:
+        rank: results of the first rank are complete, those of others say what must agree.
+    """
+
+    def __init__(self, executor: Executor, send: Callable[[Reply], None], rank: int = 0) -> None:
         self._executor = executor
+        self._rank = rank
         self._send = send
         self._results = ThreadPoolExecutor(1, "results")
         self._compiling = CompilingThreads()
@@ -60,7 +77,11 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - the process's edge: the caller raises it
             self._send(Reply(call.number, None, portable(error)))
         else:
-            self._results.submit(self._reply, call, launched.result)
+            self._results.submit(self._reply, call, lambda: self._result(launched))
+
+    def _result(self, launched: LaunchedStep) -> StepResult:
+        result = launched.result()
+        return result if self._rank == 0 else StepResult(result.token_ids, drafts=result.drafts)
 
     def _reply(self, call: Call, function: Callable[[], Any]) -> None:
         try:
@@ -88,27 +109,40 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
             connection.sendall(data)
 
     start: Start = pickle.load(calls)
+    rank = 0 if start.place is None else start.place.rank
     try:
-        executor = load_uni_executor(start.config, progress=start.progress)
+        ranks = None if start.place is None else ProcessRanks(start.place, resolve_device(start.config, rank))
+        executor = load_uni_executor(start.config, ranks=ranks or ONE_RANK, progress=start.progress)
     except Exception as error:  # noqa: BLE001 - the process's edge: the caller raises it
         send(Reply(start.number, None, portable(error)))
         return 2
     freeze_gc()
     send(Reply(start.number, executor.facts))
-    worker = Worker(executor, send)
-    try:
+    with ExitStack() as stack:
+        if ranks is not None:
+            stack.callback(ranks.close)
+        worker = stack.enter_context(closing(Worker(executor, send, rank)))
         while True:
             worker.handle(pickle.load(calls))
-    finally:
-        worker.close()
+
+
+def leave_with(connection: socket.socket) -> None:
+    """End the process some time after the connection has closed, whatever it is waiting for."""
+    poller = select.poll()
+    poller.register(connection, select.POLLHUP)
+    poller.poll()
+    time.sleep(LEAVE_S)
+    os._exit(1)
 
 
 def main() -> int:
     """Run the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     try:
         with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rb") as calls:
+            Thread(target=leave_with, args=[connection], daemon=True).start()
             return serve(calls, connection)
     except (EOFError, ConnectionError, pickle.UnpicklingError):
         return 0  # the other end is closed

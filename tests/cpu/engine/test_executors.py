@@ -26,7 +26,8 @@ from strandline.device.threads import NUM_THREADS
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor
-from strandline.engine.mp_executor import MpExecutor, WorkerLink
+from strandline.engine.mp_executor import MpExecutor
+from strandline.engine.worker_link import WorkerLink
 from strandline.env import DEBUG_CACHE
 from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
 from strandline.ids import BlockId
@@ -84,7 +85,7 @@ def executor_of(chat_dir: Path) -> Iterator[MakeExecutor]:
         # The number of threads changes a sum's last bits: workers take as many as this process.
         patch.setenv(NUM_THREADS, str(threads))
         yield get
-        workers = [executor.process_id for executor in made.values() if isinstance(executor, MpExecutor)]
+        workers = [pid for x in made.values() if isinstance(x, MpExecutor) for pid in x.process_ids]
         made.clear()
         gc.collect()
         assert not any(map(is_running, workers))
@@ -277,7 +278,7 @@ def test_calls_fail_when_the_worker_has_ended() -> None:
 ENDS_AT_ONCE = """
 import os
 import pickle
-from strandline.engine.mp_executor import WorkerLink
+from strandline.engine.worker_link import WorkerLink
 print(WorkerLink().process.pid, flush=True)
 os._exit(0)
 """

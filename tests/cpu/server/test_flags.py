@@ -21,7 +21,8 @@ FLAGS = [
     "--no-enable-prefix-caching",
     "--parse-special-tokens", "--port", "--reasoning-parser", "--request-timeout-s", "--restart", "--salt-per-key",
     "--seed",
-    "--served-model-name", "--speculative-config", "--tokenizer", "--tool-call-parser",
+    "--served-model-name", "--speculative-config", "--tensor-parallel-size", "--tokenizer", "--tool-call-parser",
+    "-tp",
 ]  # fmt: skip
 
 OF_VLLM = {
@@ -29,7 +30,7 @@ OF_VLLM = {
     "--tokenizer": "t", "--dtype": "bfloat16", "--kv-cache-dtype": "fp8", "--load-format": "dummy",
     "--max-model-len": "100",
     "--max-num-seqs": "4", "--max-num-batched-tokens": "512", "--seed": "1", "--tool-call-parser": "hermes",
-    "--reasoning-parser": "qwen3", "--long-prefill-token-threshold": "2048",
+    "--reasoning-parser": "qwen3", "--long-prefill-token-threshold": "2048", "--tensor-parallel-size": "2",
     "--kv-events-config": '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}',
     "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}',
 }  # fmt: skip

@@ -1,0 +1,77 @@
+"""Ranks in processes of their own, which reach each other through ``torch.distributed``: gloo on CPUs, NCCL on GPUs.
+
+Ranks meet at a file, and then connect over the loopback interface alone: all of them are on one machine.
+"""
+
+import os
+import socket
+from datetime import timedelta
+from typing import Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TIMEOUT: Final = timedelta(minutes=10)
+"""How long a rank waits for the others: some take longer to load their weights."""
+
+INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables that say which network the backends connect over."""
+
+
+class RankPlace(NamedTuple):
+    """Which rank a process is, and where it meets the others."""
+
+    rank: int
+    size: int
+    meeting_file: str
+
+
+class ProcessRanks:
+    """The ranks of an engine, as seen by the one in this process. Waits until all have come.
+
+    Args:
+        device: this rank's own; on GPUs the only one that the process computes on.
+    """
+
+    def __init__(self, place: RankPlace, device: torch.device) -> None:
+        self.rank, self.size = place.rank, place.size
+        self._device = device
+        for name in INTERFACES:
+            os.environ.setdefault(name, _loopback())
+        backend = "gloo"
+        if device.type == "cuda":
+            backend = "nccl"
+            torch.cuda.set_device(device)
+        meeting = f"file://{place.meeting_file}"
+        dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
+        self.least(0)  # connects; NCCL waits for the first call to do it
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' tensors; ``x`` is overwritten where its memory is dense."""
+        x = x.contiguous()
+        if x.numel():
+            dist.all_reduce(x)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return all ranks' matrices side by side."""
+        parts = x.new_empty(self.size, *x.shape)
+        if x.numel():
+            dist.all_gather(list(parts.unbind()), x.contiguous())
+        return parts.transpose(0, 1).reshape(len(x), -1)
+
+    def least(self, number: int) -> int:
+        """Return the least of all ranks' numbers; waits for the device."""
+        value = torch.tensor(number, device=self._device)
+        dist.all_reduce(value, dist.ReduceOp.MIN)
+        return int(value)
+
+    def close(self) -> None:
+        """Leave the others. Nothing is computed together afterwards."""
+        dist.destroy_process_group()
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name.startswith("lo")), names[0])

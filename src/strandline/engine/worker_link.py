@@ -1,0 +1,162 @@
+"""The connection to a worker process (``engine/worker.py``): calls out, replies back, pickled.
+
+Calls are numbered. Those that change the device are executed in order; a reply may come before an earlier one's. The
+worker ends when the connection closes: when it is closed here, or this process has ended.
+"""
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from concurrent.futures import Future
+from itertools import count
+from threading import Lock, Thread
+from typing import Any, Final, NamedTuple
+
+from strandline.config import EngineConfig
+from strandline.device.executor import ExecutorFacts
+from strandline.device.process_ranks import RankPlace
+from strandline.errors import EngineError
+
+WORKER_MODULE: Final = "strandline.engine.worker"
+EXIT_TIMEOUT_S: Final = 30.0
+"""How long a worker may take to end before it is killed."""
+LAST_BYTES: Final = 4096
+"""What is kept of a worker's last words."""
+
+
+class Start(NamedTuple):
+    """The first message to the worker: what to load."""
+
+    number: int
+    config: EngineConfig
+    progress: bool
+    place: RankPlace | None
+    """None: the worker is the only rank."""
+
+
+class Call(NamedTuple):
+    """Call a method of the worker's executor."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+    released: tuple[int, ...]
+    """Calls whose results the worker need not keep any longer."""
+
+
+class Reply(NamedTuple):
+    """What a call returned or raised. A worker that cannot start replies to ``Start`` with the error, and ends."""
+
+    number: int
+    value: Any
+    error: Exception | None = None
+
+
+class WorkerLink:
+    """A worker process and the connection to it. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            command = [sys.executable, "-X", "faulthandler", "-m", WORKER_MODULE, str(number)]
+            self.process = subprocess.Popen(
+                command, pass_fds=(number,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
+        self.last_words = b""
+        """The end of what the worker has written to its standard error."""
+        self._replies = self._socket.makefile("rb")
+        self._sending = Lock()
+        self._numbers = count()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._released: deque[int] = deque()
+        self._has_ended = False
+        self._threads = [
+            Thread(target=self._receive, name="replies of the worker", daemon=True),
+            Thread(target=self._repeat_words, name="words of the worker", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, config: EngineConfig, place: RankPlace | None = None, *, progress: bool) -> Future[ExecutorFacts]:
+        """Have the worker load the model; the future raises what loading raises."""
+        return self._send(Start(next(self._numbers), config, progress, place))
+
+    def call(self, method: str, *arguments: Any) -> tuple[int, Future[Any]]:
+        """Call a method of the worker's executor; return the call's number and what it will return or raise."""
+        number = next(self._numbers)
+        released = tuple(self._released.popleft() for _ in range(len(self._released)))
+        return number, self._send(Call(number, method, arguments, released))
+
+    def release(self, number: int) -> None:
+        """Let the worker drop a call's result, with the next call: a finalizer must not wait for a lock."""
+        self._released.append(number)
+
+    def hang_up(self) -> None:
+        """Close the connection, which ends the worker in order. A second call does nothing."""
+        if self._socket.fileno() >= 0:
+            self._socket.shutdown(socket.SHUT_RDWR)
+            self._threads[0].join()
+            self._replies.close()
+            self._socket.close()
+
+    def close(self) -> None:
+        """End the worker, and wait for its end. A second call does nothing."""
+        self.hang_up()
+        try:
+            self.process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._threads[1].join()
+
+    def describe_end(self) -> str | None:
+        """Return how the worker has ended; None: it has not."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def _send(self, message: Start | Call) -> Future[Any]:
+        # Pickled before anything is sent: an error leaves the connection as it was.
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        future = Future[Any]()
+        with self._sending:
+            if self._has_ended:
+                raise self._ended()
+            self._waiting[message.number] = future
+            try:
+                self._socket.sendall(data)
+            except OSError as error:
+                raise self._ended() from error
+        return future
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                reply: Reply = pickle.load(self._replies)
+                future = self._waiting.pop(reply.number)
+                if reply.error is None:
+                    future.set_result(reply.value)
+                else:
+                    future.set_exception(reply.error)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            with self._sending:
+                self._has_ended = True
+            for number in list(self._waiting):
+                self._waiting.pop(number).set_exception(self._ended())
+
+    def _repeat_words(self) -> None:
+        """Pass on what the worker writes to its standard error."""
+        assert self.process.stderr is not None
+        with self.process.stderr as words:
+            while chunk := os.read(words.fileno(), LAST_BYTES):
+                self.last_words = (self.last_words + chunk)[-LAST_BYTES:]
+                os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, chunk)
+
+    def _ended(self) -> EngineError:
+        return EngineError(f"the worker process {self.process.pid} has ended; its own log says why")

@@ -1,0 +1,158 @@
+"""The worker processes of an engine: one for each rank, which all get the same calls.
+
+If a rank ends, fails or hangs, the others wait for it in vain: all are killed, and the error names that rank and its
+last words.
+"""
+
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from strandline.config import EngineConfig
+from strandline.device.executor import ExecutorFacts
+from strandline.device.process_ranks import RankPlace
+from strandline.engine.worker_link import WorkerLink
+from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
+
+STEP_TIMEOUT_S: Final = 300.0
+"""How long a step may take: more than the compilation of its kernels."""
+
+GRACE_S: Final = 2.0
+"""How long the others may fail before the rank that has ended is found out."""
+
+STACK_S: Final = 1.0
+"""How long a rank may take to say what it is doing."""
+
+WAITS_FOR_OTHERS: Final = b"distributed_c10d.py"
+"""What the stack of a rank contains that waits for others."""
+
+SHARED_ERRORS: Final = (ConfigError, RequestError, CacheInvariantError)
+"""Errors that every rank raises alike, and that say all."""
+
+
+class Workers:
+    """The processes, and the directory where they meet.
+
+    Args:
+        step_timeout_s: how long a call may take.
+    """
+
+    def __init__(self, num_ranks: int, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
+        self._step_timeout_s = step_timeout_s
+        self._directory = tempfile.mkdtemp(prefix="strandline-ranks-") if num_ranks > 1 else None
+        self._links = [WorkerLink() for _ in range(num_ranks)]
+        self._failure: str | None = None
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the ranks."""
+        return [link.process.pid for link in self._links]
+
+    def start(self, config: EngineConfig, *, progress: bool) -> ExecutorFacts:
+        """Have all load the model, and wait for that. Raises what loading raises."""
+        futures = [
+            link.start(config, self._place(rank), progress=progress and rank == 0)
+            for rank, link in enumerate(self._links)
+        ]
+        try:
+            facts: list[ExecutorFacts] = self._results(futures, None)
+        except BaseException:
+            self._kill()
+            raise
+        phases = {phase: max(each.start_s[phase] for each in facts) for phase in facts[0].start_s}
+        if any(replace(each, start_s={}) != replace(facts[0], start_s={}) for each in facts):
+            raise EngineError(f"ranks do not agree on what the engine has: {facts}")
+        return replace(facts[0], start_s=phases)
+
+    def _place(self, rank: int) -> RankPlace | None:
+        if self._directory is None:
+            return None
+        return RankPlace(rank, len(self._links), str(Path(self._directory) / "meeting"))
+
+    def call(self, method: str, *arguments: Any) -> list[tuple[int, Future[Any]]]:
+        """Call a method on all ranks; return, for each, the call's number and what it will return or raise."""
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        return [link.call(method, *arguments) for link in self._links]
+
+    def release(self, numbers: Sequence[int]) -> None:
+        """Let the ranks drop the results of a call."""
+        for link, number in zip(self._links, numbers, strict=True):
+            link.release(number)
+
+    def results(self, futures: Sequence[Future[Any]]) -> list[Any]:
+        """Wait for all ranks' results.
+
+        Raises:
+            EngineError: a rank has ended, failed or not answered in time. No rank is left, then.
+        """
+        return self._results(futures, self._step_timeout_s)
+
+    def _results(self, futures: Sequence[Future[Any]], timeout_s: float | None) -> list[Any]:
+        _, pending = wait(futures, timeout_s, FIRST_EXCEPTION)
+        errors = {
+            rank: error
+            for rank, future in enumerate(futures)
+            if future not in pending and (error := future.exception()) is not None
+        }
+        if not errors and not pending:
+            return [future.result() for future in futures]
+        for error in errors.values():
+            if isinstance(error, SHARED_ERRORS) or len(futures) == 1:
+                raise error
+        cause = next(iter(errors.values()), None)
+        self._failure = self._find_failure(errors, timeout_s)
+        self._kill()
+        raise EngineError(self._failure) from cause
+
+    def _find_failure(self, errors: dict[int, BaseException], timeout_s: float | None) -> str:
+        if not errors:
+            rank = self._find_hanging()
+            return f"{self._name(rank)} has not finished a step within {timeout_s:g} s{self._last_words(rank)}"
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            ends = {rank: end for rank, link in enumerate(self._links) if (end := link.describe_end()) is not None}
+            if ends:
+                # One that was killed, rather than one that ended since it lost another.
+                rank = min(ends, key=lambda rank: ("exit code" in ends[rank], rank))
+                return f"{self._name(rank)} has {ends[rank]}{self._last_words(rank)}"
+            time.sleep(0.02)
+        rank, error = next(iter(errors.items()))
+        return f"{self._name(rank)} has failed: {error}{self._last_words(rank)}"
+
+    def _find_hanging(self) -> int:
+        """Ask all for their stacks; return the rank that does not wait for another, or does not answer."""
+        for link in self._links:
+            link.last_words = b""
+            with suppress(ProcessLookupError):
+                link.process.send_signal(signal.SIGUSR1)
+        time.sleep(STACK_S)
+        is_waiting = [WAITS_FOR_OTHERS in link.last_words for link in self._links]
+        return is_waiting.index(False) if False in is_waiting else 0
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} of {len(self._links)} (process {self._links[rank].process.pid})"
+
+    def _last_words(self, rank: int) -> str:
+        words = self._links[rank].last_words.decode(errors="replace").strip()
+        return f"; its last words:\n{words}" if words else "; it has said nothing"
+
+    def _kill(self) -> None:
+        for link in self._links:
+            link.process.kill()
+
+    def close(self) -> None:
+        """End all ranks, and wait for their end. A second call does nothing."""
+        for link in self._links:
+            link.hang_up()
+        for link in self._links:
+            link.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,60 @@
+"""An executor whose ranks are threads of this process: as ``MpExecutor`` with several, without starting processes."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from strandline.config import EngineConfig
+from strandline.device.uni_executor import UniExecutor
+from strandline.engine.loading import load_uni_executor
+from strandline.records.plan import StepPlan, StepResult
+from tests.cpu.models.rank_threads import RankThread, RankThreads
+
+T = TypeVar("T")
+
+
+class ThreadedStep:
+    """A step in flight on all ranks."""
+
+    is_launch_bound = False
+
+    def __init__(self, futures: "list[Future[StepResult]]") -> None:
+        self._futures = futures
+
+    def result(self) -> StepResult:
+        first, *others = [future.result() for future in self._futures]
+        assert all((other.token_ids, other.drafts) == (first.token_ids, first.drafts) for other in others)
+        return first
+
+
+class ThreadedExecutor:
+    """Runs every call on all ranks, each in a thread of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        group = RankThreads(config.tensor_parallel_size)
+        self._threads = [ThreadPoolExecutor(1) for _ in range(group.size)]
+        loading = [
+            thread.submit(load_uni_executor, config, ranks=RankThread(group, rank))
+            for rank, thread in enumerate(self._threads)
+        ]
+        self.ranks: list[UniExecutor] = [future.result() for future in loading]
+        facts = {(each.facts.spec, each.facts.num_slabs, each.facts.max_model_len) for each in self.ranks}
+        assert len(facts) == 1
+        self.facts = self.ranks[0].facts
+
+    def launch(self, plan: StepPlan) -> ThreadedStep:
+        return ThreadedStep(self._submit(lambda executor: executor.launch(plan).result()))
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            first, *_ = [future.result() for future in self._submit(lambda x: getattr(x, name)(*arguments))]
+            return first
+
+        return call
+
+    def _submit(self, function: Callable[[UniExecutor], T]) -> "list[Future[T]]":
+        return [thread.submit(function, rank) for thread, rank in zip(self._threads, self.ranks, strict=True)]
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.shutdown()
