@@ -11,7 +11,7 @@ import json
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,10 +26,11 @@ Session = Sequence[str]
 
 def conversations(num: int, num_turns: int) -> list[Session]:
     """Return conversations that share a system prompt, each turn repeating those before it."""
-    system = "You are a helpful assistant. Be brief and friendly, and say when you do not know. " * 4
+    # Without a space at the end: it would be a token of its own, which the next turn does not have.
+    system = "You are a helpful assistant." + " Be brief and friendly, and say when you do not know." * 4
     return [
         [
-            system + "".join(f"User {index} asks question {turn} about Rome. Answer {turn}. " for turn in range(num))
+            system + "".join(f" User {index} asks question {turn} about Rome. Answer {turn}." for turn in range(num))
             for num in range(1, num_turns + 1)
         ]
         for index in range(num)
@@ -78,9 +79,16 @@ def deploy(app_name: str, **arguments: Any) -> None:
 class Totals:
     """What a router's requests hit."""
 
-    num_requests: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
+    requests: list[tuple[int, int]] = field(default_factory=list)
+    """Prompt tokens of each one, and how many of them it hit; in the order of their ends."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(num_prompt for num_prompt, _ in self.requests)
+
+    @property
+    def hit_tokens(self) -> int:
+        return sum(num_hit for _, num_hit in self.requests)
 
 
 async def send(url: str, sessions: Sequence[Session], salt: str, max_tokens: int = 8) -> Totals:
@@ -91,9 +99,8 @@ async def send(url: str, sessions: Sequence[Session], salt: str, max_tokens: int
         for prompt in session:
             body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "cache_salt": salt}
             answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
-            totals.num_requests += 1
-            totals.prompt_tokens += answer["usage"]["prompt_tokens"]
-            totals.hit_tokens += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            usage = answer["usage"]
+            totals.requests.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
 
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=64)) as client:
         await asyncio.gather(*(run(client, session) for session in sessions))
@@ -119,7 +126,7 @@ def main() -> None:
             totals = asyncio.run(send(url, sessions, router))
             share = totals.hit_tokens / totals.prompt_tokens
             print(
-                f"{router:<13} {totals.num_requests:>5,} requests, {totals.prompt_tokens:>9,} prompt tokens, "
+                f"{router:<13} {len(totals.requests):>5,} requests, {totals.prompt_tokens:>9,} prompt tokens, "
                 f"{totals.hit_tokens:>9,} hit ({share:.1%}), {perf_counter() - start_s:.0f} s",
                 flush=True,
             )

@@ -6,14 +6,14 @@ from typing import Any, Final
 
 import msgspec
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from strandline.config import EngineConfig
 from strandline.ray.calls import End, Run
-from strandline.ray.engine_replica import EngineGoneError, EngineReplica
+from strandline.ray.engine_replica import EngineReplica
 from strandline.ray.fleet import fleet_named
 from strandline.ray.fleet_socket import FleetSocket, ReplicaLostError
 from strandline.ray.options import RayOptions, read_options
@@ -44,10 +44,6 @@ class Handle:
                 yield item
         except RayActorError as error:
             raise ReplicaLostError(f"its replica has died: {type(error).__name__}") from error
-        except RayTaskError as error:
-            if isinstance(error.cause, EngineGoneError):
-                raise ReplicaLostError(str(error.cause)) from error
-            raise
         finally:
             stream.cancel()
 

@@ -1,10 +1,12 @@
 """One replica: an engine process, whose sequences are run for the ingress. Knows no text."""
 
 import asyncio
+import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from ray import serve
@@ -18,13 +20,11 @@ from strandline.records.events import Limits, StepEvents
 from strandline.records.messages import ENCODER, FROM_CORE, TO_CORE, Died, Finish, Stepped, Submit
 from strandline.server.supervisor import EngineProcess, engine_process
 
-
-class EngineGoneError(EngineError):
-    """The engine process of a replica has ended: the request can be run on another."""
+LOGGER: Final = logging.getLogger("strandline.ray")
 
 
 class EngineReplica:
-    """Runs an engine process for as long as the replica lives."""
+    """Runs an engine process. When that ends, the replica's process ends too, so that Ray replaces it at once."""
 
     async def __init__(self, engine: EngineConfig) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """
@@ -39,13 +39,13 @@ class EngineReplica:
         self.name = serve.get_replica_context().replica_id.unique_id
         self._runs: dict[RequestId, asyncio.Queue[StepEvents]] = {}
         """By sequence: what is sent to the call that runs it."""
-        self._failure: str | None = None
         self._stack = AsyncExitStack()
+        self._receiving: asyncio.Future[None] | None = None
         self._process: EngineProcess
         self._limits: Limits
         started = engine_process(replace(engine, kv_events_config=events))
         self._process, self._limits = await self._stack.enter_async_context(started)
-        self._receiving = asyncio.ensure_future(self._receive_until_exit())
+        self._receiving = asyncio.ensure_future(self._exit_with_engine())
 
     # Calls of the ingress
 
@@ -57,11 +57,7 @@ class EngineReplica:
         """Run sequences; yield this replica's name, then their events, as encoded ``StepEvents``.
 
         Sequences that have not ended when the call does are ended.
-
-        Raises:
-            EngineGoneError: the engine process has ended.
         """
-        self._require_running()
         unfinished = {submission.new.request_id for submission in _decoded(call.submit).submissions}
         events: asyncio.Queue[StepEvents] = asyncio.Queue()
         self._runs.update(dict.fromkeys(unfinished, events))
@@ -70,7 +66,6 @@ class EngineReplica:
             yield self.name
             while unfinished:
                 step = await events.get()
-                self._require_running()
                 yield msgspec.msgpack.encode(step)
                 for token in step.tokens:
                     if token.finish_reason is not None:
@@ -94,15 +89,15 @@ class EngineReplica:
         return {} if events is None else {"events": (events.live, events.replay)}
 
     def check_health(self) -> None:
-        """Raise an EngineGoneError if the engine has ended or hangs: Ray Serve replaces the replica then."""
-        self._require_running()
+        """Raise an EngineError if the engine hangs: Ray Serve replaces the replica then."""
         hang = self._process.heartbeat.find_hang()
         if hang is not None:
-            raise EngineGoneError(f"the engine hangs: {hang}")
+            raise EngineError(f"the engine hangs: {hang}")
 
     async def __del__(self) -> None:
         """End the engine process."""
-        self._receiving.cancel()
+        if self._receiving is not None:
+            self._receiving.cancel()
         await self._stack.aclose()
 
     # The engine
@@ -114,13 +109,12 @@ class EngineReplica:
                 case Stepped(events):
                     self._pass_on(events)
                 case Died(reason):
-                    self._failure = reason
+                    LOGGER.error("the engine has failed: %s", reason)
 
-    async def _receive_until_exit(self) -> None:
+    async def _exit_with_engine(self) -> None:
         reason = await self._process.receive_until_exit(self)
-        self._failure = self._failure or reason
-        for events in self._runs.values():
-            events.put_nowait(StepEvents())
+        LOGGER.error("the engine has stopped, and its replica ends: %s", reason)
+        os._exit(1)
 
     def _pass_on(self, events: StepEvents) -> None:
         parts: dict[asyncio.Queue[StepEvents], StepEvents] = {}
@@ -136,12 +130,8 @@ class EngineReplica:
     def _end(self, names: tuple[RequestId, ...]) -> None:
         """End sequences in the engine, and forget them."""
         known = [name for name in names if self._runs.pop(name, None) is not None]
-        if known and self._failure is None:
+        if known:
             self._process.socket.send(ENCODER.encode(Finish(known)))
-
-    def _require_running(self) -> None:
-        if self._failure is not None:
-            raise EngineGoneError(f"the engine has stopped: {self._failure}")
 
 
 def _decoded(submit: bytes) -> Submit:

@@ -29,7 +29,7 @@ MAX_ATTEMPTS: Final = 5
 
 
 class ReplicaLostError(EngineError):
-    """The replica that ran a call has died, or its engine has."""
+    """The replica that ran a call has died."""
 
 
 class Replicas(Protocol):

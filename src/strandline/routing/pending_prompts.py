@@ -1,4 +1,4 @@
-"""Prompts that were routed and are not computed yet: what their replicas will hold soon, which no event says yet."""
+"""Prompts of unfinished requests: what their replicas hold or will hold soon, which events may not say yet."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

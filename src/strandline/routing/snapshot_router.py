@@ -95,7 +95,6 @@ class SnapshotRouter:
     def begin(self, request_id: str) -> None:
         """Record that a request's first token was sampled. Unknown requests are ignored."""
         self._loads.shrink(request_id, self._decode_tokens)
-        self._pending.remove(request_id)
 
     def finish(self, request_id: str) -> None:
         """Record that a request has ended. Unknown requests are ignored."""

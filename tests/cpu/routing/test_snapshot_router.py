@@ -79,7 +79,7 @@ def test_burst_does_not_herd_to_the_replica_with_the_prefix() -> None:
     assert max(map(chosen.count, "abcd")) <= 5
 
 
-def test_pending_prompt_counts_as_cached_until_it_is_computed() -> None:
+def test_pending_prompt_counts_as_cached_until_its_request_ends() -> None:
     replicas = fleet(2)
     long = [*range(1000)]
     first = replicas.route(long, "first")
@@ -89,7 +89,10 @@ def test_pending_prompt_counts_as_cached_until_it_is_computed() -> None:
     replicas.router.finish("second")
     replicas.router.finish("elsewhere")
     replicas.router.begin("first")
-    # Computed, and no event says that it is cached: it is not.
+    assert replicas.route([*long, 1, 2], "third") == first
+    replicas.router.finish("third")
+    replicas.router.finish("first")
+    # No event says that it is cached.
     assert replicas.route([*long, 1, 2]) == other
 
 
@@ -180,8 +183,8 @@ def test_choice_is_a_cheapest_of_all_replicas(num_replicas: int) -> None:
         for request_id in choose.sample(sorted(oracle.reserved), len(oracle.reserved) // 6):
             if choose.random() < 0.5:
                 router.begin(request_id)
-                where, tokens, _ = oracle.reserved[request_id]
-                oracle.reserved[request_id] = where, min(tokens, DECODE_TOKENS), ()
+                where, tokens, blocks = oracle.reserved[request_id]
+                oracle.reserved[request_id] = where, min(tokens, DECODE_TOKENS), blocks
             else:
                 router.finish(request_id)
                 del oracle.reserved[request_id]
