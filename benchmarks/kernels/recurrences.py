@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from strandline.kernels import head_decay_triton, kda_triton, lightning_triton, mamba2_triton
+from strandline.kernels import (
+    head_decay_triton,
+    kda_triton,
+    lightning_triton,
+    mamba1_triton,
+    mamba2_triton,
+    rglru_triton,
+)
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable, build_chunk_table
 
 COPY_BYTES_PER_S = {"H200": 4.28e12, "H100": 2.9e12}
@@ -37,6 +44,9 @@ WORK_OF_LAUNCHES: dict[str, tuple[tuple[int, ...], ...]] = {
     "MANY_PROGRAMS": (PROMPTS[2],),
     "PREPARE_WARPS": (PROMPTS[2],),
     "SCALE_WARPS": (PROMPTS[2],),
+    "ROWS": (PROMPTS[0],),
+    "BLOCK_V": (PROMPTS[0], PROMPTS[2]),
+    "NUM_WARPS": (PROMPTS[0],),
 }
 """What each launch is for."""
 
@@ -126,6 +136,28 @@ KINDS = {
         lambda: (-torch.rand(64, device="cuda"),),
         (64, 128, 128),
         linear_flops(64, 64, 128, 128),
+    ),
+    "rglru": Kind(  # RecurrentGemma-9B
+        rglru_triton.rglru_prefill,
+        rglru_triton.rglru_decode,
+        ((4096,), (4096,), (4096,), (1,)),
+        lambda: (per_head(4096),),
+        (4096,),
+        0,
+        ((rglru_triton, "ROWS", (16, 32, 64)), (rglru_triton, "BLOCK_V", (32, 64, 128))),
+    ),
+    "mamba1": Kind(  # Falcon-Mamba-7B
+        mamba1_triton.mamba1_prefill,
+        mamba1_triton.mamba1_decode,
+        ((8192,), (8192,), (16,), (16,), (8192,)),
+        lambda: (per_head(8192), per_head(8192), per_head(8192, 16)),
+        (8192, 16),
+        0,
+        (
+            (mamba1_triton, "ROWS", (4, 8, 16)),
+            (mamba1_triton, "BLOCK_V", (16, 32, 64)),
+            (mamba1_triton, "NUM_WARPS", (1, 2, 4)),
+        ),
     ),
 }
 

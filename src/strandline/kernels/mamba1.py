@@ -23,10 +23,10 @@ from torch import Tensor
 
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.chunkwise import advance_chunks, advance_tokens
-from strandline.kernels.operation import operation
+from strandline.kernels.operation import operation, triton
 
 
-@operation(reads_device=True)
+@operation(triton("mamba1_triton"))
 def mamba1_prefill(
     x_TV: Tensor,
     z_TV: Tensor,
@@ -61,7 +61,7 @@ def mamba1_prefill(
     return advance_chunks(advance, torch.empty_like(x_TV), state_SVK, src_N, dst_N, chunks)
 
 
-@operation(reads_device=True)
+@operation(triton("mamba1_triton"))
 def mamba1_decode(
     x_NV: Tensor,
     z_NV: Tensor,

@@ -24,7 +24,7 @@ from torch import Tensor
 from strandline.ids import NULL_SLOT
 from strandline.kernels.batch import LogBatch
 from strandline.kernels.mamba1 import decay_rates, read, states_after, time_steps
-from strandline.kernels.operation import operation
+from strandline.kernels.operation import operation, triton
 
 LOG_TOKENS: Final = 4
 """A logged token is an eighth of a state with 16 dimensions a channel: more cost as much to read as they save."""
@@ -51,7 +51,7 @@ class LogMemory:
         return self.step_JLV[log, :count], self.input_JLV[log, :count], self.B_JLK[log, :count]
 
 
-@operation(reads_device=True)
+@operation(triton("mamba1_triton"))
 def mamba1_decode_logged(
     x_NV: Tensor,
     z_NV: Tensor,
@@ -90,7 +90,7 @@ def mamba1_decode_logged(
     return out_NV
 
 
-@operation(reads_device=True)
+@operation(triton("mamba1_triton"))
 def mamba1_fold(
     state_RSVK: Tensor, memory: LogMemory, A_log_RVK: Tensor, slot_N: Tensor, log_N: Tensor, len_N: Tensor
 ) -> None:

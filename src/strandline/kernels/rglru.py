@@ -25,7 +25,7 @@ from torch import Tensor
 
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.chunkwise import advance_chunks, advance_tokens
-from strandline.kernels.operation import operation
+from strandline.kernels.operation import operation, triton
 
 DECAY_SCALE: Final = 8.0
 
@@ -40,7 +40,7 @@ class GatedUnitInputs(NamedTuple):
     rate_V: Tensor
 
 
-@operation(reads_device=True)
+@operation(triton("rglru_triton"))
 def rglru_prefill(
     x_TV: Tensor,
     i_TV: Tensor,
@@ -73,7 +73,7 @@ def rglru_prefill(
     return advance_chunks(advance, torch.empty_like(x_TV), state_SV, src_N, dst_N, chunks)
 
 
-@operation(reads_device=True)
+@operation(triton("rglru_triton"))
 def rglru_decode(
     x_NV: Tensor,
     i_NV: Tensor,

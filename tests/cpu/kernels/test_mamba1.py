@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from importlib import import_module
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from strandline.kernels.batch import LogBatch
 from strandline.kernels.chunk_table import build_chunk_table
 from strandline.kernels.mamba1 import mamba1_prefill
 from strandline.kernels.mamba1_log import LOG_TOKENS
-from strandline.kernels.mamba1_recurrence import Mamba1, Mamba1Inputs
+from strandline.kernels.mamba1_recurrence import Mamba1, Mamba1Inputs, Mamba1Kernels
 from strandline.kernels.recurrence import Recurrence, bind_folds
 from strandline.specs import LayerSpec, ModelSpec
 
@@ -76,8 +77,8 @@ def test_a_recurrence_equals_itself_alone() -> None:
 class Sequences:
     """Sequences that decode side by side, each with a log of its own, and the same again without logs."""
 
-    def __init__(self, count: int) -> None:
-        self.recurrence = Mamba1(random_rates(), "float32")
+    def __init__(self, count: int, kernels: Mamba1Kernels) -> None:
+        self.recurrence = Mamba1(random_rates(), "float32", kernels)
         spec = ModelSpec((LayerSpec(states=self.recurrence.states, log=self.recurrence.log),), 4, "float32")
         self.arena = ArenaTensors(spec, NUM_SLABS, num_logs=NUM_LOGS)
         self.memory = self.recurrence.bind(self.arena.layers[0].states, self.arena.layers[0].log)
@@ -113,10 +114,19 @@ class Sequences:
         assert torch.equal(self.state_SVK, self.plain_SVK)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_logs_change_no_bit(seed: int) -> None:
-    rng, sequences = random.Random(seed), Sequences(4)
-    for _ in range(40):
+@pytest.fixture(params=["torch", "triton"])
+def kernels(request: pytest.FixtureRequest) -> Mamba1Kernels:
+    if request.param == "torch":
+        return Mamba1Kernels()
+    pytest.importorskip("triton")
+    module = import_module("strandline.kernels.mamba1_triton")
+    return Mamba1Kernels(*(getattr(module, operation.name) for operation in Mamba1.operations))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_logs_change_no_bit(seed: int, kernels: Mamba1Kernels) -> None:
+    rng, sequences = random.Random(seed), Sequences(4, kernels)
+    for _ in range(30):
         members = rng.sample(range(4), rng.randint(1, 4))
         full = [member for member in members if sequences.lens[member] == LOG_TOKENS]
         sequences.step(members, full + [member for member in members if rng.random() < 0.1])
@@ -125,8 +135,8 @@ def test_logs_change_no_bit(seed: int) -> None:
     sequences.fold_all()
 
 
-def test_an_ended_sequence_changes_neither_state_nor_log() -> None:
-    sequences = Sequences(2)
+def test_an_ended_sequence_changes_neither_state_nor_log(kernels: Mamba1Kernels) -> None:
+    sequences = Sequences(2, kernels)
     sequences.step([0, 1], [])
     before = [tensor.clone() for tensor in (sequences.state_SVK, sequences.arena.stacks[0].log["step"])]
     logs = LogBatch(torch.tensor([1, 2]), torch.tensor([1, 1]), slice(1, 3), (1, 1), torch.tensor([0, 2]), (0, 2))
@@ -136,8 +146,8 @@ def test_an_ended_sequence_changes_neither_state_nor_log() -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_state_that_moves_leaves_its_source_as_it_was() -> None:
-    sequences = Sequences(1)
+def test_a_state_that_moves_leaves_its_source_as_it_was(kernels: Mamba1Kernels) -> None:
+    sequences = Sequences(1, kernels)
     before_VK = sequences.state_SVK[1].clone()
     logs = LogBatch(torch.tensor([NULL_LOG]), torch.tensor([0]), slice(0, 1), (0,), torch.tensor([1]), (1,))
     inputs = random_inputs(1)

@@ -28,6 +28,18 @@ MODELS = {
         parameters=lambda: (-torch.empty(64).uniform_(0.001, 1),),
         state=(64, 128, 128),
     ),
+    "recurrent-gemma-9b": replace(
+        KINDS["rglru"],
+        tokens=((4096,), (4096,), (4096,), (1,)),
+        parameters=lambda: (torch.randn(4096),),
+        state=(4096,),
+    ),
+    "falcon-mamba-7b": replace(
+        KINDS["mamba1"],
+        tokens=((8192,), (8192,), (16,), (16,), (8192,)),
+        parameters=lambda: (torch.randn(8192), torch.randn(8192), torch.empty(8192, 16).uniform_(0.001, 4).log()),
+        state=(8192, 16),
+    ),
 }
 
 EVERY = KINDS | MODELS
