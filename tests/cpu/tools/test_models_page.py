@@ -1,0 +1,12 @@
+"""The generated part of the models' page follows from the code, and has every architecture's family."""
+
+from strandline.models.registry import ARCHITECTURES
+from tools.models_page import MODELS, PAGE, page
+
+
+def test_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "run: PYTHONPATH=src python tools/models_page.py"
+
+
+def test_every_builder_has_a_model() -> None:
+    assert {ARCHITECTURES[name] for name in MODELS} == set(ARCHITECTURES.values())

@@ -1,0 +1,172 @@
+"""Writes the table of ``docs/models.md`` that follows from the code: what models of each architecture keep and support.
+
+Run: ``PYTHONPATH=src python tools/models_page.py``. A test holds the page to this. A model is its configuration, that
+of transformers but for the values here; nothing is allocated.
+
+Source: the models' published configurations.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+
+from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.operation import Operation
+from strandline.models.causal_lm import CausalLM
+from strandline.models.registry import ARCHITECTURES
+
+ROOT: Final = Path(__file__).parents[1]
+PAGE: Final = ROOT / "docs" / "models.md"
+START, END = "<!-- tools/models_page.py: start -->\n", "<!-- tools/models_page.py: end -->\n"
+
+ATTENTION, LINEAR = "full_attention", "linear_attention"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A published model."""
+
+    name: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Of its configuration, where they are not transformers' defaults and matter for what it keeps."""
+
+
+def benchmark(name: str, directory: str) -> Model:
+    """Return a model that the benchmarks have the configuration of."""
+    return Model(name, json.loads((ROOT / "benchmarks" / "configs" / directory / "config.json").read_text()))
+
+
+def layers(count: int, *attention: int) -> list[str]:
+    """Return the types of layers, given which are attention."""
+    return [ATTENTION if index in attention else LINEAR for index in range(count)]
+
+
+MODELS: Final = {
+    "BambaForCausalLM": Model("Bamba-9B", {"attn_layer_indices": [9, 18, 27]}),
+    "FalconH1ForCausalLM": Model("Falcon-H1, transformers' default"),
+    "FalconMambaForCausalLM": Model(
+        "Falcon-Mamba-7B", {"hidden_size": 4096, "num_hidden_layers": 64, "intermediate_size": 8192}
+    ),
+    "GraniteMoeHybridForCausalLM": Model(
+        "Granite-4.0-H-Small",
+        {
+            "num_hidden_layers": 40,
+            "layer_types": layers(40, 5, 15, 25, 35),
+            "num_key_value_heads": 8,
+        },
+    ),
+    "JambaForCausalLM": Model("Jamba-v0.1"),
+    "KimiLinearForCausalLM": benchmark("Kimi-Linear-48B-A3B", "kimi-linear-48b-a3b"),
+    "Lfm2ForCausalLM": Model(
+        "LFM2-1.2B",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 16,
+            "layer_types": [ATTENTION if index in (2, 5, 8, 10, 12, 14) else "conv" for index in range(16)],
+        },
+    ),
+    "Lfm2MoeForCausalLM": Model(
+        "LFM2-8B-A1B",
+        {
+            "num_hidden_layers": 24,
+            "layer_types": [ATTENTION if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)],
+        },
+    ),
+    "LlamaForCausalLM": Model("Llama-3.1-8B", {"num_key_value_heads": 8}),
+    "Mamba2ForCausalLM": Model("Mamba-Codestral-7B"),
+    "MambaForCausalLM": Model("Mamba-2.8B", {"hidden_size": 2560, "num_hidden_layers": 64, "intermediate_size": 5120}),
+    "MiniMaxForCausalLM": Model(
+        "MiniMax-Text-01",
+        {
+            "hidden_size": 6144,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "layer_types": layers(80, *range(7, 80, 8)),
+        },
+    ),
+    "NemotronHForCausalLM": benchmark("Nemotron-3-Nano-30B-A3B", "nemotron-3-nano-30b-a3b"),
+    "OlmoHybridForCausalLM": Model("OLMo-Hybrid-7B"),
+    "Qwen3ForCausalLM": benchmark("Qwen3-8B", "qwen3-8b"),
+    "Qwen3MoeForCausalLM": Model("Qwen3-30B-A3B", {"num_hidden_layers": 48, "head_dim": 128}),
+    "Qwen3NextForCausalLM": Model("Qwen3-Next-80B-A3B"),
+    "Qwen3_5ForCausalLM": benchmark("Qwen3.5-4B", "qwen3.5-4b"),
+    "Qwen3_5MoeForCausalLM": benchmark("Qwen3.5-35B-A3B", "qwen3.5-35b-a3b"),
+    "RecurrentGemmaForCausalLM": Model("RecurrentGemma-2B", {"num_key_value_heads": 1}),
+    "Zamba2ForCausalLM": Model("Zamba2-2.7B", {"mamba_headdim": 64, "n_mamba_heads": 80}),
+}
+"""By architecture; of those that differ in what they read alone, one."""
+
+HEADER: Final = (
+    "model", "snapshot", "per token", "break-even", "CUDA", "CPU", "speculation", "FP8", "determ."
+)  # fmt: skip
+
+
+def build(architecture: str) -> CausalLM:
+    """Return a model without weights."""
+    config_class = getattr(transformers, architecture).config_class
+    config = config_class(**MODELS[architecture].values)
+    config.architectures = [architecture]
+    return ARCHITECTURES[architecture](config, torch.bfloat16, "meta")
+
+
+def row(architecture: str) -> tuple[str, ...]:
+    """Return a model's row: sizes as the engine lays them out, and what its operations are made for."""
+    model = build(architecture)
+    spec = model.spec
+    token_bytes = spec.raw_block_bytes / BLOCK_TOKENS if any(layer.streams for layer in spec.layers) else 0
+    snapshot_bytes = spec.raw_slot_bytes if spec.has_states else 0
+    by_state = [x for x in model.operations if x.name.endswith(("_prefill", "_decode", "_update", "attention"))]
+    in_torch = [operation.name for operation in model.operations if operation.reads_device]
+    is_float32 = all(x.dtype == "float32" for layer in spec.layers for x in layer.states if x.is_recurrent)
+    keys_and_values = {stream.name for layer in spec.layers for stream in layer.streams} & {"key", "value"}
+    return (
+        MODELS[architecture].name,
+        megabytes(snapshot_bytes) if snapshot_bytes else "none",
+        f"{token_bytes / 1024:.3g} KiB" if token_bytes else "nothing",
+        f"{snapshot_bytes / token_bytes:,.0f} tokens" if snapshot_bytes and token_bytes else "",
+        f"in part: {listed(in_torch)}" if in_torch else "Triton",
+        on_cpu(by_state),
+        "CPU" if spec.can_replay else "no",
+        "weights, KV" if keys_and_values else "weights",
+        {(True, True): "yes", (False, True): "CPU"}.get((not in_torch, is_float32), "no"),
+    )
+
+
+def on_cpu(operations: list[Operation[..., Any]]) -> str:
+    """Return which of the operations that advance states, or attend, are Numba kernels."""
+    lacking = [x.name for x in operations if all(backend.name != "Numba" for backend in x.backends)]
+    if not lacking:
+        return "Numba"
+    return "torch" if len(lacking) == len(operations) else f"Numba; torch: {listed(lacking)}"
+
+
+def listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.3g} MiB"
+
+
+def table() -> str:
+    """Return the table in Markdown."""
+    rows = [HEADER, ("---",) * len(HEADER), *(row(architecture) for architecture in MODELS)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def page() -> str:
+    """Return the page with a new table."""
+    before, _, rest = PAGE.read_text().partition(START)
+    _, _, after = rest.partition(END)
+    return f"{before}{START}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
