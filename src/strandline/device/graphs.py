@@ -102,13 +102,15 @@ class StepGraphs:
         self._num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
         captured = dict[StepSize, _Captured]()
         pool = torch.cuda.graph_pool_handle()
+        # With several ranks a thread of NCCL's asks after events at any time, which is no fault of this capture.
+        error_mode = "global" if kernels.ranks.size == 1 else "thread_local"
         # The largest first: the smaller ones then fit into its scratch memory.
         for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
             step = captured[size] = _Captured(size, self._table(size))
             for _ in range(WARM_UP_RUNS):
                 self._step(step)
             torch.cuda.synchronize(device)
-            with torch.cuda.graph(step.graph, pool=pool):
+            with torch.cuda.graph(step.graph, pool=pool, capture_error_mode=error_mode):
                 self._step(step)
         self._decodes = [captured[size] for size in by_rows if not size.num_prompt_rows]
         self._mixed = [captured[size] for size in by_rows if size.num_prompt_rows]

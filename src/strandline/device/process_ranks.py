@@ -4,8 +4,10 @@ Ranks meet at a file, and then connect over the loopback interface alone: all of
 """
 
 import os
+import shutil
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ class RankPlace(NamedTuple):
     rank: int
     size: int
     meeting_file: str
+    """In a directory of its own."""
 
 
 class ProcessRanks:
@@ -36,7 +39,7 @@ class ProcessRanks:
 
     def __init__(self, place: RankPlace, device: torch.device) -> None:
         self.rank, self.size = place.rank, place.size
-        self._device = device
+        self._device, self._meeting = device, Path(place.meeting_file)
         for name in INTERFACES:
             os.environ.setdefault(name, _loopback())
         backend = "gloo"
@@ -68,8 +71,10 @@ class ProcessRanks:
         return int(value)
 
     def close(self) -> None:
-        """Leave the others. Nothing is computed together afterwards."""
+        """Leave the others; the first rank removes what they met at. Nothing is computed together afterwards."""
         dist.destroy_process_group()
+        if self.rank == 0:
+            shutil.rmtree(self._meeting.parent, ignore_errors=True)
 
 
 def _loopback() -> str:

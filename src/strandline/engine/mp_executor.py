@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 from weakref import finalize
 
 from strandline.cache import Action, Completion
 from strandline.config import EngineConfig
 from strandline.device.executor import LaunchedStep
-from strandline.engine.workers import STEP_TIMEOUT_S, Workers
+from strandline.engine.workers import Workers
 from strandline.errors import EngineError
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
+
+STEP_TIMEOUT_S: Final = 300.0
+"""How long a step may take: more than the compilation of its kernels."""
 
 
 class RemoteStep:
@@ -19,8 +22,8 @@ class RemoteStep:
 
     is_launch_bound = False
 
-    def __init__(self, workers: Workers, futures: "Sequence[Future[StepResult]]") -> None:
-        self._workers, self._futures = workers, futures
+    def __init__(self, workers: Workers, futures: "Sequence[Future[StepResult]]", timeout_s: float) -> None:
+        self._workers, self._futures, self._timeout_s = workers, futures, timeout_s
 
     def result(self) -> StepResult:
         """Wait for all ranks, and return what the step produced.
@@ -28,7 +31,7 @@ class RemoteStep:
         Raises:
             EngineError: a rank chose other tokens than the first.
         """
-        first, *others = self._workers.results(self._futures)
+        first, *others = self._workers.results(self._futures, self._timeout_s)
         for rank, result in enumerate(others, 1):
             if (result.token_ids, result.drafts) != (first.token_ids, first.drafts):
                 raise EngineError(f"rank {rank} chose other tokens than rank 0: {result.token_ids}, {first.token_ids}")
@@ -51,7 +54,8 @@ class MpExecutor:
     """
 
     def __init__(self, config: EngineConfig, *, progress: bool = False, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
-        self._workers = Workers(config.tensor_parallel_size, step_timeout_s)
+        self._step_timeout_s = step_timeout_s
+        self._workers = Workers(config.tensor_parallel_size)
         self._finalizer = finalize(self, self._workers.close)
         try:
             self.facts = self._workers.start(config, progress=progress)
@@ -66,7 +70,8 @@ class MpExecutor:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Send a plan to the workers."""
-        return RemoteStep(self._workers, [future for _, future in self._workers.call("launch", plan)])
+        futures = [future for _, future in self._workers.call("launch", plan)]
+        return RemoteStep(self._workers, futures, self._step_timeout_s)
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Apply the cache's actions, in order, outside a step."""

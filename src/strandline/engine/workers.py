@@ -21,9 +21,6 @@ from strandline.device.process_ranks import RankPlace
 from strandline.engine.worker_link import WorkerLink
 from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
 
-STEP_TIMEOUT_S: Final = 300.0
-"""How long a step may take: more than the compilation of its kernels."""
-
 GRACE_S: Final = 2.0
 """How long the others may fail before the rank that has ended is found out."""
 
@@ -40,13 +37,12 @@ SHARED_ERRORS: Final = (ConfigError, RequestError, CacheInvariantError)
 class Workers:
     """The processes, and the directory where they meet.
 
-    Args:
-        step_timeout_s: how long a call may take.
+    Attributes:
+        directory: None: a single process meets no other.
     """
 
-    def __init__(self, num_ranks: int, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
-        self._step_timeout_s = step_timeout_s
-        self._directory = tempfile.mkdtemp(prefix="strandline-ranks-") if num_ranks > 1 else None
+    def __init__(self, num_ranks: int) -> None:
+        self.directory = tempfile.mkdtemp(prefix="strandline-ranks-") if num_ranks > 1 else None
         self._links = [WorkerLink() for _ in range(num_ranks)]
         self._failure: str | None = None
 
@@ -62,7 +58,7 @@ class Workers:
             for rank, link in enumerate(self._links)
         ]
         try:
-            facts: list[ExecutorFacts] = self._results(futures, None)
+            facts: list[ExecutorFacts] = self.results(futures)
         except BaseException:
             self._kill()
             raise
@@ -72,9 +68,9 @@ class Workers:
         return replace(facts[0], start_s=phases)
 
     def _place(self, rank: int) -> RankPlace | None:
-        if self._directory is None:
+        if self.directory is None:
             return None
-        return RankPlace(rank, len(self._links), str(Path(self._directory) / "meeting"))
+        return RankPlace(rank, len(self._links), str(Path(self.directory) / "meeting"))
 
     def call(self, method: str, *arguments: Any) -> list[tuple[int, Future[Any]]]:
         """Call a method on all ranks; return, for each, the call's number and what it will return or raise."""
@@ -87,15 +83,15 @@ class Workers:
         for link, number in zip(self._links, numbers, strict=True):
             link.release(number)
 
-    def results(self, futures: Sequence[Future[Any]]) -> list[Any]:
+    def results(self, futures: Sequence[Future[Any]], timeout_s: float | None = None) -> list[Any]:
         """Wait for all ranks' results.
+
+        Args:
+            timeout_s: how long they may take; None: for ever.
 
         Raises:
             EngineError: a rank has ended, failed or not answered in time. No rank is left, then.
         """
-        return self._results(futures, self._step_timeout_s)
-
-    def _results(self, futures: Sequence[Future[Any]], timeout_s: float | None) -> list[Any]:
         _, pending = wait(futures, timeout_s, FIRST_EXCEPTION)
         errors = {
             rank: error
@@ -154,5 +150,5 @@ class Workers:
             link.hang_up()
         for link in self._links:
             link.close()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)

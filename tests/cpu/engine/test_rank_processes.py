@@ -5,7 +5,9 @@ What layers compute on several ranks is tested in ``test_ranks.py``, without pro
 
 import os
 import signal
-import tempfile
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,29 +15,46 @@ from typing import Any
 import pytest
 
 from strandline import SamplingParams
-from strandline.device.executor import Executor
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor
 from strandline.engine.mp_executor import MpExecutor
 from strandline.errors import EngineError, RequestError
 from strandline.records.sampling_params import StructuredOutputsParams
+from tests.cpu.engine.test_executors import EXIT_TIMEOUT_S, config_of, engine_around, is_running, serve
 from tests.cpu.engine.test_executors import chat_dir as chat_dir  # noqa: PLC0414 - a fixture
-from tests.cpu.engine.test_executors import config_of, engine_around, is_running, serve
 
 HANGS_AFTER_S = 5.0
 
 
+class Pair:
+    """Two ranks, which one engine after the other uses; new ones are started when they are taken away."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+        self._executor: MpExecutor | None = None
+
+    def use(self) -> MpExecutor:
+        if self._executor is None:
+            executor: Any = load_executor(config_of(self._model_dir, tensor_parallel_size=2))
+            self._executor = executor
+        self._executor.forget_requests()
+        return self._executor
+
+    def take(self) -> MpExecutor:
+        """Return the ranks, which nothing else will use."""
+        executor, self._executor = self.use(), None
+        return executor
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.close()
+
+
 @pytest.fixture(scope="module")
-def ranks(chat_dir: Path) -> Iterator[MpExecutor]:
-    """Two ranks, which one engine after the other uses."""
-    meetings = set(Path(tempfile.gettempdir()).glob("strandline-ranks-*"))
-    executor: Any = load_executor(config_of(chat_dir, tensor_parallel_size=2))
-    process_ids = executor.process_ids
-    assert len(process_ids) == 2
-    yield executor
-    executor.close()
-    assert not any(map(is_running, process_ids))
-    assert set(Path(tempfile.gettempdir()).glob("strandline-ranks-*")) <= meetings
+def pair(chat_dir: Path) -> Iterator[Pair]:
+    pair = Pair(chat_dir)
+    yield pair
+    pair.close()
 
 
 def tokens_of(engine: Engine) -> dict[str, Any]:
@@ -43,22 +62,22 @@ def tokens_of(engine: Engine) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": True}], ids=["usual", "overlapped"])
-def test_two_processes_give_the_tokens_of_one(ranks: MpExecutor, chat_dir: Path, options: dict[str, Any]) -> None:
-    ranks.forget_requests()
+def test_two_processes_give_the_tokens_of_one(pair: Pair, chat_dir: Path, options: dict[str, Any]) -> None:
     expected = tokens_of(engine_around(load_executor(config_of(chat_dir)), chat_dir, **options))
-    assert tokens_of(engine_around(ranks, chat_dir, **options)) == expected
+    assert tokens_of(engine_around(pair.use(), chat_dir, **options)) == expected
 
 
-def test_ranks_share_what_one_engine_keeps(ranks: MpExecutor, chat_dir: Path) -> None:
-    alone = load_executor(config_of(chat_dir)).facts
-    state, own = (facts.spec.layers[0].states[0] for facts in (alone, ranks.facts))
+def test_ranks_share_what_one_engine_keeps(pair: Pair, chat_dir: Path) -> None:
+    alone, ranks = load_executor(config_of(chat_dir)), pair.use()
+    state, own = (facts.spec.layers[0].states[0] for facts in (alone.facts, ranks.facts))
     assert (own.shape[0] * 2, own.shape[1:]) == (state.shape[0], state.shape[1:])
-    assert ranks.facts.num_slabs > alone.num_slabs
-    assert ranks.facts.vocab_size == alone.vocab_size
+    assert ranks.facts.num_slabs > alone.facts.num_slabs
+    assert ranks.facts.vocab_size == alone.facts.vocab_size
     assert {"weights", "kernels", "memory"} <= ranks.facts.start_s.keys()
 
 
-def test_grammars_are_compiled_on_all_ranks(ranks: MpExecutor) -> None:
+def test_grammars_are_compiled_on_all_ranks(pair: Pair) -> None:
+    ranks = pair.use()
     with pytest.raises(RequestError, match="regex"):
         ranks.compile_grammar(StructuredOutputsParams(regex="(["))
     assert ranks.compile_grammar(StructuredOutputsParams(regex="[ab]")) is not None
@@ -69,10 +88,10 @@ def run_to_the_end(engine: Engine) -> None:
         engine.step()
 
 
-def break_rank_1(executor: Executor, chat_dir: Path, signal_number: int) -> str:
+def break_rank_1(executor: MpExecutor, chat_dir: Path, signal_number: int) -> str:
     """Send a signal to a rank between two steps; return how the engine ends."""
-    assert isinstance(executor, MpExecutor)
-    engine = engine_around(executor, chat_dir)
+    engine, directory = engine_around(executor, chat_dir), Path(str(executor._workers.directory))
+    assert directory.exists()
     engine.add_request("first", [1, 2, 3], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
     engine.step()
     os.kill(executor.process_ids[1], signal_number)
@@ -82,17 +101,41 @@ def break_rank_1(executor: Executor, chat_dir: Path, signal_number: int) -> str:
         executor.release_free_memory()
     executor.close()
     assert not any(map(is_running, executor.process_ids))
+    assert not directory.exists()
     return str(raised.value)
 
 
-def test_a_rank_that_is_killed_ends_the_engine(chat_dir: Path) -> None:
-    executor = load_executor(config_of(chat_dir, tensor_parallel_size=2, skip_tokenizer_init=True))
-    assert "rank 1 of 2" in (text := break_rank_1(executor, chat_dir, signal.SIGKILL))
+def test_a_rank_that_is_killed_ends_the_engine(pair: Pair, chat_dir: Path) -> None:
+    text = break_rank_1(pair.take(), chat_dir, signal.SIGKILL)
+    assert "rank 1 of 2" in text
     assert "has ended by SIGKILL" in text
 
 
 def test_a_rank_that_hangs_ends_the_engine(chat_dir: Path) -> None:
     config = config_of(chat_dir, tensor_parallel_size=2, skip_tokenizer_init=True)
-    executor = MpExecutor(config, step_timeout_s=HANGS_AFTER_S)
-    assert "rank 1 of 2" in (text := break_rank_1(executor, chat_dir, signal.SIGSTOP))
+    text = break_rank_1(MpExecutor(config, step_timeout_s=HANGS_AFTER_S), chat_dir, signal.SIGSTOP)
+    assert "rank 1 of 2" in text
     assert "has not finished a step within 5 s" in text
+
+
+IS_KILLED = """
+import os
+import signal
+import sys
+from strandline.config import EngineConfig
+from strandline.engine.mp_executor import MpExecutor
+options = {"device": "cpu", "memory": "8MiB", "skip_tokenizer_init": True, "tensor_parallel_size": 2}
+executor = MpExecutor(EngineConfig(model=sys.argv[1], **options))
+print(*executor.process_ids, executor._workers.directory, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_stays_behind_an_engine_that_is_killed(chat_dir: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", IS_KILLED, str(chat_dir)], stdout=subprocess.PIPE, check=False)
+    *process_ids, directory = done.stdout.decode().split()
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    while any(is_running(int(number)) for number in process_ids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_running(int(number)) for number in process_ids)
+    assert not Path(directory).exists()

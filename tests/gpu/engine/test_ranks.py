@@ -1,0 +1,49 @@
+"""Two GPUs give the tokens of one, with CUDA graphs and without, for a model with experts too."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strandline import LLM, SamplingParams
+from tests.cpu.engine.test_exactness import answers, tokens
+from tests.cpu.engine.tiny import save_tiny_model
+from tests.gpu.engine.conftest import MAX_NUM_SEQS
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 32,
+}
+
+
+def cached_and_forked(llm: LLM) -> list[list[int]]:
+    prompts = [tokens(count, seed=count) for count in (1, 64, 130, 700)]
+    found = answers(llm, prompts, GREEDY)
+    found += answers(llm, [prompts[2][:100] + tokens(20, seed=7), prompts[2], prompts[1] + tokens(1)], GREEDY)
+    [forked] = llm.generate([tokens(70, seed=9)], SamplingParams(n=2, seed=5, max_tokens=16), use_tqdm=False)
+    assert llm.engine.cache.stats().hit_tokens > 0
+    llm.engine.core.close()
+    return found + [output.token_ids for output in forked.outputs]
+
+
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_two_gpus_give_the_tokens_of_one(tmp_path: Path, changes: dict[str, Any], enforce_eager: bool) -> None:
+    directory = str(save_tiny_model(tmp_path, **changes))
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "memory": "64MiB", "enforce_eager": enforce_eager}
+    options |= {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 1024, "skip_tokenizer_init": True}
+    expected, found = (cached_and_forked(LLM(directory, tensor_parallel_size=size, **options)) for size in (1, 2))
+    assert found == expected
+
+
+def test_demo_model_answers_on_two_gpus() -> None:
+    llm = LLM("demo", device="cuda", tensor_parallel_size=2, memory="64MiB", max_num_seqs=MAX_NUM_SEQS)
+    [output] = llm.chat([{"role": "user", "content": "What is 2 + 3?"}], SamplingParams(temperature=0), use_tqdm=False)
+    assert output.outputs[0].text == "2 + 3 = 5."
+    llm.engine.core.close()
