@@ -187,6 +187,7 @@ def _add_bench(commands: Any) -> None:
     add("--policy", default="auto", metavar="NAMES", help="separated by commas (default: %(default)s)")
     add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, default=8192, help="most tokens per step (default: %(default)s)")
+    add("--host-memory", metavar="SIZE", help="host memory below the device, in simulated time (default: none)")
     add("--max-sessions", type=int, metavar="N", help="replay only the first N sessions")
     add("--session-gap", type=float, default=10.0, help="seconds between sessions' starts (default: %(default)s)")
     add("--speed", type=float, default=1.0, help="how many times as fast as one H200 (default: %(default)s)")
@@ -258,6 +259,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     text = "limit for long prefills per step while others decode; 0: none (default: a quarter of a step)"
     add("--long-prefill-token-threshold", type=int, metavar="TOKENS", help=text)
     add("--memory", metavar="SIZE", help="for the cache and running requests together, such as 4GiB")
+    add("--host-memory", metavar="SIZE", help="host memory for what the cache evicts, such as 64GiB (default: none)")
     add(
         "--gpu-memory-utilization",
         type=float,
@@ -424,6 +426,7 @@ def _run_replay(options: argparse.Namespace) -> int:
         max_sessions=options.max_sessions,
         session_gap_s=options.session_gap,
         speed=options.speed,
+        host_memory=options.host_memory,
         plot=options.plot,
         num_replicas=options.replicas,
         routers=options.router.split(","),

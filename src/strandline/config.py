@@ -67,6 +67,8 @@ class EngineConfig:
     the cache gets."""
     memory: str | int | None = None
     """Budget of the cache and of running requests together: bytes, or a string such as ``4GiB``."""
+    host_memory: str | int | None = None
+    """Budget of the host memory below the cache, in which evicted entries rest, as ``memory``; None: they are gone."""
     enable_prefix_caching: bool = True
     mamba_cache_mode: str = "auto"
     """Where snapshots are taken: ``auto``, or for comparison ``align``, ``all``, ``none``."""
@@ -128,6 +130,14 @@ class EngineConfig:
             raise ConfigError(f"--audit-rate must be from 0 to 1, got {rate!r}")
         if self.memory is not None:
             parse_bytes(self.memory)
+        if self.host_memory is not None:
+            parse_bytes(self.host_memory, "--host-memory")
+            if not self.enable_prefix_caching:
+                raise ConfigError("--host-memory holds what the cache evicts; drop --no-enable-prefix-caching")
+            if self.tensor_parallel_size > 1:
+                raise ConfigError(
+                    "--host-memory does not go with --tensor-parallel-size yet; drop one of the two"
+                )
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError("--kv-events-config publishes what the cache holds; drop --no-enable-prefix-caching")
         if self.kv_transfer is not None and self.tensor_parallel_size > 1:
@@ -184,8 +194,11 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | int, name: str = "--memory") -> int:
     """Read a number of bytes such as ``512MiB``, ``4G`` or ``1000000``; units are powers of 1,024.
+
+    Args:
+        name: the flag that it is given to, for messages.
 
     Raises:
         ConfigError: it is not a positive size.
@@ -193,7 +206,7 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
     size = int(Decimal(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size < 1:
-        raise ConfigError(f"--memory must be a size such as 4GiB, got {text!r}")
+        raise ConfigError(f"{name} must be a size such as 4GiB, got {text!r}")
     return size
 
 

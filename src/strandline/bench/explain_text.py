@@ -12,6 +12,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "repeated": "keys and values are cached, but computed again for what follows the prompt's last token",
     "computing": "another request was computing the tokens",
     "loading": "the tokens were being loaded from a store",
+    "demoted": "the tokens rest below the device, where computing them is faster or nothing else fitted",
     "load_failed": "a store had the tokens, but loading them failed",
     "other_salt": "the tokens are cached under another salt",
     "no_room": "the prefix was cached, but there was not enough memory to keep it beside the request's own data",

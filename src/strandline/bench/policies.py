@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from strandline.cache import Placement, PrefixCache, ResumeRule, SnapshotKind
+from strandline.cache import LowerMemory, Placement, PrefixCache, ResumeRule, SnapshotKind
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import LeastRecentlyUsed
 from strandline.cache.placement import Align, EveryBoundary, NoSnapshots
@@ -59,6 +59,7 @@ def make_cache(
     rule: ResumeRule = AT_SNAPSHOTS,
     *,
     emits_events: bool = False,
+    lower: LowerMemory | None = None,
 ) -> PrefixCache:
     """Return an empty cache with a policy."""
     return PrefixCache(
@@ -71,4 +72,5 @@ def make_cache(
         enabled=chosen.is_enabled,
         clock=clock,
         emits_events=emits_events,
+        lower=lower,
     )

@@ -24,6 +24,7 @@ from strandline.cache import (
     CopyTokens,
     DropBlocks,
     DropSlot,
+    DropStored,
     FoldLog,
     LoadIn,
     MoveBlock,
@@ -48,6 +49,7 @@ class Result:
 
     policy: str
     memory_bytes: int
+    host_bytes: int = 0
     num_requests: int = 0
     num_refused: int = 0
     """Longer than the memory holds: left out of all other figures."""
@@ -63,6 +65,10 @@ class Result:
     copied_tokens: int = 0
     moved_blocks: int = 0
     num_snapshots: int = 0
+    num_loads: int = 0
+    loaded_bytes: int = 0
+    num_demoted: int = 0
+    """Snapshots demoted to host memory."""
     simulated_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
     slot_bytes: int = 0
@@ -144,7 +150,7 @@ class Replay:
         if router is not None:
             for name in self._names:
                 router.add(name)
-        self.result = Result(policy_name, machine.memory_bytes, busy_s=[0.0] * num_replicas)
+        self.result = Result(policy_name, machine.memory_bytes, machine.host_bytes, busy_s=[0.0] * num_replicas)
         self._seen = SeenPrefixes()
         self._lanes: list[tuple[float, Iterator[Call]]] = []
         self._num_calls = 0
@@ -269,7 +275,7 @@ class Replay:
                     self.result.copied_tokens += num_tokens
                 case MoveBlock():
                     self.result.moved_blocks += 1
-                case DropBlocks() | DropSlot() | FoldLog() | LoadIn() | StoreOut() | CancelTransfer():
+                case DropBlocks() | DropSlot() | FoldLog() | LoadIn() | StoreOut() | DropStored() | CancelTransfer():
                     pass
                 case _:
                     assert_never(action)
@@ -290,6 +296,9 @@ class Replay:
             stats = replica.cache.stats()
             result.simulated_s = max(result.simulated_s, replica.clock.now_s)
             result.busy_s[index] = replica.busy_s
+            result.num_loads += stats.loads.num_done
+            result.loaded_bytes += replica.store.loaded_bytes
+            result.num_demoted += stats.lower.num_snapshots_demoted if stats.lower else 0
             result.num_preemptions += replica.scheduler.num_preemptions
             result.num_snapshots += sum(stats.snapshots_taken.values())
             result.slot_bytes += stats.memory.num_slots * self.machine.spec.slab_bytes

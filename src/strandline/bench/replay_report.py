@@ -42,6 +42,8 @@ class ReplayOptions:
     session_gap_s: float
     speed: float
     """Speed of the device as a multiple of one H200."""
+    host_memory: str | None = None
+    """Size of the host memory below the device; None: there is none."""
     plot: str | None = None
     """File to plot the results to."""
     num_replicas: int = 1
@@ -119,6 +121,7 @@ def _replay(lanes: list[Lane], memory_bytes: int, policy_name: str, router: str,
         memory_bytes,
         options.max_num_seqs,
         options.max_num_batched_tokens,
+        parse_bytes(options.host_memory) if options.host_memory else 0,
     )
     chosen = make_router(router) if router else None
     replay = Replay(machine, policy_name, num_replicas=options.num_replicas, router=chosen)
@@ -171,6 +174,9 @@ def _line(row: Row) -> str:
     misses = sorted(result.missed_tokens.items(), key=lambda item: -item[1])
     described = ", ".join(f"{reason} {count // max(result.num_requests, 1):,}" for reason, count in misses if count)
     refused = f"; {result.num_refused} refused" if result.num_refused else ""
+    if result.host_bytes:
+        refused += f"; host {result.host_bytes / 2**30:.4g} GiB, {result.num_loads:,} loads of "
+        refused += f"{result.loaded_bytes / max(result.num_loads, 1) / 2**20:,.0f} MiB"
     return (
         f"{row.trace[:28]:<28} {result.memory_bytes / 2**30:>5.4g} GiB {result.policy:<14}{result.num_requests:>9,}"
         f"{result.hit_share:>8.1%}{result.ideal_share:>8.1%}{result.computed_per_request:>10,.0f}"

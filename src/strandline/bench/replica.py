@@ -9,8 +9,9 @@ from typing import Final
 
 from strandline.bench.cost import CostModel
 from strandline.bench.policies import make_cache, policy
+from strandline.bench.simulated_store import HOST_BYTES_PER_S, LATENCY_S, SimulatedStore
 from strandline.bench.traces import Call
-from strandline.cache import resume_rule
+from strandline.cache import LoadCosts, LowerMemory, resume_rule
 from strandline.cache.tokens import TOKEN_BYTES, decode
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -32,6 +33,8 @@ class Machine:
     memory_bytes: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
+    host_bytes: int = 0
+    """Host memory below the device."""
 
 
 class NoTokens(tuple[int, ...]):
@@ -83,6 +86,15 @@ class Running:
         return decode(self.call.output[start : self.num_given * TOKEN_BYTES].ljust(num_tokens * TOKEN_BYTES, b"\0"))
 
 
+def _host_memory(machine: Machine) -> LowerMemory | None:
+    """Return the memory below the device; None: there is none."""
+    block_bytes = machine.spec.block_bytes
+    if not machine.host_bytes:
+        return None
+    costs = LoadCosts(LATENCY_S, HOST_BYTES_PER_S, machine.cost.prefill_token_s)
+    return LowerMemory("host", machine.host_bytes // block_bytes, block_bytes, costs)
+
+
 class SimulatedClock:
     """The seconds that have passed on the simulated machine."""
 
@@ -121,7 +133,9 @@ class Replica:
             self.clock,
             resume_rule(spec),
             emits_events=emits_events,
+            lower=_host_memory(machine),
         )
+        self.store = SimulatedStore(spec)
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
         )
@@ -150,10 +164,13 @@ class Replica:
             most_steps: most decode steps at a stretch; None: any number.
             observe: called with the plan before it is carried out.
         """
+        self.scheduler.loading.complete(self.store.take_ended(self.clock.now_s))
         self._hand_out_tokens(longest_s, most_steps)
         plan = self.scheduler.plan()
         if plan is None:
-            raise EngineError("requests wait, and none of them runs")
+            self._wait_for_load(longest_s)
+            return Step(0, [])
+        self.store.begin(plan.actions, self.clock.now_s)
         cost_s, num_steps = self._cost(plan)
         self.clock.now_s += cost_s
         observe(plan)
@@ -164,6 +181,14 @@ class Replica:
             if running.request.is_finished:
                 del self.running[running.request.request_id]
         return Step(num_steps, sampled)
+
+    def _wait_for_load(self, longest_s: float) -> None:
+        """Let time pass until a load has ended or a request arrives."""
+        self.store.begin(self.cache.take_actions(), self.clock.now_s)
+        until_s = min(self.store.next_end_s, self.clock.now_s + longest_s)
+        if until_s == float("inf"):
+            raise EngineError("requests wait, and none of them runs")
+        self.clock.now_s = max(self.clock.now_s, until_s)
 
     def _hand_out_tokens(self, longest_s: float, most_steps: int | None) -> None:
         """Let decodes run several tokens in one step when nothing can happen in between."""

@@ -8,6 +8,7 @@ from strandline.cache.actions import (
     CopyTokens,
     DropBlocks,
     DropSlot,
+    DropStored,
     FoldLog,
     LoadIn,
     MoveBlock,
@@ -15,7 +16,9 @@ from strandline.cache.actions import (
 )
 from strandline.cache.core import PrefixCache
 from strandline.cache.lease import Cut, Lead, Lease, StepGrant
-from strandline.cache.loads import Offer, OfferedSnapshot
+from strandline.cache.load_costs import LoadCosts
+from strandline.cache.lower_tier import LowerMemory
+from strandline.cache.offer import Offer, OfferedSnapshot
 from strandline.cache.placement import OnGrid, Placement, placement
 from strandline.cache.resume import ResumeRule, resume_rule
 from strandline.cache.tokens import TokenBuffer
@@ -30,10 +33,13 @@ __all__ = [
     "Cut",
     "DropBlocks",
     "DropSlot",
+    "DropStored",
     "FoldLog",
     "Lead",
     "Lease",
+    "LoadCosts",
     "LoadIn",
+    "LowerMemory",
     "Miss",
     "MoveBlock",
     "Offer",

@@ -47,6 +47,8 @@ class Reason(StrEnum):
     """A running request is computing it."""
     LOADING = "loading"
     """It is being loaded from a store."""
+    DEMOTED = "demoted"
+    """It rests below the device: computing it is faster than loading it, or there was no memory to load it into."""
     LOAD_FAILED = "load_failed"
     """A store had it, but loading it failed."""
     OTHER_SALT = "other_salt"

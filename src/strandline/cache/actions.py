@@ -70,7 +70,8 @@ class LoadIn:
 class StoreOut:
     """Begin to copy whole blocks and slots to a store, with the content that they have now.
 
-    Later actions and steps may overwrite them at once. A later ``LoadIn`` of the same places gets this content.
+    Later actions and steps may overwrite them at once. A later ``LoadIn`` of the same places gets this content. Places
+    are new numbers, used once.
     """
 
     transfer: TransferId
@@ -79,6 +80,14 @@ class StoreOut:
     """Source and place of each block."""
     slots: tuple[tuple[SlotId, int], ...]
     """Source and place of each slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropStored:
+    """These places of a store are free; no transfer reads them any more."""
+
+    store: str
+    places: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,4 +107,4 @@ class Completion(NamedTuple):
     """How long the copying took; 0: unknown."""
 
 
-Action = CopyTokens | MoveBlock | DropBlocks | DropSlot | FoldLog | LoadIn | StoreOut | CancelTransfer
+Action = CopyTokens | MoveBlock | DropBlocks | DropSlot | FoldLog | LoadIn | StoreOut | DropStored | CancelTransfer

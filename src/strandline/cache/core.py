@@ -32,6 +32,7 @@ from strandline.cache.leaders import Leaders
 from strandline.cache.lease import Cut, Lead, Lease, StepGrant
 from strandline.cache.loads import Loads
 from strandline.cache.logs import LogPool
+from strandline.cache.lower_tier import LowerMemory
 from strandline.cache.memory import CacheMemory
 from strandline.cache.miss_reasons import MissReasons
 from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement, WithoutStates
@@ -69,6 +70,7 @@ class PrefixCache:
         num_logs: logs to grant, one per lease, numbered from 1. A lease that gets none folds every token.
         log_tokens: capacity of a log.
         emits_events: collect events for ``take_events``.
+        lower: memory below the device, where evicted entries rest; None: there is none.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class PrefixCache:
         num_logs: int = 0,
         log_tokens: int = 0,
         emits_events: bool = False,
+        lower: LowerMemory | None = None,
     ) -> None:
         self.is_enabled = enabled
         self._rule = rule
@@ -103,6 +106,8 @@ class PrefixCache:
         """Prefixes that are being loaded from stores."""
         self.holds = Holds(self._memory, self._index, self._leases, rule)
         """Prefixes that are kept for other engines."""
+        if lower is not None and enabled:
+            self._memory.lower = self.loads.add_tier(lower, blocks_per_slab, self._reuse)
         self._leaders = Leaders(self._index, self._leases, self.loads, placement, rule)
         self._expected: dict[RequestId, Entry] = {}
         self._is_stepwise = enabled and placement.is_stepwise
@@ -117,7 +122,7 @@ class PrefixCache:
         """Return what a request with these tokens would hit, and why the rest would miss. Changes nothing."""
         if not self.is_enabled:
             return Account.not_asked(len(tokens))
-        reasons = MissReasons(self._index.roots, self._leases.values(), self._rule)
+        reasons = MissReasons(self._index.roots, self._leases.values(), self._rule, self.loads.lower)
         return reasons.account(tokens, salt, self._index.match(salt, tokens.data))
 
     def hit_tokens(self, tokens: TokenBuffer, salt: str = "") -> int:
@@ -201,7 +206,7 @@ class PrefixCache:
         is_asked = read and self.is_enabled
         match = self._index.find(root, tokens.data) if is_asked else Match(Walk(root, 0, None, 0), 0, None)
         upper = self._index.split_at(match.end)
-        reasons = MissReasons(self._index.roots, self._leases.values(), self._rule)
+        reasons = MissReasons(self._index.roots, self._leases.values(), self._rule, self.loads.lower)
         account = reasons.account(tokens, salt, match) if is_asked else Account.not_asked(len(tokens))
         account = account.blaming(Reason.LOAD_FAILED, load_failed_end)
         if not is_counted:
@@ -474,6 +479,7 @@ class PrefixCache:
             hits_by_kind=dict(counters.hits_by_kind),
             snapshots_taken=dict(counters.snapshots_taken),
             loads=replace(counters.loads),
+            lower=None if self.loads.lower is None else self.loads.lower.stats(),
         )
 
     def snapshots(self) -> Iterator[tuple[str, bytes, Snapshot]]:

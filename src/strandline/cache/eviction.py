@@ -11,10 +11,11 @@ several times. At most ``MAX_UNRANKED`` are deferred, so that the first eviction
 
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from strandline.cache.account import SnapshotKind
 from strandline.cache.outcomes import next_bin_edge
+from strandline.cache.resting import RestingSnapshot
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tree import Run, Snapshot, deepest_stub_in, num_continuations, snapshot_above
 from strandline.ids import BLOCK_TOKENS
@@ -29,21 +30,36 @@ TICK_SHARE: Final = 2.0**-50
 MAX_UNRANKED: Final = 64
 
 
-class EvictionOrder(Protocol):
+class Ranked(Protocol):
+    """What can be in an eviction queue."""
+
+    last_push: int
+    """The number of its last push; 0: it is not there."""
+
+
+Ranked_t = TypeVar("Ranked_t", bound=Ranked)
+Ranked_contra = TypeVar("Ranked_contra", contravariant=True)
+
+
+class Order(Protocol[Ranked_contra]):
     """Ranks what can be evicted: the entry with the least worth first."""
 
-    def worth(self, entry: Entry) -> float: ...
+    def worth(self, entry: Ranked_contra) -> float: ...
 
 
 @runtime_checkable
-class AgeingOrder(EvictionOrder, Protocol):
+class AgeingOrder(Order[Ranked_contra], Protocol[Ranked_contra]):
     """An order in which the worth of entries falls with time."""
 
     @property
     def now(self) -> int: ...
 
-    def appraise(self, entry: Entry) -> tuple[float, int | None]:
+    def appraise(self, entry: Ranked_contra) -> tuple[float, int | None]:
         """Return an entry's worth, and the time at which it may next fall if the entry stays unused; None: never."""
+
+
+EvictionOrder = Order[Entry]
+"""Ranks what the device can evict."""
 
 
 class LeastRecentlyUsed:
@@ -97,21 +113,57 @@ class WorthPerByte:
         saved_tokens = snapshot.position - (above.position if above is not None else 0)
         continuations = num_continuations(snapshot)
         size = self._slot_tokens + (0 if continuations else saved_tokens)
-        rate = self._rate(snapshot, continuations, past_bin, age)
+        rate = reuse_rate(self._reuse, snapshot, continuations, past_bin, age)
         if snapshot.num_waiters or (continuations == 0 and age == 0):
             rate = max(rate, CERTAIN_RATE)
         return rate * saved_tokens / size
 
-    def _rate(self, snapshot: Snapshot, continuations: int, past_bin: int, age: int) -> float:
-        reuse = self._reuse
-        if continuations > 1 and snapshot.is_shared:
-            return reuse.shared_rate(past_bin, age)
-        if continuations == 0:
-            is_answer = snapshot.kind is SnapshotKind.GENERATION_END
-            return (reuse.answer_rate if is_answer else reuse.rate)(past_bin, age)
-        if snapshot.kind is SnapshotKind.PROMPT_END and not snapshot.is_superseded:
-            return reuse.prompt_rate(past_bin, age)
-        return reuse.interior_rate(past_bin, age)
+
+def reuse_rate(
+    reuse: ReuseHistory, snapshot: Snapshot | RestingSnapshot, continuations: int, past_bin: int, age: int
+) -> float:
+    """Return how often a snapshot is expected to be used per unit of time.
+
+    Args:
+        continuations: cached continuations of its path, up to two.
+    """
+    if continuations > 1 and snapshot.is_shared:
+        return reuse.shared_rate(past_bin, age)
+    if continuations == 0:
+        is_answer = snapshot.kind is SnapshotKind.GENERATION_END
+        return (reuse.answer_rate if is_answer else reuse.rate)(past_bin, age)
+    if snapshot.kind is SnapshotKind.PROMPT_END and not snapshot.is_superseded:
+        return reuse.prompt_rate(past_bin, age)
+    return reuse.interior_rate(past_bin, age)
+
+
+class RestingWorth:
+    """Ranks what rests below the device as ``WorthPerByte`` ranks what the device holds.
+
+    Args:
+        slot_blocks: the size of a snapshot, in blocks; 0: without states, a snapshot is the end of its blocks.
+    """
+
+    def __init__(self, slot_blocks: int, reuse: ReuseHistory) -> None:
+        self._slot_tokens = slot_blocks * BLOCK_TOKENS
+        self._reuse = reuse
+
+    @property
+    def now(self) -> int:
+        """The time of the reuse history."""
+        return self._reuse.now
+
+    def worth(self, entry: RestingSnapshot) -> float:
+        worth, _ = self.appraise(entry)
+        return worth
+
+    def appraise(self, entry: RestingSnapshot) -> tuple[float, int | None]:
+        used_at, past_bin = entry.use
+        age = self._reuse.now - used_at
+        continuations = entry.num_continuations
+        rate = reuse_rate(self._reuse, entry, continuations, past_bin, age)
+        size = self._slot_tokens + (0 if continuations and self._slot_tokens else entry.saved_tokens)
+        return rate * entry.saved_tokens / size, used_at + next_bin_edge(age)
 
 
 class ReuseRate:
@@ -151,19 +203,19 @@ def _needed_snapshot(run: Run) -> Snapshot | None:
     return deepest_stub_in(run) if len(run.blocks) == 1 else None
 
 
-class EvictionQueue:
+class EvictionQueue(Generic[Ranked_t]):
     """Candidates for eviction, least worth first."""
 
-    def __init__(self, order: EvictionOrder, can_evict: Callable[[Entry], bool]) -> None:
+    def __init__(self, order: Order[Ranked_t], can_evict: Callable[[Ranked_t], bool]) -> None:
         self._order = order
         self._ageing = order if isinstance(order, AgeingOrder) else None
         self._can_evict = can_evict
-        self._heap: list[tuple[float, int, Entry]] = []
-        self._reviews: dict[int, list[tuple[int, Entry]]] = {}
+        self._heap: list[tuple[float, int, Ranked_t]] = []
+        self._reviews: dict[int, list[tuple[int, Ranked_t]]] = {}
         """By time: pushes whose worth may have fallen by then."""
         self._num_reviews = 0
         self._reviewed_at = 0
-        self._unranked: dict[Entry, None] = {}
+        self._unranked: dict[Ranked_t, None] = {}
         """Entries offered since the last eviction, in the order of their first offer."""
         self._pushes = 0
         self._prune_at = 1024
@@ -171,10 +223,10 @@ class EvictionQueue:
     def __len__(self) -> int:
         return len(self._heap) + len(self._unranked)
 
-    def __contains__(self, entry: Entry) -> bool:
+    def __contains__(self, entry: Ranked_t) -> bool:
         return entry.last_push > 0 or entry in self._unranked
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: Ranked_t) -> None:
         """Offer an entry. Call again whenever its worth falls or it becomes evictable again."""
         self._unranked[entry] = None
         if len(self._unranked) >= MAX_UNRANKED:
@@ -187,7 +239,7 @@ class EvictionQueue:
             if self._can_evict(entry):
                 self._rank(entry)
 
-    def _rank(self, entry: Entry) -> None:
+    def _rank(self, entry: Ranked_t) -> None:
         if len(self._heap) >= self._prune_at or self._num_reviews >= self._prune_at:
             self._prune()
         number = self._pushes = self._pushes + 1
@@ -216,7 +268,7 @@ class EvictionQueue:
                 if entry.last_push == number and self._can_evict(entry):
                     self._rank(entry)
 
-    def pop(self) -> Entry | None:
+    def pop(self) -> Ranked_t | None:
         """Remove and return the evictable entry with the least worth, or None."""
         self._rank_offers()
         self._review()
@@ -235,7 +287,7 @@ class EvictionQueue:
 
     def _prune(self) -> None:
         """Drop stale pushes."""
-        heap = list[tuple[float, int, Entry]]()
+        heap = list[tuple[float, int, Ranked_t]]()
         for ranked in self._heap:
             _, number, entry = ranked
             if entry.last_push == number:

@@ -54,6 +54,7 @@ class PrefixIndex:
                 in_use = {id(lease.root) for lease in self._leases()}
                 self.roots = {n: r for n, r in self.roots.items() if r.children or id(r) in in_use}
             root = self.roots[salt] = Run(None, 0, b"", array("i"))
+            root.salt = salt
         return root
 
     def split_at(self, end: Walk) -> Run:

@@ -7,9 +7,12 @@ from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import Entry
 from strandline.cache.internals import Internals
 from strandline.cache.lease import Lease
+from strandline.cache.lower_tier import LowerTier
 from strandline.cache.memory import resolve
-from strandline.cache.tokens import BLOCK_KEY_BYTES
+from strandline.cache.resting import NO_PLACE
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home
+from strandline.cache.walk import walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT
 
@@ -34,6 +37,8 @@ def check(checked: PrefixCache) -> None:
     for lease in cache.leases.values():
         _check_lease(lease)
     _check_index(cache)
+    if cache.memory.lower is not None:
+        _check_lower(cache, cache.memory.lower)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -183,6 +188,39 @@ def _check_lease(lease: Lease) -> None:
         if lease.source.is_attached:
             home, key = find_home(lease.run, lease.tokens.data, lease.computed)
             _require((home, key) == (lease.source.home, lease.source.stub_key), f"{name}: snapshot of another path")
+
+
+def _check_lower(cache: Internals, lower: LowerTier) -> None:
+    """Check what rests below the device."""
+    places, num_used = Counter[int](lower.doomed), sum(lower.doomed.values())
+    for salt, root in lower.roots.items():
+        for snapshot in root.below():
+            where = f"the resting snapshot at {snapshot.position}"
+            _require(lower.is_queued(snapshot), f"{where} is not in the queue")
+            _require((snapshot.place != NO_PLACE) == (lower.slot_blocks > 0), f"{where} has place {snapshot.place}")
+            has_tail = lower.slot_blocks > 0 and snapshot.position % BLOCK_TOKENS > 0
+            _require((snapshot.tail_place != NO_PLACE) == has_tail, f"{where} has tail {snapshot.tail_place}")
+            places.update(place for place in (snapshot.place, snapshot.tail_place) if place)
+            num_used += lower.slot_blocks + has_tail
+        waiting = [(root, b"")]
+        while waiting:
+            node, before = waiting.pop()
+            path = before + node.key
+            where = f"the resting block of {len(path) // TOKEN_BYTES} tokens"
+            is_needed = node.parent is None or node.children or node.snapshots
+            _require(bool(is_needed), f"{where} is needed by no snapshot")
+            if node.parent is not None:
+                device = cache.index.roots.get(salt)
+                num_cached = walk(device, bytearray(path)).num_blocks if device is not None else 0
+                is_there = node.place != NO_PLACE or num_cached * BLOCK_KEY_BYTES >= len(path)
+                _require(is_there, f"{where} is neither at rest nor on the device")
+                places.update([node.place] if node.place else [])
+                num_used += node.place != NO_PLACE
+            waiting += [(child, path) for child in node.children.values()]
+    _require(num_used == lower.num_used, f"{lower.num_used} blocks at rest counted, {num_used} used")
+    _require(lower.num_used <= lower.num_blocks, f"{lower.num_used} blocks at rest in a tier of {lower.num_blocks}")
+    num_snapshots = sum(1 for _ in lower.snapshots())
+    _require(lower.num_snapshots == num_snapshots, f"{lower.num_snapshots} resting snapshots, not {num_snapshots}")
 
 
 def _check_index(cache: Internals) -> None:

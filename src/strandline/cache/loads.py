@@ -9,45 +9,24 @@ nothing of a load is published, and so nothing can be read, before all of it has
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from strandline.cache.account import UNCOUNTED, CacheCounters, SnapshotKind
+from strandline.cache.account import UNCOUNTED, CacheCounters
 from strandline.cache.actions import CancelTransfer, Completion, LoadIn
+from strandline.cache.eviction import RestingWorth
 from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Cut, Lead, Lease
+from strandline.cache.lower_tier import LowerMemory, LowerTier
 from strandline.cache.memory import CacheMemory
+from strandline.cache.offer import Offer, OfferedSnapshot
 from strandline.cache.publish import Publisher
-from strandline.cache.resume import ResumeRule
+from strandline.cache.resume import NO_MATCH, ResumeRule
+from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer
 from strandline.cache.tree import Run, find_home, snapshot_at
 from strandline.cache.walk import Walk, walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, TransferId
-
-
-class OfferedSnapshot(NamedTuple):
-    """A snapshot in a store."""
-
-    position: int
-    place: int
-    kind: SnapshotKind
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What a store holds of a prompt's prefix: enough to resume at ``position``, with what the device holds."""
-
-    store: str
-    """Names it in ``LoadIn``."""
-    position: int
-    """Tokens of the prefix."""
-    first_block: int
-    """The first block that is offered, counted from the prompt's beginning; the last is that of ``position - 1``."""
-    blocks: tuple[int, ...]
-    """The place of each block. Of the last one, only the tokens before ``position`` count."""
-    snapshots: tuple[OfferedSnapshot, ...] = ()
-    """By position; the last lies at ``position``. Empty for models that keep no states."""
 
 
 class Loads:
@@ -72,6 +51,8 @@ class Loads:
         self._loads: dict[TransferId, tuple[Lease, tuple[int, ...]]] = {}
         """Each load's lease and the positions at which it brings snapshots; without states, its end."""
         self._num_transfers = 0
+        self.lower: LowerTier | None = None
+        """The tier below the device; None: there is none."""
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -94,6 +75,24 @@ class Loads:
                     if is_longer and tokens.data.startswith(lease.tokens.slice(0, position)):
                         best = Lead(lease, position)
         return best
+
+    def add_tier(self, memory: LowerMemory, blocks_per_slab: int, reuse: ReuseHistory) -> LowerTier:
+        """Create the tier below the device."""
+        slot_blocks = blocks_per_slab * self._num_slots
+        worth = RestingWorth(slot_blocks, reuse)
+        self.lower = LowerTier(memory, slot_blocks, worth, self._memory.issue, self.next_transfer)
+        return self.lower
+
+    def resting_offer(self, tokens: TokenBuffer, salt: str = "") -> Offer | None:
+        """Return what rests of a prompt below the device, if loading it is faster than computing. Changes nothing."""
+        if self.lower is None:
+            return None
+        return self.lower.offer(salt, tokens.data, self._index.match(salt, tokens.data) or NO_MATCH)
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Take in how long a step took that computed this many tokens of prompts, to weigh loads against."""
+        if self.lower is not None:
+            self.lower.costs.observe_prefill(num_tokens, seconds)
 
     def is_lacking(self, tokens: TokenBuffer, offer: Offer, salt: str = "") -> bool:
         """Return whether a prompt could resume at the end of an offer only after loading it. Changes nothing."""
@@ -129,6 +128,9 @@ class Loads:
             memory.unpin_run(upper)
             return None
         lease = self._new_lease(salt, data, root, upper)
+        if self.lower is not None and self.lower.store == offer.store:
+            # Before memory is taken: what the device evicts for it may push out what rests.
+            self.lower.begin_load(lease, [*places, *(snapshot.place for snapshot in missing)])
         lease.cuts = [Cut(x.position, memory.take_promised_slot(), x.kind) for x in missing]
         blocks = memory.take_promised_blocks(len(places))
         for run in reversed(list(upper.ancestry())):
@@ -188,7 +190,19 @@ class Loads:
         del self._leases[lease.request_id]
         lease.is_active = False
         memory.take_back(lease)
+        if self.lower is not None and self.lower.is_loading(lease):
+            self._end_in_tier(self.lower, lease, len(own), completion)
         return lease
+
+    def _end_in_tier(self, lower: LowerTier, lease: Lease, num_blocks: int, completion: Completion) -> None:
+        snapshot = None
+        if completion.is_done:
+            lower.costs.observe_load((num_blocks + lower.slot_blocks) * lower.block_bytes, completion.seconds)
+            if lower.slot_blocks:
+                snapshot = snapshot_at(find_home(lease.run, lease.tokens.data, lease.computed), lease.computed)
+        lower.end_load(lease, snapshot, is_done=completion.is_done)
+        if snapshot is not None:
+            self._memory.offer(snapshot)
 
 
 class _Lacking(NamedTuple):

@@ -12,17 +12,20 @@ from strandline.cache.actions import Action, DropBlocks, DropSlot, MoveBlock
 from strandline.cache.announcer import Announcer
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue
 from strandline.cache.lease import Lease
+from strandline.cache.lower_tier import LowerTier
 from strandline.cache.owners import BlockOwners
 from strandline.cache.resume import Match
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.stats import MemoryUse
-from strandline.cache.tokens import BLOCK_KEY_BYTES
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import (
     Run,
     Snapshot,
     child_with_prefix,
     detach_snapshot,
     first_unneeded_block,
+    num_continuations,
+    path_to,
     remove_child,
     snapshot_above,
 )
@@ -52,12 +55,14 @@ class CacheMemory:
         self.allocator = allocator
         self.announcer = announcer
         self.actions: list[Action] = []
+        self.lower: LowerTier | None = None
+        """The tier below the device, which takes in what is evicted; None: there is none."""
         self.num_evictable_blocks = 0
         self.num_evictable_slots = 0
         self.num_snapshots_evicted = 0
         self.num_blocks_evicted = 0
-        self._queue = EvictionQueue(order, _can_evict)
-        self._block_queue = self._queue if allocator.max_slots is None else EvictionQueue(order, _can_evict)
+        self._queue = EvictionQueue[Entry](order, _can_evict)
+        self._block_queue = self._queue if allocator.max_slots is None else EvictionQueue[Entry](order, _can_evict)
         self._leases = leases
         self._trim_blocks = min(
             allocator.blocks_per_slab, allocator.num_slabs * allocator.blocks_per_slab // MAX_TRIM_SHARE
@@ -68,6 +73,10 @@ class CacheMemory:
         """Number of changes to the index: to its runs' tokens and children, and to its snapshots."""
         self.tick = 0
         """Number of uses so far. Each entry keeps the number of its last use, which orders entries by recency."""
+
+    def issue(self, action: Action) -> None:
+        """Add an action."""
+        self.actions.append(action)
 
     def next_tick(self) -> int:
         """Count a use and return its number."""
@@ -299,10 +308,10 @@ class CacheMemory:
         """Return whether an entry can be evicted but is not in the queue, so that it never would be."""
         return _can_evict(entry) and entry not in self._queue_of(entry)
 
-    def _queue_of(self, entry: Entry) -> EvictionQueue:
+    def _queue_of(self, entry: Entry) -> EvictionQueue[Entry]:
         return self._queue if isinstance(entry, Snapshot) else self._block_queue
 
-    def _evict_one(self, queue: EvictionQueue, num_blocks: int) -> bool:
+    def _evict_one(self, queue: EvictionQueue[Entry], num_blocks: int) -> bool:
         """Evict the entry of least worth; of a run, about ``num_blocks`` blocks. False: there is none."""
         entry = queue.pop()
         if entry is None:
@@ -318,6 +327,11 @@ class CacheMemory:
 
         Waiting requests that would have resumed there resume at the snapshot above.
         """
+        if self.lower is not None:
+            self._demote_snapshot(self.lower, snapshot)
+        self._drop_snapshot(snapshot)
+
+    def _drop_snapshot(self, snapshot: Snapshot) -> None:
         above = snapshot_above(snapshot)
         if above is not None:
             above.replace(snapshot)
@@ -357,6 +371,8 @@ class CacheMemory:
         key = bytes(run.tokens[kept * BLOCK_KEY_BYTES : (kept + 1) * BLOCK_KEY_BYTES])
         if self.announcer is not None:
             self.announcer.remove_blocks(run, kept)
+        if self.lower is not None:
+            self._demote_blocks(self.lower, run, kept)
         del run.blocks[kept:], run.hashes[kept:]
         del run.tokens[kept * BLOCK_KEY_BYTES :]
         ghost_tokens = num_blocks * BLOCK_TOKENS + max(run.evicted_children.values(), default=0)
@@ -367,6 +383,10 @@ class CacheMemory:
     def remove_run(self, run: Run) -> None:
         """Remove a childless run of one block from the index, and the stubs whose tokens only that block holds."""
         parent, key = run.parent, run.first_key
+        if self.lower is not None:
+            self._demote_blocks(self.lower, run, 0)
+            for stub in _stubs_that_need(run):
+                self._demote_snapshot(self.lower, stub)
         remove_child(run, ghost_tokens=BLOCK_TOKENS)
         if self.announcer is not None:
             self.announcer.remove_blocks(run, 0)
@@ -375,10 +395,35 @@ class CacheMemory:
             return
         for stub_key in [k for k in parent.stubs if key.startswith(k)]:
             if child_with_prefix(parent, stub_key) is None:
-                self.drop_snapshot(parent.stubs[stub_key])
+                self._drop_snapshot(parent.stubs[stub_key])
         self.offer(parent)
         if parent.positions:
             self.offer(parent.snapshots[parent.positions[-1]])
+
+    def _demote_snapshot(self, lower: LowerTier, snapshot: Snapshot) -> None:
+        """Let a snapshot rest below the device; it is still in the index."""
+        last = _run_of_last_block(snapshot)
+        if last is None:
+            raise CacheInvariantError(f"the snapshot at {snapshot.position} has no block")
+        inside = snapshot.position % BLOCK_TOKENS
+        tail = last.blocks[snapshot.position // BLOCK_TOKENS - last.start_block] if inside else None
+        salt, data = path_to(last)
+        above = snapshot_above(snapshot)
+        lower.demote_snapshot(
+            snapshot,
+            salt,
+            data[: snapshot.position * TOKEN_BYTES],
+            tail,
+            above.position if above is not None else 0,
+            is_interior=num_continuations(snapshot) > 0,
+        )
+
+    def _demote_blocks(self, lower: LowerTier, run: Run, kept: int) -> None:
+        """Let the whole blocks of a childless run from ``kept`` on rest below the device, as far as they are needed."""
+        if not run.is_tail:
+            salt, data = path_to(run)
+            first = run.start_block + kept
+            lower.demote_blocks(salt, data, first, run.blocks[kept:], use=run.use, is_shared=run.is_shared)
 
     def _free_indexed(self, blocks: "array[int]") -> None:
         self.revision += 1
@@ -397,6 +442,19 @@ def resolve(entry: Entry) -> Entry | None:
     while snapshot is not None and not snapshot.is_attached:
         snapshot = snapshot.replacement
     return snapshot
+
+
+def _stubs_that_need(run: Run) -> list[Snapshot]:
+    """Return the stubs whose tokens only the one block of a childless run holds."""
+    parent, key = run.parent, run.first_key
+    if parent is None or not parent.stubs:
+        return []
+    others = [child for child in parent.child_keys if child != key]
+    return [
+        stub
+        for stub_key, stub in parent.stubs.items()
+        if key.startswith(stub_key) and not any(other.startswith(stub_key) for other in others)
+    ]
 
 
 def _run_of_last_block(snapshot: Snapshot) -> Run | None:

@@ -6,7 +6,8 @@ from typing import Final
 
 from strandline.cache.account import Account, Miss, Reason
 from strandline.cache.lease import Lease
-from strandline.cache.resume import Match, ResumeRule
+from strandline.cache.lower_tier import LowerTier
+from strandline.cache.resume import NO_MATCH, Match, ResumeRule
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
 from strandline.cache.tree import Run
 from strandline.cache.walk import Walk, walk
@@ -23,15 +24,26 @@ class MissReasons:
         roots: the root of every salt's tree.
         leases: leases of running requests.
         rule: where prompts resume.
+        lower: the tier below the device, if there is one.
     """
 
-    def __init__(self, roots: dict[str, Run], leases: Collection[Lease], rule: ResumeRule) -> None:
+    def __init__(
+        self, roots: dict[str, Run], leases: Collection[Lease], rule: ResumeRule, lower: LowerTier | None = None
+    ) -> None:
         self._roots = roots
         self._leases = leases
         self._rule = rule
+        self._lower = lower
 
     def account(self, tokens: TokenBuffer, salt: str, match: Match | None) -> Account:
         """Return the account of a lookup; None: nothing is cached under its salt."""
+        account = self._account(tokens, salt, match)
+        if self._lower is None:
+            return account
+        found = self._lower.find(salt, tokens.data, match or NO_MATCH)
+        return account if found is None else account.blaming(Reason.DEMOTED, found[2])
+
+    def _account(self, tokens: TokenBuffer, salt: str, match: Match | None) -> Account:
         if match is None:
             return Account(len(tokens), 0, 0, None, tuple(self.beyond(tokens, salt, None)) if len(tokens) else ())
         end, hit, snapshot = match

@@ -1,7 +1,8 @@
 """Where a prompt may resume: at a snapshot if the model keeps states, else at any token whose KV is cached."""
 
+from array import array
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Final, NamedTuple, Protocol
 
 from strandline.cache.account import Reason
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
@@ -31,6 +32,10 @@ class Match(NamedTuple):
         if self.position == 0:
             return None
         return self.snapshot or self.copied_run or self.end.run
+
+
+NO_MATCH: Final = Match(Walk(Run(None, 0, b"", array("i")), 0, None, 0), 0, None)
+"""That of a prompt whose salt has no tree."""
 
 
 class ResumeRule(Protocol):

@@ -43,6 +43,22 @@ class MemoryUse(NamedTuple):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LowerStats:
+    """Figures of the tier below the device. Counters start at its construction."""
+
+    num_blocks: int
+    """Its size in blocks; a slot takes a slab's worth of them."""
+    num_used_blocks: int
+    num_snapshots: int
+    """Snapshots that rest there now."""
+    num_snapshots_demoted: int
+    num_blocks_demoted: int
+    num_snapshots_evicted: int
+    num_snapshots_refused: int
+    """Evicted from the device, and worth less than all that rests."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
     """Figures of a cache at one moment. Counters start at its construction."""
@@ -63,3 +79,5 @@ class CacheStats:
     hits_by_kind: Mapping[SnapshotKind, int]
     snapshots_taken: Mapping[SnapshotKind, int]
     loads: LoadCounters
+    lower: LowerStats | None
+    """Of the tier below the device."""

@@ -124,6 +124,7 @@ class Run:
         "parent",
         "positions",
         "replacement",
+        "salt",
         "snapshots",
         "start_block",
         "stubs",
@@ -133,6 +134,8 @@ class Run:
 
     def __init__(self, parent: "Run | None", start_block: int, tokens: bytes, blocks: "array[int]") -> None:
         self.parent = parent
+        self.salt = ""
+        """Of a root: the salt of its tree."""
         self.start_block = start_block
         self.tokens = bytearray(tokens)
         self.blocks = blocks
@@ -197,6 +200,12 @@ class Run:
         while run is not None:
             yield run
             run = run.parent
+
+
+def path_to(run: Run) -> tuple[str, bytes]:
+    """Return the salt of a run's tree, and the tokens up to the run's end, encoded."""
+    path = list(run.ancestry())
+    return path[-1].salt, b"".join(bytes(node.tokens) for node in reversed(path))
 
 
 Place = tuple[Run, bytes | None]

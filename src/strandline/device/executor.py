@@ -32,6 +32,8 @@ class ExecutorFacts:
     """Whether kernels are compiled when a step first needs them, so that every kind of step must run once."""
     fallbacks: tuple[Fallback, ...]
     """Operations that run reference implementations, though their backends should run here."""
+    num_host_blocks: int = 0
+    """Size of the host memory below the device, in blocks; 0: there is none."""
     draft_tokens: int = 0
     """Most drafts of a sequence in a step; 0: none are made."""
     num_ranks: int = 1

@@ -20,6 +20,7 @@ from strandline.cache import (
     CopyTokens,
     DropBlocks,
     DropSlot,
+    DropStored,
     FoldLog,
     LoadIn,
     MoveBlock,
@@ -349,10 +350,10 @@ class Runner:
         self._fold(folds)
 
     def _apply(
-        self, action: CopyTokens | MoveBlock | DropBlocks | DropSlot | LoadIn | StoreOut | CancelTransfer
+        self, action: CopyTokens | MoveBlock | DropBlocks | DropSlot | LoadIn | StoreOut | DropStored | CancelTransfer
     ) -> None:
         match action:
-            case LoadIn() | StoreOut() | CancelTransfer():
+            case LoadIn() | StoreOut() | DropStored() | CancelTransfer():
                 self.transfers.begin(action)
             case CopyTokens(src, dst, num_tokens):
                 self.arena.copy_block(src, dst, num_tokens)

@@ -4,11 +4,12 @@ A *store* is a place for blocks and slots outside the device's memory: host memo
 its places itself. Transfers begin in the order of the cache's actions and end in any order.
 """
 
+from collections.abc import Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from strandline.cache import CancelTransfer, Completion, LoadIn, StoreOut
+from strandline.cache import CancelTransfer, Completion, DropStored, LoadIn, StoreOut
 from strandline.errors import EngineError
 from strandline.ids import TransferId
 from strandline.kernels.arena import ArenaTensors
@@ -34,6 +35,9 @@ class Store(Protocol):
 
         Later steps and actions may overwrite them: what is not read at once is copied aside.
         """
+
+    def drop(self, places: Iterable[int]) -> None:
+        """Free places. What was begun before may still read or write them; what begins later may reuse their memory."""
 
     def cancel(self, transfer: TransferId) -> None:
         """End a transfer early, if it is under way and that is possible."""
@@ -64,26 +68,29 @@ class Transfers:
         """Carry out transfers that name this store with it."""
         self._stores[name] = store
 
-    def begin(self, action: LoadIn | StoreOut | CancelTransfer) -> None:
-        """Begin or cancel a transfer.
+    def begin(self, action: LoadIn | StoreOut | DropStored | CancelTransfer) -> None:
+        """Begin or cancel a transfer, or free places of a store.
 
         Raises:
             EngineError: no store of that name is attached.
         """
         match action:
             case CancelTransfer(transfer):
-                if (store := self._store_of.get(transfer)) is not None:
-                    store.cancel(transfer)
-            case LoadIn():
-                self._find(action).load(action, self._arena)
-            case StoreOut():
-                self._find(action).store(action, self._arena)
+                if transfer in self._store_of:
+                    self._store_of[transfer].cancel(transfer)
+            case LoadIn(transfer, store):
+                self._store_of[transfer] = self._find(store)
+                self._find(store).load(action, self._arena)
+            case StoreOut(transfer, store):
+                self._store_of[transfer] = self._find(store)
+                self._find(store).store(action, self._arena)
+            case DropStored(store, places):
+                self._find(store).drop(places)
 
-    def _find(self, action: LoadIn | StoreOut) -> Store:
-        store = self._stores.get(action.store)
+    def _find(self, name: str) -> Store:
+        store = self._stores.get(name)
         if store is None:
-            raise EngineError(f"a transfer names the store {action.store!r}; attached are {sorted(self._stores)}")
-        self._store_of[action.transfer] = store
+            raise EngineError(f"a transfer names the store {name!r}; attached are {sorted(self._stores)}")
         return store
 
     def take(self) -> tuple[Completion, ...]:

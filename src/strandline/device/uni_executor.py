@@ -8,10 +8,11 @@ import torch
 
 from strandline.cache import Action, Completion
 from strandline.clock import SYSTEM_CLOCK
-from strandline.config import EngineConfig
+from strandline.config import EngineConfig, parse_bytes
 from strandline.device.executor import ExecutorFacts, LaunchedStep
 from strandline.device.graphs import graph_sizes
 from strandline.device.heap import release_free_memory
+from strandline.device.host_store import HOST_STORE, STAGED_SLABS, HostStore, PinnedStore
 from strandline.device.runner import RUNNER_OPERATIONS, Runner
 from strandline.device.sizing import (
     choose_batched_tokens,
@@ -77,6 +78,10 @@ class UniExecutor:
         with _timed(start_s, "memory"):
             num_logs = 1 + config.max_num_seqs if keeps_logs or draft_tokens else 0
             have_bytes = ranks.least(choose_memory_bytes(config, model, kernels, device, num_logs))
+            num_host_blocks = 0
+            if config.host_memory is not None:
+                num_host_blocks = parse_bytes(config.host_memory, "--host-memory") // spec.block_bytes
+                have_bytes -= STAGED_SLABS * spec.slab_bytes if device.type == "cuda" else 0
             num_slabs = have_bytes // spec.slab_bytes
             max_model_len = choose_max_model_len(config, spec, model.max_position, have_bytes)
             self.runner = Runner(
@@ -93,6 +98,10 @@ class UniExecutor:
             )
             if device.type == "cpu":
                 self.runner.arena.prefault(PREFAULTED_BYTES)
+            if num_host_blocks:
+                new_store = PinnedStore if device.type == "cuda" else HostStore
+                transfers = self.runner.transfers
+                transfers.attach(HOST_STORE, new_store(self.runner.arena, num_host_blocks, transfers.completions))
         self.facts = ExecutorFacts(
             spec,
             model.vocab_size,
@@ -102,6 +111,7 @@ class UniExecutor:
             spec.log_tokens if keeps_logs else 0,
             needs_warm_up=kernels.is_compiled_on_gpu,
             fallbacks=kernels.fallbacks,
+            num_host_blocks=num_host_blocks,
             draft_tokens=draft_tokens,
             num_ranks=ranks.size,
             start_s=start_s,

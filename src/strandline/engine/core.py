@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Final
 
-from strandline.cache import OnGrid, PrefixCache, Reason, placement, resume_rule
+from strandline.cache import LoadCosts, LowerMemory, OnGrid, PrefixCache, Reason, placement, resume_rule
 from strandline.cache.invariants import check
-from strandline.cache.stats import MemoryUse
+from strandline.cache.stats import CacheStats, MemoryUse
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
+from strandline.device.host_store import HOST_STORE
 from strandline.device.sizing import choose_batched_tokens, choose_logged_from
 from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
@@ -28,6 +29,7 @@ from strandline.kernels.binding import Fallback
 from strandline.records.events import (
     CoreStats,
     FinishReason,
+    HostMemoryStats,
     KernelFallback,
     Limits,
     PromptLogprobs,
@@ -78,6 +80,8 @@ class EngineCore:
         is_cpu = facts.device_type == "cpu"
         self._is_overlapped = not is_cpu if config.async_scheduling is None else config.async_scheduling
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
+        self._begun_s = self._settled_s = 0.0
+        """When the device could begin the step in flight, and when the last one was settled."""
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -139,10 +143,11 @@ class EngineCore:
             self._settle_or_load(events)
             return events
         self.watch.after_plan(plan)
+        launched_s = SYSTEM_CLOCK()
         launched = self.executor.launch(plan)
         self._settle(events)
         self.scheduler.advance(plan)
-        self._in_flight = (plan, launched)
+        self._in_flight, self._begun_s = (plan, launched), max(launched_s, self._settled_s)
         if not is_overlapped or launched.is_launch_bound:
             self._settle(events)
             self.scheduler.observe(plan, SYSTEM_CLOCK() - start_s)
@@ -163,6 +168,8 @@ class EngineCore:
         plan, launched = self._in_flight
         self._in_flight = None
         result = launched.result()
+        self._settled_s = SYSTEM_CLOCK()
+        self.cache.loads.observe_prefill(_num_prefilled(plan), self._settled_s - self._begun_s)
         self.scheduler.loading.complete(result.completions)
         advanced = self.scheduler.settle(plan, result)
         for request_id in result.failures:
@@ -234,6 +241,7 @@ class EngineCore:
             *_describe_fallbacks(self.executor.facts.fallbacks),
             f"cache: {total / 2**20:,.0f} MiB{_describe_ranks(self.executor.facts.num_ranks)} for blocks and snapshots "
             "together, prefix caching " + ("on" if self.cache.is_enabled else "off"),
+            *_describe_host_memory(self.executor.facts),
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}",
             f"start: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.start_s.items())}",
             f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
@@ -272,6 +280,7 @@ class EngineCore:
             speculation=self.scheduler.drafts.stats(),
             num_events_published=self.event_feed.publisher.num_published if self.event_feed else 0,
             num_events_dropped=self.event_feed.publisher.num_dropped if self.event_feed else 0,
+            host_memory=_host_memory_stats(stats, self.spec.block_bytes),
             kernel_fallbacks=[KernelFallback(x.operation, x.backend, x.reason) for x in self.executor.facts.fallbacks],
         )
 
@@ -295,6 +304,7 @@ def new_scheduler(
         num_logs=config.max_num_seqs if facts.log_tokens or facts.draft_tokens else 0,
         log_tokens=facts.log_tokens,
         emits_events=emits_events,
+        lower=_host_memory(facts),
     )
     max_num_batched_tokens = choose_batched_tokens(config, facts.device_type)
     threshold = config.long_prefill_token_threshold
@@ -312,6 +322,35 @@ def new_scheduler(
         draft_depth=new_draft_depth(config.speculation),
         introduce=introduce,
     )
+
+
+def _host_memory(facts: ExecutorFacts) -> LowerMemory | None:
+    """Return the host memory below the device; None: there is none."""
+    num_blocks = facts.num_host_blocks
+    return LowerMemory(HOST_STORE, num_blocks, facts.spec.block_bytes, LoadCosts()) if num_blocks else None
+
+
+def _host_memory_stats(stats: CacheStats, block_bytes: int) -> HostMemoryStats | None:
+    lower, loads = stats.lower, stats.loads
+    if lower is None:
+        return None
+    return HostMemoryStats(
+        num_bytes=lower.num_blocks * block_bytes,
+        num_used_bytes=lower.num_used_blocks * block_bytes,
+        num_snapshots=lower.num_snapshots,
+        num_snapshots_demoted=lower.num_snapshots_demoted,
+        num_blocks_demoted=lower.num_blocks_demoted,
+        num_snapshots_evicted=lower.num_snapshots_evicted,
+        num_loads=loads.num_done,
+        num_failed_loads=loads.num_failed,
+        num_snapshots_loaded=loads.num_snapshots,
+        num_blocks_loaded=loads.num_blocks,
+    )
+
+
+def _num_prefilled(plan: StepPlan) -> int:
+    """Return how many tokens of prompts a step computes."""
+    return sum(x.end - x.start for x in plan.sequences if x.end - x.start > 1 + x.num_drafts)
 
 
 def _drafts_of(request: Request) -> SpeculationStats | None:
@@ -340,6 +379,11 @@ def _describe_snapshots(spec: ModelSpec) -> str:
     if not spec.has_states:
         return "no snapshots are needed, as the model keeps no recurrent state"
     return f"snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; a snapshot takes the room of {spec.blocks_per_slab} blocks"
+
+
+def _describe_host_memory(facts: ExecutorFacts) -> list[str]:
+    size = facts.num_host_blocks * facts.spec.block_bytes
+    return [f"host memory: {size / 2**20:,.0f} MiB for what the cache evicts"] if size else []
 
 
 def _tenant_bytes(memory: MemoryUse, spec: ModelSpec) -> dict[str, int]:

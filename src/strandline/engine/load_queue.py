@@ -5,10 +5,25 @@ ended; then it returns to its position in the queue and is admitted like any oth
 """
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Final
 
-from strandline.cache import Completion, PrefixCache
+from strandline.cache import Completion, Offer, PrefixCache
 from strandline.engine.request import Request
 from strandline.engine.waiting import WaitingQueue
+
+MAX_LOADS: Final = 4
+"""Loads per request. What was loaded may be evicted before the request is admitted, when memory is very short."""
+
+
+class LoadState(Enum):
+    """What became of an attempt to load what a store has of a prompt."""
+
+    NOTHING = "nothing"
+    """No store has what the device lacks, or computing it is faster."""
+    BEGUN = "begun"
+    NO_ROOM = "no room"
+    """There is not enough memory beside what the request itself needs."""
 
 
 class LoadQueue:
@@ -18,31 +33,38 @@ class LoadQueue:
         self._cache = cache
         self._waiting = waiting
 
-    def try_load(self, request: Request, step_tokens: int) -> bool:
-        """Begin to load what a store offers of a queued request's prompt, and block it until that has ended.
+    def try_load(self, request: Request, step_tokens: int) -> LoadState:
+        """Begin to load what a store has of a queued request's prompt, and block it until that has ended.
 
         Args:
             step_tokens: tokens of the request's first step.
-
-        Returns:
-            False when nothing is offered that the request needs, or for lack of memory; in that case the offer is kept.
         """
-        offer = request.offer
+        offer = self._offer(request)
         if offer is None:
-            return False
-        loads, is_asked = self._cache.loads, self._cache.is_enabled and request.params.prompt_logprobs is None
-        if not is_asked or not loads.is_lacking(request.tokens, offer, request.salt):
-            request.offer = None
-            return False
-        lead = loads.begin(request.tokens, offer, request.salt, step_tokens=step_tokens)
-        if lead is not None:
-            request.offer, request.lead = None, lead
-            self._waiting.block(request)
-        return lead is not None
+            return LoadState.NOTHING
+        lead = self._cache.loads.begin(request.tokens, offer, request.salt, step_tokens=step_tokens)
+        if lead is None:
+            return LoadState.NO_ROOM
+        request.offer, request.lead = None, lead
+        request.num_loads += 1
+        self._waiting.block(request)
+        return LoadState.BEGUN
 
-    def waits_for_room(self, request: Request, running: Sequence[Request]) -> bool:
-        """Return whether a request's load waits for memory that running requests or other loads will free."""
-        return request.offer is not None and (bool(running) or len(self._cache.loads) > 0)
+    def _offer(self, request: Request) -> Offer | None:
+        """Return what a store has of a prompt and the device lacks: the request's own offer, or what rests below."""
+        cache = self._cache
+        if not cache.is_enabled or request.params.prompt_logprobs is not None or request.num_loads >= MAX_LOADS:
+            return None
+        own, resting = request.offer, cache.loads.resting_offer(request.tokens, request.salt)
+        if own is not None and not cache.loads.is_lacking(request.tokens, own, request.salt):
+            own = request.offer = None
+        if own is None or (resting is not None and resting.position >= own.position):
+            return resting
+        return own
+
+    def is_worth_waiting(self, state: LoadState, running: Sequence[Request]) -> bool:
+        """Return whether a load waits for memory that running requests or other loads will free."""
+        return state is LoadState.NO_ROOM and (bool(running) or len(self._cache.loads) > 0)
 
     def forget(self, request: Request) -> None:
         """Cancel the load of a request that has been removed from the queue, unless others wait for it."""

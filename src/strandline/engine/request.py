@@ -36,6 +36,7 @@ class Request:
         "max_total",
         "new",
         "num_admissions_seen",
+        "num_loads",
         "num_new",
         "num_prompt_tokens",
         "num_tokens",
@@ -84,6 +85,8 @@ class Request:
         """The running request or the load that it last waited for, or None."""
         self.offer: Offer | None = None
         """What a store holds of its prompt, to be loaded before it is admitted; None: nothing, or it has been tried."""
+        self.num_loads = 0
+        """Loads that were begun for it."""
         self.load_failed_end = 0
         """Tokens that a load failed to bring."""
         self.stop_ids = new.stop_ids

@@ -27,7 +27,7 @@ from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind
 from strandline.engine.draft_counters import DraftCounters
 from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter, DraftLayerDrafter
-from strandline.engine.load_queue import LoadQueue
+from strandline.engine.load_queue import LoadQueue, LoadState
 from strandline.engine.request import Request, Status
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span, sequence_plan, with_next
 from strandline.engine.waiting import WaitingQueue
@@ -302,10 +302,9 @@ class Scheduler:
         waiting.requeue_unblocked()
         while waiting.has_admissible and budget >= self._grid_tokens and len(self.running) < self.max_num_seqs:
             request = waiting.next()
-            if self._try_follow(request) or self.loading.try_load(request, budget):
+            if self._try_follow(request) or (state := self.loading.try_load(request, budget)) is LoadState.BEGUN:
                 continue
-            lease = None if self.loading.waits_for_room(request, self.running) else self._admit(request, budget)
-            if lease is None:
+            if self.loading.is_worth_waiting(state, self.running) or (lease := self._admit(request, budget)) is None:
                 break
             waiting.admit(request)
             start = lease.computed

@@ -113,6 +113,25 @@ class KernelFallback:
 
 
 @dataclass(frozen=True, slots=True)
+class HostMemoryStats:
+    """What rests in host memory, and what has come back from it. Counters count from the start."""
+
+    num_bytes: int
+    """Its size."""
+    num_used_bytes: int
+    num_snapshots: int
+    """Snapshots that rest there now."""
+    num_snapshots_demoted: int
+    num_blocks_demoted: int
+    num_snapshots_evicted: int
+    """Snapshots that rested there and had to make room."""
+    num_loads: int
+    num_failed_loads: int
+    num_snapshots_loaded: int
+    num_blocks_loaded: int
+
+
+@dataclass(frozen=True, slots=True)
 class CoreStats:
     """State of the core; counters count from its start."""
 
@@ -141,5 +160,7 @@ class CoreStats:
     num_events_published: int = 0
     num_events_dropped: int = 0
     """Cache events that found the publisher's queue full."""
+    host_memory: HostMemoryStats | None = None
+    """None: there is none below the device."""
     kernel_fallbacks: list[KernelFallback] = field(default_factory=list)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)

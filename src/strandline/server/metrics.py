@@ -10,7 +10,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from strandline.records.events import CoreStats, SpeculationStats
+from strandline.records.events import CoreStats, HostMemoryStats, SpeculationStats
 from strandline.text.output_streams import RequestStream
 
 PREFIX: Final = "strandline:"
@@ -42,7 +42,17 @@ E2E_BUCKETS_S: Final = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20,
 TOKEN_BUCKETS: Final = tuple(float(factor * 10**power) for power in range(7) for factor in (1, 2, 5))
 
 RECOMPUTED: Final = frozenset(
-    {"no_snapshot", "snapshot_evicted", "evicted", "repeated", "no_room", "computing", "loading", "load_failed"}
+    {
+        "no_snapshot",
+        "snapshot_evicted",
+        "evicted",
+        "repeated",
+        "no_room",
+        "computing",
+        "loading",
+        "load_failed",
+        "demoted",
+    }
 )
 """Reasons of misses whose tokens were computed before, or are being computed."""
 
@@ -148,11 +158,28 @@ class _CoreMetrics:
         text = "Between a token's log-probability and that of its replay; 0 without --audit-rate."
         yield self._gauge("audit_largest_difference", text, {"": stats.largest_audit_difference})
         yield self._gauge("cache_memory_bytes", "Memory, by tenant.", stats.tenant_bytes, "tenant")
+        yield from self._host_memory(stats.host_memory)
         yield from self._drafts(stats.speculation)
         yield self._fallbacks(stats)
         in_use = stats.tenant_bytes["slots_in_use"] + stats.tenant_bytes["blocks_in_use"]
         share = in_use / max(sum(stats.tenant_bytes.values()), 1)
         yield self._gauge("kv_cache_usage_perc", "Share of memory that cannot be had; 1 is all.", {"": share})
+
+    def _host_memory(self, host: HostMemoryStats | None) -> Iterator[Metric]:
+        """Yield what rests in host memory and what came back; without samples where there is none."""
+        sizes = {} if host is None else {"used": host.num_used_bytes, "free": host.num_bytes - host.num_used_bytes}
+        yield self._gauge("host_memory_bytes", "Host memory for what the cache evicts.", sizes, "state")
+        ends = {} if host is None else {"done": host.num_loads, "failed": host.num_failed_loads}
+        yield self._counter("cache_loads", "Loads of evicted prefixes, by their end.", ends, "end")
+        totals = {
+            "snapshots_demoted": ("Snapshots evicted to host memory.", "num_snapshots_demoted"),
+            "blocks_demoted": ("Blocks evicted to host memory.", "num_blocks_demoted"),
+            "demoted_snapshots_evicted": ("Snapshots evicted from host memory.", "num_snapshots_evicted"),
+            "snapshots_loaded": ("Snapshots that loads brought.", "num_snapshots_loaded"),
+            "blocks_loaded": ("Blocks that loads brought.", "num_blocks_loaded"),
+        }
+        for name, (text, field) in totals.items():
+            yield self._counter(name, text, {} if host is None else {"": getattr(host, field)})
 
     def _drafts(self, counts: SpeculationStats) -> Iterator[Metric]:
         """Yield the counts of drafts; without samples where there can be no drafts."""

@@ -15,6 +15,7 @@ from strandline.cache import (
     CopyTokens,
     DropBlocks,
     DropSlot,
+    DropStored,
     FoldLog,
     Lease,
     LoadIn,
@@ -85,9 +86,15 @@ class Device:
                 case StoreOut(transfer, _, block_places, slot_places):
                     self.storing.append(transfer)
                     for block, place in block_places:
+                        assert place not in self.stored, f"place {place} is used twice"
                         self.stored[place] = tuple(self._cells[block])
                     for slot, place in slot_places:
                         self.stored[place] = self.state(slot) or ()
+                case DropStored(_, places):
+                    read = {place for load in self.loading.values() for _, place in (*load.blocks, *load.slots)}
+                    for place in places:
+                        assert place not in read, f"place {place} is freed while it is read"
+                        del self.stored[place]
                 case CancelTransfer(transfer):
                     self.cancelled.add(transfer)
                 case _:
@@ -186,10 +193,27 @@ class Device:
             ready = tuple(decode(lease.tokens.slice(0, max(lease.kv_start, lease.computed))))
             for block, _, expected in _by_block(lease, ready):
                 assert self._cells[block][: len(expected)] == list(expected), f"block {block} of {lease.request_id}"
+        self._verify_resting(cache)
         for run in runs(cache):
             for index, block in enumerate(run.blocks):
                 known = decode(run.tokens[index * BLOCK_TOKENS * 4 : (index + 1) * BLOCK_TOKENS * 4])
                 assert self._cells[block][: len(known)] == known, f"the index's block {block} is wrong"
+
+    def _verify_resting(self, cache: PrefixCache) -> None:
+        """Check the content of all that rests below the device."""
+        lower = cache.internals().memory.lower
+        for root in () if lower is None else lower.roots.values():
+            for snapshot in root.below():
+                blocks = [] if snapshot.block is None else list(snapshot.block.ancestry())
+                path = b"".join(block.key for block in reversed(blocks)) + snapshot.key
+                if snapshot.place:
+                    assert self.stored[snapshot.place] == tuple(decode(path)), "a resting snapshot is another"
+                if snapshot.tail_place:
+                    known = tuple(decode(snapshot.key))
+                    assert self.stored[snapshot.tail_place][: len(known)] == known, "a resting tail is another"
+                for block in blocks:
+                    if block.place:
+                        assert self.stored[block.place] == tuple(decode(block.key)), "a resting block is another"
 
 
 def _by_block(lease: Lease, tokens: Tokens) -> Iterator[tuple[BlockId, int, Tokens]]:

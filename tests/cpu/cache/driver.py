@@ -7,6 +7,8 @@ from strandline.cache import (
     Completion,
     Lead,
     Lease,
+    LoadCosts,
+    LowerMemory,
     Miss,
     Offer,
     OfferedSnapshot,
@@ -42,6 +44,7 @@ class Driver:
         placement: Placement = AUTO,
         enabled: bool = True,
         emits_events: bool = False,
+        lower_blocks: int = 0,
     ) -> None:
         self.cache = PrefixCache(
             num_slabs,
@@ -53,6 +56,7 @@ class Driver:
             num_logs=num_slabs - 1 if rule.needs_slots else 0,
             log_tokens=LOG_TOKENS,
             emits_events=emits_events,
+            lower=LowerMemory("host", lower_blocks, 1, LoadCosts()) if lower_blocks else None,
         )
         self.device = Device(num_slabs, blocks_per_slab)
         self._num_requests = 0
@@ -139,7 +143,7 @@ class Driver:
 
     def _place(self, tokens: Sequence[int]) -> int:
         """Put something into the store; return its place."""
-        place = len(self.device.stored)
+        place = -1 - len(self.device.stored)
         self.device.stored[place] = tuple(tokens)
         return place
 
@@ -149,6 +153,18 @@ class Driver:
         check(self.cache)
         self.flush()
         return lead
+
+    def load_resting(self, tokens: Iterable[int], salt: str = "") -> Lead | None:
+        """Begin to load what rests of a prompt below the device."""
+        offer = self.cache.loads.resting_offer(TokenBuffer(tokens), salt)
+        return None if offer is None else self.load(tokens, offer, salt)
+
+    def bring_back(self, tokens: Iterable[int], salt: str = "") -> bool:
+        """Load what rests of a prompt; whether anything did."""
+        lead = self.load_resting(tokens, salt)
+        if lead is not None and lead.lease.transfer is not None:
+            self.end_load(lead.lease.transfer, is_done=True)
+        return lead is not None
 
     def end_load(self, transfer: TransferId, *, is_done: bool) -> None:
         """End a load, well or badly."""

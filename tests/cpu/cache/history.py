@@ -33,10 +33,18 @@ class History:
     """Events in the life of requests, one per method. ``check`` verifies what must hold after each."""
 
     def __init__(
-        self, num_slabs: int, blocks_per_slab: int, rule: ResumeRule = AT_SNAPSHOTS, *, emits_events: bool = False
+        self,
+        num_slabs: int,
+        blocks_per_slab: int,
+        rule: ResumeRule = AT_SNAPSHOTS,
+        *,
+        emits_events: bool = False,
+        lower_blocks: int = 0,
     ) -> None:
         self.rule = rule
-        self.driver = Driver(num_slabs, blocks_per_slab, rule=rule, emits_events=emits_events)
+        self.driver = Driver(
+            num_slabs, blocks_per_slab, rule=rule, emits_events=emits_events, lower_blocks=lower_blocks
+        )
         self.cache = self.driver.cache
         self.prompts: list[Tokens] = [()]
         self.running: list[tuple[str, Lease]] = []
@@ -209,6 +217,22 @@ class History:
         found_again = self.cache.find_leader(TokenBuffer(tokens), salt)
         assert found_again is not None
         assert found_again.position == len(tokens)
+
+    def load_resting(self, base: int, kept: int, pattern_seed: int, num_more: int, salt: str) -> None:
+        """Begin to load what rests of a prompt that begins like an earlier one."""
+        tokens = [*self.prompts[base % len(self.prompts)][:kept], *pattern(pattern_seed, num_more)]
+        tokens = tokens[:MAX_PROMPT_TOKENS] or [1]
+        before = fingerprint(self.driver)
+        offer = self.cache.loads.resting_offer(TokenBuffer(tokens), salt)
+        account = self.driver.lookup(tokens, salt)
+        assert fingerprint(self.driver) == before, "an offer changed something"
+        assert (Reason.DEMOTED in reasons(account)) == (offer is not None), "before costs are known, every load pays"
+        if offer is None:
+            return
+        assert offer.position > account.hit
+        assert self.cache.loads.is_lacking(TokenBuffer(tokens), offer, salt), "what is offered can be loaded"
+        self.driver.load(tokens, offer, salt)
+        self._is_flushed = True
 
     def end_load(self, index: int, *, is_done: bool) -> None:
         """End a load, whichever began first; cancelled or not."""

@@ -21,7 +21,11 @@ OUTSIDE = [
     for path in sorted((ROOT / folder).rglob("*.py"))
     if CACHE not in path.parents
 ]
-FACADE = {name for name in dir(PrefixCache) if not name.startswith("_")} - {"internals"} | {"is_enabled"}
+FACADE = {name for name in dir(PrefixCache) if not name.startswith("_")} - {"internals"} | {
+    "is_enabled",
+    "loads",
+    "holds",
+}
 
 
 def reaches(text: str) -> Iterator[str]:

@@ -144,6 +144,32 @@ class LoadingCacheMachine(CacheMachine):
         self.history.take(num_blocks, num_slots, order)
 
 
+class TieredCacheMachine(LoadingCacheMachine):
+    """The same, with memory below the device."""
+
+    @initialize(shape=st.sampled_from(SHAPES[::-1]), lower_blocks=st.sampled_from([60, 200, 25, 8, 1]))
+    def start(self, shape: tuple[int, int], lower_blocks: int = 1) -> None:
+        self.history = History(*shape, lower_blocks=lower_blocks)
+
+    @rule(
+        base=st.integers(0, 30),
+        kept=st.sampled_from(KEPT[::-1]),
+        seed=st.integers(0, 3),
+        num_more=st.sampled_from(LENGTHS),
+        salt=st.sampled_from(["", "", "other"]),
+    )
+    def load_resting(self, base: int, kept: int, seed: int, num_more: int, salt: str) -> None:
+        self.history.load_resting(base, kept, seed, num_more, salt)
+
+
+class StatelessTieredCacheMachine(TieredCacheMachine):
+    """The same, of a model that keeps no states."""
+
+    @initialize(shape=st.sampled_from(SHAPES[::-1]), lower_blocks=st.sampled_from([60, 200, 25, 8, 1]))
+    def start(self, shape: tuple[int, int], lower_blocks: int = 1) -> None:
+        self.history = History(*shape, AtTokens(), lower_blocks=lower_blocks)
+
+
 class StatelessLoadingCacheMachine(LoadingCacheMachine):
     """The same, of a model that keeps no states."""
 
@@ -171,8 +197,16 @@ class StatelessCacheMachine(HungryCacheMachine):
 CacheMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=50)
 HungryCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples, stateful_step_count=50)
 StatelessCacheMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=50)
-LoadingCacheMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=50)
-StatelessLoadingCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples, stateful_step_count=50)
+LoadingCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
+StatelessLoadingCacheMachine.TestCase.settings = settings(
+    max_examples=settings().max_examples // 4, stateful_step_count=50
+)
+TieredCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
+StatelessTieredCacheMachine.TestCase.settings = settings(
+    max_examples=settings().max_examples // 4, stateful_step_count=50
+)
+TestTieredCacheMachine = TieredCacheMachine.TestCase
+TestStatelessTieredCacheMachine = StatelessTieredCacheMachine.TestCase
 TestCacheMachine = CacheMachine.TestCase
 TestLoadingCacheMachine = LoadingCacheMachine.TestCase
 TestStatelessLoadingCacheMachine = StatelessLoadingCacheMachine.TestCase
@@ -205,6 +239,35 @@ def test_long_histories_with_loads_agree_with_the_dictionary(shape: tuple[int, i
             random_event(history, choose)
         history.check()
     assert history.cache.stats().loads.num_done > 0
+    history.driver.drain()
+
+
+@pytest.mark.parametrize("lower_blocks", [12, 300])
+@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
+@pytest.mark.parametrize("shape", [(16, 1), (9, 5)])
+def test_long_histories_with_a_tier_below_agree_with_the_dictionary(
+    shape: tuple[int, int], rule: ResumeRule, lower_blocks: int
+) -> None:
+    choose = random.Random(str(shape))
+    history = History(*shape, rule, lower_blocks=lower_blocks)
+    for _ in range(300):
+        event = choose.random()
+        if event < 0.15:
+            history.load_resting(
+                choose.randrange(30),
+                choose.choice(KEPT),
+                choose.randrange(4),
+                choose.choice(LENGTHS),
+                choose.choice(["", "", "other"]),
+            )
+        elif event < 0.25:
+            history.end_load(choose.randrange(4), is_done=choose.random() < 0.8)
+        elif event < 0.32:
+            history.take(choose.randrange(shape[0] * shape[1] // 2), 0, "blocks first")
+        else:
+            random_event(history, choose)
+        history.check()
+    assert lower_blocks < 20 or not rule.needs_slots or history.cache.stats().loads.num_done > 0
     history.driver.drain()
 
 

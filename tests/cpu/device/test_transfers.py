@@ -1,10 +1,11 @@
 """Transfers: which store carries out which, and how their ends are reported."""
 
+from collections.abc import Iterable
 from threading import Thread
 
 import pytest
 
-from strandline.cache import CancelTransfer, Completion, LoadIn, StoreOut
+from strandline.cache import CancelTransfer, Completion, DropStored, LoadIn, StoreOut
 from strandline.device.transfers import Completions, Transfers
 from strandline.errors import EngineError
 from strandline.ids import BlockId, SlotId, TransferId
@@ -26,6 +27,9 @@ class Recorder:
 
     def store(self, action: StoreOut, arena: ArenaTensors) -> None:
         self.calls.append(action)
+
+    def drop(self, places: Iterable[int]) -> None:
+        self.calls.append(tuple(places))
 
     def cancel(self, transfer: TransferId) -> None:
         self.calls.append(transfer)
@@ -49,9 +53,9 @@ def test_each_transfer_goes_to_the_store_it_names(transfers: Transfers) -> None:
     transfers.attach("here", here)
     transfers.attach("there", there)
     out = StoreOut(TransferId(2), "there", (), ())
-    for action in (load_in(1), out, CancelTransfer(TransferId(2))):
+    for action in (load_in(1), out, DropStored("here", (5, 6)), CancelTransfer(TransferId(2))):
         transfers.begin(action)
-    assert here.calls == [load_in(1)]
+    assert here.calls == [load_in(1), (5, 6)]
     assert there.calls == [out, 2]
     assert transfers.take() == ((2, False, 0.0),)
     transfers.begin(CancelTransfer(TransferId(2)))

@@ -14,7 +14,7 @@ FLAGS = [
     "--client-timeout-s",
     "--deterministic", "--device", "--distributed-executor-backend", "--dtype", "--enable-auto-tool-choice",
     "--enable-prefix-caching", "--enforce-eager",
-    "--gpu-memory-utilization", "--host",
+    "--gpu-memory-utilization", "--host", "--host-memory",
     "--kv-cache-dtype", "--kv-events-config", "--load-format", "--long-prefill-token-threshold",
     "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-async-scheduling",

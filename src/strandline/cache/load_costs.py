@@ -1,0 +1,44 @@
+"""What loading costs and what computing costs, learned from measurements: whether a load pays."""
+
+from typing import Final
+
+SHARE_OF_NEW: Final = 0.1
+"""Weight of a new measurement in the running averages."""
+
+MIN_MEASURED_TOKENS: Final = 64
+"""Steps that compute fewer tokens of prompts are not measured: most of their time is not spent on those."""
+
+
+class LoadCosts:
+    """Rates of one store and of the device. Before the first measurement of either, every load pays.
+
+    Args:
+        latency_s: what a load costs beside its bytes.
+        bytes_per_s: at which a store is read; None: not measured yet.
+        token_s: time to compute a token of a prompt; None: not measured yet.
+    """
+
+    def __init__(self, latency_s: float = 0.0, bytes_per_s: float | None = None, token_s: float | None = None) -> None:
+        self.latency_s = latency_s
+        self.bytes_per_s = bytes_per_s
+        self.token_s = token_s
+
+    def pays(self, num_bytes: int, num_tokens: int) -> bool:
+        """Return whether loading takes less time than computing these tokens."""
+        if self.bytes_per_s is None or self.token_s is None:
+            return True
+        return self.latency_s + num_bytes / self.bytes_per_s < num_tokens * self.token_s
+
+    def observe_load(self, num_bytes: int, seconds: float) -> None:
+        """Take in how long a load took; 0 s: unknown."""
+        if seconds > 0 and num_bytes:
+            self.bytes_per_s = _averaged(self.bytes_per_s, num_bytes / seconds)
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Take in how long a step took that computed this many tokens of prompts."""
+        if seconds > 0 and num_tokens >= MIN_MEASURED_TOKENS:
+            self.token_s = _averaged(self.token_s, seconds / num_tokens)
+
+
+def _averaged(average: float | None, new: float) -> float:
+    return new if average is None else average + SHARE_OF_NEW * (new - average)

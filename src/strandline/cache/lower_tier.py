@@ -1,0 +1,410 @@
+"""The tier below the device: what becomes of evicted blocks and snapshots, and what is loaded again.
+
+The tier decides; a store (``device/transfers.py``) obeys. What the device evicts is *demoted* if it is worth more than
+what the tier would evict for it. A snapshot and the blocks on its path leave the device at different times, but rest
+together: a block is kept exactly as long as a resting snapshot needs it, and they return to the device in one load.
+What has returned does not rest any more, so that both memories hold different things.
+
+Memory is counted in blocks; a slot takes a slab's worth of them. There is no static share of either.
+
+Invariants, held by ``strandline.cache.invariants.check``: every block before a resting snapshot is at rest or on the
+device; accounting is exact; what is being loaded is not evicted.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from strandline.cache.account import SnapshotKind
+from strandline.cache.actions import Action, DropStored, StoreOut
+from strandline.cache.eviction import EvictionQueue, RestingWorth
+from strandline.cache.lease import Lease
+from strandline.cache.load_costs import LoadCosts
+from strandline.cache.offer import Offer, OfferedSnapshot
+from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, add_block, find_block
+from strandline.cache.resume import Match
+from strandline.cache.stats import LowerStats
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.cache.tree import Snapshot
+from strandline.cache.use import Use
+from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId, TransferId
+
+CERTAIN = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class LowerMemory:
+    """Memory below the device."""
+
+    store: str
+    """The name of the store in actions."""
+    num_blocks: int
+    """Its size in blocks."""
+    block_bytes: int
+    costs: LoadCosts
+
+
+class LowerTier:
+    """What rests below the device.
+
+    Args:
+        slot_blocks: the size of a slot in blocks; 0 for models that keep no states.
+        worth: ranks what is evicted.
+        issue: takes actions.
+        next_transfer: numbers transfers.
+    """
+
+    def __init__(
+        self,
+        memory: LowerMemory,
+        slot_blocks: int,
+        worth: RestingWorth,
+        issue: Callable[[Action], None],
+        next_transfer: Callable[[], TransferId],
+    ) -> None:
+        self.store = memory.store
+        self.num_blocks = memory.num_blocks
+        self.num_used = 0
+        self.slot_blocks = slot_blocks
+        self.block_bytes = memory.block_bytes
+        self.costs = memory.costs
+        self.roots: dict[str, RestingBlock] = {}
+        self.num_snapshots = 0
+        self.num_snapshots_demoted = 0
+        self.num_blocks_demoted = 0
+        self.num_snapshots_evicted = 0
+        self.num_snapshots_refused = 0
+        self._worth = worth
+        self._issue = issue
+        self._next_transfer = next_transfer
+        self._queue = EvictionQueue[RestingSnapshot](worth, _can_evict)
+        self._last_place = NO_PLACE
+        self._loading: dict[RequestId, tuple[RestingSnapshot | None, tuple[int, ...]]] = {}
+        """By load: a snapshot that is not evicted meanwhile, and the places that it reads."""
+        self._readers = Counter[int]()
+        """Loads that read a place."""
+        self.doomed: dict[int, int] = {}
+        """Sizes of places that are to be freed when they are not read any more."""
+
+    # Demoting
+
+    def demote_snapshot(
+        self, snapshot: Snapshot, salt: str, data: bytes, tail: int | None, above: int, *, is_interior: bool
+    ) -> None:
+        """Take in a snapshot that the device evicts, if it is worth it.
+
+        Args:
+            data: the tokens before it, encoded.
+            tail: the device's block that it lies inside; None: it lies at a block's end.
+            above: the position of the nearest snapshot above on the device, or 0.
+        """
+        whole = snapshot.position // BLOCK_TOKENS
+        key = data[whole * BLOCK_KEY_BYTES :]
+        block = find_block(self.roots.get(salt), data, whole)
+        if block is not None and (known := block.snapshots.get(key)) is not None:
+            known.use, known.is_shared = snapshot.use, snapshot.is_shared
+            self._queue.push(known)
+            return
+        resting = RestingSnapshot(
+            snapshot.position,
+            key,
+            snapshot.kind,
+            snapshot.use,
+            snapshot.position - above,
+            is_shared=snapshot.is_shared,
+            is_superseded=snapshot.is_superseded,
+            is_interior=is_interior,
+        )
+        if not self._make_room(self.slot_blocks + (tail is not None), self._worth.worth(resting)):
+            self.num_snapshots_refused += 1
+            return
+        self._enter(resting, salt, data)
+        resting.place = self._take(self.slot_blocks)
+        blocks: tuple[tuple[BlockId, int], ...] = ()
+        if tail is not None:
+            resting.tail_place = self._take(1)
+            blocks = ((BlockId(tail), resting.tail_place),)
+        self.num_snapshots_demoted += 1
+        self._issue(StoreOut(self._next_transfer(), self.store, blocks, ((SlotId(snapshot.slot), resting.place),)))
+
+    def demote_blocks(
+        self, salt: str, data: bytes, first: int, blocks: Sequence[int], *, use: Use, is_shared: bool
+    ) -> None:
+        """Take in those of a path's blocks that the device evicts and that resting snapshots need.
+
+        Without states all are needed: their end counts as a snapshot that takes no memory.
+
+        Args:
+            data: the tokens of the path to the end of the blocks, encoded.
+            first: the index of the first one in the path.
+            use, is_shared: of the run that they belong to.
+        """
+        if not self.slot_blocks and blocks:
+            num_tokens = BLOCK_TOKENS * len(blocks)
+            end = RestingSnapshot(
+                len(data) // TOKEN_BYTES, b"", SnapshotKind.GENERATION_END, use, num_tokens, is_shared=is_shared
+            )
+            if find_block(self.roots.get(salt), data, first + len(blocks)) is None:
+                self._enter(end, salt, data)
+        missing = self._missing(salt, data, first, len(blocks))
+        if not missing:
+            return
+        self._make_room(len(missing), CERTAIN)
+        # Some may not be needed any more.
+        missing = self._missing(salt, data, first, len(blocks))
+        num_free = self.num_blocks - self.num_used
+        for _, node in missing[num_free:][:1]:
+            self._cut_off(node)
+        pairs = []
+        for index, node in missing[:num_free]:
+            node.place = self._take(1)
+            pairs.append((BlockId(blocks[index]), node.place))
+        self.num_blocks_demoted += len(pairs)
+        if pairs:
+            self._issue(StoreOut(self._next_transfer(), self.store, tuple(pairs), ()))
+
+    def _missing(self, salt: str, data: bytes, first: int, num_blocks: int) -> list[tuple[int, RestingBlock]]:
+        """Return the nodes of these blocks that are needed and not at rest, each with its index among them."""
+        node = find_block(self.roots.get(salt), data, first)
+        missing = []
+        for index in range(num_blocks):
+            start = (first + index) * BLOCK_KEY_BYTES
+            node = None if node is None else node.children.get(data[start : start + BLOCK_KEY_BYTES])
+            if node is None:
+                break
+            if node.place == NO_PLACE:
+                missing.append((index, node))
+        return missing
+
+    def _enter(self, resting: RestingSnapshot, salt: str, data: bytes) -> None:
+        root = self.roots.setdefault(salt, RestingBlock(None, b""))
+        block = add_block(root, data, resting.position // BLOCK_TOKENS)
+        resting.block = block
+        block.snapshots[resting.key] = resting
+        self.num_snapshots += 1
+        self._queue.push(resting)
+
+    # Evicting
+
+    def _make_room(self, num_blocks: int, worth: float) -> bool:
+        """Evict what is worth less until there is room; False: that did not suffice."""
+        while self.num_blocks - self.num_used < num_blocks:
+            victim = self._queue.pop()
+            if victim is None:
+                return False
+            if self._worth.worth(victim) >= worth:
+                self._queue.push(victim)
+                return False
+            self.num_snapshots_evicted += 1
+            self._remove(victim)
+        return True
+
+    def _cut_off(self, node: RestingBlock) -> None:
+        """Remove what rests below a block that is lost."""
+        for snapshot in list(node.below()):
+            self.num_snapshots_evicted += 1
+            self._remove(snapshot)
+
+    def _remove(self, snapshot: RestingSnapshot, *, is_on_device: bool = False) -> None:
+        """Remove a snapshot and the blocks that it alone needs.
+
+        Unless it is on the device again, the next ones below save what it saved from now on.
+        """
+        block = snapshot.block
+        if block is None:
+            return
+        del block.snapshots[snapshot.key]
+        snapshot.block = None
+        snapshot.last_push = 0
+        self.num_snapshots -= 1
+        freed = {snapshot.place: self.slot_blocks, snapshot.tail_place: 1}
+        if not is_on_device:
+            for below in _next_below(block, snapshot):
+                below.saved_tokens += snapshot.saved_tokens
+        node = block
+        while node.parent is not None and not node.children and not node.snapshots:
+            freed[node.place] = 1
+            parent, node.parent = node.parent, None
+            del parent.children[node.key]
+            node = parent
+        above = _nearest(node, block, snapshot)
+        if above is not None:
+            above.is_interior = is_on_device
+            self._queue.push(above)
+        self._free(freed)
+
+    def _take(self, num_blocks: int) -> int:
+        """Allocate memory; return its place."""
+        self.num_used += num_blocks
+        self._last_place += 1
+        return self._last_place
+
+    def _free(self, sizes: dict[int, int]) -> None:
+        """Free places of these sizes: now, or when the loads that read them have ended."""
+        sizes.pop(NO_PLACE, None)
+        for place in [place for place in sizes if place in self._readers]:
+            self.doomed[place] = sizes.pop(place)
+        if sizes:
+            self.num_used -= sum(sizes.values())
+            self._issue(DropStored(self.store, tuple(sizes)))
+
+    # Loading
+
+    def offer(self, salt: str, data: bytearray, match: Match) -> Offer | None:
+        """Return what rests of a prompt beyond its hit on the device, if loading it pays. Changes nothing."""
+        found = self.find(salt, data, match)
+        if found is None:
+            return None
+        node, snapshot, position = found
+        whole = position // BLOCK_TOKENS
+        first = min(match.end.num_blocks, whole)
+        places = [block.place for block in node.ancestry()][: whole - first][::-1]
+        slots = 0
+        offered: tuple[OfferedSnapshot, ...] = ()
+        if snapshot is not None:
+            if snapshot.tail_place:
+                places.append(snapshot.tail_place)
+            offered = (OfferedSnapshot(position, snapshot.place, snapshot.kind),)
+            slots = self.slot_blocks
+        if not self.costs.pays((len(places) + slots) * self.block_bytes, position - match.position):
+            return None
+        return Offer(self.store, position, first, tuple(places), offered)
+
+    def find(self, salt: str, data: bytearray, match: Match) -> tuple[RestingBlock, RestingSnapshot | None, int] | None:
+        """Return where a prompt could resume beyond its hit on the device: block, snapshot and position."""
+        node = self.roots.get(salt)
+        best: tuple[RestingBlock, RestingSnapshot | None, int] | None = None
+        offset = 0
+        while node is not None:
+            for key, snapshot in node.snapshots.items():
+                is_deeper = snapshot.position > (best[2] if best else match.position)
+                if self.slot_blocks and is_deeper and data.startswith(key, offset):
+                    best = node, snapshot, snapshot.position
+            if not self.slot_blocks and offset // TOKEN_BYTES > match.end.kv_tokens:
+                best = node, None, offset // TOKEN_BYTES
+            node = node.children.get(bytes(data[offset : offset + BLOCK_KEY_BYTES]))
+            offset += BLOCK_KEY_BYTES
+            if node is not None and not node.place and offset > match.end.num_blocks * BLOCK_KEY_BYTES:
+                break
+        return best
+
+    def begin_load(self, lease: Lease, places: Iterable[int]) -> None:
+        """Keep what a load reads, and needs to resume, until it has ended."""
+        places = tuple(places)
+        self._readers.update(places)
+        keeper = self._keeper(lease)
+        if keeper is not None:
+            keeper.num_loads += 1
+        self._loading[lease.request_id] = keeper, places
+
+    def end_load(self, lease: Lease, snapshot: Snapshot | None, *, is_done: bool) -> None:
+        """Forget what a load has brought to the device, or what it could not bring.
+
+        Args:
+            snapshot: that of the device at the end of the load; None without states, or if it failed.
+        """
+        keeper, places = self._loading.pop(lease.request_id)
+        self._readers.subtract(places)
+        self._readers = +self._readers
+        self._free({place: self.doomed.pop(place) for place in places if place in self.doomed})
+        if keeper is None:
+            return
+        keeper.num_loads -= 1
+        if snapshot is not None:
+            snapshot.use, snapshot.is_shared = keeper.use, keeper.is_shared
+            snapshot.is_superseded = keeper.is_superseded
+        if is_done:
+            self._forget_returned(lease)
+        if self.slot_blocks or not is_done:
+            self._remove(keeper, is_on_device=is_done)
+        elif keeper.block is not None:
+            self._queue.push(keeper)
+
+    def _keeper(self, lease: Lease) -> RestingSnapshot | None:
+        """Return the resting snapshot whose presence keeps what a load needs."""
+        data = lease.tokens.data
+        whole = len(lease.tokens) // BLOCK_TOKENS
+        block = find_block(self.roots.get(lease.salt), data, whole)
+        if block is None:
+            return None
+        if self.slot_blocks:
+            return block.snapshots.get(bytes(data[whole * BLOCK_KEY_BYTES :]))
+        return next(block.below(), None)
+
+    def _forget_returned(self, lease: Lease) -> None:
+        """Free the blocks that the device has again; without states, remove the ends before them too."""
+        data, whole = lease.tokens.data, len(lease.tokens) // BLOCK_TOKENS
+        block = find_block(self.roots.get(lease.salt), data, whole)
+        path = [] if block is None else list(block.ancestry())
+        freed = {node.place: 1 for node in path}
+        for node in path:
+            node.place = NO_PLACE
+        self._free(freed)
+        if not self.slot_blocks:
+            for node in path:
+                for end in list(node.snapshots.values()):
+                    if end.num_loads == 0:
+                        self._remove(end, is_on_device=True)
+
+    # Reading
+
+    def is_loading(self, lease: Lease) -> bool:
+        """Whether a load reads from this tier."""
+        return lease.request_id in self._loading
+
+    def stats(self) -> LowerStats:
+        """Return all figures of the tier."""
+        return LowerStats(
+            self.num_blocks,
+            self.num_used,
+            self.num_snapshots,
+            self.num_snapshots_demoted,
+            self.num_blocks_demoted,
+            self.num_snapshots_evicted,
+            self.num_snapshots_refused,
+        )
+
+    def is_queued(self, snapshot: RestingSnapshot) -> bool:
+        """Whether a snapshot can be evicted some day: it is in the queue, or a load will put it there."""
+        return snapshot in self._queue or snapshot.num_loads > 0
+
+    def snapshots(self) -> Iterator[RestingSnapshot]:
+        """Yield all that rest."""
+        for root in self.roots.values():
+            yield from root.below()
+
+
+def _next_below(block: RestingBlock, removed: RestingSnapshot) -> Iterator[RestingSnapshot]:
+    """Yield the nearest snapshots below one that lay right after ``block``."""
+    longer = [s for key, s in block.snapshots.items() if len(key) > len(removed.key) and key.startswith(removed.key)]
+    if longer:
+        yield min(longer, key=lambda snapshot: snapshot.position)
+        return
+    waiting = [child for key, child in block.children.items() if key.startswith(removed.key)]
+    while waiting:
+        node = waiting.pop()
+        if node.snapshots:
+            yield min(node.snapshots.values(), key=lambda snapshot: snapshot.position)
+        else:
+            waiting.extend(node.children.values())
+
+
+def _nearest(node: RestingBlock, block: RestingBlock, removed: RestingSnapshot) -> RestingSnapshot | None:
+    """Return the nearest snapshot above one that was removed after ``block``, if it has no continuation at rest now.
+
+    Args:
+        node: the last block that is left before the one that was removed.
+    """
+    above: RestingBlock | None = node
+    while above is not None:
+        before = [s for key, s in above.snapshots.items() if above is not block or removed.key.startswith(key)]
+        if before:
+            return None if above.children else max(before, key=lambda snapshot: snapshot.position)
+        if len(above.children) > (above is not node):
+            return None
+        above = above.parent
+    return None
+
+
+def _can_evict(snapshot: RestingSnapshot) -> bool:
+    return snapshot.block is not None and snapshot.num_loads == 0

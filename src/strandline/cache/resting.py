@@ -1,0 +1,128 @@
+"""The tree of what rests below the device: blocks and snapshots in a store, by their tokens.
+
+A *resting* snapshot is one that the device has evicted, and the blocks on its path that the device has evicted too. The
+tree has a node for every whole block on the path of a resting snapshot, and no other; a node without a place is on the
+device. The block that a snapshot lies inside is kept with it.
+"""
+
+from collections.abc import Iterator
+
+from strandline.cache.account import SnapshotKind
+from strandline.cache.tokens import BLOCK_KEY_BYTES
+from strandline.cache.use import Use
+
+NO_PLACE = 0
+
+
+class RestingBlock:
+    """A whole block on the path of a resting snapshot."""
+
+    __slots__ = ("children", "key", "parent", "place", "snapshots")
+
+    def __init__(self, parent: "RestingBlock | None", key: bytes) -> None:
+        self.parent = parent
+        """None for a root, which stands for no tokens, and for what has been removed."""
+        self.key = key
+        """The block's tokens, encoded."""
+        self.children: dict[bytes, RestingBlock] = {}
+        self.snapshots: dict[bytes, RestingSnapshot] = {}
+        """Those between its end and that of the next block, by the tokens in between."""
+        self.place = NO_PLACE
+        """Where the store has it; ``NO_PLACE``: the device has it."""
+
+    def ancestry(self) -> "Iterator[RestingBlock]":
+        """Yield this block and those before it, last block first."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def below(self) -> "Iterator[RestingSnapshot]":
+        """Yield the snapshots at its end and below."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield from node.snapshots.values()
+            waiting.extend(node.children.values())
+
+
+class RestingSnapshot:
+    """A snapshot that the device has evicted, in a store."""
+
+    __slots__ = (
+        "block",
+        "is_interior",
+        "is_shared",
+        "is_superseded",
+        "key",
+        "kind",
+        "last_push",
+        "num_loads",
+        "place",
+        "position",
+        "saved_tokens",
+        "tail_place",
+        "use",
+    )
+
+    def __init__(
+        self,
+        position: int,
+        key: bytes,
+        kind: SnapshotKind,
+        use: Use,
+        saved_tokens: int,
+        *,
+        is_shared: bool = False,
+        is_superseded: bool = False,
+        is_interior: bool = False,
+    ) -> None:
+        self.block: RestingBlock | None = None
+        """The last whole block before it; None: it does not rest (any more)."""
+        self.position = position
+        self.key = key
+        """The tokens from there to its position, encoded."""
+        self.kind = kind
+        self.use = use
+        self.saved_tokens = saved_tokens
+        """Tokens since the nearest snapshot above, on the device or at rest."""
+        self.is_shared = is_shared
+        self.is_superseded = is_superseded
+        self.is_interior = is_interior
+        """Whether its path continued when it was evicted."""
+        self.place = NO_PLACE
+        """That of its slot; ``NO_PLACE`` for models that keep no states."""
+        self.tail_place = NO_PLACE
+        """That of the block that it lies inside."""
+        self.num_loads = 0
+        """Loads under way that read it or blocks before it: it is not evicted."""
+        self.last_push = 0
+        """The number of its last push onto the eviction queue; 0: it is not there."""
+
+    @property
+    def num_continuations(self) -> int:
+        """Continuations of its path, up to two: those at rest, or one if it was evicted before its continuation."""
+        block = self.block
+        return max(int(self.is_interior), min(len(block.children), 2) if block is not None else 0)
+
+
+def find_block(root: RestingBlock | None, data: bytes | bytearray, num_blocks: int) -> RestingBlock | None:
+    """Return the node of the last of ``num_blocks`` whole blocks of encoded tokens, or None."""
+    node = root
+    for start in range(0, num_blocks * BLOCK_KEY_BYTES, BLOCK_KEY_BYTES):
+        if node is None:
+            return None
+        node = node.children.get(bytes(data[start : start + BLOCK_KEY_BYTES]))
+    return node
+
+
+def add_block(root: RestingBlock, data: bytes | bytearray, num_blocks: int) -> RestingBlock:
+    """Return the node of the last of ``num_blocks`` whole blocks of encoded tokens; create what is missing."""
+    node = root
+    for start in range(0, num_blocks * BLOCK_KEY_BYTES, BLOCK_KEY_BYTES):
+        key = bytes(data[start : start + BLOCK_KEY_BYTES])
+        child = node.children.get(key)
+        if child is None:
+            child = node.children[key] = RestingBlock(node, key)
+        node = child
+    return node

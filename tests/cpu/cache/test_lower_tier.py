@@ -1,0 +1,165 @@
+"""The tier below the device: what rests, what returns, and what is evicted from it."""
+
+import pytest
+
+from strandline.cache import LoadCosts, Miss, Reason, TokenBuffer
+from strandline.cache.lower_tier import LowerTier
+from strandline.cache.resume import AtTokens
+from strandline.ids import TransferId
+from tests.cpu.cache.driver import Driver
+from tests.cpu.cache.history import pattern
+
+PROMPT = pattern(7, 400)
+
+
+def evict_all(driver: Driver) -> None:
+    """Evict all that the device holds."""
+    memory = driver.cache.internals().memory
+    for slot in list(iter(memory.take_slot, None)):
+        memory.free_slot(slot)
+    memory.free_blocks(memory.take_blocks(10**6))
+    driver.flush()
+    assert driver.cache.memory_use().num_blocks == 0
+
+
+def tier(driver: Driver) -> LowerTier:
+    lower = driver.cache.internals().memory.lower
+    assert lower is not None
+    return lower
+
+
+def evicted(prompt: list[int] = PROMPT, lower_blocks: int = 100, **options: AtTokens) -> Driver:
+    """Return a driver that has served a prompt and evicted it."""
+    driver = Driver(lower_blocks=lower_blocks, **options)
+    driver.serve(prompt)
+    evict_all(driver)
+    return driver
+
+
+def test_evicted_prompts_return_whole_and_rest_no_more() -> None:
+    driver = evicted()
+    assert tier(driver).num_used == 6 + 1 + 5, "whole blocks, the one that the snapshot lies in, and its slot"
+    assert driver.lookup([*PROMPT, 1]).misses == (Miss(Reason.DEMOTED, 0, 400), Miss(Reason.DIVERGED, 400, 401))
+    assert driver.bring_back([*PROMPT, 1])
+    assert driver.lookup(PROMPT).hit == 400
+    assert (tier(driver).num_used, tier(driver).num_snapshots) == (0, 0)
+    assert driver.serve(PROMPT, [1, 2]).hit == 400
+
+
+def test_only_the_evicted_part_of_a_path_is_loaded() -> None:
+    driver = Driver(lower_blocks=100)
+    driver.serve(PROMPT[:192])
+    driver.serve(PROMPT)
+    memory = driver.cache.internals().memory
+    [deepest] = [snapshot for _, _, snapshot in driver.cache.snapshots() if snapshot.position == 400]
+    memory.drop_snapshot(deepest)
+    driver.flush()
+    assert driver.lookup(PROMPT).hit == 192
+    assert driver.bring_back(PROMPT)
+    assert driver.lookup(PROMPT).hit == 400
+    loads = driver.cache.stats().loads
+    assert (loads.num_snapshots, loads.num_blocks) == (1, 1), "the slot and the block that it lies in"
+
+
+def test_what_takes_longer_to_load_is_computed() -> None:
+    driver = evicted()
+    costs = tier(driver).costs
+    costs.observe_load(1000, 1.0)
+    costs.observe_prefill(1000, 1e-6)
+    assert driver.cache.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    assert driver.serve(PROMPT).misses == (Miss(Reason.DEMOTED, 0, 400),)
+    assert driver.cache.stats().missed_tokens[Reason.DEMOTED] == 400
+
+
+def test_failed_loads_are_forgotten() -> None:
+    driver = evicted()
+    assert driver.load_resting(PROMPT) is not None
+    driver.end_load(TransferId(tier_transfer(driver)), is_done=False)
+    assert (tier(driver).num_used, tier(driver).num_snapshots) == (0, 0)
+    assert driver.cache.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    assert driver.serve(PROMPT).hit == 0
+
+
+def tier_transfer(driver: Driver) -> int:
+    """Return the number of the load under way."""
+    [transfer] = driver.device.loading
+    return transfer
+
+
+def test_other_salts_do_not_see_what_rests() -> None:
+    driver = evicted()
+    assert driver.cache.loads.resting_offer(TokenBuffer(PROMPT), "other") is None
+    assert Reason.DEMOTED not in {miss.reason for miss in driver.lookup(PROMPT, "other").misses}
+
+
+def test_the_least_valuable_snapshot_makes_room() -> None:
+    driver = evicted(PROMPT[:130], lower_blocks=15)
+    for _ in range(3):
+        driver.serve(PROMPT)
+    evict_all(driver)
+    resting = [snapshot.position for snapshot in tier(driver).snapshots()]
+    assert resting == [400]
+    assert tier(driver).num_snapshots_evicted > 0
+
+
+def test_what_is_worth_less_is_not_taken_in() -> None:
+    driver = evicted(lower_blocks=13)
+    driver.bring_back(PROMPT)
+    evict_all(driver)
+    driver.serve(pattern(8, 3))
+    evict_all(driver)
+    assert tier(driver).num_snapshots_refused == 1
+    assert [snapshot.position for snapshot in tier(driver).snapshots()] == [400]
+
+
+def test_a_snapshot_that_does_not_fit_is_gone() -> None:
+    driver = evicted(lower_blocks=4)
+    assert tier(driver).num_used == 0
+    assert driver.lookup(PROMPT).hit == 0
+
+
+def test_blocks_without_states_return_to_the_deepest_one() -> None:
+    driver = evicted(rule=AtTokens())
+    assert tier(driver).num_used == 6
+    assert driver.bring_back(PROMPT)
+    assert driver.lookup(PROMPT).hit == 384
+    assert driver.lookup([*PROMPT[:300], 3]).hit == 300
+    assert tier(driver).num_used == 0
+
+
+def test_what_is_loaded_is_not_evicted_meanwhile() -> None:
+    driver = evicted(lower_blocks=13)
+    assert driver.load_resting(PROMPT) is not None
+    for seed in range(8, 12):
+        driver.serve(pattern(seed, 500))
+    assert 400 in [snapshot.position for snapshot in tier(driver).snapshots()]
+    driver.end_load(TransferId(tier_transfer(driver)), is_done=True)
+    assert driver.lookup(PROMPT).hit == 400
+
+
+@pytest.mark.parametrize(
+    ("costs", "pays"),
+    [
+        (LoadCosts(), True),
+        (LoadCosts(bytes_per_s=1e6), True),
+        (LoadCosts(token_s=1e-3), True),
+        (LoadCosts(0.0, 1e6, 2e-2), True),
+        (LoadCosts(0.0, 1e6, 1e-3), False),
+        (LoadCosts(0.5, 1e9, 1e-3), False),
+        (LoadCosts(0.05, 1e9, 1e-3), True),
+    ],
+)
+def test_loads_pay_where_computing_takes_longer(costs: LoadCosts, *, pays: bool) -> None:
+    assert costs.pays(1_000_000, 100) is pays
+
+
+def test_costs_follow_measurements() -> None:
+    costs = LoadCosts()
+    costs.observe_load(1000, 0.0)
+    costs.observe_prefill(63, 1.0)
+    assert (costs.bytes_per_s, costs.token_s) == (None, None)
+    costs.observe_load(1000, 1.0)
+    costs.observe_load(3000, 1.0)
+    costs.observe_prefill(100, 1.0)
+    assert costs.bytes_per_s == pytest.approx(1200)
+    assert costs.token_s == pytest.approx(0.01)
