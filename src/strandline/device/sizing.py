@@ -120,10 +120,13 @@ def memory_bytes(device: torch.device) -> int:
 def require_room_for_weights(model_config: Any, dtype: torch.dtype, device: torch.device, shard: Shard = WHOLE) -> None:
     """Check that the memory of a device holds a model's weights, or those of a shard, before any is allocated.
 
+    Shards on CPUs share one memory.
+
     Raises:
         ConfigError: it does not, or the configuration is not supported.
     """
-    num_weights, have = count_weights(model_config, shard), memory_bytes(device)
+    num_shards = 1 if device.type == "cuda" else shard.count
+    num_weights, have = count_weights(model_config, shard) * num_shards, memory_bytes(device)
     if num_weights * dtype.itemsize > have:
         raise ConfigError(
             f"the {num_weights:,} weights that config.json describes take {num_weights * dtype.itemsize:,} bytes in "

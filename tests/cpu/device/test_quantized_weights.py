@@ -14,6 +14,7 @@ from strandline.device.sizing import require_room_for_weights
 from strandline.errors import ConfigError
 from strandline.kernels.weights import DenseWeight, HalfWeight
 from strandline.models.layers.projection import Projection
+from strandline.models.shard import Shard
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import fp8
 
@@ -69,6 +70,19 @@ def test_room_is_required_for_dequantised_weights(
     monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes - 1)
     with pytest.raises(ConfigError, match=f"take {num_bytes:,} bytes in bfloat16, more than"):
         require_room_for_weights(config, torch.bfloat16, torch.device("cpu"))
+
+
+def test_room_is_required_for_the_shards_of_all_ranks(
+    quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AutoConfig.from_pretrained(quantized[0])
+    num_bytes = 2 * sum(count_weights(config, Shard(index, 2)) for index in range(2))
+    assert 2 * count_weights(config) < num_bytes < 3 * count_weights(config)
+    monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes)
+    require_room_for_weights(config, torch.bfloat16, torch.device("cpu"), Shard(0, 2))
+    monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes - 1)
+    with pytest.raises(ConfigError, match=f"take {num_bytes:,} bytes in bfloat16, more than"):
+        require_room_for_weights(config, torch.bfloat16, torch.device("cpu"), Shard(0, 2))
 
 
 @pytest.mark.skipif(torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="no products with float16 weights")
