@@ -7,9 +7,10 @@ Prompts: with the scaled queries and keys of a chunk, each decayed from the chun
 Matrices that do not depend on the state are computed for all chunks at once: ``attend = (q k^T * decays) X`` and
 ``write = X^T k``, where ``X = (I + A)^-1 diag(beta)``. Then the kernel of Gated DeltaNet carries the states on.
 
-Decays differ from channel to channel, so those between two tokens are not a factor of the tokens' product. Of a block
-of ``2 b`` tokens, the product of second half and first is one of two factors, each with the decays from or to the
-middle, and at most 1: six such products of the whole chunk, for ``b`` from 1 to 32, and the diagonal.
+Decays differ from channel to channel, so those between two tokens are not a factor of the tokens' product, but parts of
+its two factors: one with the decays from the chunk's middle, the other with those to it. Where a chunk decays so much
+that the latter might overflow, the middles are many: of a block of ``2 b`` tokens, the product of second half and first
+has two factors of at most 1. That takes six products of the whole chunk, for ``b`` from 1 to 32, and the diagonal.
 
 In bfloat16 the operands of matrix products are rounded to bfloat16, those of the inverse to float16, and sums are
 float32. Log decays are summed in float32: between two tokens of a chunk, they are off by one part in 2 ** 23 of what
@@ -55,6 +56,9 @@ from strandline.kernels.state_triton import (
 
 MIN_LOG2_DECAY = tl.constexpr(-160.0)
 """A token's decay that leaves nothing of a float32 state. Less would make the sums of a chunk less accurate."""
+
+MAX_CHANGE = tl.constexpr(60.0)
+"""Of the log2 decay from a chunk's middle: the product of two such factors, and a sum of these, is a float32."""
 
 SCALE_WARPS, PREPARE_WARPS = 4, 8
 
@@ -206,6 +210,46 @@ def _scale_kernel(
     tl.store(decay_ptr + (chunk * H + head).to(tl.int64) * BLOCK_K + key_K, tl.exp2(total_K))
 
 
+@triton.jit
+def _products_by_halves(
+    q_LK,
+    k_LK,
+    sum_LK,
+    sum_ptr,
+    start,
+    length,
+    head,
+    row_L,
+    key_K,
+    is_token_LK,
+    H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    L: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return the decayed products of keys, below the diagonal, and of queries and keys, on it and below."""
+    is_diagonal_LL = row_L[:, None] == row_L[None, :]
+    queries_LL = tl.where(is_diagonal_LL, tl.sum(q_LK.to(tl.float32) * k_LK.to(tl.float32), 1)[:, None], 0.0)
+    keys_LL = tl.zeros([L, L], tl.float32)
+    for level in tl.static_range(6):
+        # The last row of the first half; second halves that are past the chunk's end have no tokens.
+        middle_L = ((row_L >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
+        is_second_LK = ((row_L >> level) & 1 == 1)[:, None] & is_token_LK
+        is_pair_LK = (middle_L < length)[:, None] & is_token_LK
+        middle_ptrs = sum_ptr + ((start + middle_L[:, None]) * H + head) * BLOCK_K + key_K[None, :]
+        middle_LK = tl.load(middle_ptrs, mask=is_pair_LK, other=0.0)
+        change_LK = tl.where(is_second_LK, sum_LK - middle_LK, middle_LK - sum_LK)
+        factor_LK = fast_exp2(tl.where(is_pair_LK, change_LK, float("-inf")))
+        decayed_k_LK = (k_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
+        decayed_q_LK = (q_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
+        across_LL = tl.dot(decayed_k_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
+        is_across_LL = (((row_L[:, None] ^ row_L[None, :]) >> level) == 1) & (row_L[:, None] > row_L[None, :])
+        keys_LL = tl.where(is_across_LL, across_LL, keys_LL)
+        across_LL = tl.dot(decayed_q_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
+        queries_LL = tl.where(is_across_LL, across_LL, queries_LL)
+    return keys_LL, queries_LL
+
+
 @triton.jit(do_not_specialize=["stride_bt"], do_not_specialize_on_alignment=["b_ptr", "starts_ptr", "lengths_ptr"])
 def _prepare_kernel(
     q_ptr,
@@ -250,25 +294,23 @@ def _prepare_kernel(
     beta_L = tl.sigmoid(tl.load(b_ptr + (start + row_L) * stride_bt + head, mask=is_token_L, other=0.0).to(tl.float32))
     beta_L = tl.where(is_token_L, beta_L, 0.0)
 
-    is_diagonal_LL = row_L[:, None] == row_L[None, :]
-    queries_LL = tl.where(is_diagonal_LL, tl.sum(q_LK.to(tl.float32) * k_LK.to(tl.float32), 1)[:, None], 0.0)
-    keys_LL = tl.zeros([L, L], tl.float32)
-    for level in tl.static_range(6):
-        # The last row of the first half; second halves that are past the chunk's end have no tokens.
-        middle_L = ((row_L >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
-        is_second_LK = ((row_L >> level) & 1 == 1)[:, None] & is_token_LK
-        is_pair_LK = (middle_L < length)[:, None] & is_token_LK
-        middle_ptrs = sum_ptr + ((start + middle_L[:, None]) * H + head) * BLOCK_K + key_K[None, :]
-        middle_LK = tl.load(middle_ptrs, mask=is_pair_LK, other=0.0)
-        change_LK = tl.where(is_second_LK, sum_LK - middle_LK, middle_LK - sum_LK)
-        factor_LK = fast_exp2(tl.where(is_pair_LK, change_LK, float("-inf")))
-        decayed_k_LK = (k_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
+    # Where the whole chunk decays by less than floats have room for, one middle serves all pairs.
+    middle_K = tl.load(sum_ptr + ((start + tl.minimum(length, L // 2) - 1) * H + head) * BLOCK_K + key_K)
+    change_LK = tl.where(is_token_LK, sum_LK - middle_K[None, :], 0.0)
+    if tl.max(tl.max(tl.abs(change_LK), 1), 0) <= MAX_CHANGE:
+        factor_LK = fast_exp2(change_LK)
         decayed_q_LK = (q_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
-        across_LL = tl.dot(decayed_k_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
-        is_across_LL = (((row_L[:, None] ^ row_L[None, :]) >> level) == 1) & (row_L[:, None] > row_L[None, :])
-        keys_LL = tl.where(is_across_LL, across_LL, keys_LL)
-        across_LL = tl.dot(decayed_q_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
-        queries_LL = tl.where(is_across_LL, across_LL, queries_LL)
+        decayed_k_LK = (k_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
+        grown_k_LK = (k_LK.to(tl.float32) * fast_exp2(-change_LK)).to(k_LK.dtype)
+        is_after_LL = row_L[:, None] > row_L[None, :]
+        keys_LL = tl.dot(decayed_k_LK, tl.trans(grown_k_LK), input_precision=PRECISION)
+        keys_LL = tl.where(is_after_LL, keys_LL, 0.0)
+        queries_LL = tl.dot(decayed_q_LK, tl.trans(grown_k_LK), input_precision=PRECISION)
+        queries_LL = tl.where(is_after_LL | (row_L[:, None] == row_L[None, :]), queries_LL, 0.0)
+    else:
+        keys_LL, queries_LL = _products_by_halves(
+            q_LK, k_LK, sum_LK, sum_ptr, start, length, head, row_L, key_K, is_token_LK, H, BLOCK_K, L, PRECISION
+        )
 
     minus_system_LL = keys_LL * (-k_factor_L * beta_L)[:, None] * k_factor_L[None, :]
     solve_LL = inverse_unit_lower(minus_system_LL, L, INVERSE, PRECISION) * beta_L[None, :]
