@@ -26,7 +26,7 @@ LOGGED_FROM_CPU, LOGGED_FROM_GPU = 4, 1
 the kernel with a log is no slower, since it overlaps with the launch before."""
 
 SLOTS_PER_REQUEST = 2
-"""A running request writes one slot and may read another."""
+"""A running request of a model with states writes one slot and may read another."""
 
 
 def choose_batched_tokens(config: EngineConfig, device_type: str) -> int:
@@ -163,7 +163,7 @@ def measure_scratch_bytes(
     num_blocks_before = min(num_tokens, model.max_position - num_tokens) // BLOCK_TOKENS
     num_slabs = slabs_for(spec, num_tokens)
     arena = ArenaTensors(spec, num_slabs, device)
-    slot = SlotId(num_slabs - 1)
+    slot = SlotId(num_slabs - 1) if spec.has_states else NULL_SLOT
     first_block = spec.blocks_per_slab
     blocks = range(first_block, first_block + num_blocks)
     start = num_blocks_before * BLOCK_TOKENS
@@ -203,7 +203,7 @@ def slabs_for(spec: ModelSpec, num_tokens: int) -> int:
     num_blocks = -(-num_tokens // BLOCK_TOKENS) + 1
     spare_blocks_of_null_slab = spec.blocks_per_slab - 1
     block_slabs = -(-max(num_blocks - spare_blocks_of_null_slab, 0) // spec.blocks_per_slab)
-    return 1 + SLOTS_PER_REQUEST + block_slabs
+    return 1 + _slots_per_request(spec) + block_slabs
 
 
 def choose_max_model_len(config: EngineConfig, spec: ModelSpec, max_position: int, have_bytes: int) -> int:
@@ -233,7 +233,11 @@ def choose_max_model_len(config: EngineConfig, spec: ModelSpec, max_position: in
 
 
 def _longest_that_fits(spec: ModelSpec, num_slabs: int) -> int:
-    block_slabs = num_slabs - 1 - SLOTS_PER_REQUEST
+    block_slabs = num_slabs - 1 - _slots_per_request(spec)
     if block_slabs < 0:
         return 0
     return (block_slabs * spec.blocks_per_slab + spec.blocks_per_slab - 1 - 1) * BLOCK_TOKENS
+
+
+def _slots_per_request(spec: ModelSpec) -> int:
+    return SLOTS_PER_REQUEST if spec.has_states else 0
