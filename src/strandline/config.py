@@ -135,9 +135,7 @@ class EngineConfig:
             if not self.enable_prefix_caching:
                 raise ConfigError("--host-memory holds what the cache evicts; drop --no-enable-prefix-caching")
             if self.tensor_parallel_size > 1:
-                raise ConfigError(
-                    "--host-memory does not go with --tensor-parallel-size yet; drop one of the two"
-                )
+                raise ConfigError("--host-memory does not go with --tensor-parallel-size yet; drop one of the two")
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError("--kv-events-config publishes what the cache holds; drop --no-enable-prefix-caching")
         if self.kv_transfer is not None and self.tensor_parallel_size > 1:

@@ -43,7 +43,11 @@ class HostPages:
 
     def __init__(self, num_pages: int, page_bytes: int, *, is_pinned: bool) -> None:
         self.page_bytes = page_bytes
-        self.bytes = torch.empty(num_pages * page_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self.bytes = torch.empty(num_pages * page_bytes, dtype=torch.uint8)
+        if is_pinned:
+            # Torch's own pinned tensors take the next power of two.
+            cudart = torch.cuda.cudart()
+            torch.cuda.check_error(cudart.cudaHostRegister(self.bytes.data_ptr(), len(self.bytes), 0))
         self._free = list(range(num_pages - 1, -1, -1))
         self._pages_of: dict[int, list[int]] = {}
 
@@ -199,9 +203,10 @@ class PinnedStore:
         """Do nothing: a transfer takes milliseconds."""
 
     def close(self) -> None:
-        """End the thread, once all transfers have ended."""
+        """End the thread, once all transfers have ended, and unpin the memory."""
         self._ended.put(None)
         self._thread.join()
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._pages.bytes.data_ptr()))
 
     def _report(self) -> None:
         while (ended := self._ended.get()) is not None:

@@ -1,0 +1,56 @@
+"""Pinned host memory: what a GPU evicts comes back as it was, while steps overlap with the copies."""
+
+import torch
+
+from strandline.cache import LoadIn, StoreOut
+from strandline.device.host_store import PinnedStore
+from strandline.device.transfers import Transfers
+from strandline.ids import BlockId, SlotId, TransferId
+from strandline.kernels.arena import ArenaTensors
+from tests.cpu.engine.conftest import MakeLLM
+from tests.cpu.engine.test_exactness import GREEDY, answers
+from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats
+
+
+def test_evicted_prompts_come_back_from_pinned_memory(make_llm: MakeLLM) -> None:
+    cold = make_llm(enable_prefix_caching=False)
+    expected = answers(cold, PROMPTS)
+    llm = make_llm(memory=slabs(cold, 40), host_memory="64MiB", max_model_len=512)
+    for _ in range(3):
+        for prompt, answer in zip(PROMPTS, expected, strict=True):
+            assert answers(llm, [prompt]) == [answer]
+    assert answers(llm, PROMPTS) == expected
+    for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert output.num_cached_tokens == length
+    assert stats(llm).loads.num_failed == 0
+
+
+def test_stored_bytes_are_those_of_their_moment(make_llm: MakeLLM) -> None:
+    """Overwrite what is stored at once, load it elsewhere, and repeat until the staging memory has been reused."""
+    spec = make_llm(enable_prefix_caching=False).engine.core.spec
+    arena = ArenaTensors(spec, 8, "cuda")
+    transfers = Transfers(arena)
+    store = PinnedStore(arena, 40 * (spec.blocks_per_slab + 1), transfers.completions)
+    block, other = BlockId(spec.blocks_per_slab), BlockId(2 * spec.blocks_per_slab)
+    slot, another = SlotId(3), SlotId(4)
+    number = 0
+    for value in range(20):
+        number += 2
+        arena.block(block).fill_(value)
+        arena.slot(slot).fill_(value + 100)
+        places = (2 * value + 1, 2 * value + 2)
+        store.store(StoreOut(TransferId(number), "host", ((block, places[0]),), ((slot, places[1]),)), arena)
+        arena.block(block).fill_(255)
+        arena.slot(slot).fill_(255)
+        store.load(LoadIn(TransferId(number + 1), "host", ((other, places[0]),), ((another, places[1]),)), arena)
+        ended = list(transfers.wait(60))
+        while len(ended) < 2:
+            ended += transfers.wait(60)
+        assert all(completion.is_done for completion in ended)
+        assert bool((arena.block(other) == value).all())
+        assert bool((arena.slot(another) == value + 100).all())
+        if value % 2:
+            store.drop(places)
+    torch.cuda.synchronize()
+    store.close()
