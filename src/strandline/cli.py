@@ -285,6 +285,10 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--speculative-config", metavar="JSON", help=text)
     text = 'where cache events are published, such as {"enable_kv_cache_events": true} (default: nowhere)'
     add("--kv-events-config", metavar="JSON", help=text)
+    text = (
+        'hand-over between engines, such as {"kv_connector": "SocketConnector", "kv_role": "kv_both"} (default: none)'
+    )
+    add("--kv-transfer-config", metavar="JSON", help=text)
     add("--seed", type=int, default=0, help="of sampling without a seed, and of dummy weights (default: %(default)s)")
 
 

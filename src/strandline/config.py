@@ -140,6 +140,8 @@ class EngineConfig:
             raise ConfigError("--kv-events-config publishes what the cache holds; drop --no-enable-prefix-caching")
         if self.kv_transfer is not None and self.tensor_parallel_size > 1:
             raise ConfigError("--kv-transfer-config does not go with --tensor-parallel-size yet; drop one of the two")
+        if self.kv_transfer is not None and self.distributed_executor_backend != "uni":
+            raise ConfigError("--kv-transfer-config needs --distributed-executor-backend uni")
         if self.kv_transfer is not None and (not self.enable_prefix_caching or self.mamba_cache_mode == "none"):
             raise ConfigError(
                 "--kv-transfer-config hands over what the cache holds; drop --no-enable-prefix-caching and "

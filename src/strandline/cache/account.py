@@ -50,7 +50,7 @@ class Reason(StrEnum):
     DEMOTED = "demoted"
     """It rests below the device: computing it is faster than loading it, or there was no memory to load it into."""
     LOAD_FAILED = "load_failed"
-    """A store had it, but loading it failed."""
+    """A store or another engine had it, but loading it failed, or there was no memory for it."""
     OTHER_SALT = "other_salt"
     """It is cached under another salt."""
     NO_ROOM = "no_room"

@@ -16,16 +16,20 @@ from strandline.config import EngineConfig
 from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
 from strandline.device.host_store import HOST_STORE
 from strandline.device.sizing import choose_batched_tokens, choose_logged_from
+from strandline.device.uni_executor import UniExecutor
 from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
 from strandline.engine.drafting import new_draft_depth, new_drafter
 from strandline.engine.event_feed import EventFeed
+from strandline.engine.hand_over import HandOver
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
+from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, RequestId
 from strandline.kernels.binding import Fallback
+from strandline.models.weights_files import fingerprint
 from strandline.records.events import (
     CoreStats,
     FinishReason,
@@ -41,6 +45,7 @@ from strandline.records.events import (
 from strandline.records.messages import EventEndpoints
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.specs import ModelSpec
+from strandline.text.model_files import find_model
 
 MAX_WAIT_S: Final = 0.01
 """How long a turn of the core waits for loads when there is nothing else to do."""
@@ -77,6 +82,8 @@ class EngineCore:
             if not config.enforce_eager:
                 with self._timed("graphs"):
                     executor.capture_graphs()
+        self.hand_over = _new_hand_over(config, executor, self.scheduler)
+        """Gives prefixes to other engines and fetches them; None: that is not asked for."""
         is_cpu = facts.device_type == "cpu"
         self._is_overlapped = not is_cpu if config.async_scheduling is None else config.async_scheduling
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
@@ -99,18 +106,29 @@ class EngineCore:
         Raises:
             RequestError: a sequence of that id is unfinished.
         """
-        request = Request(submission.new, max_total=submission.max_total, salt=submission.salt, marks=submission.marks)
+        request = Request(
+            submission.new,
+            max_total=submission.max_total,
+            salt=submission.salt,
+            marks=submission.marks,
+            transfer=submission.transfer,
+        )
         request.grammar = grammar
-        self.scheduler.add(request)
+        if self.hand_over is None or not self.hand_over.add(request):
+            self.scheduler.add(request)
 
     def finish(self, request_id: RequestId) -> None:
         """End a sequence between steps and free what it holds. Unknown ids are ignored."""
+        if self.hand_over is not None:
+            self.hand_over.forget(request_id)
         self.scheduler.finish(request_id, FinishReason.ABORT)
         self._auditor.forget(request_id)
         self._flush()
 
     def close(self) -> None:
-        """Release the device, and stop publishing events; no step follows."""
+        """Release the device, and stop publishing events and handing over; no step follows."""
+        if self.hand_over is not None:
+            self.hand_over.close()
         self.executor.close()
         if self.event_feed is not None:
             self.event_feed.close()
@@ -133,6 +151,8 @@ class EngineCore:
         its tokens should not wait for another launch.
         """
         events, start_s = StepEvents(), SYSTEM_CLOCK()
+        if self.hand_over is not None:
+            self.hand_over.turn()
         is_overlapped = self._is_overlapped and self.scheduler.can_run_ahead
         if not is_overlapped:
             self._settle(events)
@@ -154,10 +174,17 @@ class EngineCore:
         return events
 
     def _settle_or_load(self, events: StepEvents) -> None:
-        """Wait for the step under way or, if there is none, a short time for the loads that requests wait for."""
+        """Wait for the step under way or, if there is none, a short time for what the requests wait for.
+
+        They wait for loads, or for memory that is held for other engines.
+        """
         if self._in_flight is not None:
             self._settle(events)
-        elif self.cache.loads:
+            return
+        is_full = len(self.scheduler) > 0 and not self.cache.loads
+        if is_full and self.hand_over is not None and self.hand_over.give_up():
+            return
+        if self.cache.loads or self.cache.holds:
             self.executor.carry_out(self.cache.take_actions())
             self.scheduler.loading.complete(self.executor.wait_for_transfers(MAX_WAIT_S))
 
@@ -175,6 +202,8 @@ class EngineCore:
         for request_id in result.failures:
             self._auditor.forget(request_id)
         self._add_events(events, plan, result, advanced)
+        if self.hand_over is not None:
+            events.handed_over.extend(filter(None, map(self.hand_over.keep, advanced)))
         self._auditor.take(plan, result, advanced)
         self._flush()
         if self._is_debugged:
@@ -215,6 +244,12 @@ class EngineCore:
                     )
                 )
 
+    def exchange(self) -> None:
+        """Do what other engines have asked for, where no step follows at once."""
+        if self.hand_over is not None:
+            self.hand_over.turn()
+            self._flush()
+
     def _flush(self) -> None:
         """Publish events. When no request is left, apply pending cache actions, so that snapshots are valid."""
         if self.event_feed is not None:
@@ -246,6 +281,7 @@ class EngineCore:
             f"start: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.start_s.items())}",
             f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
             *([] if self.event_feed is None else [self.event_feed.describe()]),
+            *([] if self.hand_over is None else [self.hand_over.describe()]),
         ]
 
     def _shortest_hit(self) -> str:
@@ -261,7 +297,7 @@ class EngineCore:
         stats = self.cache.stats()
         return CoreStats(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=len(self.scheduler.waiting) + (self.hand_over.num_waiting if self.hand_over else 0),
             num_preemptions=self.scheduler.num_preemptions,
             queried_tokens=stats.queried_tokens,
             hit_tokens=stats.hit_tokens,
@@ -351,6 +387,20 @@ def _host_memory_stats(stats: CacheStats, block_bytes: int) -> HostMemoryStats |
 def _num_prefilled(plan: StepPlan) -> int:
     """Return how many tokens of prompts a step computes."""
     return sum(x.end - x.start for x in plan.sequences if x.end - x.start > 1 + x.num_drafts)
+
+
+def _new_hand_over(config: EngineConfig, executor: Executor, scheduler: Scheduler) -> HandOver | None:
+    """Return what hands prefixes over; None: nothing is to do so.
+
+    Raises:
+        ConfigError: the model's weights cannot be read, or the address is not there, or taken.
+    """
+    if config.kv_transfer is None:
+        return None
+    if not isinstance(executor, UniExecutor):
+        raise ConfigError("--kv-transfer-config needs --distributed-executor-backend uni")
+    weights = f"random {config.seed}" if config.load_format == "dummy" else fingerprint(find_model(config.model))
+    return HandOver(config.kv_transfer, executor, scheduler, weights=weights, is_deterministic=config.deterministic)
 
 
 def _drafts_of(request: Request) -> SpeculationStats | None:

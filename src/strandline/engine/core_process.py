@@ -71,6 +71,9 @@ class CoreLoop:
         for source in (socket, lifeline, self._pending_grammars.fileno()):
             self._poller.register(source, zmq.POLLIN)
         self._events_fd = None if core.event_feed is None else core.event_feed.publisher.fileno()
+        self._exchange_fd = None if core.hand_over is None else core.hand_over.fileno()
+        if self._exchange_fd is not None:
+            self._poller.register(self._exchange_fd, zmq.POLLIN)
         if self._events_fd is not None:
             self._poller.register(self._events_fd, zmq.POLLIN)
         self._is_stopped = False
@@ -99,6 +102,8 @@ class CoreLoop:
             self._core.executor.release_free_memory()
         if self._lifeline in ready:
             self._is_stopped = True
+        if self._exchange_fd in ready:
+            self._core.exchange()
         if self._events_fd in ready and self._core.event_feed is not None:
             self._core.event_feed.flush()
         if self._pending_grammars.fileno() in ready:
@@ -134,6 +139,7 @@ class CoreLoop:
                     self._pending_grammars.discard(request_id)
                     self._core.finish(request_id)
             case AskStats():
+                self._core.exchange()  # an idle engine ends leases now
                 self._send(Stats(self._stats()))
             case AskCache(number, salt):
                 self._send(CacheShown(number, self._core.watch.state(salt, self._stats())))

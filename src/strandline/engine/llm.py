@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from strandline.config import EngineConfig
 from strandline.engine.loading import load_engine
-from strandline.errors import RequestError
+from strandline.errors import ConfigError, RequestError
 from strandline.records.cache_questions import CacheQuestion
 from strandline.records.outputs import RequestOutput
 from strandline.records.sampling_params import SamplingParams
@@ -55,6 +55,8 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_options({"model": model, **options})
+        if self.config.kv_transfer is not None:
+            raise ConfigError("--kv-transfer-config is for servers: between calls, LLM would not answer other engines")
         self._default_params = SamplingParams(**default_sampling_params(find_model(model)))
         self.engine = load_engine(self.config, progress=True)
         self._names = count()

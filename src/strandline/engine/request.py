@@ -9,6 +9,7 @@ from strandline.ids import NO_TOKEN, RequestId
 from strandline.records.events import FinishReason
 from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams
+from strandline.records.transfer_params import TransferParams
 
 
 class Status(Enum):
@@ -50,6 +51,7 @@ class Request:
         "stop_ids",
         "stop_reason",
         "tokens",
+        "transfer",
     )
 
     def __init__(
@@ -59,6 +61,7 @@ class Request:
         max_total: int,
         salt: str = "",
         marks: tuple[int, ...] = (),
+        transfer: TransferParams | None = None,
         is_audit: bool = False,
     ) -> None:
         self.new = new
@@ -81,6 +84,8 @@ class Request:
         """Keeps the compiled grammar of structured outputs while the request exists (``Executor.compile_grammar``)."""
         self.marks = marks
         """Ends of prefixes that other prompts are likely to share: of tools, system prompt and turns."""
+        self.transfer = transfer
+        """What it hands over to another engine, or fetches from one; None: nothing."""
         self.lead: Lead | None = None
         """The running request or the load that it last waited for, or None."""
         self.offer: Offer | None = None

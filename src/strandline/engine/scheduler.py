@@ -161,7 +161,7 @@ class Scheduler:
         return not self._num_on_host and self._drafter is None
 
     def plan(self) -> StepPlan | None:
-        """Plan the next step; None when no request can run, or none before the previous step is settled or a load ends.
+        """Plan the next step; None when no request can run before a step is settled, or a load or a hold has ended.
 
         The cache's actions are in the plan. Without a plan they are still to be carried out.
         """
@@ -188,7 +188,7 @@ class Scheduler:
         if self._has_draft_layer:
             sequences = list(map(with_next, sequences, spans, next_drafts))
         if not sequences:
-            if self._planned or self.cache.loads:
+            if self._planned or self.cache.loads or self.cache.holds:
                 return None
             memory = self.cache.memory_use()
             raise EngineError(
@@ -357,7 +357,7 @@ class Scheduler:
             shared_end=request.num_prompt_tokens if self._is_exact else None,
             past_bin=request.interarrival_bin,
             is_counted=not request.is_audit,
-            load_failed_end=request.load_failed_end,
+            load_failed_end=max(request.load_failed_end, request.offer.position if request.offer else 0),
         )
         if lease is None:
             return None

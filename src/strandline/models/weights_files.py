@@ -3,6 +3,7 @@
 import json
 from contextlib import ExitStack
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from strandline.errors import WeightsError
 
 INDEX_NAME: Final = "model.safetensors.index.json"
+SAMPLED_BYTES: Final = 4096
+"""Of each tensor's bytes, how many its model's fingerprint is made of: training changes them all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +51,31 @@ def open_files(directory: Path, stack: ExitStack) -> list[WeightsFile]:
         WeightsError: there is none, or one is missing or no safetensors file.
     """
     return [WeightsFile(path, stack.enter_context(_open(path))) for path in _find_files(directory)]
+
+
+def fingerprint(directory: Path) -> str:
+    """Return a digest of a model's configuration and weights: of every tensor its name, shape and first bytes.
+
+    Raises:
+        WeightsError: as ``open_files``.
+    """
+    digest = blake2b(digest_size=16)
+    config = directory / "config.json"
+    if config.is_file():
+        digest.update(config.read_bytes())
+    for path in _find_files(directory):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = file.read(size)
+            digest.update(header)
+            try:
+                tensors = [entry["data_offsets"] for entry in json.loads(header).values() if "data_offsets" in entry]
+            except (ValueError, TypeError, AttributeError) as error:
+                raise WeightsError(f"{path} is not a safetensors file: {error!r}") from error
+            for start, end in sorted(tensors):
+                file.seek(8 + size + start)
+                digest.update(file.read(min(end - start, SAMPLED_BYTES)))
+    return digest.hexdigest()
 
 
 def _find_files(directory: Path) -> list[Path]:

@@ -6,11 +6,12 @@ All of it is plain data, so that the two can run in two processes.
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from strandline.cache import Account
 from strandline.ids import RequestId
 from strandline.records.plan import NewRequest, TokenLogprobs
+from strandline.records.transfer_params import TransferParams
 
 
 class FinishReason(StrEnum):
@@ -33,6 +34,8 @@ class Submission:
     salt: str = ""
     marks: tuple[int, ...] = ()
     """Token positions up to which other prompts are likely to share this one's prefix."""
+    transfer: TransferParams | None = None
+    """What it hands over to another engine, or fetches from one; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,14 @@ class TokenEvent(NamedTuple):
     """The sequence's drafts; with the last token only, if there were any."""
 
 
+class HandedOver(NamedTuple):
+    """What another engine needs to continue a sequence that has ended here."""
+
+    request_id: RequestId
+    params: dict[str, Any]
+    """Its ``kv_transfer_params``."""
+
+
 class PromptLogprobs(NamedTuple):
     """Log-probabilities of a prompt's tokens from ``start + 1`` on."""
 
@@ -93,6 +104,8 @@ class StepEvents:
 
     tokens: list[TokenEvent] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
+    handed_over: list[HandedOver] = field(default_factory=list)
+    """Of sequences that end in this step."""
 
 
 @dataclass(frozen=True, slots=True)

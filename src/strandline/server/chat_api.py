@@ -9,6 +9,7 @@ from fastapi.responses import Response
 
 from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta, RequestDelta
+from strandline.records.transfer_params import TransferParams
 from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.output_parser import OutputParser, chat_deltas, chat_finish_reason, chat_message
@@ -17,7 +18,7 @@ from strandline.server.segments import merge_segments
 from strandline.server.service import Service
 from strandline.server.sse import EventStream, json_response, plain_events
 from strandline.server.tools import Toolbox, toolbox
-from strandline.server.usage_and_logprobs import Json, chat_logprobs, usage, usage_so_far
+from strandline.server.usage_and_logprobs import Json, chat_logprobs, handed_over, usage, usage_so_far
 from strandline.text.frontend import CheckedParams
 
 
@@ -25,7 +26,14 @@ class Chat:
     """A request and its response."""
 
     def __init__(
-        self, service: Service, body: ChatBody, prompt: Prompt, params: CheckedParams, box: Toolbox, salt: str
+        self,
+        service: Service,
+        body: ChatBody,
+        prompt: Prompt,
+        params: CheckedParams,
+        box: Toolbox,
+        salt: str,
+        transfer: TransferParams | None = None,
     ) -> None:
         self._body = body
         self._num_top = body.top_logprobs or 0
@@ -38,7 +46,7 @@ class Chat:
         self._parsers = [service.output_format.parser(prompt.text or "", box.schemas) for _ in range(params.params.n)]
         self._token_ids: list[list[int]] = [[] for _ in self._parsers]
         """Of each output, those that the client has not been shown."""
-        self.job = service.client.submit(str(self._head["id"]), [prompt], params, salt)
+        self.job = service.client.submit(str(self._head["id"]), [prompt], params, salt, transfer)
 
     async def answer(self) -> Json:
         """Return the complete response."""
@@ -59,7 +67,8 @@ class Chat:
                     **({"token_ids": output.token_ids} if self._body.return_token_ids else {}),
                 }
             )
-        return {**self._head, "choices": choices, "usage": self._usage(), **self._prompt_ids()}
+        tail = {**self._prompt_ids(), **handed_over(self.job.streams)}
+        return {**self._head, "choices": choices, "usage": self._usage(), **tail}
 
     async def chunks(self) -> AsyncIterator[Json]:
         """Yield the response as it is generated."""
@@ -123,6 +132,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true")
     box = toolbox(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
+    transfer = service.transfer_params(body.kv_transfer_params)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(service.defaults, max_tokens=max_tokens, logprobs=logprobs)
@@ -134,7 +144,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
             template_options=body.chat_template_kwargs,
         )
         checked = await service.bind(params, box, prompt.text or "")
-    started = Chat(service, body, prompt, checked, box, salt_of(request, body.cache_salt))
+    started = Chat(service, body, prompt, checked, box, salt_of(request, body.cache_salt), transfer)
     if body.stream:
         return EventStream(started.job, plain_events(request.url.path, started.chunks()))
     return json_response(await started.answer())

@@ -11,12 +11,20 @@ from fastapi.responses import Response
 
 from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta, RequestDelta
+from strandline.records.transfer_params import TransferParams
 from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.request_bodies import CompletionBody
 from strandline.server.service import Service
 from strandline.server.sse import EventStream, json_response, plain_events
-from strandline.server.usage_and_logprobs import Entry, Json, completion_logprobs, usage, usage_so_far
+from strandline.server.usage_and_logprobs import (
+    Entry,
+    Json,
+    completion_logprobs,
+    handed_over,
+    usage,
+    usage_so_far,
+)
 from strandline.text.frontend import CheckedParams
 from strandline.text.output_streams import RequestStream
 
@@ -43,6 +51,7 @@ class Completion:
         salt: str,
         *,
         is_batch: bool,
+        transfer: TransferParams | None = None,
     ) -> None:
         self._body = body
         self._service = service
@@ -55,14 +64,14 @@ class Completion:
             "model": service.model_names[0],
         }
         self._num_outputs = params.params.n
-        self.job = service.client.submit(self._name, prompts, params, salt)
+        self.job = service.client.submit(self._name, prompts, params, salt, transfer)
 
     async def answer(self) -> Json:
         """Return the complete response."""
         with self.job:
             deltas = await self.job.whole()
         choices = [self._choice(place, output) for place, delta in enumerate(deltas) for output in delta.outputs]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        return {**self._head, "choices": choices, "usage": self._usage(), **handed_over(self.job.streams)}
 
     async def chunks(self) -> AsyncIterator[Json]:
         """Yield the response as it is generated."""
@@ -144,11 +153,12 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     num_logprobs = _num_prompt_logprobs(body)
     params = body.sampling_params(service.defaults, max_tokens=body.max_tokens, prompt_logprobs=num_logprobs)
     given, is_batch = _given(body)
+    transfer = service.transfer_params(body.kv_transfer_params, len(given))
     with service.client.expect(len(given) * params.n):
         prompts = [await _prompt(service, body, each) for each in given]
         checked = await service.check(params)
     salt = salt_of(request, body.cache_salt)
-    completion = Completion(service, body, prompts, checked, salt, is_batch=is_batch)
+    completion = Completion(service, body, prompts, checked, salt, is_batch=is_batch, transfer=transfer)
     if body.stream:
         return EventStream(completion.job, plain_events(request.url.path, completion.chunks()))
     return json_response(await completion.answer())

@@ -28,6 +28,7 @@ from strandline.records.messages import (
     ToCore,
 )
 from strandline.records.outputs import RequestDelta
+from strandline.records.transfer_params import TransferParams
 from strandline.server.metrics import Metrics
 from strandline.text.frontend import CheckedParams, Frontend
 from strandline.text.output_streams import RequestStream
@@ -214,8 +215,18 @@ class EngineClient:
 
     # Jobs
 
-    def submit(self, name: str, prompts: Sequence[Prompt], params: CheckedParams, salt: str = "") -> Job:
+    def submit(
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        params: CheckedParams,
+        salt: str = "",
+        transfer: TransferParams | None = None,
+    ) -> Job:
         """Start a job.
+
+        Args:
+            transfer: what the prompts hand over to another engine, or fetch from one.
 
         Raises:
             RequestError: a prompt cannot be served; none is run.
@@ -231,7 +242,9 @@ class EngineClient:
         submissions = []
         names = [f"{name}-{place}" for place in range(len(prompts))]
         for request_id, request, prompt in zip(names, requests, prompts, strict=True):
-            submissions += self.frontend.open(request_id, request, prompt=prompt.text, salt=salt, marks=prompt.marks)
+            submissions += self.frontend.open(
+                request_id, request, prompt=prompt.text, salt=salt, marks=prompt.marks, transfer=transfer
+            )
         try:
             self._send(Submit(submissions))
         except RequestError:

@@ -119,7 +119,16 @@ def make_service(
     names = server.served_model_name or (engine.model,)
     shown = template or str(getattr(client.frontend.tokenizer, "chat_template", None) or "")
     output_format = choose_output_format(server.tool_call_parser, server.reasoning_parser, shown)
-    return Service(client, names, defaults, template, output_format, server.parse_special_tokens, try_grammar)
+    return Service(
+        client,
+        names,
+        defaults,
+        template,
+        output_format,
+        server.parse_special_tokens,
+        kv_transfer=engine.kv_transfer,
+        try_grammar=try_grammar,
+    )
 
 
 def _cancel_on_sigterm() -> None:

@@ -120,6 +120,7 @@ class SamplingBody(BaseModel):
     return_token_ids: bool | None = False
     cache_salt: str | None = None
     include_cache_account: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None

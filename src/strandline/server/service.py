@@ -12,7 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 from strandline.errors import RequestError
+from strandline.kv_transfer_config import KVTransferConfig
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
+from strandline.records.transfer_params import NAME as TRANSFER_PARAMS
+from strandline.records.transfer_params import TransferParams, read_transfer_params
 from strandline.server.engine_client import EngineClient, Prompt
 from strandline.server.error_responses import UnknownModelError
 from strandline.server.output_parser import OutputFormat
@@ -43,6 +46,8 @@ class Service:
     """How the model writes tool calls and reasoning."""
     parse_special_tokens: bool = False
     """Control tokens in the text of users and tools are read as such."""
+    kv_transfer: KVTransferConfig | None = None
+    """How prefixes are handed over between engines; None: not at all."""
     try_grammar: TryGrammar | None = None
     """Compiles a grammar before it is sent to the engine (``GrammarTrials.check``); by default a thread does."""
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -117,6 +122,30 @@ class Service:
         elif structure is not None:
             await asyncio.to_thread(frontend.grammars.check, structure)
         return frontend.check_values(params)
+
+    def transfer_params(self, value: Mapping[str, Any] | None, num_prompts: int = 1) -> TransferParams | None:
+        """Return what a request hands over to another engine, or fetches from one; None: nothing.
+
+        Raises:
+            RequestError: the server does not do that, or may not fetch from that host.
+        """
+        params = read_transfer_params(value)
+        if params is None:
+            return None
+        config = self.kv_transfer
+        is_served = config is not None and (config.is_producer if params.is_remote_decode else config.is_consumer)
+        if config is None or not is_served:
+            role = "kv_producer" if params.is_remote_decode else "kv_consumer"
+            raise RequestError(
+                f"{TRANSFER_PARAMS} needs a server with --kv-transfer-config in the role {role} or kv_both"
+            )
+        if params.is_remote_prefill and not config.may_fetch_from(params.host):
+            raise RequestError(
+                f"{TRANSFER_PARAMS}: remote_host {params.host!r:.100} is not among the peers of --kv-transfer-config"
+            )
+        if num_prompts > 1:
+            raise RequestError(f"{TRANSFER_PARAMS} needs one prompt, got {num_prompts}")
+        return params
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
         """Return a text as a prompt."""

@@ -57,6 +57,12 @@ def draft_counts(drafts: SpeculationStats) -> Json:
     }
 
 
+def handed_over(streams: Sequence[RequestStream]) -> Json:
+    """Return the field that lets another engine continue a request, if it asked for that and was kept for it."""
+    params = streams[0].handed_over
+    return {} if params is None else {"kv_transfer_params": params}
+
+
 def cache_account(stream: RequestStream) -> Json | None:
     """Return the cache lookup's account. ``queried`` is ``hit`` plus the misses' tokens."""
     return None if stream.account is None else account_data(stream.account.for_callers())

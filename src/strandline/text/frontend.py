@@ -18,6 +18,7 @@ from strandline.records.events import FinishReason, Limits, StepEvents, Submissi
 from strandline.records.failures import OUTPUT_FAILED, failure_text
 from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams
+from strandline.records.transfer_params import TransferParams
 from strandline.text.output_streams import OutputStream, RequestStream
 from strandline.text.structured import Grammars
 
@@ -141,6 +142,7 @@ class Frontend:
         prompt: str | None = None,
         salt: str = "",
         marks: tuple[int, ...] = (),
+        transfer: TransferParams | None = None,
     ) -> list[Submission]:
         """Start a request; return what the core is to run for it.
 
@@ -148,6 +150,7 @@ class Frontend:
             prompt: the text behind the prompt's tokens, to be handed back with the output.
             salt: requests share cached prefixes only with requests of the same salt.
             marks: token positions up to which other prompts are likely to share this one's prefix.
+            transfer: what it hands over to another engine, or fetches from one.
 
         Raises:
             RequestError: the id, or that of one of its outputs, is in use or reserved; nothing has changed.
@@ -158,7 +161,7 @@ class Frontend:
         taken = next((name for name in (request_id, *names) if name in self.requests or name in self._outputs), None)
         if taken is not None:
             raise RequestError(f"request id {taken!r} is in use by an unfinished request")
-        submissions = self._submissions(names, request, salt, marks)
+        submissions = self._submissions(names, request, salt, marks, transfer)
         news = [submission.new for submission in submissions]
         stream = RequestStream(request_id, prompt, news, self.tokenizer, self._clock())
         self.requests[request_id] = stream
@@ -166,7 +169,12 @@ class Frontend:
         return submissions
 
     def _submissions(
-        self, names: Sequence[RequestId], request: CheckedRequest, salt: str, marks: tuple[int, ...]
+        self,
+        names: Sequence[RequestId],
+        request: CheckedRequest,
+        salt: str,
+        marks: tuple[int, ...],
+        transfer: TransferParams | None,
     ) -> list[Submission]:
         prompt_ids, params, stop_ids = request.prompt_ids, request.params.params, request.params.stop_ids
         max_total = self.limits.max_model_len
@@ -177,7 +185,7 @@ class Frontend:
         submissions: list[Submission] = []
         for index, name in enumerate(names):
             new = NewRequest(name, prompt_ids, params, _wrap_seed(seed + index), stop_ids, bad_words_ids)
-            submissions.append(Submission(new, max_total, salt, marks))
+            submissions.append(Submission(new, max_total, salt, marks, transfer))
             if params.prompt_logprobs is not None and params.max_tokens != 0:
                 params = replace(params, prompt_logprobs=None)  # of the first output; the others share its prompt
         return submissions
@@ -213,6 +221,9 @@ class Frontend:
         touched: dict[str, RequestStream] = {}
         stopped: list[RequestId] = []
         failed: list[TokenEvent] = []
+        for name, handed_over in events.handed_over:
+            if name in outputs:
+                outputs[name].request.handed_over = handed_over
         for name, start, entries in events.prompts:
             try:
                 if name in outputs:

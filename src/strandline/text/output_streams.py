@@ -127,6 +127,8 @@ class RequestStream:
         self.times = RequestTimes(arrival_s)
         self.account: Account | None = None
         """What the first output's lookup found; the others share its prompt."""
+        self.handed_over: dict[str, Any] | None = None
+        """What another engine needs to continue it (``kv_transfer_params``); None: it is not to, or cannot."""
         self._tokenizer = tokenizer
         if news[0].params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(self.prompt_ids)

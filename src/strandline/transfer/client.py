@@ -33,6 +33,11 @@ class Pull:
         self._lock = Lock()
         self._is_closed = False
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the prefix that was offered."""
+        return 0 if self._offer is None else self._offer.num_blocks
+
     def ask(self, ask: Ask) -> Offer:
         """Connect, and ask what there is of a prompt. What is offered is kept until the pull ends.
 

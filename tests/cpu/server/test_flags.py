@@ -15,7 +15,7 @@ FLAGS = [
     "--deterministic", "--device", "--distributed-executor-backend", "--dtype", "--enable-auto-tool-choice",
     "--enable-prefix-caching", "--enforce-eager",
     "--gpu-memory-utilization", "--host", "--host-memory",
-    "--kv-cache-dtype", "--kv-events-config", "--load-format", "--long-prefill-token-threshold",
+    "--kv-cache-dtype", "--kv-events-config", "--kv-transfer-config", "--load-format", "--long-prefill-token-threshold",
     "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-async-scheduling",
     "--no-enable-prefix-caching",
@@ -32,6 +32,7 @@ OF_VLLM = {
     "--max-num-seqs": "4", "--max-num-batched-tokens": "512", "--seed": "1", "--tool-call-parser": "hermes",
     "--reasoning-parser": "qwen3", "--long-prefill-token-threshold": "2048", "--tensor-parallel-size": "2",
     "--kv-events-config": '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}',
+    "--kv-transfer-config": '{"kv_connector": "SocketConnector", "kv_role": "kv_both", "kv_ip": "10.0.0.1"}',
     "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}',
 }  # fmt: skip
 """Flags that mean what they mean in vLLM, with a value each."""

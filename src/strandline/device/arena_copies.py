@@ -1,0 +1,74 @@
+"""Copies between the arena and the host, in other threads than the one that launches steps.
+
+On a GPU they run on a stream of their own, after what was launched before the *fence* that they are given.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from strandline.kernels.arena import ArenaTensors
+
+Fence = torch.cuda.Event | None
+"""A point in the order of what was launched; None on a CPU, where everything launched is done."""
+
+
+class ArenaCopies:
+    """Reads and writes whole blocks and slots."""
+
+    def __init__(self, arena: ArenaTensors) -> None:
+        spec = arena.spec
+        self._block_BX = arena.bytes.view(arena.num_blocks, spec.block_bytes)
+        self._slot_SX = arena.bytes.view(arena.num_slabs, spec.slab_bytes)[:, : spec.raw_slot_bytes]
+        self._device = arena.bytes.device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    def fence(self) -> Fence:
+        """Return the present point in the order of what was launched. In the thread that launches."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def read(self, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> memoryview:
+        """Return the bytes of blocks and slots, one after the other, as what was launched before the fence left them.
+
+        Nothing may write them meanwhile.
+        """
+        if self._stream is None:
+            block_BX, slot_SX = self._block_BX.numpy(), self._slot_SX.numpy()
+            parts = [block_BX[list(blocks)].reshape(-1), slot_SX[list(slots)].reshape(-1)]
+            return (np.concatenate(parts) if blocks and slots else parts[not blocks]).data
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            if fence is not None:
+                self._stream.wait_event(fence)
+            parts_X = [self._block_BX[list(blocks)].view(-1), self._slot_SX[list(slots)].reshape(-1)]
+            device_X = torch.cat(parts_X)
+            host_X = torch.empty(len(device_X), dtype=torch.uint8, pin_memory=True)
+            host_X.copy_(device_X, non_blocking=True)
+            self._stream.synchronize()
+        return host_X.numpy().data
+
+    def write(self, blocks: Sequence[int], slots: Sequence[int], data: bytearray, fence: Fence) -> None:
+        """Write the bytes of blocks and slots, one after the other, after what was launched before the fence.
+
+        Nothing may read or write them meanwhile. They are written when this returns.
+        """
+        cut = len(blocks) * self._block_BX.shape[1]
+        if self._stream is None:
+            data_X = np.frombuffer(data, np.uint8)
+            self._block_BX.numpy()[list(blocks)] = data_X[:cut].reshape(len(blocks), self._block_BX.shape[1])
+            self._slot_SX.numpy()[list(slots)] = data_X[cut:].reshape(len(slots), self._slot_SX.shape[1])
+            return
+        host_X = torch.frombuffer(data, dtype=torch.uint8)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            if fence is not None:
+                self._stream.wait_event(fence)
+            device_X = host_X.pin_memory().to(self._device, non_blocking=True)
+            if blocks:
+                self._block_BX[list(blocks)] = device_X[:cut].view(len(blocks), -1)
+            if slots:
+                self._slot_SX[list(slots)] = device_X[cut:].view(len(slots), -1)
+            self._stream.synchronize()

@@ -1,0 +1,128 @@
+"""Hand-over of prefixes between engines: what this one gives, what it fetches, and the port that others connect to."""
+
+from secrets import token_hex
+from typing import Final
+
+from strandline.device.arena_copies import ArenaCopies
+from strandline.device.peer_store import PEERS, PeerStore
+from strandline.device.uni_executor import UniExecutor
+from strandline.engine.prefix_pulls import PrefixPulls
+from strandline.engine.prefix_source import PrefixSource
+from strandline.engine.request import Request
+from strandline.engine.scheduler import Scheduler
+from strandline.ids import RequestId
+from strandline.kv_transfer_config import KVTransferConfig
+from strandline.records.events import HandedOver
+from strandline.transfer.engine_calls import EngineCalls
+from strandline.transfer.layout import layout_of
+from strandline.transfer.messages import Hello
+from strandline.transfer.server import PullServer
+
+ID_BYTES: Final = 8
+
+
+class HandOver:
+    """Gives and fetches prefixes, as the configuration says. Belongs to the engine's thread.
+
+    Args:
+        weights: a digest of the model's weights.
+
+    Raises:
+        ConfigError: the address is not there, or taken.
+    """
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        executor: UniExecutor,
+        scheduler: Scheduler,
+        *,
+        weights: str,
+        is_deterministic: bool,
+    ) -> None:
+        cache, runner, spec = scheduler.cache, executor.runner, executor.facts.spec
+        self.calls = EngineCalls()
+        self._config = config
+        hello = Hello(
+            config.engine_id or token_hex(ID_BYTES),
+            layout_of(spec, weights=weights, is_deterministic=is_deterministic),
+        )
+        self._engine_id = hello.engine_id
+        copies = ArenaCopies(runner.arena)
+        self._source = PrefixSource(
+            cache,
+            copies,
+            lambda: executor.carry_out(cache.take_actions()),
+            blocks_per_slab=spec.blocks_per_slab,
+            lease_s=config.lease_s,
+        )
+        store = PeerStore(copies, runner.transfers.completions)
+        runner.transfers.attach(PEERS, store)
+        self._pulls = PrefixPulls(scheduler, store, self.calls, hello, spec, timeout_s=config.timeout_s)
+        self._server: PullServer | None = None
+        if config.is_producer:
+            self._server = PullServer(
+                config.kv_ip,
+                config.kv_port,
+                hello,
+                self.calls,
+                self._source,
+                spec,
+                timeout_s=config.timeout_s,
+                patience_s=config.lease_s,
+            )
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not queued yet, as a peer is asked for their prefixes."""
+        return len(self._pulls)
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable when ``turn`` has work."""
+        return self.calls.fileno()
+
+    def turn(self) -> None:
+        """Do what peers have asked for, and queue the requests whose peers have answered."""
+        self.calls.run()
+        self._source.expire()
+        self._pulls.end_unneeded()
+
+    def add(self, request: Request) -> bool:
+        """Take a request whose prefix another engine has, to queue it later; False: it is none."""
+        params = request.transfer
+        if params is None or not params.is_remote_prefill:
+            return False
+        self._pulls.begin(request, params)
+        return True
+
+    def forget(self, request_id: RequestId) -> None:
+        """Forget a request that is not queued yet. Unknown ids are ignored."""
+        self._pulls.forget(request_id)
+
+    def keep(self, request: Request) -> HandedOver | None:
+        """Keep what a request has computed, if it has ended and another engine is to continue it."""
+        is_wanted = request.transfer is not None and request.transfer.is_remote_decode
+        if not is_wanted or request.finish_reason is None or self._server is None:
+            return None
+        kept = self._source.keep(request.tokens, request.salt)
+        if kept is None:
+            return None
+        params = self._source.params(kept, self._server.host, self._server.port, self._engine_id)
+        return HandedOver(request.request_id, params)
+
+    def give_up(self) -> bool:
+        """End the oldest lease, as its memory is needed; False: there is none."""
+        return self._source.give_up()
+
+    def describe(self) -> str:
+        """Return in a line what is handed over."""
+        gives = "" if self._server is None else f"given on {self._server.host}:{self._server.port}"
+        takes = "fetched from other engines" if self._config.is_consumer else ""
+        return f"prefixes: {' and '.join(filter(None, (gives, takes)))}; this is engine {self._engine_id}"
+
+    def close(self) -> None:
+        """End all connections."""
+        self.calls.close()
+        self._pulls.close()
+        if self._server is not None:
+            self._server.close()
