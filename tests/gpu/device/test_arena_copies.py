@@ -1,0 +1,46 @@
+"""Copies between arena and host on a GPU's own stream: right bytes, in the order of what was launched."""
+
+import pytest
+import torch
+
+from strandline.device.arena_copies import ArenaCopies
+from strandline.kernels.arena import ArenaTensors
+from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
+
+DEVICE = "cuda"
+SPEC = ModelSpec(
+    (kv_spec(2, 16, "bfloat16"), LayerSpec(states=(TensorSpec("state", (64, 65), "float32"),))), 32, "bfloat16"
+)
+
+
+@pytest.fixture
+def arena() -> ArenaTensors:
+    arena = ArenaTensors(SPEC, 12, DEVICE)
+    arena.bytes.copy_(torch.randint(0, 256, arena.bytes.shape, dtype=torch.uint8))
+    return arena
+
+
+def test_another_arena_gets_the_bytes_that_were_read(arena: ArenaTensors) -> None:
+    other = ArenaTensors(SPEC, 12, DEVICE)
+    blocks, slots = [3, 1, 2], [11, 7]
+    source, target = ArenaCopies(arena), ArenaCopies(other)
+    data = bytearray(source.read(blocks, slots, source.fence()))
+    assert len(data) == 3 * SPEC.raw_block_bytes + 2 * SPEC.raw_slot_bytes
+    target.write(blocks, slots, data, target.fence())
+    for view, ids in ((ArenaTensors.block, blocks), (ArenaTensors.slot, slots)):
+        assert all(torch.equal(view(arena, index), view(other, index)) for index in ids)  # type: ignore[operator]
+    assert not other.block(5).any()  # type: ignore[arg-type]
+
+
+def test_reads_and_writes_follow_what_was_launched_before(arena: ArenaTensors) -> None:
+    copies = ArenaCopies(arena)
+    weights = torch.randn(2048, 2048, device=DEVICE)
+    for _ in range(50):
+        weights = torch.tanh(weights @ weights)
+    arena.block(3).fill_(7)  # type: ignore[arg-type]
+    assert set(copies.read([3], [], copies.fence())) == {7}
+    for _ in range(50):
+        weights = torch.tanh(weights @ weights)
+    arena.slot(9).fill_(5)  # type: ignore[arg-type]
+    copies.write([], [9], bytearray([6]) * SPEC.raw_slot_bytes, copies.fence())
+    assert set(arena.slot(9).tolist()) == {6}  # type: ignore[arg-type]
