@@ -267,6 +267,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of the GPU's memory, without --memory (default: %(default)s)",
     )
+    add("--dequantize", action="store_true", help="turn FP8 weights into --dtype as they load")
     add("--enforce-eager", action="store_true", help="disable CUDA graphs")
     add(
         "--async-scheduling",

@@ -86,6 +86,8 @@ class EngineConfig:
     kv_transfer_config: str | Mapping[str, Any] | None = None
     """How prefixes are handed over between engines (``KVTransferConfig``), as a mapping or as JSON; None: not at all.
     A server takes part in it, ``LLM`` does not."""
+    dequantize: bool = False
+    """Turn weights that are published in FP8 into ``dtype`` as they load, on GPUs, too."""
     seed: int = 0
     """Seed of sampling without a seed, and of dummy weights."""
 
@@ -99,7 +101,7 @@ class EngineConfig:
         _require_type("model", self.model, (str,))
         _require_type("tokenizer", self.tokenizer, (str, NoneType))
         _require_type("async_scheduling", self.async_scheduling, (bool, NoneType))
-        for name in ("skip_tokenizer_init", "enforce_eager", "enable_prefix_caching", "deterministic"):
+        for name in ("skip_tokenizer_init", "enforce_eager", "enable_prefix_caching", "deterministic", "dequantize"):
             _require_type(name, getattr(self, name), (bool,))
         for name in ("max_num_seqs", "mamba_block_size", "tensor_parallel_size"):
             _require_count(name, getattr(self, name))

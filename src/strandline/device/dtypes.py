@@ -15,8 +15,10 @@ import torch
 
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError
+from strandline.kernels.binding import why_unavailable
 from strandline.kernels.linear import has_fast_gemms
-from strandline.models.quantization import read_quantization
+from strandline.models.fp8_storage import can_keep
+from strandline.models.quantization import Quantization, read_quantization
 from strandline.models.registry import builder_for
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.weights import published_dtype
@@ -24,6 +26,9 @@ from strandline.specs import E4M3
 
 E4M3_CAPABILITY: Final = (8, 9)
 """The lowest compute capability with conversions from and to e4m3."""
+
+PRODUCT_CAPABILITY: Final = (9, 0)
+"""The lowest compute capability for products in FP8: their tiles need the shared memory of Hopper GPUs."""
 
 MAX_WEIGHTS_SHARE: Final = 0.75
 """Of the machine's memory, for weights that are wider than the model's own."""
@@ -88,17 +93,52 @@ def choose_kv_cache_dtype(config: EngineConfig, device: torch.device) -> str | N
     return E4M3
 
 
-def dequantization_note(model_config: Any, dtype: torch.dtype) -> str | None:
-    """Return a line for the user about quantised weights that are loaded in a dtype; None: there are none.
+@dataclass(frozen=True, slots=True)
+class Fp8Choice:
+    """Whether weights that are published in FP8 stay so, and a line for the user where there are any."""
+
+    keeps_fp8: bool
+    note: str | None = None
+
+
+def choose_fp8(config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype) -> Fp8Choice:
+    """Decide whether FP8 weights stay as they are: on Hopper GPUs and later ones, if the user has not said otherwise.
+
+    Args:
+        dtype: of activations, and of weights that are dequantised.
 
     Raises:
-        ConfigError: they are quantised in a way that is not supported.
+        ConfigError: the weights are quantised in a way that is not supported.
     """
     quantization = read_quantization(model_config)
     if quantization is None:
-        return None
-    name, num_bytes = str(dtype).removeprefix("torch."), count_weights(model_config) * dtype.itemsize
-    return f"weights: {quantization}, dequantised to {name} one by one as they load; they take {_size(num_bytes)}"
+        return Fp8Choice(False)
+    name = str(dtype).removeprefix("torch.")
+    obstacle = "--dequantize" if config.dequantize else why_dequantized(quantization, device)
+    if obstacle is None and config.tensor_parallel_size > 1:
+        obstacle = "the model is divided among ranks"
+    if obstacle is None:
+        return Fp8Choice(True, f"weights: {quantization}, kept in FP8; those that are not published so are in {name}")
+    num_bytes = count_weights(model_config) * dtype.itemsize
+    note = f"weights: {quantization}, dequantised to {name} one by one as they load ({obstacle}); they take"
+    return Fp8Choice(False, f"{note} {_size(num_bytes)}")
+
+
+def why_dequantized(quantization: Quantization, device: torch.device) -> str | None:
+    """Return why weights cannot stay in FP8 on a device; None: they can."""
+    if device.type != "cuda":
+        return f"no products in FP8 on {device.type}"
+    if not can_keep(quantization):
+        return f"no products with {quantization}"
+    if torch.cuda.get_device_capability(device) < PRODUCT_CAPABILITY:
+        return f"products in FP8 need a GPU of compute capability {'.'.join(map(str, PRODUCT_CAPABILITY))}"
+    return why_unavailable("Triton", device.type)
+
+
+def peak_note(device: torch.device) -> str:
+    """Return a line about the memory of a GPU that loading a model took."""
+    loaded, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return f"weights: {_size(loaded)}; at most {_size(peak)} while they loaded"
 
 
 def count_weights(model_config: Any, shard: Shard = WHOLE) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
-from strandline.device.dtypes import choose_dtype, choose_kv_cache_dtype, dequantization_note
+from strandline.device.dtypes import choose_dtype, choose_fp8, choose_kv_cache_dtype, peak_note
 from strandline.device.executor import Executor
 from strandline.device.sizing import require_room_for_weights
 from strandline.device.threads import limit_threads
@@ -73,8 +73,10 @@ def load_uni_executor(
     device, shard = resolve_device(config, ranks.rank), Shard(ranks.rank, ranks.size)
     model_config = read_model_config(directory)
     choice = choose_dtype(config, model_config, device)
-    require_room_for_weights(model_config, choice.dtype, device, shard)
-    notes = [choice.note, dequantization_note(model_config, choice.dtype)]
+    fp8 = choose_fp8(config, model_config, device, choice.dtype)
+    stored = torch.float8_e4m3fn if fp8.keeps_fp8 else choice.dtype
+    require_room_for_weights(model_config, stored, device, shard)
+    notes = [choice.note, fp8.note]
     notes.append(limit_threads(ranks.size) if device.type == "cpu" else None)
     for note in filter(None, notes if shard.is_first else ()):
         LOGGER.warning(note)
@@ -91,7 +93,10 @@ def load_uni_executor(
         with_draft_layer=config.speculation is not None and config.speculation.has_draft_layer,
         kv_cache_dtype=choose_kv_cache_dtype(config, device),
         rounded_to=published_dtype(model_config) if choice.is_widened else None,
+        keeps_fp8=fp8.keeps_fp8,
     )
+    if fp8.keeps_fp8:
+        LOGGER.warning(peak_note(device))
     model.lay_out(lay_out_in_half if choice.is_widened else lay_out)
     weights_s = SYSTEM_CLOCK() - start_s
     return UniExecutor(model, config, device, grammars, ranks, weights_s=weights_s, progress=progress)

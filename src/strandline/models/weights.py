@@ -3,14 +3,14 @@
 Every published tensor is accounted for: it is copied to its target, or recognised and skipped, or it is an error. A
 tensor that the model needs and the files lack is an error, too, and so is a shape that differs.
 
-Quantised tensors are dequantised one by one, on the device that they go to: beside the model there is never more than
-one of them.
+Quantised tensors stay as they are (``fp8_storage.py``), or are dequantised one by one, on the device that they go to:
+beside the model there is never more than one of them.
 """
 
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,13 @@ from tqdm import tqdm
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import DTYPES, Fields, read_model_config
-from strandline.models.layers.parameters import Gain
+from strandline.models.fp8_conversion import is_converted
+from strandline.models.fp8_storage import Fp8Storage, can_keep
+from strandline.models.layers.parameters import Gain, matrices_without_memory
 from strandline.models.protocol import LoadableModel
 from strandline.models.quantization import (
     QUANTIZED_DTYPE,
+    Block,
     Quantization,
     check_scale,
     dequantize,
@@ -58,9 +61,11 @@ class WeightsReport:
 
     num_tensors: int = 0
     num_quantized: int = 0
-    """Tensors that were dequantised."""
+    """Tensors that are published in FP8; they were dequantised but for ``num_kept``."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Prefix -> number of tensors that were recognised and skipped."""
+    num_kept: int = 0
+    """Quantised tensors that stay in FP8."""
 
     @property
     def is_mtp_present(self) -> bool:
@@ -81,6 +86,7 @@ def load_model(
     rounded_to: torch.dtype | None = None,
     with_draft_layer: bool = False,
     kv_cache_dtype: str | None = None,
+    keeps_fp8: bool = False,
 ) -> LoadableModel:
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
@@ -96,6 +102,8 @@ def load_model(
         with_draft_layer: load the layer for multi-token prediction, too.
         rounded_to: a narrower dtype than ``dtype``, which dequantised weights are rounded to first; None: they are not.
         kv_cache_dtype: of keys and values, as specs name it; None: ``dtype``.
+        keeps_fp8: leave weights that are published in FP8 as they are where kernels take them so, in models that are
+            not divided; else all are dequantised.
 
     Raises:
         ConfigError: the architecture or a setting is not supported.
@@ -103,16 +111,22 @@ def load_model(
     """
     config = read_model_config(Path(path)) if config is None else config
     quantization = read_quantization(config)
-    model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device, shard)
-    if with_draft_layer:
-        model.add_draft_layer()
+    keeps_fp8 = keeps_fp8 and quantization is not None and can_keep(quantization) and shard.count == 1
+    with matrices_without_memory() if keeps_fp8 else nullcontext():
+        model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device, shard)
+        if with_draft_layer:
+            model.add_draft_layer()
     if kv_cache_dtype is not None:
         model.use_kv_cache_dtype(kv_cache_dtype)
     if load_format == "dummy":
+        if keeps_fp8:
+            _fill_fp8_randomly(model, seed, device)
         fill_with_random_weights(model, seed, published_dtype(config))
         model.weights_report = WeightsReport()
     elif load_format in ("auto", "safetensors"):
-        model.weights_report = _fill_from_files(model, Path(path), quantization, rounded_to, progress=progress)
+        model.weights_report = _fill_from_files(
+            model, Path(path), quantization, rounded_to, device if keeps_fp8 else None, progress=progress
+        )
     else:
         raise ConfigError(f"--load-format {load_format!r} is unknown; known: auto, safetensors, dummy")
     filled: LoadableModel = model.eval()
@@ -179,13 +193,15 @@ def published_dtype(config: Any) -> torch.dtype:
 
 
 def _fill_from_files(
-    model: LoadableModel,
+    model: Any,
     directory: Path,
     quantization: Quantization | None,
     rounded_to: torch.dtype | None,
+    fp8_device: torch.device | str | None,
     *,
     progress: bool,
 ) -> WeightsReport:
+    """Fill a model; ``fp8_device`` is where matrices without memory go, None where there are none."""
     with ExitStack() as stack:
         files = open_files(directory, stack)
         holders = {name: file for file in files for name in file.names()}
@@ -197,15 +213,34 @@ def _fill_from_files(
         known = {*targets, *kv_scales, *(scale for found in scales.values() for scale in found)}
         skipped = Counter(prefix for name in names - known for prefix in SKIPPED_PREFIXES if name.startswith(prefix))
         _check_names(directory, names, targets, known)
+        storage = None
+        if fp8_device is not None:
+            storage = Fp8Storage(model, targets, quantized, fp8_device)
+            targets = dict(model.targets(names))  # where memory now is
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not progress):
             for name in filter(targets.__contains__, file.names()):
                 _check_tensor(file, name, targets[name], is_quantized=name in scales)
                 read: Read = partial(file.get, name)
+                found = {scale: holders[scale].get(scale) for scale in scales.get(name, ())}
+                if storage is not None and name in storage.names:
+                    storage.fill(name, read(()), _read_scales(found, targets[name], quantization) if found else None)
+                    continue
                 if quantization is not None and name in scales:
-                    found = {scale: holders[scale].get(scale) for scale in scales[name]}
                     read = _dequantized(read, found, targets[name], quantization, rounded_to)
                 targets[name].copy_from(read)
-    return WeightsReport(len(targets), len(scales), dict(skipped))
+        if storage is None:
+            return WeightsReport(len(targets), len(scales), dict(skipped))
+        storage.finish()
+        return WeightsReport(len(targets), len(scales), dict(skipped), len(storage.names & scales.keys()))
+
+
+def _fill_fp8_randomly(model: Any, seed: int, device: torch.device | str) -> None:
+    """Fill what published models have in FP8."""
+    targets = dict(model.targets(frozenset()))
+    quantized = [name for name, target in targets.items() if is_converted(name, target.shape)]
+    storage = Fp8Storage(model, targets, quantized, device)
+    storage.fill_randomly(seed)
+    storage.finish()
 
 
 def _set_kv_scales(model: LoadableModel, holders: Mapping[str, WeightsFile]) -> list[str]:
@@ -219,6 +254,17 @@ def _set_kv_scales(model: LoadableModel, holders: Mapping[str, WeightsFile]) -> 
     return names
 
 
+def _read_scales(
+    scales: Mapping[str, Tensor], target: Target, quantization: Quantization | None
+) -> tuple[Block, Tensor]:
+    """Return what one of a tensor's scales covers, and the scales, the first of ``scales``; all are checked."""
+    assert quantization is not None
+    (name, scale), *activation = scales.items()
+    for extra, value in activation:
+        check_scale(extra, value)
+    return scale_grid(name, scale, target.shape, quantization)
+
+
 def _dequantized(
     read: Read,
     scales: Mapping[str, Tensor],
@@ -227,10 +273,7 @@ def _dequantized(
     rounded_to: torch.dtype | None,
 ) -> Read:
     """Return what reads a quantised tensor times its scales, the first of ``scales``, on the device of its target."""
-    (name, scale), *activation = scales.items()
-    for extra, value in activation:
-        check_scale(extra, value)
-    block, scale_YX = scale_grid(name, scale, target.shape, quantization)
+    block, scale_YX = _read_scales(scales, target, quantization)
     place = target.place
     if place is None:
         return read

@@ -1,5 +1,7 @@
 """An engine on FP8 weights: what it says at start, and that it answers as on the weights that these stand for."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from strandline import LLM, SamplingParams
+from strandline.config import EngineConfig
 from strandline.device import dtypes, sizing
 from strandline.device.dtypes import count_weights
 from strandline.device.sizing import require_room_for_weights
@@ -53,11 +56,44 @@ def test_start_says_that_weights_are_dequantised(
     quantized: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     start(quantized[0], dtype="float32")
-    expected = "weights: FP8 (blocks of 16 × 16), dequantised to float32 one by one as they load; they take 0 MiB"
-    assert [record.message for record in caplog.records] == [expected]
+    expected = "weights: FP8 (blocks of 16 × 16), dequantised to float32 one by one as they load ({}); they take 0 MiB"
+    assert [record.message for record in caplog.records] == [expected.format("no products in FP8 on cpu")]
+    caplog.clear()
+    start(quantized[0], dtype="float32", dequantize=True)
+    assert [record.message for record in caplog.records] == [expected.format("--dequantize")]
     caplog.clear()
     start(quantized[1], dtype="float32")
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("block", "capability", "reason"),
+    [
+        ([128, 128], (9, 0), None),
+        ([128, 128], (8, 9), "products in FP8 need a GPU of compute capability 9.0"),
+        ([16, 16], (9, 0), r"no products with FP8 \(blocks of 16 × 16\)"),
+    ],
+)
+def test_gpus_keep_what_they_multiply_with(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    block: list[int],
+    capability: tuple[int, int],
+    reason: str | None,
+) -> None:
+    config, gpu = AutoConfig.from_pretrained(save_tiny_model(tmp_path)), torch.device("cuda")
+    options = EngineConfig(model="nowhere", device="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dtypes, "why_unavailable", lambda backend, device_type: None)
+    assert dtypes.choose_fp8(options, config, gpu, torch.bfloat16) == dtypes.Fp8Choice(False)
+    config.quantization_config = {**CONFIG, "weight_block_size": block}
+    choice = dtypes.choose_fp8(options, config, gpu, torch.bfloat16)
+    assert choice.keeps_fp8 is (reason is None)
+    assert re.search(reason or "kept in FP8; those that are not published so are in bfloat16", choice.note or "")
+    divided = dtypes.choose_fp8(replace(options, tensor_parallel_size=2), config, gpu, torch.bfloat16)
+    assert not divided.keeps_fp8
+    told = dtypes.choose_fp8(replace(options, dequantize=True), config, gpu, torch.bfloat16)
+    assert (told.keeps_fp8, "(--dequantize)" in (told.note or "")) == (False, True)
 
 
 def test_room_is_required_for_dequantised_weights(

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
+from strandline.kernels.block_scaled_moe import block_scaled_mixture
 from strandline.kernels.moe import mixture
+from strandline.kernels.weights import ScaledWeight
 from strandline.model_config import Fields
-from strandline.models.layers.parameters import parameter
+from strandline.models.layers.parameters import matrix
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, sharded, spanned, unused, whole
@@ -72,7 +74,8 @@ class SparseMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    operations = (mixture,)
+    operations = (mixture, block_scaled_mixture)
+    _scaled_experts: tuple[ScaledWeight, ScaledWeight] | None = None
 
     def __init__(
         self, config: SparseMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -93,8 +96,8 @@ class SparseMoe(nn.Module):
         if not self.is_shared:
             self.in_proj.weight_OI.zero_()
             self.shared_down.weight_OI.zero_()
-        self.gate_up_XFE = parameter(num_held, 2 * size, hidden_size, dtype=dtype, device=device)
-        self.down_XEF = parameter(num_held, hidden_size, size, dtype=dtype, device=device)
+        self.gate_up_XFE = matrix(num_held, 2 * size, hidden_size, dtype=dtype, device=device)
+        self.down_XEF = matrix(num_held, hidden_size, size, dtype=dtype, device=device)
 
     @property
     def expert_share(self) -> float:
@@ -103,15 +106,28 @@ class SparseMoe(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._mixture = kernels[mixture]
+        self._mixture, self._scaled_mixture = kernels[mixture], kernels[block_scaled_mixture]
+
+    def keep_experts(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:
+        """Compute with these in place of the parameters, which are freed."""
+        del self.gate_up_XFE, self.down_XEF
+        self._scaled_experts = (gate_up, down)
+
+    @property
+    def dense_with_experts(self) -> tuple[Projection, ...]:
+        """Projections that must be in FP8 only if the experts are."""
+        return (self.shared_down,)
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
         shared_TS, logits_TX, gate_T1, _ = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         if not gate_T1.shape[1]:
             # Kernels always multiply by a gate: one that is open stands where a family has none.
             gate_T1 = hidden_TE.new_full((len(hidden_TE), 1), inf)
-        experts = (self.gate_up_XFE, self.down_XEF, self.shared_down.weight)
         projected = (shared_TS, logits_TX, gate_T1)
+        if self._scaled_experts is not None:
+            weights = (*self._scaled_experts, self.shared_down.weight)
+            return self._scaled_mixture(hidden_TE, *projected, *weights, self.top_k, is_normalised=self.is_normalised)
+        experts = (self.gate_up_XFE, self.down_XEF, self.shared_down.weight)
         return self._mixture(
             hidden_TE,
             *projected,

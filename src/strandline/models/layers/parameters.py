@@ -1,7 +1,29 @@
 """Unfilled parameters, and the names that specs use for their dtypes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final
+
 import torch
 from torch import nn
+
+_HAVE_NO_MEMORY: Final = ContextVar("matrices have no memory", default=False)
+
+
+@contextmanager
+def matrices_without_memory() -> Iterator[None]:
+    """Build layers whose matrices are on torch's meta device, until ``fp8_storage.py`` says what they need."""
+    token = _HAVE_NO_MEMORY.set(True)
+    try:
+        yield
+    finally:
+        _HAVE_NO_MEMORY.reset(token)
+
+
+def matrix(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    """Return the unfilled parameter of weights that may be kept in FP8."""
+    return parameter(*shape, dtype=dtype, device="meta" if _HAVE_NO_MEMORY.get() else device)
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
 from strandline.kernels.linear import LINEAR_OPERATIONS, Linear, bind_gated_linear, bind_linear
-from strandline.kernels.weights import DenseWeight, Layout, Weight
-from strandline.models.layers.parameters import parameter
+from strandline.kernels.weights import DenseWeight, Layout, ScaledWeight, StackedWeight, Weight
+from strandline.models.layers.parameters import matrix, parameter
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, sharded, stacked, unused, whole
 
@@ -17,8 +17,8 @@ from strandline.models.targets import NamedTargets, sharded, stacked, unused, wh
 class Projection(nn.Module):
     """A weight, possibly of several matrices one above the other, and a bias.
 
-    It is loaded as an ordinary parameter. ``lay_out`` then chooses the form in which it is multiplied with, after
-    which it can be neither loaded nor moved.
+    It is loaded as an ordinary parameter, or else given its weight, in FP8, by ``keep``. ``lay_out`` then chooses the
+    form in which a parameter is multiplied with, after which it can be neither loaded nor moved.
 
     Args:
         num_outputs: rows of this shard.
@@ -41,7 +41,7 @@ class Projection(nn.Module):
     ) -> None:
         super().__init__()
         self._shard, self._num_parts = shard, num_parts
-        self.weight_OI: Tensor = parameter(num_outputs, num_inputs, dtype=dtype, device=device)
+        self.weight_OI: Tensor = matrix(num_outputs, num_inputs, dtype=dtype, device=device)
         self.bias_O = parameter(num_outputs, dtype=dtype, device=device) if has_bias else None
         self.weight: Weight = DenseWeight(self.weight_OI)
 
@@ -51,8 +51,20 @@ class Projection(nn.Module):
             if rows is not None:
                 yield f"{prefix}{kind}", stacked(*(sharded(part, self._shard) for part in rows.chunk(self._num_parts)))
 
+    def allocate(self, values_OI: Tensor) -> None:
+        """Take memory for a parameter that was built without."""
+        self.weight_OI = nn.Parameter(values_OI, requires_grad=False)
+        self.weight = DenseWeight(self.weight_OI)
+
+    def keep(self, weight: ScaledWeight | StackedWeight) -> None:
+        """Multiply with this weight, in FP8; the parameter is freed."""
+        del self.weight_OI
+        self.weight = weight
+
     def lay_out(self, layout: Layout) -> None:
-        """Choose the form of the loaded weight; the parameter is freed."""
+        """Choose the form of the loaded weight; the parameter is freed. One that is in FP8 stays as it is."""
+        if isinstance(self.weight, ScaledWeight | StackedWeight):
+            return
         values_OI = self.weight_OI.data
         del self.weight_OI
         self.weight = layout(values_OI)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
+from strandline.kernels.block_scaled_moe import block_scaled_experts_glu
 from strandline.kernels.moe import experts_glu
 from strandline.kernels.router import route_by_sigmoid
+from strandline.kernels.weights import ScaledWeight
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import EXPERTS, expert_targets
-from strandline.models.layers.parameters import parameter
+from strandline.models.layers.parameters import matrix, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, whole
@@ -49,7 +51,8 @@ class SigmoidMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    operations = (route_by_sigmoid, experts_glu)
+    operations = (route_by_sigmoid, experts_glu, block_scaled_experts_glu)
+    _scaled_experts: tuple[ScaledWeight, ScaledWeight] | None = None
 
     def __init__(
         self, config: SigmoidMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -60,8 +63,8 @@ class SigmoidMoe(nn.Module):
         hidden_size, size, num_experts = config.hidden_size, config.size, config.num_experts
         self.router = Projection(num_experts, hidden_size, config.router_dtype or dtype, device)
         self.bias_X = parameter(num_experts, dtype=torch.float32, device=device) if config.has_bias else None
-        self.gate_up_XFE = parameter(len(self.experts), 2 * size, hidden_size, dtype=dtype, device=device)
-        self.down_XEF = parameter(len(self.experts), hidden_size, size, dtype=dtype, device=device)
+        self.gate_up_XFE = matrix(len(self.experts), 2 * size, hidden_size, dtype=dtype, device=device)
+        self.down_XEF = matrix(len(self.experts), hidden_size, size, dtype=dtype, device=device)
         self.shared = None
         if config.shared_size:
             self.shared = GatedMlp(GatedMlpConfig(hidden_size, config.shared_size), dtype, device, shard)
@@ -74,6 +77,17 @@ class SigmoidMoe(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._route, self._experts_glu = kernels[route_by_sigmoid], kernels[experts_glu]
+        self._scaled_experts_glu = kernels[block_scaled_experts_glu]
+
+    def keep_experts(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:
+        """Compute with these in place of the parameters, which are freed."""
+        del self.gate_up_XFE, self.down_XEF
+        self._scaled_experts = (gate_up, down)
+
+    @property
+    def dense_with_experts(self) -> tuple[Projection, ...]:
+        """Projections that must be in FP8 only if the experts are."""
+        return ()
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
         config = self.config
@@ -91,6 +105,8 @@ class SigmoidMoe(nn.Module):
         shared_TE = torch.zeros_like(hidden_TE) if self.shared is None else self.shared(hidden_TE)
         # The shared expert has no gate: one that is open stands in its place.
         gate_T1 = hidden_TE.new_full((len(hidden_TE), 1), inf)
+        if self._scaled_experts is not None:
+            return self._scaled_experts_glu(hidden_TE, *self._scaled_experts, *routed, shared_TE, gate_T1)
         return self._experts_glu(hidden_TE, self.gate_up_XFE, self.down_XEF, *routed, shared_TE, gate_T1, self.held)
 
     def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
