@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-4b
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only decode,serving
+    python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b-fp8 --only decode,prefill
     python benchmarks/gpu.py --model benchmarks/configs/nemotron-3-nano-30b-a3b --only decode,prefill
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only long,beside --max-model-len 262144
     python benchmarks/gpu.py --model demo --load-format auto --only beside --beside-tokens 6000 --max-model-len 8192
@@ -69,6 +70,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-async-scheduling", action="store_true")
     parser.add_argument("--no-enable-prefix-caching", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--dequantize", action="store_true")
     parser.add_argument("--profile", metavar="FILE", help="write a table of a decode step's kernels here")
     return parser.parse_args()
 
@@ -86,6 +88,7 @@ def load(options: argparse.Namespace) -> LLM:
         async_scheduling=not options.no_async_scheduling,
         enable_prefix_caching=not options.no_enable_prefix_caching,
         deterministic=options.deterministic,
+        dequantize=options.dequantize,
     )
     print(f"loaded in {time.perf_counter() - start_s:.1f} s")
     for line in llm.engine.describe():

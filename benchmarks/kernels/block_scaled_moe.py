@@ -53,7 +53,7 @@ def scaled(*shape: int) -> ScaledWeight:
     values = torch.empty(shape, device="cuda", dtype=torch.float8_e4m3fn)
     flat = values.view(-1, shape[-1])
     for rows in flat.split(2**14):
-        rows.copy_(torch.randn(rows.shape, device="cuda", dtype=torch.bfloat16) * 100)
+        rows.copy_(torch.randn(rows.shape, device="cuda", dtype=torch.bfloat16).mul_(100).clamp_(-448, 448))
     scales = torch.rand(*shape[:-2], shape[-2] // GROUP, shape[-1] // GROUP, device="cuda")
     return ScaledWeight(values, scales.mul_(shape[-1] ** -0.5 / 50).add_(1e-6))
 

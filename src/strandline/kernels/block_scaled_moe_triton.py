@@ -40,8 +40,8 @@ from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
 MAX_TOKENS_FEW = 4
 """With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
 
-FEW = (Few(4, 2048, 4, 4, 4), Few(4, 2048, 4, 4, 4))
-"""For one token, and for more. Not tuned on a GPU yet, like the tiles below."""
+FEW = (Few(8, 2048, 4, 8, 8), Few(8, 2048, 4, 8, 8))
+"""For one token, and for more, whose launches are not tuned."""
 
 
 class Tile(NamedTuple):
@@ -56,9 +56,9 @@ class Tile(NamedTuple):
     """Programs among which an expert's choices are dealt out."""
 
 
-TILES_DECODE = (Tile(16, GROUP, 4, 3), Tile(16, GROUP, 4, 4))
+TILES_DECODE = (Tile(16, GROUP, 4, 3), Tile(16, GROUP, 4, 3))
 TILES_MIDDLE = (Tile(64, GROUP, 8, 3), Tile(64, GROUP, 4, 4))
-TILES_PREFILL = (Tile(128, GROUP, 8, 4, 2), Tile(128, GROUP, 8, 4, 2))
+TILES_PREFILL = (Tile(128, GROUP, 8, 3, 2), Tile(64, GROUP, 4, 4))
 
 CHOICES_PER_EXPERT_MIDDLE = 16
 CHOICES_PER_EXPERT_PREFILL = 64

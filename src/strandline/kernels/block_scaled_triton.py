@@ -1,8 +1,8 @@
 """Matrix products in FP8 in Triton (``block_scaled.py``): few rows streamed through registers, more on tensor cores.
 
 Up to ``MAX_ROWS_GEMV`` rows: every program quantises them and multiplies a few of the weight's rows, in float32. More:
-one launch quantises them, then tiles of rows and outputs are multiplied. With few rows narrow weights are split among
-programs along the inputs, too, and the parts are added up in order.
+one launch quantises them, then tiles of rows and outputs are multiplied, of many rows by torch where it can. With few
+rows narrow weights are split among programs along the inputs, too, and the parts are added up in order.
 
 Invariant: ``_invariant`` versions add up in an order that depends on neither the number of rows nor the tile.
 
@@ -11,6 +11,7 @@ group or a chunk.
 """
 # mypy: ignore-errors
 
+from functools import cache
 from math import gcd
 from typing import NamedTuple
 
@@ -52,19 +53,32 @@ class Tile(NamedTuple):
     stages: int
 
 
-GEMV_ONE = Gemv(8, 1024, 4)
+GEMV_WIDE = Gemv(8, 1024, 4)
+GEMV_NARROW = Gemv(4, 2048, 4)
 GEMV_MORE = Gemv(4, 512, 4)
-"""Not tuned on a GPU yet, like the tiles below."""
+"""For one row and many or few outputs, and for two to four rows (benchmarks/kernels/block_scaled.py; the last is not
+tuned)."""
+
+WIDE_OUTPUTS = 8192
+"""From here on a program of one row has eight outputs."""
 
 TILES = {
     16: Tile(64, 16, 4, 6),
     32: Tile(64, 32, 4, 5),
     64: Tile(64, 64, 4, 4),
-    512: Tile(128, 64, 4, 4),
 }
 """By the largest number of rows."""
 
-TILE_MANY = Tile(128, 128, 8, 4)
+TILE_MANY = Tile(64, 128, 4, 4)
+
+MAX_ROWS_TILES = 128
+"""With more rows, torch's product takes two thirds of the time."""
+
+TORCH_INPUTS = 4 * GROUP
+"""What inputs are a multiple of, so that torch takes scales as they lie."""
+
+TORCH_CUDA = (12, 9)
+"""The first CUDA version whose library multiplies with scales of blocks."""
 
 MAX_ROWS_SPLIT = 64
 """Up to this many rows a weight with few outputs is split along the inputs."""
@@ -236,7 +250,10 @@ def block_scaled_linear(x: Tensor, weight: ScaledWeight, bias_O: Tensor | None =
     """Triton version of :func:`strandline.kernels.block_scaled.block_scaled_linear`."""
     x_TI = _rows(x)
     if 0 < len(x_TI) <= MAX_ROWS_GEMV:
-        out_TO = launch_gemv(x_TI, weight, bias_O, choose_gemv(len(x_TI)), is_gated=False)
+        gemv = choose_gemv(len(x_TI), len(weight.values))
+        out_TO = launch_gemv(x_TI, weight, bias_O, gemv, is_gated=False)
+    elif len(x_TI) > MAX_ROWS_TILES and can_multiply_in_torch(x_TI, weight):
+        out_TO = multiply_in_torch(x_TI, weight, bias_O)
     else:
         tile = choose_tile(len(x_TI))
         out_TO = _multiply(x_TI, weight, bias_O, tile, choose_spans(len(x_TI), weight, tile))
@@ -255,7 +272,8 @@ def block_scaled_gated_linear(x: Tensor, gate_up: ScaledWeight) -> Tensor:
     x_TI = _rows(x)
     if not 0 < len(x_TI) <= MAX_ROWS_GEMV:
         return swiglu(block_scaled_linear(x, gate_up))
-    out_TO = launch_gemv(x_TI, gate_up, None, choose_gemv(len(x_TI)), is_gated=True)
+    gemv = choose_gemv(len(x_TI), len(gate_up.values) // 2)
+    out_TO = launch_gemv(x_TI, gate_up, None, gemv, is_gated=True)
     return out_TO.view(*x.shape[:-1], out_TO.shape[1])
 
 
@@ -269,8 +287,37 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def choose_gemv(num_rows: int) -> Gemv:
-    return GEMV_ONE if num_rows == 1 else GEMV_MORE
+def can_multiply_in_torch(x_TI: Tensor, weight: ScaledWeight) -> bool:
+    """Return whether torch multiplies rows with this weight: on Hopper GPUs, with a scale for each whole block."""
+    num_outputs, num_inputs = weight.values.shape
+    return (
+        x_TI.dtype == torch.bfloat16
+        and weight.rows_per_scale == GROUP
+        and num_outputs % GROUP == num_inputs % TORCH_INPUTS == 0
+        and weight.scales.is_contiguous()
+        and x_TI.is_cuda
+        and _has_block_scales_in_torch(x_TI.get_device())
+    )
+
+
+@cache
+def _has_block_scales_in_torch(device: int) -> bool:
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    return torch.cuda.get_device_capability(device)[0] == 9 and version >= TORCH_CUDA
+
+
+def multiply_in_torch(x_TI: Tensor, weight: ScaledWeight, bias_O: Tensor | None) -> Tensor:
+    """Return torch's product of quantised rows."""
+    quantized_TI, scale_XT = quantize_rows(x_TI)
+    scales = {"scale_a": scale_XT.t(), "scale_b": weight.scales.t()}
+    out_TO = torch._scaled_mm(quantized_TI, weight.values.t(), **scales, out_dtype=x_TI.dtype)[: len(x_TI)]
+    return out_TO if bias_O is None else out_TO.add_(bias_O)
+
+
+def choose_gemv(num_rows: int, num_outputs: int) -> Gemv:
+    if num_rows > 1:
+        return GEMV_MORE
+    return GEMV_WIDE if num_outputs >= WIDE_OUTPUTS else GEMV_NARROW
 
 
 def choose_tile(num_rows: int) -> Tile:
