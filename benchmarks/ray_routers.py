@@ -1,7 +1,7 @@
 """Hit tokens of conversations on real replicas of the demo model on Ray Serve, router by router.
 
 ``python benchmarks/ray_routers.py [TRACE]`` with a trace of text; without one, conversations that the demo model knows.
-Each router gets a deployment of its own. Needs ``pip install strandline[ray]``.
+Each router gets new replicas. Needs ``pip install strandline[ray]``.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import httpx
 
 from strandline.routing.names import ROUTERS
 
+APP = "routers"
 Session = Sequence[str]
 """The prompts of a session, one after the other."""
 
@@ -121,7 +122,7 @@ def main() -> None:
         sessions = text_sessions(Path(options.trace))[: options.sessions]
     with ray_serve() as url:
         for router in options.router.split(","):
-            deploy(router, router=router, num_replicas=options.replicas, engine={"memory": options.memory})
+            deploy(APP, router=router, num_replicas=options.replicas, engine={"memory": options.memory})
             start_s = perf_counter()
             totals = asyncio.run(send(url, sessions, router))
             share = totals.hit_tokens / totals.prompt_tokens

@@ -263,6 +263,7 @@ class Replay:
                 self._router.begin(running.request.request_id)
             if running.request.is_finished:
                 self._router.finish(running.request.request_id)
+                self._router.forget(running.request.request_id)
         self.result.routing_s += perf_counter() - start_s
 
     def _count(self, replica: Replica, plan: StepPlan) -> None:

@@ -3,6 +3,7 @@
 The request router, which Ray runs in a thread of its own, and the ingress share one fleet per deployment.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import Event, Lock, Thread
@@ -19,6 +20,8 @@ from strandline.routing.router import Router
 POLL_S: Final = 0.5
 """Longest time for a thread to notice that its replica is gone."""
 CATCH_UP_INTERVAL_S: Final = 5.0
+EVENT_DELAY_S: Final = 1.0
+"""Longest time that an event takes from a busy engine: a next turn may come sooner."""
 
 
 class Fleet:
@@ -29,6 +32,8 @@ class Fleet:
         self._lock = Lock()
         self._replicas: dict[str, EventEndpoints | None] = {}
         self._followers: dict[str, Follower] = {}
+        self._ended: deque[tuple[float, str]] = deque()
+        """Requests, and when their events have come for sure."""
 
     def set_replicas(self, replicas: Mapping[str, EventEndpoints | None]) -> None:
         """Add replicas that are new, forget those that are gone, and follow the events of those that have endpoints."""
@@ -55,7 +60,9 @@ class Fleet:
             NoReplicaError: there is none.
         """
         with self._lock:
+            self._forget_old()
             self._router.finish(request_id)
+            self._router.forget(request_id)
             chosen = self._router.route(request_id, prompt)
             return [chosen, *(name for name in self._router.in_order() if name != chosen)]
 
@@ -65,9 +72,10 @@ class Fleet:
             self._router.begin(request_id)
 
     def finish(self, request_id: str) -> None:
-        """Record that a request has ended."""
+        """Record that a request has ended. The events that it caused may still be on their way."""
         with self._lock:
             self._router.finish(request_id)
+            self._ended.append((monotonic() + EVENT_DELAY_S, request_id))
 
     def apply(self, name: str, event: WireEvent) -> None:
         """Record an event of a replica's cache."""
@@ -82,6 +90,11 @@ class Fleet:
     def close(self) -> None:
         """Stop all threads."""
         self.set_replicas({})
+
+    def _forget_old(self) -> None:
+        now_s = monotonic()
+        while self._ended and self._ended[0][0] <= now_s:
+            self._router.forget(self._ended.popleft()[1])
 
     def _drop(self, name: str) -> None:
         del self._replicas[name]

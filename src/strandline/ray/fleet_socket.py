@@ -87,7 +87,11 @@ class FleetSocket:
         self._calls: dict[RequestId, _Call] = {}
 
     def send(self, data: bytes) -> None:
-        """Run or end sequences. Other messages get no answer."""
+        """Run or end sequences.
+
+        Raises:
+            EngineError: the message is another one, which a single engine answers.
+        """
         match TO_CORE.decode(data):
             case Submit(submissions):
                 for _, group in groupby(submissions, key=lambda submission: submission.new.prompt_ids):
@@ -98,8 +102,8 @@ class FleetSocket:
                 for name in names:
                     if (ended := self._calls.pop(name, None)) is not None:
                         ended.end(name)
-            case _:
-                pass
+            case other:
+                raise EngineError(f"several engines do not answer {type(other).__name__}")
 
     async def recv(self) -> bytes:
         """Return the next message."""

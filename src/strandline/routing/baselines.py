@@ -74,6 +74,9 @@ class BlindRouter:
         """Record that a request has ended. Unknown requests are ignored."""
         self._loads.release(request_id)
 
+    def forget(self, request_id: str) -> None:
+        """Do nothing."""
+
     def in_order(self) -> Iterator[str]:
         """Yield the replicas, the one with the fewest requests first."""
         return map(self._names.name, self._loads)

@@ -1,4 +1,4 @@
-"""Prompts of unfinished requests: what their replicas hold or will hold soon, which events may not say yet."""
+"""Prompts that were routed: what their replicas hold or will hold soon, which events may not say yet."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,6 +47,11 @@ class PendingPrompts:
                 self._masks[block] &= ~(1 << prompt.replica)
                 if not self._masks[block]:
                     del self._masks[block]
+
+    def remove_replica(self, replica: int) -> None:
+        """Forget all prompts of a replica."""
+        for request_id in [name for name, prompt in self._prompts.items() if prompt.replica == replica]:
+            self.remove(request_id)
 
     def hits(self, prompt: PromptHashes) -> Iterator[tuple[int, int]]:
         """Yield numbers of tokens that a prompt shares with pending ones, and masks of their replicas; most first.

@@ -43,6 +43,9 @@ class Router(Protocol):
     def finish(self, request_id: str) -> None:
         """Record that a request has ended. Unknown requests are ignored."""
 
+    def forget(self, request_id: str) -> None:
+        """Leave it to events what a request that has ended left in a cache. Unknown requests are ignored."""
+
     def in_order(self) -> Iterator[str]:
         """Yield the replicas, the least loaded first."""
 

@@ -59,10 +59,8 @@ class SnapshotRouter:
         if number is None:
             return []
         self._index.remove(number)
-        requests = self._loads.remove(number)
-        for request_id in requests:
-            self._pending.remove(request_id)
-        return requests
+        self._pending.remove_replica(number)
+        return self._loads.remove(number)
 
     def apply(self, replica: str, events: Iterable[WireEvent]) -> None:
         """Record events of a replica's cache. Those of unknown replicas are ignored."""
@@ -99,6 +97,9 @@ class SnapshotRouter:
     def finish(self, request_id: str) -> None:
         """Record that a request has ended. Unknown requests are ignored."""
         self._loads.release(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Leave it to events what a request that has ended left in a cache. Unknown requests are ignored."""
         self._pending.remove(request_id)
 
     def in_order(self) -> Iterator[str]:

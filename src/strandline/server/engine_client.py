@@ -337,13 +337,16 @@ class EngineClient:
         self._require_answers()
         future = asyncio.get_running_loop().create_future()
         self._stats_wanted.append(future)
-        self._send(AskStats())
         try:
+            self._send(AskStats())
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 stats: CoreStats = await future
                 return replace(stats, num_waiting=stats.num_waiting + self._num_expected)
         except TimeoutError as error:
             raise RequestTimeoutError(f"the engine has not answered for {STATS_TIMEOUT_S:g} s") from error
+        finally:
+            if future in self._stats_wanted:
+                self._stats_wanted.remove(future)
 
     def _require_answers(self) -> None:
         self.require_running()

@@ -72,6 +72,13 @@ def test_all_replicas_are_returned_the_chosen_one_first(fleet: Fleet) -> None:
     assert second[-1] == first[0]
 
 
+def test_next_turn_finds_the_last_one_before_its_events_come(fleet: Fleet) -> None:
+    fleet.set_replicas(dict.fromkeys("abc"))
+    [first, *_] = fleet.route("x", PROMPT)
+    fleet.finish("x")
+    assert fleet.route("y", PromptHashes(range(1001)))[0] == first
+
+
 def test_request_that_is_routed_again_is_counted_once(fleet: Fleet) -> None:
     fleet.set_replicas(dict.fromkeys("ab"))
     for _ in range(5):

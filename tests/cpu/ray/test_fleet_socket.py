@@ -7,12 +7,13 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
+from strandline.errors import EngineError
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.ray.calls import End, Run
 from strandline.ray.fleet import Fleet
 from strandline.ray.fleet_socket import MAX_ATTEMPTS, FleetSocket, ReplicaLostError
 from strandline.records.events import FinishReason, PromptLogprobs, StepEvents, Submission, TokenEvent
-from strandline.records.messages import ENCODER, FROM_CORE, TO_CORE, Finish, Stepped, Submit
+from strandline.records.messages import ENCODER, FROM_CORE, TO_CORE, AskStats, Finish, Stepped, Submit
 from strandline.records.plan import NewRequest, TokenLogprobs
 from strandline.records.sampling_params import SamplingParams
 from strandline.routing.names import make_router
@@ -187,6 +188,14 @@ def test_sequence_that_was_ended_is_not_run_again() -> None:
         assert replicas.ended == [End("replica 0", (RequestId("x"),))]
 
     with_paused(check)
+
+
+def test_questions_about_one_engine_are_refused() -> None:
+    async def run() -> None:
+        with pytest.raises(EngineError, match="AskStats"):
+            FleetSocket(Replicas(), fleet()).send(ENCODER.encode(AskStats()))
+
+    asyncio.run(run())
 
 
 def test_prompts_of_one_message_are_routed_apart() -> None:

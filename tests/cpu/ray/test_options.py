@@ -1,11 +1,17 @@
 """The arguments of ``build_app``, from the command line and from YAML."""
 
+import re
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from strandline.errors import ConfigError
-from strandline.ray.options import read_options
+from strandline.ray.options import RayOptions, read_options
+
+ROUTING = Path(__file__).parents[3] / "docs" / "routing.md"
 
 
 def test_arguments_of_the_command_line_are_strings() -> None:
@@ -33,6 +39,20 @@ def test_options_of_engine_and_server_are_passed_on() -> None:
 def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_options(given)
+
+
+def test_documented_deployment_is_valid() -> None:
+    [example] = re.findall(r"^```yaml\n(.*?)^```$", ROUTING.read_text(), re.MULTILINE | re.DOTALL)
+    [application] = yaml.safe_load(example)["applications"]
+    options = read_options(application["args"])
+    assert application["import_path"] == "strandline.ray:build_app"
+    assert options.engine_config.max_num_seqs == 64
+    assert options.server_config.salt_per_key
+
+
+def test_documented_arguments_are_all_there_are() -> None:
+    named = re.findall(r"^\| `(\w+)` \|", ROUTING.read_text(), re.MULTILINE)
+    assert named == [each.name for each in fields(RayOptions)]
 
 
 def test_unknown_option_of_the_server_is_refused() -> None:

@@ -41,6 +41,7 @@ def test_one_endpoint_answers_and_the_next_turn_hits(url: str) -> None:
     with httpx.Client(base_url=url, timeout=60) as client:
         assert client.get("/v1/models").json()["data"][0]["id"] == "demo"
         assert client.get("/health").status_code == 200
+        assert "strandline" in client.get("/metrics").raise_for_status().text
         answers = [client.post("/v1/chat/completions", json=body).raise_for_status().json() for _ in range(3)]
     texts = {answer["choices"][0]["message"]["content"] for answer in answers}
     hits = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]

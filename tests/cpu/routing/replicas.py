@@ -30,6 +30,11 @@ class Fleet:
         driver.serve(tokens)
         self.router.apply(name, on_the_wire(driver.cache.take_events()))
 
+    def end(self, request_id: str) -> None:
+        """Let a request end, and its events have come."""
+        self.router.finish(request_id)
+        self.router.forget(request_id)
+
     def route(self, tokens: Iterable[int], request_id: str = "") -> str:
         """Return where the router sends a prompt."""
         self._num_requests += 1

@@ -24,7 +24,7 @@ def test_prompt_goes_where_its_prefix_is_resumable() -> None:
     replicas = fleet()
     replicas.serve("c", PREFIX)
     assert replicas.route([*PREFIX, *range(50)], "x") == "c"
-    replicas.router.finish("x")
+    replicas.end("x")
     assert replicas.route([*PREFIX, *range(60, 70)]) == "c"
 
 
@@ -47,7 +47,7 @@ def test_small_part_of_a_prompt_does_not_count() -> None:
     replicas = fleet(2)
     replicas.serve("a", PREFIX)
     assert replicas.route([*PREFIX, *range(1700)], "x") == "a"
-    replicas.router.finish("x")
+    replicas.end("x")
     assert replicas.route([*PREFIX, *range(2000)]) == "b"
 
 
@@ -79,19 +79,22 @@ def test_burst_does_not_herd_to_the_replica_with_the_prefix() -> None:
     assert max(map(chosen.count, "abcd")) <= 5
 
 
-def test_pending_prompt_counts_as_cached_until_its_request_ends() -> None:
+def test_routed_prompt_counts_as_cached_until_it_is_forgotten() -> None:
     replicas = fleet(2)
     long = [*range(1000)]
     first = replicas.route(long, "first")
     other = next(name for name in "ab" if name != first)
     replicas.router.route("elsewhere", PromptHashes(range(5000, 5900)))
     assert replicas.route([*long, 1, 2], "second") == first
-    replicas.router.finish("second")
-    replicas.router.finish("elsewhere")
+    replicas.end("second")
+    replicas.end("elsewhere")
     replicas.router.begin("first")
     assert replicas.route([*long, 1, 2], "third") == first
-    replicas.router.finish("third")
+    replicas.end("third")
     replicas.router.finish("first")
+    assert replicas.route([*long, 1, 2], "fourth") == first
+    replicas.end("fourth")
+    replicas.end("first")
     # No event says that it is cached.
     assert replicas.route([*long, 1, 2]) == other
 
@@ -101,7 +104,7 @@ def test_first_token_and_end_give_reserved_tokens_back() -> None:
     assert [replicas.route([1] * 2000, "x"), replicas.route([2] * 1000, "y")] == ["a", "b"]
     replicas.router.begin("x")
     assert replicas.route([3] * 10, "z") == "a"
-    replicas.router.finish("y")
+    replicas.end("y")
     assert list(replicas.router.in_order()) == ["b", "a"]
 
 
@@ -119,7 +122,7 @@ def test_removed_replica_gets_nothing_and_its_requests_are_named() -> None:
     assert replicas.router.remove("b") == ["x"]
     assert replicas.router.remove("b") == []
     assert [replicas.route([*PREFIX, 1], name) for name in "yz"] == ["a", "a"]
-    replicas.router.finish("x")
+    replicas.end("x")
     replicas.router.apply("b", on_the_wire(replicas.drivers["b"].cache.restate_events()))
     replicas.router.add("c")
     # The number of b is now that of c, which has nothing.
@@ -187,4 +190,5 @@ def test_choice_is_a_cheapest_of_all_replicas(num_replicas: int) -> None:
                 oracle.reserved[request_id] = where, min(tokens, DECODE_TOKENS), blocks
             else:
                 router.finish(request_id)
+                router.forget(request_id)
                 del oracle.reserved[request_id]
