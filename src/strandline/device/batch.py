@@ -22,6 +22,7 @@ from strandline.ids import BLOCK_TOKENS, NULL_SLOT
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
+from strandline.kernels.replay import insert_logged
 from strandline.kernels.step import locate_rows
 from strandline.records.plan import SequencePlan
 
@@ -107,9 +108,9 @@ class HostReplay(NamedTuple):
     def num_rows(self) -> int:
         return len(self.step_rows) + len(self.logged_rows)
 
-    def to_device(self, device: torch.device) -> ReplayBatch:
+    def to_device(self, device: torch.device, kernels: Kernels) -> ReplayBatch:
         """Make the tensors."""
-        return ReplayBatch(self.num_rows, *upload_together(self, device))
+        return ReplayBatch(self.num_rows, *upload_together(self, device), kernels[insert_logged])
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +190,15 @@ def build_host_batch(
     )
 
 
-def fold_batch(folds: Sequence[FoldLog], device: torch.device, draft_tokens: int) -> StepBatch:
+def fold_batch(
+    folds: Sequence[FoldLog], device: torch.device, kernels: Kernels, draft_tokens: int
+) -> StepBatch:
     """Return the batch that advances states over logged drafts alone."""
     slots = [fold.slot for fold in folds]
     places = [np.arange(fold.num_tokens) + fold.log * draft_tokens for fold in folds]
     logged = np.arange(sum(fold.num_tokens for fold in folds))
     none = logged[:0]
-    replay = HostReplay(none, logged, np.concatenate(places), none, none).to_device(device)
+    replay = HostReplay(none, logged, np.concatenate(places), none, none).to_device(device, kernels)
     chunks = plan_chunks([(0, fold.num_tokens) for fold in folds], [()] * len(folds))
     slots_N, *columns = upload_together([slots, *chunks.columns], device)
     recurrent = RecurrentBatch(slots_N, slots_N, chunks.with_tensors(columns), None, replay)
@@ -257,7 +260,7 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
     )
     log = _logs(host, columns) if host.columns.log[: host.num_decodes].any() else None
     chunks = host.chunks.with_tensors(rest[num_columns:])
-    replay = None if host.replay is None else host.replay.to_device(device)
+    replay = None if host.replay is None else host.replay.to_device(device, kernels)
     recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, log, replay)
     step = StepBatch(token_ids_T, rows.positions_T, host.num_decodes, host.num_decode_rows, attention, recurrent)
     return DeviceBatch(step, columns, cut_rows_C)

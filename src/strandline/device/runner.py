@@ -43,13 +43,22 @@ from strandline.ids import NO_TOKEN, BlockId, RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
+from strandline.kernels.replay import insert_logged
 from strandline.kernels.sampling import greedy, mask_top_k_top_p_min_p, sample
 from strandline.kernels.step import locate_rows, resolve_pending, store_hidden
 from strandline.models.protocol import DraftingModel, LanguageModel
 from strandline.records.grammars import GrammarCompiler
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult, TokenLogprobs
 
-RUNNER_OPERATIONS: Final = (locate_rows, resolve_pending, store_hidden, greedy, mask_top_k_top_p_min_p, sample)
+RUNNER_OPERATIONS: Final = (
+    locate_rows,
+    resolve_pending,
+    store_hidden,
+    insert_logged,
+    greedy,
+    mask_top_k_top_p_min_p,
+    sample,
+)
 """What the runner computes with, beside the model's operations."""
 
 LAUNCH_BOUND_TOKENS = 1024
@@ -374,7 +383,7 @@ class Runner:
         if not folds:
             return
         if self.arena.draft_tokens:
-            batch = fold_batch(folds, self.device, self.arena.draft_tokens)
+            batch = fold_batch(folds, self.device, self._kernels, self.arena.draft_tokens)
             for replay in self._memory.replays:
                 replay(batch)
             return

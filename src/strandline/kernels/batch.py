@@ -8,7 +8,7 @@ The sequences of a step are ordered: first the *decodes* (one token each, no cut
 device of the model; tuples are host copies for the kernels that loop over sequences on the host.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,8 @@ class AttentionBatch:
     write_offsets_T: Tensor
     is_all_written: bool
     """Whether no row's block is the null block."""
+    is_short: bool = False
+    """Whether every prefill has a few rows alone: the certain token of a sequence, and its drafts."""
     gathers: dict[Hashable, Any] = field(default_factory=dict)
     """What one layer has worked out of the tables above, on a CPU, and every layer like it takes again."""
 
@@ -90,6 +92,8 @@ class ReplayBatch:
     """int64 rows of the step that are drafts."""
     draft_places_K: Tensor
     """int64 rows of the layers' logs that take the drafts' inputs."""
+    insert_logged: Callable[..., tuple[Tensor, ...]]
+    """The operation of that name, as it is bound."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ class ChunkTable:
     starts_C: Tensor
     lengths_C: Tensor
     cut_slots_C: Tensor
+    is_short: bool = False
+    """Whether every sequence has a few tokens alone, so that they are best computed one after the other."""
 
     @property
     def num_sequences(self) -> int:
@@ -49,6 +51,7 @@ class Chunks:
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     cut_slots: tuple[int, ...]
+    is_short: bool = False
 
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
@@ -66,6 +69,7 @@ class Chunks:
             starts,
             lengths,
             cut_slots,
+            self.is_short,
         )
 
 

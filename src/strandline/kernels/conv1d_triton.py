@@ -6,8 +6,9 @@ rows of every sequence, which reach into its window, and writes the windows. One
 sequence's channels, reading the old window before it writes any, so ``dst`` may be ``src``; cuts further in are
 programs of their own, which read nothing but tokens.
 
-No sequence's ``src`` may be another sequence's ``dst`` or the slot of a cut: callers see to that (the torch version
-reads all windows first). ``src`` may be shared, and may equal the same sequence's ``dst``.
+No sequence's ``src`` may be another sequence's ``dst``, or the slot of another's cut: callers see to that (the torch
+version reads all windows first). ``src`` may be shared, and may equal the same sequence's ``dst``. It may be the slot
+of one of the sequence's own cuts, among its first ``IN_PLACE_CHUNKS``: the sequence's program writes that one too.
 
 The update stays apart from the delta rule's decode kernel. There the programs of two value heads and of several
 blocks of value channels would convolve the channels of one key head, and the window, which is shifted in place, can
@@ -38,6 +39,10 @@ EDGE_BLOCK_C, EDGE_NUM_WARPS = 512, 4
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter knows no assembly."""
 
+IN_PLACE_CHUNKS = tl.constexpr(2)
+"""A cut behind a log and one token is at the end of the first chunk, or of the second where the 64-token grid lies
+between."""
+
 SEARCH_BLOCK_N = 64
 """Sequences that a cut's program looks through at a time for the one that it belongs to."""
 
@@ -61,7 +66,7 @@ def causal_conv1d_prefill(
 ) -> Tensor:
     """Convolve the new tokens of N sequences; return ``y_TC`` in x's dtype. Windows as in the torch version.
 
-    ``x_TC`` may be a view of wider rows. No sequence's ``src`` may be another's ``dst``, or a cut's slot.
+    ``x_TC`` may be a view of wider rows. No sequence's ``src`` may be another's ``dst``, or the slot of another's cut.
     """
     num_tokens, num_channels = x_TC.shape
     num_taps = weight_CW.shape[1]
@@ -252,6 +257,17 @@ def _edges_kernel(
                         row_C = tl.where(last == shift, rows[j + shift], row_C)
                     new_ptrs = window_ptr + slot * slot_stride + j * window_row_stride + channel_C
                     tl.store(new_ptrs, row_C.to(window_ptr.dtype.element_ty), mask=is_channel_C)
+
+        for i in tl.static_range(IN_PLACE_CHUNKS):
+            is_chunk = first_chunk + i < end_chunk
+            slot = tl.load(cut_slots_ptr + first_chunk + i, mask=is_chunk, other=0)
+            last = tl.load(starts_ptr + first_chunk + i, mask=is_chunk, other=0)
+            last += tl.load(lengths_ptr + first_chunk + i, mask=is_chunk, other=0) - start
+            if (slot != 0) & (slot == src) & (last >= W - 1):
+                for j in tl.static_range(W - 1):
+                    row_C = tl.load(x_ptrs + (last - (W - 1) + j) * x_row_stride, mask=is_channel_C)
+                    new_ptrs = window_ptr + slot * slot_stride + j * window_row_stride + channel_C
+                    tl.store(new_ptrs, row_C.to(window_ptr.dtype.element_ty), mask=is_channel_C)
     else:
         chunk = place - num_sequences
         slot = tl.load(cut_slots_ptr + chunk)
@@ -259,13 +275,16 @@ def _edges_kernel(
             end = tl.load(starts_ptr + chunk) + tl.load(lengths_ptr + chunk)
             # The sequence's first row: the last of the first rows of all sequences that start at or before the chunk.
             start = tl.zeros([], tl.int64)
+            sequence = tl.zeros([], tl.int64)
             for first in range(0, num_sequences, BLOCK_N):
                 sequence_N = first + tl.arange(0, BLOCK_N)
                 is_sequence_N = sequence_N < num_sequences
                 chunk_N = tl.load(first_chunks_ptr + sequence_N, mask=is_sequence_N, other=0)
-                start_N = tl.load(starts_ptr + chunk_N, mask=is_sequence_N & (chunk_N <= chunk), other=0)
+                is_not_after_N = is_sequence_N & (chunk_N <= chunk)
+                start_N = tl.load(starts_ptr + chunk_N, mask=is_not_after_N, other=0)
                 start = tl.maximum(start, tl.max(start_N, 0))
-            if end - start >= W - 1:
+                sequence = tl.maximum(sequence, tl.max(tl.where(is_not_after_N, sequence_N, 0), 0))
+            if (end - start >= W - 1) & (slot != tl.load(src_ptr + sequence)):
                 for j in tl.static_range(W - 1):
                     row_C = tl.load(x_ptr + (end - (W - 1) + j) * x_row_stride + channel_C, mask=is_channel_C)
                     new_ptrs = window_ptr + slot * slot_stride + j * window_row_stride + channel_C

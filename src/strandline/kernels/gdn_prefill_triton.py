@@ -41,6 +41,7 @@ from torch import Tensor
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.chunkwise import MIN_LOG_DECAY
 from strandline.kernels.gdn import L2_NORM_EPS
+from strandline.kernels.gdn_short_triton import gdn_prefill_short
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 from strandline.kernels.state_triton import FLOAT32_PRECISION, LOG2_E, fast_exp2, softplus
 
@@ -343,8 +344,10 @@ def gdn_prefill(
     As :func:`strandline.kernels.gdn.gdn_prefill`. The last dimension of q, k and v must be contiguous, and each slot's
     ``[H, K, V]``. Copies q, k or v whose rows or heads do not start at multiples of 16 bytes.
     """
-    launch = choose_launch(chunks.num_sequences, *v_THV.shape[1:])
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH, A_log_H, dt_bias_H)
+    if chunks.is_short:
+        return gdn_prefill_short(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta)
+    launch = choose_launch(chunks.num_sequences, *v_THV.shape[1:])
     return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, launch)
 
 

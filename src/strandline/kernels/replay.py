@@ -17,6 +17,7 @@ from torch import Tensor
 
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import ReplayBatch, StepBatch
+from strandline.kernels.operation import operation, triton
 
 Replay = Callable[[StepBatch], None]
 """Advances a layer's states over logged tokens alone; the batch has no rows of its own."""
@@ -37,8 +38,19 @@ def with_logged(replay: ReplayBatch | None, log: ReplayLog, inputs: tuple[Tensor
         replay: None: nothing is logged, and the inputs come back.
         inputs: of the step's prefills, ``[T, X]`` each, in the order of the log.
     """
-    if replay is None or log is None:
-        return inputs
+    return inputs if replay is None or log is None else replay.insert_logged(replay, log, inputs)
+
+
+@operation(triton("replay_triton"))
+def insert_logged(
+    replay: ReplayBatch, log: tuple[Tensor, ...], inputs: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Return the logged inputs and the step's own, ``[R, X]`` each; then log those of the step's drafts.
+
+    Args:
+        log: ``[J, X]`` each.
+        inputs: ``[T, X]`` each.
+    """
     return tuple(_with_logged(replay, log_JX, inputs_TX) for log_JX, inputs_TX in zip(log, inputs, strict=True))
 
 

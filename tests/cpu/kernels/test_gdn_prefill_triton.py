@@ -104,7 +104,9 @@ def make_arena(filled_slots: Sequence[int], shape: Shape, device: str) -> Tensor
     return state_SHKV
 
 
-def check(layer: Layer, state_SHKV: Tensor, prompts: Sequence[Prompt], limit: float) -> float:
+def check(
+    layer: Layer, state_SHKV: Tensor, prompts: Sequence[Prompt], limit: float, *, is_short: bool = False
+) -> float:
     """Assert outputs, every slot that is written and that no other is; return the larger error."""
     device = state_SHKV.device
     ranges, cuts = [(p.start, p.end) for p in prompts], [p.cuts for p in prompts]
@@ -117,7 +119,7 @@ def check(layer: Layer, state_SHKV: Tensor, prompts: Sequence[Prompt], limit: fl
     # Freed memory that the kernels' scratch is likely to get.
     poison = [torch.full((layer.v_THV.numel() * n,), POISON, device=device) for n in (1, 2, 3, 4)]
     del poison
-    chunks = build_chunk_table(ranges, cuts, device)
+    chunks = replace(build_chunk_table(ranges, cuts, device), is_short=is_short)
     slots = src_N.to(device), dst_N.to(device)
     out_THV = gdn_prefill(*layer.arguments(), state_SHKV, *slots, chunks, layer.max_beta)
     assert out_THV.dtype == layer.q_TGK.dtype
@@ -149,6 +151,17 @@ def check_mixed_batch(shape: Shape, device: str, dtype: torch.dtype, limit: floa
     ]
     layer = make_layer(sum(p.end - p.start for p in prompts), shape, dtype, device)
     check(layer, make_arena([1, 7], shape, device), prompts, limit)
+
+
+def check_verification(num_sequences: int, shape: Shape, device: str, dtype: torch.dtype, limit: float) -> None:
+    """Sequences of a few tokens, most with a cut to the slot that they come from, across the chunks' grid or not."""
+    prompts = [
+        Prompt(60 + i, 61 + i + i % 5, 1 + i, 0, ((61 + i + i % 3, 1 + i),)) if i % 4 else Prompt(9, 10, 1 + i, 1 + i)
+        for i in range(num_sequences)
+    ]
+    prompts = [p if not p.cuts or p.cuts[0][0] <= p.end else replace(p, cuts=((p.end, p.src),)) for p in prompts]
+    layer = replace(make_layer(sum(p.end - p.start for p in prompts), shape, dtype, device), max_beta=2)
+    check(layer, make_arena(range(1, 1 + num_sequences), shape, device), prompts, limit, is_short=True)
 
 
 def check_negative_eigenvalues(device: str, dtype: torch.dtype, limit: float) -> None:
@@ -227,6 +240,16 @@ def test_repeated_keys_written_at_full_strength_stay_accurate(max_beta: int) -> 
 
 def test_negative_eigenvalues_are_torchs() -> None:
     check_negative_eigenvalues("cpu", torch.float32, FLOAT32_ERROR)
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(1, 3, 5, 7), Shape(2, 2, 24, 40)], ids=str)
+@pytest.mark.parametrize("num_sequences", [1, 11])
+def test_few_tokens_per_sequence_are_torchs(num_sequences: int, shape: Shape) -> None:
+    check_verification(num_sequences, shape, "cpu", torch.float32, FLOAT32_ERROR)
+
+
+def test_few_tokens_per_sequence_in_bfloat16() -> None:
+    check_verification(11, Shape(), "cpu", torch.bfloat16, BFLOAT16_ERROR)
 
 
 def test_nan_in_the_tokens_of_one_sequence_stays_there() -> None:
