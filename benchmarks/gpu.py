@@ -7,7 +7,7 @@
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only long,beside --max-model-len 262144
     python benchmarks/gpu.py --model demo --load-format auto --only beside --beside-tokens 6000 --max-model-len 8192
 
-Decode: prompts of 1,024 tokens, 256 tokens out; the time per step in which every sequence decodes. Prefill: prompts
+Decode: prompts of 1,024 tokens, 256 tokens out; the time per token of a sequence while all decode. Prefill: prompts
 that share nothing, one token out. Serving: one shared prefix of 4,096 tokens, 128 more each, 512 out, 16 requests
 under way at any time, 128 in all. Turns: 128 and 500 new tokens behind 4,096 cached ones, alone and while 15 sequences
 decode; the time to the first token. Long: one cold prompt of each length, the decode steps of one and of four sequences
@@ -17,6 +17,7 @@ and serving run once before they are measured.
 """
 
 import argparse
+import json
 import platform
 import time
 from collections.abc import Callable
@@ -69,6 +70,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--no-async-scheduling", action="store_true")
     parser.add_argument("--no-enable-prefix-caching", action="store_true")
+    parser.add_argument("--speculative-config", type=json.loads, help="JSON, as of the server")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--dequantize", action="store_true")
     parser.add_argument("--profile", metavar="FILE", help="write a table of a decode step's kernels here")
@@ -89,6 +91,7 @@ def load(options: argparse.Namespace) -> LLM:
         enable_prefix_caching=not options.no_enable_prefix_caching,
         deterministic=options.deterministic,
         dequantize=options.dequantize,
+        speculative_config=options.speculative_config,
     )
     print(f"loaded in {time.perf_counter() - start_s:.1f} s")
     for line in llm.engine.describe():
@@ -119,11 +122,19 @@ def measure_decode(llm: LLM, options: argparse.Namespace) -> None:
             while llm.engine.scheduler.waiting or any(len(r.output_ids) < 4 for r in llm.engine.scheduler.running):
                 llm.engine.step()
             synchronize()
-            start_s, num_tokens = time.perf_counter(), 0
+            start_s, before = time.perf_counter(), llm.engine.core.stats().speculation
+            num_tokens = sum(options.output_tokens - len(r.output_ids) for r in llm.engine.scheduler.running)
             while llm.engine.has_unfinished:
-                num_tokens += len(llm.engine.step())
+                llm.engine.step()
             figures.append((time.perf_counter() - start_s) / num_tokens * batch_size * 1000)
-        print(f"decode at {batch_size}: {figures[-1]:.2f} ms per step (first run {figures[0]:.2f})", flush=True)
+            after = llm.engine.core.stats().speculation
+        drafts = ""
+        if num_drafts := after.num_drafts - before.num_drafts:
+            num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+            drafts = f", {1 + num_accepted / num_drafts:.2f} tokens a step with drafts"
+        print(
+            f"decode at {batch_size}: {figures[-1]:.2f} ms per token (first run {figures[0]:.2f}){drafts}", flush=True
+        )
 
 
 def measure_prefill(llm: LLM, options: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ Shape suffixes as in ``kernels/batch.py``; D decodes, F columns.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -91,6 +91,11 @@ class HostBatch:
         return len(self.token_ids_T) - self.num_decode_rows
 
     @property
+    def most_prefill_rows(self) -> int:
+        """Rows of the prefill with most."""
+        return int(np.diff(self.query_starts_N1[self.num_decodes :]).max())
+
+    @property
     def has_pending(self) -> bool:
         return bool(self.columns.pending.any())
 
@@ -110,7 +115,7 @@ class HostReplay(NamedTuple):
 
     def to_device(self, device: torch.device, kernels: Kernels) -> ReplayBatch:
         """Make the tensors."""
-        return ReplayBatch(self.num_rows, *upload_together(self, device), kernels[insert_logged])
+        return ReplayBatch(self.num_rows, *upload_together(self, device), insert_logged=kernels[insert_logged])
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +172,9 @@ def build_host_batch(
         token_ids = np.array([sequence.token_ids[0] for sequence in sequences], dtype=np.int64)
     else:
         token_ids = np.concatenate([np.asarray(sequence.token_ids, dtype=np.int64) for sequence in sequences])
+    ends = columns.end
+    if draft_tokens:
+        ends = ends + np.array([sequence.next_drafts for sequence in sequences])
     prefills = sequences[num_decodes:]
     num_decode_rows = int(query_starts[num_decodes])
     replay = _plan_replay(prefills, draft_tokens)
@@ -183,16 +191,14 @@ def build_host_batch(
         columns=columns,
         token_ids_T=token_ids,
         query_starts_N1=query_starts,
-        block_table_NM=_block_tables(sequences, columns.end),
+        block_table_NM=_block_tables(sequences, ends),
         chunks=chunks,
         cut_rows_C=cut_rows_C + num_decode_rows,
         replay=replay,
     )
 
 
-def fold_batch(
-    folds: Sequence[FoldLog], device: torch.device, kernels: Kernels, draft_tokens: int
-) -> StepBatch:
+def fold_batch(folds: Sequence[FoldLog], device: torch.device, kernels: Kernels, draft_tokens: int) -> StepBatch:
     """Return the batch that advances states over logged drafts alone."""
     slots = [fold.slot for fold in folds]
     places = [np.arange(fold.num_tokens) + fold.log * draft_tokens for fold in folds]
@@ -233,6 +239,7 @@ def _chunks_with_logged(prefills: Sequence[SequencePlan], replay: HostReplay) ->
     """
     cuts = [((s.end - s.num_drafts, s.state_dst),) if s.num_drafts else s.cuts for s in prefills]
     chunks = plan_chunks([(s.start - s.num_logged, s.end) for s in prefills], cuts)
+    chunks = replace(chunks, is_short=all(s.end - s.start == 1 + s.num_drafts for s in prefills))
     step_row_R = np.zeros(replay.num_rows, dtype=np.int64)
     step_row_R[replay.step_rows] = np.arange(len(replay.step_rows))
     return chunks, step_row_R[np.array(chunks.starts, dtype=np.int64) + np.array(chunks.lengths, dtype=np.int64) - 1]
@@ -257,6 +264,7 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
         write_blocks_T=rows.write_blocks_T,
         write_offsets_T=rows.write_offsets_T,
         is_all_written=bool((host.columns.start >= host.columns.kv_start).all()),
+        most_rows=host.most_prefill_rows if host.chunks.is_short else None,
     )
     log = _logs(host, columns) if host.columns.log[: host.num_decodes].any() else None
     chunks = host.chunks.with_tensors(rest[num_columns:])

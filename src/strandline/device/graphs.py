@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from strandline.device.batch import HostBatch
 from strandline.device.padded_step import PaddedStep, StepSize
+from strandline.device.padded_verification import VerificationSize
 from strandline.device.pending import PendingTokens
 from strandline.device.upload import upload, upload_together
 from strandline.kernels.arena import ArenaTensors
@@ -44,6 +45,12 @@ def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepSize
     rows = [count for count in PROMPT_ROWS if count < 2 * max_num_batched_tokens]
     mixed = [StepSize(count, num_rows) for count in beside for num_rows in rows if num_rows >= count]
     return [*map(StepSize, decodes), *mixed]
+
+
+def verification_sizes(max_num_seqs: int, draft_tokens: int) -> list[VerificationSize]:
+    """Return the sizes of steps that verify drafts: with as many as there may be, or none."""
+    counts = sorted({size.num_sequences for size in graph_sizes(max_num_seqs, 1) if not size.num_prompt_rows})
+    return [VerificationSize(count, depth) for count in counts for depth in (0, draft_tokens)]
 
 
 class StepHidden(NamedTuple):

@@ -67,9 +67,13 @@ class PendingTokens:
         stops = [
             states[s.request_id].new.stop_ids if s.pending is PendingToken.MAY_STOP else NO_STOPS for s in sequences
         ]
+        return np.array(rows, dtype=np.int64), np.array(self.stop_sets(stops), dtype=np.int64)
+
+    def stop_sets(self, stops: Sequence[frozenset[int]]) -> list[int]:
+        """Return the rows of ``stop_ids_XI`` that hold these sets of stop tokens."""
         self._learn(stops)
         set_of = self._set_of
-        return np.array(rows, dtype=np.int64), np.array([set_of[stop] for stop in stops], dtype=np.int64)
+        return [set_of[stop] for stop in stops]
 
     def _learn(self, stops: Sequence[frozenset[int]]) -> None:
         """Enter sets that the table lacks."""

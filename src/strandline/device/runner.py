@@ -33,11 +33,19 @@ from strandline.device.grammar_mask import GuardedMatcher
 from strandline.device.graphs import StepGraphs, StepHidden
 from strandline.device.heap import keep_scratch_memory
 from strandline.device.padded_step import StepSize
-from strandline.device.pending import PendingTokens
-from strandline.device.sampler import ChosenTokens, LogprobTensors, SamplingState, choose_tokens
+from strandline.device.padded_verification import VerificationSize, is_verification
+from strandline.device.pending import NO_STOPS, PendingTokens
+from strandline.device.sampler import (
+    ChosenTokens,
+    LogprobTensors,
+    SamplingState,
+    choose_independently,
+    choose_tokens,
+)
 from strandline.device.transfers import Transfers
 from strandline.device.upload import download, upload_together
-from strandline.device.verification import Verified, sample_and_verify
+from strandline.device.verification import Verified, VerifiedOnDevice, sample_and_verify
+from strandline.device.verification_graphs import VerificationGraphs
 from strandline.errors import EngineError
 from strandline.ids import NO_TOKEN, BlockId, RequestId
 from strandline.kernels.arena import ArenaTensors
@@ -86,6 +94,7 @@ class StepInFlight:
         self._sampled: list[tuple[int, SamplingState]] = []
         self._logprobs: dict[int, list[LogprobTensors]] = {}
         self._verified: list[Verified] = []
+        self._verified_on_device: VerifiedOnDevice | None = None
         self.drafts: dict[int, tuple[int, ...]] = {}
         """For the next step, by index of the sequence."""
         self._prompt_logprobs: dict[RequestId, list[LogprobTensors]] = {}
@@ -110,6 +119,11 @@ class StepInFlight:
         self._logprobs = {sequence.index: sequence.logprobs for sequence in verified if sequence.logprobs}
         self.failures |= {x.state.new.request_id: x.failure for x in verified if x.failure is not None}
 
+    def take_verified_later(self, verified: VerifiedOnDevice) -> None:
+        """Take what was sampled in a step with drafts, once the device is done."""
+        self._verified_on_device = verified
+        self.take_verified(verified.sequences)
+
     def take_prompt_logprobs(self, request_id: RequestId, tensors: LogprobTensors) -> None:
         """Fetch the log-probabilities of the next tokens of a sequence's prompt."""
         self._prompt_logprobs.setdefault(request_id, []).append(tensors)
@@ -124,6 +138,8 @@ class StepInFlight:
         """Wait for the device, and return what the step produced."""
         if self._done is not None:
             self._done.synchronize()
+        if self._verified_on_device is not None:
+            self.drafts = self._verified_on_device.read()
         token_ids: list[tuple[int, ...]] = [()] * len(self._sequences)
         for verified in self._verified:
             token_ids[verified.index] = tuple(verified.token_ids)
@@ -187,6 +203,7 @@ class Runner:
         self._is_exact_on_cpu = device.type == "cpu" and kernels.workload.is_deterministic
         self._poison = poison
         self._graphs: StepGraphs | None = None
+        self._verification_graphs: VerificationGraphs | None = None
         self._states: dict[RequestId, SamplingState] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -223,9 +240,28 @@ class Runner:
         """Drop all sampling states; no step may be in flight."""
         self._states.clear()
 
-    def capture_graphs(self, sizes: Iterable[StepSize], max_model_len: int, *, progress: bool = False) -> None:
+    def capture_graphs(
+        self,
+        sizes: Iterable[StepSize],
+        max_model_len: int,
+        *,
+        verifications: Sequence[VerificationSize] = (),
+        progress: bool = False,
+    ) -> None:
         """Capture CUDA graphs of steps of these sizes, to replay them from now on."""
         with torch.inference_mode():
+            if verifications:
+                self._verification_graphs = VerificationGraphs(
+                    self.model,
+                    self._memory,
+                    self._forward,
+                    self.arena,
+                    self._pending.stop_ids_XI,
+                    self._kernels,
+                    sizes=verifications,
+                    max_model_len=max_model_len,
+                    progress=progress,
+                )
             self._graphs = StepGraphs(
                 self._forward,
                 self.model.logits,
@@ -238,8 +274,12 @@ class Runner:
             )
 
     def _compute(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
+        has_drafts = self._memory.draft is not None or any(sequence.num_drafts for sequence in sequences)
+        has_logs = has_drafts or any(sequence.log for sequence in sequences)
+        if has_logs and self._replay_verification(sequences, launched):
+            return
         order, num_decodes = _order(sequences)
-        if self._memory.draft is not None or any(sequence.num_drafts for sequence in sequences):
+        if has_drafts:
             self._compute_with_drafts(sequences, order, num_decodes, launched)
         elif not self._replay_decodes(sequences, num_decodes, launched):
             hidden_NE = self._last_hidden(sequences, order, num_decodes, launched)
@@ -343,6 +383,42 @@ class Runner:
         if logits_NV is None:
             return False
         self._sample(sequences, logits_NV, launched, self._pending.sampled_P[: len(sequences)])
+        return True
+
+    def _replay_verification(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> bool:
+        """Replay a step of certain tokens and drafts alone; whether it was one, and graphs had room for it."""
+        graphs = self._verification_graphs
+        if graphs is None or not all(map(is_verification, sequences)):
+            return False
+        host = build_host_batch(sequences, 0, draft_tokens=self.arena.draft_tokens)
+        *first_rows, num_rows = host.query_starts_N1.tolist()
+        states = [self._states[sequence.request_id] for sequence in sequences]
+        verified = [
+            Verified(index, state, sequence.token_ids[1:], row)
+            for index, (state, sequence, row) in enumerate(zip(states, sequences, first_rows, strict=True))
+        ]
+        rates, verdicts = self._synthetic_rates, None
+        if rates is not None:
+            verdicts = [verdict for sequence in verified for verdict in sequence.verdicts(rates)]
+        is_independent = all(state.is_independent for state in states)
+        stops = [state.new.stop_ids if is_independent else NO_STOPS for state in states]
+        step = graphs.verify(host, sequences, self._pending.stop_sets(stops), verdicts)
+        if step is None:
+            return False
+        logits_TV = self.model.logits(step.hidden_TE)[:num_rows]
+        if is_independent:
+            by_row = [state for sequence, state in zip(verified, states, strict=True) for _ in range(sequence.num_rows)]
+            positions = [x.first_position + place for x in verified for place in range(x.num_rows)]
+            if not all(state.is_plain_greedy for state in states):
+                logits_TV = logits_TV.float()
+            step.tokens_T[:num_rows].copy_(choose_independently(logits_TV, by_row, positions, self._kernels))
+        else:
+            sample_and_verify(logits_TV, verified, self._kernels, rates)
+            graphs.take_chosen(step, verified)
+        step.drafting.replay()
+        tokens_T, drafts_ND = download(step.tokens_T[:num_rows]), download(step.drafts_ND[: len(sequences)])
+        next_drafts = [sequence.next_drafts for sequence in sequences]
+        launched.take_verified_later(VerifiedOnDevice(verified, tokens_T, drafts_ND, next_drafts, rates))
         return True
 
     @torch.inference_mode()

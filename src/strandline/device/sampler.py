@@ -28,7 +28,7 @@ from strandline.kernels.sampling import (
     sample,
     uniform_from_seed,
 )
-from strandline.records.plan import NewRequest, TokenLogprobs
+from strandline.records.plan import MAX_STOP_IDS, NewRequest, TokenLogprobs
 
 BANNED = float("-inf")
 
@@ -48,6 +48,9 @@ class SamplingState:
         """Tokens sampled, those included that the host does not know yet."""
         self.is_plain_greedy = _is_plain_greedy(new)
         self.has_bans_or_biases = bool(new.bad_words_ids or new.params.min_tokens or new.params.logit_bias)
+        has_history = new.params.has_penalties or self.has_bans_or_biases or matcher is not None
+        self.is_independent = not has_history and new.params.logprobs is None and len(new.stop_ids) <= MAX_STOP_IDS
+        """Whether its next tokens can be chosen together: each depends on those before through the logits alone."""
         self.prompt_mask_V: Tensor | None = None
         self.output_counts_V: Tensor | None = None
         if new.params.has_penalties:
@@ -153,20 +156,32 @@ def _is_plain_greedy(new: NewRequest) -> bool:
 
 
 def _choose(logits_NV: Tensor, states: Sequence[SamplingState], kernels: Kernels, failures: dict[int, str]) -> Tensor:
-    device = logits_NV.device
     _apply_bans_and_biases(logits_NV, states, failures)
     _apply_penalties(logits_NV, states)
     matchers = {row: state.matcher for row, state in enumerate(states) if state.matcher is not None}
     if matchers:
         mask_logits(logits_NV, list(matchers), list(matchers.values()))
         failures |= {row: matcher.error for row, matcher in matchers.items() if matcher.error is not None}
+    return choose_independently(logits_NV, states, [state.position for state in states], kernels)
+
+
+def choose_independently(
+    logits_NV: Tensor, states: Sequence[SamplingState], positions: Sequence[int], kernels: Kernels
+) -> Tensor:
+    """Sample a token per row by temperature and masks alone; return int64, ``NO_TOKEN`` where none can be.
+
+    Args:
+        logits_NV: may be overwritten; float32 unless every state is greedy.
+        states: one per row; nothing is counted.
+        positions: of the tokens to sample.
+    """
+    device = logits_NV.device
     greedy_N = kernels[greedy](logits_NV)
     if all(state.params.is_greedy for state in states):
         return greedy_N
     params = [state.params for state in states]
     temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
     floats = np.array([temperatures, [p.top_p for p in params], [p.min_p for p in params]], dtype=np.float32)
-    positions = [state.position for state in states]
     seeds = [state.new.seed for state in states]
     integers = np.array([[max(p.top_k, 0) for p in params], seeds, positions], dtype=np.int64)
     temperature_N, top_p_N, min_p_N = upload(floats, device)

@@ -49,8 +49,6 @@ def choose_draft_tokens(config: EngineConfig, spec: ModelSpec, device_type: str)
         return 0
     if not spec.can_replay:
         raise ConfigError("--speculative-config: layers of this model keep states that cannot go past drafts")
-    if device_type != "cpu":
-        raise ConfigError("--speculative-config runs on CPUs only so far; drop it, or use --device cpu")
     return config.speculation.num_speculative_tokens
 
 

@@ -10,7 +10,7 @@ from strandline.cache import Action, Completion
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig, parse_bytes
 from strandline.device.executor import ExecutorFacts, LaunchedStep
-from strandline.device.graphs import graph_sizes
+from strandline.device.graphs import graph_sizes, verification_sizes
 from strandline.device.heap import release_free_memory
 from strandline.device.host_store import HOST_STORE, STAGED_SLABS, HostStore, PinnedStore
 from strandline.device.runner import RUNNER_OPERATIONS, Runner
@@ -151,7 +151,11 @@ class UniExecutor:
             return
         batched_tokens = choose_batched_tokens(self._config, self.facts.device_type)
         sizes = graph_sizes(self._config.max_num_seqs, batched_tokens)
-        self.runner.capture_graphs(sizes, self.facts.max_model_len, progress=self._progress)
+        drafts = self.facts.draft_tokens
+        verifications = verification_sizes(self._config.max_num_seqs, drafts) if drafts else ()
+        self.runner.capture_graphs(
+            sizes, self.facts.max_model_len, verifications=verifications, progress=self._progress
+        )
 
     def release_free_memory(self) -> None:
         """Return the heap's free memory to the system."""

@@ -13,6 +13,7 @@ Shape suffixes: R rows, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from random import Random
 
 from torch import Tensor
@@ -20,6 +21,15 @@ from torch import Tensor
 from strandline.device.sampler import LogprobTensors, SamplingState, choose_tokens
 from strandline.ids import NO_TOKEN
 from strandline.kernels.binding import Kernels
+
+
+class Verdict(IntEnum):
+    """What becomes of the draft behind a row."""
+
+    COMPARE = 0
+    """It is accepted if it is what was chosen."""
+    ACCEPT = 1
+    REJECT = 2
 
 
 @dataclass(slots=True)
@@ -38,6 +48,23 @@ class Verified:
     """Of these tokens, where asked for."""
     failure: str | None = None
     """Why no token could be chosen: an exception concerned this sequence alone."""
+    first_position: int = field(init=False)
+    """Of the first token to sample."""
+
+    def __post_init__(self) -> None:
+        self.first_position = self.state.position
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.draft_ids) + 1
+
+    def verdicts(self, rates: Sequence[float] | None) -> list[Verdict]:
+        """Say of each row whether the draft behind it is accepted by force, up to the first that is rejected."""
+        verdicts = [Verdict.COMPARE] * self.num_rows
+        if rates is not None:
+            for place in range(len(self.draft_ids)):
+                verdicts[place] = Verdict.ACCEPT if self._is_accepted_at(place, rates) else Verdict.REJECT
+        return verdicts
 
     def take(self, token: int, synthetic_rates: Sequence[float] | None) -> bool:
         """Append a sampled token; return whether it is a draft behind which another can be sampled."""
@@ -55,7 +82,7 @@ class Verified:
     def _is_accepted_at(self, place: int, rates: Sequence[float]) -> bool:
         """Draw whether a draft behind accepted ones is accepted, given how often drafts at each place are in all."""
         before = rates[place - 1] if place else 1.0
-        draw = Random(f"{self.state.new.seed} {self.state.position}").random()
+        draw = Random(f"{self.state.new.seed} {self.first_position + place + 1}").random()
         return draw * before < rates[place]
 
 
@@ -84,3 +111,29 @@ def sample_and_verify(
             if sequence.take(token, synthetic_rates):
                 agreeing.append(sequence)
         remaining = agreeing
+
+
+@dataclass(slots=True)
+class VerifiedOnDevice:
+    """Sequences whose drafts were compared on the device, and the copies of what it found."""
+
+    sequences: list[Verified]
+    tokens_T: Tensor
+    """Chosen behind each row. Where the host has chosen them already, it does not look here."""
+    drafts_ND: Tensor
+    """For the next step, by row of the sequence; more of them than are wanted."""
+    next_drafts: Sequence[int]
+    """How many are wanted of each sequence."""
+    synthetic_rates: Sequence[float] | None
+
+    def read(self) -> dict[int, tuple[int, ...]]:
+        """Take the tokens; return the drafts of sequences by their places in the plan. The device must be done."""
+        tokens = self.tokens_T.tolist()
+        for sequence in self.sequences:
+            if not sequence.token_ids:
+                for token in tokens[sequence.first_row : sequence.first_row + sequence.num_rows]:
+                    sequence.state.num_sampled += 1
+                    if not sequence.take(token, self.synthetic_rates):
+                        break
+        rows = zip(self.sequences, self.drafts_ND.tolist(), self.next_drafts, strict=True)
+        return {x.index: tuple(t for t in drafts[:count] if t != NO_TOKEN) for x, drafts, count in rows if count}

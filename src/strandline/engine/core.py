@@ -86,9 +86,14 @@ class EngineCore:
         """Gives prefixes to other engines and fetches them; None: that is not asked for."""
         is_cpu = facts.device_type == "cpu"
         self._is_overlapped = not is_cpu if config.async_scheduling is None else config.async_scheduling
-        self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
+        self._defers_drafts = self._is_overlapped and config.speculation is not None
+        """Whether the events of steps with drafts are handled while the next one runs."""
+        self._in_flight: tuple[StepPlan, LaunchedStep, float] | None = None
+        """And when its planning began."""
         self._begun_s = self._settled_s = 0.0
         """When the device could begin the step in flight, and when the last one was settled."""
+        self._late_events = StepEvents()
+        """Of a step that had to be settled between two calls."""
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -119,6 +124,11 @@ class EngineCore:
 
     def finish(self, request_id: RequestId) -> None:
         """End a sequence between steps and free what it holds. Unknown ids are ignored."""
+        if self._defers_drafts:
+            # Where its states are depends on the drafts that agree.
+            late = self._late_events
+            self._settle(late)
+            late.tokens[:] = [event for event in late.tokens if event.request_id != request_id]
         if self.hand_over is not None:
             self.hand_over.forget(request_id)
         self.scheduler.finish(request_id, FinishReason.ABORT)
@@ -135,8 +145,8 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        is_loading = len(self.cache.loads) > 0
-        return len(self.scheduler) > 0 or self._in_flight is not None or self._auditor.is_due or is_loading
+        is_settled = self._in_flight is None and not self._late_events.tokens
+        return len(self.scheduler) > 0 or not is_settled or self._auditor.is_due or len(self.cache.loads) > 0
 
     @property
     def audits(self) -> Audits:
@@ -148,14 +158,17 @@ class EngineCore:
 
         Where steps overlap, the device runs the launched step while the caller handles the events of the one before.
         Otherwise, and where launching takes longer than running, the launched step's own events are returned too:
-        its tokens should not wait for another launch.
+        its tokens should not wait for another launch; nor for a step of thousands of tokens, slow to launch.
         """
-        events, start_s = StepEvents(), SYSTEM_CLOCK()
+        events, self._late_events, start_s = self._late_events, StepEvents(), SYSTEM_CLOCK()
         if self.hand_over is not None:
             self.hand_over.turn()
         is_overlapped = self._is_overlapped and self.scheduler.can_run_ahead
         if not is_overlapped:
             self._settle(events)
+        elif self._in_flight is not None and self.scheduler.is_share_due:
+            self._settle(events)
+            return events
         if not self.scheduler.waiting and (replay := self._auditor.next()) is not None:
             self.scheduler.add(replay)
         plan = self.scheduler.plan()
@@ -167,10 +180,9 @@ class EngineCore:
         launched = self.executor.launch(plan)
         self._settle(events)
         self.scheduler.advance(plan)
-        self._in_flight, self._begun_s = (plan, launched), max(launched_s, self._settled_s)
-        if not is_overlapped or launched.is_launch_bound:
+        self._in_flight, self._begun_s = (plan, launched, start_s), max(launched_s, self._settled_s)
+        if launched.is_launch_bound or not (is_overlapped or self._defers_drafts):
             self._settle(events)
-            self.scheduler.observe(plan, SYSTEM_CLOCK() - start_s)
         return events
 
     def _settle_or_load(self, events: StepEvents) -> None:
@@ -192,12 +204,13 @@ class EngineCore:
         """Wait for the step under way, if there is one, and add what it produced."""
         if self._in_flight is None:
             return
-        plan, launched = self._in_flight
+        plan, launched, start_s = self._in_flight
         self._in_flight = None
         result = launched.result()
         self._settled_s = SYSTEM_CLOCK()
         self.cache.loads.observe_prefill(_num_prefilled(plan), self._settled_s - self._begun_s)
         self.scheduler.loading.complete(result.completions)
+        self.scheduler.observe(plan, self._settled_s - start_s)
         advanced = self.scheduler.settle(plan, result)
         for request_id in result.failures:
             self._auditor.forget(request_id)

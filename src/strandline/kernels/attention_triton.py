@@ -64,6 +64,9 @@ PREFILL_TILE = Tile(rows=128, keys=64, num_warps=8, num_stages=2)
 """Two warp groups, 128 accumulators per thread at a head dim of 256; queries and two tiles of keys and values fill
 shared memory."""
 
+SHORT_TILE = Tile(rows=64, keys=32, num_warps=4, num_stages=3)
+"""For prefills of a few rows: as a decode's, with as many rows as they have, up to this."""
+
 FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
 """GEMMs in plain float32 do not use the tensor cores: this path is for tests, not for speed."""
 
@@ -558,7 +561,13 @@ class _Call(NamedTuple):
 
     @property
     def prefill_tile(self) -> Tile:
-        return FLOAT32_TILE if self.q_THD.dtype == torch.float32 else PREFILL_TILE
+        if self.q_THD.dtype == torch.float32:
+            return FLOAT32_TILE
+        most_rows = self.batch.most_rows
+        if most_rows is None:
+            return PREFILL_TILE
+        rows = max(16, next_power_of_2(most_rows * self.group))
+        return SHORT_TILE._replace(rows=min(rows, SHORT_TILE.rows))
 
 
 def paged_attention(
@@ -746,7 +755,12 @@ def _attend_together(call: _Call, first: int, end: int, *, is_invariant: bool) -
     max_keys = max(batch.context_lens[first:end])
     if call.window_tokens is not None:
         max_keys = min(max_keys, call.window_tokens + tile.rows // call.group)
-    num_splits = 1 if is_invariant else _num_prefill_splits(num_tiles * call.num_kv_heads, -(-max_keys // tile.keys))
+    if is_invariant:
+        num_splits = 1
+    elif batch.most_rows is not None:
+        num_splits = _num_decode_splits((end - first) * call.num_kv_heads, -(-max_keys // BLOCK_TOKENS))
+    else:
+        num_splits = _num_prefill_splits(num_tiles * call.num_kv_heads, -(-max_keys // tile.keys))
     partial, lse = _scratch(call.out_THD, num_tokens, num_splits, is_needed=num_splits > 1)
     # Few sizes, so that a server compiles few kernels.
     max_prefills = 16 if end - first <= 16 and not is_invariant else max(256, next_power_of_2(end - first))

@@ -49,8 +49,8 @@ class AttentionBatch:
     write_offsets_T: Tensor
     is_all_written: bool
     """Whether no row's block is the null block."""
-    is_short: bool = False
-    """Whether every prefill has a few rows alone: the certain token of a sequence, and its drafts."""
+    most_rows: int | None = None
+    """Of a prefill, where each has a few alone: the certain token of a sequence, and its drafts."""
     gathers: dict[Hashable, Any] = field(default_factory=dict)
     """What one layer has worked out of the tables above, on a CPU, and every layer like it takes again."""
 
@@ -92,7 +92,7 @@ class ReplayBatch:
     """int64 rows of the step that are drafts."""
     draft_places_K: Tensor
     """int64 rows of the layers' logs that take the drafts' inputs."""
-    insert_logged: Callable[..., tuple[Tensor, ...]]
+    insert_logged: Callable[..., tuple[Tensor, ...]] = field(kw_only=True)
     """The operation of that name, as it is bound."""
 
 

@@ -42,9 +42,7 @@ def with_logged(replay: ReplayBatch | None, log: ReplayLog, inputs: tuple[Tensor
 
 
 @operation(triton("replay_triton"))
-def insert_logged(
-    replay: ReplayBatch, log: tuple[Tensor, ...], inputs: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
+def insert_logged(replay: ReplayBatch, log: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the logged inputs and the step's own, ``[R, X]`` each; then log those of the step's drafts.
 
     Args:

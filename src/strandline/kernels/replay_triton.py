@@ -1,4 +1,4 @@
-"""``insert_logged`` in Triton: two launches for up to three of a layer's tensors, one to read the log and one to write it.
+"""``insert_logged`` in Triton: two launches for up to three of a layer's tensors; the log is read, then written.
 
 Shape suffixes as in ``kernels/replay.py``; Q logged tokens, K drafts.
 """
@@ -110,9 +110,7 @@ def insert_logged(replay: ReplayBatch, log: tuple[Tensor, ...], inputs: tuple[Te
     return outs
 
 
-def _insert(
-    replay: ReplayBatch, log: tuple[Tensor, ...], inputs: list[Tensor], outs: tuple[Tensor, ...]
-) -> None:
+def _insert(replay: ReplayBatch, log: tuple[Tensor, ...], inputs: list[Tensor], outs: tuple[Tensor, ...]) -> None:
     """Copy up to three tensors."""
     count, num_step_rows, num_drafts = len(inputs), len(replay.step_rows_T), len(replay.draft_rows_K)
     padding = (None,) * (TOGETHER - count)

@@ -117,6 +117,13 @@ def test_stopped_answer_leaves_a_snapshot_before_its_stop_token(make_llm: MakeLL
     assert again.outputs[0].token_ids == cold.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_steps_with_drafts_whose_events_come_late_give_the_same_answers(make_llm: MakeLLM, seed: int) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": False}
+    expected = serve(make_llm, seed, async_scheduling=False)
+    assert serve(make_llm, seed, async_scheduling=True, speculative_config=drafts) == expected
+
+
 def test_aborted_request_leaves_no_trace_in_the_step_in_flight(make_llm: MakeLLM) -> None:
     llm = make_llm(async_scheduling=True)
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)

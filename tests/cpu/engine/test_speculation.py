@@ -115,6 +115,38 @@ def test_any_pattern_of_acceptance_gives_the_tokens_of_plain_decoding(
     assert counts.num_drafts < counts.num_draft_tokens
 
 
+@pytest.mark.parametrize("num_steps", [2, 3, 4, 5, 6])
+def test_aborted_request_with_drafts_in_flight_leaves_a_true_snapshot(
+    make: MakeLLM, make_speculating: MakeLLM, num_steps: int
+) -> None:
+    prompt, params = tokens(30, seed=3), SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    recording = make_speculating()
+    recorder = record(recording)
+    [answer] = answers(recording, [prompt], params)
+    llm = force(make_speculating(async_scheduling=True), recorder.known, [3, 1, 0, 2])
+    engine = llm.engine
+    engine.add_request("a", prompt, params, salt="x")
+    engine.add_request("b", prompt, params, salt="y")
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort("a")
+    finished = []
+    while engine.has_unfinished:
+        finished += [output for output in engine.step() if output.finished]
+    assert [output.request_id for output in finished] == ["b"]
+    assert finished[0].outputs[0].token_ids == answer
+    assert engine.core.stats().speculation.num_accepted_tokens > 5
+    # What it left is resumed from behind every token, and gives the same tokens.
+    record(llm)
+    for num_known in range(16):
+        rest = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        engine.add_request("c", [*prompt, *answer[:num_known]], rest, salt="x")
+        outputs = []
+        while engine.has_unfinished:
+            outputs += engine.step()
+        assert outputs[-1].outputs[0].token_ids == answer[num_known : num_known + 4]
+
+
 def test_acceptance_of_requests_adds_up_to_that_of_the_engine(make: MakeLLM, make_speculating: MakeLLM) -> None:
     prompts = [tokens(count, seed=count) for count in (1, 40, 63)]
     params = SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=33)

@@ -194,19 +194,16 @@ def test_cuts_find_their_sequence_among_many() -> None:
     check_prefill(prompts, 8, torch.float32, "cpu")
 
 
-IN_PLACE = [Prompt(30 * i, 30 * i + 1 + n, 1 + i, 0, ((30 * i + 1 + n // 2, 1 + i),)) for i, n in enumerate(range(12))]
-"""Cuts to the slots that the sequences come from: before and behind the grid, short of a window or not."""
+WITH_IN_PLACE = [
+    *MIXED,
+    *(Prompt(30 * i, 30 * i + 1 + i, src=30 + i, dst=0, cuts=((30 * i + 1 + i // 2, 30 + i),)) for i in range(12)),
+]
+"""Also cuts to the slots that the sequences come from: before and behind the grid, short of a window or not."""
 
 
 @pytest.mark.parametrize("width", [2, 4, 5])
 def test_a_cut_may_go_to_the_slot_that_the_sequence_comes_from(width: int) -> None:
-    check_prefill([*MIXED, *(replace_slots(p, 30) for p in IN_PLACE)], 72, torch.float32, "cpu", width)
-
-
-def replace_slots(prompt: Prompt, offset: int) -> Prompt:
-    """Return a prompt whose own slot is another."""
-    cuts = tuple((position, slot + offset) for position, slot in prompt.cuts)
-    return Prompt(prompt.start, prompt.end, prompt.src + offset, prompt.dst, cuts)
+    check_prefill(WITH_IN_PLACE, 72, torch.float32, "cpu", width)
 
 
 @pytest.mark.parametrize("width", [2, 3, 4, 5])

@@ -33,7 +33,9 @@ def make_batch(lengths: list[tuple[int, int, int]], draft_tokens: int, device: s
         draft_rows += range(step_row - num_drafts, step_row)
         draft_places += range(log * draft_tokens, log * draft_tokens + num_drafts)
     columns = (step_rows, logged_rows, logged_places, draft_rows, draft_places)
-    return ReplayBatch(row, *(torch.tensor(x, dtype=torch.int64, device=device) for x in columns), insert_logged)
+    return ReplayBatch(
+        row, *(torch.tensor(x, dtype=torch.int64, device=device) for x in columns), insert_logged=insert_logged
+    )
 
 
 def check_insert(sizes: list[int], lengths: list[tuple[int, int, int]], dtype: torch.dtype, device: str) -> None:

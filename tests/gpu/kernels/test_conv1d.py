@@ -8,6 +8,7 @@ from strandline.kernels.conv1d_triton import causal_conv1d_update
 from tests.cpu.kernels.test_conv1d_triton import (
     DTYPES,
     MIXED,
+    WITH_IN_PLACE,
     Prompt,
     check_nan_stays_in_its_sequence,
     check_prefill,
@@ -32,6 +33,11 @@ def test_prefill_equals_the_torch_version_at_any_length(num_tokens: int, dtype: 
 @pytest.mark.parametrize("channels", [8, 37, 72, CHANNELS])
 def test_prefill_of_a_mixed_batch_treats_each_sequence_alone(channels: int, dtype: torch.dtype) -> None:
     check_prefill(MIXED, channels, dtype, "cuda")
+
+
+@pytest.mark.parametrize("width", [2, 4, 5])
+def test_a_cut_may_go_to_the_slot_that_the_sequence_comes_from(width: int) -> None:
+    check_prefill(WITH_IN_PLACE, 8192, torch.bfloat16, "cuda", width)
 
 
 def test_cuts_find_their_sequence_among_many() -> None:

@@ -25,6 +25,13 @@ def test_a_mixed_batch_treats_each_sequence_alone(shape: Shape, dtype: torch.dty
 
 
 @pytest.mark.parametrize(("dtype", "limit"), DTYPES)
+@pytest.mark.parametrize("shape", [Shape(), Shape(1, 3, 5, 7), Shape(2, 2, 24, 40), REAL], ids=str)
+@pytest.mark.parametrize("num_sequences", [1, 7, 20])
+def test_few_tokens_per_sequence_are_torchs(num_sequences: int, shape: Shape, dtype: torch.dtype, limit: float) -> None:
+    cases.check_verification(num_sequences, shape, "cuda", dtype, limit)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), DTYPES)
 def test_a_thousand_tokens_with_cuts_stay_accurate(dtype: torch.dtype, limit: float) -> None:
     layer = cases.make_layer(3000, REAL, dtype, "cuda")
     prompts = [Prompt(0, 2000, 0, 1, ((1000, 2), (1024, 3))), Prompt(500, 1500, 4, 5, ((1499, 6),))]

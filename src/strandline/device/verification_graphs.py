@@ -1,0 +1,222 @@
+"""CUDA graphs of steps that verify drafts: what makes such a step a few launches, and lets the host wait for it once.
+
+A step is two graphs. The first runs the model over certain tokens and drafts, up to the final hidden states. Then
+tokens are chosen behind all of them. The second counts on the device which drafts agree, stores the hidden state behind
+the last of them, and drafts for the next step with the model's draft layer.
+
+Shape suffixes as in ``kernels/batch.py``; I integers of a buffer, D drafts of a sequence, E hidden size, X sets of stop
+tokens, S their tokens.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from strandline.device.batch import HostBatch
+from strandline.device.graphs import WARM_UP_RUNS, Forward
+from strandline.device.padded_verification import PaddedVerification, VerificationSize, single_rows
+from strandline.device.upload import upload, upload_together
+from strandline.device.verification import Verdict, Verified
+from strandline.ids import NO_TOKEN
+from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.sampling import greedy
+from strandline.kernels.step import store_hidden
+from strandline.models.protocol import DraftingModel, LanguageModel, ModelMemory
+from strandline.records.plan import SequencePlan
+
+
+class VerificationStep:
+    """A step of one size: its inputs, the graphs, their outputs. The next replay overwrites all of them."""
+
+    def __init__(self, size: VerificationSize, block_table_NM: Tensor) -> None:
+        device = block_table_NM.device
+        self.padded = PaddedVerification(size)
+        self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
+        self.named = self.padded.named(self.buffer_I)
+        self.block_table_NM = block_table_NM
+        self.verifying, self.drafting = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self.hidden_TE = torch.empty(0)
+        self.tokens_T = torch.zeros(size.num_rows, dtype=torch.int64, device=device)
+        """What was chosen behind every row; to be filled in between the graphs."""
+        self.drafts_ND = torch.full((size.num_sequences, 0), NO_TOKEN, dtype=torch.int64, device=device)
+        """For the next step; as many columns as the model drafts."""
+
+
+class VerificationGraphs:
+    """CUDA graphs of one model's steps that verify drafts.
+
+    Args:
+        memory: what the model makes of the arena.
+        stop_ids_XS: stop tokens, for ``stop_set``.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        memory: ModelMemory,
+        forward: Forward,
+        arena: ArenaTensors,
+        stop_ids_XS: Tensor,
+        kernels: Kernels,
+        *,
+        sizes: Iterable[VerificationSize],
+        max_model_len: int,
+        progress: bool = False,
+    ) -> None:
+        """Capture."""
+        self._model, self._memory, self._forward = model, memory, forward
+        self._arena, self._kernels = arena, kernels
+        self._stop_ids_XS = stop_ids_XS
+        self._max_model_len = max_model_len
+        device = arena.bytes.device
+        by_rows = sorted(sizes, key=lambda size: (size.num_rows, size.num_sequences))
+        num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
+        tables = dict[int, Tensor]()
+        captured = list[VerificationStep]()
+        pool = torch.cuda.graph_pool_handle()
+        # The largest first: the smaller ones then fit into its scratch memory.
+        for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs of drafts", disable=not progress):
+            # The filler's row of the table must stay zero.
+            count = size.num_sequences + 1
+            if count not in tables:
+                tables[count] = torch.zeros(count, num_blocks, dtype=torch.int32, device=device)
+            step = VerificationStep(size, tables[count])
+            captured.append(step)
+            self._capture(step.verifying, pool, lambda: self._verify(step))  # noqa: B023 - called at once
+            self._capture(step.drafting, pool, lambda: self._draft(step))  # noqa: B023 - called at once
+        self._steps = captured[::-1]
+
+    @staticmethod
+    def _capture(graph: torch.cuda.CUDAGraph, pool: Any, run: Callable[[], None]) -> None:
+        for _ in range(WARM_UP_RUNS):
+            run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=pool):
+            run()
+
+    def _batch(self, step: VerificationStep) -> StepBatch:
+        return step.padded.batch(step.buffer_I, step.block_table_NM, self._max_model_len, self._kernels)
+
+    def _verify(self, step: VerificationStep) -> None:
+        step.hidden_TE = self._forward(self._batch(step))
+
+    def _draft(self, step: VerificationStep) -> None:
+        size, named = step.padded.size, step.named
+        num_sequences = size.num_sequences
+        first_row_N = named["query_starts"][:num_sequences]
+        num_accepted_N = accept(
+            step.tokens_T,
+            named["token_ids"],
+            first_row_N,
+            named["num_drafts"][:num_sequences],
+            self._stop_ids_XS[named["stop_set"][:num_sequences]],
+            named["verdicts"],
+            size.draft_tokens,
+        )
+        row_N = (first_row_N + num_accepted_N).clamp_max(size.num_rows - 1)
+        self._kernels[store_hidden](step.hidden_TE, row_N, self._arena.hidden_SE, named["hidden_slots"][:num_sequences])
+        if self._memory.draft is not None:
+            self._make_pairs(step, row_N, named["start"][:num_sequences] + num_accepted_N)
+
+    def _make_pairs(self, step: VerificationStep, row_N: Tensor, position_N: Tensor) -> None:
+        """Make the pairs of all rows, and draft behind the last of each sequence (``draft_layer.py``).
+
+        Pairs behind rejected drafts are made, too; the next step overwrites their keys and values.
+
+        Args:
+            row_N: each sequence's last row that counts.
+            position_N: its position.
+        """
+        model, likeliest = cast(DraftingModel, self._model), self._kernels[greedy]
+        batch = self._batch(step)
+        pairs = StepBatch(step.tokens_T.clamp_min(0), batch.positions_T, 0, 0, batch.attention, batch.recurrent)
+        hidden_NE = model.draft(pairs, step.hidden_TE, self._memory).index_select(0, row_N)
+        next_drafts_N = step.named["next_drafts"][: len(row_N)]
+        drafts = list[Tensor]()
+        for place in range(step.padded.size.draft_tokens):
+            if drafts:
+                position_N = position_N + 1
+                token_N = drafts[-1].clamp_min(0)
+                single = single_rows(batch, position_N, next_drafts_N > place, token_N, self._kernels)
+                hidden_NE = model.draft(single, hidden_NE, self._memory)
+            drafts.append(likeliest(model.logits(hidden_NE)))
+        if drafts:
+            step.drafts_ND = torch.stack(drafts, dim=1)
+
+    def verify(
+        self,
+        host: HostBatch,
+        sequences: Sequence[SequencePlan],
+        stop_sets: Sequence[int],
+        verdicts: Sequence[int] | None = None,
+    ) -> VerificationStep | None:
+        """Replay the first graph; None: none has room.
+
+        Args:
+            stop_sets: which stop tokens may end each sequence.
+            verdicts: a ``Verdict`` for each row; None: none is forced.
+        """
+        step = next((step for step in self._steps if step.padded.size.has_room_for(host, sequences)), None)
+        if step is None:
+            return None
+        pinned_I = torch.zeros(step.padded.num_integers, dtype=torch.int64, pin_memory=True)
+        integers = pinned_I.numpy()
+        step.padded.fill(integers, host, sequences)
+        step.padded.part(integers, "stop_set")[: len(sequences)] = stop_sets
+        if verdicts is not None:
+            step.padded.part(integers, "verdicts")[: len(verdicts)] = verdicts
+        step.buffer_I.copy_(pinned_I, non_blocking=True)
+        tables_NM = upload(host.block_table_NM, step.buffer_I.device)
+        step.block_table_NM[: len(sequences), : tables_NM.shape[1]].copy_(tables_NM)
+        step.verifying.replay()
+        return step
+
+    @staticmethod
+    def take_chosen(step: VerificationStep, verified: Sequence[Verified]) -> None:
+        """Take over what the host has chosen and compared, before the second graph is replayed."""
+        tokens = [
+            token
+            for sequence in verified
+            for token in sequence.token_ids + [NO_TOKEN] * (sequence.num_rows - len(sequence.token_ids))
+        ]
+        num_accepted = [len(sequence.token_ids) - 1 for sequence in verified]
+        tokens_T, num_accepted_N = upload_together([tokens, num_accepted], step.buffer_I.device)
+        step.tokens_T[: len(tokens)].copy_(tokens_T)
+        step.named["num_drafts"][: len(verified)].copy_(num_accepted_N)
+
+
+def accept(
+    tokens_T: Tensor,
+    token_ids_T: Tensor,
+    first_row_N: Tensor,
+    num_drafts_N: Tensor,
+    stop_ids_NS: Tensor,
+    verdicts_T: Tensor,
+    most_drafts: int,
+) -> Tensor:
+    """Return how many drafts of each sequence agree with what was chosen, before the first that does not.
+
+    A stop token is not counted: nothing is chosen behind it.
+
+    Args:
+        tokens_T: chosen behind each row; a draft that is accepted by force takes its place.
+        token_ids_T: each row's token: a sequence's drafts are behind its first row.
+        stop_ids_NS: ``NO_TOKEN`` where there are fewer.
+        verdicts_T: a ``Verdict`` for each row.
+        most_drafts: of a sequence.
+    """
+    if most_drafts == 0:
+        return torch.zeros_like(first_row_N)
+    draft_T = token_ids_T.roll(-1)
+    tokens_T.copy_(torch.where(verdicts_T == Verdict.ACCEPT, draft_T, tokens_T))
+    agrees_T = (tokens_T == draft_T) & (verdicts_T != Verdict.REJECT)
+    place_D = torch.arange(most_drafts, device=tokens_T.device)
+    row_ND = (first_row_N[:, None] + place_D).clamp_max(len(tokens_T) - 1)
+    is_stop_ND = (tokens_T[row_ND][:, :, None] == stop_ids_NS[:, None, :]).any(-1)
+    agrees_ND = agrees_T[row_ND] & (place_D < num_drafts_N[:, None]) & ~is_stop_ND
+    return agrees_ND.long().cumprod(1).sum(1)

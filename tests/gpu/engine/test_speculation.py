@@ -1,0 +1,114 @@
+"""Drafts change no token on a GPU either: the CPU's tests, with short kernels and CUDA graphs.
+
+Greedy tokens are compared exactly in float32: the tiny model's logits lie further apart than float32 rounds.
+"""
+
+from typing import Any
+
+import pytest
+
+from strandline import LLM, SamplingParams
+from strandline.bench.evaluate import make_suite
+from strandline.device.verification_graphs import VerificationGraphs
+from tests.cpu.engine.conftest import MakeLLM
+from tests.cpu.engine.test_exactness import answers, tokens
+from tests.cpu.engine.test_speculation import GREEDY, PATTERNS, SPECULATION, force, record
+
+PROMPTS = [tokens(count, seed=count) for count in (1, 2, 40, 62, 63, 64, 65, 100)]
+MIXED = [
+    SamplingParams(temperature=0, max_tokens=30),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=33, top_k=20),
+    SamplingParams(temperature=0.7, seed=4, max_tokens=31, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=30, repetition_penalty=1.2),
+    SamplingParams(temperature=0, max_tokens=30, logprobs=2, stop_token_ids=[3, 7]),
+]
+
+
+@pytest.fixture
+def make_speculating(make_llm: MakeLLM) -> MakeLLM:
+    def speculating(**options: Any) -> LLM:
+        return make_llm(**{"speculative_config": SPECULATION, **options})
+
+    return speculating
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Collect whether steps with drafts were replayed from graphs."""
+    replayed: list[bool] = []
+    verify = VerificationGraphs.verify
+
+    def counting(*args: Any) -> Any:
+        step = verify(*args)
+        replayed.append(step is not None)
+        return step
+
+    monkeypatch.setattr(VerificationGraphs, "verify", counting)
+    return replayed
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_any_pattern_of_acceptance_gives_the_tokens_of_plain_decoding(
+    make_llm: MakeLLM, make_speculating: MakeLLM, replays: list[bool], pattern: list[int], is_eager: bool
+) -> None:
+    expected = answers(make_llm(), PROMPTS, GREEDY)
+    recording = make_speculating(enforce_eager=is_eager)
+    recorder = record(recording)
+    assert answers(recording, PROMPTS, GREEDY) == expected
+    llm = force(make_speculating(enforce_eager=is_eager), recorder.known, pattern)
+    replays.clear()
+    assert answers(llm, PROMPTS, GREEDY) == expected
+    assert answers(llm, PROMPTS, GREEDY) == expected  # resumed from snapshots
+    assert (sum(replays) > 10) is not is_eager
+
+
+@pytest.mark.parametrize("params", MIXED, ids=str)
+def test_sampled_tokens_are_those_of_plain_decoding(
+    make_llm: MakeLLM, make_speculating: MakeLLM, params: SamplingParams
+) -> None:
+    expected = answers(make_llm(), PROMPTS, params)
+    recording = make_speculating()
+    recorder = record(recording)
+    assert answers(recording, PROMPTS, params) == expected
+    assert answers(force(make_speculating(), recorder.known, [3, 1, 2, 0]), PROMPTS, params) == expected
+
+
+def test_requests_of_all_kinds_together(make_llm: MakeLLM, make_speculating: MakeLLM) -> None:
+    def run(llm: LLM) -> list[Any]:
+        params = [MIXED[index % len(MIXED)] for index in range(len(PROMPTS))]
+        return [[x.token_ids for x in o.outputs] for o in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+    recording = make_speculating()
+    recorder = record(recording)
+    expected = run(make_llm())
+    assert run(recording) == expected
+    assert run(force(make_speculating(), recorder.known, [1, 3, 0, 2])) == expected
+
+
+@pytest.fixture(scope="module")
+def demo_answers() -> list[Any]:
+    return demo(None)
+
+
+def demo(speculation: dict[str, Any] | None) -> list[Any]:
+    llm = LLM("demo", dtype="float32", device="cuda", memory="2GiB", max_num_seqs=16, speculative_config=speculation)
+    prompts = [llm.render(task.messages)["prompt_token_ids"] for task in make_suite(1, 6)]
+    texts = []
+    for _ in range(2):  # again from snapshots: whole hits
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        texts.append([(o.num_cached_tokens, o.outputs[0].token_ids) for o in outputs])
+    counts = llm.engine.core.stats().speculation
+    if speculation is not None:
+        assert counts.num_accepted_tokens > 100
+    return texts
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_demo_models_draft_layer_changes_no_token(
+    demo_answers: list[Any], replays: list[bool], depth: int, adaptive: bool
+) -> None:
+    assert demo({"method": "mtp", "num_speculative_tokens": depth, "adaptive": adaptive}) == demo_answers
+    assert sum(replays) > 10
