@@ -57,7 +57,7 @@ class EngineConfig:
     """Most tokens computed in one step. Longer prompts are computed over several steps. None: 2,048, on GPUs 8,192."""
     long_prefill_token_threshold: int | None = None
     """Prefills of more tokens are long. While other requests decode, long prefills together compute at most this number
-    of tokens, in every third step. 0: no limit. None: a quarter of ``max_num_batched_tokens``."""
+    of tokens, in every third to ninth step. 0: no limit. None: a quarter of ``max_num_batched_tokens``."""
     async_scheduling: bool | None = None
     """Plan each step while the device runs the one before; None: on GPUs."""
     enforce_eager: bool = False

@@ -36,8 +36,12 @@ from strandline.ids import BLOCK_TOKENS, NULL_LOG, RequestId
 from strandline.records.events import FinishReason
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 
-STEPS_BETWEEN_SHARES = 2
-"""Steps between two in which long prefills beside decodes get their share: most steps are decodes alone, then."""
+STEPS_BETWEEN_SHARES = (2, 8)
+"""Fewest and most steps between two in which long prefills beside decodes get their share: most steps are decodes
+alone, then."""
+
+DECODES_BETWEEN_SHARES = 32
+"""Tokens decoded between two shares, within these limits: steps of few decodes are short, so more of them pass."""
 
 LOOK_AHEAD_REQUESTS = 32
 """Waiting requests for which a leader is searched although they cannot be admitted yet."""
@@ -74,7 +78,7 @@ class Scheduler:
         self._long_threshold = long_prefill_token_threshold or max_num_batched_tokens
         self._long_share = 0
         """What is left of the planned step's tokens for long prefills."""
-        self._steps_since_share = STEPS_BETWEEN_SHARES
+        self._steps_since_share = max(STEPS_BETWEEN_SHARES)
         """Steps of decodes since the last in which long prefills got a share."""
         self.waiting = WaitingQueue(self._hit_tokens if cache.is_enabled else None)
         self.loading = LoadQueue(cache, self.waiting)
@@ -210,7 +214,22 @@ class Scheduler:
         """Return how many tokens of the step long prefills may compute."""
         if self._long_threshold >= self.max_num_batched_tokens or not any(map(_decodes, self.running)):
             return self.max_num_batched_tokens
-        return self._long_threshold if self._steps_since_share >= STEPS_BETWEEN_SHARES else 0
+        fewest, most = STEPS_BETWEEN_SHARES
+        if self._steps_since_share < fewest:
+            return 0
+        between = max(fewest, min(most, DECODES_BETWEEN_SHARES // sum(map(_decodes, self.running))))
+        return self._long_threshold if self._steps_since_share >= between else 0
+
+    @property
+    def is_share_due(self) -> bool:
+        """Whether the next step computes a share of a long prompt beside decodes."""
+        if self._steps_since_share < min(STEPS_BETWEEN_SHARES) or not any(map(self._is_long, self.running)):
+            return False
+        return any(map(_decodes, self.running)) and self._share_for_long_prefills() > 0
+
+    def _is_long(self, request: Request) -> bool:
+        """Whether a running request has more tokens to compute than a step beside decodes takes."""
+        return request.lease is not None and request.num_tokens - request.lease.computed > self._long_threshold
 
     def _allowance(self, num_tokens: int, budget: int) -> int:
         """Return how many of a prefill's tokens the step computes."""

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Iterator
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -94,7 +95,8 @@ def spans(plan: StepPlan) -> list[tuple[str, int]]:
     return [(sequence.request_id, sequence.end - sequence.start) for sequence in plan.sequences]
 
 
-def test_long_prefills_get_shares_of_steps_beside_decodes() -> None:
+def test_long_prefills_get_shares_of_steps_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strandline.engine.scheduler.STEPS_BETWEEN_SHARES", (2, 2))
     scheduler = make_scheduler(max_tokens=400, long_from=100)
     scheduler.add(make_request("a", [1] * 10, max_tokens=8))
     assert spans(step(scheduler)) == [("a", 10)]
@@ -110,7 +112,28 @@ def test_long_prefills_get_shares_of_steps_beside_decodes() -> None:
     assert spans(step(scheduler)) == [("a", 1), ("b", 1), ("c", 100), ("d", 1)]
 
 
-def test_long_prefills_alone_take_whole_steps() -> None:
+@pytest.mark.parametrize(("num_decodes", "steps_between"), [(1, 8), (4, 8), (6, 5), (16, 2), (40, 2)])
+def test_the_fewer_decode_the_more_steps_pass_between_shares(num_decodes: int, steps_between: int) -> None:
+    scheduler = make_scheduler(max_tokens=400, long_from=100, max_num_seqs=64)
+    for index in range(num_decodes):
+        scheduler.add(make_request(f"{index}", [index] * 3, max_tokens=90))
+    while len(scheduler.running) < num_decodes:
+        step(scheduler)
+    step(scheduler)
+    scheduler.add(make_request("long", [99] * 390))
+    due, shares = [], []
+    for _ in range(20):
+        due.append(scheduler.is_share_due)
+        shares.append(any(count == 100 for _, count in spans(step(scheduler))))
+    places = [place for place, is_share in enumerate(shares) if is_share]
+    assert [after - before - 1 for before, after in pairwise(places)] == [steps_between] * (len(places) - 1)
+    assert len(places) > 1
+    # The first one waits in the queue until its step is planned.
+    assert due[1:] == shares[1:]
+
+
+def test_long_prefills_alone_take_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strandline.engine.scheduler.STEPS_BETWEEN_SHARES", (2, 2))
     scheduler = make_scheduler(max_tokens=400, long_from=100)
     scheduler.add(make_request("a", [1] * 1000))
     scheduler.add(make_request("b", [2] * 500))
