@@ -177,6 +177,10 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         share = self._long_share = self._share_for_long_prefills()
         budget = self._plan_running(spans)
+        if not spans and share == 0:
+            # Those that decoded have been preempted: long prefills need not wait for them.
+            self._long_share = share = self._long_threshold
+            budget = self._plan_running(spans)
         if self.num_preemptions == num_preemptions:
             self._plan_waiting(spans, budget)
         self._steps_since_share = 0 if self._long_share < share else self._steps_since_share + 1
