@@ -170,7 +170,7 @@ class Runner:
         poison: fill freed memory with NaN, so that tests notice when it is read.
         keeps_logs: let decoding sequences keep logs; the scheduler must know.
         draft_tokens: most drafts of a sequence in a step; logs hold these, then.
-        synthetic_rates: as ``sample_and_verify``.
+        synthetic_rates: as of ``Verified``.
     """
 
     def __init__(
@@ -301,12 +301,13 @@ class Runner:
                 num_drafts = sequence.num_drafts
                 drafts = sequence.token_ids[len(sequence.token_ids) - num_drafts :]
                 last = ends[index] - 1 if index in ends else stored_row_of[index]
-                verified.append(Verified(index, self._states[sequence.request_id], drafts, len(rows)))
+                state = self._states[sequence.request_id]
+                verified.append(Verified(index, state, drafts, len(rows), synthetic_rates=self._synthetic_rates))
                 rows += range(last - num_drafts, last + 1)
         if verified:
             (rows_R,) = upload_together([rows], self.device)
             logits_RV = self.model.logits(hidden_XE[rows_R])
-            sample_and_verify(logits_RV, verified, self._kernels, self._synthetic_rates)
+            sample_and_verify(logits_RV, verified, self._kernels)
             launched.take_verified(verified)
         with_drafts = [sequence for sequence in verified if sequence.draft_ids]
         last_rows = [rows[sequence.first_row + len(sequence.token_ids) - 1] for sequence in with_drafts]
@@ -344,8 +345,10 @@ class Runner:
         num_rows = 0
         if order:
             host, hidden = self._run([sequences[index] for index in order], num_decodes, launched)
-            ends = dict(zip(order, host.query_starts_N1[1:].tolist(), strict=True))
-            num_rows = len(host.token_ids_T)
+            ends_N = host.query_starts_N1[1:].copy()
+            ends_N[host.num_decodes :] += hidden.first_prompt_row - host.num_decode_rows
+            ends = dict(zip(order, ends_N.tolist(), strict=True))
+            num_rows = len(hidden.hidden_TE)
             hidden_XE = torch.cat((hidden.hidden_TE, hidden_XE))
         return hidden_XE, ends, dict(zip(resumed, range(num_rows, num_rows + len(resumed)), strict=True))
 
@@ -394,12 +397,12 @@ class Runner:
         *first_rows, num_rows = host.query_starts_N1.tolist()
         states = [self._states[sequence.request_id] for sequence in sequences]
         verified = [
-            Verified(index, state, sequence.token_ids[1:], row)
+            Verified(index, state, sequence.token_ids[1:], row, synthetic_rates=self._synthetic_rates)
             for index, (state, sequence, row) in enumerate(zip(states, sequences, first_rows, strict=True))
         ]
-        rates, verdicts = self._synthetic_rates, None
-        if rates is not None:
-            verdicts = [verdict for sequence in verified for verdict in sequence.verdicts(rates)]
+        verdicts = None
+        if self._synthetic_rates is not None:
+            verdicts = [verdict for sequence in verified for verdict in sequence.verdicts]
         is_independent = all(state.is_independent for state in states)
         stops = [state.new.stop_ids if is_independent else NO_STOPS for state in states]
         step = graphs.verify(host, sequences, self._pending.stop_sets(stops), verdicts)
@@ -413,12 +416,12 @@ class Runner:
                 logits_TV = logits_TV.float()
             step.tokens_T[:num_rows].copy_(choose_independently(logits_TV, by_row, positions, self._kernels))
         else:
-            sample_and_verify(logits_TV, verified, self._kernels, rates)
+            sample_and_verify(logits_TV, verified, self._kernels)
             graphs.take_chosen(step, verified)
         step.drafting.replay()
         tokens_T, drafts_ND = download(step.tokens_T[:num_rows]), download(step.drafts_ND[: len(sequences)])
         next_drafts = [sequence.next_drafts for sequence in sequences]
-        launched.take_verified_later(VerifiedOnDevice(verified, tokens_T, drafts_ND, next_drafts, rates))
+        launched.take_verified_later(VerifiedOnDevice(verified, tokens_T, drafts_ND, next_drafts))
         return True
 
     @torch.inference_mode()

@@ -136,7 +136,8 @@ def _choose_gpu_bytes(
     config: EngineConfig, model: LanguageModel, kernels: Kernels, device: torch.device, log_bytes: int
 ) -> int:
     num_tokens = min(choose_batched_tokens(config, device.type), config.max_model_len or model.max_position)
-    scratch_bytes = measure_scratch_bytes(model, kernels, num_tokens, config.max_num_seqs, device)
+    drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
+    scratch_bytes = measure_scratch_bytes(model, kernels, num_tokens, config.max_num_seqs * (1 + drafts), device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share_bytes = int(config.gpu_memory_utilization * total_bytes)
     budget = share_bytes - (total_bytes - free_bytes) - scratch_bytes - log_bytes

@@ -48,31 +48,32 @@ class Verified:
     """Of these tokens, where asked for."""
     failure: str | None = None
     """Why no token could be chosen: an exception concerned this sequence alone."""
+    synthetic_rates: Sequence[float] | None = None
+    """By place, how often drafts are accepted whatever is sampled, for benchmarks; None: those that agree are."""
     first_position: int = field(init=False)
     """Of the first token to sample."""
+    verdicts: list[Verdict] = field(init=False)
+    """Of each row: what becomes of the draft behind it."""
 
     def __post_init__(self) -> None:
         self.first_position = self.state.position
+        self.verdicts = [Verdict.COMPARE] * self.num_rows
+        if self.synthetic_rates is not None:
+            for place in range(len(self.draft_ids)):
+                is_accepted = self._is_accepted_at(place, self.synthetic_rates)
+                self.verdicts[place] = Verdict.ACCEPT if is_accepted else Verdict.REJECT
 
     @property
     def num_rows(self) -> int:
         return len(self.draft_ids) + 1
 
-    def verdicts(self, rates: Sequence[float] | None) -> list[Verdict]:
-        """Say of each row whether the draft behind it is accepted by force, up to the first that is rejected."""
-        verdicts = [Verdict.COMPARE] * self.num_rows
-        if rates is not None:
-            for place in range(len(self.draft_ids)):
-                verdicts[place] = Verdict.ACCEPT if self._is_accepted_at(place, rates) else Verdict.REJECT
-        return verdicts
-
-    def take(self, token: int, synthetic_rates: Sequence[float] | None) -> bool:
+    def take(self, token: int) -> bool:
         """Append a sampled token; return whether it is a draft behind which another can be sampled."""
         place = len(self.token_ids)
-        agrees = place < len(self.draft_ids) and self.draft_ids[place] == token
-        if synthetic_rates is not None and place < len(self.draft_ids):
-            agrees = self._is_accepted_at(place, synthetic_rates)
-            token = self.draft_ids[place] if agrees else token
+        verdict = self.verdicts[place]
+        if verdict is Verdict.ACCEPT:
+            token = self.draft_ids[place]
+        agrees = verdict is not Verdict.REJECT and place < len(self.draft_ids) and self.draft_ids[place] == token
         self.token_ids.append(token)
         if token == NO_TOKEN:
             return False
@@ -90,14 +91,11 @@ def sample_and_verify(
     logits_RV: Tensor,
     sequences: Sequence[Verified],
     kernels: Kernels,
-    synthetic_rates: Sequence[float] | None = None,
 ) -> None:
     """Sample behind each sequence's certain token and its drafts, as far as these agree. Waits for the device.
 
     Args:
         logits_RV: a row for each sequence, and one more for each of its drafts.
-        synthetic_rates: by place, how often drafts are accepted whatever is sampled, for benchmarks; None: those that
-            agree are.
     """
     remaining = list(sequences)
     while remaining:
@@ -108,7 +106,7 @@ def sample_and_verify(
             sequence.failure = chosen.failures.get(row)
             if row in chosen.logprobs:
                 sequence.logprobs.append(chosen.logprobs[row])
-            if sequence.take(token, synthetic_rates):
+            if sequence.take(token):
                 agreeing.append(sequence)
         remaining = agreeing
 
@@ -124,7 +122,6 @@ class VerifiedOnDevice:
     """For the next step, by row of the sequence; more of them than are wanted."""
     next_drafts: Sequence[int]
     """How many are wanted of each sequence."""
-    synthetic_rates: Sequence[float] | None
 
     def read(self) -> dict[int, tuple[int, ...]]:
         """Take the tokens; return the drafts of sequences by their places in the plan. The device must be done."""
@@ -133,7 +130,7 @@ class VerifiedOnDevice:
             if not sequence.token_ids:
                 for token in tokens[sequence.first_row : sequence.first_row + sequence.num_rows]:
                     sequence.state.num_sampled += 1
-                    if not sequence.take(token, self.synthetic_rates):
+                    if not sequence.take(token):
                         break
         rows = zip(self.sequences, self.drafts_ND.tolist(), self.next_drafts, strict=True)
         return {x.index: tuple(t for t in drafts[:count] if t != NO_TOKEN) for x, drafts, count in rows if count}

@@ -681,7 +681,8 @@ def _attend_prefills(call: _Call, num_decodes: int, is_invariant: bool) -> None:
     batch = call.batch
     num_sequences = len(batch.query_starts) - 1
     first = num_decodes
-    if call.window_tokens is None and not is_invariant and _has_prefix_kernel(call):
+    has_prompts = batch.most_rows is None
+    if has_prompts and call.window_tokens is None and not is_invariant and _has_prefix_kernel(call):
         for sequence in range(num_decodes, num_sequences):
             if num_blocks := _num_prefix_blocks(batch, sequence):
                 if first < sequence:

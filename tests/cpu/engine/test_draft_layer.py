@@ -1,6 +1,7 @@
 """The draft layer of the demo model drafts what its training computed, also behind hits, and changes no token."""
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,15 @@ from safetensors.torch import load_file
 
 import strandline
 from strandline import LLM, SamplingParams
+from strandline.device.batch import HostBatch
+from strandline.device.graphs import StepHidden
+from strandline.device.runner import Runner
+from strandline.device.uni_executor import UniExecutor
 from strandline.engine.drafting import DraftLayerDrafter
 from strandline.engine.request import Request
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError
+from strandline.records.plan import StepPlan
 from tests.cpu.engine.tiny import save_tiny_model
 from tools import demo_network
 
@@ -160,3 +166,65 @@ def test_synthetic_acceptance_has_the_given_rates(make: Callable[..., LLM]) -> N
     # Three standard deviations of 400 draws are 0.07.
     found = [count / stats.num_drafts for count in stats.num_accepted_by_place]
     assert found == pytest.approx(rates, abs=0.07)
+
+
+class PaddedGraphs:
+    """Stands for recorded steps with prompts: their rows do not lie right behind those of decodes."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.num_padded = 0
+
+    def decode(self, host: HostBatch) -> None:
+        """Have room for no step of decodes."""
+
+    def prefill(self, host: HostBatch) -> StepHidden | None:
+        """Run a step, and put rows of NaN between its decodes and prompts."""
+        if host.replay is not None or not host.num_decodes:
+            return None
+        self.num_padded += 1
+        hidden = self._runner._run_eagerly(host)
+        first = host.num_decode_rows
+        gap = hidden.hidden_TE.new_full((5, hidden.hidden_TE.shape[1]), torch.nan)
+        return StepHidden(
+            torch.cat((hidden.hidden_TE[:first], gap, hidden.hidden_TE[first:])), hidden.last_NE, first + len(gap)
+        )
+
+
+def test_drafts_beside_prompts_in_padded_steps_are_those_without_padding(make: Callable[..., LLM]) -> None:
+    def serve(llm: LLM) -> tuple[list[list[int]], int]:
+        llm.engine.scheduler._draft_depth = Alternating()
+        for index in range(5):
+            llm.engine.add_request(f"{index}", ids(llm, f"{PROMPT} {index}"), GREEDY)
+            for _ in range(3):
+                llm.engine.step()
+        outputs: dict[str, list[int]] = {}
+        while llm.engine.has_unfinished:
+            outputs |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step()}
+        return [outputs[name] for name in sorted(outputs)], llm.engine.core.stats().speculation.num_accepted_tokens
+
+    padded = make(2)
+    executor = padded.engine.core.executor
+    assert isinstance(executor, UniExecutor)
+    graphs = executor.runner._graphs = PaddedGraphs(executor.runner)
+    answers, num_accepted = serve(padded)
+    assert (answers, num_accepted) == serve(make(2))
+    assert num_accepted > 10
+    assert graphs.num_padded > 1
+
+
+class Alternating:
+    """Drafts nothing in every second and third step."""
+
+    def __init__(self) -> None:
+        self._depths = cycle([0, 0, 2])
+
+    def choose(self, num_decodes: int) -> int:
+        del num_decodes
+        return next(self._depths)
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """Learn nothing."""
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learn nothing."""
