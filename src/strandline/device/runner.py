@@ -42,12 +42,13 @@ from strandline.device.sampler import (
     choose_independently,
     choose_tokens,
 )
+from strandline.device.step_in_flight import StepInFlight
 from strandline.device.transfers import Transfers
 from strandline.device.upload import download, upload_together
 from strandline.device.verification import Verified, VerifiedOnDevice, sample_and_verify
 from strandline.device.verification_graphs import VerificationGraphs
 from strandline.errors import EngineError
-from strandline.ids import NO_TOKEN, BlockId, RequestId
+from strandline.ids import BlockId, RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -56,7 +57,7 @@ from strandline.kernels.sampling import greedy, mask_top_k_top_p_min_p, sample
 from strandline.kernels.step import locate_rows, resolve_pending, store_hidden
 from strandline.models.protocol import DraftingModel, LanguageModel
 from strandline.records.grammars import GrammarCompiler
-from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult, TokenLogprobs
+from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
 
 RUNNER_OPERATIONS: Final = (
     locate_rows,
@@ -79,86 +80,6 @@ LOGPROB_ROWS = 256
 SERIAL_STEP_TOKENS = 4
 """Up to this many tokens a step runs on one CPU thread. Its operations are too small to gain from more, and on a busy
 machine each would wait for the others to be scheduled: a step took 690 ms where one thread takes 4."""
-
-
-class StepInFlight:
-    """A step in flight."""
-
-    def __init__(self, sequences: Sequence[SequencePlan], device: torch.device, transfers: Transfers) -> None:
-        self.is_launch_bound = False
-        """Whether launching took longer than the device needs to run the step."""
-        self._sequences = sequences
-        self._device = device
-        self._transfers = transfers
-        self._tokens_N: Tensor | None = None
-        self._sampled: list[tuple[int, SamplingState]] = []
-        self._logprobs: dict[int, list[LogprobTensors]] = {}
-        self._verified: list[Verified] = []
-        self._verified_on_device: VerifiedOnDevice | None = None
-        self.drafts: dict[int, tuple[int, ...]] = {}
-        """For the next step, by index of the sequence."""
-        self._prompt_logprobs: dict[RequestId, list[LogprobTensors]] = {}
-        self.failures: dict[RequestId, str] = {}
-        """Why requests have failed so far."""
-        self._done: torch.cuda.Event | None = None
-
-    def take_tokens(self, chosen: ChosenTokens, sampled: list[tuple[int, SamplingState]]) -> None:
-        """Fetch what was sampled.
-
-        Args:
-            sampled: index of the sequence in the plan and its state, per row of what was chosen.
-        """
-        self._tokens_N = download(chosen.tokens_N)
-        self._sampled = sampled
-        self._logprobs = {sampled[row][0]: [tensors] for row, tensors in chosen.logprobs.items()}
-        self.failures |= {sampled[row][1].new.request_id: text for row, text in chosen.failures.items()}
-
-    def take_verified(self, verified: list[Verified]) -> None:
-        """Take what was sampled in a step with drafts; the host knows it already."""
-        self._verified = verified
-        self._logprobs = {sequence.index: sequence.logprobs for sequence in verified if sequence.logprobs}
-        self.failures |= {x.state.new.request_id: x.failure for x in verified if x.failure is not None}
-
-    def take_verified_later(self, verified: VerifiedOnDevice) -> None:
-        """Take what was sampled in a step with drafts, once the device is done."""
-        self._verified_on_device = verified
-        self.take_verified(verified.sequences)
-
-    def take_prompt_logprobs(self, request_id: RequestId, tensors: LogprobTensors) -> None:
-        """Fetch the log-probabilities of the next tokens of a sequence's prompt."""
-        self._prompt_logprobs.setdefault(request_id, []).append(tensors)
-
-    def close(self) -> None:
-        """Mark the end of the step on the device."""
-        if self._device.type == "cuda":
-            self._done = torch.cuda.Event()
-            self._done.record()
-
-    def result(self) -> StepResult:
-        """Wait for the device, and return what the step produced."""
-        if self._done is not None:
-            self._done.synchronize()
-        if self._verified_on_device is not None:
-            self.drafts = self._verified_on_device.read()
-        token_ids: list[tuple[int, ...]] = [()] * len(self._sequences)
-        for verified in self._verified:
-            token_ids[verified.index] = tuple(verified.token_ids)
-        if self._tokens_N is not None:
-            for (index, state), token in zip(self._sampled, self._tokens_N.tolist(), strict=True):
-                token_ids[index] = (token,)
-                if token != NO_TOKEN:
-                    state.append(token)
-        logprobs, prompt_logprobs = dict[int, list[TokenLogprobs]](), dict[int, list[TokenLogprobs]]()
-        for index, entries in self._logprobs.items():
-            with catch_failure(self.failures, self._sequences[index].request_id):
-                logprobs[index] = [tensors.read()[0] for tensors in entries]
-        if self._prompt_logprobs:
-            for index, sequence in enumerate(self._sequences):
-                with catch_failure(self.failures, sequence.request_id):
-                    parts = self._prompt_logprobs.get(sequence.request_id, ())
-                    prompt_logprobs[index] = [entry for tensors in parts for entry in tensors.read()]
-        ended = self._transfers.take()
-        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, self.drafts, self.failures, ended)
 
 
 class Runner:

@@ -5,8 +5,7 @@ of the ``WaitingQueue``, as token budget and memory allow. When memory runs out,
 preempted: its slot becomes a snapshot, so that nothing is recomputed when it is admitted again. The scheduler never
 splits or delays a step for the cache.
 
-While requests decode, *long* prefills, of more tokens than a threshold, get no more than that many tokens of a step
-together, and a few steps pass before they get the next share: one long prompt does not hold up everyone's tokens.
+While requests decode, long prefills get no more than a share of a few steps (``LongPrefills``).
 
 In deterministic mode a token's bits must not depend on how its sequence is split into steps: prompts are computed on
 the 64-token grid and generated tokens one by one, also when a preempted request starts over (``exact_end``).
@@ -28,6 +27,7 @@ from strandline.engine.draft_counters import DraftCounters
 from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter, DraftLayerDrafter
 from strandline.engine.load_queue import LoadQueue, LoadState
+from strandline.engine.long_prefills import LongPrefills
 from strandline.engine.request import Request, Status
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span, sequence_plan, with_next
 from strandline.engine.waiting import WaitingQueue
@@ -35,13 +35,6 @@ from strandline.errors import EngineError, RequestError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, RequestId
 from strandline.records.events import FinishReason
 from strandline.records.plan import NewRequest, StepPlan, StepResult
-
-STEPS_BETWEEN_SHARES = (2, 8)
-"""Fewest and most steps between two in which long prefills beside decodes get their share: most steps are decodes
-alone, then."""
-
-DECODES_BETWEEN_SHARES = 32
-"""Tokens decoded between two shares, within these limits: steps of few decodes are short, so more of them pass."""
 
 LOOK_AHEAD_REQUESTS = 32
 """Waiting requests for which a leader is searched although they cannot be admitted yet."""
@@ -75,11 +68,7 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._long_threshold = long_prefill_token_threshold or max_num_batched_tokens
-        self._long_share = 0
-        """What is left of the planned step's tokens for long prefills."""
-        self._steps_since_share = max(STEPS_BETWEEN_SHARES)
-        """Steps of decodes since the last in which long prefills got a share."""
+        self._long_prefills = LongPrefills(long_prefill_token_threshold, max_num_batched_tokens)
         self.waiting = WaitingQueue(self._hit_tokens if cache.is_enabled else None)
         self.loading = LoadQueue(cache, self.waiting)
         self.running: list[Request] = []
@@ -175,15 +164,15 @@ class Scheduler:
             self._depth = self._draft_depth.choose(max(len(self.running), 1))
         spans: list[Span] = []
         num_preemptions = self.num_preemptions
-        share = self._long_share = self._share_for_long_prefills()
+        self._long_prefills.begin_step(self._num_decodes)
         budget = self._plan_running(spans)
-        if not spans and share == 0:
+        if not spans:
             # Those that decoded have been preempted: long prefills need not wait for them.
-            self._long_share = share = self._long_threshold
+            self._long_prefills.begin_step(num_decodes=0)
             budget = self._plan_running(spans)
         if self.num_preemptions == num_preemptions:
             self._plan_waiting(spans, budget)
-        self._steps_since_share = 0 if self._long_share < share else self._steps_since_share + 1
+        self._long_prefills.end_step()
         self._look_ahead()
         next_drafts = list(map(self._next_drafts, spans)) if self._has_draft_layer else []
         # All reservations come before the first record: one that needs a slot may move blocks of any sequence.
@@ -214,34 +203,18 @@ class Scheduler:
         self._planned.append((plan, planned))
         return plan
 
-    def _share_for_long_prefills(self) -> int:
-        """Return how many tokens of the step long prefills may compute."""
-        if self._long_threshold >= self.max_num_batched_tokens or not any(map(_decodes, self.running)):
-            return self.max_num_batched_tokens
-        fewest, most = STEPS_BETWEEN_SHARES
-        if self._steps_since_share < fewest:
-            return 0
-        between = max(fewest, min(most, DECODES_BETWEEN_SHARES // sum(map(_decodes, self.running))))
-        return self._long_threshold if self._steps_since_share >= between else 0
+    @property
+    def _num_decodes(self) -> int:
+        return sum(map(_decodes, self.running))
 
     @property
     def is_share_due(self) -> bool:
         """Whether the next step computes a share of a long prompt beside decodes."""
-        if self._steps_since_share < min(STEPS_BETWEEN_SHARES) or not any(map(self._is_long, self.running)):
+        long_prefills = self._long_prefills
+        if not long_prefills.may_be_due:
             return False
-        return any(map(_decodes, self.running)) and self._share_for_long_prefills() > 0
-
-    def _is_long(self, request: Request) -> bool:
-        """Whether a running request has more tokens to compute than a step beside decodes takes."""
-        return request.lease is not None and request.num_tokens - request.lease.computed > self._long_threshold
-
-    def _allowance(self, num_tokens: int, budget: int) -> int:
-        """Return how many of a prefill's tokens the step computes."""
-        if num_tokens <= self._long_threshold:
-            return min(num_tokens, budget)
-        allowed = min(num_tokens, budget, self._long_share)
-        self._long_share -= allowed
-        return allowed
+        pending = (request.num_tokens - request.lease.computed for request in self.running if request.lease is not None)
+        return any(map(long_prefills.is_long, pending)) and long_prefills.is_due(self._num_decodes)
 
     def _plan_running(self, spans: list[Span]) -> int:
         """Plan the running requests; return the rest of the token budget."""
@@ -257,7 +230,7 @@ class Scheduler:
             lease = request.lease or _lease(request)
             start, end = lease.computed, request.num_tokens
             if end - start > 1:
-                end = start + self._allowance(end - start, budget)
+                end = start + self._long_prefills.allow(end - start, budget)
                 if is_exact:
                     end = exact_end(request, start, end)
                 if end == start:
@@ -331,7 +304,7 @@ class Scheduler:
                 break
             waiting.admit(request)
             start = lease.computed
-            end = start + self._allowance(request.num_tokens - start, budget)
+            end = start + self._long_prefills.allow(request.num_tokens - start, budget)
             if self._is_exact:
                 end = exact_end(request, start, end)
             if end == start < request.num_tokens:

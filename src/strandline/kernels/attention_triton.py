@@ -30,8 +30,7 @@ Shape suffixes: as in ``attention.py``; further M rows of a tile, K keys of a ti
 # mypy: ignore-errors
 
 import warnings
-from functools import cache, lru_cache
-from itertools import pairwise
+from functools import cache
 from math import log2
 from typing import NamedTuple
 
@@ -42,9 +41,10 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention_prefix_triton import attend_prefix, supports
+from strandline.kernels.attention_splits import num_decode_splits, num_prefill_splits, num_row_tiles
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
+from strandline.kernels.sizes import cdiv, next_power_of_2
 
 
 class Tile(NamedTuple):
@@ -70,12 +70,6 @@ SHORT_TILE = Tile(rows=64, keys=32, num_warps=4, num_stages=3)
 FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
 """GEMMs in plain float32 do not use the tensor cores: this path is for tests, not for speed."""
 
-DECODE_PROGRAMS = 4 * NUM_SMS
-"""Programs that a step of few decodes is split into."""
-
-MAX_SPLIT_BLOCKS = 128
-"""Blocks that one program of a decode reads at most, so that one long context does not outlast the others."""
-
 INVARIANT_SPLIT_BLOCKS = 16
 """Blocks of a split in deterministic mode, whatever else is decoded and however long the context is."""
 
@@ -90,15 +84,6 @@ MIN_PREFIX_BLOCKS = 32
 
 MAX_PREFIX_DIFFERENCE = 1e-2
 """Of the check before the first use of the kernel for prefixes, relative: results are rounded to bfloat16."""
-
-MAX_DECODE_SPLITS = 128
-MAX_PREFILL_SPLITS = 16
-
-PROGRAM_COST_TILES = 2
-"""What a program costs besides its tiles of keys, in tiles: reading queries, writing results."""
-
-COMBINE_COST_TILES = 3
-"""What a second kernel costs, in tiles of keys."""
 
 COMBINE_ELEMENTS = 4096
 """Of partial results that one program combines: 32 per thread."""
@@ -636,7 +621,7 @@ def _attend_decodes(call: _Call, num_decodes: int, is_invariant: bool) -> None:
     if is_invariant:
         num_splits = -(-num_blocks // INVARIANT_SPLIT_BLOCKS)
     else:
-        num_splits = _num_decode_splits(num_decodes * num_kv_heads, num_blocks)
+        num_splits = num_decode_splits(num_decodes * num_kv_heads, num_blocks)
     partial, lse = _scratch(out_THD, num_decodes, num_splits, is_needed=is_invariant or num_splits > 1)
     _decode_kernel[(num_decodes, num_kv_heads, num_splits)](
         q_THD,
@@ -752,16 +737,16 @@ def _attend_together(call: _Call, first: int, end: int, *, is_invariant: bool) -
     query_starts = batch.query_starts[first : end + 1]
     # A padded step's last prompt ends, on the host, behind its rows: there is a tile for every prompt's last row.
     num_tokens = min(query_starts[-1], len(call.q_THD)) - query_starts[0]
-    num_tiles = _num_row_tiles(query_starts, call.group, tile.rows)
+    num_tiles = num_row_tiles(query_starts, call.group, tile.rows)
     max_keys = max(batch.context_lens[first:end])
     if call.window_tokens is not None:
         max_keys = min(max_keys, call.window_tokens + tile.rows // call.group)
     if is_invariant:
         num_splits = 1
     elif batch.most_rows is not None:
-        num_splits = _num_decode_splits((end - first) * call.num_kv_heads, -(-max_keys // BLOCK_TOKENS))
+        num_splits = num_decode_splits((end - first) * call.num_kv_heads, -(-max_keys // BLOCK_TOKENS))
     else:
-        num_splits = _num_prefill_splits(num_tiles * call.num_kv_heads, -(-max_keys // tile.keys))
+        num_splits = num_prefill_splits(num_tiles * call.num_kv_heads, -(-max_keys // tile.keys))
     partial, lse = _scratch(call.out_THD, num_tokens, num_splits, is_needed=num_splits > 1)
     # Few sizes, so that a server compiles few kernels.
     max_prefills = 16 if end - first <= 16 and not is_invariant else max(256, next_power_of_2(end - first))
@@ -776,7 +761,7 @@ def _attend_behind_prefix(call: _Call, sequence: int, num_blocks: int) -> None:
     query_starts = batch.query_starts[sequence : sequence + 2]
     q_THD = call.q_THD[slice(*query_starts)]
     prefix_THD, lse_TH = attend_prefix(q_THD, call.memory, batch.block_table_NM[sequence], num_blocks, call.scale_log2)
-    num_tiles = _num_row_tiles(query_starts, call.group, call.prefill_tile.rows)
+    num_tiles = num_row_tiles(query_starts, call.group, call.prefill_tile.rows)
     num_keys = num_blocks * BLOCK_TOKENS
     _launch_prefills(call, sequence, sequence + 1, num_tiles, prefix_THD, lse_TH, 1, 16, num_prefix_keys=num_keys)
 
@@ -895,29 +880,3 @@ def _scratch(out_THD: Tensor, num_rows: int, num_splits: int, *, is_needed: bool
 def _padded(head_dim: int) -> int:
     """Return the power of two that a head's channels are padded to; a dot takes 16 at least."""
     return max(16, next_power_of_2(head_dim))
-
-
-def _num_decode_splits(num_programs: int, num_blocks: int) -> int:
-    """Return how many programs share the context of one sequence and key/value head."""
-    wanted = max(-(-DECODE_PROGRAMS // num_programs), -(-num_blocks // MAX_SPLIT_BLOCKS))
-    return max(1, min(wanted, num_blocks, MAX_DECODE_SPLITS))
-
-
-@lru_cache(maxsize=1024)
-def _num_prefill_splits(num_programs: int, num_key_tiles: int) -> int:
-    """Return how many programs share the keys of one tile of rows, if all tiles see about as many keys."""
-    if num_programs >= 2 * NUM_SMS:
-        return 1
-
-    def cost_tiles(num_splits: int) -> int:
-        waves = -(-num_programs * num_splits // NUM_SMS)
-        combine = COMBINE_COST_TILES if num_splits > 1 else 0
-        return waves * (-(-num_key_tiles // num_splits) + PROGRAM_COST_TILES) + combine
-
-    return min(range(1, MAX_PREFILL_SPLITS + 1), key=cost_tiles)
-
-
-@lru_cache(maxsize=64)
-def _num_row_tiles(query_starts: tuple[int, ...], group: int, tile_rows: int) -> int:
-    """Return the tiles of rows of all sequences; every layer of a step asks for the same."""
-    return sum(-(-(end - start) * group // tile_rows) for start, end in pairwise(query_starts))

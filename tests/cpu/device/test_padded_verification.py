@@ -111,7 +111,7 @@ def test_steps_that_are_larger_do_not_fit() -> None:
     assert not VerificationSize(1, 2).has_room_for(two, [plan, plan])
 
 
-def test_a_prompt_a_resumed_sequence_and_a_cut_are_no_verification() -> None:
+def test_prompts_resumed_sequences_and_cuts_are_no_verification() -> None:
     plan = sequence(0, 70, 71)._replace(state_src=sequence(0, 70, 71).state_dst)
     assert is_verification(plan)
     assert not is_verification(plan._replace(end=73))

@@ -169,7 +169,7 @@ def test_synthetic_acceptance_has_the_given_rates(make: Callable[..., LLM]) -> N
 
 
 class PaddedGraphs:
-    """Stands for recorded steps with prompts: their rows do not lie right behind those of decodes."""
+    """Stands for CUDA graphs of steps with prompts: their rows do not lie right behind those of decodes."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner

@@ -5,7 +5,8 @@ import random
 import pytest
 
 from strandline import SamplingParams
-from strandline.device.runner import Runner, StepInFlight
+from strandline.device.runner import Runner
+from strandline.device.step_in_flight import StepInFlight
 from strandline.records.plan import StepPlan
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.tiny import VOCAB_SIZE
@@ -118,7 +119,7 @@ def test_stopped_answer_leaves_a_snapshot_before_its_stop_token(make_llm: MakeLL
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_steps_with_drafts_whose_events_come_late_give_the_same_answers(make_llm: MakeLLM, seed: int) -> None:
+def test_steps_with_drafts_and_late_events_give_the_same_answers(make_llm: MakeLLM, seed: int) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": False}
     expected = serve(make_llm, seed, async_scheduling=False)
     assert serve(make_llm, seed, async_scheduling=True, speculative_config=drafts) == expected

@@ -96,7 +96,7 @@ def spans(plan: StepPlan) -> list[tuple[str, int]]:
 
 
 def test_long_prefills_get_shares_of_steps_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strandline.engine.scheduler.STEPS_BETWEEN_SHARES", (2, 2))
+    monkeypatch.setattr("strandline.engine.long_prefills.STEPS_BETWEEN_SHARES", (2, 2))
     scheduler = make_scheduler(max_tokens=400, long_from=100)
     scheduler.add(make_request("a", [1] * 10, max_tokens=8))
     assert spans(step(scheduler)) == [("a", 10)]
@@ -133,7 +133,7 @@ def test_the_fewer_decode_the_more_steps_pass_between_shares(num_decodes: int, s
 
 
 def test_long_prefills_alone_take_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strandline.engine.scheduler.STEPS_BETWEEN_SHARES", (2, 2))
+    monkeypatch.setattr("strandline.engine.long_prefills.STEPS_BETWEEN_SHARES", (2, 2))
     scheduler = make_scheduler(max_tokens=400, long_from=100)
     scheduler.add(make_request("a", [1] * 1000))
     scheduler.add(make_request("b", [2] * 500))

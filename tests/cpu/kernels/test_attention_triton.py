@@ -146,8 +146,8 @@ def test_e4m3_memory_gives_what_its_values_give(scales: tuple[float, float], dty
 
 @pytest.mark.parametrize("num_splits", [1, 2, 9])
 def test_the_result_does_not_depend_on_the_splits(monkeypatch: pytest.MonkeyPatch, num_splits: int) -> None:
-    monkeypatch.setattr(attention_triton, "_num_decode_splits", lambda *_: num_splits)
-    monkeypatch.setattr(attention_triton, "_num_prefill_splits", lambda *_: num_splits)
+    monkeypatch.setattr(attention_triton, "num_decode_splits", lambda *_: num_splits)
+    monkeypatch.setattr(attention_triton, "num_prefill_splits", lambda *_: num_splits)
     check(make_case([*decodes(200, 3), (60, 75)], 2, heads=(1, 2, 8)), "cpu")
 
 

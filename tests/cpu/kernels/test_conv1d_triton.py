@@ -202,7 +202,7 @@ WITH_IN_PLACE = [
 
 
 @pytest.mark.parametrize("width", [2, 4, 5])
-def test_a_cut_may_go_to_the_slot_that_the_sequence_comes_from(width: int) -> None:
+def test_a_cut_may_go_to_its_own_sequences_slot(width: int) -> None:
     check_prefill(WITH_IN_PLACE, 72, torch.float32, "cpu", width)
 
 

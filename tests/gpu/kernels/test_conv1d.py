@@ -36,7 +36,7 @@ def test_prefill_of_a_mixed_batch_treats_each_sequence_alone(channels: int, dtyp
 
 
 @pytest.mark.parametrize("width", [2, 4, 5])
-def test_a_cut_may_go_to_the_slot_that_the_sequence_comes_from(width: int) -> None:
+def test_a_cut_may_go_to_its_own_sequences_slot(width: int) -> None:
     check_prefill(WITH_IN_PLACE, 8192, torch.bfloat16, "cuda", width)
 
 

@@ -1,0 +1,51 @@
+"""How attention's work is divided among programs: how many share the keys of a sequence, and how many tiles there are.
+
+All of it follows from shapes and host integers, so that a CUDA graph can hold the launches.
+"""
+
+from functools import lru_cache
+from itertools import pairwise
+
+from strandline.kernels.sizes import NUM_SMS
+
+DECODE_PROGRAMS = 4 * NUM_SMS
+"""Programs that a step of few decodes is split into."""
+
+MAX_SPLIT_BLOCKS = 128
+"""Blocks that one program of a decode reads at most, so that one long context does not outlast the others."""
+
+MAX_DECODE_SPLITS = 128
+
+MAX_PREFILL_SPLITS = 16
+
+PROGRAM_COST_TILES = 2
+"""What a program costs besides its tiles of keys, in tiles: reading queries, writing results."""
+
+COMBINE_COST_TILES = 3
+"""What a second kernel costs, in tiles of keys."""
+
+
+def num_decode_splits(num_programs: int, num_blocks: int) -> int:
+    """Return how many programs share the context of one sequence and key/value head."""
+    wanted = max(-(-DECODE_PROGRAMS // num_programs), -(-num_blocks // MAX_SPLIT_BLOCKS))
+    return max(1, min(wanted, num_blocks, MAX_DECODE_SPLITS))
+
+
+@lru_cache(maxsize=1024)
+def num_prefill_splits(num_programs: int, num_key_tiles: int) -> int:
+    """Return how many programs share the keys of one tile of rows, if all tiles see about as many keys."""
+    if num_programs >= 2 * NUM_SMS:
+        return 1
+
+    def cost_tiles(num_splits: int) -> int:
+        waves = -(-num_programs * num_splits // NUM_SMS)
+        combine = COMBINE_COST_TILES if num_splits > 1 else 0
+        return waves * (-(-num_key_tiles // num_splits) + PROGRAM_COST_TILES) + combine
+
+    return min(range(1, MAX_PREFILL_SPLITS + 1), key=cost_tiles)
+
+
+@lru_cache(maxsize=64)
+def num_row_tiles(query_starts: tuple[int, ...], group: int, tile_rows: int) -> int:
+    """Return the tiles of rows of all sequences; every layer of a step asks for the same."""
+    return sum(-(-(end - start) * group // tile_rows) for start, end in pairwise(query_starts))
