@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.testing import do_bench
 
-from strandline.kernels import attention, attention_prefix_triton, attention_triton
+from strandline.kernels import attention, attention_prefix_triton, attention_splits, attention_triton
 from strandline.kernels.attention_triton import Tile
 from strandline.kernels.batch import AttentionBatch, KVMemory
 
@@ -155,14 +155,15 @@ def report(name: str, work: Work, us: float) -> None:
 @contextmanager
 def launched(**constants: object) -> Iterator[None]:
     """Replace launch parameters for a while."""
-    before = {name: getattr(attention_triton, name) for name in constants}
+    module_of = {name: attention_triton if hasattr(attention_triton, name) else attention_splits for name in constants}
+    before = {name: getattr(module, name) for name, module in module_of.items()}
     for name, value in constants.items():
-        setattr(attention_triton, name, value)
+        setattr(module_of[name], name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(attention_triton, name, value)
+            setattr(module_of[name], name, value)
 
 
 def verify(model: str) -> None:
@@ -276,7 +277,7 @@ def sweep_prefills(model: str, memory: KVMemory, best: dict[str, tuple[float, st
             time_all(f"{tuple(tile)}", works, memory, best)
     short = [work for work in works if work.label.endswith(("1 x 128 over 4096", "1 x 1024"))]
     for splits in (1, 2, 4, 8, 16):
-        with launched(_num_prefill_splits=lambda *_, s=splits: s):
+        with launched(num_prefill_splits=lambda *_, s=splits: s):
             time_all(f"{splits} splits", short, memory, best)
 
 

@@ -272,7 +272,8 @@ def test_a_published_slot_holds_the_state_of_its_tokens(make_speculating: MakeLL
     recorder = record(recording)
     live_through_much(recording, seed=1)
     slab = recording.engine.core.spec.slab_bytes
-    llm = make_speculating(memory=19 * slab, max_model_len=512, max_num_batched_tokens=100)
+    steps = {"max_num_batched_tokens": 100, "long_prefill_token_threshold": 0}
+    llm = make_speculating(memory=18 * slab, max_model_len=512, **steps)
     force(llm, recorder.known, pattern)
     live_through_much(llm, seed=1)
     assert llm.engine.scheduler.num_preemptions > 0

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels.attention_splits import num_decode_splits, num_prefill_splits
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from tests.cpu.kernels.test_attention import Case, decodes, make_case
 from tests.interpreter import convert_e4m3, multiply_bfloat16, take_loop_bounds_from_memory
@@ -253,12 +254,12 @@ def test_keys_and_values_laid_out_differently_are_refused() -> None:
     [(2, 18, 18), (2, 10_000, 128), (32, 72, 17), (512, 72, 2), (1024, 72, 1), (1024, 512, 4), (2, 0, 1)],
 )
 def test_few_decodes_are_split_and_long_ones_bounded(num_programs: int, num_blocks: int, splits: int) -> None:
-    assert attention_triton._num_decode_splits(num_programs, num_blocks) == splits
+    assert num_decode_splits(num_programs, num_blocks) == splits
 
 
 @pytest.mark.parametrize(("num_programs", "num_tiles", "splits"), [(16, 66, 8), (1024, 128, 1), (256, 66, 1)])
 def test_a_few_tiles_over_a_long_context_are_split(num_programs: int, num_tiles: int, splits: int) -> None:
-    assert attention_triton._num_prefill_splits(num_programs, num_tiles) == splits
+    assert num_prefill_splits(num_programs, num_tiles) == splits
 
 
 CASES: Sequence[tuple[list[tuple[int, int]], int, int | None]] = [
