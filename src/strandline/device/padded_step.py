@@ -20,7 +20,6 @@ from torch import Tensor
 
 from strandline.device.batch import HostBatch, SequenceColumns
 from strandline.device.upload import ALIGN_ITEMS
-from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, StepBatch
 from strandline.kernels.binding import Kernels
@@ -44,12 +43,6 @@ class StepSize:
     num_decodes: int
     num_prompt_rows: int = 0
     """Tokens of prompts in all; 0: none are computed."""
-
-    def __post_init__(self) -> None:
-        if self.num_prompt_rows == self.num_prompts > 0:
-            raise EngineError(
-                f"a step padded to {self.num_prompts} rows of prompts has a row for each, as decodes have"
-            )
 
     @property
     def num_prompts(self) -> int:

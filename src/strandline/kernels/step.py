@@ -39,15 +39,11 @@ def locate_rows(
 
     Args:
         query_starts_N1: row offsets of the sequences; the last is ``num_rows``.
-        num_rows: if this is the number of sequences, each has one row.
     """
-    sequence_T = row_T = torch.arange(num_rows, device=start_N.device)
-    positions_T, kv_start_T, end_T = start_N, kv_start_N, end_N
-    if num_rows != len(start_N):
-        sequence_T = torch.searchsorted(query_starts_N1[1:], row_T, right=True)
-        positions_T = row_T + (start_N - query_starts_N1[:-1])[sequence_T]
-        kv_start_T, end_T = kv_start_N[sequence_T], end_N[sequence_T]
-    is_written_T = (positions_T >= kv_start_T).logical_and_(positions_T < end_T)
+    row_T = torch.arange(num_rows, device=start_N.device)
+    sequence_T = torch.searchsorted(query_starts_N1[1:], row_T, right=True)
+    positions_T = row_T + (start_N - query_starts_N1[:-1])[sequence_T]
+    is_written_T = (positions_T >= kv_start_N[sequence_T]).logical_and_(positions_T < end_N[sequence_T])
     # What is not written may lie past the table; it gets the null block.
     index_T = (positions_T // BLOCK_TOKENS).clamp_(max=block_table_NM.shape[1] - 1)
     write_blocks_T = block_table_NM[sequence_T, index_T].mul_(is_written_T).long()

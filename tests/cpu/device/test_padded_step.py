@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from strandline.device.batch import NUM_PLANNED, SequenceColumns, build_host_batch
 from strandline.device.graphs import graph_sizes
 from strandline.device.padded_step import MAX_PROMPTS, SPARE_CHUNKS, PaddedStep, StepSize
-from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS, BlockId, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.binding import reference_kernels
 from strandline.kernels.chunk_table import CHUNK_TOKENS
@@ -85,7 +84,7 @@ def steps(draw: st.DrawFn) -> tuple[list[SequencePlan], int, StepSize]:
         cuts = sorted(draw(st.sets(st.integers(start + 1, end), max_size=3)))
         sequences.append(sequence(index, start, end, tuple(cuts)))
     num_rows = sum(s.end - s.start for s in sequences[num_decodes:])
-    padded_rows = draw(st.integers(num_rows, num_rows + 200).filter(lambda count: count != MAX_PROMPTS + 1))
+    padded_rows = draw(st.integers(num_rows, num_rows + 200))
     size = StepSize(num_decodes + draw(st.integers(0, 3)), padded_rows)
     return sequences, num_decodes, size
 
@@ -184,6 +183,6 @@ def test_table_has_room_for_the_longest_filler() -> None:
     assert StepSize(3, 1024).num_blocks(16384) == 256
 
 
-def test_size_whose_prompts_look_like_decodes_is_refused() -> None:
-    with pytest.raises(EngineError, match="16 rows of prompts"):
-        StepSize(2, MAX_PROMPTS + 1)
+def test_one_row_for_every_prompt_may_be_shared_unevenly() -> None:
+    found = padded([sequence(0, 3, 8), sequence(1, 70, 74)], 0, StepSize(0, MAX_PROMPTS + 1))
+    assert found["positions"][:9].tolist() == [3, 4, 5, 6, 7, 70, 71, 72, 73]
