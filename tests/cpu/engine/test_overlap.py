@@ -125,6 +125,32 @@ def test_steps_with_drafts_and_late_events_give_the_same_answers(make_llm: MakeL
     assert serve(make_llm, seed, async_scheduling=True, speculative_config=drafts) == expected
 
 
+def test_tokens_do_not_wait_for_a_share_to_be_launched(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(async_scheduling=True, max_num_batched_tokens=256, long_prefill_token_threshold=64)
+    sizes = list[int]()
+    launch = Runner.launch
+
+    def note(runner: Runner, plan: StepPlan) -> StepInFlight:
+        sizes.append(plan.num_tokens)
+        return launch(runner, plan)
+
+    monkeypatch.setattr(Runner, "launch", note)
+    llm.engine.add_request("decode", [1] * 10, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    for _ in range(3):
+        llm.engine.step()
+    llm.engine.add_request("long", [2] * 250, SamplingParams(temperature=0, max_tokens=1))
+    num_shares, num_early = 0, 0
+    while llm.engine.has_unfinished:
+        num_launched = len(sizes)
+        outputs = llm.engine.step()
+        launched = sizes[num_launched:]
+        num_early += bool(outputs) and not launched and llm.engine.has_unfinished
+        num_shares += any(size > 64 for size in launched)
+    # The first share is that of a request that waits to be admitted.
+    assert num_shares > 2
+    assert num_early >= num_shares - 1
+
+
 def test_aborted_request_leaves_no_trace_in_the_step_in_flight(make_llm: MakeLLM) -> None:
     llm = make_llm(async_scheduling=True)
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
