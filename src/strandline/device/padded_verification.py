@@ -6,9 +6,9 @@ lie in one buffer. Where a step is smaller than the size,
 
 - *sequences* are empty, but for one behind all others, the *filler*: it has the unused rows, and attends to the null
   block;
-- *chunks* are empty; those of the filler's rows, too: short tables give zeros for what no chunk holds;
-- logged tokens and the filler's rows are copied to a last row of the replayed ones that nothing reads, and drafts to
-  the null log.
+- *chunks* are empty; no chunk has the filler's rows;
+- logged tokens and the filler's rows are copied to the last of the replayed rows, which gives zeros, and drafts to the
+  null log.
 
 Shape suffixes as in ``kernels/batch.py``; I integers of the buffer, D drafts of a sequence.
 """
@@ -49,7 +49,7 @@ class VerificationSize:
 
     @property
     def num_replayed_rows(self) -> int:
-        """Logged and computed ones, and one that nothing reads."""
+        """Logged and computed ones, and one of no token."""
         return self.num_rows + self.num_sequences * self.draft_tokens + 1
 
     @property
@@ -128,10 +128,9 @@ class PaddedVerification:
         chunks = Chunks((0,) * (num_sequences + 1), any_chunk, any_chunk, any_chunk, is_short=True).with_tensors(
             [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
         )
-        replay = None
-        if size.draft_tokens:
-            tables = (named[name] for name in HostReplay._fields)
-            replay = ReplayBatch(size.num_replayed_rows, *tables, insert_logged=kernels[insert_logged])
+        tables = (named[name] for name in HostReplay._fields)
+        insert = kernels[insert_logged]
+        replay = ReplayBatch(size.num_replayed_rows, *tables, insert_logged=insert, is_padded=True)
         recurrent = RecurrentBatch(named["state_src"], named["state_dst"], chunks, replay=replay)
         return StepBatch(named["token_ids"], rows.positions_T, 0, 0, attention, recurrent)
 
@@ -157,8 +156,7 @@ class PaddedVerification:
         named["starts"][num_chunks:] = size.num_replayed_rows
         named["lengths"][:num_chunks] = host.chunks.lengths
         named["cut_slots"][:num_chunks] = host.chunks.cut_slots
-        if size.draft_tokens:
-            self._fill_replay(named, host)
+        self._fill_replay(named, host)
 
     def _fill_replay(self, named: dict[str, np.ndarray], host: HostBatch) -> None:
         """Write which rows are logged, and which are drafts."""

@@ -94,6 +94,8 @@ class ReplayBatch:
     """int64 rows of the layers' logs that take the drafts' inputs."""
     insert_logged: Callable[..., tuple[Tensor, ...]] = field(kw_only=True)
     """The operation of that name, as it is bound."""
+    is_padded: bool = field(default=False, kw_only=True)
+    """Whether the last of all rows is of no token: rows that pad the step are copied there, and get zeros."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,10 @@ def gdn_prefill_short(
     chunks: ChunkTable,
     max_beta: int = 1,
 ) -> Tensor:
-    """As ``gdn.gdn_prefill``, fast for a few tokens per sequence; rows outside all chunks give zeros."""
+    """As ``gdn.gdn_prefill``, fast for a few tokens per sequence; rows outside all chunks are left unwritten."""
     num_tokens, num_heads, value_dim = v_THV.shape
     num_key_heads, key_dim = k_TGK.shape[1:]
-    out_THV = torch.zeros((num_tokens, num_heads, value_dim), dtype=q_TGK.dtype, device=q_TGK.device)
+    out_THV = torch.empty((num_tokens, num_heads, value_dim), dtype=q_TGK.dtype, device=q_TGK.device)
     block_v = min(LAUNCH.block_v, next_power_of_2(value_dim))
     _short_kernel[(cdiv(value_dim, block_v), num_heads, chunks.num_sequences)](
         q_TGK,

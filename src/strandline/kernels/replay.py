@@ -63,5 +63,9 @@ def _with_logged(replay: ReplayBatch, log_JX: Tensor, inputs_TX: Tensor) -> Tens
 
 
 def of_step(replay: ReplayBatch | None, out_RX: Tensor) -> Tensor:
-    """Return what was computed of the step's own tokens."""
-    return out_RX if replay is None else out_RX.index_select(0, replay.step_rows_T)
+    """Return what was computed of the step's own tokens; may overwrite the row of no token."""
+    if replay is None:
+        return out_RX
+    if replay.is_padded:
+        out_RX[-1].zero_()
+    return out_RX.index_select(0, replay.step_rows_T)

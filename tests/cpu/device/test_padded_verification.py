@@ -19,7 +19,7 @@ from strandline.device.verification_graphs import accept
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, LogId
 from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.binding import reference_kernels
-from strandline.kernels.replay import insert_logged
+from strandline.kernels.replay import insert_logged, of_step
 from strandline.kernels.step import locate_rows
 from strandline.records.plan import SequencePlan
 from tests.cpu.device.test_padded_step import sequence
@@ -45,7 +45,8 @@ def verifications(draw: st.DrawFn) -> list[SequencePlan]:
 def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int) -> None:
     assert all(map(is_verification, sequences))
     host = build_host_batch(sequences, 0, draft_tokens=DEPTH)
-    size = VerificationSize(len(sequences) + num_spare, DEPTH)
+    deepest = max(max(plan.num_drafts, plan.num_logged) for plan in sequences)
+    size = VerificationSize(len(sequences) + num_spare, deepest)
     assert size.has_room_for(host, sequences)
     padded = PaddedVerification(size)
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
@@ -64,6 +65,14 @@ def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int
     before_JX = log_JX.clone()
     (rows_RX,) = insert_logged.reference(replay, (log_JX,), (inputs_TX,))
     assert len(rows_RX) == size.num_replayed_rows
+    # What a recurrence gives: all rows of chunks, and what it leaves unwritten.
+    is_computed_R = torch.zeros(len(rows_RX), dtype=torch.bool)
+    for start, length in zip(chunks.starts_C.tolist(), chunks.lengths_C.tolist(), strict=True):
+        is_computed_R[start : start + length] = True
+    num_rows = len(host.token_ids_T)
+    out_TX = of_step(replay, torch.where(is_computed_R[:, None], rows_RX, torch.nan))
+    assert torch.equal(out_TX[:num_rows], inputs_TX[:num_rows])
+    assert torch.equal(out_TX[num_rows:], torch.zeros_like(out_TX[num_rows:]))
     for index, plan in enumerate(sequences):
         rows = slice(starts[index], starts[index + 1])
         num_rows = plan.end - plan.start
