@@ -17,6 +17,7 @@ from strandline import __version__
 from strandline.bench.serving.flags import add_report_flags, add_serve_flags
 from strandline.config import CACHE_MODES, DEVICES, DTYPES, EXECUTORS, KV_CACHE_DTYPES, LOAD_FORMATS, EngineConfig, flag
 from strandline.errors import ConfigError, RequestError, StrandlineError
+from strandline.server.output_parser import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
 
@@ -113,9 +114,9 @@ def _add_serve(commands: Any) -> None:
     text = "read control tokens in the text of users and tools as such, not as plain text"
     add("--parse-special-tokens", action="store_true", help=text)
     text = "format of tool calls; auto: by the chat template (default: %(default)s)"
-    add("--tool-call-parser", choices=("auto", "hermes", "qwen3_coder", "none"), default="auto", help=text)
+    add("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", metavar="NAME", help=text)
     text = "format of reasoning; auto: by the chat template (default: %(default)s)"
-    add("--reasoning-parser", choices=("auto", "qwen3", "deepseek_r1", "none"), default="auto", help=text)
+    add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", metavar="NAME", help=text)
     add("--enable-auto-tool-choice", action="store_true", help="accepted for compatibility; not needed")
     add("--restart", action="store_true", help="restart the engine when its process has died")
     add("--max-queue", type=int, default=1024, metavar="N", help="outputs that may wait (default: %(default)s)")

@@ -117,8 +117,10 @@ def make_service(
         defaults: sampling parameters that the model recommends.
     """
     names = server.served_model_name or (engine.model,)
-    shown = template or str(getattr(client.frontend.tokenizer, "chat_template", None) or "")
-    output_format = choose_output_format(server.tool_call_parser, server.reasoning_parser, shown)
+    tokenizer = client.frontend.tokenizer
+    shown = template or str(getattr(tokenizer, "chat_template", None) or "")
+    added = tokenizer.get_added_vocab() if tokenizer is not None else ()
+    output_format = choose_output_format(server.tool_call_parser, server.reasoning_parser, shown, added)
     return Service(
         client,
         names,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from strandline.errors import RequestError
-from strandline.server.output_parser import ToolCall
+from strandline.server.output_parser import new_call_id
 from strandline.server.segments import Segment, SegmentKind
 from strandline.server.tools import Toolbox, toolbox
 from strandline.server.usage_and_logprobs import Json
@@ -125,12 +125,12 @@ class Blocks:
     def append(self, segments: Iterable[Segment]) -> list[Json]:
         """Append segments; return their events."""
         events: list[Json] = []
-        for kind, text in segments:
+        for kind, text, call_id in segments:
             match kind:
                 case SegmentKind.CALL:
                     empty = {
                         "type": "tool_use",
-                        "id": ToolCall(text).id.replace("call_", "toolu_"),
+                        "id": call_id or new_call_id().replace("call_", "toolu_"),
                         "name": text,
                         "input": {},
                     }

@@ -6,14 +6,17 @@ from typing import Any, Final
 from uuid import uuid4
 
 from strandline.errors import ConfigError
-from strandline.server.reasoning import OPEN, ThinkParser
+from strandline.server.reasoning import CLOSE, OPEN, ThinkParser
 from strandline.server.segments import Segment, SegmentKind, SegmentParser, merge_segments
-from strandline.server.tool_calls import FUNCTION, TOOL_PARSERS, Schemas
-from strandline.server.tool_calls import OPEN as OPEN_CALL
+from strandline.server.tool_calls import Schemas
+from strandline.server.tool_formats import ALIASES, TOOL_FORMATS, find_tool_format, tool_format
 from strandline.server.usage_and_logprobs import Json
 
-TOOL_CALL_PARSERS: Final = ("auto", *TOOL_PARSERS, "none")
-REASONING_PARSERS: Final = ("auto", "qwen3", "deepseek_r1", "none")
+TOOL_CALL_PARSERS: Final = ("auto", *sorted({*TOOL_FORMATS, *ALIASES}), "none")
+OPENED_BY_PROMPT: Final = ("kimi_k2", "minimax_m2", "nemotron_v3", "olmo3", "qwen3")
+"""Names of vLLM's parsers of ``<think>…</think>``, which the prompt may open, as far as models here use them."""
+ALWAYS_OPEN: Final = "deepseek_r1"
+REASONING_PARSERS: Final = ("auto", ALWAYS_OPEN, *OPENED_BY_PROMPT, "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class OutputFormat:
         """Return whether the text that follows a prompt begins inside the reasoning."""
         if self.reasoning == "none":
             return False
-        return self.reasoning == "deepseek_r1" or prompt.rstrip().endswith(OPEN)
+        return self.reasoning == ALWAYS_OPEN or prompt.rstrip().endswith(OPEN)
 
     def parser(self, prompt: str, schemas: Schemas | None) -> "OutputParser":
         """Return a parser for the output that follows a prompt.
@@ -36,12 +39,23 @@ class OutputFormat:
             schemas: parameter schemas of the tools that may be called; None to leave calls unparsed.
         """
         think = None if self.reasoning == "none" else ThinkParser(is_open=self.opens_reasoning(prompt))
-        tools = None if schemas is None or self.tool_calls == "none" else TOOL_PARSERS[self.tool_calls](schemas)
+        tools = None if schemas is None or self.tool_calls == "none" else tool_format(self.tool_calls).parser(schemas)
         return OutputParser(think, tools)
 
+    def tags(self, *, with_tools: bool) -> frozenset[str]:
+        """Return the tags that the parsers look for, which a detokenizer must not leave out."""
+        think = () if self.reasoning == "none" else (OPEN, CLOSE)
+        tools = tool_format(self.tool_calls).tags if with_tools and self.tool_calls != "none" else ()
+        return frozenset((*think, *tools))
 
-def choose_output_format(tool_calls: str, reasoning: str, template: str) -> OutputFormat:
-    """Return the format that the flags name; ``auto`` derives it from the chat template.
+
+def choose_output_format(
+    tool_calls: str, reasoning: str, template: str, added_tokens: Iterable[str] = ()
+) -> OutputFormat:
+    """Return the format that the flags name; ``auto`` derives it from the chat template and the tokenizer.
+
+    Args:
+        added_tokens: the tokenizer's; some templates leave it to the model to write a tag that is a token.
 
     Raises:
         ConfigError: there is no such parser.
@@ -52,11 +66,17 @@ def choose_output_format(tool_calls: str, reasoning: str, template: str) -> Outp
     ):
         if name not in known:
             raise ConfigError(f"{flag} must be one of {', '.join(known)}; got {name!r}")
+    added = frozenset(added_tokens)
     if tool_calls == "auto":
-        tool_calls = "qwen3_coder" if FUNCTION in template else "hermes" if OPEN_CALL in template else "none"
+        tool_calls = find_tool_format(template, added)
     if reasoning == "auto":
-        reasoning = "qwen3" if OPEN in template else "none"
+        reasoning = "qwen3" if OPEN in template or CLOSE in template or OPEN in added else "none"
     return OutputFormat(tool_calls, reasoning)
+
+
+def new_call_id() -> str:
+    """Return an id for a call that the model gave none."""
+    return f"call_{uuid4().hex}"
 
 
 @dataclass(slots=True)
@@ -65,7 +85,7 @@ class ToolCall:
 
     name: str
     arguments: str = ""
-    id: str = field(default_factory=lambda: f"call_{uuid4().hex}")
+    id: str = field(default_factory=new_call_id)
 
 
 class OutputParser:
@@ -100,9 +120,9 @@ class OutputParser:
 
     def _keep(self, segments: Iterable[Segment]) -> list[Segment]:
         segments = merge_segments(segments)
-        for kind, text in segments:
+        for kind, text, call_id in segments:
             if kind is SegmentKind.CALL:
-                self.calls.append(ToolCall(text))
+                self.calls.append(ToolCall(text, id=call_id or new_call_id()))
             elif kind is SegmentKind.ARGUMENTS:
                 self.calls[-1].arguments += text
             elif kind is SegmentKind.CONTENT:
@@ -136,7 +156,7 @@ def chat_deltas(parser: OutputParser, segments: Iterable[Segment]) -> list[Json]
     segments = list(segments)
     index = len(parser.calls) - sum(segment.kind is SegmentKind.CALL for segment in segments) - 1
     found: list[Json] = []
-    for kind, text in segments:
+    for kind, text, _ in segments:
         if kind is SegmentKind.CALL:
             index += 1
             call: dict[str, Any] = {"index": index, "id": parser.calls[index].id, "type": "function"}

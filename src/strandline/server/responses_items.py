@@ -119,10 +119,11 @@ class Items:
         """
         self._logprobs += logprobs
         events: list[Json] = []
-        for kind, text in segments:
+        for kind, text, call_id in segments:
             if kind is SegmentKind.CALL:
-                call = {"id": _name("fc"), "type": "function_call", "status": "in_progress", "call_id": _name("call")}
-                events += self._open({**call, "name": text, "arguments": ""})
+                call = {"id": _name("fc"), "type": "function_call", "status": "in_progress"}
+                given = {"call_id": call_id or _name("call"), "name": text, "arguments": ""}
+                events += self._open({**call, **given})
                 continue
             if kind is SegmentKind.CONTENT:
                 events += self._need("message")

@@ -21,6 +21,8 @@ class SegmentKind(Enum):
 class Segment(NamedTuple):
     kind: SegmentKind
     text: str
+    call_id: str | None = None
+    """The id that the model gave a call, if its format has one."""
 
 
 class SegmentParser(Protocol):

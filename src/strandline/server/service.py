@@ -54,6 +54,7 @@ class Service:
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
     _long_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "long texts"))
     _renderers: list[ChatRenderer] = field(default_factory=list)
+    _hidden_ids: dict[bool, frozenset[int] | None] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> Any:
@@ -103,11 +104,24 @@ class Service:
             parser = self.output_format.tool_calls
             grammar = await asyncio.to_thread(toolbox.grammar, parser, grammars.tag)
             structure = StructuredOutputsParams(grammar=grammar)
-        if structure is None:
-            return await self.check(params)
-        if self.output_format.opens_reasoning(prompt):
-            structure = replace(structure, after=CLOSE)
-        return await self.check(replace(params, structured_outputs=structure))
+        if structure is not None:
+            after = CLOSE if self.output_format.opens_reasoning(prompt) else structure.after
+            params = replace(params, structured_outputs=replace(structure, after=after))
+        checked = await self.check(params)
+        return replace(checked, hidden_ids=self.hidden_ids(params, with_tools=toolbox.schemas is not None))
+
+    def hidden_ids(self, params: SamplingParams, *, with_tools: bool) -> frozenset[int] | None:
+        """Return the special tokens that an answer's text leaves out, if its parsers need others of them; else None."""
+        tokenizer = self.client.frontend.tokenizer
+        if tokenizer is None or not params.skip_special_tokens:
+            return None
+        if with_tools not in self._hidden_ids:
+            special = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+            hidden = special.keys() - {
+                id for id, text in special.items() if text in self.output_format.tags(with_tools=with_tools)
+            }
+            self._hidden_ids[with_tools] = frozenset(hidden) if len(hidden) < len(special) else None
+        return self._hidden_ids[with_tools]
 
     async def check(self, params: SamplingParams) -> CheckedParams:
         """Check parameters, and whether the grammar can be compiled if there is one.

@@ -1,24 +1,15 @@
 """Tools of a request, and the grammar of an answer that must call one."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from strandline.errors import RequestError
-from strandline.server.tool_calls import CLOSE, OPEN
-from strandline.text.closed_objects import close_objects
+from strandline.server.tool_formats import tool_format
+from strandline.server.tool_grammars import Tag
 
 MAX_TOOLS: Final = 1024
-ANYTHING: Final = "/(?s:.*)/"
-
-AS_TEMPLATES_WRITE: Final = {
-    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-}
-"""JSON as a template renders the call in the next turn, so that the next turn hits all of this one."""
-
-Tag = Callable[[str], str]
-"""Returns a tag in Lark's syntax."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +41,11 @@ class Toolbox:
         if parser == "none":
             raise RequestError(f"tool_choice {self.choice!r} needs a format of tool calls; give --tool-call-parser")
         schemas = {name: schema for name, schema in (self.schemas or {}).items() if self.name in (None, name)}
-        rules = [_json_rule, _tag_rule][parser == "qwen3_coder"]
-        named = [(f"call{index}", rules(name, schema)) for index, (name, schema) in enumerate(schemas.items())]
-        more = ' ("\\n" call)*' if self.is_parallel and self.choice == "required" else ""
-        lines = [
-            f"start: call{more}",
-            f'call: {tag(OPEN)} "\\n" ({" | ".join(rule for rule, _ in named)}) "\\n" {tag(CLOSE)}',
-        ]
-        lines += [f"{rule}: {body}" for rule, body in named]
-        lines.append(f'text[suffix="\\n</parameter>\\n"]: {ANYTHING}')
-        return "\n".join(lines)
+        known = tool_format(parser)
+        calls = {f"call{index}": named for index, named in enumerate(schemas.items())}
+        rules = [line for rule, (name, schema) in calls.items() for line in known.rules(rule, name, schema, tag)]
+        is_parallel = self.is_parallel and self.choice == "required"
+        return "\n".join(dict.fromkeys([*known.frame.rules(list(calls), tag, is_parallel=is_parallel), *rules]))
 
 
 def toolbox(tools: Sequence[Any] | None, choice: Any, *, is_parallel: bool = True) -> Toolbox:
@@ -106,39 +92,3 @@ def _choice(choice: Any) -> tuple[str, str | None]:
         "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}, "
         f"got {json.dumps(choice, default=str)[:200]}"
     )
-
-
-# Rules in Lark's syntax
-
-
-def _json_rule(name: str, schema: Mapping[str, Any]) -> str:
-    opening = json.dumps('{"name": ' + json.dumps(name) + ', "arguments": ')
-    return f'{opening} %json {_json({"type": "object", **schema})} "}}"'
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    """Return a schema as text, for values that are written as templates write them."""
-    return json.dumps({**close_objects(schema), **AS_TEMPLATES_WRITE})
-
-
-def _tag_rule(name: str, schema: Mapping[str, Any]) -> str:
-    properties = schema.get("properties")
-    known: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
-    required = schema.get("required") or ()
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    parts = [json.dumps(f"<function={name}>\n")]
-    for key, value in known.items():
-        rule = f"{json.dumps(f'<parameter={key}>' + chr(10))} {_value_rule(value, definitions)}"
-        parts.append(rule if key in required else f"({rule})?")
-    if not isinstance(properties, Mapping):  # no schema of the parameters: any are allowed
-        parts.append('("<parameter=" /[^>\\n]+/ ">\\n" text)*')
-    return " ".join([*parts, '"</function>"'])
-
-
-def _value_rule(schema: Any, definitions: Mapping[str, Any]) -> str:
-    if not isinstance(schema, Mapping) or (schema.get("type") == "string" and "enum" not in schema):
-        return "text"
-    values = schema.get("enum")
-    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-        return "(" + " | ".join(json.dumps(value) for value in values) + ') "\\n</parameter>\\n"'
-    return f'%json {_json({**definitions, **schema})} "\\n</parameter>\\n"'

@@ -14,15 +14,17 @@ from strandline.records.sampling_params import SamplingParams
 class Detokenizer:
     """Detokenizes one output."""
 
-    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Any, params: SamplingParams, hidden_ids: frozenset[int] | None = None) -> None:
         """
         Args:
             tokenizer: a transformers tokenizer with a ``tokenizers`` backend.
             params: for stop strings and the handling of special tokens.
+            hidden_ids: tokens that the text leaves out, instead of the special ones.
         """
         self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
-        self._skip_special_tokens = params.skip_special_tokens
+        self._hidden_ids = hidden_ids or frozenset()
+        self._skip_special_tokens = params.skip_special_tokens and hidden_ids is None
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
         self._stops = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
         self._held_back = max((len(stop) for stop in self._stops), default=1) - 1
@@ -48,6 +50,8 @@ class Detokenizer:
         Args:
             may_stop: False while the output has fewer than ``min_tokens``.
         """
+        if token in self._hidden_ids:
+            return None
         self._token_ids.append(token)
         piece = self._stream.step(self._backend, token)
         if not piece:

@@ -33,6 +33,8 @@ class CheckedParams:
     params: SamplingParams
     stop_ids: frozenset[int]
     """Tokens that end the output."""
+    hidden_ids: frozenset[int] | None = None
+    """Tokens that the text leaves out; None: the special ones, if ``skip_special_tokens`` is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ class Frontend:
             raise RequestError(f"request id {taken!r} is in use by an unfinished request")
         submissions = self._submissions(names, request, salt, marks, transfer)
         news = [submission.new for submission in submissions]
-        stream = RequestStream(request_id, prompt, news, self.tokenizer, self._clock())
+        stream = RequestStream(request_id, prompt, news, self.tokenizer, self._clock(), request.params.hidden_ids)
         self.requests[request_id] = stream
         self._outputs.update((output.request_id, output) for output in stream.outputs)
         return submissions

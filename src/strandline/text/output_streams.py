@@ -24,7 +24,14 @@ from strandline.text.detokenizer import Detokenizer
 class OutputStream:
     """One output of a request."""
 
-    def __init__(self, new: NewRequest, request: "RequestStream", index: int, tokenizer: Any | None) -> None:
+    def __init__(
+        self,
+        new: NewRequest,
+        request: "RequestStream",
+        index: int,
+        tokenizer: Any | None,
+        hidden_ids: frozenset[int] | None,
+    ) -> None:
         params = new.params
         self.request_id = new.request_id
         self.request = request
@@ -37,7 +44,8 @@ class OutputStream:
         self._min_tokens = params.min_tokens
         self._is_mute = params.max_tokens == 0
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
+        is_decoded = tokenizer is not None and params.detokenize
+        self._detokenizer = Detokenizer(tokenizer, params, hidden_ids) if is_decoded else None
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
         self._cumulative = 0.0
@@ -116,13 +124,19 @@ class RequestStream:
     """All outputs of one user's request."""
 
     def __init__(
-        self, request_id: str, prompt: str | None, news: Sequence[NewRequest], tokenizer: Any | None, arrival_s: float
+        self,
+        request_id: str,
+        prompt: str | None,
+        news: Sequence[NewRequest],
+        tokenizer: Any | None,
+        arrival_s: float,
+        hidden_ids: frozenset[int] | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_ids = news[0].prompt_ids
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self.outputs = [OutputStream(new, self, index, tokenizer) for index, new in enumerate(news)]
+        self.outputs = [OutputStream(new, self, index, tokenizer, hidden_ids) for index, new in enumerate(news)]
         self.num_unfinished = len(self.outputs)
         self.times = RequestTimes(arrival_s)
         self.account: Account | None = None

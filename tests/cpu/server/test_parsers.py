@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from strandline.server.reasoning import ThinkParser
 from strandline.server.segments import Segment, SegmentKind, SegmentParser, merge_segments, split_at_tag
-from strandline.server.tool_calls import TOOL_PARSERS
+from strandline.server.tool_formats import tool_format
 
 SCHEMAS: dict[str, Any] = {
     "weather": {
@@ -27,8 +27,8 @@ SCHEMAS: dict[str, Any] = {
 PARSERS: dict[str, Callable[[], SegmentParser]] = {
     "think": lambda: ThinkParser(is_open=False),
     "think, opened": lambda: ThinkParser(is_open=True),
-    "hermes": lambda: TOOL_PARSERS["hermes"](SCHEMAS),
-    "qwen3_coder": lambda: TOOL_PARSERS["qwen3_coder"](SCHEMAS),
+    "hermes": lambda: tool_format("hermes").parser(SCHEMAS),
+    "qwen3_coder": lambda: tool_format("qwen3_coder").parser(SCHEMAS),
 }
 SHARDS = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>"),

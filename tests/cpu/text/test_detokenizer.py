@@ -66,3 +66,16 @@ def test_characters_of_several_bytes_appear_whole(text: str) -> None:
     shown, _, final = feed(text, SamplingParams())
     assert final == text
     assert all("\N{REPLACEMENT CHARACTER}" not in part for part in shown)
+
+
+def test_hidden_tokens_replace_the_special_ones() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<call>", "<end>"]})
+    text, (call, end) = "é<call>[x]é<call><end>", tokenizer.convert_tokens_to_ids(["<call>", "<end>"])
+    for hidden, wanted in ((None, "é[x]é"), (frozenset({end}), "é<call>[x]é<call>"), (frozenset({call}), "é[x]é<end>")):
+        detokenizer, shown = Detokenizer(tokenizer, SamplingParams(), hidden), ""
+        for token in tokenizer.encode(text):
+            detokenizer.append(token, may_stop=True)
+            shown += detokenizer.take()
+        detokenizer.finish()
+        assert shown + detokenizer.take() == wanted

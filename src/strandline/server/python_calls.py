@@ -1,0 +1,218 @@
+"""Parses tool calls written as Python's: ``[weather(city="Ulm", days=2), clock()]`` between two tags.
+
+A call is passed on once it is complete: until then it could be text that is no call. Names that Python reserves, and
+the ``true``, ``false`` and ``null`` of JSON, are accepted, because models write them. Nothing is evaluated.
+"""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, Final
+
+from strandline.server.json_calls import parse_json
+from strandline.server.segments import Segment, SegmentKind, split_at_tag
+from strandline.server.tool_calls import Schemas
+
+NAME: Final = re.compile(r"[\w.-]+")
+KEYWORD: Final = re.compile(r"\s*([\w-]+)\s*=(?!=)")
+SEPARATORS: Final = "[], \t\r\n"
+"""What may stand between calls."""
+WORDS: Final = {"true": True, "false": False, "null": None}
+
+
+class PythonCalls:
+    """Parses the calls between two tags.
+
+    Args:
+        opener: the tag that was found.
+        close: the tag that ends them; in a string it ends nothing.
+        schemas: the parameters' order, for arguments without a name.
+    """
+
+    def __init__(self, opener: str, close: str, schemas: Schemas) -> None:
+        self._close = close
+        self._schemas = schemas
+        self._raw = opener
+        """What was read since the last call."""
+        self._text = ""
+        self._name = ""
+        self._scanner = Scanner()
+        self._step = self._between
+        self._rest: str | None = None
+
+    def feed(self, text: str, segments: list[Segment]) -> str | None:
+        self._text += text
+        while self._rest is None and self._step(segments):
+            pass
+        return self._rest
+
+    def finish(self, segments: list[Segment]) -> None:
+        held = self._scanner.text if self._step == self._in_call else self._text
+        if self._raw or held.strip(SEPARATORS):
+            segments.append(Segment(SegmentKind.CONTENT, self._raw + held))
+
+    # States of the parser. Each returns whether the next one can run on the remaining text.
+
+    def _between(self, segments: list[Segment]) -> bool:
+        stripped = self._text.lstrip(SEPARATORS)
+        name = NAME.match(stripped)
+        behind = stripped[name.end() :].lstrip() if name else stripped
+        if not behind or (self._close.startswith(stripped) and stripped != self._close):
+            return False
+        if stripped.startswith(self._close) and not self._raw:
+            self._rest = stripped[len(self._close) :]
+            return False
+        if name and behind.startswith("("):
+            self._raw += self._text[: len(self._text) - len(behind) + 1]
+            self._name, self._text, self._scanner, self._step = name[0], behind[1:], Scanner(), self._in_call
+        else:
+            self._step = self._lost
+        return True
+
+    def _in_call(self, segments: list[Segment]) -> bool:
+        rest = self._scanner.feed(self._text)
+        self._text = rest or ""
+        if rest is None:
+            return False
+        arguments = None if self._scanner.is_wrong else self._arguments(self._scanner.parts())
+        if arguments is None:
+            self._raw, self._step = self._raw + self._scanner.text, self._lost
+            return True
+        segments += [Segment(SegmentKind.CALL, self._name), Segment(SegmentKind.ARGUMENTS, arguments)]
+        self._raw, self._step = "", self._between
+        return True
+
+    def _lost(self, segments: list[Segment]) -> bool:
+        """Pass on text that is not a call as content, up to the closing tag."""
+        split = split_at_tag(self._text, (self._close,))
+        if split.tag is not None:
+            segments.append(Segment(SegmentKind.CONTENT, self._raw + split.before + split.tag))
+            self._rest = split.after
+        return False
+
+    def _arguments(self, parts: list[str]) -> str | None:
+        """Return a call's arguments as JSON; None if they are malformed."""
+        properties = self._schemas.get(self._name, {}).get("properties")
+        names = list(properties) if isinstance(properties, Mapping) else []
+        found: dict[str, Any] = {}
+        try:
+            for index, part in enumerate(parts):
+                keyword = KEYWORD.match(part)
+                if keyword:
+                    found[keyword[1]] = parse_literal(part[keyword.end() :])
+                else:
+                    found[names[index]] = parse_literal(part)
+            text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        except (ValueError, SyntaxError, IndexError, RecursionError, MemoryError):
+            return None
+
+
+class Scanner:
+    """Finds the end of a call's arguments, and the commas between them."""
+
+    def __init__(self) -> None:
+        self.is_wrong = False
+        """Whether they end at something that no call contains."""
+        self._pieces: list[str] = []
+        self._num_characters = 0
+        self._commas: list[int] = []
+        self._brackets: list[str] = []
+        self._opening = ""
+        """One or two quotation marks that may begin a string with three."""
+        self._quote = ""
+        """What ends the string; empty outside of strings."""
+        self._num_quotes = 0
+        self._is_escaped = False
+
+    @property
+    def text(self) -> str:
+        """The arguments so far, with the closing parenthesis."""
+        return "".join(self._pieces)
+
+    def feed(self, text: str) -> str | None:
+        """Add text; return the text behind the call, or None while it continues."""
+        for place, character in enumerate(text, 1):
+            if self._take(character, self._num_characters + place - 1):
+                self._pieces.append(text[:place])
+                return text[place:]
+        self._pieces.append(text)
+        self._num_characters += len(text)
+        return None
+
+    def parts(self) -> list[str]:
+        """Return the arguments of a complete call, as they are written."""
+        text = self.text
+        cuts = [-1, *self._commas, len(text) - 1]
+        parts = [text[start + 1 : end] for start, end in pairwise(cuts)]
+        return parts if parts[-1].strip() else parts[:-1]
+
+    def _take(self, character: str, place: int) -> bool:
+        """Consume a character; return whether it ends the call."""
+        if self._opening:
+            if character == self._opening[0]:
+                self._opening += character
+                if len(self._opening) == 3:
+                    self._quote, self._opening = self._opening, ""
+                return False
+            self._quote = self._opening if len(self._opening) == 1 else ""
+            self._opening = ""
+        if self._quote:
+            self._take_string(character)
+            return False
+        if character in "\"'":
+            self._opening = character
+        elif character in "([{":
+            self._brackets.append(")]}"["([{".index(character)])
+        elif character in ")]}" and self._brackets:
+            self.is_wrong = character != self._brackets.pop()
+        elif character in ")]}<>":
+            self.is_wrong = character != ")"
+            return True
+        elif character == "," and not self._brackets:
+            self._commas.append(place)
+        return self.is_wrong
+
+    def _take_string(self, character: str) -> None:
+        if self._is_escaped or character != self._quote[0]:
+            self._is_escaped = character == "\\" and not self._is_escaped
+            self._num_quotes = 0
+            return
+        self._num_quotes += 1
+        if self._num_quotes == len(self._quote):
+            self._quote, self._num_quotes = "", 0
+
+
+def parse_literal(text: str) -> Any:
+    """Return the value of a literal: text, number, truth value, None, list or dictionary of such.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: it is none.
+    """
+    if (value := parse_json(text)) is not None:
+        return value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of unknown escapes
+        try:
+            tree = ast.parse(text.strip(), mode="eval")
+        except SyntaxError:  # models write line breaks in strings as they are
+            tree = ast.parse(text.strip().replace("\n", "\\n"), mode="eval")
+    return _value(tree.body)
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.Name(id="true" | "false" | "null" as name):
+            return WORDS[name]
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return [_value(element) for element in elements]
+        case ast.Dict(keys=keys, values=values) if None not in keys:
+            return {str(_value(key)): _value(value) for key, value in zip(keys, values, strict=True) if key}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+    raise ValueError(f"not a literal: {ast.dump(node)[:100]}")

@@ -1,0 +1,192 @@
+"""Parses tool calls written in tags: one for the function, one for each parameter. The tags contain no types."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from strandline.server.json_calls import parse_json
+from strandline.server.segments import Segment, SegmentKind, split_at_tag
+from strandline.server.tool_calls import Schemas
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The tags of a format. ``function`` and ``parameter`` are followed by a name and ``>``."""
+
+    open: str
+    close: str
+    function: str
+    end_function: str
+    parameter: str
+    end_parameter: str
+    quote: str = ""
+    """What templates write around names."""
+    around_value: str = "\n"
+    """What templates write around values."""
+
+
+class TagCalls:
+    """Parses the calls between two tags. Strings are streamed, other values are passed on once complete.
+
+    Args:
+        opener: the tag that was found; a model may leave out the outer one.
+        schemas: types of the parameters.
+    """
+
+    def __init__(self, tags: Tags, opener: str, schemas: Schemas) -> None:
+        self._tags = tags
+        self._schemas = schemas
+        self._text = tags.function if opener == tags.function else ""
+        self._raw = opener
+        self._step: Callable[[list[Segment]], bool] = self._at_function
+        self._name: str | None = None
+        self._key = ""
+        self._num_parameters = 0
+        self._value: list[str] = []
+        self._is_first = True
+        self._is_streamed = False
+        self._rest: str | None = None
+
+    def feed(self, text: str, segments: list[Segment]) -> str | None:
+        self._text += text
+        while self._rest is None and self._step(segments):
+            pass
+        return self._rest
+
+    def finish(self, segments: list[Segment]) -> None:
+        if self._name is None:
+            opener = self._tags.function
+            held = self._text if self._raw != opener else self._text[len(opener) :]
+            segments.append(Segment(SegmentKind.CONTENT, self._raw + held))
+        elif self._step == self._in_function:
+            segments.append(Segment(SegmentKind.ARGUMENTS, "}"))
+
+    # States of the parser. Each returns whether the next one can run on the remaining text.
+
+    def _at_function(self, segments: list[Segment]) -> bool:
+        stripped, tag = self._text.lstrip(), self._tags.function
+        if tag.startswith(stripped) and stripped != tag:
+            return False
+        if not stripped.startswith(tag):
+            self._step = self._lost
+            return True
+        name, end, rest = stripped[len(tag) :].partition(">")
+        if not end:
+            return False
+        self._name = name.strip().strip("\"'")
+        self._text, self._step, self._num_parameters = rest, self._in_function, 0
+        segments += [Segment(SegmentKind.CALL, self._name), Segment(SegmentKind.ARGUMENTS, "{")]
+        return True
+
+    def _lost(self, segments: list[Segment]) -> bool:
+        """Pass on text that is not a call as content, up to the closing tag."""
+        split = split_at_tag(self._text, (self._tags.close,))
+        if split.tag is not None:
+            segments.append(Segment(SegmentKind.CONTENT, self._raw + split.before + split.tag))
+            self._rest = split.after
+        return False
+
+    def _in_function(self, segments: list[Segment]) -> bool:
+        tags = self._tags
+        split = split_at_tag(self._text, (tags.parameter, tags.end_function, tags.close))
+        self._text = split.after
+        if split.tag is None:
+            return False
+        if split.tag == tags.parameter:
+            self._step = self._at_parameter
+            return True
+        segments.append(Segment(SegmentKind.ARGUMENTS, "}"))
+        if split.tag == tags.close:
+            self._rest = split.after
+            return False
+        self._step = self._behind
+        return True
+
+    def _at_parameter(self, segments: list[Segment]) -> bool:
+        name, end, rest = self._text.partition(">")
+        if not end:
+            return False
+        self._key = name.strip().strip("\"'")
+        self._text, self._value, self._is_first = rest, [], True
+        self._is_streamed = is_text(self._schema())
+        comma = ", " if self._num_parameters else ""
+        self._num_parameters += 1
+        quote = '"' if self._is_streamed else ""
+        segments.append(Segment(SegmentKind.ARGUMENTS, f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {quote}"))
+        self._step = self._in_value
+        return True
+
+    def _in_value(self, segments: list[Segment]) -> bool:
+        tags = self._tags
+        if self._is_first and self._text:
+            self._text, self._is_first = self._text.removeprefix("\n"), False
+        split = split_at_tag(self._text, (tags.end_parameter, tags.parameter, tags.end_function))
+        if split.tag is None:
+            # The newline before a closing tag is not part of the value.
+            kept = split.before.removesuffix("\n")
+            self._take(kept, segments)
+            self._text = split.before[len(kept) :] + split.after
+            return False
+        self._take(split.before.removesuffix("\n"), segments)
+        if self._is_streamed:
+            segments.append(Segment(SegmentKind.ARGUMENTS, '"'))
+        else:
+            segments.append(Segment(SegmentKind.ARGUMENTS, value_as_json("".join(self._value), self._schema())))
+        self._text = split.after if split.tag == tags.end_parameter else split.tag + split.after
+        self._step = self._in_function
+        return True
+
+    def _take(self, text: str, segments: list[Segment]) -> None:
+        if not text:
+            return
+        if self._is_streamed:
+            segments.append(Segment(SegmentKind.ARGUMENTS, json.dumps(text, ensure_ascii=False)[1:-1]))
+        else:
+            self._value.append(text)
+
+    def _behind(self, segments: list[Segment]) -> bool:
+        """Look for another function or the closing tag; without either, the calls have ended."""
+        stripped = self._text.lstrip()
+        nexts = (self._tags.close, self._tags.function)
+        if any(tag.startswith(stripped) and stripped != tag for tag in nexts):
+            return False
+        if stripped.startswith(self._tags.function):
+            self._text, self._step = stripped, self._at_function
+            return True
+        self._rest = stripped.removeprefix(self._tags.close)
+        return False
+
+    def _schema(self) -> Any:
+        properties = self._schemas.get(self._name or "", {}).get("properties")
+        return properties.get(self._key) if isinstance(properties, Mapping) else None
+
+
+def is_text(schema: Any) -> bool:
+    """Return whether a value must be a string. A value without a schema is one."""
+    if not isinstance(schema, Mapping):
+        return True
+    return schema.get(
+        "type", "string" if not schema.keys() & {"anyOf", "oneOf", "allOf", "$ref", "enum"} else None
+    ) in (
+        "string",
+        ["string"],
+    )
+
+
+def value_as_json(text: str, schema: Any) -> str:
+    """Return a value as JSON: unchanged if it is valid JSON that the schema allows, else as a string."""
+    value = parse_json(text.strip())
+    if value is None and text.strip() != "null":
+        lowered = text.strip().lower()
+        if lowered in ("true", "false"):  # as Python writes them
+            return lowered
+        return json.dumps(text, ensure_ascii=False)
+    types = schema.get("type") if isinstance(schema, Mapping) else None
+    allowed = types if isinstance(types, list) else [types]
+    is_only_text = (
+        "string" in allowed and not isinstance(value, list | dict) and not (value is None and "null" in allowed)
+    )
+    if is_only_text and not (isinstance(value, bool | int | float) and set(allowed) & {"boolean", "integer", "number"}):
+        return json.dumps(text, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False)

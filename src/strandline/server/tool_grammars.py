@@ -1,0 +1,133 @@
+"""Grammars of tool calls in Lark's syntax, for answers that must call a tool.
+
+Values are written as chat templates render them in the next turn, so that the next turn hits all of this one.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from strandline.server.headed_calls import ARGUMENTS
+from strandline.server.tag_calls import Tags
+from strandline.text.closed_objects import close_objects
+
+ANYTHING: Final = "/(?s:.*)/"
+AS_TEMPLATES_WRITE: Final = {
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+}
+"""JSON with the white space that templates write."""
+
+Tag = Callable[[str], str]
+"""Returns a tag in Lark's syntax."""
+Schema = Mapping[str, Any]
+CallRules = Callable[[str, str, Schema, Tag], list[str]]
+"""Returns the rules of a call, given the first one's name, the function's name, its parameters' schema, and tags."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The tags and the text around calls."""
+
+    begin: Sequence[str] = ()
+    end: Sequence[str] = ()
+    begin_call: Sequence[str] = ()
+    end_call: Sequence[str] = ()
+    separator: str = ""
+    """What is written between two calls."""
+
+    def rules(self, calls: Sequence[str], tag: Tag, *, is_parallel: bool) -> list[str]:
+        """Return the rules of an answer of one or several of the calls, which are named by their rules."""
+        separator = f"{json.dumps(self.separator)} " if self.separator else ""
+        more = (f"({separator}call)*",) if is_parallel else ()
+        one = f"({' | '.join(calls)})"
+        return [
+            " ".join(["start:", *map(tag, self.begin), "call", *more, *map(tag, self.end)]),
+            " ".join(["call:", *map(tag, self.begin_call), one, *map(tag, self.end_call)]),
+        ]
+
+
+def json_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
+    """Return the rule of a call as a JSON object."""
+    opening = json.dumps('{"name": ' + json.dumps(name) + ', "arguments": ')
+    return [f'{rule}: {opening} %json {_json({"type": "object", **schema})} "}}"']
+
+
+def headed_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
+    """Return the rule of a call with its id before its arguments."""
+    opening = json.dumps(f"functions.{name}:")
+    return [f"{rule}: {opening} /[0-9]{{1,3}}/ {tag(ARGUMENTS)} %json {_json({'type': 'object', **schema})}"]
+
+
+def tag_call(tags: Tags) -> CallRules:
+    """Return the rules of calls in tags."""
+    closing = json.dumps(f"{tags.around_value}{tags.end_parameter}\n")
+
+    def opening(name: str) -> str:
+        return json.dumps(f"{tags.parameter}{tags.quote}{name}{tags.quote}>{tags.around_value}")
+
+    def value(schema: Any, definitions: Schema) -> str:
+        if not isinstance(schema, Mapping) or (schema.get("type") == "string" and "enum" not in schema):
+            return "text"
+        values = schema.get("enum")
+        if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+            return f"({' | '.join(json.dumps(value) for value in values)}) {closing}"
+        return f"%json {_json({**definitions, **schema})} {closing}"
+
+    def rules(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
+        properties, definitions = _properties(schema)
+        required = schema.get("required") or ()
+        parts = [json.dumps(f"{tags.function}{tags.quote}{name}{tags.quote}>\n")]
+        for key, property_schema in (properties or {}).items():
+            part = f"{opening(key)} {value(property_schema, definitions)}"
+            parts.append(part if key in required else f"({part})?")
+        if properties is None:  # no schema of the parameters: any are allowed
+            begin, end = json.dumps(tags.parameter + tags.quote), json.dumps(f"{tags.quote}>{tags.around_value}")
+            parts.append(f'({begin} /[^>"\\n]+/ {end} text)*')
+        text = f"text[suffix={closing}]: {ANYTHING}"
+        return [" ".join([f"{rule}:", *parts, json.dumps(tags.end_function)]), text]
+
+    return rules
+
+
+def python_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
+    """Return the rules of a call in Python's syntax."""
+    properties, definitions = _properties(schema)
+    opening = json.dumps(f"{name}(")
+    if properties is None:
+        value = f'{rule}_any: /[A-Za-z_][A-Za-z0-9_]*/ "=" %json {{}}'
+        return [f'{rule}: {opening} ({rule}_any (", " {rule}_any)*)? ")"', value]
+    required = schema.get("required") or ()
+    lines = []
+    rest = first = ""
+    for index, (key, value) in reversed([*enumerate(properties.items())]):
+        argument = f"{rule}_{index}"
+        lines.append(f"{argument}: {json.dumps(key + '=')} {_python_value(value, definitions)}")
+        alone = f"{argument} {rest}".strip()
+        is_required = key in required
+        first = alone if is_required or not first else f"({alone} | {first})"
+        if not is_required and index == len(properties) - 1:
+            first = f"({first})?"
+        rest = f'", " {alone}' if is_required else f'(", " {argument})? {rest}'.strip()
+    return [f'{rule}: {opening} {first} ")"', *lines]
+
+
+def _python_value(schema: Any, definitions: Schema) -> str:
+    kind = schema.get("type") if isinstance(schema, Mapping) and "enum" not in schema else None
+    if kind == "boolean":
+        return '("True" | "False")'
+    if kind == "null":
+        return '"None"'
+    return f"%json {_json({**definitions, **schema} if isinstance(schema, Mapping) else {})}"
+
+
+def _properties(schema: Schema) -> tuple[Schema | None, Schema]:
+    """Return a function's parameters, None if the schema does not list any; and the definitions that they refer to."""
+    properties = schema.get("properties")
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return (properties if isinstance(properties, Mapping) else None), definitions
+
+
+def _json(schema: Schema) -> str:
+    """Return a schema as text, for values that are written as templates write them."""
+    return json.dumps({**close_objects(schema), **AS_TEMPLATES_WRITE})

@@ -1,0 +1,359 @@
+"""Formats of tool calls: each is told from a template, parses what its models write, and accepts what its grammar does.
+
+Templates are shortened to the lines that tell a format.
+"""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strandline import SamplingParams, StructuredOutputsParams
+from strandline.errors import ConfigError
+from strandline.server.output_parser import (
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    OutputFormat,
+    OutputParser,
+    chat_message,
+    choose_output_format,
+)
+from strandline.server.segments import Segment, SegmentKind, merge_segments
+from strandline.server.service import Service
+from strandline.server.tool_formats import ALIASES, TOOL_FORMATS, tool_format
+from strandline.server.tools import toolbox
+from strandline.text.structured import Grammars
+from tests.cpu.engine.tokenizers import byte_tokenizer
+
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "exact": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["days"],
+}
+SCHEMAS: dict[str, Any] = {"weather": PARAMETERS, "clock": {"type": "object", "properties": {}}}
+WANTED = [("weather", {"city": 'Ulm, "x"', "days": 2, "exact": True, "tags": ["a", "b"]}), ("clock", {})]
+JSON_CALLS = (
+    '{"name": "weather", "arguments": {"city": "Ulm, \\"x\\"", "days": 2, "exact": true, "tags": ["a", "b"]}}',
+    '{"name": "clock", "arguments": {}}',
+)
+PYTHON_CALL = """weather(city='Ulm, "x"', days=2, exact=True, tags=["a", 'b'])"""
+TAGGED = 'Ulm, "x"', "2", "true", '["a", "b"]'
+PARAMETER_NAMES = ("city", "days", "exact", "tags")
+
+
+def in_tags(function: str, parameter: str, ends: tuple[str, str], around: str) -> str:
+    values = zip(PARAMETER_NAMES, TAGGED, strict=True)
+    lines = [parameter.format(name) + around + value + around + ends[0] for name, value in values]
+    return "\n".join([function.format("weather"), *lines, ends[1]]) + "\n" + function.format("clock") + "\n" + ends[1]
+
+
+ANSWERS = {
+    "hermes": f"<tool_call>\n{JSON_CALLS[0]}\n</tool_call>\n<tool_call>\n{JSON_CALLS[1]}\n</tool_call>",
+    "jamba": f"<tool_calls>[\n  {JSON_CALLS[0]},\n  {JSON_CALLS[1]}\n]</tool_calls>",
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        '{"city": "Ulm, \\"x\\"", "days": 2, "exact": true, "tags": ["a", "b"]}<|tool_call_end|>'
+        "<|tool_call_begin|>functions.clock:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+    ),
+    "lfm2": f"<|tool_call_start|>[{PYTHON_CALL}, clock()]<|tool_call_end|>",
+    "minimax": "<tool_calls>\n" + "\n".join(JSON_CALLS) + "\n</tool_calls>",
+    "minimax_m2": "<minimax:tool_call>\n"
+    + in_tags('<invoke name="{}">', '<parameter name="{}">', ("</parameter>", "</invoke>"), "")
+    + "\n</minimax:tool_call>",
+    "nemotron_json": f"<TOOLCALL>[{', '.join(JSON_CALLS)}]</TOOLCALL>",
+    "olmo3": f"<function_calls>\n{PYTHON_CALL}\nclock()\n</function_calls>",
+    "qwen3_coder": "<tool_call>\n"
+    + in_tags("<function={}>", "<parameter={}>", ("</parameter>", "</function>"), "\n")
+    + "\n</tool_call>",
+}
+SIGNS = {
+    "hermes": "{{ '<tool_call>\\n' + call | tojson + '\\n</tool_call>' }}",
+    "jamba": "{{ '<|bom|><|assistant|> ' }}{{ '<tool_calls>[' }}",
+    "kimi_k2": "<|tool_calls_section_begin|>{% for call in message.tool_calls %}<|tool_call_begin|>{{ call.id }}",
+    "lfm2": "{{ 'List of tools: <|tool_list_start|>[' }}",
+    "minimax": "system tool_setting=tools\nrespond with <tool_calls></tool_calls> XML tags",
+    "minimax_m2": "{% set begin = '<minimax:tool_call>' %}{{ '<invoke name=\"' + call.name + '\">' }}",
+    "nemotron_json": "<AVAILABLE_TOOLS>{{ tools }}</AVAILABLE_TOOLS> {{ '<TOOLCALL>[' }}",
+    "olmo3": "Output any calls within <function_calls></function_calls> tags",
+    "qwen3_coder": "{{ '<tool_call>\\n<function=' + call.name + '>\\n' }}",
+}
+OTHER_SHARDS = (
+    '"',
+    "'",
+    "\\",
+    "(",
+    ")",
+    "[",
+    "]",
+    "{",
+    "}",
+    ",",
+    "=",
+    ":",
+    "weather",
+    "city",
+    " ",
+    "\n",
+    "<",
+    "x",
+    "é",
+)
+
+
+def parse(name: str, *texts: str) -> list[Segment]:
+    parser = tool_format(name).parser(SCHEMAS)
+    segments = [segment for text in texts for segment in parser.feed(text)]
+    return merge_segments([*segments, *parser.finish()])
+
+
+def calls(segments: list[Segment]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, str]] = []
+    for kind, text, _ in segments:
+        if kind is SegmentKind.CALL:
+            found.append((text, ""))
+        elif kind is SegmentKind.ARGUMENTS:
+            found[-1] = (found[-1][0], found[-1][1] + text)
+    return [(name, json.loads(text)) for name, text in found]
+
+
+def contents(segments: list[Segment]) -> str:
+    return "".join(segment.text for segment in segments if segment.kind is SegmentKind.CONTENT)
+
+
+def test_every_format_has_an_example() -> None:
+    assert ANSWERS.keys() == SIGNS.keys() == TOOL_FORMATS.keys()
+
+
+def test_page_shows_every_parser_and_calls_of_its_format() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "server.md").read_text().replace("\\|", "\x00")
+    rows = [row.replace("\x00", "|") for row in page.splitlines() if row.startswith("| `")]
+    shown = {
+        name: row for row in rows[::-1] for name in re.findall(r"`(\w+)`", row.replace("|", "\n", 1).split(" | ")[0])
+    }
+    assert {*TOOL_CALL_PARSERS, *REASONING_PARSERS} - {"auto", "none"} <= shown.keys()
+    for name in sorted(TOOL_FORMATS.keys() - {"minimax"}):
+        example = re.findall(r"`([^`]*)`", shown[name])[-1]
+        [(function, arguments)] = calls(parse(name, example))
+        assert (function, int(arguments["x"])) == ("f", 1)
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_calls_are_found_among_content(name: str) -> None:
+    segments = parse(name, f"Let me see.\n{ANSWERS[name]}\nDone.")
+    assert calls(segments) == WANTED
+    assert contents(segments) == "Let me see.Done."
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_template_tells_the_format(name: str) -> None:
+    assert choose_output_format("auto", "none", SIGNS[name]).tool_calls == name
+
+
+def test_token_tells_the_format_that_a_template_leaves_out() -> None:
+    plain = "List of tools: [{{ tools }}]"
+    assert choose_output_format("auto", "none", plain, ["<|tool_call_start|>", "<|im_end|>"]).tool_calls == "lfm2"
+    assert choose_output_format("auto", "none", SIGNS["olmo3"], ["<|tool_call_start|>"]).tool_calls == "olmo3"
+    assert choose_output_format("auto", "none", plain, ["<|im_end|>"]).tool_calls == "none"
+
+
+@pytest.mark.parametrize("shown", ["<think>\n", "{{ content.split('</think>')[-1] }}"])
+def test_template_that_renders_or_strips_thinking_tells_the_reasoning(shown: str) -> None:
+    assert choose_output_format("none", "auto", shown).reasoning == "qwen3"
+    assert choose_output_format("none", "auto", "plain").reasoning == "none"
+
+
+def test_names_of_vllm_are_understood_and_others_are_refused() -> None:
+    for name in ALIASES:
+        assert choose_output_format(name, "olmo3", "").parser("", SCHEMAS) is not None
+    with pytest.raises(ConfigError, match="--tool-call-parser must be one of auto, granite4, hermes, jamba, kimi_k2"):
+        choose_output_format("kimi", "none", "")
+
+
+@settings(max_examples=4 * settings().max_examples)
+@given(st.sampled_from(sorted(TOOL_FORMATS)), st.data())
+def test_how_an_answer_is_cut_changes_nothing(name: str, data: st.DataObject) -> None:
+    answer, tags = ANSWERS[name], tool_format(name).tags
+    long = (answer[:-1], answer[7:], *JSON_CALLS, PYTHON_CALL)
+    shards = data.draw(st.lists(st.sampled_from([*long, *OTHER_SHARDS, *tags]), max_size=14))
+    text = "".join(shards)
+    places = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    parts = [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+    whole = parse(name, text)
+    assert parse(name, *parts) == whole
+    assert parse(name, *text) == whole
+    if not any(segment.kind is SegmentKind.CALL for segment in whole):
+        assert contents(whole).replace(" ", "").replace("\n", "") == text.replace(" ", "").replace("\n", "")
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_every_beginning_of_an_answer_can_be_a_message(name: str) -> None:
+    for end in range(len(ANSWERS[name])):
+        parser = OutputParser(None, tool_format(name).parser(SCHEMAS))
+        parser.feed(ANSWERS[name][:end])
+        parser.finish()
+        json.dumps(chat_message(parser)).encode()
+
+
+MALFORMED = {
+    "hermes": ("<tool_call>{'name': 'weather'}</tool_call>", '<tool_call>{"name": "\\ud800"}</tool_call>'),
+    "jamba": ("<tool_calls>[]</tool_calls>", "<tool_calls>[weather]</tool_calls>"),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|>weather<|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>weather<|tool_call_end|><|tool_calls_section_end|>",
+        "<|tool_call_begin|>two words<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    ),
+    "lfm2": tuple(
+        f"<|tool_call_start|>{wrong}<|tool_call_end|>"
+        for wrong in (
+            *("", "[]", "[weather]", "[weather(]", "[weather(days=)]", "[weather(days=2]", "[1 + 1]", "(weather())"),
+            *("[weather(days=f(2))]", "[weather(days=2, **{})]", "[weather(days=1e999)]", "[weather(days=1j)]"),
+            *("[weather(city=b'x')]", "[weather(city='\\ud800')]", "[weather(city=f'x')]", "[unknown(1)]"),
+            *(f"[weather(days={'(' * 300}{')' * 300})]", "[weather(city=Ulm)]", "[weather(city='a' < 'b')]"),
+        )
+    ),
+    "minimax": ('<tool_calls>\n{"arguments": {}}\n</tool_calls>',),
+    "minimax_m2": ("<minimax:tool_call>weather</minimax:tool_call>",),
+    "nemotron_json": ("<TOOLCALL>[{]</TOOLCALL>",),
+    "olmo3": ("<function_calls>\nweather: Ulm\n</function_calls>", "<function_calls></function_calls>"),
+    "qwen3_coder": ("<tool_call>weather</tool_call>",),
+}
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_malformed_call_stays_text_and_hides_none_behind(name: str) -> None:
+    for wrong in MALFORMED[name]:
+        assert parse(name, wrong) == [Segment(SegmentKind.CONTENT, wrong)]
+        assert calls(parse(name, wrong + ANSWERS[name])) == WANTED
+
+
+def test_calls_before_a_malformed_one_are_kept() -> None:
+    segments = parse("lfm2", "<|tool_call_start|>[clock(), weather(days=)]<|tool_call_end|>")
+    assert calls(segments) == [("clock", {})]
+    assert contents(segments) == ", weather(days=)]<|tool_call_end|>"
+    kimi = ANSWERS["kimi_k2"].replace("functions.clock:1", "the clock")
+    assert calls(parse("kimi_k2", kimi)) == WANTED[:1]
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        ("weather('Ulm', 2)", {"city": "Ulm", "days": 2}),
+        (
+            "get-weather.now(from='a', class=null, x=-1.5, y=(1, 2),)",
+            {"from": "a", "class": None, "x": -1.5, "y": [1, 2]},
+        ),
+        ('weather(city="""a "b" c""", days=True)', {"city": 'a "b" c', "days": True}),
+        ("weather(city='a\nb\\n\\d')", {"city": "a\nb\n\\d"}),
+        ("weather(city='<|tool_call_end|>')", {"city": "<|tool_call_end|>"}),
+        ("weather(city='it\\'s', days={'a': [1, {'b': None}]})", {"city": "it's", "days": {"a": [1, {"b": None}]}}),
+        ('weather(city="\\ud83d\\ude00")', {"city": "😀"}),
+        ("weather(city='\\ud83d\\ude00')", {"city": "😀"}),
+        ("weather (\n  city = '',\n  days = 1\n)", {"city": "", "days": 1}),
+    ],
+)
+def test_other_ways_of_writing_python_are_understood(written: str, wanted: Any) -> None:
+    [(_, arguments)] = calls(parse("lfm2", f"<|tool_call_start|>[{written}]<|tool_call_end|>"))
+    assert arguments == wanted
+
+
+def test_ids_that_a_model_writes_are_those_of_its_calls() -> None:
+    parser = OutputParser(None, tool_format("kimi_k2").parser(SCHEMAS))
+    parser.feed(ANSWERS["kimi_k2"])
+    parser.finish()
+    assert [call["id"] for call in chat_message(parser)["tool_calls"]] == ["functions.weather:0", "functions.clock:1"]
+
+
+def test_kimi_arguments_are_streamed() -> None:
+    parser = tool_format("kimi_k2").parser(SCHEMAS)
+    head = "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    assert parser.feed(head) == [Segment(SegmentKind.CALL, "weather", "functions.weather:0")]
+    assert merge_segments(parser.feed('{"city": "U')) == [Segment(SegmentKind.ARGUMENTS, '{"city": "U')]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(lambda: (byte_tokenizer(), frozenset({0})), 256)
+
+
+@pytest.mark.parametrize("name", sorted({*TOOL_FORMATS, *ALIASES}))
+def test_grammar_takes_what_the_parser_parses(name: str, grammars: Grammars) -> None:
+    tools = [{"type": "function", "function": {"name": key, "parameters": value}} for key, value in SCHEMAS.items()]
+    grammar = toolbox(tools, "required").grammar(name, json.dumps)
+    start = grammars.compile(StructuredOutputsParams(grammar=grammar)).start
+    format_name = ALIASES.get(name, name)
+    answers = {
+        "jamba": f"<tool_calls>[{', '.join(JSON_CALLS)}]</tool_calls>",
+        "lfm2": ANSWERS["lfm2"].replace("""'Ulm, "x"'""", '"Ulm, \\"x\\""').replace("'b'", '"b"'),
+        "olmo3": "<function_calls>"
+        + PYTHON_CALL.replace("""'Ulm, "x"'""", '"Ulm, \\"x\\""').replace("'b'", '"b"')
+        + "\nclock()</function_calls>",
+        "qwen3_coder": ANSWERS["qwen3_coder"].replace(
+            "\n<function=clock>", "\n</tool_call>\n<tool_call>\n<function=clock>"
+        ),
+    }
+    answer = answers.get(format_name, ANSWERS[format_name])
+    assert calls(parse(name, answer)) == WANTED
+    tokens = byte_tokenizer().encode(answer)
+    assert start.deep_copy().validate_tokens(tokens) == len(tokens)
+    for wrong in (answer.replace('"Ulm', "Ulm").replace("days", "hours"), f"Sure. {answer}"):
+        tokens = byte_tokenizer().encode(wrong)
+        assert start.deep_copy().validate_tokens(tokens) < len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_allowed"),
+    [
+        *(
+            ("days=1", True),
+            ("", False),
+            ('city="x"', False),
+            ('city="x", days=1', True),
+            ("days=1, exact=False", True),
+        ),
+        *(('days=1, tags=["a", "b"]', True), ('days=1, city="x"', False), ("days=1, ", False), ("days='1'", False)),
+    ],
+)
+def test_optional_arguments_of_python_calls_may_be_left_out(
+    arguments: str, is_allowed: bool, grammars: Grammars
+) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
+    grammar = toolbox(tools, "required").grammar("olmo3", json.dumps)
+    start = grammars.compile(StructuredOutputsParams(grammar=grammar)).start
+    tokens = byte_tokenizer().encode(f"<function_calls>weather({arguments})</function_calls>")
+    assert (start.deep_copy().validate_tokens(tokens) == len(tokens)) is is_allowed
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_function_without_parameters_may_be_called_with_any(name: str, grammars: Grammars) -> None:
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    grammar = toolbox(tools, {"type": "function", "function": {"name": "clock"}}).grammar(name, json.dumps)
+    assert grammar is not None
+    assert grammars.compile(StructuredOutputsParams(grammar=grammar)).start is not None
+
+
+def test_only_tags_that_parsers_need_are_shown_among_special_tokens() -> None:
+    tokenizer = byte_tokenizer()
+    specials = ["<|tool_call_start|>", "<|tool_call_end|>", "<think>", "</think>", "<|im_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    client: Any = SimpleNamespace(frontend=SimpleNamespace(tokenizer=tokenizer))
+
+    def shown(output_format: OutputFormat, params: SamplingParams, *, with_tools: bool) -> set[str] | None:
+        hidden = Service(client, ["x"], output_format=output_format).hidden_ids(params, with_tools=with_tools)
+        return None if hidden is None else set(specials) - set(tokenizer.convert_ids_to_tokens(sorted(hidden)))
+
+    lfm2, params = OutputFormat("lfm2", "qwen3"), SamplingParams()
+    assert shown(lfm2, params, with_tools=True) == set(specials) - {"<|im_end|>"}
+    assert shown(lfm2, params, with_tools=False) == {"<think>", "</think>"}
+    assert shown(OutputFormat("hermes"), params, with_tools=True) is None
+    assert shown(lfm2, SamplingParams(skip_special_tokens=False), with_tools=True) is None
