@@ -43,7 +43,7 @@ WORK_OF_LAUNCHES: dict[str, tuple[tuple[int, ...], ...]] = {
     "FEW_PROGRAMS": (PROMPTS[0],),
     "MANY_PROGRAMS": (PROMPTS[2],),
     "PREPARE_WARPS": (PROMPTS[2],),
-    "SCALE_WARPS": (PROMPTS[2],),
+    "PREPARE_REGISTERS": (PROMPTS[2],),
     "ROWS": (PROMPTS[0],),
     "BLOCK_V": (PROMPTS[0], PROMPTS[2]),
     "NUM_WARPS": (PROMPTS[0],),
@@ -126,7 +126,7 @@ KINDS = {
             (head_decay_triton, "FEW", DECODE_LAUNCHES),
             (head_decay_triton, "MANY", DECODE_LAUNCHES),
             (kda_triton, "PREPARE_WARPS", (4, 8)),
-            (kda_triton, "SCALE_WARPS", (4, 8)),
+            (kda_triton, "PREPARE_REGISTERS", (128, 168, None)),
         ),
     ),
     "lightning": Kind(  # MiniMax-Text-01

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention in Triton: a token per sequence by one kernel, prompts by three.
+"""Kimi Delta Attention in Triton: a token per sequence by one kernel, prompts by two.
 
 Prompts: with the scaled queries and keys of a chunk, each decayed from the chunk's start, and the state ``S`` before::
 
@@ -10,7 +10,8 @@ Matrices that do not depend on the state are computed for all chunks at once: ``
 Decays differ from channel to channel, so those between two tokens are not a factor of the tokens' product, but parts of
 its two factors: one with the decays from the chunk's middle, the other with those to it. Where a chunk decays so much
 that the latter might overflow, the middles are many: of a block of ``2 b`` tokens, the product of second half and first
-has two factors of at most 1. That takes six products of the whole chunk, for ``b`` from 1 to 32, and the diagonal.
+has two factors of at most 1. That takes six products of the whole chunk, for ``b`` from 1 to 32, and the diagonal. So
+rare a chunk reads its inputs again, some channels at a time, and takes no registers from the others.
 
 In bfloat16 the operands of matrix products are rounded to bfloat16, those of the inverse to float16, and sums are
 float32. Log decays are summed in float32: between two tokens of a chunk, they are off by one part in 2 ** 23 of what
@@ -60,7 +61,13 @@ MIN_LOG2_DECAY = tl.constexpr(-160.0)
 MAX_CHANGE = tl.constexpr(60.0)
 """Of the log2 decay from a chunk's middle: the product of two such factors, and a sum of these, is a float32."""
 
-SCALE_WARPS, PREPARE_WARPS = 4, 8
+PREPARE_WARPS = 8
+
+PREPARE_REGISTERS: int | None = 128
+"""Per thread: two programs share a multiprocessor then, at the cost of some that spill."""
+
+SLICE = 32
+"""Channels of a chunk that are prepared together where it decays a lot."""
 
 
 def kda_prefill(
@@ -120,9 +127,8 @@ def _prefill(
     num_tokens, num_heads, key_dim = q_THK.shape
     num_chunks, dtype, device = len(chunks.starts), q_THK.dtype, q_THK.device
     block_k = max(16, next_power_of_2(key_dim))
-    grid = (num_heads, num_chunks)
+    is_float32 = dtype == torch.float32
     # Rows that no chunk has are read with their neighbours', and left out: their memory may hold anything.
-    sum_THK = torch.empty(num_tokens, num_heads, block_k, dtype=torch.float32, device=device)
     scaled_q_THK, scaled_k_THK = (
         torch.empty(num_tokens, num_heads, block_k, dtype=dtype, device=device) for _ in range(2)
     )
@@ -132,33 +138,97 @@ def _prefill(
         None,
         torch.empty(num_chunks, num_heads, block_k, dtype=torch.float32, device=device),
     )
-    _scale_kernel[grid](
-        q_THK, k_THK, f_THK, A_log_H, dt_bias_HK, sum_THK, scaled_q_THK, scaled_k_THK, prepared.decay,
-        chunks.starts_C, chunks.lengths_C,
+    _prepare_kernel[(num_heads, num_chunks)](
+        q_THK, k_THK, f_THK, b_TH, A_log_H, dt_bias_HK, scaled_q_THK, scaled_k_THK,
+        prepared.attend_CHLL, prepared.write_CHLK, prepared.decay, chunks.starts_C, chunks.lengths_C,
         q_THK.stride(0), q_THK.stride(1), k_THK.stride(0), k_THK.stride(1), f_THK.stride(0), f_THK.stride(1),
-        H=num_heads, K=key_dim, BLOCK_K=block_k, L=CHUNK_TOKENS, EPS=L2_NORM_EPS, num_warps=SCALE_WARPS,
-    )  # fmt: skip
-    is_float32 = dtype == torch.float32
-    _prepare_kernel[grid](
-        q_THK, k_THK, sum_THK, b_TH, prepared.attend_CHLL, prepared.write_CHLK, chunks.starts_C, chunks.lengths_C,
-        q_THK.stride(0), q_THK.stride(1), k_THK.stride(0), k_THK.stride(1), b_TH.stride(0),
-        H=num_heads, K=key_dim, BLOCK_K=block_k, L=CHUNK_TOKENS, EPS=L2_NORM_EPS, PRECISION=FLOAT32_PRECISION,
+        b_TH.stride(0), H=num_heads, K=key_dim, BLOCK_K=block_k, BLOCK_S=min(SLICE, block_k), L=CHUNK_TOKENS,
+        EPS=L2_NORM_EPS, PRECISION=FLOAT32_PRECISION,
         INVERSE=tl.float32 if is_float32 else tl.float16, num_warps=PREPARE_WARPS, num_stages=1,
+        maxnreg=None if is_float32 else PREPARE_REGISTERS,
     )  # fmt: skip
     q_and_k = scaled_q_THK[..., :key_dim], scaled_k_THK[..., :key_dim]
     return advance(*q_and_k, aligned(v_THV), prepared, state_SHKV, src_N, dst_N, chunks, launch)
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts_ptr", "lengths_ptr"])
-def _scale_kernel(
+@triton.jit
+def _row_of(x_LK, row, row_L):
+    """Return one row of a tile."""
+    return tl.sum(tl.where((row_L == row)[:, None], x_LK, 0.0), 0)
+
+
+@triton.jit
+def _sum_log2_decays(f_LK, bias_K, rate, is_token_LK):
+    """Return the sums of some channels' log2 decays from the chunk's start; where there is no token, the last one's."""
+    log2_decay_LK = at_least(-rate * softplus(f_LK.to(tl.float32) + bias_K[None, :]), MIN_LOG2_DECAY)
+    return tl.cumsum(tl.where(is_token_LK, log2_decay_LK, 0.0), 0)
+
+
+@triton.jit
+def _products_by_halves(
     q_ptr,
     k_ptr,
     f_ptr,
+    bias_ptr,
+    rate,
+    stride_qt,
+    stride_kt,
+    stride_ft,
+    length,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    L: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return the decayed products of keys, below the diagonal, and of queries and keys, on it and below.
+
+    A few channels at a time, so that few registers are needed; pointers are to the first of a head's in the chunk.
+    """
+    row_L = tl.arange(0, L)
+    is_diagonal_LL = row_L[:, None] == row_L[None, :]
+    is_after_LL = row_L[:, None] > row_L[None, :]
+    keys_LL = tl.zeros([L, L], tl.float32)
+    queries_LL = tl.zeros([L, L], tl.float32)
+    for first in tl.range(0, BLOCK_K, BLOCK_S, num_stages=1):
+        key_K = first + tl.arange(0, BLOCK_S)
+        is_token_LK = (row_L < length)[:, None] & (key_K < BLOCK_K)[None, :]
+        is_key_LK = is_token_LK & (key_K < K)[None, :]
+        q_LK = tl.load(q_ptr + row_L[:, None] * stride_qt + key_K[None, :], mask=is_key_LK, other=0.0)
+        k_LK = tl.load(k_ptr + row_L[:, None] * stride_kt + key_K[None, :], mask=is_key_LK, other=0.0)
+        f_LK = tl.load(f_ptr + row_L[:, None] * stride_ft + key_K[None, :], mask=is_key_LK, other=0.0)
+        bias_K = tl.load(bias_ptr + key_K, mask=key_K < K, other=0.0).to(tl.float32)
+        sum_LK = _sum_log2_decays(f_LK, bias_K, rate, is_token_LK)
+        product_L = tl.sum(q_LK.to(tl.float32) * k_LK.to(tl.float32), 1)
+        queries_LL += tl.where(is_diagonal_LL, product_L[:, None], 0.0)
+        for level in tl.range(6, num_stages=1):
+            # The last row of the first half of each row's block.
+            middle_L = ((row_L >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
+            middle_LK = tl.gather(sum_LK, tl.broadcast_to(middle_L[:, None], [L, BLOCK_S]), 0)
+            is_second_LK = ((row_L >> level) & 1 == 1)[:, None]
+            factor_LK = fast_exp2(tl.where(is_second_LK, sum_LK - middle_LK, middle_LK - sum_LK))
+            decayed_k_LK = (k_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
+            decayed_q_LK = (q_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
+            is_across_LL = (((row_L[:, None] ^ row_L[None, :]) >> level) == 1) & is_after_LL
+            across_LL = tl.dot(decayed_k_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
+            keys_LL += tl.where(is_across_LL, across_LL, 0.0)
+            across_LL = tl.dot(decayed_q_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
+            queries_LL += tl.where(is_across_LL, across_LL, 0.0)
+    return keys_LL, queries_LL
+
+
+@triton.jit(do_not_specialize=["stride_bt"], do_not_specialize_on_alignment=["b_ptr", "starts_ptr", "lengths_ptr"])
+def _prepare_kernel(
+    q_ptr,
+    k_ptr,
+    f_ptr,
+    b_ptr,
     A_log_ptr,
     dt_bias_ptr,
-    sum_ptr,
     scaled_q_ptr,
     scaled_k_ptr,
+    attend_ptr,
+    write_ptr,
     decay_ptr,
     starts_ptr,
     lengths_ptr,
@@ -168,106 +238,11 @@ def _scale_kernel(
     stride_kh,
     stride_ft,
     stride_fh,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    L: tl.constexpr,
-    EPS: tl.constexpr,
-):
-    """Normalise a head's queries and keys of one chunk; sum log decays from its start, and apply them."""
-    head = tl.program_id(0)
-    chunk = tl.program_id(1)
-    start = tl.load(starts_ptr + chunk)
-    length = tl.load(lengths_ptr + chunk).to(tl.int32)
-    # A CUDA graph's grid is sized for the largest number of chunks; the surplus programs return.
-    if length == 0:
-        return
-    row_L = tl.arange(0, L)
-    key_K = tl.arange(0, BLOCK_K)
-    is_token_LK = (row_L < length)[:, None] & (key_K < BLOCK_K)[None, :]
-    is_key_LK = is_token_LK & (key_K < K)[None, :]
-    row_LK = start + row_L[:, None]
-    q_ptrs = q_ptr + row_LK * stride_qt + head * stride_qh + key_K[None, :]
-    k_ptrs = k_ptr + row_LK * stride_kt + head * stride_kh + key_K[None, :]
-    f_ptrs = f_ptr + row_LK * stride_ft + head * stride_fh + key_K[None, :]
-    q_LK = tl.load(q_ptrs, mask=is_key_LK, other=0.0).to(tl.float32)
-    k_LK = tl.load(k_ptrs, mask=is_key_LK, other=0.0).to(tl.float32)
-    f_LK = tl.load(f_ptrs, mask=is_key_LK, other=0.0).to(tl.float32)
-    bias_K = tl.load(dt_bias_ptr + head * K + key_K, mask=key_K < K, other=0.0).to(tl.float32)
-    rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * LOG2_E
-    log2_decay_LK = at_least(-rate * softplus(f_LK + bias_K[None, :]), MIN_LOG2_DECAY)
-    sum_LK = tl.cumsum(tl.where(is_token_LK, log2_decay_LK, 0.0), 0)
-    total_K = tl.sum(tl.where(is_token_LK, log2_decay_LK, 0.0), 0)
-
-    q_LK *= (tl.rsqrt(tl.sum(q_LK * q_LK, 1) + EPS) * (K**-0.5))[:, None]
-    k_LK *= tl.rsqrt(tl.sum(k_LK * k_LK, 1) + EPS)[:, None]
-    from_start_LK = tl.exp2(sum_LK)
-    dtype = scaled_q_ptr.dtype.element_ty
-    out_LK = (row_LK * H + head) * BLOCK_K + key_K[None, :]
-    tl.store(sum_ptr + out_LK, sum_LK, mask=is_token_LK)
-    tl.store(scaled_q_ptr + out_LK, (q_LK * from_start_LK).to(dtype), mask=is_token_LK)
-    tl.store(scaled_k_ptr + out_LK, (k_LK * from_start_LK).to(dtype), mask=is_token_LK)
-    tl.store(decay_ptr + (chunk * H + head).to(tl.int64) * BLOCK_K + key_K, tl.exp2(total_K))
-
-
-@triton.jit
-def _products_by_halves(
-    q_LK,
-    k_LK,
-    sum_LK,
-    sum_ptr,
-    start,
-    length,
-    head,
-    row_L,
-    key_K,
-    is_token_LK,
-    H: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    L: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Return the decayed products of keys, below the diagonal, and of queries and keys, on it and below."""
-    is_diagonal_LL = row_L[:, None] == row_L[None, :]
-    queries_LL = tl.where(is_diagonal_LL, tl.sum(q_LK.to(tl.float32) * k_LK.to(tl.float32), 1)[:, None], 0.0)
-    keys_LL = tl.zeros([L, L], tl.float32)
-    for level in tl.static_range(6):
-        # The last row of the first half; second halves that are past the chunk's end have no tokens.
-        middle_L = ((row_L >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
-        is_second_LK = ((row_L >> level) & 1 == 1)[:, None] & is_token_LK
-        is_pair_LK = (middle_L < length)[:, None] & is_token_LK
-        middle_ptrs = sum_ptr + ((start + middle_L[:, None]) * H + head) * BLOCK_K + key_K[None, :]
-        middle_LK = tl.load(middle_ptrs, mask=is_pair_LK, other=0.0)
-        change_LK = tl.where(is_second_LK, sum_LK - middle_LK, middle_LK - sum_LK)
-        factor_LK = fast_exp2(tl.where(is_pair_LK, change_LK, float("-inf")))
-        decayed_k_LK = (k_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
-        decayed_q_LK = (q_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
-        across_LL = tl.dot(decayed_k_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
-        is_across_LL = (((row_L[:, None] ^ row_L[None, :]) >> level) == 1) & (row_L[:, None] > row_L[None, :])
-        keys_LL = tl.where(is_across_LL, across_LL, keys_LL)
-        across_LL = tl.dot(decayed_q_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
-        queries_LL = tl.where(is_across_LL, across_LL, queries_LL)
-    return keys_LL, queries_LL
-
-
-@triton.jit(do_not_specialize=["stride_bt"], do_not_specialize_on_alignment=["b_ptr", "starts_ptr", "lengths_ptr"])
-def _prepare_kernel(
-    q_ptr,
-    k_ptr,
-    sum_ptr,
-    b_ptr,
-    attend_ptr,
-    write_ptr,
-    starts_ptr,
-    lengths_ptr,
-    stride_qt,
-    stride_qh,
-    stride_kt,
-    stride_kh,
     stride_bt,
     H: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     L: tl.constexpr,
     EPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -278,6 +253,7 @@ def _prepare_kernel(
     chunk = tl.program_id(1)
     start = tl.load(starts_ptr + chunk)
     length = tl.load(lengths_ptr + chunk).to(tl.int32)
+    # A CUDA graph's grid is sized for the largest number of chunks; the surplus programs return.
     if length == 0:
         return
     row_L = tl.arange(0, L)
@@ -285,18 +261,35 @@ def _prepare_kernel(
     is_token_L = row_L < length
     is_token_LK = is_token_L[:, None] & (key_K < BLOCK_K)[None, :]
     is_key_LK = is_token_LK & (key_K < K)[None, :]
-    row_LK = start + row_L[:, None]
-    q_LK = tl.load(q_ptr + row_LK * stride_qt + head * stride_qh + key_K[None, :], mask=is_key_LK, other=0.0)
-    k_LK = tl.load(k_ptr + row_LK * stride_kt + head * stride_kh + key_K[None, :], mask=is_key_LK, other=0.0)
-    sum_LK = tl.load(sum_ptr + (row_LK * H + head) * BLOCK_K + key_K[None, :], mask=is_token_LK, other=0.0)
+    q_ptr += start * stride_qt + head * stride_qh
+    k_ptr += start * stride_kt + head * stride_kh
+    f_ptr += start * stride_ft + head * stride_fh
+    dt_bias_ptr += head * K
+    place = (chunk * H + head).to(tl.int64)
+
+    f_LK = tl.load(f_ptr + row_L[:, None] * stride_ft + key_K[None, :], mask=is_key_LK, other=0.0)
+    bias_K = tl.load(dt_bias_ptr + key_K, mask=key_K < K, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * LOG2_E
+    sum_LK = _sum_log2_decays(f_LK, bias_K, rate, is_token_LK)
+    last_K = _row_of(sum_LK, L - 1, row_L)
+    tl.store(decay_ptr + place * BLOCK_K + key_K, tl.exp2(last_K))
+
+    q_LK = tl.load(q_ptr + row_L[:, None] * stride_qt + key_K[None, :], mask=is_key_LK, other=0.0)
+    k_LK = tl.load(k_ptr + row_L[:, None] * stride_kt + key_K[None, :], mask=is_key_LK, other=0.0)
     q_factor_L = tl.rsqrt(tl.sum(q_LK.to(tl.float32) * q_LK.to(tl.float32), 1) + EPS) * (K**-0.5)
     k_factor_L = tl.rsqrt(tl.sum(k_LK.to(tl.float32) * k_LK.to(tl.float32), 1) + EPS)
-    beta_L = tl.sigmoid(tl.load(b_ptr + (start + row_L) * stride_bt + head, mask=is_token_L, other=0.0).to(tl.float32))
-    beta_L = tl.where(is_token_L, beta_L, 0.0)
+    from_start_LK = fast_exp2(sum_LK)
+    scaled_LK = row_L[:, None] * (H * BLOCK_K) + key_K[None, :]
+    scaled_q_ptr += (start * H + head) * BLOCK_K
+    scaled_k_ptr += (start * H + head) * BLOCK_K
+    scaled_q_LK = (q_LK.to(tl.float32) * q_factor_L[:, None] * from_start_LK).to(k_LK.dtype)
+    scaled_k_LK = (k_LK.to(tl.float32) * k_factor_L[:, None] * from_start_LK).to(k_LK.dtype)
+    tl.store(scaled_q_ptr + scaled_LK, scaled_q_LK, mask=is_token_LK)
+    tl.store(scaled_k_ptr + scaled_LK, scaled_k_LK, mask=is_token_LK)
+    ending_LK = (k_LK.to(tl.float32) * fast_exp2(last_K[None, :] - sum_LK)).to(k_LK.dtype)
 
     # Where the whole chunk decays by less than floats have room for, one middle serves all pairs.
-    middle_K = tl.load(sum_ptr + ((start + tl.minimum(length, L // 2) - 1) * H + head) * BLOCK_K + key_K)
-    change_LK = tl.where(is_token_LK, sum_LK - middle_K[None, :], 0.0)
+    change_LK = sum_LK - _row_of(sum_LK, L // 2 - 1, row_L)[None, :]
     if tl.max(tl.max(tl.abs(change_LK), 1), 0) <= MAX_CHANGE:
         factor_LK = fast_exp2(change_LK)
         decayed_q_LK = (q_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
@@ -309,18 +302,17 @@ def _prepare_kernel(
         queries_LL = tl.where(is_after_LL | (row_L[:, None] == row_L[None, :]), queries_LL, 0.0)
     else:
         keys_LL, queries_LL = _products_by_halves(
-            q_LK, k_LK, sum_LK, sum_ptr, start, length, head, row_L, key_K, is_token_LK, H, BLOCK_K, L, PRECISION
-        )
+            q_ptr, k_ptr, f_ptr, dt_bias_ptr, rate, stride_qt, stride_kt, stride_ft, length,
+            K, BLOCK_K, BLOCK_S, L, PRECISION,
+        )  # fmt: skip
 
+    beta_L = tl.sigmoid(tl.load(b_ptr + (start + row_L) * stride_bt + head, mask=is_token_L, other=0.0).to(tl.float32))
+    beta_L = tl.where(is_token_L, beta_L, 0.0)
+    weights_LL = (queries_LL * q_factor_L[:, None] * k_factor_L[None, :]).to(k_LK.dtype)
     minus_system_LL = keys_LL * (-k_factor_L * beta_L)[:, None] * k_factor_L[None, :]
     solve_LL = inverse_unit_lower(minus_system_LL, L, INVERSE, PRECISION) * beta_L[None, :]
-    weights_LL = (queries_LL * q_factor_L[:, None] * k_factor_L[None, :]).to(k_LK.dtype)
     attend_LL = tl.dot(weights_LL, solve_LL.to(k_LK.dtype), input_precision=PRECISION)
-    place = (chunk * H + head).to(tl.int64)
     tl.store(attend_ptr + place * (L * L) + (row_L[:, None] * L + row_L[None, :]), attend_LL.to(k_LK.dtype))
-    last_ptrs = sum_ptr + ((start + length - 1) * H + head) * BLOCK_K + key_K
-    to_end_LK = tl.exp2(tl.where(is_token_LK, tl.load(last_ptrs)[None, :] - sum_LK, float("-inf")))
-    ending_LK = (k_LK.to(tl.float32) * to_end_LK).to(k_LK.dtype)
     ending_LL = (solve_LL * k_factor_L[:, None]).to(k_LK.dtype)
     write_LK = tl.dot(tl.trans(ending_LL), ending_LK, input_precision=PRECISION)
     tl.store(write_ptr + place * (L * BLOCK_K) + (row_L[:, None] * BLOCK_K + key_K[None, :]), write_LK.to(k_LK.dtype))
