@@ -27,6 +27,7 @@ from strandline.kernels import (
     rglru_triton,
 )
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable, build_chunk_table
+from strandline.kernels.sizes import NUM_SMS
 
 COPY_BYTES_PER_S = {"H200": 4.28e12, "H100": 2.9e12}
 BF16_FLOPS_PER_S = 700e12
@@ -40,8 +41,9 @@ PROMPTS = ((8192, 1, 0), (8192, 1, 8), (8192, 8, 0), (65536, 8, 0), (512, 1, 0))
 WORK_OF_LAUNCHES: dict[str, tuple[tuple[int, ...], ...]] = {
     "FEW": ((1,), (8,)),
     "MANY": ((64,), (256,)),
-    "FEW_PROGRAMS": (PROMPTS[0],),
-    "MANY_PROGRAMS": (PROMPTS[2],),
+    "NARROW": (PROMPTS[0], PROMPTS[2]),
+    "WIDE": (PROMPTS[0], PROMPTS[2]),
+    "WANTED_PROGRAMS": (PROMPTS[0], (2048, 1, 0), (16384, 4, 0)),
     "PREPARE_WARPS": (PROMPTS[2],),
     "PREPARE_REGISTERS": (PROMPTS[2],),
     "ROWS": (PROMPTS[0],),
@@ -93,8 +95,9 @@ def linear_flops(num_heads: int, num_groups: int, key_dim: int, value_dim: int) 
 
 PREFILL_LAUNCHES = tuple(
     head_decay_triton.Launch(*launch)
-    for launch in ((16, 4, 2), (16, 4, 3), (32, 4, 2), (32, 4, 3), (32, 8, 2), (64, 4, 2), (64, 4, 3), (64, 8, 2))
+    for launch in ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2), (128, 8, 3))
 )
+SEGMENTED = (1, 2 * NUM_SMS, 4 * NUM_SMS, 8 * NUM_SMS)
 DECODE_LAUNCHES = tuple(
     head_decay_triton.DecodeLaunch(*launch)
     for launch in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8))
@@ -109,8 +112,8 @@ KINDS = {
         (64, 128, 64),
         linear_flops(64, 8, 128, 64),
         (
-            (head_decay_triton, "FEW_PROGRAMS", PREFILL_LAUNCHES),
-            (head_decay_triton, "MANY_PROGRAMS", PREFILL_LAUNCHES),
+            (head_decay_triton, "NARROW", PREFILL_LAUNCHES[:5]),
+            (head_decay_triton, "WANTED_PROGRAMS", SEGMENTED),
             (head_decay_triton, "FEW", DECODE_LAUNCHES),
             (head_decay_triton, "MANY", DECODE_LAUNCHES),
         ),
@@ -136,6 +139,10 @@ KINDS = {
         lambda: (-torch.rand(64, device="cuda"),),
         (64, 128, 128),
         linear_flops(64, 64, 128, 128),
+        (
+            (head_decay_triton, "WIDE", PREFILL_LAUNCHES),
+            (head_decay_triton, "WANTED_PROGRAMS", SEGMENTED),
+        ),
     ),
     "rglru": Kind(  # RecurrentGemma-9B
         rglru_triton.rglru_prefill,

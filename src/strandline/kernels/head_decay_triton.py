@@ -10,9 +10,15 @@ Of a chunk, whose tokens' decays from its start are ``d``, the state before it b
 
     out = d (q S) + (q k^T * decays) w v + skip v;  S <- decay S + k^T (to_end w v)
 
-Two kernels compute for all chunks at once what does not depend on the state: ``q k^T``, once for the heads of a group,
-and the decays and weights. The third runs through the chunks of a sequence, some value columns of a head per program,
-with the state in float32 registers: of its three products only one waits for the state before.
+A first kernel computes all chunks' decays and weights. Then a program runs through chunks of a sequence with some value
+columns of a head's state in float32 registers: only the last of its four products waits for the state before.
+
+Where sequences and heads are too few to fill the GPU, each sequence is divided into segments. A run without outputs
+gives every segment's state as from zeros, and what is left of the state before it; the run proper starts each segment
+from the sum of those ahead.
+
+State, values and outputs are transposed, values by keys: then the state and the values are left operands, which the
+matrix units take from registers, and the right operands are tiles as they lie in memory.
 
 Decode: a program owns ``BLOCK_V`` value channels of one head of one sequence. It reads its ``[K, BLOCK_V]`` tile of the
 state once, before the launch ahead of it has ended, and writes it once.
@@ -23,12 +29,13 @@ In float32 everything is.
 Invariants: a cut's state is stored from the registers that carry it on. Of rows past a chunk's end, which belong to
 other chunks, nothing reaches an output or a state, and none is written. No ``src`` may equal the ``dst`` of another
 sequence, nor a cut's slot: programs run in any order. How a sequence is computed does not depend on the others, but
-for the tiles, which are constant where engines are deterministic.
+for the number of segments, which is one where engines are deterministic.
 
 Source: Dao and Gu, "Transformers are SSMs", section 6.
 
 Shape suffixes: T tokens, N sequences, G groups of heads, H heads (a multiple of G), K key channels, V value channels,
-S slots, C chunks, L rows of a padded chunk (64), W value columns of a program, X numbers per row.
+S slots, C chunks, L rows of a padded chunk (64), W value columns of a program, X numbers per row, J segments of a
+sequence.
 """
 # mypy: ignore-errors
 
@@ -57,18 +64,27 @@ from strandline.kernels.state_triton import (
 
 
 class Launch(NamedTuple):
-    """How the states are carried through the chunks."""
+    """How states are carried through chunks."""
 
     columns: int
-    """Value columns of a program."""
+    """Value columns of a program; the matrix units take 64 rows, here columns, per four warps."""
     num_warps: int
     num_stages: int
 
 
-FEW_PROGRAMS = Launch(columns=32, num_warps=4, num_stages=3)
-"""While there is at most one program per multiprocessor."""
+NARROW = Launch(columns=64, num_warps=4, num_stages=2)
+"""For heads of up to 64 values."""
 
-MANY_PROGRAMS = Launch(columns=64, num_warps=4, num_stages=2)
+WIDE = Launch(columns=128, num_warps=8, num_stages=3)
+
+LONG_KEYS = Launch(columns=64, num_warps=8, num_stages=2)
+"""For keys of more than 128 channels."""
+
+WANTED_PROGRAMS = 4 * NUM_SMS
+"""Sequences are divided up to this."""
+
+MIN_SEGMENT_CHUNKS = 8
+MAX_SEGMENTS = 16
 
 
 class DecodeLaunch(NamedTuple):
@@ -106,10 +122,21 @@ class Gates(NamedTuple):
         return (self.dt_TH, self.rate_H, self.dt_bias_H, stride, *self.dt_limit)
 
 
-def choose_launch(num_sequences: int, num_heads: int, value_dim: int) -> Launch:
-    """Return the launch that carries the states of all heads."""
-    programs = num_sequences * num_heads * cdiv(value_dim, FEW_PROGRAMS.columns)
-    return FEW_PROGRAMS if programs <= 2 * NUM_SMS else MANY_PROGRAMS
+def choose_launch(key_dim: int, value_dim: int) -> Launch:
+    """Return the launch for heads of a size."""
+    if key_dim > 128:
+        return LONG_KEYS
+    return NARROW if value_dim <= NARROW.columns else WIDE
+
+
+def choose_segments(num_programs: int, num_sequences: int, num_chunks: int) -> int:
+    """Return how many segments every sequence is divided into.
+
+    Args:
+        num_programs: with one segment.
+    """
+    most = num_chunks // (max(1, num_sequences) * MIN_SEGMENT_CHUNKS)
+    return max(1, min(WANTED_PROGRAMS // num_programs, most, MAX_SEGMENTS))
 
 
 @triton.jit
@@ -166,44 +193,8 @@ def _rows_kernel(
     tl.store(ptrs_L + 2 * L, tl.where(is_token_L, weight_L, 0.0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts_ptr", "lengths_ptr"])
-def _scores_kernel(
-    q_ptr,
-    k_ptr,
-    scores_ptr,
-    starts_ptr,
-    lengths_ptr,
-    stride_qt,
-    stride_qg,
-    stride_kt,
-    stride_kg,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    L: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Multiply a chunk's queries and keys of one group."""
-    group = tl.program_id(0)
-    chunk = tl.program_id(1)
-    start = tl.load(starts_ptr + chunk)
-    length = tl.load(lengths_ptr + chunk).to(tl.int32)
-    # A CUDA graph's grid is sized for the largest number of chunks; the surplus programs return.
-    if length == 0:
-        return
-    row_L = tl.arange(0, L)
-    key_K = tl.arange(0, BLOCK_K)
-    is_key_LK = (row_L < length)[:, None] & (key_K < K)[None, :]
-    q_ptrs = q_ptr + start * stride_qt + group * stride_qg + (row_L[:, None] * stride_qt + key_K[None, :])
-    k_ptrs = k_ptr + start * stride_kt + group * stride_kg + (row_L[:, None] * stride_kt + key_K[None, :])
-    q_LK = tl.load(q_ptrs, mask=is_key_LK, other=0.0)
-    k_LK = tl.load(k_ptrs, mask=is_key_LK, other=0.0)
-    scores_LL = tl.dot(q_LK, tl.trans(k_LK), input_precision=PRECISION)
-    ptrs_LL = scores_ptr + (chunk * G + group).to(tl.int64) * (L * L) + (row_L[:, None] * L + row_L[None, :])
-    tl.store(ptrs_LL, scores_LL.to(scores_ptr.dtype.element_ty))
-
-
 @triton.jit(
+    do_not_specialize=["num_segments"],
     do_not_specialize_on_alignment=[
         "src_ptr", "dst_ptr", "starts_ptr", "lengths_ptr", "cut_slots_ptr", "first_chunks_ptr"
     ],
@@ -212,17 +203,19 @@ def _advance_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    scores_ptr,
     rows_ptr,
     skip_ptr,
     out_ptr,
     state_ptr,
+    partial_ptr,
+    left_ptr,
     src_ptr,
     dst_ptr,
     starts_ptr,
     lengths_ptr,
     cut_slots_ptr,
     first_chunks_ptr,
+    num_segments,
     stride_qt,
     stride_qg,
     stride_kt,
@@ -231,6 +224,8 @@ def _advance_kernel(
     stride_vh,
     stride_ss,
     HAS_SKIP: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+    IS_DIVIDED: tl.constexpr,
     G: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -241,10 +236,16 @@ def _advance_kernel(
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Carry ``BLOCK_W`` columns of one head's state through the chunks of one sequence."""
+    """Carry ``BLOCK_W`` columns of one head's state through the chunks of one segment of a sequence.
+
+    Of a divided sequence, ``partial`` has the initial state, then the states after every segment but the last as from
+    zeros, and ``left`` the decay of each of those: the partial run writes both.
+    """
     first_value = tl.program_id(0) * BLOCK_W
     head = tl.program_id(1)
-    sequence = tl.program_id(2)
+    num_parts = num_segments - 1 if IS_PARTIAL else num_segments
+    sequence = tl.program_id(2) // num_parts
+    segment = tl.program_id(2) % num_parts
     group = head // (H // G)
     row_L = tl.arange(0, L)
     key_K = tl.arange(0, BLOCK_K)
@@ -259,53 +260,84 @@ def _advance_kernel(
     q_ptr += group * stride_qg
     k_ptr += group * stride_kg
     v_ptr += head * stride_vh
-    is_not_after_LL = row_L[:, None] >= row_L[None, :]
+    is_after_LL = row_L[:, None] > row_L[None, :]
     skip = 0.0
     if HAS_SKIP:
         skip = tl.load(skip_ptr + head).to(tl.float32)
 
-    state_KW = load_state(state_ptr, tl.load(src_ptr + sequence), stride_ss, in_slot_KW, is_state_KW)
     first = tl.load(first_chunks_ptr + sequence).to(tl.int32)
     end = tl.load(first_chunks_ptr + sequence + 1).to(tl.int32)
+    if IS_DIVIDED:
+        partial_ptr += sequence.to(tl.int64) * num_segments * (H * K * V)
+        left_ptr += sequence * num_segments * H + head
+        num_chunks = tl.cdiv(end - first, num_segments)
+        first = tl.minimum(first + segment * num_chunks, end)
+        end = tl.minimum(first + num_chunks, end)
+    src = tl.load(src_ptr + sequence)
+    if IS_PARTIAL:
+        if segment == 0:
+            before_KW = load_state(state_ptr, src, stride_ss, in_slot_KW, is_state_KW)
+            tl.store(partial_ptr + in_slot_KW, before_KW, mask=is_state_KW)
+        state_WK = tl.zeros([BLOCK_W, BLOCK_K], tl.float32)
+    elif IS_DIVIDED:
+        state_KW = tl.load(partial_ptr + in_slot_KW, mask=is_state_KW, other=0.0)
+        for before in range(1, segment + 1):
+            partial_ptrs = partial_ptr + before * (H * K * V) + in_slot_KW
+            partial_KW = tl.load(partial_ptrs, mask=is_state_KW, other=0.0)
+            state_KW = state_KW * tl.load(left_ptr + before * H) + partial_KW
+        state_WK = tl.trans(state_KW)
+    else:
+        state_WK = tl.trans(load_state(state_ptr, src, stride_ss, in_slot_KW, is_state_KW))
+    left = 1.0
     # Where the next chunk lies is known a step ahead, so that its loads wait for no other load.
     start = tl.load(starts_ptr + first, mask=first < end, other=0)
-    length = tl.load(lengths_ptr + first, mask=first < end, other=0)
+    length = tl.load(lengths_ptr + first, mask=first < end, other=0).to(tl.int32)
     for chunk in tl.range(first, end, num_stages=NUM_STAGES):
-        next_length = tl.load(lengths_ptr + chunk + 1, mask=chunk + 1 < end, other=0)
-        cut_slot = tl.load(cut_slots_ptr + chunk)
+        next_length = tl.load(lengths_ptr + chunk + 1, mask=chunk + 1 < end, other=0).to(tl.int32)
         is_token_L = row_L < length
         is_key_LK = is_token_L[:, None] & is_key_K[None, :]
         is_value_LW = is_token_L[:, None] & is_value_W[None, :]
-        q_LK = tl.load(q_ptr + start * stride_qt + in_rows_LK, mask=is_key_LK, other=0.0)
         k_LK = tl.load(k_ptr + start * stride_kt + in_key_rows_LK, mask=is_key_LK, other=0.0)
         v_LW = tl.load(v_ptr + start * stride_vt + in_value_rows_LW, mask=is_value_LW, other=0.0)
-        score_ptrs = scores_ptr + (chunk * G + group).to(tl.int64) * (L * L) + (row_L[:, None] * L + row_L[None, :])
-        scores_LL = tl.load(score_ptrs).to(tl.float32)
         head_rows_ptr = rows_ptr + (chunk * H + head).to(tl.int64) * (3 * L)
         high_L = tl.load(head_rows_ptr + row_L)
         low_L = tl.load(head_rows_ptr + L + row_L)
         weight_L = tl.load(head_rows_ptr + 2 * L + row_L)
         last_high = tl.load(head_rows_ptr + L - 1)
         last_low = tl.load(head_rows_ptr + 2 * L - 1)
-
-        difference_LL = (high_L[:, None] - high_L[None, :]) + (low_L[:, None] - low_L[None, :])
-        decays_LL = fast_exp2(tl.where(is_not_after_LL, difference_LL, float("-inf")))
-        attend_LL = (scores_LL * decays_LL * weight_L[None, :]).to(v_LW.dtype)
-        out_LW = tl.dot(q_LK, state_KW.to(q_LK.dtype), input_precision=PRECISION) * tl.exp2(high_L)[:, None]
-        out_LW = tl.dot(attend_LL, v_LW, acc=out_LW, input_precision=PRECISION)
+        v_WL = tl.trans(v_LW)
+        if not IS_PARTIAL:
+            q_LK = tl.load(q_ptr + start * stride_qt + in_rows_LK, mask=is_key_LK, other=0.0)
+            # Keys by queries.
+            attend_LL = tl.dot(k_LK, tl.trans(q_LK), input_precision=PRECISION)
+            change_LL = (high_L[None, :] - high_L[:, None]) + (low_L[None, :] - low_L[:, None])
+            attend_LL *= fast_exp2(tl.where(is_after_LL, float("-inf"), change_LL)) * weight_L[:, None]
+            out_WL = tl.dot(state_WK.to(q_LK.dtype), tl.trans(q_LK), input_precision=PRECISION)
+            out_WL *= tl.exp2(high_L)[None, :]
+            out_WL = tl.dot(v_WL, attend_LL.to(v_LW.dtype), acc=out_WL, input_precision=PRECISION)
+            if HAS_SKIP:
+                out_WL += skip * v_WL.to(tl.float32)
+            out_ptrs = out_ptr + start * (H * V) + head * V + (row_L[:, None] * (H * V) + value_W[None, :])
+            tl.store(out_ptrs, tl.trans(out_WL.to(out_ptr.dtype.element_ty)), mask=is_value_LW)
         ending_L = tl.exp2((last_high - high_L) + (last_low - low_L)) * weight_L
-        written_LW = (v_LW.to(tl.float32) * ending_L[:, None]).to(k_LK.dtype)
+        written_WL = (v_WL.to(tl.float32) * ending_L[None, :]).to(k_LK.dtype)
         decay = tl.exp2(last_high)
-        state_KW = tl.dot(tl.trans(k_LK), written_LW, acc=state_KW * decay, input_precision=PRECISION)
-        if HAS_SKIP:
-            out_LW += skip * v_LW.to(tl.float32)
-        out_ptrs = out_ptr + start * (H * V) + head * V + (row_L[:, None] * (H * V) + value_W[None, :])
-        tl.store(out_ptrs, out_LW.to(out_ptr.dtype.element_ty), mask=is_value_LW)
-        store_state(state_ptr, cut_slot, stride_ss, in_slot_KW, is_state_KW, state_KW)
+        state_WK = tl.dot(written_WL, k_LK, acc=state_WK * decay, input_precision=PRECISION)
+        if IS_PARTIAL:
+            left *= decay
+        else:
+            cut_slot = tl.load(cut_slots_ptr + chunk)
+            if cut_slot != 0:
+                store_state(state_ptr, cut_slot, stride_ss, in_slot_KW, is_state_KW, tl.trans(state_WK))
         start += length
         length = next_length
 
-    store_state(state_ptr, tl.load(dst_ptr + sequence), stride_ss, in_slot_KW, is_state_KW, state_KW)
+    if IS_PARTIAL:
+        tl.store(partial_ptr + (segment + 1) * (H * K * V) + in_slot_KW, tl.trans(state_WK), mask=is_state_KW)
+        tl.store(left_ptr + (segment + 1) * H, left)
+    elif segment == num_parts - 1:
+        dst = tl.load(dst_ptr + sequence)
+        store_state(state_ptr, dst, stride_ss, in_slot_KW, is_state_KW, tl.trans(state_WK))
 
 
 def prefill(
@@ -318,37 +350,74 @@ def prefill(
     src_N: Tensor,
     dst_N: Tensor,
     chunks: ChunkTable,
-    launch: Launch,
 ) -> Tensor:
     """Run over the new tokens of N sequences; return ``out_THV`` in the dtype of ``v_THV``.
 
     The last dimension of every tensor must be contiguous, and each slot's ``[H, K, V]``.
     """
     _, num_heads, value_dim = v_THV.shape
+    columns = choose_launch(k_TGK.shape[2], value_dim).columns
+    num_programs = max(1, chunks.num_sequences * num_heads * cdiv(value_dim, columns))
+    num_segments = choose_segments(num_programs, chunks.num_sequences, len(chunks.starts))
+    return _prefill(q_TGK, k_TGK, v_THV, gates, skip_H, state_SHKV, src_N, dst_N, chunks, num_segments)
+
+
+def prefill_invariant(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THV: Tensor,
+    gates: Gates,
+    skip_H: Tensor | None,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    chunks: ChunkTable,
+) -> Tensor:
+    """As :func:`prefill`, with one segment, whatever other sequences there are."""
+    return _prefill(q_TGK, k_TGK, v_THV, gates, skip_H, state_SHKV, src_N, dst_N, chunks, 1)
+
+
+def _prefill(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THV: Tensor,
+    gates: Gates,
+    skip_H: Tensor | None,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    chunks: ChunkTable,
+    num_segments: int,
+) -> Tensor:
+    _, num_heads, value_dim = v_THV.shape
     _, num_groups, key_dim = k_TGK.shape
-    num_chunks, block_k = len(chunks.starts), max(16, next_power_of_2(key_dim))
-    scores_CGLL = q_TGK.new_empty(num_chunks, num_groups, CHUNK_TOKENS, CHUNK_TOKENS)
+    num_sequences, num_chunks, device = chunks.num_sequences, len(chunks.starts), v_THV.device
+    launch = choose_launch(key_dim, value_dim)
+    block_w = min(launch.columns, max(16, next_power_of_2(value_dim)))
     # X: the high and the low part of the log2 decay from the chunk's start, the weight.
-    rows_CHXL = torch.empty(num_chunks, num_heads, 3, CHUNK_TOKENS, dtype=torch.float32, device=q_TGK.device)
-    strides = (q_TGK.stride(0), q_TGK.stride(1), k_TGK.stride(0), k_TGK.stride(1))
+    rows_CHXL = torch.empty(num_chunks, num_heads, 3, CHUNK_TOKENS, dtype=torch.float32, device=device)
     _rows_kernel[(num_heads, num_chunks)](
         *gates.arguments, rows_CHXL, chunks.starts_C, chunks.lengths_C,
         HAS_STEPS=gates.dt_TH is not None, H=num_heads, L=CHUNK_TOKENS, MIN_LOG_DECAY=MIN_LOG_DECAY, num_warps=1,
     )  # fmt: skip
-    _scores_kernel[(num_groups, num_chunks)](
-        q_TGK, k_TGK, scores_CGLL, chunks.starts_C, chunks.lengths_C, *strides,
-        G=num_groups, K=key_dim, BLOCK_K=block_k, L=CHUNK_TOKENS, PRECISION=FLOAT32_PRECISION, num_warps=4,
-    )  # fmt: skip
-    block_w = min(launch.columns, max(16, next_power_of_2(value_dim)))
-    out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
-    _advance_kernel[(cdiv(value_dim, block_w), num_heads, chunks.num_sequences)](
-        q_TGK, k_TGK, v_THV, scores_CGLL, rows_CHXL, skip_H, out_THV, state_SHKV, src_N, dst_N,
-        chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, chunks.first_chunks_N1,
-        *strides, v_THV.stride(0), v_THV.stride(1), state_SHKV.stride(0), HAS_SKIP=skip_H is not None,
-        G=num_groups, H=num_heads, K=key_dim, V=value_dim,
-        BLOCK_K=block_k, BLOCK_W=block_w, L=CHUNK_TOKENS, PRECISION=FLOAT32_PRECISION,
-        NUM_STAGES=launch.num_stages if v_THV.dtype != torch.float32 else 1, num_warps=launch.num_warps,
-    )  # fmt: skip
+    is_divided = num_segments > 1
+    partial_NJHKV = left_NJH = None
+    if is_divided:
+        places = num_sequences, num_segments, num_heads
+        partial_NJHKV = torch.empty(*places, key_dim, value_dim, dtype=torch.float32, device=device)
+        left_NJH = torch.empty(places, dtype=torch.float32, device=device)
+    out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=device)
+    for is_partial in (True, False) if is_divided else (False,):
+        num_parts = num_segments - 1 if is_partial else num_segments
+        _advance_kernel[(cdiv(value_dim, block_w), num_heads, num_sequences * num_parts)](
+            q_TGK, k_TGK, v_THV, rows_CHXL, skip_H, out_THV, state_SHKV, partial_NJHKV, left_NJH, src_N, dst_N,
+            chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, chunks.first_chunks_N1, num_segments,
+            q_TGK.stride(0), q_TGK.stride(1), k_TGK.stride(0), k_TGK.stride(1), v_THV.stride(0), v_THV.stride(1),
+            state_SHKV.stride(0), HAS_SKIP=skip_H is not None, IS_PARTIAL=is_partial, IS_DIVIDED=is_divided,
+            G=num_groups, H=num_heads, K=key_dim, V=value_dim,
+            BLOCK_K=max(16, next_power_of_2(key_dim)), BLOCK_W=block_w, L=CHUNK_TOKENS, PRECISION=FLOAT32_PRECISION,
+            NUM_STAGES=launch.num_stages if v_THV.dtype != torch.float32 else 1, num_warps=launch.num_warps,
+        )  # fmt: skip
     return out_THV
 
 

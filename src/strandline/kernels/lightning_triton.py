@@ -11,13 +11,12 @@ from torch import Tensor
 
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.head_decay_triton import (
-    FEW_PROGRAMS,
     MANY,
     Gates,
     choose_decode_launch,
-    choose_launch,
     decode,
     prefill,
+    prefill_invariant,
 )
 
 
@@ -32,8 +31,7 @@ def lightning_prefill(
     chunks: ChunkTable,
 ) -> Tensor:
     """As :func:`strandline.kernels.lightning.lightning_prefill`."""
-    launch = choose_launch(len(src_N), *v_THV.shape[1:])
-    return prefill(q_THK, k_THK, v_THV, Gates(log_decay_H), None, state_SHKV, src_N, dst_N, chunks, launch)
+    return prefill(q_THK, k_THK, v_THV, Gates(log_decay_H), None, state_SHKV, src_N, dst_N, chunks)
 
 
 def lightning_prefill_invariant(
@@ -46,8 +44,8 @@ def lightning_prefill_invariant(
     dst_N: Tensor,
     chunks: ChunkTable,
 ) -> Tensor:
-    """As :func:`lightning_prefill`, with one launch, whatever other sequences there are."""
-    return prefill(q_THK, k_THK, v_THV, Gates(log_decay_H), None, state_SHKV, src_N, dst_N, chunks, FEW_PROGRAMS)
+    """As :func:`lightning_prefill`, with sequences undivided, whatever others there are."""
+    return prefill_invariant(q_THK, k_THK, v_THV, Gates(log_decay_H), None, state_SHKV, src_N, dst_N, chunks)
 
 
 def lightning_decode(

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.head_decay_triton import (
-    FEW_PROGRAMS,
     MANY,
     Gates,
     choose_decode_launch,
-    choose_launch,
     decode,
     prefill,
+    prefill_invariant,
 )
 
 
@@ -36,8 +35,8 @@ def mamba2_prefill(
     chunks: ChunkTable,
 ) -> Tensor:
     """As :func:`strandline.kernels.mamba2.mamba2_prefill`."""
-    gates, launch = Gates(A_log_H, dt_TH, dt_bias_H, dt_limit), choose_launch(len(src_N), *x_THV.shape[1:])
-    return prefill(C_TGK, B_TGK, x_THV, gates, D_H, state_SHKV, src_N, dst_N, chunks, launch)
+    gates = Gates(A_log_H, dt_TH, dt_bias_H, dt_limit)
+    return prefill(C_TGK, B_TGK, x_THV, gates, D_H, state_SHKV, src_N, dst_N, chunks)
 
 
 def mamba2_prefill_invariant(
@@ -54,9 +53,9 @@ def mamba2_prefill_invariant(
     dst_N: Tensor,
     chunks: ChunkTable,
 ) -> Tensor:
-    """As :func:`mamba2_prefill`, with one launch, whatever other sequences there are."""
+    """As :func:`mamba2_prefill`, with sequences undivided, whatever others there are."""
     gates = Gates(A_log_H, dt_TH, dt_bias_H, dt_limit)
-    return prefill(C_TGK, B_TGK, x_THV, gates, D_H, state_SHKV, src_N, dst_N, chunks, FEW_PROGRAMS)
+    return prefill_invariant(C_TGK, B_TGK, x_THV, gates, D_H, state_SHKV, src_N, dst_N, chunks)
 
 
 def mamba2_decode(

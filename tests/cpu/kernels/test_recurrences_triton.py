@@ -213,6 +213,15 @@ def check_steps_on_the_grid(kind: Kind, device: str, dtype: torch.dtype) -> None
     assert torch.equal(state_SX[4], state_SX[1])
 
 
+def check_segments(kind: Kind, device: str, dtype: torch.dtype, limit: float) -> None:
+    """Assert a prompt in place, in as many segments as it has chunks, and several sequences in two each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("strandline.kernels.head_decay_triton.MIN_SEGMENT_CHUNKS", 1)
+        prompt = Prompt(37, 300, src=2, dst=2, cuts=((200, 3), (256, 4)))
+        check_prefill(make_layer(kind, 263, dtype, device), make_slots(kind, [2], device), [prompt], limit)
+        check_mixed_batch(kind, device, dtype, limit)
+
+
 def check_nan_stays(kind: Kind, device: str) -> None:
     layer, state_SX = make_layer(kind, 40, torch.float32, device), make_slots(kind, [4, 5], device)
     for tokens in layer.tokens:
@@ -301,6 +310,20 @@ def test_prompt_in_steps_on_the_grid_is_bitwise_equal(kind: Kind) -> None:
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 def test_nan_in_the_tokens_of_one_sequence_stays_there(kind: Kind) -> None:
     check_nan_stays(kind, "cpu")
+
+
+@pytest.mark.parametrize("name", ["lightning", "mamba2-odd"])
+def test_sequences_in_segments_equal_torchs(name: str) -> None:
+    check_segments(KINDS[name], "cpu", torch.float32, FLOAT32_ERROR)
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "num_sequences", "num_chunks", "expected"),
+    [(64, 1, 128, 8), (64, 1, 31, 3), (128, 2, 128, 4), (512, 8, 1024, 1), (4, 1, 10_000, 16), (1, 0, 0, 1)],
+)
+def test_few_long_sequences_are_divided(num_programs: int, num_sequences: int, num_chunks: int, expected: int) -> None:
+    choose = import_module("strandline.kernels.head_decay_triton").choose_segments
+    assert choose(num_programs, num_sequences, num_chunks) == expected
 
 
 # NumPy, which the interpreter runs on, says so where a GPU is silent; the results are what the test is about.

@@ -70,6 +70,12 @@ def test_a_thousand_tokens_with_cuts_stay_accurate(name: str, num_sequences: int
     cases.check_prefill(layer, cases.make_slots(kind, [4], "cuda"), prompts, BFLOAT16_ERROR)
 
 
+@pytest.mark.parametrize(("dtype", "limit"), DTYPES)
+@pytest.mark.parametrize("name", ["lightning", "mamba2-odd", "minimax", "nemotron-3-nano"])
+def test_sequences_in_segments_equal_torchs(name: str, dtype: torch.dtype, limit: float) -> None:
+    cases.check_segments(EVERY[name], "cuda", dtype, limit)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_prompt_in_steps_on_the_grid_is_bitwise_equal(kind: Kind, dtype: torch.dtype) -> None:
     cases.check_steps_on_the_grid(kind, "cuda", dtype)
