@@ -12,12 +12,22 @@ from typing import Any, Final
 
 from strandline.errors import RequestError
 from strandline.text.control_tokens import ControlTokens, SplitText
-from strandline.text.marks import Characters, Messages, Turns, common_length, find_turns, next_start
+from strandline.text.marks import (
+    MIN_GAP_TOKENS,
+    Characters,
+    Messages,
+    Turns,
+    common_length,
+    find_turns,
+    next_start,
+    start_before,
+)
 from strandline.text.prompts import check_length, check_messages, check_text, render_chat
 
 MARK: Final = "cache_control"
 MAX_MARKS: Final = 4
 """Per request; Anthropic's limit."""
+SYSTEM_ROLES: Final = ("system", "developer")
 SENTINEL: Final = "Zq7strandlinemark9x"
 MIN_TOOLS_TOKENS: Final = 64
 """Fewer tokens before the system prompt are the opening of its turn, not tools."""
@@ -112,11 +122,16 @@ class ChatRenderer:
         check_text(rendered)
         whole = SplitText(self._tokenizer, rendered, mark)
         text, token_ids, characters = whole.text, whole.token_ids, Characters(whole)
-        has_system = bool(plain and plain[0].get("role") in ("system", "developer"))
-        marks = set(
-            self.turns.marks(token_ids, has_system=has_system or bool(tools), is_answer_next=add_generation_prompt)
-        )
-        if tools and has_system:
+        starts = self.turns.positions(token_ids)
+        before_last = starts[-2:-1] if add_generation_prompt else starts[-1:]
+        marks = {start for start in before_last if start >= MIN_GAP_TOKENS}
+        for other in _similar(plain, with_answer=add_generation_prompt):
+            with contextlib.suppress(RequestError):  # a template may demand that roles alternate
+                other_text = self._render(other, False, bare_tools, template_options)
+                shared = common_length(other_text, text)
+                position = start_before(characters.position(shared), starts) if shared < len(text) else 0
+                marks |= {position} if position >= MIN_GAP_TOKENS else set()
+        if tools and plain[0].get("role") in SYSTEM_ROLES:
             marks |= _tools_end(text, plain[0].get("content"), characters)
         _check_count(marked, tools)
         if any(entry.places for entry in marked):
@@ -155,6 +170,22 @@ class ChatRenderer:
             tools=tools or None,
             template_options=template_options,
         )
+
+
+def _similar(messages: Messages, *, with_answer: bool) -> list[list[Mapping[str, Any]]]:
+    """Return conversations that are likely to share a prefix with one: another with its system prompt, its next turn.
+
+    Args:
+        with_answer: its prompt ends with an answer's opening, which the next turn may render in another way.
+    """
+    answer, question = ({"role": role, "content": SENTINEL} for role in ("assistant", "user"))
+    system = [message for message in messages[:1] if message.get("role") in SYSTEM_ROLES]
+    found: list[list[Mapping[str, Any]]] = [[*system, question]]
+    if with_answer:
+        found.append([*messages, answer, question])
+        if messages[-1].get("role") != "user":  # the answer to a tool's result may drop less than the next question
+            found.append([*messages, answer])
+    return found
 
 
 def _check_count(marked: Sequence[_MarkedMessage], tools: Sequence[Mapping[str, Any]]) -> None:

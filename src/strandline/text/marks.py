@@ -1,10 +1,12 @@
 """Finds where conversations are likely to share a prefix: at the ends of tools, system prompt and turns.
 
 A mark is a token position where a snapshot is worthwhile. It never changes an answer, so a wrong one only costs
-memory. The special tokens that begin a chat template's turns are found once, by a probe; after that, turns are found
-in a prompt's token ids alone.
+memory. Where other conversations, and the next turn of this one, part from a prompt is found by rendering them:
+templates merge system prompts into the first turn, move tools, and drop earlier reasoning. The special tokens that
+begin a template's turns are found once, by a probe; a mark in the opening of a turn moves to the turn's start.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +19,8 @@ MIN_GAP_TOKENS: Final = 16
 """Minimum distance between the template's marks: fewer tokens are cheaper to recompute than to cache."""
 REACH_TOKENS: Final = 64
 """Tokens before a marked character that are tokenized again, to find where they agree with the prompt's."""
+OPENING_TOKENS: Final = 16
+"""Longest opening of a turn, such as a special token, a role and a line break."""
 
 PROBE: Final = ("kestrel", "walnut", "harbour", "lantern")
 """Contents of the probe's messages (system, user, assistant, user): words that no template contains."""
@@ -32,10 +36,6 @@ class Turns:
 
     starts: frozenset[int] = frozenset()
     """Special tokens that begin a turn."""
-    num_before_system: int = 0
-    """How many of them come before the system prompt."""
-    kept_opening: tuple[int, ...] = ()
-    """The opening of an answer, if the template renders it unchanged in later turns; else empty."""
 
     def positions(self, token_ids: Sequence[int]) -> list[int]:
         """Return where turns begin."""
@@ -50,48 +50,34 @@ class Turns:
                 continue
         return sorted(found)
 
-    def marks(self, token_ids: Sequence[int], *, has_system: bool, is_answer_next: bool) -> list[int]:
-        """Return the few positions that similar conversations are likely to share.
 
-        They are the end of the system turn, which holds the tools too; the end of what comes before the last message;
-        and the end of the last message where the template changes the answer's opening later.
-        """
-        starts = self.positions(token_ids)
-        marks = []
-        if has_system and len(starts) > self.num_before_system:
-            marks.append(starts[self.num_before_system])
-        last = starts[-2:] if is_answer_next else starts[-1:]
-        marks += [start for start in last[:1] if start >= MIN_GAP_TOKENS + max(marks, default=0)]
-        if is_answer_next and starts and tuple(token_ids[starts[-1] :]) != self.kept_opening:
-            marks.append(starts[-1])
-        return sorted({mark for mark in marks if mark > 0})
+def start_before(position: int, starts: Sequence[int]) -> int:
+    """Return the start of the turn whose opening a position lies in; the position itself if it lies in none."""
+    start = max((start for start in starts if start <= position), default=0)
+    return start if position - start <= OPENING_TOKENS else position
 
 
 def find_turns(tokenizer: Any, render: Render) -> Turns:
     """Probe a template. Returns no turns if it has no special tokens between them, or rejects the probe."""
-    roles = ("system", "user", "assistant", "user")
-    messages = [{"role": role, "content": word} for role, word in zip(roles, PROBE, strict=True)]
+    for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):  # some take no system prompt
+        with contextlib.suppress(RequestError):
+            return _probe(tokenizer, render, roles)
+    return Turns()
+
+
+def _probe(tokenizer: Any, render: Render, roles: Sequence[str]) -> Turns:
+    messages = [{"role": role, "content": word} for role, word in zip(roles, PROBE, strict=False)]
     added = frozenset(tokenizer.get_added_vocab().values())
-    try:
-        texts = {count: render(messages[:count], False) for count in (2, 3, 4)}
-        opened, continued = render(messages[:2], True), render(messages, True)
-    except RequestError:
-        return Turns()
 
     def specials(text: str) -> list[int]:
         return [token for token in tokenizer.encode(text, add_special_tokens=False) if token in added]
 
-    ends = {token for count in (2, 3) for token in specials(texts[count].rpartition(PROBE[count - 1])[2])}
-    gaps = [_between(texts[4], before, after) for before, after in pairwise(PROBE)]
+    texts = {count: render(messages[:count], False) for count in range(len(roles) - 2, len(roles) + 1)}
+    whole = texts.pop(len(roles))
+    ends = {token for count, text in texts.items() for token in specials(text.rpartition(PROBE[count - 1])[2])}
+    gaps = [_between(whole, before, after) for before, after in pairwise(PROBE[: len(roles)])]
     firsts = [next((token for token in specials(gap) if token not in ends), None) for gap in gaps]
-    starts = frozenset(token for token in firsts if token is not None)
-    before_system = specials(texts[4].partition(PROBE[0])[0])
-    opening: tuple[int, ...] = ()
-    if continued.startswith(opened):
-        token_ids = tokenizer.encode(opened, add_special_tokens=False)
-        last = max(Turns(starts).positions(token_ids), default=len(token_ids))
-        opening = tuple(token_ids[last:])
-    return Turns(starts, sum(token in starts for token in before_system), opening)
+    return Turns(frozenset(token for token in firsts if token is not None))
 
 
 def _between(text: str, before: str, after: str) -> str:

@@ -123,8 +123,9 @@ def test_tools_for_a_template_that_knows_none_are_refused() -> None:
         ChatRenderer(byte_tokenizer(), TEMPLATE).render([user("x")], tools=[TOOL])
 
 
-def test_template_without_special_tokens_has_no_marks() -> None:
-    assert ChatRenderer(byte_tokenizer(), TEMPLATE).render([SYSTEM, user("a question of some length")]).marks == ()
+def test_template_without_special_tokens_marks_the_system_prompt() -> None:
+    chat = ChatRenderer(byte_tokenizer(), TEMPLATE).render([SYSTEM, user("a question of some length")])
+    assert chat.marks == (len(f"s:{SYSTEM['content']}|u:"),)
 
 
 DEMO_TOKENIZER = load_tokenizer(str(DEMO_DIRECTORY))
