@@ -18,6 +18,7 @@ from strandline.bench.serving.flags import add_report_flags, add_serve_flags
 from strandline.config import CACHE_MODES, DEVICES, DTYPES, EXECUTORS, KV_CACHE_DTYPES, LOAD_FORMATS, EngineConfig, flag
 from strandline.errors import ConfigError, RequestError, StrandlineError
 from strandline.server.output_parser import REASONING_PARSERS, TOOL_CALL_PARSERS
+from strandline.specs import SNAPSHOT_DTYPES
 
 MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
 
@@ -189,6 +190,7 @@ def _add_bench(commands: Any) -> None:
     add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, default=8192, help="most tokens per step (default: %(default)s)")
     add("--host-memory", metavar="SIZE", help="host memory below the device, in simulated time (default: none)")
+    add("--snapshot-dtype", choices=SNAPSHOT_DTYPES, default="float32", help="of snapshots there (default: float32)")
     add("--max-sessions", type=int, metavar="N", help="replay only the first N sessions")
     add("--session-gap", type=float, default=10.0, help="seconds between sessions' starts (default: %(default)s)")
     add("--speed", type=float, default=1.0, help="how many times as fast as one H200 (default: %(default)s)")
@@ -261,6 +263,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--long-prefill-token-threshold", type=int, metavar="TOKENS", help=text)
     add("--memory", metavar="SIZE", help="for the cache and running requests together, such as 4GiB")
     add("--host-memory", metavar="SIZE", help="host memory for what the cache evicts, such as 64GiB (default: none)")
+    text = "dtype of snapshots there; all but float32 lose exactness (default: %(default)s)"
+    add("--snapshot-dtype", choices=SNAPSHOT_DTYPES, default="float32", help=text)
     add(
         "--gpu-memory-utilization",
         type=float,
@@ -433,6 +437,7 @@ def _run_replay(options: argparse.Namespace) -> int:
         session_gap_s=options.session_gap,
         speed=options.speed,
         host_memory=options.host_memory,
+        snapshot_dtype=options.snapshot_dtype,
         plot=options.plot,
         num_replicas=options.replicas,
         routers=options.router.split(","),

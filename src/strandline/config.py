@@ -12,6 +12,7 @@ from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
 from strandline.kv_events_config import KVEventsConfig, read_kv_events_config
 from strandline.kv_transfer_config import KVTransferConfig, read_kv_transfer_config
+from strandline.specs import SNAPSHOT_DTYPES
 from strandline.speculative_config import SpeculativeConfig, read_speculative_config
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
@@ -69,6 +70,9 @@ class EngineConfig:
     """Budget of the cache and of running requests together: bytes, or a string such as ``4GiB``."""
     host_memory: str | int | None = None
     """Budget of the host memory below the cache, in which evicted entries rest, as ``memory``; None: they are gone."""
+    snapshot_dtype: str = "float32"
+    """In what dtype recurrent states rest there: ``float32``: as they are; ``bfloat16`` or ``int8``: in fewer bits, so
+    that more rests, and what resumes from them is no longer exact."""
     enable_prefix_caching: bool = True
     mamba_cache_mode: str = "auto"
     """Where snapshots are taken: ``auto``, or for comparison ``align``, ``all``, ``none``."""
@@ -96,6 +100,7 @@ class EngineConfig:
         _require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         _require_choice("mamba_cache_mode", self.mamba_cache_mode, CACHE_MODES)
+        _require_choice("snapshot_dtype", self.snapshot_dtype, SNAPSHOT_DTYPES)
         _require_choice("device", self.device, DEVICES)
         _require_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTORS)
         _require_type("model", self.model, (str,))
@@ -138,6 +143,16 @@ class EngineConfig:
                 raise ConfigError("--host-memory holds what the cache evicts; drop --no-enable-prefix-caching")
             if self.tensor_parallel_size > 1:
                 raise ConfigError("--host-memory does not go with --tensor-parallel-size yet; drop one of the two")
+        if self.snapshot_dtype != "float32":
+            if self.deterministic:
+                raise ConfigError(
+                    f"--deterministic does not go with --snapshot-dtype {self.snapshot_dtype}: a state that rests in "
+                    "fewer bits does not come back as it was; drop one of the two"
+                )
+            if self.host_memory is None:
+                raise ConfigError(
+                    f"--snapshot-dtype {self.snapshot_dtype} is for what rests below the device; add --host-memory"
+                )
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError("--kv-events-config publishes what the cache holds; drop --no-enable-prefix-caching")
         if self.kv_transfer is not None and self.tensor_parallel_size > 1:

@@ -4,7 +4,7 @@ A model declares one spec per layer; every size in the engine is derived from th
 layer alone. Pure Python: dtypes are named by strings so that the cache and the replay tools need no tensor library.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Final
@@ -23,6 +23,9 @@ ITEM_BYTES: Final = {
     "int8": 1,
     "uint8": 1,
 }
+
+SNAPSHOT_DTYPES: Final = ("float32", "bfloat16", "int8")
+"""Dtypes in which recurrent states can rest below the device. Only the first gives them back as they were."""
 
 ALIGN_BYTES: Final = 256
 """Every tensor in a block or slot starts on this boundary, so that vector loads and typed views are legal."""
@@ -46,6 +49,21 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def at_rest(self, dtype: str) -> "tuple[TensorSpec, ...]":
+        """Return what rests of a state below the device: itself, or a recurrent state in float32 in fewer bits.
+
+        In int8 these are the codes, and a scale for all values along the last dimension, as a rule one for each head
+        and key channel. A state of one dimension rests in bfloat16 instead.
+
+        Args:
+            dtype: one of ``SNAPSHOT_DTYPES``.
+        """
+        if dtype == "float32" or not self.is_recurrent or self.dtype != "float32":
+            return (self,)
+        if dtype == "bfloat16" or len(self.shape) == 1:
+            return (TensorSpec(self.name, self.shape, "bfloat16"),)
+        return TensorSpec(self.name, self.shape, "int8"), TensorSpec(f"{self.name}_scale", self.shape[:-1], "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +109,10 @@ class LayerSpec:
     def is_recurrent(self) -> bool:
         """Whether one of the states is."""
         return any(state.is_recurrent for state in self.states)
+
+    def at_rest(self, dtype: str) -> "LayerSpec":
+        """Return what rests below the device: states as ``TensorSpec.at_rest`` says, streams as they are."""
+        return LayerSpec(self.streams, tuple(part for state in self.states for part in state.at_rest(dtype)))
 
 
 def stream_bytes(stream: TensorSpec) -> int:
@@ -170,3 +192,11 @@ class ModelSpec:
     def log_bytes(self) -> int:
         """Bytes of one running sequence's log, where logs are kept."""
         return sum(layer.log.num_bytes for layer in self.layers if layer.log)
+
+    def at_rest(self, dtype: str) -> "ModelSpec":
+        """Return the spec of blocks and slots as they rest below the device, with snapshots in this dtype."""
+        return replace(self, layers=tuple(layer.at_rest(dtype) for layer in self.layers))
+
+    def resting_slot_blocks(self, dtype: str) -> int:
+        """Return how many blocks' room a snapshot takes below the device; 0: the model keeps no states."""
+        return self.at_rest(dtype).blocks_per_slab if self.has_states else 0

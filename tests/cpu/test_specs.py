@@ -8,7 +8,7 @@ import strandline
 from strandline.bench.known_models import GEOMETRIES
 from strandline.ids import BLOCK_TOKENS
 from strandline.models.geometry import read_model_size
-from strandline.specs import ALIGN_BYTES, LayerSpec, LogSpec, ModelSpec, TensorSpec, kv_spec
+from strandline.specs import ALIGN_BYTES, SNAPSHOT_DTYPES, LayerSpec, LogSpec, ModelSpec, TensorSpec, kv_spec
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 DEMO_FOLDER = Path(strandline.__file__).parent / "demo"
@@ -80,3 +80,22 @@ def test_log_tokens_is_the_least_of_all_recurrent_layers() -> None:
     assert model(logged, LayerSpec(states=(WINDOW,))).log_tokens == 4
     assert model(logged, shorter).log_tokens == 2
     assert model(logged, LayerSpec(states=(STATE,))).log_tokens == 0
+
+
+def test_states_at_rest_take_fewer_bytes() -> None:
+    flat = TensorSpec("h", (9,), "float32", is_recurrent=True)
+    half = TensorSpec("state", (3, 5), "bfloat16", is_recurrent=True)
+    assert STATE.at_rest("float32") == (STATE,)
+    assert STATE.at_rest("bfloat16") == (TensorSpec("state", (3, 5), "bfloat16"),)
+    assert STATE.at_rest("int8") == (TensorSpec("state", (3, 5), "int8"), TensorSpec("state_scale", (3,), "float32"))
+    assert flat.at_rest("int8") == flat.at_rest("bfloat16") == (TensorSpec("h", (9,), "bfloat16"),)
+    for kept in (WINDOW, half):
+        assert {kept.at_rest(dtype) for dtype in SNAPSHOT_DTYPES} == {(kept,)}
+
+
+def test_snapshots_at_rest_take_fewer_blocks() -> None:
+    spec = read_model_size(CONFIGS / "qwen3.5-35b-a3b").spec
+    assert spec.at_rest("float32").raw_slot_bytes == spec.raw_slot_bytes
+    assert [spec.at_rest(dtype).block_bytes for dtype in SNAPSHOT_DTYPES] == [spec.block_bytes] * 3
+    assert [spec.resting_slot_blocks(dtype) for dtype in SNAPSHOT_DTYPES] == [spec.blocks_per_slab, 26, 14]
+    assert model(LayerSpec(streams=(WINDOW,))).resting_slot_blocks("int8") == 0

@@ -44,6 +44,8 @@ class ReplayOptions:
     """Speed of the device as a multiple of one H200."""
     host_memory: str | None = None
     """Size of the host memory below the device; None: there is none."""
+    snapshot_dtype: str = "float32"
+    """Of snapshots that rest there."""
     plot: str | None = None
     """File to plot the results to."""
     num_replicas: int = 1
@@ -122,6 +124,7 @@ def _replay(lanes: list[Lane], memory_bytes: int, policy_name: str, router: str,
         options.max_num_seqs,
         options.max_num_batched_tokens,
         parse_bytes(options.host_memory) if options.host_memory else 0,
+        options.snapshot_dtype,
     )
     chosen = make_router(router) if router else None
     replay = Replay(machine, policy_name, num_replicas=options.num_replicas, router=chosen)

@@ -35,6 +35,8 @@ class Machine:
     max_num_batched_tokens: int = 8192
     host_bytes: int = 0
     """Host memory below the device."""
+    snapshot_dtype: str = "float32"
+    """Of snapshots that rest there."""
 
 
 class NoTokens(tuple[int, ...]):
@@ -88,11 +90,12 @@ class Running:
 
 def _host_memory(machine: Machine) -> LowerMemory | None:
     """Return the memory below the device; None: there is none."""
-    block_bytes = machine.spec.block_bytes
+    spec, dtype = machine.spec, machine.snapshot_dtype
     if not machine.host_bytes:
         return None
     costs = LoadCosts(LATENCY_S, HOST_BYTES_PER_S, machine.cost.prefill_token_s)
-    return LowerMemory("host", machine.host_bytes // block_bytes, block_bytes, costs)
+    num_blocks = machine.host_bytes // spec.block_bytes
+    return LowerMemory("host", num_blocks, spec.block_bytes, spec.resting_slot_blocks(dtype), costs)
 
 
 class SimulatedClock:
@@ -135,7 +138,7 @@ class Replica:
             emits_events=emits_events,
             lower=_host_memory(machine),
         )
-        self.store = SimulatedStore(spec)
+        self.store = SimulatedStore(spec.at_rest(machine.snapshot_dtype))
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
         )

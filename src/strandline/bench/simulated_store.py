@@ -14,7 +14,11 @@ LATENCY_S: Final = 2e-4
 
 
 class SimulatedStore:
-    """Ends loads in the order in which they began. What is stored takes no time, as it does not hold up a load."""
+    """Ends loads in the order in which they began. What is stored takes no time, as it does not hold up a load.
+
+    Args:
+        spec: of blocks and slots as they rest.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec

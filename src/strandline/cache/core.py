@@ -107,7 +107,7 @@ class PrefixCache:
         self.holds = Holds(self._memory, self._index, self._leases, rule)
         """Prefixes that are kept for other engines."""
         if lower is not None and enabled:
-            self._memory.lower = self.loads.add_tier(lower, blocks_per_slab, self._reuse)
+            self._memory.lower = self.loads.add_tier(lower, self._reuse)
         self._leaders = Leaders(self._index, self._leases, self.loads, placement, rule)
         self._expected: dict[RequestId, Entry] = {}
         self._is_stepwise = enabled and placement.is_stepwise

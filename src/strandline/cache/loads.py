@@ -76,11 +76,10 @@ class Loads:
                         best = Lead(lease, position)
         return best
 
-    def add_tier(self, memory: LowerMemory, blocks_per_slab: int, reuse: ReuseHistory) -> LowerTier:
+    def add_tier(self, memory: LowerMemory, reuse: ReuseHistory) -> LowerTier:
         """Create the tier below the device."""
-        slot_blocks = blocks_per_slab * self._num_slots
-        worth = RestingWorth(slot_blocks, reuse)
-        self.lower = LowerTier(memory, slot_blocks, worth, self._memory.issue, self.next_transfer)
+        worth = RestingWorth(memory.slot_blocks, reuse)
+        self.lower = LowerTier(memory, worth, self._memory.issue, self.next_transfer)
         return self.lower
 
     def resting_offer(self, tokens: TokenBuffer, salt: str = "") -> Offer | None:

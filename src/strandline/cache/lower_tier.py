@@ -5,7 +5,7 @@ what the tier would evict for it. A snapshot and the blocks on its path leave th
 together: a block is kept exactly as long as a resting snapshot needs it, and they return to the device in one load.
 What has returned does not rest any more, so that both memories hold different things.
 
-Memory is counted in blocks; a slot takes a slab's worth of them. There is no static share of either.
+Memory is counted in blocks; a slot takes as many as its bytes at rest need. There is no static share of either.
 
 Invariants, held by ``strandline.cache.invariants.check``: every block before a resting snapshot is at rest or on the
 device; accounting is exact; what is being loaded is not evicted.
@@ -41,6 +41,8 @@ class LowerMemory:
     num_blocks: int
     """Its size in blocks."""
     block_bytes: int
+    slot_blocks: int
+    """The size of a resting slot in blocks; 0 for models that keep no states."""
     costs: LoadCosts
 
 
@@ -48,7 +50,6 @@ class LowerTier:
     """What rests below the device.
 
     Args:
-        slot_blocks: the size of a slot in blocks; 0 for models that keep no states.
         worth: ranks what is evicted.
         issue: takes actions.
         next_transfer: numbers transfers.
@@ -57,7 +58,6 @@ class LowerTier:
     def __init__(
         self,
         memory: LowerMemory,
-        slot_blocks: int,
         worth: RestingWorth,
         issue: Callable[[Action], None],
         next_transfer: Callable[[], TransferId],
@@ -65,7 +65,7 @@ class LowerTier:
         self.store = memory.store
         self.num_blocks = memory.num_blocks
         self.num_used = 0
-        self.slot_blocks = slot_blocks
+        self.slot_blocks = memory.slot_blocks
         self.block_bytes = memory.block_bytes
         self.costs = memory.costs
         self.roots: dict[str, RestingBlock] = {}

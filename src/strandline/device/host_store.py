@@ -1,7 +1,8 @@
 """Host memory as a store: one arena of pages, pinned on a GPU's host, into which blocks and slots are copied.
 
 A page has the size of a block; a slot takes as many pages as it needs, wherever they are, so that nothing is ever moved
-together. The cache counts pages exactly as this store does, so that room never lacks.
+together. The cache counts pages exactly as this store does, so that room never lacks. Slots may rest in fewer bits
+(``snapshot_encoding.py``).
 
 On a GPU the copies run on streams of their own. What is stored is first copied aside on the device, on the stream of
 the steps: later steps may overwrite the original while the copy crosses the bus. Stores come before the loads that
@@ -20,17 +21,27 @@ from torch import Tensor
 
 from strandline.cache import Completion, LoadIn, StoreOut
 from strandline.clock import SYSTEM_CLOCK
+from strandline.device.snapshot_encoding import AsIs, Encoding
 from strandline.device.transfers import Completions
 from strandline.errors import CacheInvariantError
 from strandline.ids import TransferId
 from strandline.kernels.arena import ArenaTensors
+from strandline.specs import ModelSpec
 
 STAGED_SLABS: Final = 4
 """Size of the device memory in which evicted entries wait for the bus, in slabs."""
-
+ENCODING_SLABS: Final = 2
+"""Device memory that encoding and decoding slots take for a while, at most, in slabs."""
+AS_IS: Final = AsIs()
 
 HOST_STORE: Final = "host"
 """Its name in actions."""
+
+
+def choose_staging_bytes(spec: ModelSpec, snapshot_dtype: str) -> int:
+    """Return the device memory that copies to and from pinned memory need."""
+    encoding_slabs = 0 if spec.at_rest(snapshot_dtype) == spec else ENCODING_SLABS
+    return (STAGED_SLABS + encoding_slabs) * spec.slab_bytes
 
 
 class HostPages:
@@ -100,24 +111,26 @@ class HostStore:
     Args:
         num_pages: the size of the store, in blocks.
         completions: where ends are reported.
+        slots: how slots rest.
     """
 
-    def __init__(self, arena: ArenaTensors, num_pages: int, completions: Completions) -> None:
+    def __init__(self, arena: ArenaTensors, num_pages: int, completions: Completions, slots: Encoding = AS_IS) -> None:
         self._pages = HostPages(num_pages, arena.spec.block_bytes, is_pinned=False)
         self._completions = completions
+        self._slots = slots
 
     def load(self, action: LoadIn, arena: ArenaTensors) -> None:
         """Write blocks and slots of the arena."""
         start_s = SYSTEM_CLOCK()
-        for target, place in _parts(action, arena):
-            _copy(self._pages.find(place, len(target)), target, to_pieces=False)
+        for target, place, encoding in _parts(action, arena, self._slots):
+            _load(self._pages, place, target, encoding)
         self._completions.put(Completion(action.transfer, is_done=True, seconds=SYSTEM_CLOCK() - start_s))
 
     def store(self, action: StoreOut, arena: ArenaTensors) -> None:
         """Read blocks and slots of the arena."""
         start_s = SYSTEM_CLOCK()
-        for source, place in _parts(action, arena):
-            _copy(self._pages.take(place, len(source)), source, to_pieces=True)
+        for source, place, encoding in _parts(action, arena, self._slots):
+            _store(self._pages, place, source, encoding)
         self._completions.put(Completion(action.transfer, is_done=True, seconds=SYSTEM_CLOCK() - start_s))
 
     def drop(self, places: Iterable[int]) -> None:
@@ -137,10 +150,12 @@ class PinnedStore:
     Args:
         num_pages: the size of the store, in blocks.
         completions: where ends are reported.
+        slots: how slots rest. They are encoded and decoded on the streams of the copies.
     """
 
-    def __init__(self, arena: ArenaTensors, num_pages: int, completions: Completions) -> None:
+    def __init__(self, arena: ArenaTensors, num_pages: int, completions: Completions, slots: Encoding = AS_IS) -> None:
         device = arena.bytes.device
+        self._slots = slots
         self._device = device
         self._pages = HostPages(num_pages, arena.spec.block_bytes, is_pinned=True)
         self._completions = completions
@@ -162,8 +177,8 @@ class PinnedStore:
             self._in.wait_event(self._stored[place])
         with torch.cuda.stream(self._in):
             begun = _recorded()
-            for target, place in _parts(action, arena):
-                _copy(self._pages.find(place, len(target)), target, to_pieces=False)
+            for target, place, encoding in _parts(action, arena, self._slots):
+                _load(self._pages, place, target, encoding)
             self._ended.put((action.transfer, begun, _recorded()))
 
     def store(self, action: StoreOut, arena: ArenaTensors) -> None:
@@ -172,12 +187,12 @@ class PinnedStore:
         with torch.cuda.stream(self._out):
             begun = _recorded()
         end = begun
-        for source, place in _parts(action, arena):
+        for source, place, encoding in _parts(action, arena, self._slots):
             staged, start = self._stage(len(source), current)
             staged.copy_(source)
             self._out.wait_stream(current)
             with torch.cuda.stream(self._out):
-                _copy(self._pages.take(place, len(source)), staged, to_pieces=True)
+                _store(self._pages, place, staged, encoding)
                 end = _recorded()
             self._staged.append((start, start + len(source), end))
             self._stored[place] = end
@@ -223,21 +238,28 @@ def _recorded() -> torch.cuda.Event:
     return event
 
 
-def _parts(action: LoadIn | StoreOut, arena: ArenaTensors) -> Iterator[tuple[Tensor, int]]:
-    """Yield the bytes of each block and each slot, and its place."""
+def _parts(action: LoadIn | StoreOut, arena: ArenaTensors, slots: Encoding) -> Iterator[tuple[Tensor, int, Encoding]]:
+    """Yield the bytes of each block and each slot, its place, and how it rests there."""
     for block, place in action.blocks:
-        yield arena.block(block), place
+        yield arena.block(block), place, AS_IS
     for slot, place in action.slots:
-        yield arena.slot(slot), place
+        yield arena.slot(slot), place, slots
 
 
-def _copy(pieces: Iterable[Tensor], whole: Tensor, *, to_pieces: bool) -> None:
-    """Copy between consecutive bytes and pieces that are as long together."""
+def _store(pages: HostPages, place: int, entry_X: Tensor, encoding: Encoding) -> None:
+    """Encode an entry and copy it to a new place."""
+    rest_X = encoding.encode(entry_X)
     start = 0
-    for piece in pieces:
-        part = whole[start : start + len(piece)]
-        if to_pieces:
-            piece.copy_(part, non_blocking=True)
-        else:
-            part.copy_(piece, non_blocking=True)
+    for piece in pages.take(place, len(rest_X)):
+        piece.copy_(rest_X[start : start + len(piece)], non_blocking=True)
         start += len(piece)
+
+
+def _load(pages: HostPages, place: int, entry_X: Tensor, encoding: Encoding) -> None:
+    """Copy an entry from its place and decode it."""
+    rest_X = encoding.room(entry_X)
+    start = 0
+    for piece in pages.find(place, len(rest_X)):
+        rest_X[start : start + len(piece)].copy_(piece, non_blocking=True)
+        start += len(piece)
+    encoding.decode(rest_X, entry_X)

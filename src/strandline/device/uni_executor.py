@@ -12,7 +12,7 @@ from strandline.config import EngineConfig, parse_bytes
 from strandline.device.executor import ExecutorFacts, LaunchedStep
 from strandline.device.graphs import graph_sizes, verification_sizes
 from strandline.device.heap import release_free_memory
-from strandline.device.host_store import HOST_STORE, STAGED_SLABS, HostStore, PinnedStore
+from strandline.device.host_store import HOST_STORE, HostStore, PinnedStore, choose_staging_bytes
 from strandline.device.runner import RUNNER_OPERATIONS, Runner
 from strandline.device.sizing import (
     choose_batched_tokens,
@@ -21,6 +21,7 @@ from strandline.device.sizing import (
     choose_memory_bytes,
     require_determinism,
 )
+from strandline.device.snapshot_encoding import slot_encoding
 from strandline.env import is_cache_debugged
 from strandline.errors import EngineError
 from strandline.kernels.binding import Kernels, bind_kernels
@@ -81,7 +82,7 @@ class UniExecutor:
             num_host_blocks = 0
             if config.host_memory is not None:
                 num_host_blocks = parse_bytes(config.host_memory, "--host-memory") // spec.block_bytes
-                have_bytes -= STAGED_SLABS * spec.slab_bytes if device.type == "cuda" else 0
+                have_bytes -= choose_staging_bytes(spec, config.snapshot_dtype) if device.type == "cuda" else 0
             num_slabs = have_bytes // spec.slab_bytes
             max_model_len = choose_max_model_len(config, spec, model.max_position, have_bytes)
             self.runner = Runner(
@@ -101,7 +102,9 @@ class UniExecutor:
             if num_host_blocks:
                 new_store = PinnedStore if device.type == "cuda" else HostStore
                 transfers = self.runner.transfers
-                transfers.attach(HOST_STORE, new_store(self.runner.arena, num_host_blocks, transfers.completions))
+                slots = slot_encoding(spec, config.snapshot_dtype)
+                store = new_store(self.runner.arena, num_host_blocks, transfers.completions, slots)
+                transfers.attach(HOST_STORE, store)
         self.facts = ExecutorFacts(
             spec,
             model.vocab_size,

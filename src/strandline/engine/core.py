@@ -74,6 +74,7 @@ class EngineCore:
         """Publishes what the cache can resume; None: that is not asked for."""
         self.watch = CacheWatch(self.cache, self.scheduler, facts.spec, config.mamba_cache_mode)
         self._cache_mode, self._cache_block_tokens = config.mamba_cache_mode, config.mamba_block_size
+        self._snapshot_dtype = config.snapshot_dtype
         self._shortest_auto = f"{BLOCK_TOKENS} tokens" if config.deterministic else "1 token"
         self._is_debugged = is_cache_debugged()
         if facts.needs_warm_up:
@@ -289,7 +290,7 @@ class EngineCore:
             *_describe_fallbacks(self.executor.facts.fallbacks),
             f"cache: {total / 2**20:,.0f} MiB{_describe_ranks(self.executor.facts.num_ranks)} for blocks and snapshots "
             "together, prefix caching " + ("on" if self.cache.is_enabled else "off"),
-            *_describe_host_memory(self.executor.facts),
+            *_describe_host_memory(self.executor.facts, self._snapshot_dtype),
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}",
             f"start: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.start_s.items())}",
             f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
@@ -353,7 +354,7 @@ def new_scheduler(
         num_logs=config.max_num_seqs if facts.log_tokens or facts.draft_tokens else 0,
         log_tokens=facts.log_tokens,
         emits_events=emits_events,
-        lower=_host_memory(facts),
+        lower=_host_memory(facts, config.snapshot_dtype),
     )
     max_num_batched_tokens = choose_batched_tokens(config, facts.device_type)
     threshold = config.long_prefill_token_threshold
@@ -373,10 +374,12 @@ def new_scheduler(
     )
 
 
-def _host_memory(facts: ExecutorFacts) -> LowerMemory | None:
+def _host_memory(facts: ExecutorFacts, snapshot_dtype: str) -> LowerMemory | None:
     """Return the host memory below the device; None: there is none."""
-    num_blocks = facts.num_host_blocks
-    return LowerMemory(HOST_STORE, num_blocks, facts.spec.block_bytes, LoadCosts()) if num_blocks else None
+    spec, num_blocks = facts.spec, facts.num_host_blocks
+    if not num_blocks:
+        return None
+    return LowerMemory(HOST_STORE, num_blocks, spec.block_bytes, spec.resting_slot_blocks(snapshot_dtype), LoadCosts())
 
 
 def _host_memory_stats(stats: CacheStats, block_bytes: int) -> HostMemoryStats | None:
@@ -444,9 +447,16 @@ def _describe_snapshots(spec: ModelSpec) -> str:
     return f"snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; a snapshot takes the room of {spec.blocks_per_slab} blocks"
 
 
-def _describe_host_memory(facts: ExecutorFacts) -> list[str]:
-    size = facts.num_host_blocks * facts.spec.block_bytes
-    return [f"host memory: {size / 2**20:,.0f} MiB for what the cache evicts"] if size else []
+def _describe_host_memory(facts: ExecutorFacts, snapshot_dtype: str) -> list[str]:
+    spec = facts.spec
+    size = facts.num_host_blocks * spec.block_bytes
+    if not size:
+        return []
+    line = f"host memory: {size / 2**20:,.0f} MiB for what the cache evicts"
+    if spec.at_rest(snapshot_dtype) != spec:
+        num_blocks = spec.resting_slot_blocks(snapshot_dtype)
+        line += f"; there a snapshot takes the room of {num_blocks} blocks, its states in {snapshot_dtype}: not exact"
+    return [line]
 
 
 def _tenant_bytes(memory: MemoryUse, spec: ModelSpec) -> dict[str, int]:

@@ -45,7 +45,13 @@ class Driver:
         enabled: bool = True,
         emits_events: bool = False,
         lower_blocks: int = 0,
+        lower_slot_blocks: int | None = None,
     ) -> None:
+        lower = None
+        if lower_blocks:
+            lower_slot_blocks = blocks_per_slab if lower_slot_blocks is None else lower_slot_blocks
+            slot_blocks = lower_slot_blocks if rule.needs_slots else 0
+            lower = LowerMemory("host", lower_blocks, 1, slot_blocks, LoadCosts())
         self.cache = PrefixCache(
             num_slabs,
             blocks_per_slab,
@@ -56,7 +62,7 @@ class Driver:
             num_logs=num_slabs - 1 if rule.needs_slots else 0,
             log_tokens=LOG_TOKENS,
             emits_events=emits_events,
-            lower=LowerMemory("host", lower_blocks, 1, LoadCosts()) if lower_blocks else None,
+            lower=lower,
         )
         self.device = Device(num_slabs, blocks_per_slab)
         self._num_requests = 0

@@ -163,3 +163,13 @@ def test_costs_follow_measurements() -> None:
     costs.observe_prefill(100, 1.0)
     assert costs.bytes_per_s == pytest.approx(1200)
     assert costs.token_s == pytest.approx(0.01)
+
+
+def test_resting_slots_take_the_blocks_of_their_encoding() -> None:
+    driver = Driver(lower_blocks=100, lower_slot_blocks=2)
+    driver.serve(PROMPT)
+    evict_all(driver)
+    assert tier(driver).num_used == 6 + 1 + 2
+    assert driver.bring_back(PROMPT)
+    assert driver.lookup(PROMPT).hit == 400
+    assert tier(driver).num_used == 0

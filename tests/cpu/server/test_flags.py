@@ -21,7 +21,8 @@ FLAGS = [
     "--no-enable-prefix-caching",
     "--parse-special-tokens", "--port", "--reasoning-parser", "--request-timeout-s", "--restart", "--salt-per-key",
     "--seed",
-    "--served-model-name", "--speculative-config", "--tensor-parallel-size", "--tokenizer", "--tool-call-parser",
+    "--served-model-name", "--snapshot-dtype", "--speculative-config", "--tensor-parallel-size", "--tokenizer",
+    "--tool-call-parser",
     "-tp",
 ]  # fmt: skip
 

@@ -1,9 +1,11 @@
 """Pinned host memory: what a GPU evicts comes back as it was, while steps overlap with the copies."""
 
+import pytest
 import torch
 
 from strandline.cache import LoadIn, StoreOut
-from strandline.device.host_store import PinnedStore
+from strandline.device.host_store import HostStore, PinnedStore
+from strandline.device.snapshot_encoding import slot_encoding
 from strandline.device.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
@@ -54,3 +56,36 @@ def test_stored_bytes_are_those_of_their_moment(make_llm: MakeLLM) -> None:
             store.drop(places)
     torch.cuda.synchronize()
     store.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_states_in_fewer_bits_return_as_on_a_cpu(make_llm: MakeLLM, dtype: str) -> None:
+    """Store and load at once, over and over: what is encoded on the side must not be overtaken by what follows."""
+    spec = make_llm(enable_prefix_caching=False).engine.core.spec
+    arenas = ArenaTensors(spec, 8, "cuda"), ArenaTensors(spec, 8)
+    kinds = PinnedStore, HostStore
+    for step in range(20):
+        generator = torch.Generator().manual_seed(step)
+        for layer in arenas[1].layers:
+            for state in layer.states.values():
+                state[3] = torch.randn(state[3].shape, generator=generator).to(state.dtype)
+        arenas[1].hidden_SE[3] = step
+        arenas[0].slot(SlotId(3)).copy_(arenas[1].slot(SlotId(3)))
+        for arena, kind in zip(arenas, kinds, strict=True):
+            transfers = Transfers(arena)
+            num_pages = spec.resting_slot_blocks(dtype)
+            store = kind(arena, num_pages, transfers.completions, slot_encoding(spec, dtype))
+            arena.slot(SlotId(4)).fill_(0)
+            store.store(StoreOut(TransferId(1), "host", (), ((SlotId(3), 1),)), arena)
+            arena.slot(SlotId(3)).fill_(255)
+            store.load(LoadIn(TransferId(2), "host", (), ((SlotId(4), 1),)), arena)
+            ended = list(transfers.wait(60))
+            while len(ended) < 2:
+                ended += transfers.wait(60)
+            torch.cuda.synchronize()
+            store.close()
+        for mine, theirs in zip(arenas[0].layers, arenas[1].layers, strict=True):
+            for name, state in theirs.states.items():
+                # A division may round differently, by one code.
+                assert torch.allclose(mine.states[name][4].cpu().float(), state[4].float(), rtol=1e-2, atol=0.04)
+                assert bool((state[4] != 0).any())

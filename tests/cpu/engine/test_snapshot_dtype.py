@@ -1,0 +1,89 @@
+"""Snapshots that rest in fewer bits: every family resumes from them where it left, and how far its logits are off."""
+
+from pathlib import Path
+
+import pytest
+
+from strandline import LLM, SamplingParams
+from strandline.errors import ConfigError
+from strandline.specs import SNAPSHOT_DTYPES
+from tests.cpu.engine.conftest import MakeLLM, llm_maker
+from tests.cpu.engine.test_exactness import tokens
+from tests.cpu.engine.test_families import FAMILIES
+from tests.cpu.models import families
+
+PROMPTS = [tokens(count, seed=count) for count in (300, 191, 65)]
+LONGER = [prompt + tokens(9, seed=1) for prompt in PROMPTS]
+NEXT_TOKEN = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+BOUNDS = {"float32": 1e-5, "bfloat16": 0.004, "int8": 0.012}
+"""Of the difference of a log-probability. Measured: 1.4e-6, 1.2e-3 and 3.5e-3; random models' states are small beside
+the rest of what is added up, so that the same relative error of a state makes more in one family than in another."""
+
+
+def next_logprobs(llm: LLM, prompts: list[list[int]]) -> list[dict[int, float]]:
+    """Return the log-probabilities of each prompt's likeliest next tokens."""
+    rows = []
+    for prompt in prompts:
+        [output] = llm.generate([prompt], NEXT_TOKEN, use_tqdm=False)
+        [row] = output.outputs[0].logprobs or []
+        rows.append({token: entry.logprob for token, entry in row.items()})
+    return rows
+
+
+def evict_all(llm: LLM) -> None:
+    """Evict all that the device holds."""
+    core = llm.engine.core
+    memory = core.cache.internals().memory
+    for slot in list(iter(memory.take_slot, None)):
+        memory.free_slot(slot)
+    memory.free_blocks(memory.take_blocks(10**6))
+    core.executor.carry_out(core.cache.take_actions())
+
+
+def num_resting_blocks(llm: LLM) -> int:
+    """Return the room of what rests."""
+    lower = llm.engine.core.cache.stats().lower
+    assert lower is not None
+    return lower.num_used_blocks
+
+
+def largest_difference(rows: list[dict[int, float]], others: list[dict[int, float]]) -> float:
+    pairs = zip(rows, others, strict=True)
+    return max(abs(row[token] - other[token]) for row, other in pairs for token in row.keys() & other.keys())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5", "qwen3_next"])
+def test_logits_after_a_return_from_the_host_are_near(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = llm_maker(families.save(family, tmp_path), monkeypatch, device="cpu", max_model_len=512)
+    expected = next_logprobs(make(enable_prefix_caching=False), LONGER)
+    differences, rooms = {}, {}
+    for dtype in SNAPSHOT_DTYPES:
+        llm = make(host_memory="8MiB", snapshot_dtype=dtype)
+        next_logprobs(llm, PROMPTS)
+        evict_all(llm)
+        rooms[dtype] = num_resting_blocks(llm)
+        differences[dtype] = largest_difference(next_logprobs(llm, LONGER), expected)
+        assert differences[dtype] < BOUNDS[dtype], dtype
+        after, spec = llm.engine.core.cache.stats(), llm.engine.core.spec
+        assert after.loads.num_done == len(PROMPTS)
+        assert after.loads.num_snapshots == (len(PROMPTS) if spec.has_states else 0)
+        is_encoded = spec.at_rest(dtype) != spec
+        assert is_encoded == (dtype != "float32" and any(layer.is_recurrent for layer in spec.layers))
+        assert any("not exact" in line for line in llm.engine.core.describe()) == is_encoded
+        assert (differences[dtype] == differences["float32"]) or is_encoded
+        fewer = spec.resting_slot_blocks("float32") - spec.resting_slot_blocks(dtype)
+        assert rooms["float32"] - rooms[dtype] == len(PROMPTS) * fewer
+    assert family != "bamba" or rooms["int8"] < rooms["float32"]
+
+
+def test_lossy_snapshots_are_refused_where_they_cannot_be_meant(make_llm: MakeLLM) -> None:
+    for dtype in ("bfloat16", "int8"):
+        with pytest.raises(ConfigError, match=f"--deterministic does not go with --snapshot-dtype {dtype}"):
+            make_llm(host_memory="8MiB", snapshot_dtype=dtype, deterministic=True)
+        with pytest.raises(ConfigError, match=f"--snapshot-dtype {dtype} is for what rests .* add --host-memory"):
+            make_llm(snapshot_dtype=dtype)
+    with pytest.raises(ConfigError, match="--snapshot-dtype must be one of float32, bfloat16, int8; got 'int4'"):
+        make_llm(host_memory="8MiB", snapshot_dtype="int4")
+    make_llm(host_memory="8MiB", snapshot_dtype="float32", deterministic=True)
