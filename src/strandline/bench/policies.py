@@ -1,6 +1,6 @@
 """Named cache policies to compare: placement, eviction and the division of memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -59,7 +59,7 @@ def make_cache(
     rule: ResumeRule = AT_SNAPSHOTS,
     *,
     emits_events: bool = False,
-    lower: LowerMemory | None = None,
+    lower: Sequence[LowerMemory] = (),
 ) -> PrefixCache:
     """Return an empty cache with a policy."""
     return PrefixCache(

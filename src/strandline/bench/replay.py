@@ -299,7 +299,7 @@ class Replay:
             result.busy_s[index] = replica.busy_s
             result.num_loads += stats.loads.num_done
             result.loaded_bytes += replica.store.loaded_bytes
-            result.num_demoted += stats.lower.num_snapshots_demoted if stats.lower else 0
+            result.num_demoted += sum(tier.num_snapshots_demoted for tier in stats.tiers[:1])
             result.num_preemptions += replica.scheduler.num_preemptions
             result.num_snapshots += sum(stats.snapshots_taken.values())
             result.slot_bytes += stats.memory.num_slots * self.machine.spec.slab_bytes

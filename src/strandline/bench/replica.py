@@ -88,14 +88,14 @@ class Running:
         return decode(self.call.output[start : self.num_given * TOKEN_BYTES].ljust(num_tokens * TOKEN_BYTES, b"\0"))
 
 
-def _host_memory(machine: Machine) -> LowerMemory | None:
-    """Return the memory below the device; None: there is none."""
+def _lower_memories(machine: Machine) -> list[LowerMemory]:
+    """Return the memories below the device, nearest first."""
     spec, dtype = machine.spec, machine.snapshot_dtype
     if not machine.host_bytes:
-        return None
+        return []
     costs = LoadCosts(LATENCY_S, HOST_BYTES_PER_S, machine.cost.prefill_token_s)
     num_blocks = machine.host_bytes // spec.block_bytes
-    return LowerMemory("host", num_blocks, spec.block_bytes, spec.resting_slot_blocks(dtype), costs)
+    return [LowerMemory("host", num_blocks, spec.block_bytes, spec.resting_slot_blocks(dtype), costs)]
 
 
 class SimulatedClock:
@@ -136,7 +136,7 @@ class Replica:
             self.clock,
             resume_rule(spec),
             emits_events=emits_events,
-            lower=_host_memory(machine),
+            lower=_lower_memories(machine),
         )
         self.store = SimulatedStore(spec.at_rest(machine.snapshot_dtype))
         self.scheduler = Scheduler(

@@ -7,6 +7,7 @@ one ``Completion`` when it has ended, in any order, and no step waits for it.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from strandline.cache.account import SnapshotKind
 from strandline.ids import BlockId, LogId, SlotId, TransferId
 
 
@@ -67,11 +68,35 @@ class LoadIn:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredPath:
+    """What a store that outlives the process has to know of a snapshot and the blocks before it."""
+
+    tree: str
+    """Names the salt: a keyed hash of it."""
+    data: bytes
+    """The tokens before the snapshot, encoded."""
+    first_block: int
+    """The first of the blocks that are stored; the store has those before it."""
+    blocks: tuple[int, ...]
+    """Their places, in order."""
+    slot: int
+    """Its place; 0: the model keeps no states."""
+    tail: int
+    """The place of the block that the snapshot lies inside; 0: it lies at a block's end, or there is none."""
+    kind: SnapshotKind
+    interarrival_bin: int
+    is_shared: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StoreOut:
     """Begin to copy whole blocks and slots to a store, with the content that they have now.
 
     Later actions and steps may overwrite them at once. A later ``LoadIn`` of the same places gets this content. Places
     are new numbers, used once.
+
+    With a path, the store outlives the process, and what is copied is neither written, moved nor dropped before the
+    completion. It lies on the device (``blocks``) and in another store (``stored``).
     """
 
     transfer: TransferId
@@ -80,6 +105,9 @@ class StoreOut:
     """Source and place of each block."""
     slots: tuple[tuple[SlotId, int], ...]
     """Source and place of each slot."""
+    stored: tuple[tuple[int, int], ...] = ()
+    """Place in the other store, and place."""
+    path: StoredPath | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +133,8 @@ class Completion(NamedTuple):
     """False: it failed or was cancelled; what it was to write has undefined content."""
     seconds: float = 0.0
     """How long the copying took; 0: unknown."""
+    lost: tuple[int, ...] = ()
+    """Places of the store that could not be read and never will be."""
 
 
 Action = CopyTokens | MoveBlock | DropBlocks | DropSlot | FoldLog | LoadIn | StoreOut | DropStored | CancelTransfer

@@ -16,7 +16,7 @@ For a model that keeps no states (``AtTokens``), there are no snapshots and no s
 resumes wherever keys and values are cached, and its last, partly filled block is published as well.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from strandline.cache.account import UNCOUNTED, Account, CacheCounters, Reason, SnapshotKind
@@ -70,7 +70,7 @@ class PrefixCache:
         num_logs: logs to grant, one per lease, numbered from 1. A lease that gets none folds every token.
         log_tokens: capacity of a log.
         emits_events: collect events for ``take_events``.
-        lower: memory below the device, where evicted entries rest; None: there is none.
+        lower: memories below the device, where evicted entries rest, nearest first: none, one or two.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PrefixCache:
         num_logs: int = 0,
         log_tokens: int = 0,
         emits_events: bool = False,
-        lower: LowerMemory | None = None,
+        lower: Sequence[LowerMemory] = (),
     ) -> None:
         self.is_enabled = enabled
         self._rule = rule
@@ -105,9 +105,9 @@ class PrefixCache:
         self.loads = Loads(self._memory, self._index, self._publisher, self._counters, self._leases, rule)
         """Prefixes that are being loaded from stores."""
         self.holds = Holds(self._memory, self._index, self._leases, rule)
-        """Prefixes that are kept for other engines."""
-        if lower is not None and enabled:
-            self._memory.lower = self.loads.add_tier(lower, self._reuse)
+        """Prefixes that are kept as they are."""
+        if lower and enabled:
+            self._memory.lower = self.loads.add_tiers(lower, self._reuse, self.holds)
         self._leaders = Leaders(self._index, self._leases, self.loads, placement, rule)
         self._expected: dict[RequestId, Entry] = {}
         self._is_stepwise = enabled and placement.is_stepwise
@@ -122,7 +122,7 @@ class PrefixCache:
         """Return what a request with these tokens would hit, and why the rest would miss. Changes nothing."""
         if not self.is_enabled:
             return Account.not_asked(len(tokens))
-        reasons = MissReasons(self._index.roots, self._leases.values(), self._rule, self.loads.lower)
+        reasons = MissReasons(self._index.roots, self._leases.values(), self._rule, self.loads.tiers)
         return reasons.account(tokens, salt, self._index.match(salt, tokens.data))
 
     def hit_tokens(self, tokens: TokenBuffer, salt: str = "") -> int:
@@ -206,7 +206,7 @@ class PrefixCache:
         is_asked = read and self.is_enabled
         match = self._index.find(root, tokens.data) if is_asked else Match(Walk(root, 0, None, 0), 0, None)
         upper = self._index.split_at(match.end)
-        reasons = MissReasons(self._index.roots, self._leases.values(), self._rule, self.loads.lower)
+        reasons = MissReasons(self._index.roots, self._leases.values(), self._rule, self.loads.tiers)
         account = reasons.account(tokens, salt, match) if is_asked else Account.not_asked(len(tokens))
         account = account.blaming(Reason.LOAD_FAILED, load_failed_end)
         if not is_counted:
@@ -441,6 +441,7 @@ class PrefixCache:
 
     def take_actions(self) -> list[Action]:
         """Return the actions issued since the last call, in order."""
+        self.loads.pass_on()
         actions = self._memory.actions
         self._memory.actions = []
         return actions
@@ -479,7 +480,7 @@ class PrefixCache:
             hits_by_kind=dict(counters.hits_by_kind),
             snapshots_taken=dict(counters.snapshots_taken),
             loads=replace(counters.loads),
-            lower=None if self.loads.lower is None else self.loads.lower.stats(),
+            tiers=tuple(tier.stats() for tier in self.loads.tiers),
         )
 
     def snapshots(self) -> Iterator[tuple[str, bytes, Snapshot]]:

@@ -1,4 +1,4 @@
-"""Holds: prefixes that are kept as they are, for other engines to fetch.
+"""Holds: prefixes that are kept as they are, for other engines to fetch, or until they have been written to files.
 
 A hold is a lease without a request. It keeps the blocks and the snapshots of a prefix from eviction, and where they
 are. The last, partly filled block is a copy, so that nothing that happens to the index touches it.
@@ -15,9 +15,9 @@ from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.resume import Match, ResumeRule
-from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer
 from strandline.cache.tree import Snapshot, snapshot_above
-from strandline.cache.walk import deepest_snapshot
+from strandline.cache.walk import deepest_snapshot, walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BlockId, RequestId, SlotId
 
@@ -69,12 +69,35 @@ class Holds:
                 self._memory.unpin_snapshot(snapshot)
             self._memory.unpin_run(lease.run)
             return None
+        self._enter(lease, snapshots)
+        return lease
+
+    def keep_blocks(self, name: RequestId, salt: str, data: bytes, num_blocks: int) -> Lease:
+        """Keep the first whole blocks of a path, which are all cached.
+
+        Returns:
+            A lease whose ``table`` says where they are.
+        """
+        root = self._index.root(salt)
+        prefix = TokenBuffer()
+        prefix.data = bytearray(data[: num_blocks * BLOCK_KEY_BYTES])
+        end = walk(root, prefix.data)
+        if end.num_blocks != num_blocks or name in self._leases:
+            raise CacheInvariantError(f"{name} is to keep {num_blocks} blocks, {end.num_blocks} are cached")
+        lease = Lease(name, prefix, salt, root, self._index.split_at(end), UNCOUNTED)
+        self._memory.pin_run(lease.run)
+        for run in reversed(list(lease.run.ancestry())):
+            lease.table += run.blocks
+        lease.num_published = len(lease.table)
+        self._enter(lease, ())
+        return lease
+
+    def _enter(self, lease: Lease, snapshots: tuple[Snapshot, ...]) -> None:
         self._memory.allocator.hold(lease.table)
         lease.held = snapshots
-        lease.computed = lease.folded = num_tokens
-        self._leases[name] = lease
+        lease.computed = lease.folded = len(lease.tokens)
+        self._leases[lease.request_id] = lease
         self._holds.append(lease)
-        return lease
 
     def _copy_partial(self, lease: Lease, match: Match) -> bool:
         """Give the lease its own copy of the block that the prefix ends in; False when there is no memory for it."""

@@ -10,6 +10,7 @@ from strandline.cache.lease import Lease
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.memory import resolve
 from strandline.cache.resting import NO_PLACE
+from strandline.cache.spills import OnTheirWay
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home
 from strandline.cache.walk import walk
@@ -37,8 +38,9 @@ def check(checked: PrefixCache) -> None:
     for lease in cache.leases.values():
         _check_lease(lease)
     _check_index(cache)
-    if cache.memory.lower is not None:
-        _check_lower(cache, cache.memory.lower)
+    for tier in checked.loads.tiers:
+        spills = checked.loads.spills if tier.is_persistent else None
+        _check_tier(cache, tier, OnTheirWay(0, set(), set()) if spills is None else spills.on_their_way())
 
 
 def _require(condition: bool, message: str) -> None:
@@ -190,17 +192,20 @@ def _check_lease(lease: Lease) -> None:
             _require((home, key) == (lease.source.home, lease.source.stub_key), f"{name}: snapshot of another path")
 
 
-def _check_lower(cache: Internals, lower: LowerTier) -> None:
-    """Check what rests below the device."""
-    places, num_used = Counter[int](lower.doomed), sum(lower.doomed.values())
+def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) -> None:
+    """Check what rests in a tier below the device."""
+    num_used = sum(lower.doomed.values()) + on_their_way.num_blocks
     for salt, root in lower.roots.items():
         for snapshot in root.below():
             where = f"the resting snapshot at {snapshot.position}"
             _require(lower.is_queued(snapshot), f"{where} is not in the queue")
+            _require(snapshot.salt == salt, f"{where} is in another tree")
+            if snapshot in on_their_way.snapshots:
+                _require(snapshot.place == snapshot.tail_place == NO_PLACE, f"{where} can be loaded before it is there")
+                continue
             _require((snapshot.place != NO_PLACE) == (lower.slot_blocks > 0), f"{where} has place {snapshot.place}")
             has_tail = lower.slot_blocks > 0 and snapshot.position % BLOCK_TOKENS > 0
             _require((snapshot.tail_place != NO_PLACE) == has_tail, f"{where} has tail {snapshot.tail_place}")
-            places.update(place for place in (snapshot.place, snapshot.tail_place) if place)
             num_used += lower.slot_blocks + has_tail
         waiting = [(root, b"")]
         while waiting:
@@ -210,11 +215,12 @@ def _check_lower(cache: Internals, lower: LowerTier) -> None:
             is_needed = node.parent is None or node.children or node.snapshots
             _require(bool(is_needed), f"{where} is needed by no snapshot")
             if node.parent is not None:
-                device = cache.index.roots.get(salt)
+                device = None if lower.is_persistent else cache.index.roots.get(salt)
                 num_cached = walk(device, bytearray(path)).num_blocks if device is not None else 0
                 is_there = node.place != NO_PLACE or num_cached * BLOCK_KEY_BYTES >= len(path)
-                _require(is_there, f"{where} is neither at rest nor on the device")
-                places.update([node.place] if node.place else [])
+                if node in on_their_way.blocks:
+                    is_there = node.place == NO_PLACE
+                _require(is_there, f"{where} is neither at rest nor on the device, or said to rest too early")
                 num_used += node.place != NO_PLACE
             waiting += [(child, path) for child in node.children.values()]
     _require(num_used == lower.num_used, f"{lower.num_used} blocks at rest counted, {num_used} used")

@@ -106,7 +106,7 @@ class Lease:
         """The tail that makes the block being filled visible in the index, once a snapshot lies inside that block."""
         self.is_active = True
         self.held: tuple[Snapshot, ...] | None = None
-        """The snapshots that it keeps for other engines: no request runs (``Holds``). None: it is no hold."""
+        """The snapshots that it keeps as they are: no request runs (``Holds``). None: it is no hold."""
         self.log: LogId = NULL_LOG
         """Holds the tokens that are not folded into the state yet; the null log: none are kept."""
         self.folded = 0

@@ -25,9 +25,13 @@ class LoadCosts:
 
     def pays(self, num_bytes: int, num_tokens: int) -> bool:
         """Return whether loading takes less time than computing these tokens."""
+        return self.gain_s(num_bytes, num_tokens) > 0
+
+    def gain_s(self, num_bytes: int, num_tokens: int) -> float:
+        """Return how much sooner loading ends than computing these tokens; infinity before the first measurement."""
         if self.bytes_per_s is None or self.token_s is None:
-            return True
-        return self.latency_s + num_bytes / self.bytes_per_s < num_tokens * self.token_s
+            return float("inf")
+        return num_tokens * self.token_s - self.latency_s - num_bytes / self.bytes_per_s
 
     def observe_load(self, num_bytes: int, seconds: float) -> None:
         """Take in how long a load took; 0 s: unknown."""

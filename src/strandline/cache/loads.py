@@ -8,12 +8,16 @@ nothing of a load is published, and so nothing can be read, before all of it has
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
 from typing import NamedTuple
 
 from strandline.cache.account import UNCOUNTED, CacheCounters
 from strandline.cache.actions import CancelTransfer, Completion, LoadIn
+from strandline.cache.adoption import adopt, last_place
 from strandline.cache.eviction import RestingWorth
+from strandline.cache.holds import Holds
 from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Cut, Lead, Lease
 from strandline.cache.lower_tier import LowerMemory, LowerTier
@@ -22,6 +26,7 @@ from strandline.cache.offer import Offer, OfferedSnapshot
 from strandline.cache.publish import Publisher
 from strandline.cache.resume import NO_MATCH, ResumeRule
 from strandline.cache.reuse import ReuseHistory
+from strandline.cache.spills import Spills
 from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer
 from strandline.cache.tree import Run, find_home, snapshot_at
 from strandline.cache.walk import Walk, walk
@@ -51,8 +56,10 @@ class Loads:
         self._loads: dict[TransferId, tuple[Lease, tuple[int, ...]]] = {}
         """Each load's lease and the positions at which it brings snapshots; without states, its end."""
         self._num_transfers = 0
-        self.lower: LowerTier | None = None
-        """The tier below the device; None: there is none."""
+        self.tiers: tuple[LowerTier, ...] = ()
+        """Those below the device, nearest first."""
+        self.spills: Spills | None = None
+        """Those from the first tier to the second; None: there are not two."""
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -76,22 +83,45 @@ class Loads:
                         best = Lead(lease, position)
         return best
 
-    def add_tier(self, memory: LowerMemory, reuse: ReuseHistory) -> LowerTier:
-        """Create the tier below the device."""
-        worth = RestingWorth(memory.slot_blocks, reuse)
-        self.lower = LowerTier(memory, worth, self._memory.issue, self.next_transfer)
-        return self.lower
+    def add_tiers(self, memories: Sequence[LowerMemory], reuse: ReuseHistory, holds: Holds) -> LowerTier:
+        """Create the tiers below the device; return the first."""
+        places = partial(next, count(1 + max((last_place(memory.kept) for memory in memories), default=0)))
+        issue, next_transfer = self._memory.issue, self.next_transfer
+        self.tiers = tuple(
+            LowerTier(memory, RestingWorth(memory.slot_blocks, reuse), issue, next_transfer, places)
+            for memory in memories
+        )
+        for tier, memory in zip(self.tiers, memories, strict=True):
+            adopt(tier, memory.kept, reuse)
+        if len(self.tiers) > 1:
+            upper, lower = self.tiers
+            self.spills = Spills(upper, lower, issue, holds, next_transfer)
+        return self.tiers[0]
 
     def resting_offer(self, tokens: TokenBuffer, salt: str = "") -> Offer | None:
-        """Return what rests of a prompt below the device, if loading it is faster than computing. Changes nothing."""
-        if self.lower is None:
-            return None
-        return self.lower.offer(salt, tokens.data, self._index.match(salt, tokens.data) or NO_MATCH)
+        """Return what rests of a prompt below the device, if loading it is faster than computing. Changes nothing.
+
+        Of several tiers, the one whose load saves most time makes the offer; before that is known, the one that has
+        most of the prompt.
+        """
+        match = self._index.match(salt, tokens.data) or NO_MATCH if self.tiers else NO_MATCH
+        best: Offer | None = None
+        best_gain = 0.0, 0
+        for tier in self.tiers:
+            offer = tier.offer(salt, tokens.data, match)
+            if offer is not None and (gain := (tier.gain_s(offer, match), offer.position)) > best_gain:
+                best, best_gain = offer, gain
+        return best
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Take in how long a step took that computed this many tokens of prompts, to weigh loads against."""
-        if self.lower is not None:
-            self.lower.costs.observe_prefill(num_tokens, seconds)
+        for tier in self.tiers:
+            tier.costs.observe_prefill(num_tokens, seconds)
+
+    def pass_on(self) -> None:
+        """Begin to pass on what the first tier will have no memory for."""
+        if self.spills is not None:
+            self.spills.begin()
 
     def is_lacking(self, tokens: TokenBuffer, offer: Offer, salt: str = "") -> bool:
         """Return whether a prompt could resume at the end of an offer only after loading it. Changes nothing."""
@@ -127,9 +157,10 @@ class Loads:
             memory.unpin_run(upper)
             return None
         lease = self._new_lease(salt, data, root, upper)
-        if self.lower is not None and self.lower.store == offer.store:
-            # Before memory is taken: what the device evicts for it may push out what rests.
-            self.lower.begin_load(lease, [*places, *(snapshot.place for snapshot in missing)])
+        for tier in self.tiers:
+            if tier.store == offer.store:
+                # Before memory is taken: what the device evicts for it may push out what rests.
+                tier.begin_load(lease, [*places, *(snapshot.place for snapshot in missing)])
         lease.cuts = [Cut(x.position, memory.take_promised_slot(), x.kind) for x in missing]
         blocks = memory.take_promised_blocks(len(places))
         for run in reversed(list(upper.ancestry())):
@@ -171,6 +202,8 @@ class Loads:
             raise CacheInvariantError(f"transfer {completion.transfer} ended but had not begun")
         load = self._loads.pop(completion.transfer, None)
         if load is None:
+            if self.spills is not None:
+                self.spills.complete(completion)
             return None
         lease, _ = load
         memory, counters = self._memory, self._counters
@@ -189,17 +222,16 @@ class Loads:
         del self._leases[lease.request_id]
         lease.is_active = False
         memory.take_back(lease)
-        if self.lower is not None and self.lower.is_loading(lease):
-            self._end_in_tier(self.lower, lease, len(own), completion)
+        for tier in self.tiers:
+            if tier.is_loading(lease):
+                self._end_in_tier(tier, lease, len(own), completion)
         return lease
 
-    def _end_in_tier(self, lower: LowerTier, lease: Lease, num_blocks: int, completion: Completion) -> None:
+    def _end_in_tier(self, tier: LowerTier, lease: Lease, num_blocks: int, completion: Completion) -> None:
         snapshot = None
-        if completion.is_done:
-            lower.costs.observe_load((num_blocks + lower.slot_blocks) * lower.block_bytes, completion.seconds)
-            if lower.slot_blocks:
-                snapshot = snapshot_at(find_home(lease.run, lease.tokens.data, lease.computed), lease.computed)
-        lower.end_load(lease, snapshot, is_done=completion.is_done)
+        if completion.is_done and tier.slot_blocks:
+            snapshot = snapshot_at(find_home(lease.run, lease.tokens.data, lease.computed), lease.computed)
+        tier.end_load(lease, snapshot, completion, (num_blocks + tier.slot_blocks) * tier.block_bytes)
         if snapshot is not None:
             self._memory.offer(snapshot)
 

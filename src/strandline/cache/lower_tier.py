@@ -1,27 +1,40 @@
-"""The tier below the device: what becomes of evicted blocks and snapshots, and what is loaded again.
+"""A tier below the device: what becomes of evicted blocks and snapshots, and what is loaded again.
 
-The tier decides; a store (``device/transfers.py``) obeys. What the device evicts is *demoted* if it is worth more than
-what the tier would evict for it. A snapshot and the blocks on its path leave the device at different times, but rest
-together: a block is kept exactly as long as a resting snapshot needs it, and they return to the device in one load.
-What has returned does not rest any more, so that both memories hold different things.
+The tier decides; a store (``device/transfers.py``) obeys. What the device evicts is *demoted* to the first tier, in
+host memory, if it is worth more than what that would evict for it. A snapshot and the blocks on its path leave the
+device at different times, but rest together: a block is kept exactly as long as a resting snapshot needs it, and they
+return to the device in one load. What has returned does not rest any more, so that both memories hold different things.
+
+The second tier, a *persistent* one, gets what leaves the first (``cache/spills.py``). It holds whole paths, as nothing
+else outlives the process, and keeps what has returned to the device, as reading is cheaper than writing again.
 
 Memory is counted in blocks; a slot takes as many as its bytes at rest need. There is no static share of either.
 
 Invariants, held by ``strandline.cache.invariants.check``: every block before a resting snapshot is at rest or on the
-device; accounting is exact; what is being loaded is not evicted.
+device, in a persistent tier at rest or on its way there; accounting is exact; what is being loaded is not evicted.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from strandline.cache.account import SnapshotKind
-from strandline.cache.actions import Action, DropStored, StoreOut
+from strandline.cache.actions import Action, Completion, DropStored, StoreOut
 from strandline.cache.eviction import EvictionQueue, RestingWorth
+from strandline.cache.kept import NOTHING, Kept
 from strandline.cache.lease import Lease
 from strandline.cache.load_costs import LoadCosts
 from strandline.cache.offer import Offer, OfferedSnapshot
-from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, add_block, find_block
+from strandline.cache.resting import (
+    NO_PLACE,
+    RestingBlock,
+    RestingSnapshot,
+    add_block,
+    find_block,
+    nearest_above,
+    next_below,
+)
 from strandline.cache.resume import Match
 from strandline.cache.stats import LowerStats
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
@@ -44,6 +57,12 @@ class LowerMemory:
     slot_blocks: int
     """The size of a resting slot in blocks; 0 for models that keep no states."""
     costs: LoadCosts
+    num_spare_blocks: int = 0
+    """Blocks of it that are kept free, by passing on what is worth least to the tier below."""
+    key: bytes | None = None
+    """Secret that salts are hashed with in its files. None: it ends with the process, and keeps no copies."""
+    kept: Kept = NOTHING
+    """What it holds from an earlier process."""
 
 
 class LowerTier:
@@ -53,6 +72,7 @@ class LowerTier:
         worth: ranks what is evicted.
         issue: takes actions.
         next_transfer: numbers transfers.
+        next_place: numbers places.
     """
 
     def __init__(
@@ -61,9 +81,12 @@ class LowerTier:
         worth: RestingWorth,
         issue: Callable[[Action], None],
         next_transfer: Callable[[], TransferId],
+        next_place: Callable[[], int],
     ) -> None:
         self.store = memory.store
         self.num_blocks = memory.num_blocks
+        self.num_spare_blocks = memory.num_spare_blocks
+        self.is_persistent = memory.key is not None
         self.num_used = 0
         self.slot_blocks = memory.slot_blocks
         self.block_bytes = memory.block_bytes
@@ -74,17 +97,27 @@ class LowerTier:
         self.num_blocks_demoted = 0
         self.num_snapshots_evicted = 0
         self.num_snapshots_refused = 0
+        self.num_loads = 0
+        self.num_loaded_bytes = 0
+        self.num_failed_loads = 0
+        self._key = memory.key
         self._worth = worth
         self._issue = issue
         self._next_transfer = next_transfer
         self._queue = EvictionQueue[RestingSnapshot](worth, _can_evict)
-        self._last_place = NO_PLACE
+        self._next_place = next_place
         self._loading: dict[RequestId, tuple[RestingSnapshot | None, tuple[int, ...]]] = {}
         """By load: a snapshot that is not evicted meanwhile, and the places that it reads."""
         self._readers = Counter[int]()
-        """Loads that read a place."""
+        """Transfers that read a place."""
         self.doomed: dict[int, int] = {}
         """Sizes of places that are to be freed when they are not read any more."""
+
+    def tree_name(self, salt: str) -> str:
+        """Return the name of a salt's tree: the salt or, where files outlive the process, a keyed hash of it."""
+        if self._key is None:
+            return salt
+        return blake2b(salt.encode(errors="surrogatepass"), key=self._key, digest_size=16).hexdigest()
 
     # Demoting
 
@@ -115,14 +148,14 @@ class LowerTier:
             is_superseded=snapshot.is_superseded,
             is_interior=is_interior,
         )
-        if not self._make_room(self.slot_blocks + (tail is not None), self._worth.worth(resting)):
+        if not self.make_room(self.slot_blocks + (tail is not None), self.worth(resting)):
             self.num_snapshots_refused += 1
             return
-        self._enter(resting, salt, data)
-        resting.place = self._take(self.slot_blocks)
+        self.enter(resting, salt, data)
+        resting.place = self.take(self.slot_blocks)
         blocks: tuple[tuple[BlockId, int], ...] = ()
         if tail is not None:
-            resting.tail_place = self._take(1)
+            resting.tail_place = self.take(1)
             blocks = ((BlockId(tail), resting.tail_place),)
         self.num_snapshots_demoted += 1
         self._issue(StoreOut(self._next_transfer(), self.store, blocks, ((SlotId(snapshot.slot), resting.place),)))
@@ -145,19 +178,19 @@ class LowerTier:
                 len(data) // TOKEN_BYTES, b"", SnapshotKind.GENERATION_END, use, num_tokens, is_shared=is_shared
             )
             if find_block(self.roots.get(salt), data, first + len(blocks)) is None:
-                self._enter(end, salt, data)
+                self.enter(end, salt, data)
         missing = self._missing(salt, data, first, len(blocks))
         if not missing:
             return
-        self._make_room(len(missing), CERTAIN)
+        self.make_room(len(missing), CERTAIN)
         # Some may not be needed any more.
         missing = self._missing(salt, data, first, len(blocks))
         num_free = self.num_blocks - self.num_used
         for _, node in missing[num_free:][:1]:
-            self._cut_off(node)
+            self.cut_off(node)
         pairs = []
         for index, node in missing[:num_free]:
-            node.place = self._take(1)
+            node.place = self.take(1)
             pairs.append((BlockId(blocks[index]), node.place))
         self.num_blocks_demoted += len(pairs)
         if pairs:
@@ -176,39 +209,77 @@ class LowerTier:
                 missing.append((index, node))
         return missing
 
-    def _enter(self, resting: RestingSnapshot, salt: str, data: bytes) -> None:
+    def enter(self, resting: RestingSnapshot, salt: str, data: bytes) -> None:
+        """Put a snapshot into a salt's tree.
+
+        Args:
+            salt: the name of the tree.
+            data: the tokens before the snapshot, encoded.
+        """
         root = self.roots.setdefault(salt, RestingBlock(None, b""))
         block = add_block(root, data, resting.position // BLOCK_TOKENS)
-        resting.block = block
+        resting.block, resting.salt = block, salt
         block.snapshots[resting.key] = resting
         self.num_snapshots += 1
         self._queue.push(resting)
 
     # Evicting
 
-    def _make_room(self, num_blocks: int, worth: float) -> bool:
+    def position_above(self, tree: str, data: bytes, position: int) -> int:
+        """Return the position of the nearest snapshot above one that does not rest yet, or 0."""
+        above, offset = 0, 0
+        node = self.roots.get(tree)
+        while node is not None:
+            for key, snapshot in node.snapshots.items():
+                if above < snapshot.position < position and data.startswith(key, offset):
+                    above = snapshot.position
+            node = node.children.get(data[offset : offset + BLOCK_KEY_BYTES])
+            offset += BLOCK_KEY_BYTES
+        return above
+
+    def next_below(self, resting: RestingSnapshot) -> Iterator[RestingSnapshot]:
+        """Yield the nearest snapshots below one."""
+        return iter(()) if resting.block is None else next_below(resting.block, resting)
+
+    def worth(self, resting: RestingSnapshot) -> float:
+        """Return what a snapshot is worth, to compare with others."""
+        return self._worth.worth(resting)
+
+    def make_room(self, num_blocks: int, worth: float) -> bool:
         """Evict what is worth less until there is room; False: that did not suffice."""
         while self.num_blocks - self.num_used < num_blocks:
             victim = self._queue.pop()
             if victim is None:
                 return False
-            if self._worth.worth(victim) >= worth:
+            if self.worth(victim) >= worth:
                 self._queue.push(victim)
                 return False
-            self.num_snapshots_evicted += 1
-            self._remove(victim)
+            self.evict(victim)
         return True
 
-    def _cut_off(self, node: RestingBlock) -> None:
+    def pop(self) -> RestingSnapshot | None:
+        """Return the snapshot that is worth least, and take it out of the queue; None: none can be evicted."""
+        return self._queue.pop()
+
+    def push(self, resting: RestingSnapshot) -> None:
+        """Put a snapshot into the queue, unless it does not rest any more."""
+        if resting.block is not None:
+            self._queue.push(resting)
+
+    def evict(self, resting: RestingSnapshot) -> None:
+        """Remove a snapshot, and count that."""
+        self.num_snapshots_evicted += 1
+        self.remove(resting)
+
+    def cut_off(self, node: RestingBlock) -> None:
         """Remove what rests below a block that is lost."""
         for snapshot in list(node.below()):
-            self.num_snapshots_evicted += 1
-            self._remove(snapshot)
+            self.evict(snapshot)
 
-    def _remove(self, snapshot: RestingSnapshot, *, is_on_device: bool = False) -> None:
+    def remove(self, snapshot: RestingSnapshot, *, is_elsewhere: bool = False) -> None:
         """Remove a snapshot and the blocks that it alone needs.
 
-        Unless it is on the device again, the next ones below save what it saved from now on.
+        Unless it is on the device again, or in another tier, the next ones below save what it saved from now on.
         """
         block = snapshot.block
         if block is None:
@@ -218,8 +289,8 @@ class LowerTier:
         snapshot.last_push = 0
         self.num_snapshots -= 1
         freed = {snapshot.place: self.slot_blocks, snapshot.tail_place: 1}
-        if not is_on_device:
-            for below in _next_below(block, snapshot):
+        if not is_elsewhere:
+            for below in next_below(block, snapshot):
                 below.saved_tokens += snapshot.saved_tokens
         node = block
         while node.parent is not None and not node.children and not node.snapshots:
@@ -227,26 +298,39 @@ class LowerTier:
             parent, node.parent = node.parent, None
             del parent.children[node.key]
             node = parent
-        above = _nearest(node, block, snapshot)
+        above = nearest_above(node, block, snapshot)
         if above is not None:
-            above.is_interior = is_on_device
+            above.is_interior = is_elsewhere
             self._queue.push(above)
-        self._free(freed)
+        self.free(freed)
 
-    def _take(self, num_blocks: int) -> int:
+    def take(self, num_blocks: int) -> int:
         """Allocate memory; return its place."""
         self.num_used += num_blocks
-        self._last_place += 1
-        return self._last_place
+        return self._next_place()
 
-    def _free(self, sizes: dict[int, int]) -> None:
-        """Free places of these sizes: now, or when the loads that read them have ended."""
+    def free(self, sizes: dict[int, int]) -> None:
+        """Free places of these sizes: now, or when the transfers that read them have ended."""
         sizes.pop(NO_PLACE, None)
         for place in [place for place in sizes if place in self._readers]:
             self.doomed[place] = sizes.pop(place)
         if sizes:
             self.num_used -= sum(sizes.values())
             self._issue(DropStored(self.store, tuple(sizes)))
+
+    def begin_reading(self, places: Iterable[int]) -> None:
+        """Keep places until they have been read."""
+        self._readers.update(places)
+
+    def end_reading(self, places: Iterable[int]) -> None:
+        """Free those of the places that were to be freed meanwhile."""
+        places = tuple(places)
+        self._readers.subtract(places)
+        self._readers = +self._readers
+        self.free({place: self.doomed.pop(place) for place in places if self._is_unread_and_doomed(place)})
+
+    def _is_unread_and_doomed(self, place: int) -> bool:
+        return place in self.doomed and place not in self._readers
 
     # Loading
 
@@ -270,15 +354,20 @@ class LowerTier:
             return None
         return Offer(self.store, position, first, tuple(places), offered)
 
+    def gain_s(self, offer: Offer, match: Match) -> float:
+        """Return how much sooner loading an offer ends than computing; infinity before that is known."""
+        num_bytes = (len(offer.blocks) + self.slot_blocks) * self.block_bytes
+        return self.costs.gain_s(num_bytes, offer.position - match.position)
+
     def find(self, salt: str, data: bytearray, match: Match) -> tuple[RestingBlock, RestingSnapshot | None, int] | None:
         """Return where a prompt could resume beyond its hit on the device: block, snapshot and position."""
-        node = self.roots.get(salt)
+        node = self.roots.get(self.tree_name(salt))
         best: tuple[RestingBlock, RestingSnapshot | None, int] | None = None
         offset = 0
         while node is not None:
             for key, snapshot in node.snapshots.items():
                 is_deeper = snapshot.position > (best[2] if best else match.position)
-                if self.slot_blocks and is_deeper and data.startswith(key, offset):
+                if snapshot.place and is_deeper and data.startswith(key, offset):
                     best = node, snapshot, snapshot.position
             if not self.slot_blocks and offset // TOKEN_BYTES > match.end.kv_tokens:
                 best = node, None, offset // TOKEN_BYTES
@@ -291,60 +380,84 @@ class LowerTier:
     def begin_load(self, lease: Lease, places: Iterable[int]) -> None:
         """Keep what a load reads, and needs to resume, until it has ended."""
         places = tuple(places)
-        self._readers.update(places)
+        self.begin_reading(places)
         keeper = self._keeper(lease)
         if keeper is not None:
             keeper.num_loads += 1
         self._loading[lease.request_id] = keeper, places
 
-    def end_load(self, lease: Lease, snapshot: Snapshot | None, *, is_done: bool) -> None:
-        """Forget what a load has brought to the device, or what it could not bring.
+    def end_load(self, lease: Lease, snapshot: Snapshot | None, completion: Completion, num_bytes: int) -> None:
+        """Forget what a load has brought to the device, or what it could not bring; a persistent tier keeps the former.
 
         Args:
             snapshot: that of the device at the end of the load; None without states, or if it failed.
+            num_bytes: how much was to be loaded.
         """
         keeper, places = self._loading.pop(lease.request_id)
-        self._readers.subtract(places)
-        self._readers = +self._readers
-        self._free({place: self.doomed.pop(place) for place in places if place in self.doomed})
+        self.end_reading(places)
+        if completion.is_done:
+            self.num_loads += 1
+            self.num_loaded_bytes += num_bytes
+            self.costs.observe_load(num_bytes, completion.seconds)
+        else:
+            self.num_failed_loads += 1
+        self._forget_lost(lease, completion.lost)
         if keeper is None:
             return
         keeper.num_loads -= 1
         if snapshot is not None:
             snapshot.use, snapshot.is_shared = keeper.use, keeper.is_shared
             snapshot.is_superseded = keeper.is_superseded
-        if is_done:
+        if self.is_persistent:
+            keeper.use = keeper.use.next(self._worth.now) if completion.is_done else keeper.use
+            self.push(keeper)
+            return
+        if completion.is_done:
             self._forget_returned(lease)
-        if self.slot_blocks or not is_done:
-            self._remove(keeper, is_on_device=is_done)
-        elif keeper.block is not None:
-            self._queue.push(keeper)
+        if self.slot_blocks or not completion.is_done:
+            self.remove(keeper, is_elsewhere=completion.is_done)
+        else:
+            self.push(keeper)
 
     def _keeper(self, lease: Lease) -> RestingSnapshot | None:
         """Return the resting snapshot whose presence keeps what a load needs."""
-        data = lease.tokens.data
-        whole = len(lease.tokens) // BLOCK_TOKENS
-        block = find_block(self.roots.get(lease.salt), data, whole)
+        block = self._last_block(lease)
         if block is None:
             return None
         if self.slot_blocks:
-            return block.snapshots.get(bytes(data[whole * BLOCK_KEY_BYTES :]))
+            whole = len(lease.tokens) // BLOCK_TOKENS
+            return block.snapshots.get(bytes(lease.tokens.data[whole * BLOCK_KEY_BYTES :]))
         return next(block.below(), None)
+
+    def _last_block(self, lease: Lease) -> RestingBlock | None:
+        """Return the node of the last whole block of what is loaded."""
+        whole = len(lease.tokens) // BLOCK_TOKENS
+        return find_block(self.roots.get(self.tree_name(lease.salt)), lease.tokens.data, whole)
+
+    def _forget_lost(self, lease: Lease, lost: tuple[int, ...]) -> None:
+        """Remove what needs places that could not be read."""
+        block = self._last_block(lease) if lost else None
+        path = [] if block is None else list(block.ancestry())
+        for snapshot in [] if block is None else list(block.snapshots.values()):
+            if snapshot.place in lost or (snapshot.tail_place and snapshot.tail_place in lost):
+                self.evict(snapshot)
+        for node in path:
+            if node.place and node.place in lost:
+                self.cut_off(node)
 
     def _forget_returned(self, lease: Lease) -> None:
         """Free the blocks that the device has again; without states, remove the ends before them too."""
-        data, whole = lease.tokens.data, len(lease.tokens) // BLOCK_TOKENS
-        block = find_block(self.roots.get(lease.salt), data, whole)
+        block = self._last_block(lease)
         path = [] if block is None else list(block.ancestry())
         freed = {node.place: 1 for node in path}
         for node in path:
             node.place = NO_PLACE
-        self._free(freed)
+        self.free(freed)
         if not self.slot_blocks:
             for node in path:
                 for end in list(node.snapshots.values()):
                     if end.num_loads == 0:
-                        self._remove(end, is_on_device=True)
+                        self.remove(end, is_elsewhere=True)
 
     # Reading
 
@@ -355,6 +468,7 @@ class LowerTier:
     def stats(self) -> LowerStats:
         """Return all figures of the tier."""
         return LowerStats(
+            self.store,
             self.num_blocks,
             self.num_used,
             self.num_snapshots,
@@ -362,48 +476,19 @@ class LowerTier:
             self.num_blocks_demoted,
             self.num_snapshots_evicted,
             self.num_snapshots_refused,
+            self.num_loads,
+            self.num_loaded_bytes,
+            self.num_failed_loads,
         )
 
     def is_queued(self, snapshot: RestingSnapshot) -> bool:
-        """Whether a snapshot can be evicted some day: it is in the queue, or a load will put it there."""
+        """Whether a snapshot can be evicted some day: it is in the queue, or a transfer's end will put it there."""
         return snapshot in self._queue or snapshot.num_loads > 0
 
     def snapshots(self) -> Iterator[RestingSnapshot]:
         """Yield all that rest."""
         for root in self.roots.values():
             yield from root.below()
-
-
-def _next_below(block: RestingBlock, removed: RestingSnapshot) -> Iterator[RestingSnapshot]:
-    """Yield the nearest snapshots below one that lay right after ``block``."""
-    longer = [s for key, s in block.snapshots.items() if len(key) > len(removed.key) and key.startswith(removed.key)]
-    if longer:
-        yield min(longer, key=lambda snapshot: snapshot.position)
-        return
-    waiting = [child for key, child in block.children.items() if key.startswith(removed.key)]
-    while waiting:
-        node = waiting.pop()
-        if node.snapshots:
-            yield min(node.snapshots.values(), key=lambda snapshot: snapshot.position)
-        else:
-            waiting.extend(node.children.values())
-
-
-def _nearest(node: RestingBlock, block: RestingBlock, removed: RestingSnapshot) -> RestingSnapshot | None:
-    """Return the nearest snapshot above one that was removed after ``block``, if it has no continuation at rest now.
-
-    Args:
-        node: the last block that is left before the one that was removed.
-    """
-    above: RestingBlock | None = node
-    while above is not None:
-        before = [s for key, s in above.snapshots.items() if above is not block or removed.key.startswith(key)]
-        if before:
-            return None if above.children else max(before, key=lambda snapshot: snapshot.position)
-        if len(above.children) > (above is not node):
-            return None
-        above = above.parent
-    return None
 
 
 def _can_evict(snapshot: RestingSnapshot) -> bool:

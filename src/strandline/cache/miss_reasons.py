@@ -1,6 +1,6 @@
 """The reasons for misses, from which accounts are made. Reads the index and the running leases; changes nothing."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -24,24 +24,23 @@ class MissReasons:
         roots: the root of every salt's tree.
         leases: leases of running requests.
         rule: where prompts resume.
-        lower: the tier below the device, if there is one.
+        tiers: those below the device.
     """
 
     def __init__(
-        self, roots: dict[str, Run], leases: Collection[Lease], rule: ResumeRule, lower: LowerTier | None = None
+        self, roots: dict[str, Run], leases: Collection[Lease], rule: ResumeRule, tiers: Sequence[LowerTier] = ()
     ) -> None:
         self._roots = roots
         self._leases = leases
         self._rule = rule
-        self._lower = lower
+        self._tiers = tiers
 
     def account(self, tokens: TokenBuffer, salt: str, match: Match | None) -> Account:
         """Return the account of a lookup; None: nothing is cached under its salt."""
         account = self._account(tokens, salt, match)
-        if self._lower is None:
-            return account
-        found = self._lower.find(salt, tokens.data, match or NO_MATCH)
-        return account if found is None else account.blaming(Reason.DEMOTED, found[2])
+        found = [tier.find(salt, tokens.data, match or NO_MATCH) for tier in self._tiers]
+        end = max((position for _, _, position in filter(None, found)), default=0)
+        return account.blaming(Reason.DEMOTED, end) if end else account
 
     def _account(self, tokens: TokenBuffer, salt: str, match: Match | None) -> Account:
         if match is None:

@@ -28,7 +28,7 @@ class RestingBlock:
         self.snapshots: dict[bytes, RestingSnapshot] = {}
         """Those between its end and that of the next block, by the tokens in between."""
         self.place = NO_PLACE
-        """Where the store has it; ``NO_PLACE``: the device has it."""
+        """Where the store has it; ``NO_PLACE``: the device has it, or it is on its way to the store."""
 
     def ancestry(self) -> "Iterator[RestingBlock]":
         """Yield this block and those before it, last block first."""
@@ -60,6 +60,7 @@ class RestingSnapshot:
         "num_loads",
         "place",
         "position",
+        "salt",
         "saved_tokens",
         "tail_place",
         "use",
@@ -79,6 +80,8 @@ class RestingSnapshot:
     ) -> None:
         self.block: RestingBlock | None = None
         """The last whole block before it; None: it does not rest (any more)."""
+        self.salt = ""
+        """The name of its tree (``LowerTier.tree_name``)."""
         self.position = position
         self.key = key
         """The tokens from there to its position, encoded."""
@@ -95,9 +98,30 @@ class RestingSnapshot:
         self.tail_place = NO_PLACE
         """That of the block that it lies inside."""
         self.num_loads = 0
-        """Loads under way that read it or blocks before it: it is not evicted."""
+        """Transfers under way that read or write it, or blocks before it: it is not evicted."""
         self.last_push = 0
         """The number of its last push onto the eviction queue; 0: it is not there."""
+
+    def copy(self, salt: str, saved_tokens: int) -> "RestingSnapshot":
+        """Return it as an entry of another tree."""
+        is_shared, is_superseded, is_interior = self.is_shared, self.is_superseded, self.is_interior
+        other = RestingSnapshot(
+            self.position,
+            self.key,
+            self.kind,
+            self.use,
+            saved_tokens,
+            is_shared=is_shared,
+            is_superseded=is_superseded,
+            is_interior=is_interior,
+        )
+        other.salt = salt
+        return other
+
+    def path(self) -> bytes:
+        """Return the tokens before it, encoded."""
+        blocks = [] if self.block is None else list(self.block.ancestry())
+        return b"".join(block.key for block in reversed(blocks)) + self.key
 
     @property
     def num_continuations(self) -> int:
@@ -126,3 +150,35 @@ def add_block(root: RestingBlock, data: bytes | bytearray, num_blocks: int) -> R
             child = node.children[key] = RestingBlock(node, key)
         node = child
     return node
+
+
+def next_below(block: RestingBlock, removed: RestingSnapshot) -> Iterator[RestingSnapshot]:
+    """Yield the nearest snapshots below one that lay right after ``block``."""
+    longer = [s for key, s in block.snapshots.items() if len(key) > len(removed.key) and key.startswith(removed.key)]
+    if longer:
+        yield min(longer, key=lambda snapshot: snapshot.position)
+        return
+    waiting = [child for key, child in block.children.items() if key.startswith(removed.key)]
+    while waiting:
+        node = waiting.pop()
+        if node.snapshots:
+            yield min(node.snapshots.values(), key=lambda snapshot: snapshot.position)
+        else:
+            waiting.extend(node.children.values())
+
+
+def nearest_above(node: RestingBlock, block: RestingBlock, removed: RestingSnapshot) -> RestingSnapshot | None:
+    """Return the nearest snapshot above one that was removed after ``block``, if it has no continuation at rest now.
+
+    Args:
+        node: the last block that is left before the one that was removed.
+    """
+    above: RestingBlock | None = node
+    while above is not None:
+        before = [s for key, s in above.snapshots.items() if above is not block or removed.key.startswith(key)]
+        if before:
+            return None if above.children else max(before, key=lambda snapshot: snapshot.position)
+        if len(above.children) > (above is not node):
+            return None
+        above = above.parent
+    return None

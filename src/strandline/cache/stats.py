@@ -45,8 +45,9 @@ class MemoryUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LowerStats:
-    """Figures of the tier below the device. Counters start at its construction."""
+    """Figures of a tier below the device. Counters start at its construction."""
 
+    store: str
     num_blocks: int
     """Its size in blocks; a slot takes a slab's worth of them."""
     num_used_blocks: int
@@ -56,7 +57,11 @@ class LowerStats:
     num_blocks_demoted: int
     num_snapshots_evicted: int
     num_snapshots_refused: int
-    """Evicted from the device, and worth less than all that rests."""
+    """Evicted from the device or the tier above, and worth less than all that rests."""
+    num_loads: int
+    """Loads that ended well."""
+    num_loaded_bytes: int
+    num_failed_loads: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,5 +84,5 @@ class CacheStats:
     hits_by_kind: Mapping[SnapshotKind, int]
     snapshots_taken: Mapping[SnapshotKind, int]
     loads: LoadCounters
-    lower: LowerStats | None
-    """Of the tier below the device."""
+    tiers: tuple[LowerStats, ...]
+    """Of the tiers below the device, nearest first."""

@@ -354,7 +354,7 @@ def new_scheduler(
         num_logs=config.max_num_seqs if facts.log_tokens or facts.draft_tokens else 0,
         log_tokens=facts.log_tokens,
         emits_events=emits_events,
-        lower=_host_memory(facts, config.snapshot_dtype),
+        lower=_lower_memories(facts, config.snapshot_dtype),
     )
     max_num_batched_tokens = choose_batched_tokens(config, facts.device_type)
     threshold = config.long_prefill_token_threshold
@@ -374,18 +374,19 @@ def new_scheduler(
     )
 
 
-def _host_memory(facts: ExecutorFacts, snapshot_dtype: str) -> LowerMemory | None:
-    """Return the host memory below the device; None: there is none."""
+def _lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemory]:
+    """Return the memories below the device, nearest first."""
     spec, num_blocks = facts.spec, facts.num_host_blocks
     if not num_blocks:
-        return None
-    return LowerMemory(HOST_STORE, num_blocks, spec.block_bytes, spec.resting_slot_blocks(snapshot_dtype), LoadCosts())
+        return []
+    slot_blocks = spec.resting_slot_blocks(snapshot_dtype)
+    return [LowerMemory(HOST_STORE, num_blocks, spec.block_bytes, slot_blocks, LoadCosts())]
 
 
 def _host_memory_stats(stats: CacheStats, block_bytes: int) -> HostMemoryStats | None:
-    lower, loads = stats.lower, stats.loads
-    if lower is None:
+    if not stats.tiers:
         return None
+    lower, loads = stats.tiers[0], stats.loads
     return HostMemoryStats(
         num_bytes=lower.num_blocks * block_bytes,
         num_used_bytes=lower.num_used_blocks * block_bytes,

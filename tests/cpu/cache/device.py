@@ -24,6 +24,7 @@ from strandline.cache import (
     StepGrant,
     StoreOut,
 )
+from strandline.cache.actions import StoredPath
 from strandline.cache.tokens import decode
 from strandline.cache.tree import Run
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT, BlockId, LogId, SlotId, TransferId
@@ -47,6 +48,8 @@ class Device:
         """What a store holds, by place: a block's tokens, or those whose state it is."""
         self.loading: dict[TransferId, LoadIn] = {}
         self.storing: list[TransferId] = []
+        self.spilling: dict[TransferId, StoreOut] = {}
+        """Stores whose sources must stay as they are until they end."""
         self.cancelled: set[TransferId] = set()
 
     def cells(self, block: BlockId) -> list[int]:
@@ -65,11 +68,13 @@ class Device:
                     self._write_cells(dst, 0, self._cells[src][:num_tokens])
                 case MoveBlock(src, dst):
                     assert not self._is_loading(block=src), f"block {src} is moved while it is loaded"
+                    assert not self._is_spilling(src), f"block {src} is moved while it is stored"
                     self._write_cells(dst, 0, self._cells[src])
                     self._cells[src] = [POISON] * BLOCK_TOKENS
                 case DropBlocks(blocks):
                     for block in blocks:
                         assert not self._is_loading(block=block), f"block {block} is freed while it is loaded"
+                        assert not self._is_spilling(block), f"block {block} is freed while it is stored"
                         self._cells[BlockId(block)] = [POISON] * BLOCK_TOKENS
                 case DropSlot(slot):
                     assert not self._is_loading(slot=slot), f"slot {slot} is freed while it is loaded"
@@ -83,6 +88,8 @@ class Device:
                 case LoadIn(transfer):
                     assert transfer not in self.loading
                     self.loading[transfer] = action
+                case StoreOut(transfer, path=StoredPath()):
+                    self.spilling[transfer] = action
                 case StoreOut(transfer, _, block_places, slot_places):
                     self.storing.append(transfer)
                     for block, place in block_places:
@@ -92,9 +99,10 @@ class Device:
                         self.stored[place] = self.state(slot) or ()
                 case DropStored(_, places):
                     read = {place for load in self.loading.values() for _, place in (*load.blocks, *load.slots)}
-                    for place in places:
-                        assert place not in read, f"place {place} is freed while it is read"
-                        del self.stored[place]
+                    read |= {source for spill in self.spilling.values() for source, _ in spill.stored}
+                    for stored in places:
+                        assert stored not in read, f"place {stored} is freed while it is read"
+                        self.stored.pop(stored, None)
                 case CancelTransfer(transfer):
                     self.cancelled.add(transfer)
                 case _:
@@ -116,6 +124,23 @@ class Device:
             self._write_cells(block, 0, [POISON] * BLOCK_TOKENS)
         for slot, _ in action.slots:
             self._write_state(slot, (POISON,))
+
+    def end_spill(self, transfer: TransferId, *, is_done: bool) -> None:
+        """End a store whose sources were kept: copy what they hold by now."""
+        action = self.spilling.pop(transfer)
+        assert action.path is not None
+        sources = {place: self.stored[source] for source, place in action.stored}
+        sources |= {place: tuple(self._cells[block]) for block, place in action.blocks}
+        path = action.path
+        assert sources.keys() == {*path.blocks, path.slot, path.tail} - {0}, "what is stored is not what its path says"
+        tokens = tuple(decode(path.data))
+        for index, place in enumerate(path.blocks, path.first_block):
+            assert sources[place] == tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+        if is_done:
+            self.stored |= sources
+
+    def _is_spilling(self, block: int) -> bool:
+        return any(source == block for spill in self.spilling.values() for source, _ in spill.blocks)
 
     def _is_loading(self, *, block: int = NULL_BLOCK, slot: int = NULL_SLOT) -> bool:
         size = self._blocks_per_slab
@@ -201,8 +226,7 @@ class Device:
 
     def _verify_resting(self, cache: PrefixCache) -> None:
         """Check the content of all that rests below the device."""
-        lower = cache.internals().memory.lower
-        for root in () if lower is None else lower.roots.values():
+        for root in (root for tier in cache.loads.tiers for root in tier.roots.values()):
             for snapshot in root.below():
                 blocks = [] if snapshot.block is None else list(snapshot.block.ancestry())
                 path = b"".join(block.key for block in reversed(blocks)) + snapshot.key
@@ -211,9 +235,9 @@ class Device:
                 if snapshot.tail_place:
                     known = tuple(decode(snapshot.key))
                     assert self.stored[snapshot.tail_place][: len(known)] == known, "a resting tail is another"
-                for block in blocks:
-                    if block.place:
-                        assert self.stored[block.place] == tuple(decode(block.key)), "a resting block is another"
+                for node in blocks:
+                    if node.place:
+                        assert self.stored[node.place] == tuple(decode(node.key)), "a resting block is another"
 
 
 def _by_block(lease: Lease, tokens: Tokens) -> Iterator[tuple[BlockId, int, Tokens]]:

@@ -22,6 +22,7 @@ from strandline.cache import (
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import EvictionOrder
 from strandline.cache.invariants import check
+from strandline.cache.kept import NOTHING, Kept
 from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
 from strandline.cache.tokens import decode
 from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
@@ -46,12 +47,10 @@ class Driver:
         emits_events: bool = False,
         lower_blocks: int = 0,
         lower_slot_blocks: int | None = None,
+        disk_blocks: int = 0,
+        kept: Kept = NOTHING,
     ) -> None:
-        lower = None
-        if lower_blocks:
-            lower_slot_blocks = blocks_per_slab if lower_slot_blocks is None else lower_slot_blocks
-            slot_blocks = lower_slot_blocks if rule.needs_slots else 0
-            lower = LowerMemory("host", lower_blocks, 1, slot_blocks, LoadCosts())
+        slot_blocks = blocks_per_slab if lower_slot_blocks is None else lower_slot_blocks
         self.cache = PrefixCache(
             num_slabs,
             blocks_per_slab,
@@ -62,7 +61,7 @@ class Driver:
             num_logs=num_slabs - 1 if rule.needs_slots else 0,
             log_tokens=LOG_TOKENS,
             emits_events=emits_events,
-            lower=lower,
+            lower=tiers(lower_blocks, disk_blocks, slot_blocks if rule.needs_slots else 0, kept),
         )
         self.device = Device(num_slabs, blocks_per_slab)
         self._num_requests = 0
@@ -174,10 +173,33 @@ class Driver:
 
     def end_load(self, transfer: TransferId, *, is_done: bool) -> None:
         """End a load, well or badly."""
-        (self.device.end_load if is_done else self.device.fail_load)(transfer)
+        if not is_done:
+            self.fail(transfer)
+            return
+        self.device.end_load(transfer)
         assert self.cache.loads.complete(Completion(transfer, is_done)) is not None
         check(self.cache)
         self.flush()
+
+    def fail(self, transfer: TransferId, lost: tuple[int, ...] = ()) -> None:
+        """End a load badly, as these places cannot be read any more."""
+        self.device.fail_load(transfer)
+        completion = Completion(transfer, is_done=False, lost=lost)
+        assert self.cache.loads.complete(completion) is not None
+        check(self.cache)
+        self.flush()
+
+    def end_spill(self, index: int = 0, *, is_done: bool = True) -> bool:
+        """End a spill, whichever began first; whether there was one."""
+        spilling = self.device.spilling
+        if not spilling:
+            return False
+        transfer = list(spilling)[index % len(spilling)]
+        self.device.end_spill(transfer, is_done=is_done)
+        assert self.cache.loads.complete(Completion(transfer, is_done)) is None
+        check(self.cache)
+        self.flush()
+        return True
 
     def serve(
         self, prompt: Iterable[int], generated: Iterable[int] = (), *, salt: str = "", chunk: int = 10**6
@@ -194,6 +216,9 @@ class Driver:
         self.flush()
         for transfer in list(self.device.loading):
             self.end_load(transfer, is_done=False)
+        while self.end_spill(is_done=False):
+            pass
+        self.cache.loads.spills = None
         for lease in list(self.cache.internals().leases.values()):
             self.release(lease, SnapshotKind.PREEMPTION)
         memory, allocator = self.cache.internals().memory, self.cache.internals().allocator
@@ -208,6 +233,15 @@ class Driver:
         check(self.cache)
         assert (allocator.num_slots, allocator.num_blocks, allocator.num_free_slabs) == (0, 0, allocator.num_slabs - 1)
         assert (memory.num_evictable_blocks, memory.num_evictable_slots) == (0, 0)
+
+
+def tiers(lower_blocks: int, disk_blocks: int, slot_blocks: int, kept: Kept = NOTHING) -> list[LowerMemory]:
+    """Return memories below the device of these sizes; 0: none. What leaves the upper one early is a third of it."""
+    spare = lower_blocks // 3 + 1 if disk_blocks else 0
+    memories = [LowerMemory("host", lower_blocks, 1, slot_blocks, LoadCosts(), spare)] if lower_blocks else []
+    if disk_blocks:
+        memories.append(LowerMemory("disk", disk_blocks, 1, slot_blocks, LoadCosts(), key=b"secret", kept=kept))
+    return memories
 
 
 def published(cache: PrefixCache) -> set[tuple[str, Tokens]]:

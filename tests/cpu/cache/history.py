@@ -40,10 +40,16 @@ class History:
         *,
         emits_events: bool = False,
         lower_blocks: int = 0,
+        disk_blocks: int = 0,
     ) -> None:
         self.rule = rule
         self.driver = Driver(
-            num_slabs, blocks_per_slab, rule=rule, emits_events=emits_events, lower_blocks=lower_blocks
+            num_slabs,
+            blocks_per_slab,
+            rule=rule,
+            emits_events=emits_events,
+            lower_blocks=lower_blocks,
+            disk_blocks=disk_blocks,
         )
         self.cache = self.driver.cache
         self.prompts: list[Tokens] = [()]
@@ -257,6 +263,10 @@ class History:
             assert account.hit == (len(lease.tokens) if self.rule.needs_slots else account.hit)
         assert not lease.is_active
 
+    def end_spill(self, index: int, *, is_done: bool) -> None:
+        """End a spill, whichever began first."""
+        self._is_flushed |= self.driver.end_spill(index, is_done=is_done)
+
     def cancel_load(self, index: int) -> None:
         """Cancel a load, as when the request that it was begun for is aborted; it ends later."""
         loading = self.driver.device.loading
@@ -286,7 +296,9 @@ class History:
         self._is_flushed = True
 
     def _follow_moves(self, blocks: list[BlockId]) -> list[BlockId]:
-        actions = self.cache.take_actions()
+        # Not by ``take_actions``, which may begin spills, and so keep blocks that ``can_take`` has promised.
+        memory = self.cache.internals().memory
+        actions, memory.actions = memory.actions, []
         self.driver.device.apply(actions)
         moves = {action.src: action.dst for action in actions if isinstance(action, MoveBlock)}
         return [moves.get(block, block) for block in blocks]

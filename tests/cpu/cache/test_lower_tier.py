@@ -4,7 +4,7 @@ import pytest
 
 from strandline.cache import LoadCosts, Miss, Reason, TokenBuffer
 from strandline.cache.lower_tier import LowerTier
-from strandline.cache.resume import AtTokens
+from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
 from strandline.ids import TransferId
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.history import pattern
@@ -28,9 +28,9 @@ def tier(driver: Driver) -> LowerTier:
     return lower
 
 
-def evicted(prompt: list[int] = PROMPT, lower_blocks: int = 100, **options: AtTokens) -> Driver:
+def evicted(prompt: list[int] = PROMPT, lower_blocks: int = 100, rule: ResumeRule = AT_SNAPSHOTS) -> Driver:
     """Return a driver that has served a prompt and evicted it."""
-    driver = Driver(lower_blocks=lower_blocks, **options)
+    driver = Driver(lower_blocks=lower_blocks, rule=rule)
     driver.serve(prompt)
     evict_all(driver)
     return driver

@@ -170,6 +170,35 @@ class StatelessTieredCacheMachine(TieredCacheMachine):
         self.history = History(*shape, AtTokens(), lower_blocks=lower_blocks)
 
 
+class DiskCacheMachine(TieredCacheMachine):
+    """The same, with a persistent tier below that memory, and spills that end late, in any order, well or badly."""
+
+    @initialize(
+        shape=st.sampled_from(SHAPES[::-1]),
+        lower_blocks=st.sampled_from([25, 60, 8, 1]),
+        disk_blocks=st.sampled_from([300, 60, 20, 1]),
+    )
+    def start(self, shape: tuple[int, int], lower_blocks: int = 1, disk_blocks: int = 1) -> None:
+        self.history = History(*shape, lower_blocks=lower_blocks, disk_blocks=disk_blocks)
+
+    @precondition(lambda self: self.history.cache.loads.spills)
+    @rule(index=st.integers(0, 3), is_done=st.sampled_from([True, True, True, False]))
+    def end_spill(self, index: int, is_done: bool) -> None:
+        self.history.end_spill(index, is_done=is_done)
+
+
+class StatelessDiskCacheMachine(DiskCacheMachine):
+    """The same, of a model that keeps no states."""
+
+    @initialize(
+        shape=st.sampled_from(SHAPES[::-1]),
+        lower_blocks=st.sampled_from([25, 60, 8, 1]),
+        disk_blocks=st.sampled_from([300, 60, 20, 1]),
+    )
+    def start(self, shape: tuple[int, int], lower_blocks: int = 1, disk_blocks: int = 1) -> None:
+        self.history = History(*shape, AtTokens(), lower_blocks=lower_blocks, disk_blocks=disk_blocks)
+
+
 class StatelessLoadingCacheMachine(LoadingCacheMachine):
     """The same, of a model that keeps no states."""
 
@@ -205,6 +234,12 @@ TieredCacheMachine.TestCase.settings = settings(max_examples=settings().max_exam
 StatelessTieredCacheMachine.TestCase.settings = settings(
     max_examples=settings().max_examples // 4, stateful_step_count=50
 )
+DiskCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
+StatelessDiskCacheMachine.TestCase.settings = settings(
+    max_examples=settings().max_examples // 4, stateful_step_count=50
+)
+TestDiskCacheMachine = DiskCacheMachine.TestCase
+TestStatelessDiskCacheMachine = StatelessDiskCacheMachine.TestCase
 TestTieredCacheMachine = TieredCacheMachine.TestCase
 TestStatelessTieredCacheMachine = StatelessTieredCacheMachine.TestCase
 TestCacheMachine = CacheMachine.TestCase
@@ -242,14 +277,14 @@ def test_long_histories_with_loads_agree_with_the_dictionary(shape: tuple[int, i
     history.driver.drain()
 
 
-@pytest.mark.parametrize("lower_blocks", [12, 300])
+@pytest.mark.parametrize(("lower_blocks", "disk_blocks"), [(12, 0), (300, 0), (30, 40), (16, 400)])
 @pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
 @pytest.mark.parametrize("shape", [(16, 1), (9, 5)])
-def test_long_histories_with_a_tier_below_agree_with_the_dictionary(
-    shape: tuple[int, int], rule: ResumeRule, lower_blocks: int
+def test_long_histories_with_tiers_below_agree_with_the_dictionary(
+    shape: tuple[int, int], rule: ResumeRule, lower_blocks: int, disk_blocks: int
 ) -> None:
     choose = random.Random(str(shape))
-    history = History(*shape, rule, lower_blocks=lower_blocks)
+    history = History(*shape, rule, lower_blocks=lower_blocks, disk_blocks=disk_blocks)
     for _ in range(300):
         event = choose.random()
         if event < 0.15:
@@ -264,10 +299,16 @@ def test_long_histories_with_a_tier_below_agree_with_the_dictionary(
             history.end_load(choose.randrange(4), is_done=choose.random() < 0.8)
         elif event < 0.32:
             history.take(choose.randrange(shape[0] * shape[1] // 2), 0, "blocks first")
+        elif event < 0.45 and disk_blocks:
+            history.end_spill(choose.randrange(4), is_done=choose.random() < 0.8)
         else:
             random_event(history, choose)
         history.check()
     assert lower_blocks < 20 or not rule.needs_slots or history.cache.stats().loads.num_done > 0
+    if disk_blocks and rule.needs_slots:
+        _, disk = history.cache.stats().tiers
+        assert disk.num_snapshots_demoted > 0
+        assert disk_blocks < 100 or disk.num_loads > 0
     history.driver.drain()
 
 

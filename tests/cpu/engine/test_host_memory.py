@@ -42,8 +42,10 @@ def test_evicted_prompts_come_back_from_host_memory(make_llm: MakeLLM) -> None:
     assert after.loads.num_done >= len(PROMPTS) - 3
     assert after.loads.num_snapshots == after.loads.num_done
     assert after.loads.num_blocks > 0
-    assert after.lower is not None
-    assert after.lower.num_snapshots_demoted > 0
+    [host] = after.tiers
+    assert host.num_snapshots_demoted > 0
+    assert host.num_loads == after.loads.num_done
+    assert host.num_loaded_bytes > 0
 
 
 def test_next_turns_hit_what_was_evicted_between_turns(make_llm: MakeLLM) -> None:
@@ -95,7 +97,7 @@ def test_keys_and_values_without_states_come_back(
 def test_without_host_memory_nothing_rests(make_llm: MakeLLM) -> None:
     llm = make_llm()
     answers(llm, PROMPTS[:2])
-    assert stats(llm).lower is None
+    assert stats(llm).tiers == ()
     assert stats(llm).missed_tokens[Reason.DEMOTED] == 0
 
 

@@ -1,0 +1,140 @@
+"""Adoption of what a store holds from an earlier process: its tree is built again from what the files say.
+
+What needs blocks that are not there any more is dropped, and so are blocks that nothing needs. Uses are dated back by
+how long the files have not been used.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from strandline.cache.account import SnapshotKind
+from strandline.cache.kept import Kept, KeptBlocks, KeptSnapshot
+from strandline.cache.lower_tier import CERTAIN, LowerTier
+from strandline.cache.path_hashes import block_hashes, root_hash
+from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot
+from strandline.cache.reuse import TICKS_PER_S, ReuseHistory
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.cache.use import Use
+from strandline.ids import BLOCK_TOKENS
+
+Nodes = dict[tuple[str, bytes], tuple[RestingBlock, int]]
+"""By tree and hash of a path: its last block, and how many there are."""
+
+
+def last_place(kept: Kept) -> int:
+    """Return the highest place in use."""
+    return max(_sizes(kept, 1), default=NO_PLACE)
+
+
+def adopt(tier: LowerTier, kept: Kept, reuse: ReuseHistory) -> None:
+    """Put what a store holds into the empty tree of its tier, and evict what is worth least if that is too much."""
+    sizes = _sizes(kept, tier.slot_blocks)
+    tier.num_used = sum(sizes.values())
+    nodes = _link(tier, kept)
+    entries = _snapshots(kept, nodes, reuse) if tier.slot_blocks else _ends(kept, nodes, reuse)
+    for resting, tree, block in sorted(entries, key=lambda entry: entry[0].position):
+        if resting.key not in block.snapshots:
+            resting.saved_tokens -= _position_above(block, resting)
+            tier.enter(resting, tree, _path_of(block))
+    for node, _ in nodes.values():
+        _prune(node)
+    for snapshot in tier.snapshots():
+        sizes.pop(snapshot.place, None)
+        sizes.pop(snapshot.tail_place, None)
+    for node, _ in nodes.values():
+        if node.parent is not None:
+            sizes.pop(node.place, None)
+    tier.free(sizes)
+    tier.make_room(0, CERTAIN)
+
+
+def _sizes(kept: Kept, slot_blocks: int) -> dict[int, int]:
+    """Return the sizes of all places."""
+    sizes = {place: 1 for blocks in kept.blocks for place in blocks.places}
+    for snapshot in kept.snapshots:
+        sizes |= {snapshot.slot: slot_blocks, snapshot.tail: 1}
+    sizes.pop(NO_PLACE, None)
+    return sizes
+
+
+def _link(tier: LowerTier, kept: Kept) -> Nodes:
+    """Build the trees of blocks, as far as paths are whole."""
+    waiting = defaultdict[tuple[str, bytes], list[KeptBlocks]](list)
+    for blocks in kept.blocks:
+        waiting[blocks.tree, blocks.before].append(blocks)
+    nodes: Nodes = {}
+    for tree in dict.fromkeys([*(x.tree for x in kept.blocks), *(x.tree for x in kept.snapshots)]):
+        root = tier.roots.setdefault(tree, RestingBlock(None, b""))
+        reached = [(root_hash(tree), root, 0)]
+        while reached:
+            before, node, num_blocks = reached.pop()
+            nodes[tree, before] = node, num_blocks
+            for blocks in waiting.pop((tree, before), ()):
+                reached += _append(node, num_blocks, blocks)
+    return nodes
+
+
+def _append(node: RestingBlock, num_blocks: int, blocks: KeptBlocks) -> Iterator[tuple[bytes, RestingBlock, int]]:
+    """Append blocks to a path; yield the hash, the node and the number of blocks of each path that there is now."""
+    hashes = block_hashes(blocks.before, blocks.tokens)
+    for index, (path_hash, place) in enumerate(zip(hashes, blocks.places, strict=True)):
+        key = blocks.tokens[index * BLOCK_KEY_BYTES : (index + 1) * BLOCK_KEY_BYTES]
+        child = node.children.get(key)
+        if child is None:
+            child = node.children[key] = RestingBlock(node, key)
+            child.place = place
+        node = child
+        yield path_hash, node, num_blocks + index + 1
+
+
+Entry = tuple[RestingSnapshot, str, RestingBlock]
+
+
+def _snapshots(kept: Kept, nodes: Nodes, reuse: ReuseHistory) -> Iterator[Entry]:
+    """Yield the snapshots whose paths are whole, with the tree and the last block of each."""
+    for snapshot in kept.snapshots:
+        found = nodes.get((snapshot.tree, snapshot.before))
+        if found is None or bool(snapshot.tail) != bool(snapshot.key):
+            continue
+        position = found[1] * BLOCK_TOKENS + len(snapshot.key) // TOKEN_BYTES
+        use = _use(snapshot, reuse)
+        resting = RestingSnapshot(position, snapshot.key, snapshot.kind, use, position, is_shared=snapshot.is_shared)
+        resting.place, resting.tail_place = snapshot.slot, snapshot.tail
+        yield resting, snapshot.tree, found[0]
+
+
+def _ends(kept: Kept, nodes: Nodes, reuse: ReuseHistory) -> Iterator[Entry]:
+    """Yield an end for all blocks that came together, where models keep no states."""
+    for blocks in kept.blocks:
+        found = nodes.get((blocks.tree, [blocks.before, *block_hashes(blocks.before, blocks.tokens)][-1]))
+        if found is not None:
+            position, use = found[1] * BLOCK_TOKENS, _use(blocks, reuse)
+            kind = SnapshotKind.GENERATION_END
+            resting = RestingSnapshot(position, b"", kind, use, position, is_shared=blocks.is_shared)
+            yield resting, blocks.tree, found[0]
+
+
+def _use(entry: KeptBlocks | KeptSnapshot, reuse: ReuseHistory) -> Use:
+    return Use(reuse.now - int(entry.idle_s * TICKS_PER_S), entry.interarrival_bin)
+
+
+def _path_of(block: RestingBlock) -> bytes:
+    return b"".join(node.key for node in list(block.ancestry())[::-1])
+
+
+def _position_above(block: RestingBlock, resting: RestingSnapshot) -> int:
+    """Return the position of the nearest snapshot above one that is about to be entered after a block, or 0."""
+    node, after = block, resting.key
+    while True:
+        before = [x.position for key, x in node.snapshots.items() if after.startswith(key)]
+        if before or node.parent is None:
+            return max(before, default=0)
+        node, after = node.parent, node.key
+
+
+def _prune(node: RestingBlock) -> None:
+    """Remove a block that nothing needs, and those before it that only it needs."""
+    while node.parent is not None and not node.children and not node.snapshots:
+        parent, node.parent = node.parent, None
+        del parent.children[node.key]
+        node = parent

@@ -1,0 +1,255 @@
+"""Spills: what leaves host memory for the persistent tier below it, and what becomes of these transfers.
+
+A spill is begun while there is still memory left, from the snapshot that is worth least on; it frees that memory when
+it has ended. Until then neither the tier above evicts what is copied, nor does the device, where some of the snapshot's
+blocks may be: the persistent tier needs all of them. What the persistent tier has already is not copied again, and what
+takes longer to load than to compute is not stored.
+
+Invariants: nothing that is on its way can be loaded; a spill that fails leaves nothing behind.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from strandline.cache.actions import Action, Completion, StoredPath, StoreOut
+from strandline.cache.holds import Holds
+from strandline.cache.lease import Lease
+from strandline.cache.lower_tier import LowerTier
+from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, find_block
+from strandline.cache.tokens import BLOCK_KEY_BYTES
+from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, TransferId
+
+MAX_SPILLS: Final = 32
+"""Most spills at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spill:
+    """A spill under way."""
+
+    leaving: RestingSnapshot
+    """That of the tier above."""
+    read: tuple[int, ...]
+    """Places of the tier above."""
+    num_leaving: int
+    """Blocks of memory that its end frees there."""
+    arriving: RestingSnapshot
+    nodes: tuple[RestingBlock, ...]
+    """Blocks that arrive with it."""
+    path: StoredPath
+    hold: Lease | None
+    """Keeps the blocks that are on the device."""
+
+
+class OnTheirWay(NamedTuple):
+    """Entries of the persistent tier that are being written."""
+
+    num_blocks: int
+    """The memory that they take."""
+    blocks: set[RestingBlock]
+    snapshots: set[RestingSnapshot]
+
+
+class Spills:
+    """The spills between two tiers.
+
+    Args:
+        upper: loses what is worth least.
+        lower: the persistent tier.
+        issue: takes actions.
+        next_transfer: numbers transfers.
+    """
+
+    def __init__(
+        self,
+        upper: LowerTier,
+        lower: LowerTier,
+        issue: Callable[[Action], None],
+        holds: Holds,
+        next_transfer: Callable[[], TransferId],
+    ) -> None:
+        self._upper = upper
+        self._lower = lower
+        self._issue = issue
+        self._holds = holds
+        self._next_transfer = next_transfer
+        self._spills: dict[TransferId, _Spill] = {}
+        self._num_leaving = 0
+
+    def __len__(self) -> int:
+        return len(self._spills)
+
+    def on_their_way(self) -> OnTheirWay:
+        """Return what the persistent tier has no places for yet."""
+        sizes, blocks, snapshots = dict[int, int](), set[RestingBlock](), set[RestingSnapshot]()
+        for spill in self._spills.values():
+            sizes |= self._sizes(spill.path)
+            blocks.update(spill.nodes)
+            snapshots.add(spill.arriving)
+        return OnTheirWay(sum(sizes.values()), blocks, snapshots)
+
+    def begin(self) -> None:
+        """Begin as many spills as it takes until there is enough memory in the tier above."""
+        upper = self._upper
+        while (
+            upper.num_blocks - upper.num_used + self._num_leaving < upper.num_spare_blocks
+            and len(self._spills) < MAX_SPILLS
+            and (leaving := upper.pop()) is not None
+        ):
+            self.pass_on(leaving)
+
+    def pass_on(self, leaving: RestingSnapshot) -> None:
+        """Begin to spill a snapshot, or drop it if it is there already, is worth too little or would not be loaded."""
+        upper, lower = self._upper, self._lower
+        data = leaving.path()
+        tree = lower.tree_name(leaving.salt)
+        whole = leaving.position // BLOCK_TOKENS
+        known = find_block(lower.roots.get(tree), data, whole)
+        if known is not None and leaving.key in known.snapshots:
+            known.snapshots[leaving.key].use = leaving.use
+            upper.remove(leaving, is_elsewhere=True)
+            return
+        num_whole = whole + (leaving.tail_place != NO_PLACE)
+        pays = lower.costs.pays((lower.slot_blocks + num_whole) * lower.block_bytes, leaving.position)
+        first = self._make_room(leaving, tree, data) if pays else None
+        if first is None:
+            lower.num_snapshots_refused += 1
+            upper.evict(leaving)
+        else:
+            self._begin(leaving, tree, data, first)
+
+    def _make_room(self, leaving: RestingSnapshot, tree: str, data: bytes) -> int | None:
+        """Evict what is worth less than a snapshot and the blocks that it needs.
+
+        Returns:
+            The first block that the persistent tier lacks; None: the snapshot is worth too little.
+        """
+        lower = self._lower
+        while True:
+            first = _num_known(lower.roots.get(tree), data)
+            num_missing = leaving.position // BLOCK_TOKENS - first
+            num_blocks = lower.slot_blocks + (leaving.tail_place != NO_PLACE) + num_missing
+            if lower.num_blocks - lower.num_used >= num_blocks:
+                return first
+            # This may evict what had some of the blocks.
+            if not lower.make_room(num_blocks, lower.worth(leaving)):
+                return None
+
+    def _begin(self, leaving: RestingSnapshot, tree: str, data: bytes, first: int) -> None:
+        lower, transfer = self._lower, self._next_transfer()
+        arriving = leaving.copy(tree, leaving.position - lower.position_above(tree, data, leaving.position))
+        arriving.num_loads = 1
+        lower.enter(arriving, tree, data)
+        for below in lower.next_below(arriving):
+            below.saved_tokens -= arriving.saved_tokens
+        nodes = _path(arriving)[first:]
+        path = StoredPath(
+            tree,
+            data,
+            first,
+            tuple(lower.take(1) for _ in nodes),
+            lower.take(lower.slot_blocks) if lower.slot_blocks else NO_PLACE,
+            lower.take(1) if leaving.tail_place else NO_PLACE,
+            leaving.kind,
+            leaving.use.interarrival_bin,
+            leaving.is_shared,
+        )
+        above = _path(leaving)[first:]
+        here = [index for index, node in enumerate(above, first) if node.place == NO_PLACE]
+        hold = None
+        blocks: tuple[tuple[BlockId, int], ...] = ()
+        if here:
+            name = RequestId(f"spill {transfer}")
+            hold = self._holds.keep_blocks(name, leaving.salt, data, here[-1] + 1)
+            blocks = tuple((BlockId(hold.table[index]), path.blocks[index - first]) for index in here)
+        pairs = [(node.place, place) for node, place in zip(above, path.blocks, strict=True) if node.place]
+        pairs += [(leaving.place, path.slot), (leaving.tail_place, path.tail)]
+        stored = tuple(pair for pair in pairs if pair[0] != NO_PLACE)
+        read = tuple(source for source, _ in stored)
+        self._upper.begin_reading(read)
+        leaving.num_loads += 1
+        num_leaving = self._num_freed_by(leaving)
+        self._num_leaving += num_leaving
+        self._spills[transfer] = _Spill(leaving, read, num_leaving, arriving, tuple(nodes), path, hold)
+        self._issue(StoreOut(transfer, lower.store, blocks, (), stored, path))
+
+    def _num_freed_by(self, leaving: RestingSnapshot) -> int:
+        """Return how much memory of the tier above a snapshot and the blocks that it alone needs take."""
+        num_blocks = self._upper.slot_blocks + (leaving.tail_place != NO_PLACE)
+        for node in reversed(_path(leaving)):
+            num_needed_by = len(node.children) + len(node.snapshots)
+            if num_needed_by > 1:
+                break
+            num_blocks += node.place != NO_PLACE
+        return num_blocks
+
+    def complete(self, completion: Completion) -> bool:
+        """Take the end of a transfer; False: it is no spill."""
+        spill = self._spills.pop(completion.transfer, None)
+        if spill is None:
+            return False
+        upper = self._upper
+        self._num_leaving -= spill.num_leaving
+        if spill.hold is not None:
+            self._holds.drop(spill.hold)
+        upper.end_reading(spill.read)
+        spill.arriving.num_loads -= 1
+        if completion.is_done:
+            self._arrive(spill)
+        else:
+            self._fail(spill)
+        leaving = spill.leaving
+        leaving.num_loads -= 1
+        if leaving.num_loads == 0 and leaving.block is not None:
+            if completion.is_done:
+                upper.remove(leaving, is_elsewhere=True)
+            else:
+                upper.evict(leaving)
+        return True
+
+    def _arrive(self, spill: _Spill) -> None:
+        """Let what has been stored be loaded from now on; free what is not needed any more."""
+        lower, path, arriving = self._lower, spill.path, spill.arriving
+        unneeded = dict[int, int]()
+        for node, place in zip(spill.nodes, path.blocks, strict=True):
+            if node.parent is None:
+                unneeded[place] = 1
+            else:
+                node.place = place
+        if arriving.block is None:
+            unneeded |= {path.slot: lower.slot_blocks, path.tail: 1}
+        else:
+            arriving.place, arriving.tail_place = path.slot, path.tail
+            lower.push(arriving)
+        lower.num_snapshots_demoted += lower.slot_blocks > 0
+        lower.num_blocks_demoted += len(path.blocks)
+        lower.free(unneeded)
+
+    def _fail(self, spill: _Spill) -> None:
+        """Remove what did not arrive, and what needs it."""
+        lower = self._lower
+        lower.remove(spill.arriving)
+        for node in spill.nodes:
+            if node.parent is not None:
+                lower.cut_off(node)
+        lower.free(self._sizes(spill.path))
+
+    def _sizes(self, path: StoredPath) -> dict[int, int]:
+        sizes = dict.fromkeys(path.blocks, 1) | {path.slot: self._lower.slot_blocks, path.tail: 1}
+        sizes.pop(NO_PLACE, None)
+        return sizes
+
+
+def _path(resting: RestingSnapshot) -> list[RestingBlock]:
+    """Return the blocks before a snapshot, in order."""
+    return [] if resting.block is None else list(resting.block.ancestry())[::-1]
+
+
+def _num_known(root: RestingBlock | None, data: bytes) -> int:
+    """Return how many of the first whole blocks of a path have a node."""
+    num_blocks, node = 0, root
+    while node is not None:
+        node = node.children.get(data[num_blocks * BLOCK_KEY_BYTES : (num_blocks + 1) * BLOCK_KEY_BYTES])
+        num_blocks += node is not None
+    return num_blocks

@@ -1,0 +1,249 @@
+"""The persistent tier: what leaves host memory for it, what returns from it, and what a restart finds."""
+
+import pytest
+
+from strandline.cache import LoadCosts, Miss, Offer, Reason, TokenBuffer
+from strandline.cache.kept import Kept, KeptBlocks, KeptSnapshot
+from strandline.cache.lower_tier import LowerTier
+from strandline.cache.path_hashes import block_hashes, root_hash
+from strandline.cache.resume import AT_SNAPSHOTS, NO_MATCH, AtTokens, ResumeRule
+from tests.cpu.cache.driver import Driver
+from tests.cpu.cache.history import pattern
+from tests.cpu.cache.test_lower_tier import evict_all
+
+PROMPT = pattern(7, 400)
+NEXT_TURN = [*PROMPT, *pattern(9, 200)]
+
+
+def tiers(driver: Driver) -> tuple[LowerTier, LowerTier]:
+    """Return the tier in host memory and the persistent one."""
+    host, disk = driver.cache.loads.tiers
+    return host, disk
+
+
+def end_spills(driver: Driver, *, is_done: bool = True) -> None:
+    driver.flush()
+    while driver.end_spill(is_done=is_done):
+        pass
+
+
+def spilled(
+    *prompts: list[int], host: int = 13, disk: int = 100, rule: ResumeRule = AT_SNAPSHOTS, salt: str = ""
+) -> Driver:
+    """Return a driver that has served and evicted prompts, until all that fits is at rest in the persistent tier."""
+    driver = Driver(lower_blocks=host, disk_blocks=disk, rule=rule)
+    driver.cache.loads.tiers[0].num_spare_blocks = host
+    for prompt in prompts or (PROMPT,):
+        driver.serve(prompt, salt=salt)
+        evict_all(driver)
+        end_spills(driver)
+    return driver
+
+
+def positions(tier: LowerTier) -> list[int]:
+    return sorted(snapshot.position for snapshot in tier.snapshots())
+
+
+def restarted(driver: Driver, *, lose: int = 0) -> Driver:
+    """Return a driver over what the persistent tier of another one holds.
+
+    Args:
+        lose: leave out the blocks before this one, counted from 1.
+    """
+    _, disk = tiers(driver)
+    blocks, snapshots = [], []
+    for tree, root in disk.roots.items():
+        waiting = [(root, root_hash(tree), 0)]
+        while waiting:
+            node, path_hash, depth = waiting.pop()
+            for key, child in node.children.items():
+                if depth + 1 != lose:
+                    blocks.append(KeptBlocks(tree, path_hash, key, (child.place,), 0, 0.0, False))
+                waiting.append((child, block_hashes(path_hash, key)[0], depth + 1))
+            for key, found in node.snapshots.items():
+                if found.place:
+                    snapshots.append(
+                        KeptSnapshot(tree, path_hash, key, found.place, found.tail_place, found.kind, 0, 0.0, False)
+                    )
+    rule = driver.cache.internals().rule
+    new = Driver(lower_blocks=13, disk_blocks=disk.num_blocks, kept=Kept(tuple(blocks), tuple(snapshots)), rule=rule)
+    new.device.stored |= driver.device.stored
+    new.flush()
+    return new
+
+
+@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
+def test_what_leaves_host_memory_returns_from_the_persistent_tier(rule: ResumeRule) -> None:
+    driver = spilled(rule=rule)
+    host, disk = tiers(driver)
+    whole = 400 if rule.needs_slots else 384
+    assert (positions(host), positions(disk)) == ([], [whole])
+    assert (host.num_used, disk.num_used) == (0, 6 + 1 + 5 if rule.needs_slots else 6)
+    assert driver.lookup([*PROMPT, 1]).misses[0] == Miss(Reason.DEMOTED, 0, whole)
+    assert driver.bring_back([*PROMPT, 1])
+    assert driver.serve([*PROMPT, 1]).hit == whole
+    assert (disk.num_loads, disk.num_loaded_bytes, host.num_loads) == (1, disk.num_used, 0)
+
+
+def test_what_has_returned_stays_and_is_not_stored_again() -> None:
+    driver = spilled()
+    _, disk = tiers(driver)
+    assert driver.bring_back(PROMPT)
+    num_used = disk.num_used
+    evict_all(driver)
+    driver.flush()
+    assert not driver.device.spilling
+    assert (positions(disk), disk.num_used) == ([400], num_used)
+    assert driver.bring_back(PROMPT)
+
+
+def test_blocks_still_on_the_device_are_stored_with_the_snapshot() -> None:
+    driver = Driver(lower_blocks=13, disk_blocks=100)
+    host, disk = tiers(driver)
+    host.num_spare_blocks = 13
+    driver.serve(PROMPT)
+    memory = driver.cache.internals().memory
+    [snapshot] = [snapshot for _, _, snapshot in driver.cache.snapshots() if snapshot.position == 400]
+    memory.drop_snapshot(snapshot)
+    driver.flush()
+    [spill] = driver.device.spilling.values()
+    assert (len(spill.blocks), len(spill.stored)) == (6, 2), "whole blocks; the slot and the block that it lies in"
+    assert len(driver.cache.holds) == 1
+    driver.end_spill()
+    assert (len(driver.cache.holds), positions(disk), positions(host)) == (0, [400], [])
+
+
+def test_the_next_turn_adds_only_what_is_new() -> None:
+    driver = spilled(PROMPT, NEXT_TURN, host=40)
+    _, disk = tiers(driver)
+    assert positions(disk)[-1] == 600
+    slots = len(positions(disk))
+    tails = sum(position % 64 > 0 for position in positions(disk))
+    assert disk.num_used == 9 + tails + 5 * slots
+
+
+def test_nothing_that_is_on_its_way_can_be_loaded() -> None:
+    driver = Driver(lower_blocks=13, disk_blocks=100)
+    driver.cache.loads.tiers[0].num_spare_blocks = 13
+    driver.serve(PROMPT)
+    evict_all(driver)
+    host, disk = tiers(driver)
+    assert disk.find("", TokenBuffer(PROMPT).data, NO_MATCH) is None
+    offer = driver.cache.loads.resting_offer(TokenBuffer(PROMPT))
+    assert offer is not None
+    assert offer.store == "host"
+    assert driver.load(PROMPT, offer) is not None
+    end_spills(driver)
+    assert (positions(host), positions(disk)) == ([400], [400]), "the load reads it still"
+
+
+def test_failed_spills_leave_nothing_behind() -> None:
+    driver = Driver(lower_blocks=13, disk_blocks=100)
+    host, disk = tiers(driver)
+    host.num_spare_blocks = 13
+    driver.serve(PROMPT)
+    evict_all(driver)
+    end_spills(driver, is_done=False)
+    assert (positions(host), positions(disk), disk.num_used) == ([], [], 0)
+    assert driver.lookup(PROMPT).hit == 0
+    assert driver.cache.loads.resting_offer(TokenBuffer(PROMPT)) is None
+
+
+def test_lost_blocks_take_along_what_needs_them() -> None:
+    driver = spilled(PROMPT, NEXT_TURN, host=40)
+    _, disk = tiers(driver)
+    lead = driver.load_resting(NEXT_TURN)
+    assert lead is not None
+    [(transfer, action)] = driver.device.loading.items()
+    driver.fail(transfer, lost=(action.blocks[2][1],))
+    assert [position for position in positions(disk) if position >= 192] == []
+    assert driver.cache.loads.resting_offer(TokenBuffer(NEXT_TURN)) is None
+
+
+def test_loads_that_fail_for_a_moment_leave_what_rests() -> None:
+    driver = spilled()
+    _, disk = tiers(driver)
+    assert driver.load_resting(PROMPT) is not None
+    [transfer] = driver.device.loading
+    driver.fail(transfer)
+    assert positions(disk) == [400]
+    assert driver.bring_back(PROMPT)
+
+
+def test_what_would_not_be_loaded_is_not_stored() -> None:
+    driver = Driver(lower_blocks=13, disk_blocks=100)
+    host, disk = tiers(driver)
+    host.num_spare_blocks = 13
+    disk.costs.observe_load(1, 1.0)
+    disk.costs.observe_prefill(1000, 1e-6)
+    driver.serve(PROMPT)
+    evict_all(driver)
+    driver.flush()
+    assert not driver.device.spilling
+    assert (positions(host), positions(disk), disk.num_snapshots_refused > 0) == ([], [], True)
+
+
+def test_the_least_valuable_snapshot_makes_room() -> None:
+    driver = spilled(pattern(1, 130), pattern(2, 130), pattern(3, 400), disk=20)
+    _, disk = tiers(driver)
+    assert positions(disk)[-1] == 400
+    assert disk.num_used <= 20
+    assert disk.num_snapshots_evicted > 0
+
+
+def test_the_tier_that_saves_most_time_is_read() -> None:
+    driver = spilled(PROMPT, host=40)
+    host, disk = tiers(driver)
+    host.num_spare_blocks = 0
+    assert driver.bring_back(PROMPT)
+    evict_all(driver)
+    assert (positions(host), positions(disk)) == ([400], [400])
+    stores = []
+    for host_rate, disk_rate in ((1000, 100), (100, 1000)):
+        host.costs, disk.costs = LoadCosts(0.0, host_rate, 1.0), LoadCosts(0.0, disk_rate, 1.0)
+        offer = driver.cache.loads.resting_offer(TokenBuffer(PROMPT))
+        assert isinstance(offer, Offer)
+        stores.append(offer.store)
+    assert stores == ["host", "disk"]
+
+
+@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
+def test_a_restart_finds_what_was_stored(rule: ResumeRule) -> None:
+    driver = restarted(spilled(PROMPT, NEXT_TURN, host=40, rule=rule))
+    _, disk = tiers(driver)
+    whole = 600 if rule.needs_slots else 576
+    assert positions(disk)[-1] == whole
+    assert driver.lookup(NEXT_TURN).misses[0] == Miss(Reason.DEMOTED, 0, whole)
+    assert driver.bring_back(NEXT_TURN)
+    assert driver.serve([*NEXT_TURN, 1]).hit == whole
+    deepest = max(disk.snapshots(), key=lambda snapshot: snapshot.position)
+    above = max((position for position in positions(disk) if position < deepest.position), default=0)
+    assert deepest.saved_tokens == deepest.position - above
+
+
+def test_a_restart_drops_paths_that_are_not_whole() -> None:
+    driver = restarted(spilled(PROMPT, NEXT_TURN, host=40), lose=3)
+    _, disk = tiers(driver)
+    assert [position for position in positions(disk) if position >= 192] == []
+    assert disk.num_used == sum(5 + (position % 64 > 0) for position in positions(disk)) + (
+        max(positions(disk), default=0) // 64
+    )
+    assert driver.cache.loads.resting_offer(TokenBuffer(NEXT_TURN)) is None or positions(disk)
+
+
+def test_a_restart_with_less_memory_keeps_what_is_worth_most() -> None:
+    driver = spilled(pattern(1, 130), PROMPT, host=40)
+    driver.cache.loads.tiers[1].num_blocks = 12
+    driver = restarted(driver)
+    _, disk = tiers(driver)
+    assert positions(disk) == [400]
+
+
+def test_salts_hold_after_a_restart() -> None:
+    driver = restarted(spilled(salt="tenant"))
+    _, disk = tiers(driver)
+    assert "tenant" not in str(list(disk.roots))
+    assert driver.cache.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    assert Reason.DEMOTED not in {miss.reason for miss in driver.lookup(PROMPT, "other").misses}
+    assert driver.bring_back(PROMPT, "tenant")
+    assert driver.lookup(PROMPT, "tenant").hit == 400
