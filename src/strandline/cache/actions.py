@@ -49,6 +49,8 @@ class FoldLog:
     slot: SlotId
     log: LogId
     num_tokens: int
+    holds_drafts: bool = False
+    """Whether they are drafts that were accepted; else decoded tokens. A log keeps other tensors of each kind."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class PrefixCache:
         enabled: when False, requests get blocks and slots, but nothing is kept or found.
         clock: returns seconds, to learn inter-arrival times; None: time is counted in admissions alone.
         num_logs: logs to grant, one per lease, numbered from 1. A lease that gets none folds every token.
-        log_tokens: capacity of a log.
+        log_tokens: capacity of a log, in decoded tokens.
         emits_events: collect events for ``take_events``.
         lower: memories below the device, where evicted entries rest, nearest first: none, one or two.
     """
@@ -300,20 +300,26 @@ class PrefixCache:
         the log finds it empty: an action folds its tokens first.
 
         Args:
-            wants_log: whether a step of one token may use the log. A step that emits a cut never does.
+            wants_log: whether a step of one certain token may use the log. A step that emits a cut never does.
             num_drafts: tokens before ``end`` that may turn out wrong, behind one that is certain: the step folds what
-                comes before them. No cut may be due among these tokens.
+                comes before them, and the log takes them. No cut may be due among these tokens.
         """
         computed, src, dst = lease.computed, lease.src, lease.dst
-        cuts: tuple[tuple[int, SlotId], ...] = ()
-        if (lease.planned_cuts or self._is_stepwise) and computed < lease.shared_end:
-            cuts = self._reserve_cuts(lease, end)
+        may_cut = (lease.planned_cuts or self._is_stepwise) and computed < lease.shared_end
+        cuts = self._reserve_cuts(lease, end) if may_cut else ()
         num_logged = computed - lease.folded
         if wants_log and lease.log and end - computed == 1 + num_drafts and not cuts:
-            is_appended = src == dst and num_logged < self._log_tokens
-            return _new_grant(StepGrant, (src, dst, cuts, lease.log, num_logged, 0 if is_appended else num_logged + 1))
-        if num_logged:
-            self._fold(lease)
+            if num_drafts or lease.has_logged_drafts:
+                if num_logged and not lease.holds_drafts:
+                    self._fold(lease)
+                    num_logged = 0
+                lease.holds_drafts = True
+                return _new_grant(StepGrant, (src, dst, cuts, lease.log, num_logged, num_logged + 1))
+            if self._log_tokens:
+                lease.holds_drafts = False
+                num_folded = 0 if src == dst and num_logged < self._log_tokens else num_logged + 1
+                return _new_grant(StepGrant, (src, dst, cuts, lease.log, num_logged, num_folded))
+        self._fold(lease)
         return _new_grant(StepGrant, (src, dst, cuts, NULL_LOG, 0, end - computed))
 
     def is_cut_due(self, lease: Lease, end: int) -> bool:
@@ -363,7 +369,7 @@ class PrefixCache:
     def _fold(self, lease: Lease) -> None:
         """Fold what the lease's log holds into the state in ``lease.dst``, by an action."""
         if lease.num_logged and self._rule.needs_slots:
-            self._memory.actions.append(FoldLog(lease.dst, lease.log, lease.num_logged))
+            self._memory.actions.append(FoldLog(lease.dst, lease.log, lease.num_logged, lease.holds_drafts))
         lease.folded = lease.computed
 
     def _move_to_own_slot(self, lease: Lease) -> None:

@@ -55,6 +55,7 @@ class Lease:
         "dst",
         "folded",
         "held",
+        "holds_drafts",
         "interarrival_bin",
         "is_active",
         "kv_start",
@@ -111,6 +112,8 @@ class Lease:
         """Holds the tokens that are not folded into the state yet; the null log: none are kept."""
         self.folded = 0
         """Tokens that are folded into the state; those up to ``computed`` are in the log."""
+        self.holds_drafts = False
+        """Whether the tokens in the log are drafts that were accepted; else they are decoded tokens."""
         self.transfer: TransferId | None = None
         """The transfer that fills it: no request runs, its blocks and snapshots are being loaded. None: one runs."""
 
@@ -118,6 +121,11 @@ class Lease:
     def num_logged(self) -> int:
         """Tokens in the log, the last ones before ``computed``."""
         return self.computed - self.folded
+
+    @property
+    def has_logged_drafts(self) -> bool:
+        """Whether the log holds drafts, which the next step has to fold."""
+        return self.holds_drafts and self.computed > self.folded
 
     def has_planned_cut(self, end: int) -> bool:
         """Whether a snapshot is planned within the tokens from ``computed`` to ``end``."""

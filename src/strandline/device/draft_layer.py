@@ -20,7 +20,7 @@ from torch import Tensor
 
 from strandline.device.batch import build_host_batch, to_device
 from strandline.device.upload import upload_together
-from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, NULL_SLOT, PendingToken
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, PendingToken
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling import greedy
 from strandline.models.protocol import DraftingModel, ModelMemory
@@ -43,7 +43,7 @@ class Pairs:
 
 def is_resumed(sequence: SequencePlan) -> bool:
     """Whether a sequence reads a shared snapshot: its last pair is made again, then."""
-    return sequence.state_src not in (NULL_SLOT, sequence.state_dst)
+    return not sequence.has_own_state
 
 
 def pairs_of(

@@ -36,6 +36,9 @@ WARM_UP_RUNS: Final = 2
 
 Forward = Callable[[StepBatch], Tensor]
 
+KeepForDrafts = Callable[[StepBatch, Tensor], None]
+"""Keeps what a draft layer needs of decodes: the step, whose tokens have been sampled, and its hidden states."""
+
 
 def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepSize]:
     """Return the sizes to capture: close together where a step is short, so that padding costs little."""
@@ -73,6 +76,8 @@ class _Captured:
         self.columns = self.padded.columns(self.buffer_I)
         self.block_table_NM = block_table_NM
         self.graph = torch.cuda.CUDAGraph()
+        self.keeping: torch.cuda.CUDAGraph | None = None
+        """What follows once a step of decodes has sampled its tokens; None: nothing does."""
         self.hidden_TE = self.last_NE = self.logits_NV = torch.empty(0)
 
 
@@ -89,18 +94,21 @@ class StepGraphs:
         *,
         sizes: Iterable[StepSize],
         max_model_len: int,
+        keep_for_drafts: KeepForDrafts | None = None,
         progress: bool = False,
     ) -> None:
         """Capture.
 
         Args:
             max_model_len: of the longest request, in tokens.
+            keep_for_drafts: None: there is no draft layer.
         """
         self._arena = arena
         self._pending = pending
         self._kernels = kernels
         self._store_hidden, self._greedy = kernels[store_hidden], kernels[greedy]
         self._forward, self._logits = forward, logits
+        self._keep_for_drafts = keep_for_drafts
         self._max_model_len = max_model_len
         self._tables: dict[int | None, Tensor] = {}
         device = arena.bytes.device
@@ -114,11 +122,16 @@ class StepGraphs:
         # The largest first: the smaller ones then fit into its scratch memory.
         for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
             step = captured[size] = _Captured(size, self._table(size))
-            for _ in range(WARM_UP_RUNS):
-                self._step(step)
-            torch.cuda.synchronize(device)
-            with torch.cuda.graph(step.graph, pool=pool, capture_error_mode=error_mode):
-                self._step(step)
+            runs = [(step.graph, self._step)]
+            if keep_for_drafts is not None and not size.num_prompts:
+                step.keeping = torch.cuda.CUDAGraph()
+                runs.append((step.keeping, self._keep))
+            for graph, run in runs:
+                for _ in range(WARM_UP_RUNS):
+                    run(step)
+                torch.cuda.synchronize(device)
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode=error_mode):
+                    run(step)
         self._decodes = [captured[size] for size in by_rows if not size.num_prompt_rows]
         self._mixed = [captured[size] for size in by_rows if size.num_prompt_rows]
 
@@ -131,9 +144,15 @@ class StepGraphs:
             self._tables[place] = torch.zeros(shape, dtype=torch.int32, device=self._arena.bytes.device)
         return self._tables[place][: size.num_sequences]
 
+    def _batch(self, captured: _Captured) -> StepBatch:
+        return captured.padded.batch(captured.buffer_I, captured.block_table_NM, self._max_model_len, self._kernels)
+
+    def _keep(self, captured: _Captured) -> None:
+        if self._keep_for_drafts is not None:
+            self._keep_for_drafts(self._batch(captured), captured.hidden_TE)
+
     def _step(self, captured: _Captured) -> None:
-        columns = captured.columns
-        batch = captured.padded.batch(captured.buffer_I, captured.block_table_NM, self._max_model_len, self._kernels)
+        columns, batch = captured.columns, self._batch(captured)
         self._pending.resolve(batch, columns)
         hidden_TE = captured.hidden_TE = self._forward(batch)
         self._store_hidden(hidden_TE, columns.last_row, self._arena.hidden_SE, columns.state_dst)
@@ -156,6 +175,15 @@ class StepGraphs:
             return None
         self._replay(captured, host)
         return captured.logits_NV[: host.num_sequences]
+
+    def keep_for_drafts(self, host: HostBatch) -> None:
+        """Where there is a draft layer: keep what it needs of the decodes that were replayed last.
+
+        Their tokens are in ``PendingTokens.sampled_P``.
+        """
+        captured = _first_with_room(self._decodes, host)
+        if captured is not None and captured.keeping is not None:
+            captured.keeping.replay()
 
     def prefill(self, host: HostBatch) -> StepHidden | None:
         """Replay a step with prompts; return hidden states, which the next replay overwrites. None: none has room."""

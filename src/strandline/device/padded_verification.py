@@ -23,7 +23,7 @@ from torch import Tensor
 from strandline.device.batch import HostBatch, HostReplay, SequenceColumns
 from strandline.device.padded_step import TYPICAL_CONTEXT_TOKENS
 from strandline.device.upload import ALIGN_ITEMS
-from strandline.ids import BLOCK_TOKENS, NULL_SLOT
+from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks
@@ -172,8 +172,8 @@ class PaddedVerification:
 def is_verification(sequence: SequencePlan) -> bool:
     """Whether a sequence computes its certain token and drafts alone, from a state of its own."""
     num_rows = sequence.end - sequence.start
-    is_own = sequence.state_src in (NULL_SLOT, sequence.state_dst)
-    return num_rows == 1 + sequence.num_drafts and is_own and sequence.is_sampled and not sequence.cuts
+    is_certain_and_drafts = num_rows == 1 + sequence.num_drafts and not sequence.cuts
+    return is_certain_and_drafts and sequence.has_own_state and sequence.is_sampled
 
 
 def single_rows(

@@ -9,24 +9,15 @@ host behind the step.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Final, assert_never, cast
+from dataclasses import replace
+from typing import Final, cast
 
 import torch
 from torch import Tensor
 
-from strandline.cache import (
-    Action,
-    CancelTransfer,
-    CopyTokens,
-    DropBlocks,
-    DropSlot,
-    DropStored,
-    FoldLog,
-    LoadIn,
-    MoveBlock,
-    StoreOut,
-)
-from strandline.device.batch import HostBatch, build_host_batch, fold_batch, split_by_blocks, to_device
+from strandline.cache import Action
+from strandline.device.batch import HostBatch, build_host_batch, split_by_blocks, to_device
+from strandline.device.cache_actions import CacheActions
 from strandline.device.draft_layer import is_resumed, make_drafts, pairs_of
 from strandline.device.failures import catch_failure
 from strandline.device.grammar_mask import GuardedMatcher
@@ -48,7 +39,7 @@ from strandline.device.upload import download, upload_together
 from strandline.device.verification import Verified, VerifiedOnDevice, sample_and_verify
 from strandline.device.verification_graphs import VerificationGraphs
 from strandline.errors import EngineError
-from strandline.ids import BlockId, RequestId
+from strandline.ids import RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -89,8 +80,8 @@ class Runner:
         kernels: those of the model, and ``RUNNER_OPERATIONS``; the model uses them.
         grammars: compiles the grammars of structured outputs; None without a tokenizer.
         poison: fill freed memory with NaN, so that tests notice when it is read.
-        keeps_logs: let decoding sequences keep logs; the scheduler must know.
-        draft_tokens: most drafts of a sequence in a step; logs hold these, then.
+        keeps_logs: let decoding sequences keep logs of decoded tokens; the scheduler must know.
+        draft_tokens: most drafts of a sequence in a step, and in a log of drafts.
         synthetic_rates: as of ``Verified``.
     """
 
@@ -114,15 +105,21 @@ class Runner:
         self._grammars = grammars
         if device.type == "cpu":
             keep_scratch_memory()
-        num_logs = 1 + max_num_seqs if keeps_logs or draft_tokens else 0
-        self.arena = ArenaTensors(model.spec, num_slabs, device, num_logs=num_logs, draft_tokens=draft_tokens)
+        self.arena = ArenaTensors(
+            model.spec,
+            num_slabs,
+            device,
+            num_logs=1 + max_num_seqs if keeps_logs else 0,
+            num_draft_logs=1 + max_num_seqs if draft_tokens else 0,
+            draft_tokens=draft_tokens,
+        )
         self.transfers = Transfers(self.arena)
         """Copies to and from stores; none is attached at first."""
         self._memory = model.bind(self.arena)
+        self._actions = CacheActions(self.arena, self._memory, self.transfers, kernels, poison=poison)
         self._pending = PendingTokens(max_num_seqs, device, kernels)
         self._kernels, self._store = kernels, kernels[store_hidden]
         self._is_exact_on_cpu = device.type == "cpu" and kernels.workload.is_deterministic
-        self._poison = poison
         self._graphs: StepGraphs | None = None
         self._verification_graphs: VerificationGraphs | None = None
         self._states: dict[RequestId, SamplingState] = {}
@@ -191,16 +188,20 @@ class Runner:
                 self._kernels,
                 sizes=sizes,
                 max_model_len=max_model_len,
+                keep_for_drafts=None if self._memory.draft is None else self._keep_for_drafts,
                 progress=progress,
             )
 
     def _compute(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
-        has_drafts = self._memory.draft is not None or any(sequence.num_drafts for sequence in sequences)
-        has_logs = has_drafts or any(sequence.log for sequence in sequences)
-        if has_logs and self._replay_verification(sequences, launched):
+        has_layer, has_drafts = self._memory.draft is not None, any(sequence.num_drafts for sequence in sequences)
+        if has_layer and all(sequence.is_plain_decode for sequence in sequences):
+            self._decode_beside_draft_layer(sequences, launched)
+            return
+        has_logged_drafts = any(sequence.log and not sequence.is_decode for sequence in sequences)
+        if (has_layer or has_logged_drafts) and self._replay_verification(sequences, launched):
             return
         order, num_decodes = _order(sequences)
-        if has_drafts:
+        if has_layer or has_drafts:
             self._compute_with_drafts(sequences, order, num_decodes, launched)
         elif not self._replay_decodes(sequences, num_decodes, launched):
             hidden_NE = self._last_hidden(sequences, order, num_decodes, launched)
@@ -210,6 +211,21 @@ class Runner:
                     (rows_N,) = upload_together([sampled], self.device)
                     hidden_NE = hidden_NE[rows_N]
                 self._sample(sequences, self.model.logits(hidden_NE), launched)
+
+    def _decode_beside_draft_layer(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
+        """Decode as a model without a draft layer; then keep what the layer needs in order to draft later."""
+        num_decodes = len(sequences)
+        if self._replay_decodes(sequences, num_decodes, launched):
+            return
+        host, hidden = self._run(list(sequences), num_decodes, launched)
+        self._sample(sequences, self.model.logits(hidden.last_NE), launched)
+        batch = to_device(host, self.device, self._kernels)
+        self._keep_for_drafts(batch.step, hidden.hidden_TE)
+
+    def _keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor) -> None:
+        """Make the draft layer's pairs of decodes, each ending with the token that was sampled behind it."""
+        pairs = replace(batch, token_ids_T=self._pending.sampled_P[: len(hidden_TE)].clamp_min(0))
+        cast(DraftingModel, self.model).keep_for_drafts(pairs, hidden_TE, self._memory)
 
     def _compute_with_drafts(
         self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: StepInFlight
@@ -244,7 +260,8 @@ class Runner:
                     sequence,
                     sampled.get(index, ()),
                     ends.get(index, 0) - (sequence.end - sequence.start),
-                    stored_row_of.get(index),
+                    # The step before has made the pair that a pending token ends.
+                    None if sequence.pending else stored_row_of.get(index),
                 )
                 for index, sequence in enumerate(sequences)
             ]
@@ -307,6 +324,7 @@ class Runner:
         if logits_NV is None:
             return False
         self._sample(sequences, logits_NV, launched, self._pending.sampled_P[: len(sequences)])
+        self._graphs.keep_for_drafts(host)
         return True
 
     def _replay_verification(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> bool:
@@ -348,49 +366,7 @@ class Runner:
     @torch.inference_mode()
     def carry_out(self, actions: Iterable[Action]) -> None:
         """Apply the cache's actions in order; consecutive folds together."""
-        folds: list[FoldLog] = []
-        for action in actions:
-            if isinstance(action, FoldLog):
-                folds.append(action)
-                continue
-            self._fold(folds)
-            folds = []
-            self._apply(action)
-        self._fold(folds)
-
-    def _apply(
-        self, action: CopyTokens | MoveBlock | DropBlocks | DropSlot | LoadIn | StoreOut | DropStored | CancelTransfer
-    ) -> None:
-        match action:
-            case LoadIn() | StoreOut() | DropStored() | CancelTransfer():
-                self.transfers.begin(action)
-            case CopyTokens(src, dst, num_tokens):
-                self.arena.copy_block(src, dst, num_tokens)
-            case MoveBlock(src, dst):
-                self.arena.move_block(src, dst)
-                if self._poison:
-                    self.arena.poison([src], [])
-            case DropBlocks(blocks):
-                if self._poison:
-                    self.arena.poison(map(BlockId, blocks), [])
-            case DropSlot(slot):
-                if self._poison:
-                    self.arena.poison([], [slot])
-            case _:
-                assert_never(action)
-
-    def _fold(self, folds: Sequence[FoldLog]) -> None:
-        if not folds:
-            return
-        if self.arena.draft_tokens:
-            batch = fold_batch(folds, self.device, self._kernels, self.arena.draft_tokens)
-            for replay in self._memory.replays:
-                replay(batch)
-            return
-        columns = list(zip(*((fold.slot, fold.log, fold.num_tokens) for fold in folds), strict=True))
-        slot_N, log_N, len_N = upload_together(columns, self.device)
-        for fold in self._memory.folds:
-            fold(slot_N, log_N, len_N)
+        self._actions.carry_out(actions)
 
     def _forward(self, batch: StepBatch) -> Tensor:
         return self.model.forward(batch, self._memory)

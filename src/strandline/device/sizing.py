@@ -52,6 +52,15 @@ def choose_draft_tokens(config: EngineConfig, spec: ModelSpec, device_type: str)
     return config.speculation.num_speculative_tokens
 
 
+def keeps_decoded(config: EngineConfig, spec: ModelSpec) -> bool:
+    """Whether sequences keep logs of decoded tokens: not where every step drafts.
+
+    Nor in a deterministic engine: a token's bits would depend on when the log was folded.
+    """
+    has_plain_steps = config.speculation is None or config.speculation.adaptive
+    return spec.log_tokens > 0 and has_plain_steps and not config.deterministic
+
+
 def require_determinism(spec: ModelSpec, kernels: Kernels) -> None:
     """Check that a model can run deterministically.
 
@@ -104,10 +113,10 @@ def choose_memory_bytes(
 
 
 def log_size(config: EngineConfig, spec: ModelSpec) -> int:
-    """Return the bytes of one running request's log: of drafts, or else of tokens that are not folded."""
-    if config.speculation is None:
-        return spec.log_bytes
-    return config.speculation.num_speculative_tokens * spec.replay_bytes
+    """Return the bytes of one running request's logs: of decoded tokens, and of drafts."""
+    decoded_bytes = spec.log_bytes if keeps_decoded(config, spec) else 0
+    drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
+    return decoded_bytes + drafts * spec.replay_bytes
 
 
 def memory_bytes(device: torch.device) -> int:

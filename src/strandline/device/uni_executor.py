@@ -19,6 +19,7 @@ from strandline.device.sizing import (
     choose_draft_tokens,
     choose_max_model_len,
     choose_memory_bytes,
+    keeps_decoded,
     require_determinism,
 )
 from strandline.device.snapshot_encoding import slot_encoding
@@ -73,9 +74,7 @@ class UniExecutor:
             model.use_kernels(kernels)
         if config.deterministic:
             require_determinism(spec, kernels)
-        # Deterministic, a token's bits must not depend on when the log was folded.
-        draft_tokens = choose_draft_tokens(config, spec, device.type)
-        keeps_logs = spec.log_tokens > 0 and not config.deterministic and not draft_tokens
+        draft_tokens, keeps_logs = choose_draft_tokens(config, spec, device.type), keeps_decoded(config, spec)
         with _timed(start_s, "memory"):
             num_logs = 1 + config.max_num_seqs if keeps_logs or draft_tokens else 0
             have_bytes = ranks.least(choose_memory_bytes(config, model, kernels, device, num_logs))

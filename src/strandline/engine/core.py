@@ -177,6 +177,9 @@ class EngineCore:
             self._settle_or_load(events)
             return events
         self.watch.after_plan(plan)
+        if not self.scheduler.can_launch_ahead:
+            # Prompts or drafts that could not be foreseen: they are sampled with the host's help.
+            self._settle(events)
         launched_s = SYSTEM_CLOCK()
         launched = self.executor.launch(plan)
         self._settle(events)
@@ -208,7 +211,7 @@ class EngineCore:
         plan, launched, start_s = self._in_flight
         self._in_flight = None
         result = launched.result()
-        self._settled_s = SYSTEM_CLOCK()
+        start_s, self._settled_s = max(start_s, self._settled_s), SYSTEM_CLOCK()
         self.cache.loads.observe_prefill(_num_prefilled(plan), self._settled_s - self._begun_s)
         self.scheduler.loading.complete(result.completions)
         self.scheduler.observe(plan, self._settled_s - start_s)
@@ -327,7 +330,7 @@ class EngineCore:
             num_audited=self.audits.num_requests,
             num_audited_tokens=self.audits.num_tokens,
             largest_audit_difference=self.audits.largest_difference,
-            speculation=self.scheduler.drafts.stats(),
+            speculation=self.scheduler.drafts.counters.stats(),
             num_events_published=self.event_feed.publisher.num_published if self.event_feed else 0,
             num_events_dropped=self.event_feed.publisher.num_dropped if self.event_feed else 0,
             host_memory=_host_memory_stats(stats, self.spec.block_bytes),

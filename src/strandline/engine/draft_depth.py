@@ -5,10 +5,15 @@ often draft ``i`` is accepted behind accepted ones, and takes the time that such
 tokens per second is chosen. It is 0 where none pays: with many sequences, or few accepted drafts.
 
 Times are kept for numbers of sequences within a factor of two. A depth is tried first where it has no times. Later the
-neighbours of the best depth are tried now and then: times change, and nothing is learned of drafts at depth 0. Where
-few sequences have drafts (n-grams), steps of a depth may never come about; its time is that of the depth below, then.
+neighbours of the best depth are tried now and then: times change, and nothing is learned of drafts at depth 0. How long
+the best one is kept in between follows from what a trial costs. Where few sequences have drafts (n-grams), steps of a
+depth may never come about; its time is that of the depth below, then.
+
+A draft layer drafts behind one step what the next one verifies. So the first step of another depth verifies as many as
+the one before drafted: its time belongs to neither. A trial is two steps.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 from strandline.records.plan import StepPlan
@@ -29,7 +34,15 @@ MAX_CHOICES: Final = 16
 """How often a depth without times is chosen in order to measure it."""
 
 STEPS_BETWEEN_TRIALS: Final = 64
-"""Steps at the chosen depth before another one is tried again."""
+"""Least steps at the best depth before another one is tried again."""
+
+TRIAL_STEPS: Final = 2
+
+TRIAL_SHARE: Final = 0.005
+"""Of the time, that trials may cost."""
+
+STEPS_TO_CHANGE: Final = 1.0
+"""What it costs to leave the best depth and to return, in its steps: they wait for each other, and logs are folded."""
 
 
 class DraftDepth:
@@ -37,15 +50,21 @@ class DraftDepth:
 
     Args:
         max_depth: the largest.
+        has_draft_layer: whether a step drafts what the next one verifies.
     """
 
-    def __init__(self, max_depth: int) -> None:
+    def __init__(self, max_depth: int, *, has_draft_layer: bool = False) -> None:
         self._max_depth = max_depth
+        self._has_draft_layer = has_draft_layer
         self._accepted = [FIRST_ACCEPTANCE] * max_depth
         """By place, how often a draft behind accepted ones was accepted."""
         self._times: dict[int, list[_Average]] = {}
         """By the size of the batch and the depth."""
-        self._num_steps = 0
+        self._trial: int | None = None
+        """The depth that is being tried; None: none is."""
+        self._num_steps_left = STEPS_BETWEEN_TRIALS
+        """Steps of the trial or, between trials, until the next one."""
+        self._num_trials = 0
 
     def choose(self, num_decodes: int) -> int:
         """Return the depth of the next step."""
@@ -54,16 +73,23 @@ class DraftDepth:
             if average.num_values < TRIALS and average.num_choices < MAX_CHOICES:
                 average.num_choices += 1
                 return depth
-        rates, seconds = list[float](), float("inf")
-        for tokens, average in zip(self._expected_tokens(), times, strict=True):
-            seconds = average.value if average.num_values else seconds
-            rates.append(tokens / seconds)
+        seconds = _seconds_of(times)
+        rates = [tokens / time for tokens, time in zip(self._expected_tokens(), seconds, strict=True)]
         best = max(range(len(rates)), key=rates.__getitem__)
-        self._num_steps += 1
-        if self._num_steps % STEPS_BETWEEN_TRIALS:
-            return best
+        if self._num_steps_left == 0:
+            if self._trial is None:
+                self._begin_trial(best)
+            else:
+                steps = TRIAL_STEPS * seconds[self._trial] / seconds[best]
+                lost = STEPS_TO_CHANGE + steps * (1 - rates[self._trial] / rates[best])
+                self._trial, self._num_steps_left = None, max(STEPS_BETWEEN_TRIALS, round(lost / TRIAL_SHARE))
+        self._num_steps_left -= 1
+        return best if self._trial is None else self._trial
+
+    def _begin_trial(self, best: int) -> None:
         neighbours = [depth for depth in (best - 1, best + 1) if 0 <= depth <= self._max_depth]
-        return neighbours[self._num_steps // STEPS_BETWEEN_TRIALS % len(neighbours)]
+        self._trial, self._num_steps_left = neighbours[self._num_trials % len(neighbours)], TRIAL_STEPS
+        self._num_trials += 1
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
         """Count the drafts of one sequence in one step."""
@@ -74,8 +100,13 @@ class DraftDepth:
         """Take the time of a step of decodes alone; its depth is the mean number of drafts."""
         num_sequences = len(plan.sequences)
         num_drafts = sum(sequence.num_drafts for sequence in plan.sequences)
+        depth = round(num_drafts / num_sequences)
+        if self._has_draft_layer:
+            next_depth = round(sum(sequence.next_drafts for sequence in plan.sequences) / num_sequences)
+            if next_depth != depth:
+                return
         if plan.num_tokens == num_sequences + num_drafts:
-            self._times_of(num_sequences)[round(num_drafts / num_sequences)].add(seconds)
+            self._times_of(num_sequences)[depth].add(seconds)
 
     def _times_of(self, num_decodes: int) -> "list[_Average]":
         return self._times.setdefault(num_decodes.bit_length(), [_Average() for _ in range(self._max_depth + 1)])
@@ -86,6 +117,14 @@ class DraftDepth:
             chance *= rate
             expected.append(expected[-1] + chance)
         return expected
+
+
+def _seconds_of(times: "Sequence[_Average]") -> list[float]:
+    """Return the time of each depth: where there is none, that of the depth below, and for depth 0 the longest."""
+    seconds = [max((average.value for average in times if average.num_values), default=1.0)]
+    for average in times:
+        seconds.append(average.value if average.num_values else seconds[-1])
+    return seconds[1:]
 
 
 class _Average:

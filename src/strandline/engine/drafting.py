@@ -66,4 +66,6 @@ def new_drafter(config: SpeculativeConfig | None) -> Drafter | None:
 
 def new_draft_depth(config: SpeculativeConfig | None) -> DraftDepth | None:
     """Return what chooses the number of drafts; None: it is fixed."""
-    return DraftDepth(config.num_speculative_tokens) if config is not None and config.adaptive else None
+    if config is None or not config.adaptive:
+        return None
+    return DraftDepth(config.num_speculative_tokens, has_draft_layer=config.has_draft_layer)

@@ -23,16 +23,16 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind
-from strandline.engine.draft_counters import DraftCounters
 from strandline.engine.draft_depth import DraftDepth
-from strandline.engine.drafting import Drafter, DraftLayerDrafter
+from strandline.engine.drafting import Drafter
+from strandline.engine.drafts import Drafts
 from strandline.engine.load_queue import LoadQueue, LoadState
 from strandline.engine.long_prefills import LongPrefills
 from strandline.engine.request import Request, Status
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span, sequence_plan, with_next
 from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
-from strandline.ids import BLOCK_TOKENS, NULL_LOG, RequestId
+from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.records.events import FinishReason
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 
@@ -85,11 +85,9 @@ class Scheduler:
         self._introduce = introduce
         self._logged_from = logged_from
         """The least number of decodes for which a step uses logs."""
-        self._drafter = drafter
-        self._draft_tokens = self._depth = draft_tokens
-        self._draft_depth = draft_depth
-        self._has_draft_layer = isinstance(drafter, DraftLayerDrafter)
-        self.drafts = DraftCounters(draft_tokens)
+        self.drafts = Drafts(cache, drafter, draft_tokens, draft_depth)
+        self._is_plain = False
+        """Whether the last planned step is computed as in an engine without drafts."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -150,8 +148,25 @@ class Scheduler:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the next step can be planned before the tokens of the previous one are known."""
-        return not self._num_on_host and self._drafter is None
+        """Whether the next step can be planned before the tokens of the previous one are known.
+
+        With drafts, where both are plain: the previous one has none and makes none, nor may the next one. Beside a
+        draft layer steps with prompts are not plain.
+        """
+        if self._num_on_host:
+            return False
+        drafts = self.drafts
+        return drafts.drafter is None or (self._is_plain and not drafts.depth and not self._may_admit_beside_layer)
+
+    @property
+    def _may_admit_beside_layer(self) -> bool:
+        has_room = len(self.running) < self.max_num_seqs
+        return self.drafts.has_layer and has_room and self.waiting.has_admissible
+
+    @property
+    def can_launch_ahead(self) -> bool:
+        """Whether the step that was just planned can be launched before the previous one is settled."""
+        return self._is_plain
 
     def plan(self) -> StepPlan | None:
         """Plan the next step; None when no request can run before a step is settled, or a load or a hold has ended.
@@ -160,8 +175,6 @@ class Scheduler:
         """
         if not self._requests:
             return None
-        if self._draft_depth is not None:
-            self._depth = self._draft_depth.choose(max(len(self.running), 1))
         spans: list[Span] = []
         num_preemptions = self.num_preemptions
         self._long_prefills.begin_step(self._num_decodes)
@@ -174,16 +187,22 @@ class Scheduler:
             self._plan_waiting(spans, budget)
         self._long_prefills.end_step()
         self._look_ahead()
-        next_drafts = list(map(self._next_drafts, spans)) if self._has_draft_layer else []
+        drafts_of = self.drafts
+        next_drafts = list(map(drafts_of.next_drafts, spans)) if drafts_of.has_layer else []
         # All reservations come before the first record: one that needs a slot may move blocks of any sequence.
-        if self._drafter is None:
-            keeps_logs = [end - start for _, _, start, end, _ in spans].count(1) >= self._logged_from
+        has_drafts = drafts_of.drafter is not None and (
+            any(next_drafts) or any(drafts or lease.has_logged_drafts for _, lease, _, _, drafts in spans)
+        )
+        may_log = drafts_of.drafter is None or not (drafts_of.depth or has_drafts)
+        keeps_logs = may_log and [end - start for _, _, start, end, _ in spans].count(1) >= self._logged_from
+        if drafts_of.drafter is None:
             grants = [self._reserve(request, lease, start, end, keeps_logs) for request, lease, start, end, _ in spans]
         else:
-            grants = [self._reserve_with_drafts(lease, end, len(drafts)) for _, lease, _, end, drafts in spans]
+            grants = [drafts_of.reserve(lease, end, len(drafts), keeps_logs) for _, lease, _, end, drafts in spans]
         sequences = list(map(sequence_plan, spans, grants))
-        if self._has_draft_layer:
+        if drafts_of.has_layer:
             sequences = list(map(with_next, sequences, spans, next_drafts))
+            has_drafts = not all(sequence.is_plain_decode for sequence in sequences)
         if not sequences:
             if self._planned or self.cache.loads or self.cache.holds:
                 return None
@@ -201,6 +220,8 @@ class Scheduler:
         gone, self._ended = self._ended, []
         plan = StepPlan(tuple(sequences), tuple(self.cache.take_actions()), tuple(new), tuple(gone))
         self._planned.append((plan, planned))
+        self._is_plain = not has_drafts
+        drafts_of.choose_depth(len(self.running))
         return plan
 
     @property
@@ -219,7 +240,7 @@ class Scheduler:
     def _plan_running(self, spans: list[Span]) -> int:
         """Plan the running requests; return the rest of the token budget."""
         budget = self.max_num_batched_tokens
-        running, is_exact = self.running, self._is_exact
+        running, is_exact, has_drafter = self.running, self._is_exact, self.drafts.drafter is not None
         index = 0
         while index < len(running) and budget > 0:
             request = running[index]
@@ -240,36 +261,13 @@ class Scheduler:
             if end > len(lease.table) * BLOCK_TOKENS and not self._make_room(lease, end):
                 continue
             drafts = NO_DRAFTS
-            if self._drafter is not None and end - start == 1 and request.output_ids:
-                drafts = self._draft(self._drafter, request, lease, budget)
+            if has_drafter and end - start == 1 and request.output_ids:
+                drafts = self.drafts.propose(request, lease, budget)
                 end += len(drafts)
             spans.append((request, lease, start, end, drafts))
             budget -= end - start
             index += 1
         return budget
-
-    def _draft(self, drafter: Drafter, request: Request, lease: Lease, budget: int) -> tuple[int, ...]:
-        """Return drafts for a decoding request: as many as it may still generate, and as memory holds.
-
-        None while a snapshot is due: it would be of tokens that may turn out wrong. None for a request with stop
-        strings, which are found in the text: the request's state would be past its end.
-        """
-        num_tokens = request.num_tokens
-        depth = self._draft_tokens if self._has_draft_layer else self._depth
-        most = min(depth, request.max_total - num_tokens - 1, budget - 1)
-        if most < 1 or request.params.stop or self.cache.is_cut_due(lease, num_tokens + most):
-            return NO_DRAFTS
-        drafts = drafter.propose(request, most)
-        return drafts if self.cache.extend(lease, num_tokens + len(drafts)) else NO_DRAFTS
-
-    def _next_drafts(self, span: Span) -> int:
-        """Return how many tokens the draft layer drafts behind the step, for the next one."""
-        request, lease, _, end, drafts = span
-        most = min(self._depth, request.max_total - request.num_tokens - 2)
-        if end - len(drafts) < request.num_tokens or most < 1 or request.params.stop:
-            return 0
-        # The layer's keys and values lie up to one position before the last draft.
-        return most if self.cache.extend(lease, end + most) else 0
 
     def _make_room(self, lease: Lease, end: int) -> bool:
         """Extend a lease, preempting the latest requests. False when its own request was preempted."""
@@ -380,12 +378,6 @@ class Scheduler:
         is_prefill = self._is_exact and start < request.num_prompt_tokens
         return is_prefill, self.cache.reserve_step(lease, end, wants_log=keeps_logs and not is_prefill)
 
-    def _reserve_with_drafts(self, lease: Lease, end: int, num_drafts: int) -> Reservation:
-        """Reserve a step of an engine with drafts: a sequence with drafts, or with a log of them, is prefilled."""
-        has_log = num_drafts > 0 or lease.num_logged > 0
-        grant = self.cache.reserve_step(lease, end, wants_log=has_log, num_drafts=num_drafts)
-        return grant.log != NULL_LOG, grant
-
     # Taking in results
 
     def advance(self, plan: StepPlan) -> None:
@@ -416,9 +408,8 @@ class Scheduler:
                     self.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Take the time from planning a step to its result, where steps do not overlap."""
-        if self._draft_depth is not None:
-            self._draft_depth.observe(plan, seconds)
+        """Take the time of a step, from the result of the one before or, if that is later, from its planning on."""
+        self.drafts.observe(plan, seconds)
 
     def settle(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Append the tokens sampled by the oldest step in flight; end the requests that are finished.
@@ -443,7 +434,7 @@ class Scheduler:
             request.drafts = result.drafts.get(index, NO_DRAFTS)
             if sequence.num_drafts:
                 request.num_tokens += len(sampled)
-                self._count_drafts(request, sequence.num_drafts, len(sampled) - 1)
+                self.drafts.count(request, sequence.num_drafts, len(sampled) - 1)
                 lease = _lease(request)
                 self.cache.commit(lease, sequence.start + len(sampled), sequence.num_folded)
         if has_finished:
@@ -454,14 +445,6 @@ class Scheduler:
         """Advance and settle a step before the next one is planned."""
         self.advance(plan)
         return self.settle(plan, result)
-
-    def _count_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        if request.counted_drafts is None:
-            request.counted_drafts = DraftCounters(self._draft_tokens)
-        request.counted_drafts.count(num_drafted, num_accepted)
-        self.drafts.count(num_drafted, num_accepted)
-        if self._draft_depth is not None:
-            self._draft_depth.count(num_drafted, num_accepted)
 
     def _sweep(self, advanced: Iterable[Request]) -> None:
         """End the requests that have a finish reason."""

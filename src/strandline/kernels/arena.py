@@ -61,8 +61,8 @@ class LayerStack:
 class ArenaTensors:
     """One allocation of ``num_slabs * spec.slab_bytes`` bytes, zeroed, and the views that layers work on.
 
-    Beside it lie ``num_logs`` logs, the null log included, which no snapshot takes along; 0: none are kept. Where
-    ``draft_tokens`` is not 0, a log holds the inputs of that many draft tokens, in place of folded inputs.
+    Beside it lie logs, the null log included, which no snapshot takes along: ``num_logs`` of decoded tokens, and
+    ``num_draft_logs`` of the inputs of ``draft_tokens`` drafts each. A sequence's logs of both kinds have the same id.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class ArenaTensors:
         device: torch.device | str = "cpu",
         *,
         num_logs: int = 0,
+        num_draft_logs: int = 0,
         draft_tokens: int = 0,
     ) -> None:
         self.spec = spec
@@ -82,8 +83,8 @@ class ArenaTensors:
         self._slot_offsets = [0, *accumulate(layer.slot_bytes for layer in spec.layers)]
         self._stream_runs = tuple(self._runs_of_streams())
         self.draft_tokens = draft_tokens
-        self._num_replay_rows = num_logs * draft_tokens
-        self.stacks = tuple(self._stacked_layers(num_logs)) if num_logs and not draft_tokens else ()
+        self._num_replay_rows = num_draft_logs * draft_tokens
+        self.stacks = tuple(self._stacked_layers(num_logs)) if num_logs else ()
         """The layers that keep logs, as stacks of equal ones."""
         self.layers: tuple[LayerMemory, ...] = tuple(self._layer_views())
         """Per layer of the model, its share of all blocks and of all slots."""

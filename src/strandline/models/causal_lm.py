@@ -112,11 +112,20 @@ class CausalLM(nn.Module):
             batch: tokens, and the positions before theirs, where the draft layer keeps what it computes of them.
             hidden_TE: final, normalised hidden states behind those positions: the model's, or of this function.
         """
+        embedded_TE, rotary = self.decoder.embed(batch)
+        drafted_TE: Tensor = self._drafting_layer()(embedded_TE, hidden_TE, rotary, batch, memory.draft)
+        return drafted_TE
+
+    @torch.no_grad()
+    def keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:
+        """Keep what ``draft`` would, so that later drafts can follow, and draft nothing. Arguments as there."""
+        embedded_TE, rotary = self.decoder.embed(batch)
+        self._drafting_layer().keep(embedded_TE, hidden_TE, rotary, batch, memory.draft)
+
+    def _drafting_layer(self) -> DraftLayer:
         if self.draft_layer is None:
             raise EngineError("a model without a draft layer was asked for drafts")
-        embedded_TE, rotary = self.decoder.embed(batch)
-        drafted_TE: Tensor = self.draft_layer(embedded_TE, hidden_TE, rotary, batch, memory.draft)
-        return drafted_TE
+        return self.draft_layer
 
     def use_kv_cache_dtype(self, dtype: str) -> None:
         """Keep keys and values in another dtype than that of activations; called before ``bind``.

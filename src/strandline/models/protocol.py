@@ -66,6 +66,9 @@ class DraftingModel(LanguageModel, Protocol):
     def draft(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> Tensor:
         """Return hidden states whose logits predict the token after each of the batch's, by the draft layer."""
 
+    def keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:
+        """Keep what ``draft`` would, so that later drafts can follow, and draft nothing."""
+
 
 class LoadableModel(LanguageModel, Protocol):
     """A language model whose weights come from published files."""

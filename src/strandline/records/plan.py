@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from strandline.cache import Action, Completion
-from strandline.ids import NO_TOKEN, LogId, PendingToken, RequestId, SlotId
+from strandline.ids import NO_TOKEN, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.records.sampling_params import SamplingParams
 
 MAX_STOP_IDS: Final = 8
@@ -61,6 +61,16 @@ class SequencePlan(NamedTuple):
     def is_decode(self) -> bool:
         """Whether the decode kernels compute it: one token, no cut, not to be prefilled."""
         return self.end - self.start == 1 and not self.cuts and not self.is_prefill
+
+    @property
+    def has_own_state(self) -> bool:
+        """Whether it reads no shared snapshot."""
+        return self.state_src in (NULL_SLOT, self.state_dst)
+
+    @property
+    def is_plain_decode(self) -> bool:
+        """Whether it decodes from a state of its own as if there were no drafts: none to verify, none to make."""
+        return self.is_decode and self.is_sampled and self.has_own_state and not self.next_drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strandline.cache import PrefixCache, SnapshotKind, TokenBuffer
+from strandline.cache import FoldLog, PrefixCache, SnapshotKind, TokenBuffer
 from strandline.cache.internals import Internals
 from strandline.ids import NULL_LOG, RequestId
 from tests.cpu.cache.driver import LOG_TOKENS, Driver
@@ -116,6 +116,50 @@ def test_lease_without_a_free_log_folds_every_token() -> None:
     cache.commit(lease, 1, cache.reserve_step(lease, 1, wants_log=True).num_folded)
     grant = cache.reserve_step(lease, 2, wants_log=True)
     assert (grant.log, grant.num_logged, grant.num_folded) == (NULL_LOG, 0, 1)
+
+
+def test_a_log_holds_decoded_tokens_or_drafts() -> None:
+    cache = make_cache(1)
+    lease = cache.admit(RequestId("a"), TokenBuffer([1]))
+    assert lease is not None
+    assert cache.extend(lease, 64)
+    cache.commit(lease, 1, cache.reserve_step(lease, 1, wants_log=True).num_folded)
+    for token in (2, 3):  # decoded
+        lease.tokens.append(token)
+        grant = cache.reserve_step(lease, lease.computed + 1, wants_log=True)
+        assert grant.num_folded == 0
+        cache.commit(lease, lease.computed + 1, 0)
+    assert (lease.num_logged, lease.has_logged_drafts) == (2, False)
+    cache.take_actions()
+    lease.tokens.append(4)
+    grant = cache.reserve_step(lease, 6, wants_log=True, num_drafts=2)
+    assert cache.take_actions() == [FoldLog(lease.dst, lease.log, 2)]
+    assert (grant.num_logged, grant.num_folded) == (0, 1)
+    lease.tokens.append(5)
+    cache.commit(lease, 5, grant.num_folded)  # one draft is accepted
+    assert (lease.num_logged, lease.has_logged_drafts) == (1, True)
+    lease.tokens.append(6)
+    grant = cache.reserve_step(lease, 6, wants_log=True)
+    assert (grant.num_logged, grant.num_folded) == (1, 2)
+    cache.commit(lease, 6, grant.num_folded)
+    assert (lease.num_logged, lease.has_logged_drafts) == (0, False)
+    lease.tokens.append(7)
+    assert cache.reserve_step(lease, 7, wants_log=True).num_folded == 0
+    assert cache.take_actions() == []
+
+
+def test_logged_drafts_are_folded_when_a_lease_ends() -> None:
+    cache = make_cache(1)
+    lease = cache.admit(RequestId("a"), TokenBuffer([1, 2, 3]))
+    assert lease is not None
+    assert cache.extend(lease, 64)
+    cache.commit(lease, 1, cache.reserve_step(lease, 1, wants_log=True).num_folded)
+    grant = cache.reserve_step(lease, 4, wants_log=True, num_drafts=2)
+    cache.commit(lease, 3, grant.num_folded)
+    cache.take_actions()
+    slot, log = lease.dst, lease.log
+    cache.release(lease, SnapshotKind.GENERATION_END)
+    assert FoldLog(slot, log, 1, holds_drafts=True) in cache.take_actions()
 
 
 # What a step folds

@@ -9,7 +9,7 @@ from strandline.ids import NULL_LOG, NULL_SLOT, PendingToken, RequestId
 from strandline.records.plan import SequencePlan, StepPlan
 
 
-def plan_of_decodes(num_sequences: int, num_drafts: int) -> StepPlan:
+def plan_of_decodes(num_sequences: int, num_drafts: int, next_drafts: int = 0) -> StepPlan:
     sequence = SequencePlan(
         request_id=RequestId("any"),
         start=10,
@@ -27,6 +27,7 @@ def plan_of_decodes(num_sequences: int, num_drafts: int) -> StepPlan:
         num_logged=0,
         num_folded=1,
         num_drafts=num_drafts,
+        next_drafts=next_drafts,
     )
     return StepPlan((sequence,) * num_sequences, (), (), ())
 
@@ -79,6 +80,34 @@ def test_batches_of_other_sizes_have_depths_of_their_own() -> None:
     assert share(run(depth, [1.0, 1.1], [0.8], 300, batch=1)[100:], 1) > 0.95
     assert share(run(depth, [1.0, 2.0], [0.8], 300, batch=64)[100:], 0) > 0.95
     assert share(run(depth, [1.0, 1.1], [0.8], 300, batch=1), 1) > 0.95
+
+
+@pytest.mark.parametrize("seconds", [[1.0, 1.3], [1.0, 2.0], [1.0, 5.0]])
+def test_trials_of_drafts_that_are_wrong_cost_little(seconds: list[float]) -> None:
+    depth = DraftDepth(1)
+    run(depth, seconds, [0.1], 1000)
+    chosen = run(depth, seconds, [0.1], 20_000)
+    # Each trial takes one more step's time, to wait for the step before it.
+    num_trials = sum(chosen[index] > chosen[index - 1] for index in range(1, len(chosen)))
+    spent_s = sum(seconds[number] for number in chosen) + num_trials
+    num_tokens = sum(1 + 0.1 * number for number in chosen)
+    assert num_trials > 5
+    assert 1.0 < spent_s / num_tokens < 1.008
+
+
+def test_steps_that_change_the_depth_are_not_timed() -> None:
+    depth = DraftDepth(2, has_draft_layer=True)
+    for number in range(3):
+        for _ in range(5):
+            depth.observe(plan_of_decodes(4, number, number), 1.0)
+    for num_drafts, next_drafts in ((0, 2), (2, 0), (1, 2)):
+        for _ in range(100):
+            depth.observe(plan_of_decodes(4, num_drafts, next_drafts), 100.0)
+    # All depths take as long: the largest gives most tokens.
+    assert depth.choose(4) == 2
+    for _ in range(100):
+        depth.observe(plan_of_decodes(4, 2, 2), 100.0)
+    assert depth.choose(4) == 1
 
 
 def test_a_depth_that_never_comes_about_is_no_obstacle() -> None:

@@ -11,15 +11,17 @@ from safetensors.torch import load_file
 
 import strandline
 from strandline import LLM, SamplingParams
+from strandline.cache import FoldLog
 from strandline.device.batch import HostBatch
 from strandline.device.graphs import StepHidden
 from strandline.device.runner import Runner
+from strandline.device.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.drafting import DraftLayerDrafter
 from strandline.engine.request import Request
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError
-from strandline.records.plan import StepPlan
+from strandline.records.plan import StepPlan, StepResult
 from tests.cpu.engine.tiny import save_tiny_model
 from tools import demo_network
 
@@ -64,7 +66,7 @@ def ids(llm: LLM, text: str = PROMPT) -> list[int]:
 
 
 def run(llm: LLM, prompt: list[int], params: SamplingParams = GREEDY, **fields: str) -> tuple[list[int], Drafts]:
-    spy = llm.engine.scheduler._drafter = Spy()
+    spy = llm.engine.scheduler.drafts.drafter = Spy()
     [output] = llm.generate({"prompt_token_ids": prompt, **fields}, params, use_tqdm=False)
     return list(output.outputs[0].token_ids), spy.seen
 
@@ -80,14 +82,18 @@ def trained() -> demo_network.DemoModel:
 
 
 @torch.no_grad()
+def first_drafts(trained: demo_network.DemoModel, tokens: list[int]) -> list[int]:
+    """Return what the trained layer drafts behind each pair of tokens."""
+    padded = torch.tensor([tokens + [0] * (-len(tokens) % 64)])
+    hidden_NE = trained.draft(trained(padded), padded.roll(-1, 1))
+    return F.linear(hidden_NE, trained.model.embed_tokens.weight).argmax(-1).tolist()
+
+
 def test_first_drafts_are_those_of_the_trained_layer(make: Callable[..., LLM], trained: demo_network.DemoModel) -> None:
     llm = make(1)
     prompt = ids(llm)
     answer, drafts = run(llm, prompt)
-    tokens = prompt + answer
-    padded = torch.tensor([tokens + [0] * (-len(tokens) % 64)])
-    hidden_NE = trained.draft(trained(padded), padded.roll(-1, 1))
-    expected = F.linear(hidden_NE, trained.model.embed_tokens.weight).argmax(-1).tolist()
+    expected = first_drafts(trained, prompt + answer)
     assert len(drafts) > 5
     found = {count: drafted[0] for count, drafted in drafts.items() if drafted}
     # The pair of the last two of ``count`` tokens lies at the first of them.
@@ -136,7 +142,7 @@ def test_a_whole_hit_drafts_at_once(make: Callable[..., LLM]) -> None:
     llm = make()
     prompt = ids(llm)
     expected = run(llm, prompt)
-    llm.engine.scheduler._drafter = spy = Spy()
+    llm.engine.scheduler.drafts.drafter = spy = Spy()
     [output] = llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)
     assert output.num_cached_tokens == len(prompt)
     assert (list(output.outputs[0].token_ids), spy.seen) == expected
@@ -193,9 +199,9 @@ class PaddedGraphs:
 
 def test_drafts_beside_prompts_in_padded_steps_are_those_without_padding(make: Callable[..., LLM]) -> None:
     def serve(llm: LLM) -> tuple[list[list[int]], int]:
-        llm.engine.scheduler._draft_depth = Alternating()
+        llm.engine.scheduler.drafts.chooser = Alternating()
         for index in range(5):
-            llm.engine.add_request(f"{index}", ids(llm, f"{PROMPT} {index}"), GREEDY)
+            llm.engine.add_request(f"{index}", ids(llm, f"{index} {PROMPT}"), GREEDY)
             for _ in range(4):
                 llm.engine.step()
         outputs: dict[str, list[int]] = {}
@@ -214,10 +220,10 @@ def test_drafts_beside_prompts_in_padded_steps_are_those_without_padding(make: C
 
 
 class Alternating:
-    """Drafts nothing in every second and third step."""
+    """Drafts nothing in two of three steps, or as often as the depths say."""
 
-    def __init__(self) -> None:
-        self._depths = cycle([0, 0, 2])
+    def __init__(self, depths: tuple[int, ...] = (0, 0, 2)) -> None:
+        self._depths = cycle(depths)
 
     def choose(self, num_decodes: int) -> int:
         del num_decodes
@@ -228,3 +234,72 @@ class Alternating:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn nothing."""
+
+
+ADAPTIVE = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.parametrize("depths", [(0, 2), (0,) * 9 + (1, 2, 2), (0,) * 20 + (2,)], ids=str)
+def test_drafts_behind_plain_steps_are_those_of_the_trained_layer(
+    make: Callable[..., LLM], trained: demo_network.DemoModel, depths: tuple[int, ...], is_overlapped: bool
+) -> None:
+    llm = make(2, async_scheduling=is_overlapped, **ADAPTIVE)
+    llm.engine.scheduler.drafts.chooser = Alternating(depths)
+    prompt, params = ids(llm), SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    answer, drafts = run(llm, prompt, params)
+    expected = first_drafts(trained, prompt + answer)
+    found = {count: drafted[0] for count, drafted in drafts.items() if drafted}
+    assert len(found) > 2
+    assert found == {count: expected[count - 2] for count in found}
+    # Nor does a snapshot that such steps have left behind, or a block, miss what the layer keeps.
+    llm.engine.scheduler.drafts.chooser = Alternating((2,))
+    for num_known in (1, 20, 50, 79):
+        longer = prompt + answer[:num_known]
+        _, drafts = run(llm, longer, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        found = {count: drafted[0] for count, drafted in drafts.items() if drafted}
+        assert found == {count: expected[count - 2] for count in found}
+    assert llm.engine.core.stats().hit_tokens > 3 * len(prompt)
+
+
+@pytest.mark.parametrize("num_plain", [4, 14])
+def test_steps_without_drafts_overlap_and_keep_logs_of_decoded_tokens(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, num_plain: int
+) -> None:
+    plans, num_results, num_ahead = list[StepPlan](), 0, 0
+    launch, result = Runner.launch, StepInFlight.result
+
+    def noted_launch(runner: Runner, plan: StepPlan) -> StepInFlight:
+        nonlocal num_ahead
+        num_ahead += num_results < len(plans)
+        plans.append(plan)
+        return launch(runner, plan)
+
+    def noted_result(step: StepInFlight) -> StepResult:
+        nonlocal num_results
+        num_results += 1
+        return result(step)
+
+    def serve(llm: LLM) -> list[list[int]]:
+        prompts = [ids(llm, f"{PROMPT} {index}") for index in range(5)]
+        params = [
+            SamplingParams(temperature=index % 2, seed=index, max_tokens=90, ignore_eos=True) for index in range(5)
+        ]
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    expected = serve(make(0))
+    llm = make(2, async_scheduling=True, **ADAPTIVE)
+    # One step drafts, the next one verifies, and one more folds what was accepted.
+    llm.engine.scheduler.drafts.chooser = Alternating((0,) * (num_plain + 2) + (2,))
+    monkeypatch.setattr(Runner, "launch", noted_launch)
+    monkeypatch.setattr(StepInFlight, "result", noted_result)
+    assert serve(llm) == expected
+    plain = [plan for plan in plans if all(x.is_plain_decode for x in plan.sequences)]
+    # The first plain step of a row of them waits for the one before it.
+    assert num_ahead > 0.8 * (num_plain - 1) / (num_plain + 3) * len(plans)
+    assert num_ahead < len(plain)
+    appended = [x for plan in plain for x in plan.sequences if x.num_folded == 0]
+    assert len(appended) > 0.3 * sum(len(plan.sequences) for plan in plain)
+    assert all(x.log for x in appended)
+    assert any(isinstance(action, FoldLog) and not action.holds_drafts for plan in plans for action in plan.actions)
+    assert llm.engine.core.stats().speculation.num_accepted_tokens

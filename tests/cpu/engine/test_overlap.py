@@ -4,11 +4,12 @@ import random
 
 import pytest
 
-from strandline import SamplingParams
+from strandline import LLM, SamplingParams
 from strandline.device.runner import Runner
 from strandline.device.step_in_flight import StepInFlight
 from strandline.records.plan import StepPlan
 from tests.cpu.engine.conftest import MakeLLM
+from tests.cpu.engine.test_draft_layer import Alternating
 from tests.cpu.engine.tiny import VOCAB_SIZE
 
 Answer = tuple[list[int], str | None, int]
@@ -123,6 +124,23 @@ def test_steps_with_drafts_and_late_events_give_the_same_answers(make_llm: MakeL
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": False}
     expected = serve(make_llm, seed, async_scheduling=False)
     assert serve(make_llm, seed, async_scheduling=True, speculative_config=drafts) == expected
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_steps_of_changing_depth_give_the_same_answers(make_llm: MakeLLM, seed: int, is_tight: bool) -> None:
+    slab = make_llm().engine.core.spec.slab_bytes
+    little = {"memory": 14 * slab, "max_model_len": 256, "max_num_batched_tokens": 100} if is_tight else {}
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+    expected = serve(make_llm, seed, async_scheduling=False)
+
+    def make_changing(**options: object) -> LLM:
+        llm = make_llm(speculative_config=drafts, **options)
+        llm.engine.scheduler.drafts.chooser = Alternating((0, 0, 0, 2, 2))
+        return llm
+
+    for async_scheduling in (False, True):
+        assert serve(make_changing, seed, async_scheduling=async_scheduling, **little) == expected
 
 
 def test_tokens_do_not_wait_for_a_share_to_be_launched(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:

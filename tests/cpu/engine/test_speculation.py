@@ -61,12 +61,12 @@ class Recorder:
 
 
 def record(llm: LLM) -> Recorder:
-    recorder = llm.engine.scheduler._drafter = Recorder()
+    recorder = llm.engine.scheduler.drafts.drafter = Recorder()
     return recorder
 
 
 def force(llm: LLM, known: Answers, pattern: list[int]) -> LLM:
-    llm.engine.scheduler._drafter = ForcedDrafter(known, pattern)
+    llm.engine.scheduler.drafts.drafter = ForcedDrafter(known, pattern)
     return llm
 
 

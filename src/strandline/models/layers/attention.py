@@ -167,16 +167,27 @@ class Attention(nn.Module):
         self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory
     ) -> tuple[Tensor, Tensor]:
         """Return the heads' results side by side, and the gate's rows."""
+        q_THD, gate_TO = self._prepared(hidden_TE, rotary, batch, memory)
+        config = self.config
+        window = {} if config.window_tokens is None else {"window_tokens": config.window_tokens}
+        out_THD = self._attend(q_THD, memory, batch.attention, batch.num_decodes, scale=config.scale, **window)
+        return out_THD.flatten(1), gate_TO
+
+    def keep(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> None:
+        """Store the step's keys and values, and compute nothing else."""
+        self._prepared(hidden_TE, rotary, batch, memory)
+
+    def _prepared(
+        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values; return the queries, and the gate's rows."""
         config = self.config
         q_TO, k_TO, v_TO, gate_TO = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         rotary = rotary if config.is_rotated else None
         if config.norm is QueryKeyNorm.WIDE:
             q_TO = self._rms_norm(q_TO, self.q_norm_O, config.eps)
             k_TO = self._rms_norm(k_TO, self.k_norm_O, config.eps)
-        q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, self._norm(), rotary, memory, batch.attention)
-        window = {} if config.window_tokens is None else {"window_tokens": config.window_tokens}
-        out_THD = self._attend(q_THD, memory, batch.attention, batch.num_decodes, scale=config.scale, **window)
-        return out_THD.flatten(1), gate_TO
+        return self._prepare_qkv(q_TO, k_TO, v_TO, self._norm(), rotary, memory, batch.attention), gate_TO
 
     def _norm(self) -> HeadNorm | None:
         kind = self.config.norm

@@ -10,7 +10,7 @@ Shape suffixes: T tokens of the step, E hidden size.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,25 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.weights import Layout
-from strandline.models.layers.decoder import DecoderLayer, ResidualNorm
+from strandline.models.layers.decoder import DecoderLayer, Mixer, ResidualNorm
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.targets import NamedTargets, whole
 from strandline.specs import LayerSpec
 
 
+class KeepingMixer(Mixer, Protocol):
+    """A mixer that keeps streams alone."""
+
+    def keep(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> None:
+        """Store what a call would, and compute nothing else."""
+
+
 class DraftLayer(nn.Module):
     """Norms of its two inputs, a projection of both, a decoder layer, and a norm.
 
     Args:
-        layer: whose spec has streams alone.
+        layer: whose mixer is a ``KeepingMixer``.
         layer_targets: as ``targets``, of the layer.
     """
 
@@ -78,16 +85,30 @@ class DraftLayer(nn.Module):
             embedded_TE: of the tokens after those that ``batch`` gives positions of.
             hidden_TE: final, normalised hidden states of those.
         """
+        normed_TE, residual_TE = self._joined(embedded_TE, hidden_TE)
+        added_TE, residual_TE = self.layer(normed_TE, residual_TE, rotary, batch, memory)
+        drafted_TE: Tensor
+        drafted_TE, _ = self._add_norm(added_TE, residual_TE, self.norm_E, self.norm.eps)
+        return drafted_TE
+
+    def keep(
+        self, embedded_TE: Tensor, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
+    ) -> None:
+        """Store what ``forward`` would of these tokens, for later ones to read, and draft nothing.
+
+        These are the layer's keys and values, which do not depend on other tokens: no attention, no feed-forward part.
+        """
+        normed_TE, _ = self._joined(embedded_TE, hidden_TE)
+        cast(KeepingMixer, self.layer.mixer).keep(normed_TE, rotary, batch, memory)
+
+    def _joined(self, embedded_TE: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of the decoder layer, and its residual stream."""
         eps = self.norm.eps
         embedded_TE = self._norm(embedded_TE, self.embedding_norm_E, eps)
         hidden_TE = self._norm(hidden_TE, self.hidden_norm_E, eps)
         residual_TE = self.fc.multiply(torch.cat((embedded_TE, hidden_TE), dim=-1))
         first_norm_E = self.layer.first_norm_E
-        normed_TE = residual_TE if first_norm_E is None else self._norm(residual_TE, first_norm_E, eps)
-        added_TE, residual_TE = self.layer(normed_TE, residual_TE, rotary, batch, memory)
-        drafted_TE: Tensor
-        drafted_TE, _ = self._add_norm(added_TE, residual_TE, self.norm_E, eps)
-        return drafted_TE
+        return residual_TE if first_norm_E is None else self._norm(residual_TE, first_norm_E, eps), residual_TE
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the form of its weights; they cannot be loaded or moved afterwards."""
