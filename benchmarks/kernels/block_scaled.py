@@ -16,10 +16,10 @@ from linear import BYTES_PER_S, time_us  # type: ignore[import-not-found]
 from torch import Tensor
 
 from strandline.kernels import block_scaled_triton, linear_triton
-from strandline.kernels.block_scaled import GROUP, block_scaled_linear
+from strandline.kernels.block_scaled import block_scaled_linear
 from strandline.kernels.block_scaled_tile_triton import quantize_rows
 from strandline.kernels.block_scaled_triton import Gemv, Tile
-from strandline.kernels.weights import ScaledWeight
+from strandline.kernels.weights import GROUP, ScaledWeight
 from strandline.models.fp8_conversion import quantize_blocks
 
 FLOPS = 1.4e15
@@ -58,15 +58,31 @@ Product = Callable[[Tensor, ScaledWeight], Tensor]
 
 def scaled_mm(x: Tensor, weight: ScaledWeight) -> Tensor:
     """Return torch's block-scaled product, which asks for scales of activations column by column."""
-    quantized, scale_XT = quantize_rows(x)
-    scales = {"scale_a": scale_XT.t(), "scale_b": weight.scales.t()}
-    return torch._scaled_mm(quantized, weight.values.t(), **scales, out_dtype=torch.bfloat16)[: len(x)]
+    out = x.new_empty(len(x), len(weight.values))
+    block_scaled_triton.multiply_in_torch(out, x, weight, None)
+    return out
 
 
 def with_tile(tile: Tile, spans: int) -> Product:
     """Return the product with one way of tiling."""
-    gemm = block_scaled_triton.launch_gemm
-    return lambda x, weight: gemm(*quantize_rows(x), weight, None, tile, spans, (len(x), x.dtype))
+
+    def multiply(x: Tensor, weight: ScaledWeight) -> Tensor:
+        out = x.new_empty(len(x), len(weight.values))
+        block_scaled_triton.launch_gemm(out, quantize_rows(x), weight, None, tile, spans)
+        return out
+
+    return multiply
+
+
+def with_gemv(gemv: Gemv) -> Product:
+    """Return the product of few rows with one way of tiling."""
+
+    def multiply(x: Tensor, weight: ScaledWeight) -> Tensor:
+        out = x.new_empty(len(x), len(weight.values))
+        block_scaled_triton.launch_gemv(out, x, weight, None, gemv)
+        return out
+
+    return multiply
 
 
 def ways(num_rows: int, *, is_sweep: bool) -> Iterator[tuple[str, Product]]:
@@ -74,16 +90,13 @@ def ways(num_rows: int, *, is_sweep: bool) -> Iterator[tuple[str, Product]]:
     yield "chosen", block_scaled_triton.block_scaled_linear
     if num_rows >= 16:
         yield "torch FP8", scaled_mm
-        yield "quantising alone", lambda x, _: quantize_rows(x)[0]
+        yield "quantising alone", lambda x, _: quantize_rows(x).values_TI
     if not is_sweep:
         return
     if num_rows <= block_scaled_triton.MAX_ROWS_GEMV:
         for gemv in GEMVS:
             if gemv.block_n * num_rows <= 16:
-                yield (
-                    str(tuple(gemv)),
-                    lambda x, w, g=gemv: block_scaled_triton.launch_gemv(x, w, None, g, is_gated=False),
-                )
+                yield str(tuple(gemv)), with_gemv(gemv)
     for tile in TILES:
         if min(num_rows, 128) / 2 <= tile.block_m < 2 * max(16, num_rows):
             for spans in (1, 4, 8) if num_rows <= 64 else (1,):

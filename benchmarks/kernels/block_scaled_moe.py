@@ -89,7 +89,7 @@ class Inputs:
     def up(self, tile: Tile) -> Callable[[], object]:
         """Return a call of the first product alone."""
         listed, hidden, x = list_choices(self.chosen[1], EXPERTS), self.hidden(), quantize_rows(self.x_TD)
-        arguments = (x, self.gate_up, listed, hidden, TOP_K, torch.bfloat16, tile)
+        arguments = (x, self.gate_up, listed, hidden, TOP_K, tile)
         return lambda: block_scaled_moe_triton.launch_up(*arguments)
 
     def downward(self, tile: Tile) -> Callable[[], object]:

@@ -12,12 +12,13 @@ from strandline.kernels.block_scaled import block_scaled_gated_linear, block_sca
 from strandline.kernels.linear import reference_linear
 from strandline.kernels.moe import route_top_k, sum_of_experts
 from strandline.kernels.operation import operation, triton
+from strandline.kernels.quantized_rows import Rows, plain_rows
 from strandline.kernels.weights import ScaledWeight, Weight
 
 
 @operation(triton("block_scaled_moe_triton", invariant="block_scaled_moe_triton"))
 def block_scaled_mixture(
-    x_TD: Tensor,
+    x_TD: Rows,
     shared_gate_up_TS: Tensor,
     logits_TE: Tensor,
     shared_gate_T1: Tensor,
@@ -28,7 +29,10 @@ def block_scaled_mixture(
     *,
     is_normalised: bool,
 ) -> Tensor:
-    """As ``mixture``, with experts in FP8: ``gate_up`` of ``[E, 2 F, D]``, ``down`` of ``[E, D, F]``."""
+    """As ``mixture``, with experts in FP8: ``gate_up`` of ``[E, 2 F, D]``, ``down`` of ``[E, D, F]``.
+
+    Quantised tokens are taken if the plain ones are kept beside them.
+    """
     chosen = route_top_k.reference(logits_TE, top_k, is_normalised=is_normalised)
     shared_TD = reference_linear(shared_down)(swiglu.reference(shared_gate_up_TS))
     return block_scaled_experts_glu.reference(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1)
@@ -36,7 +40,7 @@ def block_scaled_mixture(
 
 @operation(triton("block_scaled_moe_triton", invariant="block_scaled_moe_triton"))
 def block_scaled_experts_glu(
-    x_TD: Tensor,
+    x_TD: Rows,
     gate_up: ScaledWeight,
     down: ScaledWeight,
     weights_TK: Tensor,
@@ -46,9 +50,10 @@ def block_scaled_experts_glu(
 ) -> Tensor:
     """As ``experts_glu``, with experts in FP8."""
 
+    # An expert quantises its tokens' rows once more: that gives the same numbers.
     def apply(expert: int, x_AD: Tensor) -> Tensor:
         hidden_AF = block_scaled_gated_linear.reference(x_AD, gate_up[expert])
         return block_scaled_linear.reference(hidden_AF, down[expert])
 
-    out_TD = sum_of_experts(apply, len(down.values), x_TD, weights_TK, experts_TK)
+    out_TD = sum_of_experts(apply, len(down.values), plain_rows(x_TD), weights_TK, experts_TK)
     return out_TD.addcmul_(shared_TD, shared_gate_T1.sigmoid())

@@ -1,6 +1,8 @@
-"""The experts of a few tokens in FP8, in two launches, as ``moe_few_triton.py``: inputs are quantised in registers.
+"""The experts of a few tokens in FP8, in two launches, as ``moe_few_triton.py``.
 
-Shape suffixes: as in ``moe_few_triton.py``.
+Inputs are quantised in registers, unless they come quantised.
+
+Shape suffixes: as in ``moe_few_triton.py``; of quantised rows X groups of inputs.
 """
 # mypy: ignore-errors
 
@@ -11,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.block_scaled_tile_triton import round_groups
+from strandline.kernels.block_scaled_tile_triton import load_rounded, round_groups
 from strandline.kernels.linear_triton import silu_times
 from strandline.kernels.moe_few_triton import Few, take_top
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.quantized_rows import QuantizedRows, Rows
 from strandline.kernels.sizes import cdiv, next_power_of_2
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
 
@@ -22,11 +25,14 @@ from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
 @triton.jit
 def _few_up_kernel(
     x_ptr,
+    x_scale_ptr,
     logits_ptr,
     weight_ptr,
     scale_ptr,
     hidden_ptr,
+    num_tokens,
     stride_x,
+    stride_xs,
     stride_logits,
     stride_se,
     stride_sy,
@@ -35,6 +41,7 @@ def _few_up_kernel(
     F,
     E,
     TOP_K: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     NUM_K: tl.constexpr,
@@ -58,7 +65,6 @@ def _few_up_kernel(
     gate_NK_ptr = weight_ptr + expert * (2 * F * D) + row_N[:, None] * D + col_K[None, :]
     gate_scale_ptr = scale_ptr + expert * stride_se + first_N // SCALE_ROWS * stride_sy
     up_scale_ptr = scale_ptr + expert * stride_se + (F + first_N) // SCALE_ROWS * stride_sy
-    x_K_ptr = x_ptr + token * stride_x + col_K
     gate_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     up_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for chunk in tl.static_range(NUM_K):
@@ -71,8 +77,9 @@ def _few_up_kernel(
             mask_NK = (row_N < F)[:, None] & is_K[None, :]
             gate_weight_NK = tl.load(gate_NK_ptr + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
             up_weight_NK = tl.load(gate_NK_ptr + F * D + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
-        x_1K = tl.load(x_K_ptr + start, mask=is_K, other=0.0).to(tl.float32)[None, :]
-        x_1K = round_groups(x_1K, 1, BLOCK_K, GROUP)
+        token_1 = token + tl.arange(0, 1)
+        layout = (num_tokens, D, stride_x, stride_xs)
+        x_1K = load_rounded(x_ptr, x_scale_ptr, token_1, start + col_K, *layout, IS_QUANTIZED, 1, BLOCK_K, GROUP)
         group_K = (start + col_K) // GROUP * stride_sx
         gate_1K = x_1K * tl.load(gate_scale_ptr + group_K, mask=is_K, other=0.0)[None, :]
         up_1K = x_1K * tl.load(up_scale_ptr + group_K, mask=is_K, other=0.0)[None, :]
@@ -168,7 +175,7 @@ def _few_down_kernel(
 
 
 def mixture_few(
-    x_TD: Tensor,
+    x_TD: Rows,
     shared_gate_up_TS: Tensor,
     logits_TE: Tensor,
     shared_gate_T1: Tensor,
@@ -195,33 +202,39 @@ def _route_options(num_experts: int, top_k: int) -> dict[str, int]:
     }
 
 
-def _hidden(x_TD: Tensor, logits_TE: Tensor, gate_up: ScaledWeight, top_k: int, few: Few) -> Tensor:
+def _hidden(x_TD: Rows, logits_TE: Tensor, gate_up: ScaledWeight, top_k: int, few: Few) -> Tensor:
     """Return the hidden features of every choice."""
     num_experts, num_rows, num_channels = gate_up.values.shape
     size = num_rows // 2
     hidden_AF = torch.empty((len(x_TD) * top_k, size), dtype=x_TD.dtype, device=x_TD.device)
+    is_quantized = isinstance(x_TD, QuantizedRows)
+    read_TD, scale_XT = (x_TD.values_TI, x_TD.scale_XT) if is_quantized else (x_TD, None)
     block_n = gcd(few.block_up_n, gate_up.rows_per_scale)
     block_k = max(GROUP, min(few.block_up_k, next_power_of_2(num_channels)))
     _few_up_kernel[(cdiv(size, block_n), len(hidden_AF))](
-        x_TD,
+        read_TD,
+        scale_XT,
         logits_TE,
         gate_up.values,
         gate_up.scales,
         hidden_AF,
-        x_TD.stride(0),
+        len(x_TD),
+        read_TD.stride(0),
+        scale_XT.stride(0) if is_quantized else 0,
         logits_TE.stride(0),
         *gate_up.scales.stride(),
         num_channels,
         size,
         num_experts,
         **_route_options(num_experts, top_k),
+        IS_QUANTIZED=is_quantized,
         IS_EVEN=num_channels % block_k == 0 and size % block_n == 0,
         SCALE_ROWS=gate_up.rows_per_scale,
         NUM_K=cdiv(num_channels, block_k),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=few.warps_up,
-        **overlap_options(x_TD),
+        **overlap_options(hidden_AF),
     )
     return hidden_AF
 

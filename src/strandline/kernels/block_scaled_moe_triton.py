@@ -1,7 +1,7 @@
 """The experts in FP8 on a GPU (``block_scaled_moe.py``), organised as ``moe_triton.py``.
 
-Few tokens: as ``block_scaled_moe_few_triton.py`` says. More: one launch quantises the tokens; a tile of the first
-product has the features of one group, so that it also quantises what it writes.
+Few tokens: as ``block_scaled_moe_few_triton.py`` says. More: one launch quantises the tokens, unless the operation
+before has done so; a tile of the first product has the features of one group, so that it also quantises what it writes.
 
 Invariants: as in ``moe_triton.py``; hidden features in FP8 are the same to the last bit for any tile.
 
@@ -9,6 +9,7 @@ Shape suffixes: as in ``moe_triton.py``; X groups of features.
 """
 # mypy: ignore-errors
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,16 +25,22 @@ from strandline.kernels.block_scaled_tile_triton import (
     load_scales,
     multiply_group,
     quantize_groups,
-    quantize_rows,
-    quantize_swiglu,
+    quantized,
+    swiglu_quantized,
 )
-from strandline.kernels.block_scaled_triton import choose_spans, choose_tile, launch_gemm
+from strandline.kernels.block_scaled_triton import (
+    flat_rows,
+    multiply_into,
+    multiply_into_invariant,
+    new_output,
+)
 from strandline.kernels.linear_triton import linear, silu_times
 from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.moe_few_triton import Few
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.moe_triton import add_choices, route_top_k
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.quantized_rows import QuantizedRows, Rows
 from strandline.kernels.sizes import cdiv
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
 
@@ -209,7 +216,7 @@ def _grouped_down_kernel(
 
 
 def block_scaled_mixture(
-    x_TD: Tensor,
+    x_TD: Rows,
     shared_gate_up_TS: Tensor,
     logits_TE: Tensor,
     shared_gate_T1: Tensor,
@@ -226,15 +233,14 @@ def block_scaled_mixture(
         return mixture_few(*arguments, FEW[len(x_TD) > 1], is_normalised=is_normalised)
     chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
     if isinstance(shared_down, ScaledWeight):
-        tile = choose_tile(len(x_TD))
-        shared_TD = _shared(shared_gate_up_TS, shared_down, tile, choose_spans(len(x_TD), shared_down, tile))
+        shared_TD = _shared(shared_gate_up_TS, shared_down, multiply_into)
     else:
         shared_TD = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
     return block_scaled_experts_glu(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1)
 
 
 def block_scaled_mixture_invariant(
-    x_TD: Tensor,
+    x_TD: Rows,
     shared_gate_up_TS: Tensor,
     logits_TE: Tensor,
     shared_gate_T1: Tensor,
@@ -248,20 +254,22 @@ def block_scaled_mixture_invariant(
     """As :func:`block_scaled_mixture`, expert by expert however few tokens there are."""
     chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
     if isinstance(shared_down, ScaledWeight):
-        shared_TD = _shared(shared_gate_up_TS, shared_down, choose_tile(max(len(x_TD), MIN_ROWS_HOPPER)), 1)
+        shared_TD = _shared(shared_gate_up_TS, shared_down, multiply_into_invariant)
     else:
         shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down.values_OI)
     return block_scaled_experts_glu_invariant(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1)
 
 
-def _shared(gate_up_TS: Tensor, down: ScaledWeight, tile: object, spans: int) -> Tensor:
+def _shared(gate_up_TS: Tensor, down: ScaledWeight, multiply: Callable[..., None]) -> Tensor:
     """Return what the shared expert makes of its projections."""
-    rows = gate_up_TS if gate_up_TS.stride(1) == 1 else gate_up_TS.contiguous()
-    return launch_gemm(*quantize_swiglu(rows), down, None, tile, spans, (len(rows), rows.dtype))
+    rows = swiglu_quantized(gate_up_TS)
+    out_TD = new_output(rows, len(down.values))
+    multiply(out_TD, rows, down, None)
+    return out_TD
 
 
 def block_scaled_experts_glu(
-    x_TD: Tensor,
+    x_TD: Rows,
     gate_up: ScaledWeight,
     down: ScaledWeight,
     weights_TK: Tensor,
@@ -275,7 +283,7 @@ def block_scaled_experts_glu(
 
 
 def block_scaled_experts_glu_invariant(
-    x_TD: Tensor,
+    x_TD: Rows,
     gate_up: ScaledWeight,
     down: ScaledWeight,
     weights_TK: Tensor,
@@ -295,7 +303,7 @@ def choose_tiles(choices_per_expert: int) -> tuple[Tile, Tile]:
 
 
 def experts_glu_many(
-    x_TD: Tensor,
+    x_TD: Rows,
     gate_up: ScaledWeight,
     down: ScaledWeight,
     weights_TK: Tensor,
@@ -309,48 +317,44 @@ def experts_glu_many(
     num_tokens, top_k = experts_TK.shape
     num_experts, num_channels, size = down.values.shape
     num_choices, device = num_tokens * top_k, x_TD.device
-    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    rows = quantized(flat_rows(x_TD))
     listed = list_choices(experts_TK, num_experts)
     hidden_AF = torch.empty((num_choices, size), dtype=torch.float8_e4m3fn, device=device)
     hidden_scale_XA = torch.empty((cdiv(size, GROUP), num_choices), dtype=torch.float32, device=device)
     out_AD = torch.empty((num_choices, num_channels), dtype=x_TD.dtype, device=device)
-    launch_up(quantize_rows(x_TD), gate_up, listed, (hidden_AF, hidden_scale_XA), top_k, x_TD.dtype, up_tile)
+    launch_up(rows, gate_up, listed, (hidden_AF, hidden_scale_XA), top_k, up_tile)
     launch_down((hidden_AF, hidden_scale_XA), down, listed, out_AD, down_tile)
     return add_choices(out_AD, (weights_TK, experts_TK), (shared_TD, shared_gate_T1))
 
 
 def launch_up(
-    x: tuple[Tensor, Tensor],
+    x: QuantizedRows,
     gate_up: ScaledWeight,
     listed: tuple[Tensor, Tensor],
     hidden: tuple[Tensor, Tensor],
     top_k: int,
-    dtype: torch.dtype,
     tile: Tile,
 ) -> None:
-    """Fill the quantised features ``hidden``, rows and scales, in the order of the list.
-
-    Args:
-        dtype: that features are rounded to before.
-    """
+    """Fill the quantised features ``hidden``, rows and scales, in the order of the list."""
     (num_experts, _, num_channels), size = gate_up.values.shape, hidden[0].shape[1]
     _grouped_up_kernel[(cdiv(size, GROUP), tile.split_m, num_experts)](
-        *x,
+        x.values_TI,
+        x.scale_XT,
         gate_up.values,
         gate_up.scales,
         *listed,
         *hidden,
-        x[1].stride(0),
+        x.scale_XT.stride(0),
         hidden[1].stride(0),
         *gate_up.scales.stride(),
         num_channels,
         size,
-        DTYPE=TRITON_DTYPES[dtype],
+        DTYPE=TRITON_DTYPES[x.dtype],
         TOP_K=top_k,
         IS_EVEN=num_channels % GROUP == 0 and size % GROUP == 0,
         SCALE_ROWS=gate_up.rows_per_scale,
         **_launch_options(tile._replace(block_n=GROUP)),
-        **overlap_options(x[0]),
+        **overlap_options(x.values_TI),
     )
 
 

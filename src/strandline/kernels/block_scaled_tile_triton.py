@@ -12,14 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels import block_scaled
+from strandline.kernels import qkv, quantized_rows
 from strandline.kernels.linear_triton import silu_times
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.quantized_rows import QuantizedRows, Rows
 from strandline.kernels.sizes import cdiv, next_power_of_2
 from strandline.kernels.weights import GROUP
 
-MAX_E4M3 = tl.constexpr(block_scaled.MAX_E4M3)
-MIN_SCALE = tl.constexpr(block_scaled.MIN_SCALE)
+MAX_E4M3 = tl.constexpr(qkv.MAX_E4M3)
+MIN_SCALE = tl.constexpr(quantized_rows.MIN_SCALE)
+
+PLAIN = tl.constexpr(0)
+SWIGLU = tl.constexpr(1)
+SIGMOID_GATE = tl.constexpr(2)
+"""What is quantised: rows, what a gated linear unit makes of them, or rows behind a gate."""
 
 BLOCK_QUANTIZED = 2048
 """Inputs of a row that a program quantises."""
@@ -71,14 +77,43 @@ def multiply_group(weight_NK, x_KM, scale_N, x_scale_M, IS_SWAPPED: tl.constexpr
 
 
 @triton.jit
+def load_rounded(
+    x_ptr,
+    x_scale_ptr,
+    row_M,
+    col_K,
+    M,
+    K,
+    stride_x,
+    stride_xs,
+    IS_QUANTIZED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Return ``[BLOCK_M, BLOCK_K]`` numbers as they are after quantising, in float32."""
+    mask_MK = (row_M < M)[:, None] & (col_K < K)[None, :]
+    x_MK = tl.load(x_ptr + row_M.to(tl.int64)[:, None] * stride_x + col_K[None, :], mask=mask_MK, other=0.0)
+    x_MK = x_MK.to(tl.float32)
+    if IS_QUANTIZED:
+        scale_MK_ptr = x_scale_ptr + (col_K // GROUP)[None, :] * stride_xs + row_M[:, None]
+        x_MK = x_MK * tl.load(scale_MK_ptr, mask=mask_MK, other=0.0)
+    else:
+        x_MK = round_groups(x_MK, BLOCK_M, BLOCK_K, GROUP)
+    return x_MK
+
+
+@triton.jit
 def _quantize_kernel(
     x_ptr,
+    gate_ptr,
     out_ptr,
     scale_ptr,
     stride_x,
+    stride_gate,
     K,
     stride_scale,
-    IS_GATED: tl.constexpr,
+    KIND: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -86,45 +121,72 @@ def _quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     col_K = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     is_K = col_K < K
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    x_K_ptr = x_ptr + row * stride_x + col_K
-    x_K = tl.load(x_K_ptr, mask=is_K, other=0.0).to(tl.float32)
-    if IS_GATED:
-        up_K = tl.load(x_K_ptr + K, mask=is_K, other=0.0).to(tl.float32)
-        x_K = silu_times(x_K, up_K, x_ptr.dtype.element_ty).to(tl.float32)
+    x_K = tl.load(x_ptr + row * stride_x + col_K, mask=is_K, other=0.0).to(tl.float32)
+    if KIND != PLAIN:
+        gate_K = tl.load(gate_ptr + row * stride_gate + col_K, mask=is_K, other=0.0).to(tl.float32)
+    if KIND == SWIGLU:
+        x_K = silu_times(gate_K, x_K, dtype).to(tl.float32)
+    if KIND == SIGMOID_GATE:
+        factor_K = tl.sigmoid(gate_K).to(gate_ptr.dtype.element_ty).to(tl.float32)
+        x_K = (x_K * factor_K).to(dtype).to(tl.float32)
     quantized_RG, scale_R = quantize_groups(tl.reshape(x_K, [BLOCK_K // GROUP, GROUP]))
     tl.store(out_ptr + row * K + col_K, tl.reshape(quantized_RG, [BLOCK_K]), mask=is_K)
     group_R = tl.program_id(1) * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
     tl.store(scale_ptr + group_R * stride_scale + row, scale_R, mask=group_R * GROUP < K)
 
 
-def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows, whose inputs lie together, in e4m3, and ``scale_XT``; both with rows up to ``PADDED_ROWS``."""
-    return _quantize(x_TI, x_TI.shape[1], is_gated=False)
+def quantize_rows(x_TI: Tensor) -> QuantizedRows:
+    """Return rows, whose inputs lie together, quantised; both are kept."""
+    return _quantize(x_TI, x_TI, PLAIN.value, plain_TI=x_TI)
 
 
-def quantize_swiglu(gate_up_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``quantize_rows``, of ``silu(gate) * up``: the gate's inputs lie before the up projection's."""
-    return _quantize(gate_up_TI, gate_up_TI.shape[1] // 2, is_gated=True)
+def quantized(rows: Rows) -> QuantizedRows:
+    """Return rows quantised, if they are not yet."""
+    return rows if isinstance(rows, QuantizedRows) else quantize_rows(rows)
 
 
-def _quantize(x_TI: Tensor, num_inputs: int, *, is_gated: bool) -> tuple[Tensor, Tensor]:
-    num_rows, padded_rows = len(x_TI), cdiv(len(x_TI), PADDED_ROWS) * PADDED_ROWS
-    quantized_TI = torch.empty((padded_rows, num_inputs), dtype=torch.float8_e4m3fn, device=x_TI.device)
-    scale_XT = torch.empty((cdiv(num_inputs, GROUP), padded_rows), dtype=torch.float32, device=x_TI.device)
+def swiglu_quantized(gate_up: Tensor) -> QuantizedRows:
+    """Return ``silu(gate) * up`` of ``[T, 2 I]``, quantised: the gate's inputs lie before the up projection's."""
+    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
+    gate_TI, up_TI = gate_up.chunk(2, dim=1)
+    return _quantize(up_TI, gate_TI, SWIGLU.value)
+
+
+def sigmoid_gate_quantized(x_TO: Tensor, gate_TO: Tensor) -> QuantizedRows:
+    """Return ``x * sigmoid(gate)``, quantised."""
+    x_TO, gate_TO = (rows if rows.stride(1) == 1 else rows.contiguous() for rows in (x_TO, gate_TO))
+    return _quantize(x_TO, gate_TO, SIGMOID_GATE.value)
+
+
+def unfilled(num_rows: int, num_inputs: int, like: Tensor, plain_TI: Tensor | None = None) -> QuantizedRows:
+    """Return the memory of quantised rows, up to a multiple of ``PADDED_ROWS``."""
+    padded_rows = cdiv(num_rows, PADDED_ROWS) * PADDED_ROWS
+    values_TI = torch.empty((padded_rows, num_inputs), dtype=torch.float8_e4m3fn, device=like.device)
+    scale_XT = torch.empty((cdiv(num_inputs, GROUP), padded_rows), dtype=torch.float32, device=like.device)
+    return QuantizedRows(values_TI, scale_XT, num_rows, like.dtype, plain_TI)
+
+
+def _quantize(x_TI: Tensor, gate_TI: Tensor, kind: int, plain_TI: Tensor | None = None) -> QuantizedRows:
+    num_rows, num_inputs = x_TI.shape
+    rows = unfilled(num_rows, num_inputs, x_TI, plain_TI)
     block_k = min(BLOCK_QUANTIZED, max(GROUP, next_power_of_2(num_inputs)))
-    _quantize_kernel[(num_rows, cdiv(num_inputs, block_k))](
-        x_TI,
-        quantized_TI,
-        scale_XT,
-        x_TI.stride(0),
-        num_inputs,
-        padded_rows,
-        IS_GATED=is_gated,
-        BLOCK_K=block_k,
-        GROUP=GROUP,
-        num_warps=4,
-        **overlap_options(x_TI),
-    )
-    return quantized_TI, scale_XT
+    if num_rows:
+        _quantize_kernel[(num_rows, cdiv(num_inputs, block_k))](
+            x_TI,
+            gate_TI,
+            rows.values_TI,
+            rows.scale_XT,
+            x_TI.stride(0),
+            gate_TI.stride(0),
+            num_inputs,
+            rows.scale_XT.stride(0),
+            KIND=kind,
+            BLOCK_K=block_k,
+            GROUP=GROUP,
+            num_warps=4,
+            **overlap_options(x_TI),
+        )
+    return rows

@@ -1,8 +1,11 @@
 """Matrix products in FP8 in Triton (``block_scaled.py``): few rows streamed through registers, more on tensor cores.
 
-Up to ``MAX_ROWS_GEMV`` rows: every program quantises them and multiplies a few of the weight's rows, in float32. More:
-one launch quantises them, then tiles of rows and outputs are multiplied, of many rows by torch where it can. With few
-rows narrow weights are split among programs along the inputs, too, and the parts are added up in order.
+Up to ``MAX_ROWS_GEMV`` rows: every program multiplies them with a few of the weight's rows, in float32. More: tiles of
+rows and outputs are multiplied, of many rows by torch where it can. With few rows narrow weights are split among
+programs along the inputs, too, and the parts are added up in order. Rows that come as they are, are quantised by the
+programs if they are few, else by a launch of its own.
+
+A launch of few rows may multiply them with an ordinary weight, too (``Beside``): programs of its own do that.
 
 Invariant: ``_invariant`` versions add up in an order that depends on neither the number of rows nor the tile.
 
@@ -23,13 +26,15 @@ from torch import Tensor
 from strandline.kernels.activation_triton import swiglu
 from strandline.kernels.block_scaled_tile_triton import (
     MIN_ROWS_HOPPER,
+    load_rounded,
     load_scales,
     multiply_group,
-    quantize_rows,
-    round_groups,
+    quantized,
+    swiglu_quantized,
 )
 from strandline.kernels.linear_triton import add_spans, silu_times
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.quantized_rows import QuantizedRows, Rows
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 from strandline.kernels.weights import GROUP, ScaledWeight
 
@@ -51,6 +56,14 @@ class Tile(NamedTuple):
     block_m: int
     warps: int
     stages: int
+
+
+class Beside(NamedTuple):
+    """An ordinary weight that the same rows are multiplied with in the same launch; its outputs come behind."""
+
+    plain_TI: Tensor
+    values_OI: Tensor
+    """Contiguous."""
 
 
 GEMV_WIDE = Gemv(8, 1024, 4)
@@ -110,19 +123,61 @@ def _times_scales(x_MK, scale_ptr, first_row, col_K, K, stride_y, stride_x, SCAL
 
 
 @triton.jit
-def _gemv_kernel(
+def _gemv_dense(
     x_ptr,
     weight_ptr,
-    scale_ptr,
-    bias_ptr,
     out_ptr,
+    program,
     M,
     K,
     N,
     stride_x,
     stride_out,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Multiply plain rows with a few rows of an ordinary weight."""
+    row_N = program.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_K = tl.arange(0, BLOCK_K)
+    row_M = tl.arange(0, BLOCK_M)
+    weight_1NK = _load_weight(weight_ptr, row_N, col_K, K, N, False)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    x_MK_ptr = x_ptr + row_M.to(tl.int64)[:, None] * stride_x + col_K[None, :]
+    acc_MNK = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for chunk in tl.static_range(NUM_K):
+        start = chunk * BLOCK_K
+        if chunk > 0:
+            weight_1NK = _load_weight(weight_ptr, row_N, start + col_K, K, N, False)
+        mask_MK = (row_M < M)[:, None] & (start + col_K < K)[None, :]
+        x_MK = tl.load(x_MK_ptr + start, mask=mask_MK, other=0.0).to(tl.float32)
+        acc_MNK += weight_1NK.to(tl.float32) * x_MK[:, None, :]
+    out_MN_ptr = out_ptr + row_M[:, None] * stride_out + row_N[None, :]
+    mask_MN = (row_M < M)[:, None] & (row_N < N)[None, :]
+    tl.store(out_MN_ptr, tl.sum(acc_MNK, axis=2).to(out_ptr.dtype.element_ty), mask=mask_MN)
+
+
+@triton.jit
+def _gemv_scaled(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    program,
+    M,
+    K,
+    N,
+    stride_x,
+    stride_xs,
+    stride_out,
     stride_sy,
     stride_sx,
+    IS_QUANTIZED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -134,7 +189,8 @@ def _gemv_kernel(
     GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    first_N = tl.program_id(0).to(tl.int64) * BLOCK_N
+    """Multiply rows, as they are after quantising, with a few rows of a weight in FP8."""
+    first_N = program.to(tl.int64) * BLOCK_N
     row_N = first_N + tl.arange(0, BLOCK_N)
     col_K = tl.arange(0, BLOCK_K)
     row_M = tl.arange(0, BLOCK_M)
@@ -144,7 +200,6 @@ def _gemv_kernel(
         up_1NK = _load_weight(up_ptr, row_N, col_K, K, N, IS_EVEN)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    x_MK_ptr = x_ptr + row_M.to(tl.int64)[:, None] * stride_x + col_K[None, :]
     acc_MNK = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
     acc_up_MNK = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
     for chunk in tl.static_range(NUM_K):
@@ -153,9 +208,8 @@ def _gemv_kernel(
             weight_1NK = _load_weight(weight_ptr, row_N, start + col_K, K, N, IS_EVEN)
             if IS_GATED:
                 up_1NK = _load_weight(up_ptr, row_N, start + col_K, K, N, IS_EVEN)
-        mask_MK = (row_M < M)[:, None] & (start + col_K < K)[None, :]
-        x_MK = tl.load(x_MK_ptr + start, mask=mask_MK, other=0.0).to(tl.float32)
-        x_MK = round_groups(x_MK, BLOCK_M, BLOCK_K, GROUP)
+        layout = (M, K, stride_x, stride_xs)
+        x_MK = load_rounded(x_ptr, x_scale_ptr, row_M, start + col_K, *layout, IS_QUANTIZED, BLOCK_M, BLOCK_K, GROUP)
         scales = (K, stride_sy, stride_sx, SCALE_ROWS, GROUP)
         scaled_MK = _times_scales(x_MK, scale_ptr, first_N, start + col_K, *scales)
         acc_MNK += weight_1NK.to(tl.float32) * scaled_MK[:, None, :]
@@ -171,42 +225,188 @@ def _gemv_kernel(
     tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["M"])
-def _gemm_kernel(
+@triton.jit
+def _gemv_kernel(
     x_ptr,
     x_scale_ptr,
     weight_ptr,
     scale_ptr,
     bias_ptr,
     out_ptr,
+    plain_ptr,
+    dense_ptr,
     M,
-    N,
     K,
+    N,
+    num_dense,
+    stride_x,
     stride_xs,
     stride_out,
     stride_sy,
     stride_sx,
-    span,
+    stride_plain,
+    IS_QUANTIZED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    IS_SWAPPED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    DENSE_PROGRAMS: tl.constexpr,
+    NUM_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    # Only a call's own arguments are constants: what goes through a tuple is not.
+    program = tl.program_id(0)
+    tensors = (x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr)
+    sizes = (M, K, N, stride_x, stride_xs, stride_out, stride_sy, stride_sx)
+    if DENSE_PROGRAMS > 0:
+        if program < DENSE_PROGRAMS:
+            _gemv_dense(
+                plain_ptr,
+                dense_ptr,
+                out_ptr + N,
+                program,
+                M,
+                K,
+                num_dense,
+                stride_plain,
+                stride_out,
+                NUM_K,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                OVERLAPS,
+            )
+        else:
+            _gemv_scaled(
+                *tensors,
+                program - DENSE_PROGRAMS,
+                *sizes,
+                IS_QUANTIZED,
+                HAS_BIAS,
+                IS_GATED,
+                IS_EVEN,
+                SCALE_ROWS,
+                NUM_K,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                GROUP,
+                OVERLAPS,
+            )
+    else:
+        _gemv_scaled(
+            *tensors,
+            program,
+            *sizes,
+            IS_QUANTIZED,
+            HAS_BIAS,
+            IS_GATED,
+            IS_EVEN,
+            SCALE_ROWS,
+            NUM_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            GROUP,
+            OVERLAPS,
+        )
+
+
+@triton.jit
+def _place_tile(program, M, N, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the rows and outputs of a program's tile."""
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
-    program = tl.program_id(0)
     first_m = program // (GROUP_M * num_n) * GROUP_M
     group_m = tl.minimum(num_m - first_m, GROUP_M)
     row_M = (first_m + program % (GROUP_M * num_n) % group_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_N = program % (GROUP_M * num_n) // group_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    return row_M, row_N
+
+
+@triton.jit
+def _store_tile(out_ptr, acc, row_M, row_N, M, N, stride_out, IS_SPLIT: tl.constexpr, IS_SWAPPED: tl.constexpr):
+    acc_MN = tl.trans(acc) if IS_SWAPPED else acc
+    out_row_M = row_M.to(tl.int64)
+    if IS_SPLIT:
+        out_row_M += tl.program_id(1) * M
+    out_MN_ptr = out_ptr + out_row_M[:, None] * stride_out + row_N[None, :]
+    tl.store(out_MN_ptr, acc_MN.to(out_ptr.dtype.element_ty), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
+
+
+@triton.jit
+def _gemm_dense(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    program,
+    M,
+    N,
+    K,
+    span,
+    stride_x,
+    stride_out,
+    IS_SPLIT: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Write a tile of the product of plain rows and an ordinary weight."""
+    row_M, row_N = _place_tile(program, M, N, GROUP_M, BLOCK_M, BLOCK_N)
+    # As many bytes at a time as of a weight in FP8: the shared memory that programs take decides how many run at once.
+    BLOCK_K: tl.constexpr = GROUP // 2
+    col_K = tl.arange(0, BLOCK_K)
+    x_KM_ptr = x_ptr + tl.minimum(row_M, M - 1).to(tl.int64)[None, :] * stride_x + col_K[:, None]
+    weight_NK_ptr = weight_ptr + row_N.to(tl.int64)[:, None] * K + col_K[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if IS_SWAPPED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
+    first = tl.program_id(1) * span * GROUP
+    for start in range(first, tl.minimum(first + span * GROUP, K), BLOCK_K):
+        is_K = start + col_K < K
+        weight_NK = tl.load(weight_NK_ptr + start, mask=(row_N < N)[:, None] & is_K[None, :], other=0.0)
+        x_KM = tl.load(x_KM_ptr + start, mask=is_K[:, None], other=0.0)
+        if IS_SWAPPED:
+            acc = tl.dot(weight_NK, x_KM, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(tl.trans(x_KM), tl.trans(weight_NK), acc, input_precision="ieee")
+    _store_tile(out_ptr, acc, row_M, row_N, M, N, stride_out, IS_SPLIT, IS_SWAPPED)
+
+
+@triton.jit
+def _gemm_scaled(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    program,
+    M,
+    N,
+    K,
+    span,
+    stride_xs,
+    stride_out,
+    stride_sy,
+    stride_sx,
+    HAS_BIAS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Write a tile of the product of quantised rows and a weight in FP8."""
+    row_M, row_N = _place_tile(program, M, N, GROUP_M, BLOCK_M, BLOCK_N)
     col_K = tl.arange(0, GROUP)
-    is_row_M = row_M < M
     is_row_N = row_N < N
     # Rows behind the last one read that: what becomes of them is not stored.
     read_M = tl.minimum(row_M, M - 1)
@@ -215,8 +415,6 @@ def _gemm_kernel(
     num_groups = tl.cdiv(K, GROUP)
     first = tl.program_id(1) * span
     end = tl.minimum(first + span, num_groups)
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
     acc = tl.zeros([BLOCK_N, BLOCK_M] if IS_SWAPPED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
     x_scale_M = tl.load(x_scale_ptr + first * stride_xs + read_M)
     scale_N = load_scales(scale_ptr + first * stride_sx, row_N, N, stride_sy, SCALE_ROWS, BLOCK_N)
@@ -236,67 +434,209 @@ def _gemm_kernel(
         acc += multiply_group(weight_NK, x_KM, scale_N, x_scale_M, IS_SWAPPED)
         x_scale_M = next_x_scale_M
         scale_N = next_scale_N
-    acc_MN = tl.trans(acc) if IS_SWAPPED else acc
     if HAS_BIAS:
-        acc_MN += tl.load(bias_ptr + row_N, mask=is_row_N, other=0.0).to(tl.float32)[None, :]
-    out_row_M = row_M.to(tl.int64)
-    if IS_SPLIT:
-        out_row_M += tl.program_id(1) * M
-    out_MN_ptr = out_ptr + out_row_M[:, None] * stride_out + row_N[None, :]
-    tl.store(out_MN_ptr, acc_MN.to(out_ptr.dtype.element_ty), mask=is_row_M[:, None] & is_row_N[None, :])
+        bias_N = tl.load(bias_ptr + row_N, mask=is_row_N, other=0.0).to(tl.float32)
+        acc += bias_N[:, None] if IS_SWAPPED else bias_N[None, :]
+    _store_tile(out_ptr, acc, row_M, row_N, M, N, stride_out, IS_SPLIT, IS_SWAPPED)
 
 
-def block_scaled_linear(x: Tensor, weight: ScaledWeight, bias_O: Tensor | None = None) -> Tensor:
-    """Triton version of :func:`strandline.kernels.block_scaled.block_scaled_linear`."""
-    x_TI = _rows(x)
-    if 0 < len(x_TI) <= MAX_ROWS_GEMV:
-        gemv = choose_gemv(len(x_TI), len(weight.values))
-        out_TO = launch_gemv(x_TI, weight, bias_O, gemv, is_gated=False)
-    elif len(x_TI) > MAX_ROWS_TILES and can_multiply_in_torch(x_TI, weight):
-        out_TO = multiply_in_torch(x_TI, weight, bias_O)
+@triton.jit(do_not_specialize=["M"])
+def _gemm_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    plain_ptr,
+    dense_ptr,
+    M,
+    N,
+    K,
+    num_dense,
+    stride_xs,
+    stride_out,
+    stride_sy,
+    stride_sx,
+    stride_plain,
+    span,
+    HAS_BIAS: tl.constexpr,
+    HAS_DENSE: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tensors = (x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr)
+    sizes = (M, N, K, span, stride_xs, stride_out, stride_sy, stride_sx)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    if HAS_DENSE:
+        # Programs of the ordinary weight read twice as many bytes: they start first.
+        dense_programs = tl.cdiv(M, BLOCK_M) * tl.cdiv(num_dense, BLOCK_N)
+        if program < dense_programs:
+            _gemm_dense(
+                plain_ptr,
+                dense_ptr,
+                out_ptr + N,
+                program,
+                M,
+                num_dense,
+                K,
+                span,
+                stride_plain,
+                stride_out,
+                IS_SPLIT,
+                IS_SWAPPED,
+                GROUP_M,
+                BLOCK_M,
+                BLOCK_N,
+                GROUP,
+            )
+        else:
+            _gemm_scaled(
+                *tensors,
+                program - dense_programs,
+                *sizes,
+                HAS_BIAS,
+                IS_EVEN,
+                SCALE_ROWS,
+                IS_SPLIT,
+                IS_SWAPPED,
+                GROUP_M,
+                BLOCK_M,
+                BLOCK_N,
+                GROUP,
+            )
     else:
-        tile = choose_tile(len(x_TI))
-        out_TO = _multiply(x_TI, weight, bias_O, tile, choose_spans(len(x_TI), weight, tile))
-    return out_TO.view(*x.shape[:-1], out_TO.shape[1])
+        _gemm_scaled(
+            *tensors,
+            program,
+            *sizes,
+            HAS_BIAS,
+            IS_EVEN,
+            SCALE_ROWS,
+            IS_SPLIT,
+            IS_SWAPPED,
+            GROUP_M,
+            BLOCK_M,
+            BLOCK_N,
+            GROUP,
+        )
 
 
-def block_scaled_linear_invariant(x: Tensor, weight: ScaledWeight, bias_O: Tensor | None = None) -> Tensor:
+def block_scaled_linear(x: Rows, weight: ScaledWeight, bias_O: Tensor | None = None) -> Tensor:
+    """Triton version of :func:`strandline.kernels.block_scaled.block_scaled_linear`."""
+    rows = flat_rows(x)
+    out_TO = new_output(rows, len(weight.values))
+    multiply_into(out_TO, rows, weight, bias_O)
+    return shaped(out_TO, x)
+
+
+def block_scaled_linear_invariant(x: Rows, weight: ScaledWeight, bias_O: Tensor | None = None) -> Tensor:
     """As :func:`block_scaled_linear`, with the same order of sums for any number of rows."""
-    x_TI = _rows(x)
-    out_TO = _multiply(x_TI, weight, bias_O, choose_tile(max(len(x_TI), MIN_ROWS_HOPPER)), 1)
-    return out_TO.view(*x.shape[:-1], out_TO.shape[1])
+    rows = flat_rows(x)
+    out_TO = new_output(rows, len(weight.values))
+    multiply_into_invariant(out_TO, rows, weight, bias_O)
+    return shaped(out_TO, x)
 
 
-def block_scaled_gated_linear(x: Tensor, gate_up: ScaledWeight) -> Tensor:
+def block_scaled_gated_linear(x: Rows, gate_up: ScaledWeight) -> Tensor:
     """Triton version of :func:`strandline.kernels.block_scaled.block_scaled_gated_linear`."""
-    x_TI = _rows(x)
-    if not 0 < len(x_TI) <= MAX_ROWS_GEMV:
+    rows = flat_rows(x)
+    if not 0 < len(rows) <= MAX_ROWS_GEMV:
         return swiglu(block_scaled_linear(x, gate_up))
-    gemv = choose_gemv(len(x_TI), len(gate_up.values) // 2)
-    out_TO = launch_gemv(x_TI, gate_up, None, gemv, is_gated=True)
-    return out_TO.view(*x.shape[:-1], out_TO.shape[1])
+    return shaped(_gated_gemv(rows, gate_up), x)
 
 
-def block_scaled_gated_linear_invariant(x: Tensor, gate_up: ScaledWeight) -> Tensor:
+def block_scaled_gated_linear_invariant(x: Rows, gate_up: ScaledWeight) -> Tensor:
     """As :func:`block_scaled_gated_linear`, with the same order of sums for any number of rows."""
     return swiglu(block_scaled_linear_invariant(x, gate_up))
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return a matrix whose inputs lie together."""
+def block_scaled_gated_linear_quantized(x: Rows, gate_up: ScaledWeight) -> Rows:
+    """As :func:`block_scaled_gated_linear`; more rows than ``MAX_ROWS_GEMV`` are quantised in the same launch."""
+    rows = flat_rows(x)
+    if 0 < len(rows) <= MAX_ROWS_GEMV:
+        return _gated_gemv(rows, gate_up)
+    return swiglu_quantized(block_scaled_linear(rows, gate_up))
+
+
+def block_scaled_gated_linear_quantized_invariant(x: Rows, gate_up: ScaledWeight) -> QuantizedRows:
+    """As :func:`block_scaled_gated_linear_quantized`, with the same order of sums for any number of rows."""
+    return swiglu_quantized(block_scaled_linear_invariant(flat_rows(x), gate_up))
+
+
+def _gated_gemv(rows: Rows, gate_up: ScaledWeight) -> Tensor:
+    out_TO = new_output(rows, len(gate_up.values) // 2)
+    launch_gemv(out_TO, rows, gate_up, None, choose_gemv(len(rows), out_TO.shape[1]), is_gated=True)
+    return out_TO
+
+
+def flat_rows(x: Rows) -> Rows:
+    """Return quantised rows, or a matrix whose inputs lie together."""
+    if isinstance(x, QuantizedRows):
+        return x
     return x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def can_multiply_in_torch(x_TI: Tensor, weight: ScaledWeight) -> bool:
+def new_output(rows: Rows, num_outputs: int) -> Tensor:
+    """Return the unfilled result of a product."""
+    return torch.empty((len(rows), num_outputs), dtype=rows.dtype, device=rows.device)
+
+
+def shaped(out_TO: Tensor, x: Rows) -> Tensor:
+    """Return a result in the shape of its input."""
+    return out_TO if isinstance(x, QuantizedRows) else out_TO.view(*x.shape[:-1], out_TO.shape[1])
+
+
+def multiply_into(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: Tensor | None) -> None:
+    """Fill ``out_TO``, whose rows may lie apart, with a product."""
+    num_rows = len(rows)
+    if not num_rows:
+        return
+    if num_rows <= MAX_ROWS_GEMV:
+        launch_gemv(out_TO, rows, weight, bias_O, choose_gemv(num_rows, len(weight.values)))
+    elif num_rows > MAX_ROWS_TILES and can_multiply_in_torch(rows, weight):
+        multiply_in_torch(out_TO, rows, weight, bias_O)
+    else:
+        tile = choose_tile(num_rows)
+        launch_gemm(out_TO, quantized(rows), weight, bias_O, tile, choose_spans(num_rows, weight, tile))
+
+
+def multiply_into_invariant(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: Tensor | None) -> None:
+    """As :func:`multiply_into`, with the same order of sums for any number of rows."""
+    if len(rows):
+        launch_gemm(out_TO, quantized(rows), weight, bias_O, choose_tile(max(len(rows), MIN_ROWS_HOPPER)), 1)
+
+
+def multiply_beside(out_TO: Tensor, rows: Rows, weight: ScaledWeight, beside: Beside) -> None:
+    """Fill ``out_TO`` with the products of one to ``MAX_ROWS_SPLIT`` rows with both weights."""
+    num_rows, num_outputs = len(rows), len(weight.values)
+    if num_rows <= MAX_ROWS_GEMV:
+        launch_gemv(out_TO, rows, weight, None, choose_gemv(num_rows, num_outputs), beside=beside)
+        return
+    tile = choose_tile(num_rows)
+    spans = choose_spans(num_rows, weight, tile, len(beside.values_OI))
+    launch_gemm(out_TO, quantized(rows), weight, None, tile, spans, beside)
+
+
+def can_multiply_in_torch(rows: Rows, weight: ScaledWeight) -> bool:
     """Return whether torch multiplies rows with this weight: on Hopper GPUs, with a scale for each whole block."""
     num_outputs, num_inputs = weight.values.shape
     return (
-        x_TI.dtype == torch.bfloat16
+        rows.dtype == torch.bfloat16
         and weight.rows_per_scale == GROUP
         and num_outputs % GROUP == num_inputs % TORCH_INPUTS == 0
         and weight.scales.is_contiguous()
-        and x_TI.is_cuda
-        and _has_block_scales_in_torch(x_TI.get_device())
+        and rows.device.type == "cuda"
+        and _has_block_scales_in_torch(weight.values.get_device())
     )
 
 
@@ -306,12 +646,17 @@ def _has_block_scales_in_torch(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9 and version >= TORCH_CUDA
 
 
-def multiply_in_torch(x_TI: Tensor, weight: ScaledWeight, bias_O: Tensor | None) -> Tensor:
-    """Return torch's product of quantised rows."""
-    quantized_TI, scale_XT = quantize_rows(x_TI)
-    scales = {"scale_a": scale_XT.t(), "scale_b": weight.scales.t()}
-    out_TO = torch._scaled_mm(quantized_TI, weight.values.t(), **scales, out_dtype=x_TI.dtype)[: len(x_TI)]
-    return out_TO if bias_O is None else out_TO.add_(bias_O)
+def multiply_in_torch(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: Tensor | None) -> None:
+    """Fill ``out_TO`` with torch's product of quantised rows."""
+    rows = quantized(rows)
+    scales = {"scale_a": rows.scale_XT.t(), "scale_b": weight.scales.t()}
+    operands = (rows.values_TI, weight.values.t())
+    if len(rows.values_TI) == len(rows):
+        torch._scaled_mm(*operands, **scales, out_dtype=out_TO.dtype, out=out_TO)
+    else:
+        out_TO.copy_(torch._scaled_mm(*operands, **scales, out_dtype=out_TO.dtype)[: len(rows)])
+    if bias_O is not None:
+        out_TO.add_(bias_O)
 
 
 def choose_gemv(num_rows: int, num_outputs: int) -> Gemv:
@@ -324,93 +669,115 @@ def choose_tile(num_rows: int) -> Tile:
     return next((tile for rows, tile in TILES.items() if num_rows <= rows), TILE_MANY)
 
 
-def choose_spans(num_rows: int, weight: ScaledWeight, tile: Tile) -> int:
-    """Return among how many programs the inputs of a tile are dealt out."""
+def choose_spans(num_rows: int, weight: ScaledWeight, tile: Tile, num_beside: int = 0) -> int:
+    """Return among how many programs the inputs of a tile are dealt out.
+
+    Args:
+        num_beside: outputs of the ordinary weight in the same launch.
+    """
     if not 0 < num_rows <= MAX_ROWS_SPLIT:
         return 1
     num_outputs, num_inputs = weight.values.shape
-    num_tiles = cdiv(num_outputs, tile.block_n) * cdiv(num_rows, tile.block_m)
+    num_tiles = (cdiv(num_outputs, tile.block_n) + cdiv(num_beside, tile.block_n)) * cdiv(num_rows, tile.block_m)
     return max(1, min(MAX_SPANS, PROGRAMS_SPLIT // num_tiles, cdiv(num_inputs, GROUP)))
 
 
-def _multiply(x_TI: Tensor, weight: ScaledWeight, bias_O: Tensor | None, tile: Tile, spans: int) -> Tensor:
-    if not len(x_TI):
-        return x_TI.new_empty((0, len(weight.values)))
-    return launch_gemm(*quantize_rows(x_TI), weight, bias_O, tile, spans, (len(x_TI), x_TI.dtype))
-
-
-def launch_gemv(x_MI: Tensor, weight: ScaledWeight, bias_O: Tensor | None, gemv: Gemv, *, is_gated: bool) -> Tensor:
-    """Return the product of up to four rows; gated, of ``silu(gate x) * up x``."""
-    (num_rows, num_inputs), num_outputs = x_MI.shape, len(weight.values)
+def launch_gemv(
+    out_MO: Tensor,
+    rows: Rows,
+    weight: ScaledWeight,
+    bias_O: Tensor | None,
+    gemv: Gemv,
+    *,
+    is_gated: bool = False,
+    beside: Beside | None = None,
+) -> None:
+    """Fill ``out_MO`` with the product of up to four rows; gated, with ``silu(gate x) * up x``."""
+    is_quantized = isinstance(rows, QuantizedRows)
+    x_MI, scale_XM = (rows.values_TI, rows.scale_XT) if is_quantized else (rows, None)
+    num_outputs, num_inputs = weight.values.shape
     if is_gated:
         num_outputs //= 2
     block_n = gcd(gemv.block_n, weight.rows_per_scale)
     block_k = min(gemv.block_k, max(GROUP, next_power_of_2(num_inputs)))
-    out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
-    _gemv_kernel[(cdiv(num_outputs, block_n),)](
+    num_dense = 0 if beside is None else len(beside.values_OI)
+    dense_programs = cdiv(num_dense, block_n)
+    _gemv_kernel[(dense_programs + cdiv(num_outputs, block_n),)](
         x_MI,
+        scale_XM,
         weight.values,
         weight.scales,
         bias_O,
         out_MO,
-        num_rows,
+        *((None, None) if beside is None else beside),
+        len(rows),
         num_inputs,
         num_outputs,
+        num_dense,
         x_MI.stride(0),
-        num_outputs,
+        scale_XM.stride(0) if is_quantized else 0,
+        out_MO.stride(0),
         *weight.scales.stride(),
+        0 if beside is None else beside.plain_TI.stride(0),
+        IS_QUANTIZED=is_quantized,
         HAS_BIAS=bias_O is not None,
         IS_GATED=is_gated,
         IS_EVEN=num_inputs % block_k == 0 and num_outputs % block_n == 0,
         SCALE_ROWS=weight.rows_per_scale,
+        DENSE_PROGRAMS=dense_programs,
         NUM_K=cdiv(num_inputs, block_k),
-        BLOCK_M=next_power_of_2(num_rows),
+        BLOCK_M=next_power_of_2(len(rows)),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         GROUP=GROUP,
         num_warps=gemv.warps,
-        **overlap_options(x_MI),
+        **overlap_options(out_MO),
     )
-    return out_MO
 
 
 def launch_gemm(
-    x_TI: Tensor,
-    scale_XT: Tensor,
+    out_TO: Tensor,
+    rows: QuantizedRows,
     weight: ScaledWeight,
     bias_O: Tensor | None,
     tile: Tile,
     spans: int,
-    out: tuple[int, torch.dtype],
-) -> Tensor:
-    """Return the product of quantised rows.
+    beside: Beside | None = None,
+) -> None:
+    """Fill ``out_TO`` with the product of quantised rows.
 
     Args:
-        out: how many of the rows are multiplied, and the dtype of the result.
+        bias_O: of the weight; None if there is one beside it.
+        spans: of the inputs, each multiplied by programs of its own; adding them up takes one more launch.
     """
-    (num_outputs, num_inputs), (num_rows, dtype) = weight.values.shape, out
+    num_rows, (num_outputs, num_inputs) = len(rows), weight.values.shape
+    num_dense = 0 if beside is None else len(beside.values_OI)
     num_groups = cdiv(num_inputs, GROUP)
     span = cdiv(num_groups, spans)
     spans = cdiv(num_groups, span)
-    out_TO = torch.empty((num_rows, num_outputs), dtype=dtype, device=x_TI.device)
     part_STO = out_TO
     if spans > 1:
-        part_STO = torch.empty((spans, num_rows, num_outputs), dtype=torch.float32, device=x_TI.device)
-    _gemm_kernel[(cdiv(num_rows, tile.block_m) * cdiv(num_outputs, tile.block_n), spans)](
-        x_TI,
-        scale_XT,
+        part_STO = torch.empty((spans, *out_TO.shape), dtype=torch.float32, device=rows.device)
+    num_tiles = cdiv(num_outputs, tile.block_n) + cdiv(num_dense, tile.block_n)
+    _gemm_kernel[(cdiv(num_rows, tile.block_m) * num_tiles, spans)](
+        rows.values_TI,
+        rows.scale_XT,
         weight.values,
         weight.scales,
         bias_O,
         part_STO,
+        *((None, None) if beside is None else beside),
         num_rows,
         num_outputs,
         num_inputs,
-        scale_XT.stride(0),
-        num_outputs,
+        num_dense,
+        rows.scale_XT.stride(0),
+        part_STO.stride(-2),
         *weight.scales.stride(),
+        0 if beside is None else beside.plain_TI.stride(0),
         span,
         HAS_BIAS=bias_O is not None and spans == 1,
+        HAS_DENSE=beside is not None,
         IS_EVEN=num_inputs % GROUP == 0 and num_outputs % tile.block_n == 0,
         IS_SPLIT=spans > 1,
         IS_SWAPPED=tile.block_m < MIN_ROWS_HOPPER,
@@ -421,8 +788,7 @@ def launch_gemm(
         GROUP=GROUP,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **overlap_options(x_TI),
+        **overlap_options(out_TO),
     )
     if spans > 1:
         add_spans(part_STO, bias_O, out_TO)
-    return out_TO

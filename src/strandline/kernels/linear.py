@@ -5,7 +5,7 @@ Shape suffixes: I inputs, O outputs; the dimensions before the inputs are free.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,22 @@ from torch import Tensor
 
 from strandline.kernels.activation import swiglu
 from strandline.kernels.binding import Kernels, reference_kernels
-from strandline.kernels.block_scaled import block_scaled_gated_linear, block_scaled_linear
+from strandline.kernels.block_scaled import (
+    block_scaled_gated_linear,
+    block_scaled_gated_linear_quantized,
+    block_scaled_linear,
+)
 from strandline.kernels.operation import operation, triton
+from strandline.kernels.quantized_rows import Rows, plain_rows
+from strandline.kernels.quantizing import swiglu_quantized
 from strandline.kernels.weights import DenseWeight, HalfWeight, PackedWeight, ScaledWeight, StackedWeight, Weight
 
-Linear = Callable[[Tensor], Tensor]
-"""A product with a bound weight and bias."""
+Linear = Callable[[Any], Tensor]
+"""A product of ``Rows`` with a bound weight and bias; quantised ones are taken by weights in FP8 alone, and by those of
+parts if the plain rows are kept."""
+
+Gated = Callable[[Any], Any]
+"""A gated linear unit with a bound weight, of and to such rows."""
 
 
 def has_fast_gemms(dtype: torch.dtype) -> bool:
@@ -53,10 +63,12 @@ def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
 
 
 @operation(triton("stacked_linear_triton", invariant="stacked_linear_triton"))
-def stacked_linear(x: Tensor, weight: StackedWeight, bias_O: Tensor | None = None) -> Tensor:
+def stacked_linear(x: Rows, weight: StackedWeight, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x weight^T + bias`` with a weight of parts, whose outputs lie side by side."""
     parts = [
-        linear.reference(x, part.values_OI) if isinstance(part, DenseWeight) else block_scaled_linear.reference(x, part)
+        linear.reference(plain_rows(x), part.values_OI)
+        if isinstance(part, DenseWeight)
+        else block_scaled_linear.reference(x, part)
         for part in weight.parts
     ]
     out = torch.cat(parts, dim=-1)
@@ -69,7 +81,9 @@ LINEAR_OPERATIONS: Final = (
     swiglu,
     block_scaled_linear,
     block_scaled_gated_linear,
+    block_scaled_gated_linear_quantized,
     stacked_linear,
+    swiglu_quantized,
 )
 """What ``bind_linear`` and ``bind_gated_linear`` look up."""
 
@@ -98,7 +112,7 @@ def reference_linear(weight: Weight) -> Linear:
     return bind_linear(reference_kernels(LINEAR_OPERATIONS), weight)
 
 
-def bind_gated_linear(kernels: Kernels, weight: Weight) -> Linear:
+def bind_gated_linear(kernels: Kernels, weight: Weight) -> Gated:
     """Return the product with the rows of a gate and an up projection, and the gated linear unit of it."""
     if isinstance(weight, DenseWeight):
         gated, values_OI = kernels[gated_linear], weight.values_OI
@@ -107,6 +121,15 @@ def bind_gated_linear(kernels: Kernels, weight: Weight) -> Linear:
         scaled = kernels[block_scaled_gated_linear]
         return lambda x: scaled(x, weight)
     multiply, activate = bind_linear(kernels, weight), kernels[swiglu]
+    return lambda x: activate(multiply(x))
+
+
+def bind_gated_linear_quantized(kernels: Kernels, weight: Weight) -> Gated:
+    """As ``bind_gated_linear``, for a product in FP8."""
+    if isinstance(weight, ScaledWeight):
+        scaled = kernels[block_scaled_gated_linear_quantized]
+        return lambda x: scaled(x, weight)
+    multiply, activate = bind_linear(kernels, weight), kernels[swiglu_quantized]
     return lambda x: activate(multiply(x))
 
 

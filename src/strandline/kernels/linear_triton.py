@@ -4,8 +4,8 @@ One row, and up to ``MAX_ROWS_GEMV`` with a small weight: every program multipli
 in float32. Up to ``MAX_ROWS_SKINNY`` with many outputs: tiles of 16 rows, on tensor cores. Otherwise torch's GEMM. The
 way depends on shapes alone, and a row's result on no other row.
 
-Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a matrix product sums over,
-S spans of the inputs.
+Shape suffixes: as in ``linear.py``; T rows; in kernels M rows of x, N outputs, K the dimension that a matrix product
+sums over, S spans of the inputs.
 """
 # mypy: ignore-errors
 
@@ -215,6 +215,7 @@ def _add_spans_kernel(
     out_ptr,
     size,
     N,
+    stride_out,
     HAS_BIAS: tl.constexpr,
     SPANS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -230,7 +231,8 @@ def _add_spans_kernel(
         total += tl.load(part_ptr + span * size + offset, mask=is_offset, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias_ptr + offset % N, mask=is_offset, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offset, total.to(out_ptr.dtype.element_ty), mask=is_offset)
+    out_offset = (offset // N).to(tl.int64) * stride_out + offset % N
+    tl.store(out_ptr + out_offset, total.to(out_ptr.dtype.element_ty), mask=is_offset)
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -239,6 +241,14 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     if plan is None:
         return F.linear(x, weight_OI, bias_O)
     return _launch(x, weight_OI, bias_O, plan, is_gated=False)
+
+
+def multiply_into(out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    """Fill ``out_TO``, whose rows may lie apart, with a matrix product by torch."""
+    if bias_O is None:
+        torch.mm(x_TI, weight_OI.t(), out=out_TO)
+    else:
+        torch.addmm(bias_O, x_TI, weight_OI.t(), out=out_TO)
 
 
 def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
@@ -342,7 +352,7 @@ def launch_skinny(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: 
 
 
 def add_spans(part_SMO: Tensor, bias_O: Tensor | None, out_MO: Tensor) -> None:
-    """Fill ``out_MO`` with the sum of the spans' products, in their order, and a bias."""
+    """Fill ``out_MO``, whose rows are dense, with the sum of the spans' products, in their order, and a bias."""
     size = out_MO.numel()
     _add_spans_kernel[(cdiv(size, BLOCK_SPANS),)](
         part_SMO,
@@ -350,6 +360,7 @@ def add_spans(part_SMO: Tensor, bias_O: Tensor | None, out_MO: Tensor) -> None:
         out_MO,
         size,
         out_MO.shape[1],
+        out_MO.stride(0),
         HAS_BIAS=bias_O is not None,
         SPANS=len(part_SMO),
         BLOCK=BLOCK_SPANS,

@@ -6,7 +6,8 @@ one at a time). Tiles differ in how many rows and columns they have, never in th
 chosen by the number of rows: ``tests/gpu/engine/test_deterministic.py`` holds that all tiles give the same bits. None
 has fewer than 64 rows: below, the compiler uses another instruction, whose order of additions is not documented.
 
-Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a matrix product sums over.
+Shape suffixes: as in ``linear.py``; T rows; in kernels M rows of x, N outputs, K the dimension that a matrix product
+sums over.
 """
 # mypy: ignore-errors
 
@@ -59,6 +60,7 @@ def _linear_kernel(
     K,
     stride_x,
     stride_weight,
+    stride_out,
     HAS_BIAS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -92,14 +94,21 @@ def _linear_kernel(
         acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
     if HAS_BIAS:
         acc_MN += tl.load(bias_ptr + col_N, mask=is_col_N, other=0.0).to(tl.float32)[None, :]
-    out_MN_ptr = out_ptr + row_M[:, None].to(tl.int64) * N + col_N[None, :]
+    out_MN_ptr = out_ptr + row_M[:, None].to(tl.int64) * stride_out + col_N[None, :]
     tl.store(out_MN_ptr, acc_MN.to(out_ptr.dtype.element_ty), mask=is_row_M[:, None] & is_col_N[None, :])
 
 
 def linear_invariant(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x weight^T + bias``. Rows of x and of the weight may lie apart, their elements lie together."""
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
-    return launch(rows, weight_OI, bias_O, choose_tile(len(rows), len(weight_OI), x.dtype)).view(*x.shape[:-1], -1)
+    out_TO = torch.empty((len(rows), len(weight_OI)), dtype=x.dtype, device=x.device)
+    multiply_into(out_TO, rows, weight_OI, bias_O)
+    return out_TO.view(*x.shape[:-1], len(weight_OI))
+
+
+def multiply_into(out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    """Fill ``out_TO``, whose rows may lie apart, with a matrix product."""
+    launch(out_TO, x_TI, weight_OI, bias_O, choose_tile(len(x_TI), len(weight_OI), x_TI.dtype))
 
 
 def choose_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
@@ -110,12 +119,11 @@ def choose_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
     return TILE_MIDDLE if num_rows <= MIDDLE_ROWS else TILE_MANY
 
 
-def launch(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tile: Tile) -> Tensor:
+def launch(out_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tile: Tile) -> None:
     """Multiply with this tile."""
     (num_rows, num_inputs), num_outputs = x_MK.shape, len(weight_NK)
-    out_MN = torch.empty((num_rows, num_outputs), dtype=x_MK.dtype, device=x_MK.device)
     if num_rows == 0:
-        return out_MN
+        return
     grid = (cdiv(num_rows, tile.block_m) * cdiv(num_outputs, tile.block_n),)
     _linear_kernel[grid](
         x_MK,
@@ -127,6 +135,7 @@ def launch(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tile: Tile) -
         num_inputs,
         x_MK.stride(0),
         weight_NK.stride(0),
+        out_MN.stride(0),
         HAS_BIAS=bias_N is not None,
         IS_EVEN=num_inputs % tile.block_k == 0 and num_outputs % tile.block_n == 0,
         GROUP_M=GROUP_ROWS,
@@ -136,4 +145,3 @@ def launch(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tile: Tile) -
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return out_MN

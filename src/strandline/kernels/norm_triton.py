@@ -3,8 +3,8 @@
 Rows may lie far apart (views of a fused projection); the last dimension must be dense, else it is copied. A kernel is
 compiled per function, size and strides: any number of rows runs it.
 
-Shape suffixes: as in ``norm.py``; R rows of a program. Kernels address a row by two indices,
-``row // H`` and ``row % H``.
+Shape suffixes: as in ``norm.py``; R rows of a program, Y groups of inputs of all of these, G inputs of a group; of
+quantised rows T rows, I inputs, X groups. Kernels address a row by two indices, ``row // H`` and ``row % H``.
 """
 # mypy: ignore-errors
 
@@ -13,8 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.block_scaled_tile_triton import quantize_groups, quantize_rows, unfilled
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.quantized_rows import QuantizedRows
 from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.weights import GROUP
 
 ROW_ELEMENTS = 1024
 """A program takes as many short rows (heads of 128) as make up this many elements: 16 bytes per thread."""
@@ -30,12 +33,15 @@ def _norm_kernel(
     other_ptr,
     weight_ptr,
     out_ptr,
+    quantized_ptr,
+    scale_ptr,
     num_rows,
     H,
     stride_xt,
     stride_xh,
     stride_ot,
     stride_oh,
+    stride_scale,
     eps,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -44,6 +50,9 @@ def _norm_kernel(
     ADDS: tl.constexpr,
     GATES: tl.constexpr,
     ROUNDS_PRODUCT: tl.constexpr,
+    IS_KEPT: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row_R = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -53,7 +62,7 @@ def _norm_kernel(
     head_R = row_R % H
     x_RD_ptr = x_ptr + (token_R * stride_xt + head_R * stride_xh)[:, None] + col_D[None, :]
     other_RD_ptr = other_ptr + (token_R * stride_ot + head_R * stride_oh)[:, None] + col_D[None, :]
-    out_dtype = out_ptr.dtype.element_ty
+    out_dtype = x_ptr.dtype.element_ty
     weight_D = tl.load(weight_ptr + col_D, mask=col_D < D, other=0.0).to(tl.float32)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
@@ -75,8 +84,20 @@ def _norm_kernel(
         out_RD = normed_RD * (weight_D + 1.0)[None, :]
     else:
         out_RD = normed_RD.to(out_dtype).to(tl.float32) * weight_D[None, :]
-    out_RD_ptr = out_ptr + row_R[:, None] * D + col_D[None, :]
-    tl.store(out_RD_ptr, out_RD.to(out_dtype), mask=mask_RD)
+    rounded_out_RD = out_RD.to(out_dtype)
+    offset_RD = row_R[:, None] * D + col_D[None, :]
+    if IS_KEPT:
+        tl.store(out_ptr + offset_RD, rounded_out_RD, mask=mask_RD)
+    if IS_QUANTIZED:
+        GROUPS: tl.constexpr = BLOCK_D // GROUP
+        out_YG = tl.reshape(rounded_out_RD.to(tl.float32), [ROWS * GROUPS, GROUP])
+        quantized_YG, scale_Y = quantize_groups(out_YG)
+        tl.store(quantized_ptr + offset_RD, tl.reshape(quantized_YG, [ROWS, BLOCK_D]), mask=mask_RD)
+        index_Y = tl.arange(0, ROWS * GROUPS)
+        row_Y = tl.program_id(0).to(tl.int64) * ROWS + index_Y // GROUPS
+        group_Y = row_Y % H * (D // GROUP) + index_Y % GROUPS
+        is_group_Y = (row_Y < num_rows) & (index_Y % GROUPS * GROUP < D)
+        tl.store(scale_ptr + group_Y * stride_scale + row_Y // H, scale_Y, mask=is_group_Y)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -109,6 +130,50 @@ def rms_norm_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Ten
     return _launch(_with_dense_rows(x), _with_dense_rows(gate), weight_D, eps, gates=True)
 
 
+def rms_norm_quantized(x: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows:
+    """As :func:`rms_norm` of rows, quantised in the same launch; the plain result is kept."""
+    x = _with_dense_rows(x)
+    return _launch_quantized(x, x, weight_D, eps)
+
+
+def add_rms_norm_quantized(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[QuantizedRows, Tensor]:
+    """As :func:`add_rms_norm` of rows, quantised in the same launch; the plain result is kept."""
+    return _launch_quantized(x, _with_dense_rows(residual), weight_D, eps, adds=True), x
+
+
+def rms_norm_zero_centered_quantized(x: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows:
+    """As :func:`rms_norm_zero_centered` of rows, quantised in the same launch; the plain result is kept."""
+    x = _with_dense_rows(x)
+    return _launch_quantized(x, x, weight_D, eps, is_zero_centered=True)
+
+
+def add_rms_norm_zero_centered_quantized(
+    x: Tensor, residual: Tensor, weight_D: Tensor, eps: float
+) -> tuple[QuantizedRows, Tensor]:
+    """As :func:`add_rms_norm_zero_centered` of rows, quantised in the same launch; the plain result is kept."""
+    return _launch_quantized(x, _with_dense_rows(residual), weight_D, eps, is_zero_centered=True, adds=True), x
+
+
+def rms_norm_gated_quantized(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows:
+    """As :func:`rms_norm_gated` of ``[T, H, D]``, quantised by rows of all heads.
+
+    One launch if no group of inputs has channels of two heads.
+    """
+    x, gate = _with_dense_rows(x), _with_dense_rows(gate)
+    num_tokens, num_heads, num_channels = x.shape
+    if num_channels % GROUP:
+        return quantize_rows(_launch(x, gate, weight_D, eps, gates=True).flatten(1))
+    rows = unfilled(num_tokens, num_heads * num_channels, x)
+    _launch(x, gate, weight_D, eps, rows, gates=True)
+    return rows
+
+
+def _launch_quantized(x: Tensor, other: Tensor, weight_D: Tensor, eps: float, **kind: bool) -> QuantizedRows:
+    rows = unfilled(len(x), x.shape[1], x, torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    _launch(x, other, weight_D, eps, rows, **kind)
+    return rows
+
+
 def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.dim() <= 3 else x.contiguous()
 
@@ -125,25 +190,35 @@ def _launch(
     other: Tensor,
     weight_D: Tensor,
     eps: float,
+    quantized: QuantizedRows | None = None,
     *,
     is_zero_centered: bool = False,
     adds: bool = False,
     gates: bool = False,
-) -> Tensor:
+) -> Tensor | None:
+    """Return the result, or fill quantised rows, and the plain ones if they are kept."""
     num_channels = x.shape[-1]
     num_rows = x.numel() // num_channels
-    block = next_power_of_2(num_channels)
+    block = next_power_of_2(num_channels) if quantized is None else max(GROUP, next_power_of_2(num_channels))
     rows = max(1, ROW_ELEMENTS // block)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if quantized is None:
+        out, values, scales = torch.empty(x.shape, dtype=x.dtype, device=x.device), None, None
+    else:
+        out, values, scales = quantized.plain_TI, quantized.values_TI, quantized.scale_XT
+    if not num_rows:
+        return out
     _norm_kernel[(cdiv(num_rows, rows),)](
         x,
         other,
         weight_D,
         out,
+        values,
+        scales,
         num_rows,
         x.shape[1] if x.dim() == 3 else 1,
         *_row_strides(x),
         *_row_strides(other),
+        0 if scales is None else scales.stride(0),
         eps,
         D=num_channels,
         BLOCK_D=block,
@@ -152,6 +227,9 @@ def _launch(
         ADDS=adds,
         GATES=gates,
         ROUNDS_PRODUCT=weight_D.dtype == x.dtype,
+        IS_KEPT=out is not None,
+        IS_QUANTIZED=quantized is not None,
+        GROUP=GROUP,
         num_warps=WARPS_LONG if block >= 2048 else WARPS_SHORT,
         **overlap_options(x),
     )

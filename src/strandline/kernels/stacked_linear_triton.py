@@ -1,4 +1,6 @@
-"""Matrix products with a weight of parts, some in FP8 (``stacked_linear``): every part writes its own columns.
+"""Matrix products with a weight of parts, some in FP8 (``stacked_linear``): each writes its columns of one result.
+
+Of few rows, an ordinary weight behind one in FP8 is multiplied in the same launch.
 
 Shape suffixes: as in ``linear.py``; T rows.
 """
@@ -6,36 +8,58 @@ Shape suffixes: as in ``linear.py``; T rows.
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from strandline.kernels import block_scaled_triton
-from strandline.kernels.linear_triton import linear
-from strandline.kernels.matmul_triton import linear_invariant
-from strandline.kernels.weights import DenseWeight, StackedWeight
+from strandline.kernels import linear_triton, matmul_triton
+from strandline.kernels.block_scaled_tile_triton import quantized
+from strandline.kernels.block_scaled_triton import (
+    MAX_ROWS_SPLIT,
+    Beside,
+    flat_rows,
+    multiply_beside,
+    multiply_into,
+    multiply_into_invariant,
+    new_output,
+    shaped,
+)
+from strandline.kernels.quantized_rows import Rows, plain_rows
+from strandline.kernels.weights import DenseWeight, ScaledWeight, StackedWeight
 
 
-def stacked_linear(x: Tensor, weight: StackedWeight, bias_O: Tensor | None = None) -> Tensor:
+def stacked_linear(x: Rows, weight: StackedWeight, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x weight^T + bias``."""
-    return _multiply(x, weight, bias_O, linear, block_scaled_triton.block_scaled_linear)
+    rows = flat_rows(x)
+    if bias_O is not None or not 0 < len(rows) <= MAX_ROWS_SPLIT or not _is_pair(weight):
+        return _multiply(x, weight, bias_O, linear_triton.multiply_into, multiply_into)
+    scaled, dense = weight.parts
+    out_TO = new_output(rows, sum(map(_num_outputs, weight.parts)))
+    multiply_beside(out_TO, rows, scaled, Beside(plain_rows(rows), dense.values_OI))
+    return shaped(out_TO, x)
 
 
-def stacked_linear_invariant(x: Tensor, weight: StackedWeight, bias_O: Tensor | None = None) -> Tensor:
+def stacked_linear_invariant(x: Rows, weight: StackedWeight, bias_O: Tensor | None = None) -> Tensor:
     """As :func:`stacked_linear`, with the same order of sums for any number of rows."""
-    return _multiply(x, weight, bias_O, linear_invariant, block_scaled_triton.block_scaled_linear_invariant)
+    return _multiply(x, weight, bias_O, matmul_triton.multiply_into, multiply_into_invariant)
+
+
+def _is_pair(weight: StackedWeight) -> bool:
+    return [type(part) for part in weight.parts] == [ScaledWeight, DenseWeight]
+
+
+def _num_outputs(part: DenseWeight | ScaledWeight) -> int:
+    return len(part.values_OI if isinstance(part, DenseWeight) else part.values)
 
 
 def _multiply(
-    x: Tensor, weight: StackedWeight, bias_O: Tensor | None, dense: Callable[..., Tensor], scaled: Callable[..., Tensor]
+    x: Rows, weight: StackedWeight, bias_O: Tensor | None, dense: Callable[..., None], scaled: Callable[..., None]
 ) -> Tensor:
-    parts = []
-    first = 0
-    for part in weight.parts:
-        values_OI = part.values_OI if isinstance(part, DenseWeight) else part.values
-        bias_part_O = None if bias_O is None else bias_O[first : first + len(values_OI)]
-        first += len(values_OI)
+    """Multiply part by part."""
+    rows, sizes = quantized(flat_rows(x)), list(map(_num_outputs, weight.parts))
+    out_TO = new_output(rows, sum(sizes))
+    biases = [None] * len(sizes) if bias_O is None else bias_O.split(sizes)
+    for part, part_TO, bias_part_O in zip(weight.parts, out_TO.split(sizes, dim=1), biases, strict=True):
         if isinstance(part, DenseWeight):
-            parts.append(dense(x, values_OI, bias_part_O))
+            dense(part_TO, plain_rows(rows), part.values_OI, bias_part_O)
         else:
-            parts.append(scaled(x, part, bias_part_O))
-    return torch.cat(parts, dim=-1)
+            scaled(part_TO, rows, part, bias_part_O)
+    return shaped(out_TO, x)

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from strandline.kernels.block_scaled import MIN_SCALE
+from strandline.kernels.quantized_rows import MIN_SCALE
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight, StackedWeight
 from strandline.models.layers.projection import GatedProjection, Projection
 from strandline.models.quantization import Block, Quantization

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.binding import bind_kernels
-from strandline.kernels.block_scaled import block_scaled_gated_linear, block_scaled_linear, quantize_groups
+from strandline.kernels.block_scaled import block_scaled_gated_linear, block_scaled_linear
 from strandline.kernels.linear import bind_gated_linear, bind_linear, stacked_linear
 from strandline.kernels.operation import Workload
+from strandline.kernels.quantized_rows import quantize_groups
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight, StackedWeight
 from tests.cpu.models import fp8
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels.activation import swiglu
-from strandline.kernels.block_scaled import block_scaled_gated_linear, block_scaled_linear, quantize_groups
+from strandline.kernels import block_scaled
+from strandline.kernels.block_scaled import block_scaled_gated_linear, block_scaled_linear
 from strandline.kernels.linear import stacked_linear
+from strandline.kernels.quantized_rows import QuantizedRows, quantize
 from strandline.kernels.weights import GROUP, DenseWeight, StackedWeight
 from tests.cpu.kernels.test_block_scaled import ROWS_PER_SCALE, SIZES, error, make_x, scaled_weight
 from tests.interpreter import convert_e4m3, multiply_bfloat16, take_loop_bounds_from_memory
@@ -17,7 +18,13 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels import block_scaled_tile_triton, block_scaled_triton, stacked_linear_triton
+from strandline.kernels import (
+    activation_triton,
+    block_scaled_tile_triton,
+    block_scaled_triton,
+    stacked_linear_triton,
+)
+from strandline.kernels.block_scaled_tile_triton import quantize_rows
 from strandline.kernels.block_scaled_triton import Tile
 
 take_loop_bounds_from_memory()
@@ -61,8 +68,8 @@ def check_tile(
     x, weight = make_x(num_rows, num_inputs, dtype, device), scaled_weight(num_outputs, num_inputs, device=device)
     expected = block_scaled_linear.reference(x, weight)
     with poisoned_memory():
-        quantized = block_scaled_tile_triton.quantize_rows(x)
-        actual = block_scaled_triton.launch_gemm(*quantized, weight, None, tile, spans, (num_rows, dtype))
+        actual = torch.empty_like(expected)
+        block_scaled_triton.launch_gemm(actual, quantize_rows(x), weight, None, tile, spans)
     assert error(actual, expected.double()) < TOLERANCES[dtype]
     return actual
 
@@ -79,19 +86,25 @@ def check_gated(num_rows: int, num_inputs: int, size: int, dtype: torch.dtype, d
 
 
 def check_quantizing(num_rows: int, num_inputs: int, dtype: torch.dtype, device: str) -> None:
-    """Compare every bit with the reference implementation's."""
+    """Compare rows, gated linear units and gates that are quantised in the same launch with doing so afterwards."""
     gate_up = in_wider_rows(make_x(num_rows, 2 * num_inputs, dtype, device) * 0.02)
-    for x, (rows, scale_XT) in (
-        (gate_up, block_scaled_tile_triton.quantize_rows(gate_up)),
-        (swiglu.reference(gate_up), block_scaled_tile_triton.quantize_swiglu(gate_up)),
+    x, gate = gate_up.clone().chunk(2, dim=1)
+    for rows, plain in (
+        (quantize_rows(gate_up), gate_up),
+        (block_scaled_tile_triton.swiglu_quantized(gate_up), activation_triton.swiglu(gate_up)),
+        (block_scaled_tile_triton.sigmoid_gate_quantized(x, gate), activation_triton.sigmoid_gate(x.clone(), gate)),
     ):
-        # On the CPU: on a GPU torch divides by multiplying with a rounded reciprocal.
-        x_TXG, scale_TX = (part.to(device) for part in quantize_groups(x.cpu()))
-        assert len(rows) == scale_XT.shape[1] == -(-num_rows // 4) * 4
-        # Activated numbers are rounded once more, which the interpreter does by cutting off.
-        rtol = 0 if x is gate_up else 0.03
-        assert error(rows[:num_rows].float(), x_TXG.flatten(1)[:, : x.shape[1]].double()) <= rtol
-        torch.testing.assert_close(scale_XT.t()[:num_rows], scale_TX, rtol=rtol, atol=0)
+        assert_quantized(rows, plain)
+
+
+def assert_quantized(rows: QuantizedRows, plain: Tensor) -> None:
+    """Compare every bit with the reference implementation's."""
+    # On the CPU: on a GPU torch divides by multiplying with a rounded reciprocal.
+    expected = quantize(plain.cpu())
+    assert (len(rows), rows.dtype, rows.values_TI.is_contiguous()) == (len(plain), plain.dtype, True)
+    assert len(rows.values_TI) == rows.scale_XT.shape[1] == -(-len(plain) // 4) * 4
+    assert torch.equal(rows.values_TI[: len(rows)].view(torch.uint8).cpu(), expected.values_TI.view(torch.uint8))
+    assert torch.equal(rows.scale_XT[:, : len(rows)].cpu(), expected.scale_XT)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +139,58 @@ def test_quantised_rows_equal_the_reference(num_rows: int, num_inputs: int, dtyp
     check_quantizing(num_rows, num_inputs, dtype, "cpu")
 
 
-def test_weights_of_parts_equal_the_reference() -> None:
-    x, bias = make_x(3, 200, torch.float32), torch.randn(130 + 7)
-    weight = StackedWeight((scaled_weight(130, 200), DenseWeight(torch.randn(7, 200))))
-    expected = stacked_linear.reference(x, weight, bias).double()
-    assert error(stacked_linear_triton.stacked_linear(x, weight, bias), expected) < 1e-4
-    assert error(stacked_linear_triton.stacked_linear_invariant(x, weight, bias), expected) < 1e-4
+def check_parts(num_rows: int, num_inputs: int, sizes: list[int], dtype: torch.dtype, device: str) -> None:
+    """Compare weights of parts, FP8 and ordinary ones in turn, with the reference implementation."""
+    x = in_wider_rows(make_x(num_rows, num_inputs, dtype, device))
+    parts = [
+        DenseWeight((torch.randn(size, num_inputs) * num_inputs**-0.5).to(device, dtype))
+        if index % 2
+        else scaled_weight(size, num_inputs, rows_per_scale=GROUP if index else 32, device=device)
+        for index, size in enumerate(sizes)
+    ]
+    weight, whole_bias = StackedWeight(tuple(parts)), torch.randn(sum(sizes)).to(device, dtype)
+    for bias in (whole_bias, None):
+        expected = stacked_linear.reference(x, weight, bias)
+        for multiply in (stacked_linear_triton.stacked_linear, stacked_linear_triton.stacked_linear_invariant):
+            with poisoned_memory():
+                plain, quantized = multiply(x, weight, bias), multiply(quantize_rows(x), weight, bias)
+            assert (plain.shape, plain.dtype) == (expected.shape, dtype)
+            assert num_rows == 0 or error(plain, expected.double()) < TOLERANCES[dtype]
+            assert torch.equal(plain, quantized)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 9, 65])
+def test_weights_of_two_parts_equal_the_reference(num_rows: int) -> None:
+    check_parts(num_rows, 260, [130, 7], torch.float32, "cpu")
+
+
+def test_weights_of_more_parts_equal_the_reference() -> None:
+    check_parts(6, 200, [40, 7, 130], torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(("num_rows", "dtype"), [(1, torch.bfloat16), (3, torch.float32), (6, torch.bfloat16)])
+def test_quantised_rows_give_the_same_bits(num_rows: int, dtype: torch.dtype) -> None:
+    check_quantized_inputs(num_rows, 260, 32, dtype, "cpu")
+
+
+def check_quantized_inputs(num_rows: int, num_inputs: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """Compare products of quantised rows with those of plain ones, bit by bit."""
+    x = make_x(num_rows, num_inputs, dtype, device) * 0.02
+    weight, rows = scaled_weight(2 * size, num_inputs, rows_per_scale=32, device=device), quantize_rows(x)
+    for name in ("linear", "gated_linear"):
+        for suffix in ("", "_invariant"):
+            multiply = getattr(block_scaled_triton, f"block_scaled_{name}{suffix}")
+            plain = multiply(x, weight)
+            assert torch.equal(multiply(rows, weight), plain)
+        reference = getattr(block_scaled, f"block_scaled_{name}").reference
+        assert torch.equal(reference(rows, weight), reference(x, weight))
+    for suffix in ("", "_invariant"):
+        gated = getattr(block_scaled_triton, f"block_scaled_gated_linear{suffix}")(x, weight)
+        quantized = getattr(block_scaled_triton, f"block_scaled_gated_linear_quantized{suffix}")(rows, weight)
+        if isinstance(quantized, Tensor):
+            assert torch.equal(quantized, gated)
+        else:
+            assert_quantized(quantized, gated)
 
 
 def test_rows_of_zeros_and_no_rows() -> None:

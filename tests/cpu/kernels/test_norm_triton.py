@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from strandline.kernels import activation, norm
+from strandline.kernels.quantized_rows import plain_rows
+from tests.cpu.kernels.test_block_scaled_triton import assert_quantized
+from tests.interpreter import convert_e4m3
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
 from strandline.kernels import activation_triton, norm_triton
+
+convert_e4m3()
 
 EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16]
@@ -65,6 +70,34 @@ def check_gated_norm(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: t
     near(actual, norm.rms_norm_gated.reference(x, gate, weight_D, EPS))
 
 
+def check_quantized_norms(num_rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """Compare norms that quantise with quantising afterwards, bit by bit."""
+    x, residual = (view_of_wider((num_rows, size), dtype, device) for _ in range(2))
+    weight_D = torch.randn(size, device=device).to(dtype)
+    for suffix in ("", "_zero_centered"):
+        norm_alone, add_norm = (
+            [getattr(norm_triton, f"{name}{suffix}{end}") for end in ("", "_quantized")]
+            for name in ("rms_norm", "add_rms_norm")
+        )
+        with poisoned_memory():
+            plain, rows = (function(x, weight_D, EPS) for function in norm_alone)
+            added, total = add_norm[0](x.clone(), residual, weight_D, EPS)
+            added_rows, total_of_rows = add_norm[1](x.clone(), residual, weight_D, EPS)
+        assert torch.equal(total_of_rows, total)
+        for expected, found in ((plain, rows), (added, added_rows)):
+            assert torch.equal(plain_rows(found), expected)
+            assert_quantized(found, expected)
+
+
+def check_quantized_gated_norm(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    x, gate = (view_of_wider(shape, dtype, device) for _ in range(2))
+    weight_D = torch.randn(shape[-1], device=device)
+    with poisoned_memory():
+        expected = norm_triton.rms_norm_gated(x, gate, weight_D, EPS)
+        found = norm_triton.rms_norm_gated_quantized(x, gate, weight_D, EPS)
+    assert_quantized(found, expected.flatten(1))
+
+
 def check_gates(num_rows: int, size: int, dtype: torch.dtype, device: str) -> None:
     gate_up = view_of_wider((num_rows, 2 * size), dtype, device)
     with poisoned_memory():
@@ -95,6 +128,18 @@ def test_the_gated_norm_equals_the_torch_version(
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 7), (63, 64), (3, 1025), (130, 16)])
 def test_gates_equal_the_torch_versions(num_rows: int, size: int, dtype: torch.dtype) -> None:
     check_gates(num_rows, size, dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "size"), [(0, 128), (1, 40), (3, 300), (5, 1024), (2, 2100)])
+def test_quantising_norms_equal_quantising_afterwards(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_quantized_norms(num_rows, size, dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 128), (2, 3, 256), (5, 4, 96), (1, 1, 1024)], ids=str)
+def test_quantising_gated_norm_equals_quantising_afterwards(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check_quantized_gated_norm(shape, dtype, "cpu")
 
 
 def test_inputs_of_more_dimensions_or_with_strided_features_are_taken() -> None:

@@ -8,7 +8,15 @@ from strandline.kernels import block_scaled_moe_triton, block_scaled_triton
 from strandline.kernels.block_scaled_triton import Tile
 from tests.cpu.kernels import test_block_scaled_moe as moe
 from tests.cpu.kernels.test_block_scaled import ROWS_PER_SCALE, SIZES, make_x, scaled_weight
-from tests.cpu.kernels.test_block_scaled_triton import check_gated, check_linear, check_quantizing, check_tile
+from tests.cpu.kernels.test_block_scaled_triton import (
+    check_gated,
+    check_linear,
+    check_parts,
+    check_quantized_inputs,
+    check_quantizing,
+    check_tile,
+)
+from tests.cpu.kernels.test_norm_triton import check_quantized_gated_norm, check_quantized_norms
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.get_device_capability() < E4M3_CAPABILITY, reason="no products in e4m3 on this GPU"
@@ -46,6 +54,32 @@ def test_gated_products_equal_the_reference(num_rows: int, size: int) -> None:
 @pytest.mark.parametrize(("num_rows", "num_inputs"), [(1, 128), (5, 300), (1000, 2048), (3, 17408)])
 def test_quantised_rows_equal_the_reference(num_rows: int, num_inputs: int, dtype: torch.dtype) -> None:
     check_quantizing(num_rows, num_inputs, dtype, "cuda")
+
+
+@pytest.mark.parametrize("sizes", [[130, 7], [12288, 64], [1024, 264]], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 16, 33, 64, 128, 300, 303])
+def test_weights_of_two_parts_equal_the_reference(num_rows: int, sizes: list[int]) -> None:
+    check_parts(num_rows, 2048, sizes, torch.bfloat16, "cuda")
+
+
+def test_weights_of_more_parts_equal_the_reference() -> None:
+    check_parts(300, 1024, [256, 40, 384], torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 6, 64, 300])
+def test_quantised_rows_give_the_same_bits(num_rows: int) -> None:
+    check_quantized_inputs(num_rows, 2048, 512, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 40), (3, 300), (1000, 2048), (5, 5120)])
+def test_quantising_norms_equal_quantising_afterwards(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_quantized_norms(num_rows, size, dtype, "cuda")
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 128), (700, 48, 128), (3, 2, 256), (5, 4, 96)], ids=str)
+def test_quantising_gated_norm_equals_quantising_afterwards(shape: tuple[int, int, int]) -> None:
+    check_quantized_gated_norm(shape, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 65, 600])

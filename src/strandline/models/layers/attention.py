@@ -23,6 +23,8 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.norm import rms_norm
 from strandline.kernels.operation import Operation
 from strandline.kernels.qkv import HeadNorm, prepare_qkv
+from strandline.kernels.quantized_rows import Rows
+from strandline.kernels.quantizing import with_quantized
 from strandline.model_config import MAX_HEADS, Fields, read_eps, read_head_dim
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
@@ -145,6 +147,11 @@ class Attention(nn.Module):
             self.k_norm_D = weight(head_dim, dtype=dtype, device=device)
 
     @property
+    def takes_quantized(self) -> bool:
+        """Whether it takes quantised rows."""
+        return self.in_proj.takes_quantized
+
+    @property
     def spec(self) -> LayerSpec:
         return kv_spec(self.config.num_kv_heads, self.config.head_dim, self.kv_dtype)
 
@@ -159,12 +166,12 @@ class Attention(nn.Module):
         scales = self.kv_scales if self.kv_dtype == E4M3 else KVScales()
         return KVMemory(memory.streams["key"], memory.streams["value"], scales.key, scales.value)
 
-    def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
+    def forward(self, hidden_TE: Rows, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
         out_TO, _ = self._attended(hidden_TE, rotary, batch, memory)
         return self.out_proj.multiply(out_TO)
 
     def _attended(
-        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory
+        self, hidden_TE: Rows, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory
     ) -> tuple[Tensor, Tensor]:
         """Return the heads' results side by side, and the gate's rows."""
         q_THD, gate_TO = self._prepared(hidden_TE, rotary, batch, memory)
@@ -178,7 +185,7 @@ class Attention(nn.Module):
         self._prepared(hidden_TE, rotary, batch, memory)
 
     def _prepared(
-        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory
+        self, hidden_TE: Rows, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory
     ) -> tuple[Tensor, Tensor]:
         """Store keys and values; return the queries, and the gate's rows."""
         config = self.config
@@ -220,7 +227,7 @@ class Attention(nn.Module):
 class GatedAttention(Attention):
     """Softmax attention behind a sigmoid gate of as many channels."""
 
-    operations = (*Attention.operations, sigmoid_gate)
+    operations = (*Attention.operations, *with_quantized(sigmoid_gate))
 
     def __init__(
         self, config: AttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -230,9 +237,9 @@ class GatedAttention(Attention):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         super().use_kernels(kernels)
-        self._sigmoid_gate = kernels[sigmoid_gate]
+        self._sigmoid_gate = kernels[self.out_proj.fed_by(sigmoid_gate)]
 
-    def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
+    def forward(self, hidden_TE: Rows, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
         out_TO, gate_TO = self._attended(hidden_TE, rotary, batch, memory)
         return self.out_proj.multiply(self._sigmoid_gate(out_TO, gate_TO))
 

@@ -25,6 +25,8 @@ from strandline.kernels.norm import (
     rms_norm_zero_centered,
 )
 from strandline.kernels.operation import Operation
+from strandline.kernels.quantized_rows import plain_rows
+from strandline.kernels.quantizing import QUANTIZED, with_quantized
 from strandline.kernels.recurrence import Recurrence, bind_folds
 from strandline.kernels.rotary import rotary_table
 from strandline.kernels.weights import DenseWeight, Layout
@@ -51,12 +53,12 @@ class Mixer(Protocol):
     def bind(self, memory: LayerMemory) -> Any:
         """Return the layer's memory as a call takes it."""
 
-    def __call__(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
-        """Mix the step's tokens, and advance the memory."""
+    def __call__(self, hidden_TE: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
+        """Mix the step's tokens, and advance the memory; quantised rows are taken if ``takes_quantized`` says so."""
 
 
-FeedForward = Callable[[Tensor], Tensor]
-"""The part of a layer that works on every token by itself."""
+FeedForward = Callable[[Any], Tensor]
+"""The part of a layer that works on every token by itself; quantised rows are taken if ``takes_quantized`` says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,12 @@ class DecoderLayer(nn.Module):
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        return (self.norm.add_norm,)
+        return with_quantized(self.norm.add_norm)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._add_norm, self._sum = kernels[self.norm.add_norm], kernels.ranks.sum
+        self._mlp_norm = kernels[_fed_by(self.norm.add_norm, self.mlp)]
 
     @property
     def spec(self) -> LayerSpec:
@@ -145,17 +148,33 @@ class DecoderLayer(nn.Module):
         """Weight of the norm before the layer's first part; None: that part reads the stream itself."""
         return self.mlp_norm_E if self.mixer is None else self.mixer_norm_E
 
+    @property
+    def first_part(self) -> object:
+        """What reads the result of that norm alone, quantised if it takes that."""
+        return self.mlp if self.mixer is None else self.mixer
+
     def forward(
-        self, normed_TE: Tensor, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
+        self, normed_TE: Any, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return what the layer's last part adds to the residual stream, and the stream without that."""
+        """Return what the layer's last part adds to the residual stream, and the stream without that.
+
+        Args:
+            normed_TE: plain, or quantised if ``first_part`` takes that.
+        """
         mixer, mlp = self.mixer, self.mlp
         if mixer is not None:
             mixed_TE = multiplied(self._sum(mixer(normed_TE, rotary, batch, memory)), self.multiplier)
             if mlp is None:
                 return mixed_TE, residual_TE
-            normed_TE, residual_TE = self._add_norm(mixed_TE, residual_TE, self.mlp_norm_E, self.norm.eps)
-        return normed_TE if mlp is None else multiplied(self._sum(mlp(normed_TE)), self.multiplier), residual_TE
+            normed_TE, residual_TE = self._mlp_norm(mixed_TE, residual_TE, self.mlp_norm_E, self.norm.eps)
+        if mlp is None:
+            return plain_rows(normed_TE), residual_TE
+        return multiplied(self._sum(mlp(normed_TE)), self.multiplier), residual_TE
+
+
+def _fed_by(operation: Operation[..., Any], part: object) -> Operation[..., Any]:
+    """Return the version of a norm whose results a part of a layer takes: quantised or not."""
+    return QUANTIZED[operation] if getattr(part, "takes_quantized", False) else operation
 
 
 def multiplied(x: Tensor, multiplier: float) -> Tensor:
@@ -244,11 +263,13 @@ class Decoder(nn.Module):
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        return (self.norm.norm, self.norm.add_norm, linear)
+        return (*with_quantized(self.norm.norm, self.norm.add_norm), linear)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._norm, self._add_norm = kernels[self.norm.norm], kernels[self.norm.add_norm]
+        first, *rest = (layer.first_part for layer in self._layers)
+        self._norm = kernels[_fed_by(self.norm.norm, first)]
+        self._add_norms = [kernels[_fed_by(self.norm.add_norm, part)] for part in (*rest, None)]
         self._ranks = kernels.ranks
         self._tied_head = bind_linear(kernels, DenseWeight(self.embed_ZE))
 
@@ -291,12 +312,12 @@ class Decoder(nn.Module):
         norms = [*(layer.first_norm_E for layer in layers[1:]), self.norm_E]
         first_norm_E = layers[0].first_norm_E
         normed_TE = residual_TE if first_norm_E is None else self._norm(residual_TE, first_norm_E, eps)
-        for layer, layer_memory, norm_E in zip(layers, memory.layers, norms, strict=True):
+        for layer, layer_memory, norm_E, add_norm in zip(layers, memory.layers, norms, self._add_norms, strict=True):
             added_TE, residual_TE = layer(normed_TE, residual_TE, rotary, batch, layer_memory)
             if norm_E is None:
                 normed_TE = residual_TE = added_TE.add_(residual_TE)
             else:
-                normed_TE, residual_TE = self._add_norm(added_TE, residual_TE, norm_E, eps)
+                normed_TE, residual_TE = add_norm(added_TE, residual_TE, norm_E, eps)
         return normed_TE
 
     @torch.no_grad()

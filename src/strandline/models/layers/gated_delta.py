@@ -22,6 +22,8 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_update
 from strandline.kernels.gdn_recurrence import GatedDelta, GatedDeltaInputs, GatedDeltaMemory
 from strandline.kernels.norm import rms_norm_gated
+from strandline.kernels.quantized_rows import Rows
+from strandline.kernels.quantizing import with_quantized
 from strandline.kernels.replay import ReplayLog, of_step, replay_log, with_logged
 from strandline.model_config import DTYPES, MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
 from strandline.models.layers.convolution import MAX_TAPS
@@ -92,7 +94,7 @@ class GatedDeltaNet(nn.Module):
         shard: of the heads: key heads, each with its value heads.
     """
 
-    operations = (causal_conv1d_update, causal_conv1d_prefill, rms_norm_gated, *GatedDelta.operations)
+    operations = (causal_conv1d_update, causal_conv1d_prefill, *with_quantized(rms_norm_gated), *GatedDelta.operations)
 
     def __init__(
         self, config: GatedDeltaNetConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -117,6 +119,11 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = SummedProjection(config.hidden_size, value_rows, dtype, device, shard)
 
     @property
+    def takes_quantized(self) -> bool:
+        """Whether it takes quantised rows."""
+        return self.in_proj.takes_quantized
+
+    @property
     def spec(self) -> LayerSpec:
         channels, taps = self.conv_CW.shape
         dtype = dtype_name(self.dtype)
@@ -127,7 +134,7 @@ class GatedDeltaNet(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._rms_norm_gated = kernels[rms_norm_gated]
+        self._rms_norm_gated = kernels[self.out_proj.fed_by(rms_norm_gated)]
         self._convolve_one, self._convolve = kernels[causal_conv1d_update], kernels[causal_conv1d_prefill]
         self.recurrence = self.recurrence.with_kernels(kernels)
 
@@ -141,7 +148,7 @@ class GatedDeltaNet(nn.Module):
         no_x, no_heads = self.conv_CW.new_empty(0, len(self.conv_CW)), self.conv_CW.new_empty(0, self.num_heads)
         self._prefill(no_x, no_heads, no_heads, batch, memory)
 
-    def forward(self, hidden_TE: Tensor, rotary: RotaryTable, batch: StepBatch, memory: GatedDeltaNetMemory) -> Tensor:
+    def forward(self, hidden_TE: Rows, rotary: RotaryTable, batch: StepBatch, memory: GatedDeltaNetMemory) -> Tensor:
         del rotary
         x_TC, z_TO, b_TH, a_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         num_rows = batch.num_decode_rows
@@ -155,8 +162,8 @@ class GatedDeltaNet(nn.Module):
             )
             decoded = self._decode(x_DC, a_DH, b_DH, batch, memory)
             out_THV = torch.cat((decoded, self._prefill(x_RC, a_RH, b_RH, batch, memory)))
-        out_THV = self._rms_norm_gated(out_THV, z_TO.view(out_THV.shape), self.norm_V, self.eps)
-        return self.out_proj.multiply(out_THV.flatten(1))
+        normed = self._rms_norm_gated(out_THV, z_TO.view(out_THV.shape), self.norm_V, self.eps)
+        return self.out_proj.multiply(normed.flatten(1) if isinstance(normed, Tensor) else normed)
 
     def _decode(
         self, x_NC: Tensor, a_NH: Tensor, b_NH: Tensor, batch: StepBatch, memory: GatedDeltaNetMemory

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from strandline.kernels.activation import swiglu
 from strandline.kernels.binding import Kernels
+from strandline.kernels.linear import LINEAR_OPERATIONS
+from strandline.kernels.quantized_rows import Rows
+from strandline.kernels.quantizing import with_quantized
 from strandline.model_config import Fields
 from strandline.models.layers.projection import GatedProjection, Projection, SummedProjection
 from strandline.models.shard import WHOLE, Shard
@@ -36,6 +39,8 @@ class GatedMlpConfig:
 class GatedMlp(nn.Module):
     """A feed-forward layer with a gated linear unit, whose channels are divided among shards."""
 
+    operations = LINEAR_OPERATIONS
+
     def __init__(
         self, config: GatedMlpConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
     ) -> None:
@@ -45,8 +50,17 @@ class GatedMlp(nn.Module):
         self.down = SummedProjection(hidden_size, size, dtype, device, shard)
         self.shard = shard
 
-    def forward(self, hidden_TE: Tensor) -> Tensor:
-        return self.down.multiply(self.gate_up.multiply(hidden_TE))
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether it takes quantised rows."""
+        return self.gate_up.takes_quantized
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._gate = self.gate_up.gate_for(self.down, kernels)
+
+    def forward(self, hidden_TE: Rows) -> Tensor:
+        return self.down.multiply(self._gate(hidden_TE))
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors."""
@@ -62,7 +76,7 @@ class ScaledGatedMlp(nn.Module):
         multiplier: of the result.
     """
 
-    operations = (swiglu,)
+    operations = with_quantized(swiglu)
 
     def __init__(
         self,
@@ -79,11 +93,16 @@ class ScaledGatedMlp(nn.Module):
         self.gate_up = Projection(2 * size, config.hidden_size, dtype, device)
         self.down = SummedProjection(config.hidden_size, size, dtype, device, shard)
 
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether it takes quantised rows."""
+        return self.gate_up.takes_quantized
+
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._swiglu = kernels[swiglu]
+        self._swiglu = kernels[self.down.fed_by(swiglu)]
 
-    def forward(self, hidden_TE: Tensor) -> Tensor:
+    def forward(self, hidden_TE: Rows) -> Tensor:
         gate_up_TO = self.gate_up.multiply(hidden_TE)
         gate_up_TO.chunk(2, dim=-1)[0].mul_(self.gate_multiplier)
         return self.down.multiply(self._swiglu(gate_up_TO)).mul_(self.multiplier)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from strandline.kernels.binding import Kernels
 from strandline.kernels.block_scaled_moe import block_scaled_mixture
 from strandline.kernels.moe import mixture
+from strandline.kernels.quantized_rows import Rows, plain_rows
 from strandline.kernels.weights import ScaledWeight
 from strandline.model_config import Fields
 from strandline.models.layers.parameters import matrix
@@ -104,6 +105,11 @@ class SparseMoe(nn.Module):
         """Part of the experts that a token takes."""
         return self.top_k / self.config.num_experts
 
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether it takes quantised rows."""
+        return self._scaled_experts is not None or self.in_proj.takes_quantized
+
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._mixture, self._scaled_mixture = kernels[mixture], kernels[block_scaled_mixture]
@@ -118,18 +124,19 @@ class SparseMoe(nn.Module):
         """Projections that must be in FP8 only if the experts are."""
         return (self.shared_down,)
 
-    def forward(self, hidden_TE: Tensor) -> Tensor:
-        shared_TS, logits_TX, gate_T1, _ = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+    def forward(self, hidden_TE: Rows) -> Tensor:
+        in_TE = hidden_TE if self.in_proj.takes_quantized else plain_rows(hidden_TE)
+        shared_TS, logits_TX, gate_T1, _ = self.in_proj.multiply(in_TE).split(self.sizes, dim=-1)
         if not gate_T1.shape[1]:
             # Kernels always multiply by a gate: one that is open stands where a family has none.
-            gate_T1 = hidden_TE.new_full((len(hidden_TE), 1), inf)
+            gate_T1 = logits_TX.new_full((len(hidden_TE), 1), inf)
         projected = (shared_TS, logits_TX, gate_T1)
         if self._scaled_experts is not None:
             weights = (*self._scaled_experts, self.shared_down.weight)
             return self._scaled_mixture(hidden_TE, *projected, *weights, self.top_k, is_normalised=self.is_normalised)
         experts = (self.gate_up_XFE, self.down_XEF, self.shared_down.weight)
         return self._mixture(
-            hidden_TE,
+            plain_rows(hidden_TE),
             *projected,
             *experts,
             self.top_k,

@@ -38,6 +38,10 @@ class NormedStreamLayer(DecoderLayer):
         super().__init__(mixer, mlp, norm, hidden_size, dtype, device)
         self.mixer_scale, self.mlp_scale = mixer_scale, mlp_scale
 
+    @property
+    def first_part(self) -> None:
+        return None  # the stream goes on from the norm's plain result
+
     def forward(
         self, normed_TE: Tensor, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
     ) -> tuple[Tensor, Tensor]:

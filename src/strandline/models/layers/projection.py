@@ -3,11 +3,23 @@
 Shape suffixes: O outputs, I inputs.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
-from strandline.kernels.linear import LINEAR_OPERATIONS, Linear, bind_gated_linear, bind_linear
+from strandline.kernels.linear import (
+    LINEAR_OPERATIONS,
+    Gated,
+    Linear,
+    bind_gated_linear,
+    bind_gated_linear_quantized,
+    bind_linear,
+)
+from strandline.kernels.operation import Operation
+from strandline.kernels.quantized_rows import Rows
+from strandline.kernels.quantizing import QUANTIZED
 from strandline.kernels.weights import DenseWeight, Layout, ScaledWeight, StackedWeight, Weight
 from strandline.models.layers.parameters import matrix, parameter
 from strandline.models.shard import WHOLE, Shard
@@ -69,21 +81,34 @@ class Projection(nn.Module):
         del self.weight_OI
         self.weight = layout(values_OI)
 
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether it multiplies quantised rows, if the plain ones are kept beside them."""
+        return isinstance(self.weight, ScaledWeight | StackedWeight)
+
+    def fed_by(self, operation: Operation[..., Any]) -> Operation[..., Any]:
+        """Return the version of an operation, a gate or a gated norm, whose results it takes: quantised or not."""
+        return QUANTIZED[operation] if isinstance(self.weight, ScaledWeight) else operation
+
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self.multiply: Linear = bind_linear(kernels, self.weight, self.bias_O)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Rows) -> Tensor:
         """Return ``x weight^T + bias``. Layers call ``multiply``, the same without a module's overhead."""
         return self.multiply(x)
 
 
 class GatedProjection(Projection):
-    """The rows of a gate, then those of an up projection, and the gated linear unit of their outputs."""
+    """The rows of a gate, then those of an up projection, and the gated linear unit of their outputs.
 
-    def use_kernels(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        self.multiply = bind_gated_linear(kernels, self.weight)
+    Its layer binds it, to the form that the next projection takes.
+    """
+
+    def gate_for(self, reader: Projection, kernels: Kernels) -> Gated:
+        """Return the gated linear unit, whose results another projection multiplies."""
+        bind = bind_gated_linear_quantized if isinstance(reader.weight, ScaledWeight) else bind_gated_linear
+        return bind(kernels, self.weight)
 
 
 class SummedProjection(Projection):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from strandline.kernels.binding import Kernels
 from strandline.kernels.block_scaled_moe import block_scaled_experts_glu
 from strandline.kernels.moe import experts_glu
+from strandline.kernels.quantized_rows import Rows, plain_rows
 from strandline.kernels.router import route_by_sigmoid
 from strandline.kernels.weights import ScaledWeight
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
@@ -74,6 +75,11 @@ class SigmoidMoe(nn.Module):
         """Part of the experts that a token takes."""
         return self.config.top_k / self.config.num_experts
 
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether it takes quantised rows."""
+        return self._scaled_experts is not None
+
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._route, self._experts_glu = kernels[route_by_sigmoid], kernels[experts_glu]
@@ -89,9 +95,9 @@ class SigmoidMoe(nn.Module):
         """Projections that must be in FP8 only if the experts are."""
         return ()
 
-    def forward(self, hidden_TE: Tensor) -> Tensor:
-        config = self.config
-        router_TE = hidden_TE if config.router_dtype is None else hidden_TE.to(config.router_dtype)
+    def forward(self, hidden_TE: Rows) -> Tensor:
+        config, plain_TE = self.config, plain_rows(hidden_TE)
+        router_TE = plain_TE if config.router_dtype is None else plain_TE.to(config.router_dtype)
         routed = self._route(
             self.router.multiply(router_TE),
             self.bias_X,
@@ -102,12 +108,15 @@ class SigmoidMoe(nn.Module):
             num_groups=config.num_groups,
             top_groups=config.top_groups,
         )
-        shared_TE = torch.zeros_like(hidden_TE) if self.shared is None else self.shared(hidden_TE)
+        if self.shared is None:
+            shared_TE = torch.zeros_like(plain_TE)
+        else:
+            shared_TE = self.shared(hidden_TE if self.shared.takes_quantized else plain_TE)
         # The shared expert has no gate: one that is open stands in its place.
-        gate_T1 = hidden_TE.new_full((len(hidden_TE), 1), inf)
+        gate_T1 = plain_TE.new_full((len(hidden_TE), 1), inf)
         if self._scaled_experts is not None:
             return self._scaled_experts_glu(hidden_TE, *self._scaled_experts, *routed, shared_TE, gate_T1)
-        return self._experts_glu(hidden_TE, self.gate_up_XFE, self.down_XEF, *routed, shared_TE, gate_T1, self.held)
+        return self._experts_glu(plain_TE, self.gate_up_XFE, self.down_XEF, *routed, shared_TE, gate_T1, self.held)
 
     def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""

@@ -1,0 +1,84 @@
+"""Activations in FP8 (e4m3), with a scale per row and 128 inputs.
+
+Products take rows as they are and quantise them, or rows that the operation before has quantised
+(``quantizing.py``): the numbers are the same to the last bit.
+
+Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", section 3.3.
+
+Shape suffixes: T rows, I inputs, X groups of inputs, G inputs of a group.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strandline.kernels.qkv import MAX_E4M3
+from strandline.kernels.weights import GROUP
+
+MIN_SCALE: Final = torch.finfo(torch.float32).tiny
+"""Of a group of zeros."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedRows:
+    """Rows in e4m3 and their scales; behind the last row there may be more, which hold anything."""
+
+    values_TI: Tensor
+    """Contiguous."""
+    scale_XT: Tensor
+    """float32."""
+    num_rows: int
+    dtype: torch.dtype
+    """Of the rows that were quantised, and of products with them."""
+    plain_TI: Tensor | None = None
+    """The rows that were quantised, where they are kept."""
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    @property
+    def device(self) -> torch.device:
+        return self.values_TI.device
+
+
+Rows = Tensor | QuantizedRows
+"""What a product takes: rows that it quantises itself if it has to, or quantised ones."""
+
+
+def plain_rows(rows: Rows) -> Tensor:
+    """Return rows as they were before quantising."""
+    if not isinstance(rows, QuantizedRows):
+        return rows
+    assert rows.plain_TI is not None, "these rows were quantised without keeping them"
+    return rows.plain_TI
+
+
+def quantize(x_TI: Tensor, *, plain_TI: Tensor | None = None) -> QuantizedRows:
+    """Return quantised rows. The reference implementation of what kernels do in registers or behind other operations.
+
+    Args:
+        plain_TI: kept beside them.
+    """
+    x_TXG, scale_TX = quantize_groups(x_TI)
+    values_TI = x_TXG.flatten(1)[:, : x_TI.shape[1]].contiguous()
+    return QuantizedRows(values_TI, scale_TX.t(), len(x_TI), x_TI.dtype, plain_TI)
+
+
+def quantize_groups(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows in e4m3 as ``x_TXG``, the last group padded with zeros, and the float32 ``scale_TX`` of each group.
+
+    A group's scale is its largest absolute number, divided by 448; its numbers are multiplied by the scale's reciprocal
+    and rounded.
+    """
+    x_TXG = in_groups(x_TI.float())
+    scale_TX = (x_TXG.abs().amax(-1) / MAX_E4M3).clamp_(min=MIN_SCALE)
+    return (x_TXG * scale_TX.reciprocal().unsqueeze(-1)).to(torch.float8_e4m3fn), scale_TX
+
+
+def in_groups(x: Tensor) -> Tensor:
+    """Return rows in groups of ``GROUP``, the last one padded with zeros."""
+    padded: Tensor = F.pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    return padded
