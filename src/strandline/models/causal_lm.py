@@ -144,8 +144,10 @@ class CausalLM(nn.Module):
     @property
     def kv_scales(self) -> dict[int, KVScales]:
         """Scales of keys and values, by layer of the decoder; to be set before ``bind``."""
-        mixers = enumerate(layer.mixer for layer in self.decoder.layers)
-        return {index: mixer.kv_scales for index, mixer in mixers if isinstance(mixer, Attention)}
+        # Attention may be one of two parts of a mixer.
+        layers = enumerate(self.decoder.layers)
+        parts = ((index, part) for index, layer in layers for part in layer.modules())
+        return {index: part.kv_scales for index, part in parts if isinstance(part, Attention)}
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the form of its weights; they cannot be loaded or moved afterwards."""

@@ -2,7 +2,8 @@
 
 Projections are converted, by the rule of those models: not embeddings, the output head, norms, convolutions, routers,
 gates of one output, the narrow projections to decays and write strengths, vision towers, or the projection into draft
-layers. Experts that come in one tensor are written one by one.
+layers. Experts that come in one tensor are written one by one; Granite's, whose names leave no room for that, stay in
+one tensor, with the scales of all in another one.
 
 Shape suffixes: N rows, K columns, Y and X blocks downwards and across, B rows and columns of a block.
 """
@@ -39,6 +40,8 @@ UNCONVERTED: Final = re.compile(
 """In the name of a module: its weights stay as they are."""
 
 FUSED_EXPERTS: Final = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+
+STACKED_EXPERTS: Final = re.compile(r".*\.block_sparse_moe\.(input|output)_linear\.weight")
 
 COPIED_FILES: Final = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 
@@ -102,7 +105,7 @@ def convert_to_fp8(source: Path, output: Path, *, progress: bool = False) -> Con
 
 def is_converted(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether a published tensor of this name and shape is quantised."""
-    if FUSED_EXPERTS.fullmatch(name):
+    if FUSED_EXPERTS.fullmatch(name) or STACKED_EXPERTS.fullmatch(name):
         return len(shape) == 3
     module, _, kind = name.rpartition(".")
     return kind == "weight" and len(shape) == 2 and not UNCONVERTED.search(module)
@@ -140,14 +143,14 @@ def _converted(name: str, tensor: Tensor, report: ConversionReport) -> Iterator[
         yield name, tensor
         return
     report.num_converted += 1
-    for matrix_name, weight_NK in _matrices(name, tensor):
-        quantized, scale_YX = _quantize_in_parts(matrix_name, weight_NK, report)
+    for matrix_name, weight in _matrices(name, tensor):
+        quantized, scales = _quantize_in_parts(matrix_name, weight, report)
         yield matrix_name, quantized
-        yield f"{matrix_name}_scale_inv", scale_YX
+        yield f"{matrix_name}_scale_inv", scales
 
 
 def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a matrix, or the matrices of experts that come in one tensor, under their published names."""
+    """Yield a tensor, or the matrices of experts that come in one, under their published names."""
     fused = FUSED_EXPERTS.fullmatch(name)
     if fused is None:
         yield name, tensor
@@ -160,7 +163,15 @@ def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{fused[1]}.{index}.{kind}.weight", part
 
 
-def _quantize_in_parts(name: str, weight_NK: Tensor, report: ConversionReport) -> tuple[Tensor, Tensor]:
+def _quantize_in_parts(name: str, weight: Tensor, report: ConversionReport) -> tuple[Tensor, Tensor]:
+    """As ``quantize_blocks``, matrix by matrix where there are several; adds the error to the report."""
+    if weight.ndim == 2:
+        return _quantize_matrix(name, weight, report)
+    matrices = [_quantize_matrix(name, weight_NK, report) for weight_NK in weight]
+    return torch.stack([values for values, _ in matrices]), torch.stack([scale_YX for _, scale_YX in matrices])
+
+
+def _quantize_matrix(name: str, weight_NK: Tensor, report: ConversionReport) -> tuple[Tensor, Tensor]:
     """As ``quantize_blocks``, a few rows of blocks at a time; adds the error to the report."""
     step = max(1, CHUNK_ELEMENTS // (BLOCK * max(1, weight_NK.shape[1]))) * BLOCK
     parts = []

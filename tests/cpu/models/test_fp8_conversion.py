@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from strandline.errors import ConfigError, WeightsError
 from strandline.models import fp8_conversion
 from strandline.models.fp8_conversion import BLOCK, convert_to_fp8, is_converted, quantize_blocks
+from strandline.models.layers.moe import SparseMoe
 from strandline.models.weights import load_model
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families, fp8
@@ -110,6 +111,25 @@ def test_experts_in_one_tensor_are_written_one_by_one(sparse: Path, tmp_path: Pa
     convert_to_fp8(fused, tmp_path / "a")
     convert_to_fp8(sparse, tmp_path / "b")
     assert_same(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b"))
+
+
+def test_experts_of_granite_are_converted_in_one_tensor(tmp_path: Path) -> None:
+    source = families.save("granite_hybrid", tmp_path)
+    convert_to_fp8(source, tmp_path / "out")
+    found, exact = tensors_of(tmp_path / "out"), tensors_of(source)
+    names = [name for name in exact if ".block_sparse_moe." in name and "router" not in name]
+    assert names
+    for name in names:
+        experts = [fp8.quantize(expert, (BLOCK, BLOCK)) for expert in exact[name]]
+        expected = {name: torch.stack([values.float() for values, _ in experts])}
+        expected[f"{name}_scale_inv"] = torch.stack([scales for _, scales in experts])
+        assert found[name].dtype == torch.float8_e4m3fn
+        for part, values in expected.items():
+            assert torch.equal(found[part].float(), values)
+    kept: Any = load_model(tmp_path / "out", dtype=torch.float32, keeps_fp8=True)
+    layers = [layer.mlp for layer in kept.decoder.layers if isinstance(layer.mlp, SparseMoe)]
+    assert layers
+    assert all(layer._scaled_experts is not None for layer in layers)
 
 
 def test_output_is_divided_into_files_with_an_index(

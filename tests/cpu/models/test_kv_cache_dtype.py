@@ -7,7 +7,7 @@ import torch
 
 from strandline.errors import ConfigError
 from strandline.models.weights import load_model
-from tests.cpu.models import families
+from tests.cpu.models import families, fp8
 from tests.cpu.models.driver import Driver, Part, Running
 
 TOKENS = families.prompt(100)
@@ -40,3 +40,15 @@ def test_logits_stay_close_to_full_width(name: str, tmp_path: Path) -> None:
     difference = float((found[1] - found[0]).norm() / found[0].norm())
     assert difference < MAX_DIFFERENCE
     assert (difference > 0) == bool(kept)
+
+
+def test_scales_reach_attention_beside_a_recurrent_layer(tmp_path: Path) -> None:
+    directory = families.save("falcon_h1", tmp_path)
+    scales = {
+        "model.layers.0.self_attn.k_scale": torch.tensor(0.5),
+        "model.layers.1.self_attn.v_scale": torch.ones(1) * 3,
+    }
+    fp8.change_tensors(directory, lambda tensors: tensors.update(scales))
+    model = load_model(directory, dtype=torch.float32, kv_cache_dtype="float8_e4m3fn")
+    found = {index: (scale.key, scale.value) for index, scale in model.kv_scales.items()}
+    assert (found[0], found[1]) == ((0.5, 1.0), (1.0, 3.0))
