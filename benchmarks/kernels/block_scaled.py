@@ -1,25 +1,27 @@
 """Time products in FP8 with block scales at the shapes of Qwen3.5-35B-A3B and 27B on a GPU.
 
 Run: ``PYTHONPATH=src:benchmarks/kernels python3 benchmarks/kernels/block_scaled.py [--sweep] [--rows 1 16 64 8192]``.
-Beside ours, quantising of the inputs included: our product in bfloat16, and torch's block-scaled GEMM on Hopper GPUs
-(``torch._scaled_mm`` with scales per row and 128 inputs and per 128 × 128 weights), whose inputs are quantised by our
-launch. Times are medians of graph replays; weights take turns. The floor is the FP8 weight's bytes over 4.3 TB/s, or
-the multiplications at 1,400 TFLOP/s.
+Beside ours, with quantising of the inputs and without: our product in bfloat16, the product with the ordinary rows that
+lie behind these in the model's fused weight, in one launch where there is one, and torch's block-scaled GEMM on Hopper
+GPUs (``torch._scaled_mm`` with scales per row and 128 inputs and per 128 × 128 weights), whose inputs are quantised by
+our launch. Times are medians of graph replays; weights take turns. The floor is the FP8 weight's bytes over 4.3 TB/s,
+or the multiplications at 1,400 TFLOP/s.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from linear import BYTES_PER_S, time_us  # type: ignore[import-not-found]
 from torch import Tensor
 
-from strandline.kernels import block_scaled_triton, linear_triton
+from strandline.kernels import block_scaled_triton, linear_triton, stacked_linear_triton
 from strandline.kernels.block_scaled import block_scaled_linear
 from strandline.kernels.block_scaled_tile_triton import quantize_rows
 from strandline.kernels.block_scaled_triton import Gemv, Tile
-from strandline.kernels.weights import GROUP, ScaledWeight
+from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight, StackedWeight
 from strandline.models.fp8_conversion import quantize_blocks
 
 FLOPS = 1.4e15
@@ -53,6 +55,9 @@ TILES = [
 ]
 """Outputs and rows of a tile, warps and stages."""
 
+ROWS_BEHIND = {"35B in_proj_qkvz": 64, "35B shared": 264}
+"""Ordinary rows of the same fused weight."""
+
 Product = Callable[[Tensor, ScaledWeight], Tensor]
 
 
@@ -61,6 +66,20 @@ def scaled_mm(x: Tensor, weight: ScaledWeight) -> Tensor:
     out = x.new_empty(len(x), len(weight.values))
     block_scaled_triton.multiply_in_torch(out, x, weight, None)
     return out
+
+
+def before(product: Callable[..., Tensor]) -> Product:
+    """Return a product of rows that are quantised once."""
+    quantized = cache(quantize_rows)
+    return lambda x, weight: product(quantized(x), weight)
+
+
+def with_rows_behind(num_rows: int) -> Product:
+    """Return the product with a weight of parts, the second of which is not in FP8."""
+    dense = cache(
+        lambda weight: DenseWeight(torch.randn(num_rows, weight.values.shape[1], device="cuda", dtype=torch.bfloat16))
+    )
+    return before(lambda x, weight: stacked_linear_triton.stacked_linear(x, StackedWeight((weight, dense(weight)))))
 
 
 def with_tile(tile: Tile, spans: int) -> Product:
@@ -88,6 +107,7 @@ def with_gemv(gemv: Gemv) -> Product:
 def ways(num_rows: int, *, is_sweep: bool) -> Iterator[tuple[str, Product]]:
     """Yield the ways to compute a product in FP8, by name."""
     yield "chosen", block_scaled_triton.block_scaled_linear
+    yield "chosen, quantised before", before(block_scaled_triton.block_scaled_linear)
     if num_rows >= 16:
         yield "torch FP8", scaled_mm
         yield "quantising alone", lambda x, _: quantize_rows(x).values_TI
@@ -115,7 +135,10 @@ def measure(name: str, num_rows: int, *, is_sweep: bool) -> None:
     floor_us = 1e6 * num_inputs * num_outputs * max(1 / BYTES_PER_S, 2 * num_rows / FLOPS)
     taken_us = time_us([lambda w=weight: linear_triton.linear(x, w) for weight in wide])
     print(f"{name} rows={num_rows} bfloat16: {taken_us:.2f} us", flush=True)
-    for way, product in ways(num_rows, is_sweep=is_sweep):
+    found = list(ways(num_rows, is_sweep=is_sweep))
+    if name in ROWS_BEHIND:
+        found.insert(2, (f"with {ROWS_BEHIND[name]} rows behind", with_rows_behind(ROWS_BEHIND[name])))
+    for way, product in found:
         try:
             out = product(x, narrow[0])
             error = float((out.double() - expected).norm() / expected.norm()) if out.shape == expected.shape else 0
