@@ -2,6 +2,8 @@
 
 Few tokens: as ``block_scaled_moe_few_triton.py`` says. More: one launch quantises the tokens, unless the operation
 before has done so; a tile of the first product has the features of one group, so that it also quantises what it writes.
+A shared expert of the same size, of up to ``MAX_TOKENS_JOINED`` tokens, is one more expert in the same launches: all
+tokens are its choices, listed behind the others'.
 
 Invariants: as in ``moe_triton.py``; hidden features in FP8 are the same to the last bit for any tile.
 
@@ -51,6 +53,18 @@ FEW = (Few(8, 2048, 4, 8, 8), Few(8, 2048, 4, 8, 8))
 """For one token, and for more, whose launches are not tuned."""
 
 
+MAX_TOKENS_JOINED = 256
+"""With more tokens, a product of its own for the shared expert is faster than the programs of one expert."""
+
+
+class SharedExpert(NamedTuple):
+    """A shared expert that is computed as one more expert."""
+
+    gate_up_TS: Tensor
+    """Products with its gate and up projections."""
+    down: ScaledWeight
+
+
 class Tile(NamedTuple):
     """How one of the two products of many tokens is tiled."""
 
@@ -73,6 +87,44 @@ CHOICES_PER_EXPERT_PREFILL = 64
 
 
 @triton.jit
+def _first_of_shared(num_experts, HAS_SHARED: tl.constexpr):
+    """Return a program's expert: first the shared one, which has most tokens and whose number is behind the others'."""
+    expert = tl.program_id(2)
+    if HAS_SHARED:
+        expert = tl.where(expert == 0, num_experts, expert - 1)
+    return expert.to(tl.int64)
+
+
+@triton.jit
+def _activate_shared(
+    shared_ptr,
+    hidden_ptr,
+    hidden_scale_ptr,
+    num_choices,
+    num_tokens,
+    F,
+    stride_shared,
+    stride_hs,
+    DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write the hidden features of the shared expert, quantised, behind those of all choices."""
+    col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    for row in range(tl.program_id(1) * BLOCK_M, num_tokens, tl.num_programs(1) * BLOCK_M):
+        row_M = row + tl.arange(0, BLOCK_M)
+        is_row_M = row_M < num_tokens
+        mask_MN = is_row_M[:, None] & (col_N < F)[None, :]
+        gate_MN_ptr = shared_ptr + row_M[:, None].to(tl.int64) * stride_shared + col_N[None, :]
+        gate_MN = tl.load(gate_MN_ptr, mask=mask_MN, other=0.0).to(tl.float32)
+        up_MN = tl.load(gate_MN_ptr + F, mask=mask_MN, other=0.0).to(tl.float32)
+        hidden_MN, scale_M = quantize_groups(silu_times(gate_MN, up_MN, DTYPE).to(tl.float32))
+        hidden_row_M = (num_choices + row_M).to(tl.int64)
+        tl.store(hidden_ptr + hidden_row_M[:, None] * F + col_N[None, :], hidden_MN, mask=mask_MN)
+        tl.store(hidden_scale_ptr + tl.program_id(0) * stride_hs + hidden_row_M, scale_M, mask=is_row_M)
+
+
+@triton.jit
 def _grouped_up_kernel(
     x_ptr,
     x_scale_ptr,
@@ -82,6 +134,10 @@ def _grouped_up_kernel(
     choices_ptr,
     hidden_ptr,
     hidden_scale_ptr,
+    shared_ptr,
+    num_experts,
+    num_tokens,
+    stride_shared,
     stride_xs,
     stride_hs,
     stride_se,
@@ -91,6 +147,7 @@ def _grouped_up_kernel(
     F,
     DTYPE: tl.constexpr,
     TOP_K: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     IS_SWAPPED: tl.constexpr,
@@ -100,11 +157,14 @@ def _grouped_up_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Write the hidden features of an expert's choices, quantised, in the order of the list."""
-    expert = tl.program_id(2).to(tl.int64)
+    expert = _first_of_shared(num_experts, HAS_SHARED)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
+    if HAS_SHARED and expert == num_experts:
+        sizes = (num_tokens * TOP_K, num_tokens, F, stride_shared, stride_hs)
+        _activate_shared(shared_ptr, hidden_ptr, hidden_scale_ptr, *sizes, DTYPE, BLOCK_M, BLOCK_N)
     first = tl.load(starts_ptr + expert) + tl.program_id(1) * BLOCK_M
-    end = tl.load(starts_ptr + expert + 1)
+    end = tl.load(starts_ptr + tl.minimum(expert + 1, num_experts))
     col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_col_N = col_N < F
     offset_K = tl.arange(0, GROUP)
@@ -161,12 +221,18 @@ def _grouped_down_kernel(
     starts_ptr,
     choices_ptr,
     out_ptr,
+    shared_weight_ptr,
+    shared_scale_ptr,
+    num_experts,
+    num_choices,
+    num_tokens,
     stride_hs,
     stride_se,
     stride_sy,
     stride_sx,
     D,
     F,
+    HAS_SHARED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     IS_SWAPPED: tl.constexpr,
@@ -175,18 +241,24 @@ def _grouped_down_kernel(
     GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Write what an expert makes of its choices, in the order of the tokens."""
-    expert = tl.program_id(2).to(tl.int64)
+    """Write what an expert makes of its choices, in the order of the tokens, and behind that the shared one's."""
+    expert = _first_of_shared(num_experts, HAS_SHARED)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     first = tl.load(starts_ptr + expert) + tl.program_id(1) * BLOCK_M
-    end = tl.load(starts_ptr + expert + 1)
+    end = tl.load(starts_ptr + tl.minimum(expert + 1, num_experts))
+    weight_ptr += expert * (D * F)
+    scale_ptr += expert * stride_se
+    if HAS_SHARED:
+        is_shared = expert == num_experts
+        end = tl.where(is_shared, num_choices + num_tokens, end)
+        weight_ptr = tl.where(is_shared, shared_weight_ptr, weight_ptr)
+        scale_ptr = tl.where(is_shared, shared_scale_ptr, scale_ptr)
     col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_col_N = col_N < D
     offset_K = tl.arange(0, GROUP)
     num_groups = tl.cdiv(F, GROUP)
-    weight_NK_ptr = weight_ptr + expert * (D * F) + col_N[:, None].to(tl.int64) * F + offset_K[None, :]
-    scale_ptr += expert * stride_se
+    weight_NK_ptr = weight_ptr + col_N[:, None].to(tl.int64) * F + offset_K[None, :]
     for row in range(first, end, tl.num_programs(1) * BLOCK_M):
         row_M = row + tl.arange(0, BLOCK_M)
         read_M = tl.minimum(row_M, end - 1)
@@ -210,7 +282,9 @@ def _grouped_down_kernel(
             hidden_scale_M = next_hidden_scale_M
             scale_N = next_scale_N
         out_MN = tl.trans(out) if IS_SWAPPED else out
-        choice_M = tl.load(choices_ptr + read_M).to(tl.int64)
+        choice_M = tl.load(choices_ptr + tl.minimum(read_M, num_choices - 1)).to(tl.int64)
+        if HAS_SHARED:
+            choice_M = tl.where(is_shared, read_M.to(tl.int64), choice_M)
         out_MN_ptr = out_ptr + choice_M[:, None] * D + col_N[None, :]
         tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < end)[:, None] & is_col_N[None, :])
 
@@ -232,11 +306,25 @@ def block_scaled_mixture(
         arguments = (x_TD, shared_gate_up_TS, logits_TE, shared_gate_T1, gate_up, down, shared_down, top_k)
         return mixture_few(*arguments, FEW[len(x_TD) > 1], is_normalised=is_normalised)
     chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
-    if isinstance(shared_down, ScaledWeight):
-        shared_TD = _shared(shared_gate_up_TS, shared_down, multiply_into)
+    if len(x_TD) <= MAX_TOKENS_JOINED and can_join(shared_gate_up_TS, shared_down, down):
+        shared = SharedExpert(shared_gate_up_TS, shared_down)
+    elif isinstance(shared_down, ScaledWeight):
+        shared = _shared(shared_gate_up_TS, shared_down, multiply_into)
     else:
-        shared_TD = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
-    return block_scaled_experts_glu(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1)
+        shared = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
+    tiles = choose_tiles(chosen[1].numel() // len(down.values))
+    return experts_glu_many(x_TD, gate_up, down, *chosen, shared, shared_gate_T1, *tiles)
+
+
+def can_join(gate_up_TS: Tensor, shared_down: DenseWeight | ScaledWeight, down: ScaledWeight) -> bool:
+    """Return whether a shared expert's weight is as one of the others', and its projections lie as kernels ask."""
+    return (
+        isinstance(shared_down, ScaledWeight)
+        and shared_down.values.shape == down.values.shape[1:]
+        and shared_down.rows_per_scale == down.rows_per_scale
+        and shared_down.scales.stride() == down.scales.stride()[1:]
+        and gate_up_TS.stride(1) == 1
+    )
 
 
 def block_scaled_mixture_invariant(
@@ -308,23 +396,30 @@ def experts_glu_many(
     down: ScaledWeight,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    shared_TD: Tensor,
+    shared: Tensor | SharedExpert,
     shared_gate_T1: Tensor,
     up_tile: Tile,
     down_tile: Tile,
 ) -> Tensor:
-    """Compute ``block_scaled_experts_glu`` expert by expert, in five launches."""
+    """Compute ``block_scaled_experts_glu`` expert by expert, in four launches, or five if tokens come as they are.
+
+    Args:
+        shared: what the shared expert made of each token, or what it takes to compute that here.
+    """
     num_tokens, top_k = experts_TK.shape
     num_experts, num_channels, size = down.values.shape
     num_choices, device = num_tokens * top_k, x_TD.device
     rows = quantized(flat_rows(x_TD))
     listed = list_choices(experts_TK, num_experts)
-    hidden_AF = torch.empty((num_choices, size), dtype=torch.float8_e4m3fn, device=device)
-    hidden_scale_XA = torch.empty((cdiv(size, GROUP), num_choices), dtype=torch.float32, device=device)
-    out_AD = torch.empty((num_choices, num_channels), dtype=x_TD.dtype, device=device)
-    launch_up(rows, gate_up, listed, (hidden_AF, hidden_scale_XA), top_k, up_tile)
-    launch_down((hidden_AF, hidden_scale_XA), down, listed, out_AD, down_tile)
-    return add_choices(out_AD, (weights_TK, experts_TK), (shared_TD, shared_gate_T1))
+    joined = shared if isinstance(shared, SharedExpert) else None
+    num_rows = num_choices if joined is None else num_choices + num_tokens
+    hidden_AF = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=device)
+    hidden_scale_XA = torch.empty((cdiv(size, GROUP), num_rows), dtype=torch.float32, device=device)
+    out_AD = torch.empty((num_rows, num_channels), dtype=x_TD.dtype, device=device)
+    launch_up(rows, gate_up, listed, (hidden_AF, hidden_scale_XA), top_k, up_tile, joined)
+    launch_down((hidden_AF, hidden_scale_XA), down, listed, out_AD, down_tile, joined)
+    shared_TD = shared if joined is None else out_AD[num_choices:]
+    return add_choices(out_AD[:num_choices], (weights_TK, experts_TK), (shared_TD, shared_gate_T1))
 
 
 def launch_up(
@@ -334,16 +429,21 @@ def launch_up(
     hidden: tuple[Tensor, Tensor],
     top_k: int,
     tile: Tile,
+    joined: SharedExpert | None = None,
 ) -> None:
-    """Fill the quantised features ``hidden``, rows and scales, in the order of the list."""
+    """Fill the quantised features ``hidden``, rows and scales, in the order of the list; then those of all tokens."""
     (num_experts, _, num_channels), size = gate_up.values.shape, hidden[0].shape[1]
-    _grouped_up_kernel[(cdiv(size, GROUP), tile.split_m, num_experts)](
+    _grouped_up_kernel[(cdiv(size, GROUP), tile.split_m, num_experts + (joined is not None))](
         x.values_TI,
         x.scale_XT,
         gate_up.values,
         gate_up.scales,
         *listed,
         *hidden,
+        None if joined is None else joined.gate_up_TS,
+        num_experts,
+        len(x),
+        0 if joined is None else joined.gate_up_TS.stride(0),
         x.scale_XT.stride(0),
         hidden[1].stride(0),
         *gate_up.scales.stride(),
@@ -351,6 +451,7 @@ def launch_up(
         size,
         DTYPE=TRITON_DTYPES[x.dtype],
         TOP_K=top_k,
+        HAS_SHARED=joined is not None,
         IS_EVEN=num_channels % GROUP == 0 and size % GROUP == 0,
         SCALE_ROWS=gate_up.rows_per_scale,
         **_launch_options(tile._replace(block_n=GROUP)),
@@ -359,20 +460,31 @@ def launch_up(
 
 
 def launch_down(
-    hidden: tuple[Tensor, Tensor], down: ScaledWeight, listed: tuple[Tensor, Tensor], out_AD: Tensor, tile: Tile
+    hidden: tuple[Tensor, Tensor],
+    down: ScaledWeight,
+    listed: tuple[Tensor, Tensor],
+    out_AD: Tensor,
+    tile: Tile,
+    joined: SharedExpert | None = None,
 ) -> None:
     """Fill ``out_AD``, in the order of the tokens."""
     num_experts, num_channels, size = down.values.shape
-    _grouped_down_kernel[(cdiv(num_channels, tile.block_n), tile.split_m, num_experts)](
+    num_choices = len(listed[1])
+    _grouped_down_kernel[(cdiv(num_channels, tile.block_n), tile.split_m, num_experts + (joined is not None))](
         *hidden,
         down.values,
         down.scales,
         *listed,
         out_AD,
+        *((None, None) if joined is None else (joined.down.values, joined.down.scales)),
+        num_experts,
+        num_choices,
+        len(out_AD) - num_choices,
         hidden[1].stride(0),
         *down.scales.stride(),
         num_channels,
         size,
+        HAS_SHARED=joined is not None,
         IS_EVEN=size % GROUP == 0 and num_channels % tile.block_n == 0,
         SCALE_ROWS=down.rows_per_scale,
         **_launch_options(tile),

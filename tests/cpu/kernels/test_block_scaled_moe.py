@@ -146,6 +146,28 @@ def test_the_mixture_equals_a_loop_in_float64(
     check_mixture(num_tokens, shape, dtype, "cpu", is_shared_dense=num_tokens == 3)
 
 
+def test_shared_expert_of_the_same_size_is_one_more_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_scaled_moe_triton, "TILES_DECODE", TILES[0])
+    check_joined(18, (2, 1, 130, 130, 130), torch.float32, "cpu", monkeypatch)
+
+
+def check_joined(
+    num_tokens: int, shape: Shape, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare a shared expert that joins the others with one by itself."""
+    case = Case(num_tokens, shape, dtype, device, is_shared_dense=False)
+    results = []
+    for max_tokens in (num_tokens, 0):
+        monkeypatch.setattr(block_scaled_moe_triton, "MAX_TOKENS_JOINED", max_tokens)
+        with poisoned_memory():
+            mixture = block_scaled_moe_triton.block_scaled_mixture
+            results.append(mixture(*case.arguments, case.top_k, is_normalised=True).double())
+    expected = case.expected()
+    joined, apart = (float((result - expected).norm() / expected.norm()) for result in results)
+    assert joined < limit(dtype, device)
+    assert float((results[0] - results[1]).norm() / expected.norm()) < limit(dtype, device) / 4, (joined, apart)
+
+
 @pytest.mark.parametrize("tiles", TILES, ids=["16 rows", "64 rows"])
 @pytest.mark.parametrize("shape", SHAPES[1:])
 def test_tiles_equal_the_reference(tiles: tuple[Tile, Tile], shape: Shape) -> None:

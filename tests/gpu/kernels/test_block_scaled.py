@@ -101,6 +101,11 @@ def test_mixture_equals_a_float64_loop_at_model_shape(num_tokens: int) -> None:
     moe.check_mixture(num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda", is_shared_dense=False)
 
 
+@pytest.mark.parametrize("num_tokens", [5, 16, 64, 70, 256])
+def test_shared_expert_of_the_same_size_is_one_more_expert(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    moe.check_joined(num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda", monkeypatch)
+
+
 @pytest.mark.parametrize(
     "tiles",
     [block_scaled_moe_triton.TILES_DECODE, block_scaled_moe_triton.TILES_MIDDLE, block_scaled_moe_triton.TILES_PREFILL],
