@@ -11,11 +11,13 @@ from strandline.json_options import read_json_option
 
 FLAG: Final = "--kv-transfer-config"
 EXAMPLE: Final = '{"kv_connector": "SocketConnector", "kv_role": "kv_both", "kv_ip": "127.0.0.1", "kv_port": 0}'
-CONNECTORS: Final = ("SocketConnector",)
+CONNECTORS: Final = ("SocketConnector", "NixlConnector")
 ROLES: Final = ("kv_producer", "kv_consumer", "kv_both")
 EXTRA: Final = "kv_connector_extra_config"
+EXTRA_FIELDS: Final = ("lease_s", "timeout_s", "peers", "backends")
 DEFAULT_LEASE_S: Final = 30.0
 DEFAULT_TIMEOUT_S: Final = 5.0
+DEFAULT_BACKENDS: Final = ("UCX",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class KVTransferConfig:
     """
 
     kv_connector: str
-    """What moves the bytes: ``SocketConnector``, by TCP."""
+    """What moves the bytes: ``SocketConnector``, by TCP, or ``NixlConnector``."""
     kv_role: str
     kv_ip: str = "127.0.0.1"
     """The address that the engine listens on, and that others are told."""
@@ -37,11 +39,12 @@ class KVTransferConfig:
     """None: a random one at each start."""
     kv_connector_extra_config: Mapping[str, Any] | None = None
     """``lease_s``: how long a prompt is kept for the engine that continues it. ``timeout_s``: how long a peer may send
-    nothing. ``peers``: hosts to fetch from, as names, patterns or networks; by default this machine alone."""
+    nothing. ``peers``: hosts to fetch from, as names, patterns or networks; by default this machine alone.
+    ``backends``: plugins of NIXL."""
 
     def __post_init__(self) -> None:
         if self.kv_connector not in CONNECTORS:
-            raise ConfigError(f"{FLAG}: kv_connector must be {', '.join(CONNECTORS)}; got {self.kv_connector!r}")
+            raise ConfigError(f"{FLAG}: kv_connector must be one of {', '.join(CONNECTORS)}; got {self.kv_connector!r}")
         if self.kv_role not in ROLES:
             raise ConfigError(f"{FLAG}: kv_role must be one of {', '.join(ROLES)}; got {self.kv_role!r}")
         for name in ("kv_ip", "engine_id"):
@@ -56,15 +59,18 @@ class KVTransferConfig:
         if extra is not None and not isinstance(extra, Mapping):
             raise ConfigError(f"{FLAG}: {EXTRA} must be a mapping, got {extra!r}")
         for name in self._extra:
-            if name not in ("lease_s", "timeout_s", "peers"):
-                raise ConfigError(f"{FLAG}: unknown field {name!r} of {EXTRA}; known are lease_s, timeout_s, peers")
+            if name not in EXTRA_FIELDS:
+                raise ConfigError(f"{FLAG}: unknown field {name!r} of {EXTRA}; known are {', '.join(EXTRA_FIELDS)}")
         for name in ("lease_s", "timeout_s"):
             seconds: object = self._extra.get(name, 1)
             if type(seconds) not in (int, float) or not 0 < float(str(seconds)) <= 86_400:
                 raise ConfigError(f"{FLAG}: {name} must be a number of seconds from 0 to 86400, got {seconds!r}")
-        peers: object = self._extra.get("peers", [])
-        if not isinstance(peers, list | tuple) or not all(type(peer) is str for peer in peers):
-            raise ConfigError(f"{FLAG}: peers must be a list of hosts, got {peers!r}")
+        for name, what in (("peers", "hosts"), ("backends", "names")):
+            texts: object = self._extra.get(name, [])
+            if not isinstance(texts, list | tuple) or not all(type(text) is str for text in texts):
+                raise ConfigError(f"{FLAG}: {name} must be a list of {what}, got {texts!r}")
+        if "backends" in self._extra and (self.kv_connector != "NixlConnector" or not self.backends):
+            raise ConfigError(f"{FLAG}: backends are those of NixlConnector, one at least")
 
     @property
     def _extra(self) -> Mapping[str, Any]:
@@ -89,6 +95,12 @@ class KVTransferConfig:
     def timeout_s(self) -> float:
         """How long a peer may send nothing."""
         return float(self._extra.get("timeout_s", DEFAULT_TIMEOUT_S))
+
+    @property
+    def backends(self) -> Sequence[str]:
+        """The plugins that NIXL moves bytes with."""
+        backends: Sequence[str] = self._extra.get("backends", DEFAULT_BACKENDS)
+        return backends
 
     def may_fetch_from(self, host: str) -> bool:
         """Whether requests may name this host to fetch from: what a wrong host sends would be served to all."""

@@ -27,7 +27,7 @@ from strandline.cache.publish import Publisher
 from strandline.cache.resume import NO_MATCH, ResumeRule
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.spills import Spills
-from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer
+from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
 from strandline.cache.tree import Run, find_home, snapshot_at
 from strandline.cache.walk import Walk, walk
 from strandline.errors import CacheInvariantError
@@ -128,6 +128,22 @@ class Loads:
         data = tokens.data[: offer.position * TOKEN_BYTES]
         root = self._index.roots.get(salt) or Run(None, 0, b"", array("i"))
         return _lacking(root, data, offer) is not None
+
+    def find_shared(self, tokens: TokenBuffer, offer: Offer, salt: str = "", *, beyond: int = 0) -> Lead | None:
+        """Find the load that brings most blocks of an offer which the device lacks, to load the rest after it.
+
+        Args:
+            beyond: ignore loads that share no more tokens of the prompt than this.
+        """
+        root = self._index.roots.get(salt)
+        same_root = [lease for lease, _ in self._loads.values() if lease.root is root]
+        if root is None or not same_root:
+            return None
+        data = tokens.data[: offer.position * TOKEN_BYTES]
+        num_known = max(walk(root, data).num_blocks * BLOCK_TOKENS, beyond)
+        lease = max(same_root, key=lambda each: common_tokens(each.tokens.data, data))
+        num_shared = common_tokens(lease.tokens.data, data)
+        return Lead(lease, num_shared) if num_shared - num_shared % BLOCK_TOKENS > num_known else None
 
     def begin(self, tokens: TokenBuffer, offer: Offer, salt: str = "", *, step_tokens: int = 1) -> Lead | None:
         """Begin to load what the device lacks of an offer, by an action, into blocks and slots of its own.

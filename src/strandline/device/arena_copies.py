@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from strandline.kernels.arena import ArenaTensors
+from strandline.transfer.nixl_mover import Region
 
 Fence = torch.cuda.Event | None
 """A point in the order of what was launched; None on a CPU, where everything launched is done."""
@@ -32,6 +33,19 @@ class ArenaCopies:
         event.record()
         return event
 
+    @property
+    def region(self) -> Region:
+        """Return the memory in which all blocks and slots lie."""
+        data = self._block_BX
+        return Region(data.data_ptr(), data.numel(), data.get_device() if self._stream is not None else None)
+
+    def addresses(self, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> list[int]:
+        """Return where blocks and slots begin, once what was launched before the fence is done."""
+        if fence is not None:
+            fence.synchronize()
+        base, block_bytes, slab_bytes = self._block_BX.data_ptr(), self._block_BX.stride(0), self._slot_SX.stride(0)
+        return [*(base + block * block_bytes for block in blocks), *(base + slot * slab_bytes for slot in slots)]
+
     def read(self, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> memoryview:
         """Return the bytes of blocks and slots, one after the other, as what was launched before the fence left them.
 
@@ -51,7 +65,7 @@ class ArenaCopies:
             self._stream.synchronize()
         return host_X.numpy().data
 
-    def write(self, blocks: Sequence[int], slots: Sequence[int], data: bytearray, fence: Fence) -> None:
+    def write(self, blocks: Sequence[int], slots: Sequence[int], data: bytearray | memoryview, fence: Fence) -> None:
         """Write the bytes of blocks and slots, one after the other, after what was launched before the fence.
 
         Nothing may read or write them meanwhile. They are written when this returns.

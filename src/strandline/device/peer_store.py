@@ -14,6 +14,7 @@ from strandline.ids import TransferId
 from strandline.kernels.arena import ArenaTensors
 from strandline.transfer.client import Pull
 from strandline.transfer.connection import Cause, TransferError
+from strandline.transfer.counters import NOT_NEEDED, TransferCounters
 from strandline.transfer.layout import Items
 from strandline.transfer.messages import Want
 
@@ -33,8 +34,8 @@ class PeerStore:
         self._pulls: dict[int, Pull] = {}
         self._num_opened = 0
         self._pull_of: dict[TransferId, Pull] = {}
-        self.num_bytes = 0
-        """Bytes that loads have brought."""
+        self.counters = TransferCounters()
+        """Of pulls that have ended."""
 
     def open(self, pull: Pull) -> int:
         """Take a pull that has an offer; return the place that its places begin at."""
@@ -48,6 +49,7 @@ class PeerStore:
         pull = self._pulls.pop(first, None)
         if pull is not None:
             pull.enough()
+            self.counters.count(NOT_NEEDED)
 
     def load(self, action: LoadIn, arena: ArenaTensors) -> None:
         """Begin to fetch what an action names, of one pull."""
@@ -83,12 +85,15 @@ class PeerStore:
         """Fetch and report, in a thread."""
         start_s, is_done = SYSTEM_CLOCK(), False
         try:
-            self.num_bytes += self._fetch(action, pull, fence)
+            num_bytes = self._fetch(action, pull, fence)
+            self.counters.count_done(num_bytes, SYSTEM_CLOCK() - start_s)
             is_done = True
         except TransferError as error:
+            self.counters.count(error.cause)
             LOGGER.warning("a prefix could not be fetched from %s:%d and is computed: %s", *pull.peer[:2], error)
         except Exception:
             # The edge of the thread. Without a completion, requests would wait for ever.
+            self.counters.count(Cause.NO_ROOM)
             LOGGER.exception("a prefix could not be written and is computed")
         finally:
             pull.close()
@@ -102,7 +107,7 @@ class PeerStore:
         if sorted(block_at) != list(range(first, pull.num_blocks)):
             raise TransferError(Cause.GARBLED, "blocks are missing between those that are wanted")
 
-        def write(items: Items, data: bytearray) -> None:
+        def write(items: Items, data: bytearray | memoryview) -> None:
             blocks = [block_at[index] for index in range(items.start_block, items.end_block)]
             self._copies.write(blocks, [slot_at[position] for position in items.positions], data, fence)
 

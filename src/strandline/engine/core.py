@@ -130,11 +130,20 @@ class EngineCore:
             late = self._late_events
             self._settle(late)
             late.tokens[:] = [event for event in late.tokens if event.request_id != request_id]
+            self._drop_handed_over(late, request_id)
         if self.hand_over is not None:
             self.hand_over.forget(request_id)
         self.scheduler.finish(request_id, FinishReason.ABORT)
         self._auditor.forget(request_id)
         self._flush()
+
+    def _drop_handed_over(self, events: StepEvents, request_id: RequestId) -> None:
+        """Take out of events that a request has handed its prompt over, and keep that no longer."""
+        if self.hand_over is None:
+            return
+        for handed_over in [each for each in events.handed_over if each.request_id == request_id]:
+            events.handed_over.remove(handed_over)
+            self.hand_over.drop(handed_over)
 
     def close(self) -> None:
         """Release the device, and stop publishing events and handing over; no step follows."""
@@ -334,6 +343,7 @@ class EngineCore:
             num_events_published=self.event_feed.publisher.num_published if self.event_feed else 0,
             num_events_dropped=self.event_feed.publisher.num_dropped if self.event_feed else 0,
             host_memory=_host_memory_stats(stats, self.spec.block_bytes),
+            hand_over=None if self.hand_over is None else self.hand_over.stats(),
             kernel_fallbacks=[KernelFallback(x.operation, x.backend, x.reason) for x in self.executor.facts.fallbacks],
         )
 

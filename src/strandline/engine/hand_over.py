@@ -12,10 +12,14 @@ from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.ids import RequestId
 from strandline.kv_transfer_config import KVTransferConfig
-from strandline.records.events import HandedOver
+from strandline.records.events import HandedOver, HandOverStats
+from strandline.records.transfer_params import read_transfer_params
+from strandline.transfer.counters import TransferCounters
 from strandline.transfer.engine_calls import EngineCalls
 from strandline.transfer.layout import layout_of
 from strandline.transfer.messages import Hello
+from strandline.transfer.movers import Mover, SocketMover
+from strandline.transfer.nixl_mover import CONNECTOR, NixlMover, Region
 from strandline.transfer.server import PullServer
 
 ID_BYTES: Final = 8
@@ -43,12 +47,11 @@ class HandOver:
         cache, runner, spec = scheduler.cache, executor.runner, executor.facts.spec
         self.calls = EngineCalls()
         self._config = config
-        hello = Hello(
-            config.engine_id or token_hex(ID_BYTES),
-            layout_of(spec, weights=weights, is_deterministic=is_deterministic),
-        )
-        self._engine_id = hello.engine_id
         copies = ArenaCopies(runner.arena)
+        self._engine_id = config.engine_id or token_hex(ID_BYTES)
+        self._mover = self._new_mover(copies.region)
+        layout = layout_of(spec, weights=weights, is_deterministic=is_deterministic, connector=self._mover.connector)
+        hello = Hello(self._engine_id, layout)
         self._source = PrefixSource(
             cache,
             copies,
@@ -56,9 +59,11 @@ class HandOver:
             blocks_per_slab=spec.blocks_per_slab,
             lease_s=config.lease_s,
         )
-        store = PeerStore(copies, runner.transfers.completions)
-        runner.transfers.attach(PEERS, store)
-        self._pulls = PrefixPulls(scheduler, store, self.calls, hello, spec, timeout_s=config.timeout_s)
+        self._store = PeerStore(copies, runner.transfers.completions)
+        runner.transfers.attach(PEERS, self._store)
+        self._pulls = PrefixPulls(
+            scheduler, self._store, self.calls, hello, spec, self._mover, timeout_s=config.timeout_s
+        )
         self._server: PullServer | None = None
         if config.is_producer:
             self._server = PullServer(
@@ -68,9 +73,16 @@ class HandOver:
                 self.calls,
                 self._source,
                 spec,
+                self._mover,
                 timeout_s=config.timeout_s,
                 patience_s=config.lease_s,
             )
+
+    def _new_mover(self, region: Region) -> Mover:
+        if self._config.kv_connector == CONNECTOR:
+            # An engine that was restarted has another agent, though it may have the same id.
+            return NixlMover(f"{self._engine_id} {token_hex(ID_BYTES)}", region, self._config.backends)
+        return SocketMover()
 
     @property
     def num_waiting(self) -> int:
@@ -114,6 +126,27 @@ class HandOver:
         """End the oldest lease, as its memory is needed; False: there is none."""
         return self._source.give_up()
 
+    def drop(self, handed_over: HandedOver) -> None:
+        """Keep a prompt no longer whose params nobody has got."""
+        params = read_transfer_params(handed_over.params)
+        if params is not None:
+            self._source.drop(params.lease_id)
+
+    def stats(self) -> HandOverStats:
+        """Return what was given and fetched so far."""
+        fetched = self._store.counters.read()
+        given = TransferCounters().read() if self._server is None else self._server.counters.read()
+        return HandOverStats(
+            pulls=fetched.outcomes,
+            gives=given.outcomes,
+            fetched_bytes=fetched.num_bytes,
+            fetched_s=fetched.seconds,
+            given_bytes=given.num_bytes,
+            given_s=given.seconds,
+            num_leases=self._source.num_leases,
+            leases_ended=dict(self._source.ended),
+        )
+
     def describe(self) -> str:
         """Return in a line what is handed over."""
         gives = "" if self._server is None else f"given on {self._server.host}:{self._server.port}"
@@ -126,3 +159,4 @@ class HandOver:
         self._pulls.close()
         if self._server is not None:
             self._server.close()
+        self._mover.close()

@@ -22,6 +22,7 @@ class LoadState(Enum):
     NOTHING = "nothing"
     """No store has what the device lacks, or computing it is faster."""
     BEGUN = "begun"
+    """By this request, or by another one whose load brings a part of it."""
     NO_ROOM = "no room"
     """There is not enough memory beside what the request itself needs."""
 
@@ -36,12 +37,20 @@ class LoadQueue:
     def try_load(self, request: Request, step_tokens: int) -> LoadState:
         """Begin to load what a store has of a queued request's prompt, and block it until that has ended.
 
+        Where another load brings a part of it, the request is blocked until that one has ended, and loads the rest.
+
         Args:
             step_tokens: tokens of the request's first step.
         """
         offer = self._offer(request)
         if offer is None:
             return LoadState.NOTHING
+        beyond = request.lead.position if request.lead else 0
+        shared = self._cache.loads.find_shared(request.tokens, offer, request.salt, beyond=beyond)
+        if shared is not None:
+            request.lead = shared
+            self._waiting.block(request)
+            return LoadState.BEGUN
         lead = self._cache.loads.begin(request.tokens, offer, request.salt, step_tokens=step_tokens)
         if lead is None:
             return LoadState.NO_ROOM
@@ -78,8 +87,8 @@ class LoadQueue:
             if lease is None:
                 continue
             for request in self._waiting.followers(lease):
-                if not completion.is_done:
-                    request.load_failed_end = len(lease.tokens)
+                if not completion.is_done and request.lead is not None:
+                    request.load_failed_end = request.lead.position
                 # What was loaded is protected from eviction until the request is admitted.
                 self._cache.forget(request.request_id)
                 self._cache.expect(request.request_id, request.tokens, request.salt)

@@ -21,7 +21,9 @@ from strandline.specs import ModelSpec
 from strandline.transfer import messages
 from strandline.transfer.client import Peer, Pull
 from strandline.transfer.connection import Cause, TransferError
+from strandline.transfer.counters import NOT_NEEDED, NOTHING
 from strandline.transfer.engine_calls import EngineCalls
+from strandline.transfer.movers import Mover
 
 LOGGER: Final = logging.getLogger("strandline.transfer")
 KINDS: Final = frozenset(SnapshotKind)
@@ -55,6 +57,7 @@ class PrefixPulls:
         calls: EngineCalls,
         hello: messages.Hello,
         spec: ModelSpec,
+        mover: Mover,
         *,
         timeout_s: float,
     ) -> None:
@@ -64,6 +67,7 @@ class PrefixPulls:
         self._calls = calls
         self._hello = hello
         self._spec = spec
+        self._mover = mover
         self._timeout_s = timeout_s
         self._asking: list[Asked] = []
         """Those without an answer."""
@@ -86,7 +90,7 @@ class PrefixPulls:
         elif same:
             same[0].requests.append(request)
             return
-        pull = Pull(peer, self._hello, self._spec, timeout_s=self._timeout_s)
+        pull = Pull(peer, self._hello, self._spec, self._mover, timeout_s=self._timeout_s)
         asked = Asked(pull, ask, params.num_tokens, [request] if is_needed else [])
         self._asking.append(asked)
         Thread(target=self._run, args=[asked], name="kv-transfer", daemon=True).start()
@@ -127,6 +131,7 @@ class PrefixPulls:
         """Queue the requests of a pull that has failed."""
         peer = asked.pull.peer
         LOGGER.warning("no prefix could be fetched from %s:%d: %s", peer.host, peer.port, error)
+        self._store.counters.count(error.cause)
         for request in asked.requests:
             request.load_failed_end = asked.num_promised or len(request.tokens)
         self._queue(asked)
@@ -136,6 +141,7 @@ class PrefixPulls:
         is_useful = found.num_tokens > 0 and bool(found.snapshots) == self._spec.has_states
         if not asked.requests or not is_useful:
             asked.pull.enough()
+            self._store.counters.count(NOT_NEEDED if found.num_tokens else NOTHING)
             self._queue(asked)
             return
         asked.first_place = self._store.open(asked.pull)

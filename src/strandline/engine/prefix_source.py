@@ -6,6 +6,7 @@ cached of a prompt is offered.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from secrets import token_hex
@@ -16,7 +17,7 @@ from strandline.cache.holds import slots_at
 from strandline.cache.tokens import TOKEN_BYTES
 from strandline.clock import SYSTEM_CLOCK, Clock
 from strandline.device.arena_copies import ArenaCopies, Fence
-from strandline.ids import RequestId
+from strandline.ids import RequestId, SlotId
 from strandline.records.transfer_params import TransferParams
 from strandline.transfer.connection import Cause, TransferError
 from strandline.transfer.layout import Items
@@ -24,15 +25,22 @@ from strandline.transfer.messages import Ask, Offer
 
 MAX_KEPT_SHARE: Final = 0.5
 """Of the memory, for leases; the oldest are given up for new ones."""
+FETCHED: Final = "fetched"
+EXPIRED: Final = "expired"
+GIVEN_UP: Final = "given_up"
+"""How leases end."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Kept:
     """A prompt that is kept for the engine that continues it."""
 
     lease_id: str
     hold: Lease
     expires_s: float
+    num_readers: int = 0
+    """Pulls under way. It is kept until they have ended."""
+    is_fetched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,7 @@ class Reading:
 
 
 class PrefixSource:
-    """The source of a ``PullServer``. All methods but ``read`` belong to the engine's thread.
+    """The source of a ``PullServer``. All methods but ``read`` and ``addresses`` belong to the engine's thread.
 
     Args:
         carry_out: carries out the cache's actions, so that what is kept lies where the cache says.
@@ -71,7 +79,14 @@ class PrefixSource:
         self._clock = clock
         self._kept: dict[str, Kept] = {}
         """By lease id; the oldest first."""
+        self.ended: Counter[str] = Counter()
+        """Leases that have ended: ``fetched``, ``expired`` or ``given_up``."""
         self._num_holds = 0
+
+    @property
+    def num_leases(self) -> int:
+        """Prompts that are kept for other engines now."""
+        return len(self._kept)
 
     def keep(self, tokens: TokenBuffer, salt: str) -> Kept | None:
         """Keep the prefix of a request that has ended; None: there is nothing of it, or no memory."""
@@ -80,8 +95,9 @@ class PrefixSource:
             return None
         kept = Kept(token_hex(16), hold, self._clock() + self._lease_s)
         self._kept[kept.lease_id] = kept
-        while len(self._kept) > 1 and self._kept_slabs() > MAX_KEPT_SHARE * self._cache.memory_use().num_slabs:
-            self.give_up()
+        most_slabs = MAX_KEPT_SHARE * self._cache.memory_use().num_slabs
+        while self._kept_slabs() > most_slabs and (oldest := self._oldest()) is not None and oldest is not kept:
+            self._end(oldest, GIVEN_UP)
         return kept
 
     def params(self, kept: Kept, host: str, port: int, engine_id: str) -> dict[str, object]:
@@ -99,15 +115,20 @@ class PrefixSource:
     def expire(self) -> None:
         """End the leases whose time is over."""
         now_s = self._clock()
-        for kept in [kept for kept in self._kept.values() if kept.expires_s <= now_s]:
-            self._drop(kept)
+        for kept in [kept for kept in self._kept.values() if kept.expires_s <= now_s and not kept.num_readers]:
+            self._end(kept, EXPIRED)
 
     def give_up(self) -> bool:
-        """End the oldest lease before its time; False: there is none."""
-        if not self._kept:
+        """End the oldest lease before its time; False: there is none that is not being read."""
+        oldest = self._oldest()
+        if oldest is None:
             return False
-        self._drop(next(iter(self._kept.values())))
+        self._end(oldest, GIVEN_UP)
         return True
+
+    def drop(self, lease_id: str) -> None:
+        """End a lease that no engine has been told of."""
+        self._end(self._kept[lease_id], GIVEN_UP)
 
     def offer(self, ask: Ask) -> tuple[Reading, Offer] | None:
         """Keep what there is of a prompt until ``end``, and say what that is; None: nothing."""
@@ -118,7 +139,7 @@ class PrefixSource:
         tokens.data = bytearray(ask.tokens)
         kept = self._kept.get(ask.lease_id)
         if kept is not None and tokens.data.startswith(kept.hold.tokens.data):
-            del self._kept[ask.lease_id]
+            kept.num_readers += 1
             hold: Lease | None = kept.hold
         else:
             kept, hold = None, self._hold(tokens, ask.salt)
@@ -130,26 +151,43 @@ class PrefixSource:
 
     def read(self, hold: Reading, items: Items) -> memoryview:
         """Read a piece of what is kept. Any thread may call it."""
-        blocks = hold.hold.table[items.start_block : items.end_block]
-        return self._copies.read(blocks, slots_at(hold.hold, items.positions), hold.fence)
+        return self._copies.read(*_places(hold, items), hold.fence)
+
+    def addresses(self, hold: Reading, items: Items) -> list[int]:
+        """Return where each block and each slot of a piece lies, once it may be read. Any thread may call it."""
+        return self._copies.addresses(*_places(hold, items), hold.fence)
 
     def end(self, hold: Reading, is_done: bool) -> None:
         """Keep it no longer, or, if not everything has arrived, as long as its lease says."""
-        if hold.kept is not None and not is_done:
-            self._kept[hold.kept.lease_id] = hold.kept
-            self.expire()
-        else:
+        kept = hold.kept
+        if kept is None:
             self._cache.holds.drop(hold.hold)
+            return
+        kept.num_readers -= 1
+        kept.is_fetched |= is_done
+        if kept.is_fetched and not kept.num_readers:
+            self._end(kept, FETCHED)
+        self.expire()
 
     def _hold(self, tokens: TokenBuffer, salt: str) -> Lease | None:
         self._num_holds += 1
         return self._cache.holds.keep(RequestId(f"hold {self._num_holds}"), tokens, salt)
 
-    def _drop(self, kept: Kept) -> None:
+    def _oldest(self) -> Kept | None:
+        """Return the oldest lease that is not being read."""
+        return next((kept for kept in self._kept.values() if not kept.num_readers), None)
+
+    def _end(self, kept: Kept, how: str) -> None:
         del self._kept[kept.lease_id]
         self._cache.holds.drop(kept.hold)
+        self.ended[how] += 1
 
     def _kept_slabs(self) -> float:
         """Return how much memory leases keep, counting what several share several times."""
         size = self._blocks_per_slab
         return sum(len(kept.hold.table) / size + len(kept.hold.held or ()) for kept in self._kept.values())
+
+
+def _places(hold: Reading, items: Items) -> tuple[list[int], list[SlotId]]:
+    """Return the blocks and the slots of a piece."""
+    return list(hold.hold.table[items.start_block : items.end_block]), slots_at(hold.hold, items.positions)

@@ -145,6 +145,25 @@ class HostMemoryStats:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOverStats:
+    """What this engine gave to others and fetched from them. Counters count from the start."""
+
+    pulls: dict[str, int]
+    """Its own pulls that have ended, by outcome: ``done``, ``not_needed``, ``nothing``, or why it failed."""
+    gives: dict[str, int]
+    """Other engines' pulls from it, in the same way."""
+    fetched_bytes: int
+    fetched_s: float
+    """Of the pulls that are done, from the first to the last byte of each, summed."""
+    given_bytes: int
+    given_s: float
+    num_leases: int
+    """Prompts that it keeps for other engines now."""
+    leases_ended: dict[str, int]
+    """``fetched``, ``expired``, or ``given_up`` because their memory was needed."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoreStats:
     """State of the core; counters count from its start."""
 
@@ -175,5 +194,7 @@ class CoreStats:
     """Cache events that found the publisher's queue full."""
     host_memory: HostMemoryStats | None = None
     """None: there is none below the device."""
+    hand_over: HandOverStats | None = None
+    """None: this engine does not take part."""
     kernel_fallbacks: list[KernelFallback] = field(default_factory=list)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)

@@ -10,7 +10,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from strandline.records.events import CoreStats, HostMemoryStats, SpeculationStats
+from strandline.records.events import CoreStats, HandOverStats, HostMemoryStats, SpeculationStats
 from strandline.text.output_streams import RequestStream
 
 PREFIX: Final = "strandline:"
@@ -159,6 +159,7 @@ class _CoreMetrics:
         yield self._gauge("audit_largest_difference", text, {"": stats.largest_audit_difference})
         yield self._gauge("cache_memory_bytes", "Memory, by tenant.", stats.tenant_bytes, "tenant")
         yield from self._host_memory(stats.host_memory)
+        yield from self._hand_over(stats.hand_over)
         yield from self._drafts(stats.speculation)
         yield self._fallbacks(stats)
         in_use = stats.tenant_bytes["slots_in_use"] + stats.tenant_bytes["blocks_in_use"]
@@ -180,6 +181,19 @@ class _CoreMetrics:
         }
         for name, (text, field) in totals.items():
             yield self._counter(name, text, {} if host is None else {"": getattr(host, field)})
+
+    def _hand_over(self, counts: HandOverStats | None) -> Iterator[Metric]:
+        """Yield what was handed over between engines; without samples where this one does not take part."""
+        pulls, gives, ended = ({}, {}, {}) if counts is None else (counts.pulls, counts.gives, counts.leases_ended)
+        yield self._counter("kv_transfer_pulls", "Prefixes asked of other engines, by outcome.", pulls, "outcome")
+        yield self._counter("kv_transfer_gives", "Prefixes that others asked for, by outcome.", gives, "outcome")
+        sizes = {} if counts is None else {"fetched": counts.fetched_bytes, "given": counts.given_bytes}
+        yield self._counter("kv_transfer_bytes", "Bytes of prefixes, by direction.", sizes, "direction")
+        times = {} if counts is None else {"fetched": counts.fetched_s, "given": counts.given_s}
+        yield self._counter("kv_transfer_seconds", "Time that these took, by direction.", times, "direction")
+        leases = {} if counts is None else {"": counts.num_leases}
+        yield self._gauge("kv_transfer_leases", "Prompts kept for other engines.", leases)
+        yield self._counter("kv_transfer_leases_ended", "Prompts no longer kept, by their end.", ended, "end")
 
     def _drafts(self, counts: SpeculationStats) -> Iterator[Metric]:
         """Yield the counts of drafts; without samples where there can be no drafts."""

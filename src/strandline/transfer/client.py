@@ -1,14 +1,14 @@
 """Fetches a prefix from another engine, in threads of the caller: first what there is, then what is missing."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from threading import Lock
 from typing import NamedTuple
 
 from strandline.specs import ModelSpec
 from strandline.transfer.connection import Cause, Connection, TransferError
-from strandline.transfer.layout import Items, differences, pieces_of
-from strandline.transfer.messages import Ask, Enough, Hello, Offer, Piece, Want
+from strandline.transfer.layout import differences, pieces_of
+from strandline.transfer.messages import Ask, Enough, Hello, Offer, Want
+from strandline.transfer.movers import Mover, Write
 
 
 class Peer(NamedTuple):
@@ -23,10 +23,11 @@ class Peer(NamedTuple):
 class Pull:
     """What one engine fetches of one prompt. Ends with ``fetch``, ``enough`` or ``close``."""
 
-    def __init__(self, peer: Peer, hello: Hello, spec: ModelSpec, *, timeout_s: float) -> None:
+    def __init__(self, peer: Peer, hello: Hello, spec: ModelSpec, mover: Mover, *, timeout_s: float) -> None:
         self.peer = peer
         self._hello = hello
         self._spec = spec
+        self._mover = mover
         self._timeout_s = timeout_s
         self._connection: Connection | None = None
         self._offer: Offer | None = None
@@ -62,7 +63,7 @@ class Pull:
         self._offer = offer
         return offer
 
-    def fetch(self, want: Want, write: Callable[[Items, bytearray], None]) -> int:
+    def fetch(self, want: Want, write: Write) -> int:
         """Fetch a part of what was offered; return how many bytes came. All of it is written when this returns.
 
         Args:
@@ -76,15 +77,8 @@ class Pull:
             raise TransferError(Cause.GONE, "nothing was offered")
         try:
             connection.send(want)
-            num_bytes = 0
-            for index, items in enumerate(pieces_of(want.first_block, offer.num_blocks, want.positions, self._spec)):
-                piece, data = connection.expect(Piece, items.num_bytes)
-                if piece.index != index:
-                    raise TransferError(Cause.GARBLED, f"piece {piece.index} came in place of {index}")
-                write(items, data)
-                num_bytes += len(data)
-            connection.send(Enough())
-            return num_bytes
+            pieces = list(pieces_of(want.first_block, offer.num_blocks, want.positions, self._spec))
+            return self._mover.take(connection, pieces, write)
         finally:
             self.close()
 

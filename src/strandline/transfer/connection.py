@@ -73,7 +73,9 @@ class Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.settimeout(timeout_s)
         self._socket = connected
-        self._timeout_s = timeout_s
+        self.timeout_s: float = timeout_s
+        self.is_closed = False
+        """Whether this side has closed it."""
 
     @classmethod
     def to(cls, host: str, port: int, timeout_s: float) -> "Connection":
@@ -97,6 +99,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection; the peer notices. Any thread may call it, and calls under way fail."""
+        self.is_closed = True
         with suppress(OSError):  # the peer has closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -110,7 +113,7 @@ class Connection:
         data = ENCODER.encode(message)
         head = HEAD.pack(MAGIC, len(data), len(payload), crc32(payload, crc32(data)))
         try:
-            self._socket.settimeout(self._timeout_s + len(payload) / MIN_RATE)
+            self._socket.settimeout(self.timeout_s + len(payload) / MIN_RATE)
             self._socket.sendall(head + data)
             if payload:
                 self._socket.sendall(payload)
@@ -128,7 +131,7 @@ class Connection:
         Raises:
             TransferError: the peer has gone, is too slow, or does not send a frame of this size.
         """
-        deadline = monotonic() + self._timeout_s + patience_s
+        deadline = monotonic() + self.timeout_s + patience_s
         magic, message_bytes, payload_bytes, checksum = HEAD.unpack(self._read(HEAD.size, deadline))
         if magic != MAGIC:
             raise TransferError(Cause.GARBLED, f"no frame begins with {magic!r}")
@@ -148,13 +151,16 @@ class Connection:
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise TransferError(Cause.GARBLED, f"not a message: {error}") from error
 
-    def expect(self, kind: type[Kind], payload_bytes: int = 0) -> tuple[Kind, bytearray]:
+    def expect(self, kind: type[Kind], payload_bytes: int = 0, *, patience_s: float = 0.0) -> tuple[Kind, bytearray]:
         """Receive a frame of this kind, with ``payload_bytes`` bytes behind its message.
+
+        Args:
+            patience_s: as of ``receive``.
 
         Raises:
             TransferError: as ``receive``; another frame came; or the peer says that it has failed.
         """
-        message, payload = self.receive(payload_bytes)
+        message, payload = self.receive(payload_bytes, patience_s=patience_s)
         if isinstance(message, Failed):
             raise TransferError(_cause(message.cause), message.reason)
         if not isinstance(message, kind) or len(payload) != payload_bytes:

@@ -12,10 +12,13 @@ PIECE_BYTES: Final = 8 * 2**20
 """Pieces are about as large: reading or writing one takes an engine a few milliseconds at most."""
 
 
-def layout_of(spec: ModelSpec, *, weights: str, is_deterministic: bool) -> dict[str, str]:
+def layout_of(
+    spec: ModelSpec, *, weights: str, is_deterministic: bool, connector: str = "SocketConnector"
+) -> dict[str, str]:
     """Return what must be equal in two engines that fetch from each other, by name.
 
     Args:
+        connector: what moves the bytes.
         weights: a digest of the model's weights.
         is_deterministic: whether a token's bits depend on the tokens before it alone.
     """
@@ -25,6 +28,7 @@ def layout_of(spec: ModelSpec, *, weights: str, is_deterministic: bool) -> dict[
     ]
     return {
         "protocol": PROTOCOL,
+        "connector": connector,
         "weights": weights,
         "layers": sha256(repr(layers).encode()).hexdigest(),
         "hidden state": f"{spec.hidden_size} of {spec.hidden_dtype}",
@@ -53,7 +57,10 @@ class Items(NamedTuple):
 
 
 def pieces_of(first_block: int, end_block: int, positions: Sequence[int], spec: ModelSpec) -> Iterator[Items]:
-    """Yield the pieces in which blocks ``[first_block, end_block)`` travel, then those of the snapshots."""
+    """Yield the pieces in which blocks ``[first_block, end_block)`` travel, then those of the snapshots.
+
+    None has both, so that all parts of a piece are of one size.
+    """
     blocks_per_piece = max(PIECE_BYTES // spec.raw_block_bytes, 1)
     for start in range(first_block, end_block, blocks_per_piece):
         end = min(start + blocks_per_piece, end_block)

@@ -2,7 +2,8 @@
 
 The engine that wants a prefix connects. Both send ``Hello``. It sends ``Ask``, gets an ``Offer``, and sends ``Want``,
 or ``Enough`` if there is nothing to fetch. Then come as many ``Piece`` frames as ``pieces_of`` yields, and ``Enough``
-ends it. Either side sends ``Failed`` where it cannot go on.
+ends it. With NIXL, ``Placed`` comes in place of the pieces, and ``Enough`` is answered by ``Enough``. Either side sends
+``Failed`` where it cannot go on.
 """
 
 from itertools import pairwise
@@ -69,8 +70,20 @@ class Piece(msgspec.Struct, tag=True):
     index: int
 
 
+class Placed(msgspec.Struct, tag=True):
+    """Where what was wanted lies, for a NIXL agent to read."""
+
+    agent: bytes
+    """The metadata of the agent that has registered it."""
+    kind: str
+    """NIXL's name of the kind of memory."""
+    device: int
+    addresses: list[int]
+    """Of each block and each slot, in the order of the pieces."""
+
+
 class Enough(msgspec.Struct, tag=True):
-    """Everything that was wanted has come: the lease is not needed any more."""
+    """Everything that was wanted has come: the lease is not needed any more. As an answer: it was kept until now."""
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -80,6 +93,6 @@ class Failed(msgspec.Struct, tag=True):
     reason: str
 
 
-Message = Hello | Ask | Offer | Want | Piece | Enough | Failed
+Message = Hello | Ask | Offer | Want | Piece | Placed | Enough | Failed
 ENCODER: Final = msgspec.msgpack.Encoder()
 DECODER: Final = msgspec.msgpack.Decoder(Message)

@@ -4,16 +4,20 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from threading import Lock, Thread
 from typing import Final, Protocol, TypeVar
 
+from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import ConfigError
 from strandline.kv_transfer_config import FLAG
 from strandline.specs import ModelSpec
 from strandline.transfer.connection import Cause, Connection, TransferError
+from strandline.transfer.counters import NOT_NEEDED, NOTHING, TransferCounters
 from strandline.transfer.engine_calls import EngineCalls
 from strandline.transfer.layout import Items, differences, pieces_of
-from strandline.transfer.messages import Ask, Enough, Failed, Hello, Offer, Piece, Want
+from strandline.transfer.messages import Ask, Enough, Failed, Hello, Offer, Want
+from strandline.transfer.movers import Content, Mover
 
 LOGGER: Final = logging.getLogger("strandline.transfer")
 MAX_CONNECTIONS: Final = 64
@@ -28,6 +32,9 @@ class Source(Protocol[Hold]):
 
     def read(self, hold: Hold, items: Items) -> memoryview:
         """Read a piece of what is kept. Called in the connection's thread."""
+
+    def addresses(self, hold: Hold, items: Items) -> list[int]:
+        """Return where each block and each slot of a piece lies, once it may be read. In the connection's thread."""
 
     def end(self, hold: Hold, is_done: bool) -> None:
         """Keep it no longer, or, if not everything has arrived, as long as its lease says. In the engine's thread."""
@@ -48,6 +55,7 @@ class PullServer:
         calls: EngineCalls,
         source: Source[Hold],
         spec: ModelSpec,
+        mover: Mover,
         *,
         timeout_s: float,
         patience_s: float,
@@ -56,7 +64,9 @@ class PullServer:
         Args:
             patience_s: how long an engine may take to say what it wants of an offer: its request may be queued.
         """
-        self._hello, self._calls, self._spec = hello, calls, spec
+        self._hello, self._calls, self._spec, self._mover = hello, calls, spec, mover
+        self.counters = TransferCounters()
+        """Of the pulls of peers."""
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._serve_one: Callable[[Connection], None] = lambda connection: self._serve(connection, source)
         try:
@@ -101,6 +111,7 @@ class PullServer:
             self._serve_one(connection)
         except TransferError as error:
             LOGGER.warning("a transfer to another engine has failed: %s", error)
+            self.counters.count(error.cause)
             _tell(connection, error)
         finally:
             connection.close()
@@ -116,6 +127,7 @@ class PullServer:
         found = self._calls.call(source.offer, ask)
         if found is None:
             connection.send(Offer(0, []))
+            self.counters.count(NOTHING)
             return
         hold, offer = found
         is_done = False
@@ -129,21 +141,24 @@ class PullServer:
         """Send what is wanted; return whether it has arrived."""
         want, _ = connection.receive(patience_s=self._patience_s)
         if isinstance(want, Want):
-            self._send(connection, source, hold, offer, want)
-            connection.expect(Enough)
+            self._give(connection, source, hold, offer, want)
         elif isinstance(want, Failed):
-            return False
-        elif not isinstance(want, Enough):
+            raise TransferError(Cause.DISCONNECTED, f"the peer has given up: {want.reason}")
+        elif isinstance(want, Enough):
+            self.counters.count(NOT_NEEDED)
+        else:
             raise TransferError(Cause.GARBLED, f"{type(want).__name__} came in place of Want")
         return True
 
-    def _send(self, connection: Connection, source: Source[Hold], hold: Hold, offer: Offer, want: Want) -> None:
+    def _give(self, connection: Connection, source: Source[Hold], hold: Hold, offer: Offer, want: Want) -> None:
         end_block = offer.num_blocks
         offered = {position for position, _ in offer.snapshots}
         if not (0 <= want.first_block <= end_block and offered.issuperset(want.positions)):
             raise TransferError(Cause.GARBLED, "more is wanted than was offered")
-        for index, items in enumerate(pieces_of(want.first_block, end_block, want.positions, self._spec)):
-            connection.send(Piece(index), source.read(hold, items))
+        start_s = SYSTEM_CLOCK()
+        pieces = list(pieces_of(want.first_block, end_block, want.positions, self._spec))
+        self._mover.give(connection, pieces, Content(partial(source.read, hold), partial(source.addresses, hold)))
+        self.counters.count_done(sum(items.num_bytes for items in pieces), SYSTEM_CLOCK() - start_s)
 
 
 def _tell(connection: Connection, error: TransferError) -> None:

@@ -4,6 +4,7 @@ import random
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
@@ -22,6 +23,7 @@ from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError
 from strandline.ids import RequestId
 from strandline.models.weights_files import fingerprint
+from strandline.records.events import HandOverStats
 from strandline.records.transfer_params import TransferParams, read_transfer_params
 from strandline.text.vocabulary import load_frontend, load_vocabulary
 from strandline.transfer.connection import Connection
@@ -91,9 +93,17 @@ class Answer:
 class Node:
     """An engine that hands over; it goes on while ``run`` runs."""
 
-    def __init__(self, executor: UniExecutor, directory: Path, *, extra: dict[str, Any] | None = None, **options: Any):
+    def __init__(
+        self,
+        executor: UniExecutor,
+        directory: Path,
+        *,
+        connector: str = "SocketConnector",
+        extra: dict[str, Any] | None = None,
+        **options: Any,
+    ):
         transfer = {
-            "kv_connector": "SocketConnector",
+            "kv_connector": connector,
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"timeout_s": TIMEOUT_S, **(extra or {})},
         }
@@ -217,11 +227,20 @@ MODES: dict[str, dict[str, Any]] = {
     "usual": {},
     "overlapped": {"async_scheduling": True},
     "small steps": {"max_num_batched_tokens": 70},
+    "NIXL": {"connector": "NixlConnector"},
 }
-LENGTHS = {"usual": (1, 64, 65, 1000), "overlapped": (63, 300), "small steps": (300,)}
+LENGTHS = {"usual": (1, 64, 65, 1000), "overlapped": (63, 300), "small steps": (300,), "NIXL": (1, 65, 1000)}
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs strandline[nixl]")
 
 
-@pytest.mark.parametrize(("mode", "num_tokens"), [(mode, length) for mode in MODES for length in LENGTHS[mode]])
+@pytest.mark.parametrize(
+    ("mode", "num_tokens"),
+    [
+        pytest.param(mode, length, marks=[needs_nixl] if mode == "NIXL" else [])
+        for mode in MODES
+        for length in LENGTHS[mode]
+    ],
+)
 def test_a_prompt_is_continued_without_computing_any_token(
     make_node: MakeNode, alone: Alone, mode: str, num_tokens: int
 ) -> None:
@@ -265,6 +284,35 @@ def test_only_what_is_missing_travels(make_node: MakeNode, alone: Alone) -> None
     assert (answer.tokens, answer.hit) == (alone(second), 900)
 
 
+def hand_over_stats(node: Node) -> HandOverStats:
+    """Return what an engine has counted."""
+    stats = node.core.stats().hand_over
+    assert stats is not None
+    return stats
+
+
+def test_both_sides_count_what_travels(make_node: MakeNode) -> None:
+    producer, consumer = make_node("p"), make_node("d")
+    prompt, spec = prompt_of(300), producer.core.spec
+    params = prefill(producer, prompt)
+    assert hand_over_stats(producer).num_leases == 1
+    decode(producer, consumer, prompt, params)
+    producer.check_nothing_leaks()
+    consumer.answers.clear()
+    decode(producer, consumer, prompt, params)
+    run([producer, consumer], lambda: hand_over_stats(consumer).pulls == {"done": 1, "not_needed": 1})
+    fetched, given = hand_over_stats(consumer), hand_over_stats(producer)
+    assert fetched.fetched_bytes == given.given_bytes == 5 * spec.raw_block_bytes + spec.raw_slot_bytes
+    assert fetched.fetched_s > 0
+    assert given.given_s > 0
+    assert (given.num_leases, given.leases_ended) == (0, {"fetched": 1})
+    run([producer], lambda: hand_over_stats(producer).gives == {"done": 1, "not_needed": 1})
+    nothing = TransferParams(is_remote_prefill=True, host=params.host, port=params.port)
+    consumer.answers.clear()
+    decode(producer, consumer, prompt_of(100, seed=2), nothing)
+    assert hand_over_stats(consumer).pulls["nothing"] == 1
+
+
 def test_a_prompt_that_is_cached_here_is_not_fetched(make_node: MakeNode, alone: Alone) -> None:
     producer, consumer = make_node("p"), make_node("d")
     prompt = prompt_of(300)
@@ -274,6 +322,24 @@ def test_a_prompt_that_is_cached_here_is_not_fetched(make_node: MakeNode, alone:
     assert (answer.tokens, answer.hit) == (alone(prompt), 300)
     assert consumer.cache.stats().loads.num_done == 0
     run([producer, consumer], lambda: not len(producer.cache.holds))
+
+
+def test_a_shared_prefix_is_fetched_once(make_node: MakeNode, alone: Alone) -> None:
+    producer, consumer = make_node("p"), make_node("d")
+    shared = prompt_of(640)
+    prompts = [shared + prompt_of(130, seed) for seed in (2, 3)]
+    params = []
+    for prompt in prompts:
+        producer.answers.clear()
+        params.append(prefill(producer, prompt))
+    for index, prompt in enumerate(prompts):
+        consumer.submit(f"decode {index}", prompt, params[index])
+    run([producer, consumer], lambda: consumer.is_idle)
+    assert [answer.hit for answer in consumer.answers.values()] == [770, 770]
+    assert [answer.tokens for answer in consumer.answers.values()] == [alone(prompt) for prompt in prompts]
+    assert consumer.cache.stats().loads.num_blocks == 10 + 3 + 3
+    for node in (producer, consumer):
+        node.check_nothing_leaks()
 
 
 def test_outputs_of_one_request_share_one_pull(make_node: MakeNode) -> None:
@@ -374,6 +440,9 @@ def test_a_producers_fault_costs_the_computation_alone(
     prompt = prompt_of(300)
     answer = decode(None, consumer, prompt, producer.params)
     assert (answer.tokens, answer.hit, answer.lost) == (alone(prompt), 0, 300)
+    # The piece that comes as the third answer is too short.
+    failure = {"dies": "disconnected", "stalls": "stalled"}.get(end, "garbled") if num_answers < 3 else "garbled"
+    assert hand_over_stats(consumer).pulls == {failure: 1}
     consumer.check_nothing_leaks()
     producer.close()
 
@@ -407,6 +476,30 @@ def test_a_consumer_that_dies_leaves_the_lease(
     assert (answer.tokens, answer.hit) == (alone(prompt), 300)
     for node in (producer, consumer):
         node.check_nothing_leaks()
+
+
+def test_a_lease_pulled_twice_ends_when_one_pull_is_done(make_node: MakeNode, alone: Alone, model_dir: Path) -> None:
+    producer, consumer = make_node("p"), make_node("d")
+    prompt = prompt_of(300)
+    params = prefill(producer, prompt)
+    layout = layout_of(producer.core.spec, weights=fingerprint(model_dir), is_deterministic=False)
+    with Connection.to(params.host, params.port, TIMEOUT_S) as other:
+        other.send(Hello("other", layout))
+        other.send(Ask(params.lease_id, "", bytes(TokenBuffer(prompt).data)))
+        run([producer], lambda: _is_read(producer))
+        answer = decode(producer, consumer, prompt, params)
+        assert (answer.tokens, answer.hit) == (alone(prompt), 300)
+        assert len(producer.cache.holds) == 1
+    run([producer], lambda: not len(producer.cache.holds))
+    assert hand_over_stats(producer).leases_ended == {"fetched": 1}
+    for node in (producer, consumer):
+        node.check_nothing_leaks()
+
+
+def _is_read(producer: Node) -> bool:
+    """Return whether a lease is being read."""
+    assert producer.core.hand_over is not None
+    return any(kept.num_readers for kept in producer.core.hand_over._source._kept.values())
 
 
 def _has_come(connection: Connection) -> bool:
@@ -485,6 +578,17 @@ def test_a_lease_of_other_weights_is_refused(
     producer.core.close()
 
 
+@needs_nixl
+def test_engines_with_other_connectors_refuse_each_other(
+    make_node: MakeNode, alone: Alone, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, consumer = make_node("p", connector="NixlConnector"), make_node("d")
+    prompt = prompt_of(300)
+    answer = decode(producer, consumer, prompt, prefill(producer, prompt))
+    assert (answer.tokens, answer.hit, answer.lost) == (alone(prompt), 0, 300)
+    assert "refused: connector: SocketConnector here, NixlConnector there" in caplog.text
+
+
 @pytest.mark.parametrize("num_turns", [0, 1, 3, 8])
 def test_aborted_requests_leave_nothing_behind(make_node: MakeNode, alone: Alone, num_turns: int) -> None:
     producer, consumer = make_node("p"), make_node("d")
@@ -498,6 +602,24 @@ def test_aborted_requests_leave_nothing_behind(make_node: MakeNode, alone: Alone
     run([producer, consumer])
     consumer.check_nothing_leaks()
     assert decode(producer, consumer, prompt, params).tokens == alone(prompt)
+
+
+def test_a_prompt_is_not_kept_for_a_request_that_ends_unseen(model_dir: Path) -> None:
+    options: dict[str, Any] = {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+        "async_scheduling": True,
+    }
+    node = Node(load_uni_executor(config_of(model_dir, **options)), model_dir, **options)
+    node.submit("aborted", prompt_of(100), KEEP)
+    while hand_over_stats(node).num_leases == 0:
+        node.core.finish(RequestId("another"))  # settles the step in flight
+        events = node.core.step() if hand_over_stats(node).num_leases == 0 else None
+    assert events is None
+    node.core.finish(RequestId("aborted"))
+    assert hand_over_stats(node).num_leases == 0
+    assert node.core.step().handed_over == []
+    node.check_nothing_leaks()
+    node.core.close()
 
 
 @pytest.mark.parametrize("changed", ["config.json", "model.safetensors"])

@@ -11,7 +11,7 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.cache.account import Reason
-from strandline.records.events import CoreStats, KernelFallback, SpeculationStats
+from strandline.records.events import CoreStats, HandOverStats, KernelFallback, SpeculationStats
 from strandline.server.metrics import RECOMPUTED, Metrics
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
@@ -46,6 +46,18 @@ def exposed(**fields: Any) -> str:
     return Metrics("model").expose(CoreStats(0, 0, 0, 0, 0, {}, {}, {}, 0, 0, 0, memory, **fields)).decode()
 
 
+HANDING_OVER = exposed(
+    hand_over=HandOverStats(
+        pulls={"done": 3, "stalled": 1},
+        gives={"done": 2},
+        fetched_bytes=300,
+        fetched_s=0.5,
+        given_bytes=200,
+        given_s=0.25,
+        num_leases=4,
+        leases_ended={"fetched": 2, "expired": 5},
+    )
+)
 SPECULATING = exposed(speculation=SpeculationStats(10, 20, (9, 4)))
 
 
@@ -59,7 +71,7 @@ def queries() -> list[str]:
 
 
 def test_every_metric_of_the_dashboard_is_there(used: ServerProcess) -> None:
-    there = samples_of(SPECULATING) | samples(used)
+    there = samples_of(SPECULATING) | samples_of(HANDING_OVER) | samples(used)
     asked = {name for query in queries() for name in re.findall(r"strandline:(\w+)", query)}
     assert asked - set(there) == set()
     base = {re.sub("|".join(f"{part}$" for part in HISTOGRAM_PARTS), "", name) for name in there}
@@ -68,7 +80,7 @@ def test_every_metric_of_the_dashboard_is_there(used: ServerProcess) -> None:
 
 
 def test_labels_of_the_dashboard_are_those_of_the_metrics(used: ServerProcess) -> None:
-    text = SPECULATING + used.get("/metrics").text
+    text = SPECULATING + HANDING_OVER + used.get("/metrics").text
     for query in queries():
         for label, name in re.findall(r"sum by \((\w+)\) \(\w*\(?strandline:(\w+)", query):
             assert re.search(rf'^strandline:{name}\{{[^}}]*\b{label}="', text, re.MULTILINE), (name, label)
@@ -138,6 +150,21 @@ def test_drafts_are_counted_in_all_and_by_position() -> None:
         labels = f'{label},position="{position}"'
         assert f"strandline:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {value}.0" in SPECULATING
     assert not any(name.startswith("spec_decode") for name in samples_of(exposed()))
+
+
+def test_hand_over_is_counted_by_outcome_and_direction() -> None:
+    label = 'model_name="model"'
+    for sample in (
+        f'pulls_total{{{label},outcome="done"}} 3.0',
+        f'pulls_total{{{label},outcome="stalled"}} 1.0',
+        f'gives_total{{{label},outcome="done"}} 2.0',
+        f'bytes_total{{direction="fetched",{label}}} 300.0',
+        f'seconds_total{{direction="given",{label}}} 0.25',
+        f"leases{{{label}}} 4.0",
+        f'leases_ended_total{{end="expired",{label}}} 5.0',
+    ):
+        assert f"strandline:kv_transfer_{sample}" in HANDING_OVER
+    assert not any(name.startswith("kv_transfer") for name in samples_of(exposed()))
 
 
 def test_recomputed_are_those_reasons_that_say_so() -> None:

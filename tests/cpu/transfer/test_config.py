@@ -10,6 +10,7 @@ from strandline.errors import ConfigError
 from strandline.kv_transfer_config import KVTransferConfig, read_kv_transfer_config
 
 BOTH: dict[str, Any] = {"kv_connector": "SocketConnector", "kv_role": "kv_both"}
+NIXL: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 
 def test_json_and_mapping_are_the_same() -> None:
@@ -34,7 +35,10 @@ def test_roles_say_who_gives_and_who_takes(role: str, is_producer: bool, is_cons
         ("{", "must be JSON"),
         ({"kv_role": "kv_both"}, "kv_connector is missing"),
         ({**BOTH, "kv_rank": 0}, "unknown field 'kv_rank'"),
-        ({**BOTH, "kv_connector": "NixlConnector"}, "kv_connector must be SocketConnector"),
+        ({**BOTH, "kv_connector": "LMCacheConnectorV1"}, "kv_connector must be one of SocketConnector, NixlConnector"),
+        ({**BOTH, "kv_connector_extra_config": {"backends": ["UCX"]}}, "backends are those of NixlConnector"),
+        ({**NIXL, "kv_connector_extra_config": {"backends": []}}, "one at least"),
+        ({**NIXL, "kv_connector_extra_config": {"backends": "UCX"}}, "backends must be a list of names"),
         ({**BOTH, "kv_role": "both"}, "kv_role must be one of"),
         ({**BOTH, "kv_ip": "0.0.0.0"}, "give an address of this machine"),
         ({**BOTH, "kv_ip": 4}, "kv_ip must be a string"),
@@ -49,6 +53,11 @@ def test_roles_say_who_gives_and_who_takes(role: str, is_producer: bool, is_cons
 def test_wrong_values_are_refused(value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(model="demo", kv_transfer_config=value)
+
+
+@pytest.mark.parametrize(("extra", "backends"), [({}, ("UCX",)), ({"backends": ["LIBFABRIC"]}, ("LIBFABRIC",))])
+def test_nixl_takes_its_backends_as_in_vllm(extra: dict[str, Any], backends: tuple[str, ...]) -> None:
+    assert tuple(KVTransferConfig(**NIXL, kv_connector_extra_config=extra).backends) == backends
 
 
 @pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"mamba_cache_mode": "none"}])

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strandline.transfer.connection import HEAD, MAGIC, MAX_MESSAGE_BYTES, Cause, Connection, TransferError
-from strandline.transfer.messages import ENCODER, Ask, Enough, Failed, Hello, Message, Offer, Piece, Want
+from strandline.transfer.messages import ENCODER, Ask, Enough, Failed, Hello, Message, Offer, Piece, Placed, Want
 
 LONG_S = 60.0
 SHORT_S = 0.05
@@ -24,6 +24,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Offer, counts, st.lists(st.tuples(counts, texts), max_size=4)),
     st.builds(Want, counts, st.lists(counts, max_size=4)),
     st.builds(Piece, counts),
+    st.builds(Placed, st.binary(max_size=40), texts, counts, st.lists(counts, max_size=4)),
     st.builds(Enough),
     st.builds(Failed, texts, texts),
 )

@@ -14,6 +14,7 @@ from strandline.transfer.connection import Cause, Connection, TransferError
 from strandline.transfer.engine_calls import EngineCalls
 from strandline.transfer.layout import Items, layout_of, pieces_of
 from strandline.transfer.messages import Ask, Hello, Offer, Piece, Want
+from strandline.transfer.movers import SocketMover
 from strandline.transfer.server import PullServer
 
 LONG_S = 60.0
@@ -57,11 +58,14 @@ class Memory:
     def read(self, hold: str, items: Items) -> memoryview:
         return memoryview(content_of(*items[:3]))
 
+    def addresses(self, hold: str, items: Items) -> list[int]:
+        raise NotImplementedError("sockets read")
+
     def end(self, hold: str, is_done: bool) -> None:
         self.ends.append((hold, is_done))
         self.has_ended.set()
 
-    def write(self, items: Items, data: bytearray) -> None:
+    def write(self, items: Items, data: bytearray | memoryview) -> None:
         self.written[items[:3]] = bytes(data)
 
 
@@ -93,7 +97,10 @@ def make_server(calls: EngineCalls) -> Iterator[MakeServer]:
 
     def make(memory: Memory, *, layout: dict[str, str] = LAYOUT, timeout_s: float = LONG_S) -> PullServer:
         hello = Hello("producer", layout)
-        servers.append(PullServer("127.0.0.1", 0, hello, calls, memory, SPEC, timeout_s=timeout_s, patience_s=0))
+        server = PullServer(
+            "127.0.0.1", 0, hello, calls, memory, SPEC, SocketMover(), timeout_s=timeout_s, patience_s=0
+        )
+        servers.append(server)
         return servers[-1]
 
     yield make
@@ -103,7 +110,8 @@ def make_server(calls: EngineCalls) -> Iterator[MakeServer]:
 
 def pull_from(port: int, memory: Memory, *, engine_id: str = "producer", timeout_s: float = LONG_S) -> int:
     """Fetch what a memory wants into it; return how many bytes came."""
-    pull = Pull(Peer("127.0.0.1", port, engine_id), Hello("consumer", LAYOUT), SPEC, timeout_s=timeout_s)
+    peer, hello = Peer("127.0.0.1", port, engine_id), Hello("consumer", LAYOUT)
+    pull = Pull(peer, hello, SPEC, SocketMover(), timeout_s=timeout_s)
     try:
         offer = pull.ask(ASK)
         if offer.num_tokens and memory.wanted is not None:
