@@ -127,7 +127,7 @@ class HandOver:
         return self._source.give_up()
 
     def drop(self, handed_over: HandedOver) -> None:
-        """Keep a prompt no longer whose params nobody has got."""
+        """End the lease of params that were not sent."""
         params = read_transfer_params(handed_over.params)
         if params is not None:
             self._source.drop(params.lease_id)

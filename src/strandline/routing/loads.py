@@ -49,6 +49,11 @@ class Loads:
         return self._num_requests[replica]
 
     @property
+    def least_requests(self) -> int:
+        """Return how many requests the replica with the smallest load has."""
+        return self._num_requests[self._order[0][-1]]
+
+    @property
     def least_load(self) -> int:
         """Return the smallest load of all replicas."""
         return self._order[0][0]

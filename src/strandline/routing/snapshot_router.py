@@ -1,6 +1,8 @@
 """The router that knows snapshots: sends a request where the tokens to recompute and the load are least together.
 
-The tokens to recompute are known from the replicas' events, to the token. Where they and the load are about the same,
+The tokens to recompute are known from the replicas' events, to the token. They delay all requests of a replica, so they
+count as often as there are requests everywhere: among busy replicas little is moved, and an idle one still gets its
+part. Where they and the load are about the same,
 a replica that has computed more of the prompt, though it cannot resume there, is preferred. A request's tokens are
 reserved when it is routed, so that the next one, which may come before the replica has heard of the first, sees them.
 Prompts on their way count as cached where they were sent: an engine computes a prefix once for all requests that wait
@@ -112,6 +114,7 @@ class SnapshotRouter:
         Hits come deepest first, and no load is below the least one, so most of them need not be looked at.
         """
         chosen, chosen_hit, least_cost = -1, 0, float("inf")
+        weight = 1 + self._loads.least_requests
         least_load = self._loads.least_load
         least = LEAST_SHARE * prompt.num_tokens
         shared = [each for each in self._index.shared_prefixes(prompt) if each[0] >= least]
@@ -119,21 +122,24 @@ class SnapshotRouter:
         most_shared = shared[0][0]
         for hits in (self._pending.hits(prompt), self._index.hits(prompt), iter([(0, self._index.replicas)])):
             for num_hit, mask in hits:
-                if 0 < num_hit < least or _cost(prompt.num_tokens, num_hit, most_shared, least_load) >= least_cost:
+                if 0 < num_hit < least or (
+                    weight * _to_compute(prompt.num_tokens, num_hit, most_shared) + least_load >= least_cost
+                ):
                     break
                 for num_shared, sharing in shared:
                     if mask & sharing:
                         replica = self._loads.least_of(mask & sharing)
-                        cost = _cost(prompt.num_tokens, num_hit, num_shared, self._loads.load(replica))
+                        to_compute = _to_compute(prompt.num_tokens, num_hit, num_shared)
+                        cost = weight * to_compute + self._loads.load(replica)
                         if cost < least_cost:
                             chosen, chosen_hit, least_cost = replica, num_hit, cost
         return chosen, chosen_hit
 
 
-def _cost(num_tokens: int, num_hit: int, num_shared: int, load: int) -> float:
-    """Return what a prompt costs on a replica, in tokens.
+def _to_compute(num_tokens: int, num_hit: int, num_shared: int) -> float:
+    """Return how many tokens of a prompt a replica has to compute, less what it is worth that it has some of them.
 
     Args:
         num_shared: of its tokens, those that the replica has keys and values of.
     """
-    return num_tokens - num_hit - SHARED_WORTH * max(num_shared - num_hit, 0) + load
+    return num_tokens - num_hit - SHARED_WORTH * max(num_shared - num_hit, 0)

@@ -604,7 +604,7 @@ def test_aborted_requests_leave_nothing_behind(make_node: MakeNode, alone: Alone
     assert decode(producer, consumer, prompt, params).tokens == alone(prompt)
 
 
-def test_a_prompt_is_not_kept_for_a_request_that_ends_unseen(model_dir: Path) -> None:
+def test_nothing_is_kept_for_an_aborted_request(model_dir: Path) -> None:
     options: dict[str, Any] = {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
         "async_scheduling": True,

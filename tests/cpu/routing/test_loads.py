@@ -82,6 +82,8 @@ class LoadMachine(RuleBasedStateMachine):
             assert self.loads.num_requests(replica) == sum(where == replica for where, _ in self.requests.values())
         if self.last:
             assert self.loads.least_load == min(map(self.load, self.last))
+            least = self.in_order(self.last)[0]
+            assert self.loads.least_requests == sum(where == least for where, _ in self.requests.values())
 
     def pick(self, place: int) -> int:
         return sorted(self.last)[place % len(self.last)]

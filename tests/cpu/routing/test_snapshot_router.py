@@ -66,6 +66,20 @@ def test_load_outweighs_a_hit_that_saves_less() -> None:
     assert [replicas.route([*PREFIX, 1]) for _ in range(num_before + 1)] == ["a"] * num_before + ["b"]
 
 
+@pytest.mark.parametrize(("num_busy", "chosen"), [(0, "b"), (8, "a")])
+def test_prompt_is_not_moved_among_busy_replicas(num_busy: int, chosen: str) -> None:
+    replicas = fleet(2)
+    replicas.serve("a", PREFIX)
+    for number in range(2 * num_busy):
+        replicas.route(range(10_000 * number, 10_000 * number + 300), f"busy {number}")
+        replicas.router.begin(f"busy {number}")
+    # Four more requests on a are a larger load than the prefix, unless those on b would wait for it.
+    for number in range(4):
+        replicas.route([*PREFIX, number], f"more {number}")
+        replicas.router.begin(f"more {number}")
+    assert replicas.route([*PREFIX, 9]) == chosen
+
+
 def test_burst_of_unknown_prompts_is_spread_evenly() -> None:
     replicas = fleet(4)
     chosen = [replicas.route(range(10_000 * i, 10_000 * i + 300)) for i in range(1, 9)]
@@ -156,10 +170,15 @@ class Oracle:
         hit = max(deepest * BLOCK_TOKENS, self.indices[name].hit_tokens(prompt))
         return hit if hit >= LEAST_SHARE * prompt.num_tokens else 0
 
-    def cost(self, name: str, prompt: PromptHashes) -> float:
+    def least_requests(self, router: SnapshotRouter) -> int:
+        """Return how many requests the replica that comes first has."""
+        first = next(router.in_order())
+        return sum(where == first for where, _, _ in self.reserved.values())
+
+    def cost(self, name: str, prompt: PromptHashes, weight: int) -> float:
         hit, shared = self.hit(name, prompt), self.indices[name].matched_blocks(prompt) * BLOCK_TOKENS
         shared = shared if shared >= LEAST_SHARE * prompt.num_tokens else 0
-        return prompt.num_tokens - hit - SHARED_WORTH * max(shared - hit, 0) + self.load(name)
+        return weight * (prompt.num_tokens - hit - SHARED_WORTH * max(shared - hit, 0)) + self.load(name)
 
 
 @pytest.mark.parametrize("num_replicas", [3, 30])
@@ -178,8 +197,9 @@ def test_choice_is_a_cheapest_of_all_replicas(num_replicas: int) -> None:
         base = choose.choice(sorted(histories))
         more = pattern(step, choose.choice([0, 9, 300]))
         prompt = PromptHashes([*choose.choice(histories[base].prompts), *more])
+        weight = 1 + oracle.least_requests(router)
         chosen = router.route(f"q{step}", prompt)
-        assert oracle.cost(chosen, prompt) == min(oracle.cost(name, prompt) for name in oracle.indices)
+        assert oracle.cost(chosen, prompt, weight) == min(oracle.cost(name, prompt, weight) for name in oracle.indices)
         num_hit = oracle.hit(chosen, prompt)
         tokens = prompt.num_tokens - num_hit + DECODE_TOKENS
         oracle.reserved[f"q{step}"] = chosen, tokens, prompt.blocks[num_hit // BLOCK_TOKENS :]
