@@ -131,6 +131,17 @@ def compiler_faults(name: str, text: str) -> list[str]:
     return faults
 
 
+def attributes_checked_at_run_time(text: str) -> list[str]:
+    """Return the attributes of protocols for ``isinstance``, which from Python 3.12 on finds no module's parameters."""
+    return [
+        f"{protocol.name}.{ast.unparse(member.target)}"
+        for protocol in ast.walk(ast.parse(text))
+        if isinstance(protocol, ast.ClassDef) and "runtime_checkable" in map(ast.unparse, protocol.decorator_list)
+        for member in protocol.body
+        if isinstance(member, ast.AnnAssign)
+    ]
+
+
 PACKAGE = ROOT / "src" / "strandline"
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in text_files(ROOT)}
 SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
@@ -159,6 +170,11 @@ def test_functions_and_files_are_short_or_say_why_not() -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_compilers_stay_in_files_that_say_so(name: str) -> None:
     assert compiler_faults(name, SOURCES[name]) == []
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if "runtime_checkable" in SOURCES[name]])
+def test_protocols_checked_at_run_time_have_methods_and_properties_alone(name: str) -> None:
+    assert attributes_checked_at_run_time(SOURCES[name]) == []
 
 
 def test_decisions_are_numbered_without_gaps() -> None:
@@ -235,3 +251,9 @@ def test_a_long_function_and_a_long_file_are_found() -> None:
 )
 def test_a_compiler_in_the_wrong_place_is_found(name: str, text: str) -> None:
     assert len(compiler_faults(name, text)) == 1
+
+
+def test_an_attribute_of_a_protocol_is_found() -> None:
+    text = "@runtime_checkable\nclass P(Protocol):\n    x: int\n    def f(self): ..."
+    assert attributes_checked_at_run_time(text) == ["P.x"]
+    assert attributes_checked_at_run_time(text.replace("@runtime_checkable\n", "")) == []

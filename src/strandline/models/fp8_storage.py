@@ -35,10 +35,14 @@ RANDOM_SCALE: Final = 96.0
 
 @runtime_checkable
 class HoldsExperts(Protocol):
-    """A layer whose experts may be kept in FP8."""
+    """A layer whose experts may be kept in FP8.
 
-    gate_up_XFE: Tensor
-    down_XEF: Tensor
+    It has methods and properties alone: a check at run time does not see a module's parameters.
+    """
+
+    @property
+    def expert_weights(self) -> tuple[Tensor, Tensor]:
+        """Of the products before and behind the activation, ``[X, F, E]`` and ``[X, E, F]``."""
 
     def keep_experts(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:
         """Compute with these in place of the parameters, which are freed."""
@@ -149,7 +153,7 @@ class Fp8Storage:
         for module in model.modules():
             if not isinstance(module, HoldsExperts):
                 continue
-            experts = [self._matrices[id(weights)] for weights in (module.gate_up_XFE, module.down_XEF)]
+            experts = [self._matrices[id(weights)] for weights in module.expert_weights]
             if all(bool(matrix.is_fp8_R.all()) for matrix in experts):
                 kept.update(experts)
             else:

@@ -114,6 +114,11 @@ class SparseMoe(nn.Module):
         """Compute with these kernels from now on."""
         self._mixture, self._scaled_mixture = kernels[mixture], kernels[block_scaled_mixture]
 
+    @property
+    def expert_weights(self) -> tuple[Tensor, Tensor]:
+        """Of the products before and behind the activation."""
+        return self.gate_up_XFE, self.down_XEF
+
     def keep_experts(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:
         """Compute with these in place of the parameters, which are freed."""
         del self.gate_up_XFE, self.down_XEF

@@ -85,6 +85,11 @@ class SigmoidMoe(nn.Module):
         self._route, self._experts_glu = kernels[route_by_sigmoid], kernels[experts_glu]
         self._scaled_experts_glu = kernels[block_scaled_experts_glu]
 
+    @property
+    def expert_weights(self) -> tuple[Tensor, Tensor]:
+        """Of the products before and behind the activation."""
+        return self.gate_up_XFE, self.down_XEF
+
     def keep_experts(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:
         """Compute with these in place of the parameters, which are freed."""
         del self.gate_up_XFE, self.down_XEF
