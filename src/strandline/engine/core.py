@@ -79,7 +79,7 @@ class EngineCore:
         self._is_debugged = is_cache_debugged()
         if facts.needs_warm_up:
             with self._timed("kernels"):
-                WarmUp(executor, new_scheduler(config, facts), facts.max_model_len).run()
+                new_warm_up(config, executor).run()
             if not config.enforce_eager:
                 with self._timed("graphs"):
                     executor.capture_graphs()
@@ -354,6 +354,7 @@ def new_scheduler(
     introduce: Callable[[Request], NewRequest] = attrgetter("new"),
     *,
     emits_events: bool = False,
+    has_lower_tiers: bool = True,
 ) -> Scheduler:
     """Return a scheduler over an empty cache."""
     chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
@@ -367,7 +368,7 @@ def new_scheduler(
         num_logs=config.max_num_seqs if facts.log_tokens or facts.draft_tokens else 0,
         log_tokens=facts.log_tokens,
         emits_events=emits_events,
-        lower=_lower_memories(facts, config.snapshot_dtype),
+        lower=_lower_memories(facts, config.snapshot_dtype) if has_lower_tiers else [],
     )
     max_num_batched_tokens = choose_batched_tokens(config, facts.device_type)
     threshold = config.long_prefill_token_threshold
@@ -385,6 +386,12 @@ def new_scheduler(
         draft_depth=new_draft_depth(config.speculation),
         introduce=introduce,
     )
+
+
+def new_warm_up(config: EngineConfig, executor: Executor) -> WarmUp:
+    """Return requests that run in the engine's memory and leave nothing in the tiers below it."""
+    scheduler = new_scheduler(config, executor.facts, has_lower_tiers=False)
+    return WarmUp(executor, scheduler, executor.facts.max_model_len)
 
 
 def _lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemory]:

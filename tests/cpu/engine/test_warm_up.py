@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strandline.engine.core import new_scheduler
-from strandline.engine.warm_up import WarmUp
+from strandline.engine.core import new_warm_up
 from strandline.kernels.binding import why_unavailable
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import answers, tokens
@@ -20,13 +19,26 @@ def test_warm_up_changes_no_answer_and_leaves_no_trace(make_llm: MakeLLM, determ
     expected = answers(make_llm(**options), prompts)
     llm = make_llm(**options)
     core = llm.engine.core
-    scheduler = new_scheduler(llm.config, core.executor.facts)
-    WarmUp(core.executor, scheduler, core.limits.max_model_len).run()
-    assert not scheduler.running
-    assert not scheduler.waiting
+    warm_up = new_warm_up(llm.config, core.executor)
+    warm_up.run()
+    assert not warm_up._scheduler.running
+    assert not warm_up._scheduler.waiting
     assert not core.executor.runner._states
     assert not list(core.cache.snapshots())
     assert answers(llm, prompts) == expected
+
+
+def test_what_is_evicted_during_warm_up_does_not_rest_below(make_llm: MakeLLM) -> None:
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 512}
+    slab_bytes = make_llm(**options).engine.core.spec.slab_bytes
+    llm = make_llm(memory=14 * slab_bytes, host_memory="8MiB", **options)
+    new_warm_up(llm.config, llm.engine.core.executor).run()
+    prompts = [tokens(300, seed=seed) for seed in range(6)]
+    expected = answers(make_llm(**options), prompts)
+    for prompt, answer in zip(prompts * 2, expected * 2, strict=True):
+        assert answers(llm, [prompt]) == [answer]
+    [host] = llm.engine.core.cache.stats().tiers
+    assert host.num_snapshots_demoted > 0
 
 
 PRINT_LOADED_KERNELS = """
