@@ -13,7 +13,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "computing": "another request was computing the tokens",
     "loading": "the tokens were being loaded from a store",
     "demoted": "the tokens rest below the device, where computing them is faster or nothing else fitted",
-    "load_failed": "a store had the tokens, but loading them failed",
+    "load_failed": "a store had the tokens, but loading them failed, or there was no room for them",
     "other_salt": "the tokens are cached under another salt",
     "no_room": "the prefix was cached, but there was not enough memory to keep it beside the request's own data",
     "not_asked": "the cache is off, or the request wanted its prompt's log-probabilities",
@@ -43,7 +43,10 @@ def lines(data: Data, subject: str) -> Iterator[str]:
         for advice in data["advice"]:
             yield f"  - {advice['text']} ({advice['tokens']:,} token{'s' if advice['tokens'] != 1 else ''})"
     if data["now"] is not None:
-        yield f"sent again now, it would hit {data['now']['hit']:,} of {data['now']['queried']:,} tokens"
+        now = data["now"]
+        resting = sum(miss["end"] - miss["start"] for miss in now["misses"] if miss["reason"] == "demoted")
+        more = f"; {resting:,} more rest below the device, to be loaded where that is faster" if resting else ""
+        yield f"sent again now, it would hit {now['hit']:,} of {now['queried']:,} tokens{more}"
 
 
 def _ranges(account: Data) -> Iterator[str]:

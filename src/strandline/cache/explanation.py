@@ -47,6 +47,10 @@ class Help(StrEnum):
     """Move the changing part of the prompt behind the constant part."""
     PATIENCE = "patience"
     """Send it a little later: another request is computing its prefix."""
+    LOAD = "load"
+    """Nothing: what rests below the device is loaded, or computed where that is faster."""
+    STORE = "store"
+    """Find out why loading failed."""
     ASK = "ask"
     """Allow the request to read the cache."""
 
@@ -108,7 +112,8 @@ def explain_prompt(cache: PrefixCache, tokens: TokenBuffer, salt: str = "", *, b
     Args:
         block_bytes: size of a block, to tell how much memory evicted tokens took.
     """
-    return _explain(cache, tokens, salt, cache.lookup(tokens, salt), block_bytes)
+    account = cache.lookup(tokens, salt)
+    return _explain(cache, tokens, salt, account, block_bytes, _on_resting(cache, tokens, salt))
 
 
 def explain_lookup(cache: PrefixCache, lookup: Lookup, prompt: bytes, *, block_bytes: int) -> Explanation:
@@ -119,13 +124,22 @@ def explain_lookup(cache: PrefixCache, lookup: Lookup, prompt: bytes, *, block_b
     """
     tokens = TokenBuffer()
     tokens.data = bytearray(prompt)
-    return _explain(cache, tokens, lookup.salt, lookup.account, block_bytes)
+    on_rested = _on_rested(cache, tokens, lookup.salt)
+    return _explain(cache, tokens, lookup.salt, lookup.account, block_bytes, on_rested)
 
 
-def _explain(cache: PrefixCache, tokens: TokenBuffer, salt: str, account: Account, block_bytes: int) -> Explanation:
+def _explain(
+    cache: PrefixCache,
+    tokens: TokenBuffer,
+    salt: str,
+    account: Account,
+    block_bytes: int,
+    on_demoted: tuple[Help, str],
+) -> Explanation:
     root = cache.internals().index.roots.get(salt)
     if root is None:
-        return Explanation(account, 0, (), 0, None, None, tuple(_advice(account, (), None, cache, block_bytes)))
+        advice = tuple(_advice(account, (), None, cache, block_bytes, on_demoted))
+        return Explanation(account, 0, (), 0, None, None, advice)
     data = tokens.data
     position = account.kv_tokens
     end = walk(root, data[: position * TOKEN_BYTES])
@@ -141,7 +155,7 @@ def _explain(cache: PrefixCache, tokens: TokenBuffer, salt: str, account: Accoun
         num_snapshots_left_out=len(path) - len(shown),
         next_snapshot=_next_snapshot(end, continuations, data, position) if position else None,
         parting=_parting(continuations, data, position),
-        advice=tuple(_advice(account, shown, moved, cache, block_bytes)),
+        advice=tuple(_advice(account, shown, moved, cache, block_bytes, on_demoted)),
     )
 
 
@@ -271,8 +285,12 @@ def _advice(
     moved: _Moved | None,
     cache: PrefixCache,
     block_bytes: int,
+    on_demoted: tuple[Help, str],
 ) -> Iterator[Advice]:
     for miss in account.misses:
+        if miss.reason is Reason.DEMOTED:
+            yield Advice(on_demoted[0], miss.end, miss.num_tokens, on_demoted[1])
+            continue
         advice = _advice_on_miss(miss, account, snapshots, cache, block_bytes)
         if advice is not None:
             yield advice
@@ -305,13 +323,13 @@ def _advice_on_miss(
             return Advice(Help.MARK, miss.end, size, text)
         case Reason.SNAPSHOT_EVICTED:
             slot_bytes = _slot_bytes(cache, block_bytes)
-            text = f"more memory: the evicted snapshot took {_mib(slot_bytes)}; raise --memory"
+            text = f"more memory: the evicted snapshot took {_mib(slot_bytes)}; {_more_memory(cache)}"
             return Advice(Help.MEMORY, miss.end, size, text)
         case Reason.EVICTED:
             slot_bytes = _slot_bytes(cache, block_bytes)
             num_bytes = -(-size // BLOCK_TOKENS) * block_bytes + slot_bytes
             snapshot = ", including a snapshot" if slot_bytes else ""
-            text = f"more memory: the evicted data took at least {_mib(num_bytes)}{snapshot}; raise --memory"
+            text = f"more memory: the evicted data took at least {_mib(num_bytes)}{snapshot}; {_more_memory(cache)}"
             return Advice(Help.MEMORY, miss.start, size, text)
         case Reason.NO_ROOM:
             text = f"more memory: what is cached up to {miss.end:,} found no room beside the request's own data"
@@ -322,11 +340,37 @@ def _advice_on_miss(
         case Reason.LOADING:
             text = "a later arrival: these tokens were being loaded from a store"
             return Advice(Help.PATIENCE, miss.end, size, text)
+        case Reason.LOAD_FAILED:
+            text = (
+                "these tokens were to be loaded, but that failed, for the reason in the server's log, or there was no "
+                "memory for them; then raise --memory or lower --max-num-seqs"
+            )
+            return Advice(Help.STORE, miss.end, size, text)
         case Reason.NOT_ASKED:
             text = "reading the cache: it is off, or the request wanted its prompt's log-probabilities"
             return Advice(Help.ASK, 0, size, text)
         case _:
             return None
+
+
+def _on_resting(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> tuple[Help, str]:
+    """Return what becomes of those tokens of a prompt that rest below the device, if it is sent now."""
+    if cache.loads.resting_offer(tokens, salt) is not None:
+        return Help.LOAD, "nothing to do: the request waits until these tokens have been loaded, and hits them"
+    return Help.LOAD, "nothing to do: computing these tokens takes less time than loading them"
+
+
+def _on_rested(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> tuple[Help, str]:
+    """Return what would have helped a request that computed what rested below the device."""
+    no_room = "there was no memory to load these tokens into; raise --memory or lower --max-num-seqs"
+    if cache.loads.resting_offer(tokens, salt) is not None:
+        return Help.MEMORY, f"more memory: {no_room}"
+    return Help.LOAD, f"nothing to do if computing these tokens took less time than loading them; else {no_room}"
+
+
+def _more_memory(cache: PrefixCache) -> str:
+    """Return which flags keep more."""
+    return "raise --memory or --host-memory" if cache.loads.tiers else "raise --memory, or add --host-memory"
 
 
 def _slot_bytes(cache: PrefixCache, block_bytes: int) -> int:

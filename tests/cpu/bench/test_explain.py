@@ -256,3 +256,13 @@ def test_largest_avoidable_misses_are_listed_without_a_number(
     assert other.split()[:4] == ["1", "1,000", "0", "0"]
     assert main(["explain", "--trace", name, "--json"]) == 0
     assert [row["request"] for row in json.loads(capsys.readouterr().out)] == [2, 1]
+
+
+def test_text_tells_what_rests_below_the_device() -> None:
+    misses = [{"reason": "demoted", "start": 500, "end": 1900, "tokens": 1400}, ANSWER["account"]["misses"][2]]
+    now = {"queried": 2000, "hit": 500, "kv_tokens": 500, "snapshot_kind": "branch", "misses": misses}
+    *_, last = lines({**ANSWER, "now": now}, "it")
+    assert last == (
+        "sent again now, it would hit 500 of 2,000 tokens; "
+        "1,400 more rest below the device, to be loaded where that is faster"
+    )

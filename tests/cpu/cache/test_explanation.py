@@ -10,6 +10,7 @@ from strandline.cache.tokens import encode
 from strandline.ids import RequestId
 from tests.cpu.cache.driver import Driver, only_miss
 from tests.cpu.cache.test_lookup import prompt
+from tests.cpu.cache.test_lower_tier import evict_all, tier
 from tests.cpu.cache.test_reasons import SnapshotsFirst
 from tests.cpu.cache.test_view import fingerprint
 
@@ -195,3 +196,48 @@ def test_divergence_is_omitted_once_the_cached_prompt_is_evicted() -> None:
     explanation = explain_lookup(driver.cache, lookup, encode(prompt(90) + prompt(40, 5000)), block_bytes=MIB)
     assert (explanation.kv_now, explanation.parting, explanation.snapshots) == (0, None, ())
     assert only_miss(driver.lookup(prompt(90))).reason in {Reason.EVICTED, Reason.FIRST_SEEN}
+
+
+def test_what_rests_is_said_to_be_loaded_or_computed() -> None:
+    driver = Driver(lower_blocks=100)
+    driver.serve(prompt(300))
+    evict_all(driver)
+    advice = only_advice(explain(driver, prompt(300)))
+    assert (advice.help, advice.num_tokens) == (Help.LOAD, 300)
+    assert "waits until these tokens have been loaded, and hits them" in advice.text
+    tier(driver).costs.observe_load(1, 1e9)
+    tier(driver).costs.observe_prefill(1000, 1e-9)
+    advice = only_advice(explain(driver, prompt(300)))
+    assert "computing these tokens takes less time than loading them" in advice.text
+
+
+def test_requests_that_computed_what_rested_are_told_why() -> None:
+    driver = Driver(lower_blocks=100)
+    driver.serve(prompt(300))
+    evict_all(driver)
+    lookup = Lookup(RequestId("a"), "", 0.0, driver.lookup(prompt(300)))
+    told = explain_lookup(driver.cache, lookup, encode(prompt(300)), block_bytes=MIB).advice
+    assert [advice.help for advice in told] == [Help.MEMORY]
+    assert "raise --memory or lower --max-num-seqs" in told[0].text
+    assert driver.bring_back(prompt(300))
+    told = explain_lookup(driver.cache, lookup, encode(prompt(300)), block_bytes=MIB).advice
+    assert [advice.help for advice in told] == [Help.LOAD]
+    assert "else there was no memory" in told[0].text
+
+
+def test_failed_loads_send_to_the_log() -> None:
+    driver = Driver()
+    account = driver.lookup(prompt(100)).blaming(Reason.LOAD_FAILED, 80)
+    lookup = Lookup(RequestId("a"), "", 0.0, account)
+    [advice] = explain_lookup(driver.cache, lookup, encode(prompt(100)), block_bytes=MIB).advice
+    assert (advice.help, advice.position, advice.num_tokens) == (Help.STORE, 80, 80)
+    assert "server's log" in advice.text
+
+
+@pytest.mark.parametrize(("lower_blocks", "flags"), [(0, "--memory, or add --host-memory"), (1, "or --host-memory")])
+def test_advised_memory_names_the_flags_there_are(lower_blocks: int, flags: str) -> None:
+    driver = Driver(4, 2, lower_blocks=lower_blocks)
+    driver.serve(prompt(128))
+    other = driver.admit(prompt(300, 5000))
+    assert driver.cache.extend(other, 300)
+    assert only_advice(explain(driver, prompt(128))).text.endswith(flags)

@@ -252,7 +252,7 @@ def test_explanations_do_not_speak_of_snapshots() -> None:
     explanation = explain_prompt(driver.cache, TokenBuffer(prompt(192, 1000)), block_bytes=2**20)
     assert reasons(explanation.account) == {Reason.EVICTED: 128}
     assert [advice.text for advice in explanation.advice] == [
-        "more memory: the evicted data took at least 2.0 MiB; raise --memory"
+        "more memory: the evicted data took at least 2.0 MiB; raise --memory, or add --host-memory"
     ]
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.snapshot_dtype import evict_all
 from strandline import LLM, SamplingParams
 from strandline.errors import ConfigError
 from strandline.specs import SNAPSHOT_DTYPES
@@ -28,16 +29,6 @@ def next_logprobs(llm: LLM, prompts: list[list[int]]) -> list[dict[int, float]]:
         [row] = output.outputs[0].logprobs or []
         rows.append({token: entry.logprob for token, entry in row.items()})
     return rows
-
-
-def evict_all(llm: LLM) -> None:
-    """Evict all that the device holds."""
-    core = llm.engine.core
-    memory = core.cache.internals().memory
-    for slot in list(iter(memory.take_slot, None)):
-        memory.free_slot(slot)
-    memory.free_blocks(memory.take_blocks(10**6))
-    core.executor.carry_out(core.cache.take_actions())
 
 
 def num_resting_blocks(llm: LLM) -> int:
