@@ -14,31 +14,44 @@ import httpx
 import pytest
 import uvicorn
 
+from strandline.errors import RequestError
+from strandline.kv_transfer_config import KVTransferConfig, read_kv_transfer_config
+from strandline.server.service import Service
 from tests.cpu.server.prefill_decode_proxy import build_proxy
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 TEXT = "A prompt that is long enough to fill several blocks of sixty-four tokens, where each token is a byte. " * 3
 LEASE_S = 2.0
 """Short: a prompt whose lease has expired is fetched as what is cached."""
 
 
-def flags(role: str, **extra: Any) -> list[str]:
-    config = {"kv_connector": "SocketConnector", "kv_role": role, "kv_connector_extra_config": extra}
-    return ["--kv-transfer-config", json.dumps(config)]
+def config_of(role: str, **extra: Any) -> dict[str, Any]:
+    return {"kv_connector": "SocketConnector", "kv_role": role, "kv_connector_extra_config": extra}
 
 
 @pytest.fixture(scope="module")
-def producer(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("producer") / "log"
-    with running_server(bytes_dir, log, *flags("kv_producer", lease_s=LEASE_S)) as server:
-        yield server
+def servers(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
+    """Two servers that start side by side: the one that computes prompts, and the one that continues them."""
+    folder = tmp_path_factory.mktemp("servers")
+    started = []
+    try:
+        for index in range(2):
+            config = json.dumps(config_of("kv_both", lease_s=LEASE_S))
+            started.append(ServerProcess(bytes_dir, folder / f"log {index}", "--kv-transfer-config", config))
+        yield [server.wait_until_it_serves() for server in started]
+    finally:
+        for server in started:
+            server.close()
 
 
 @pytest.fixture(scope="module")
-def consumer(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("consumer") / "log"
-    with running_server(bytes_dir, log, *flags("kv_consumer")) as server:
-        yield server
+def producer(servers: list[ServerProcess]) -> ServerProcess:
+    return servers[0]
+
+
+@pytest.fixture(scope="module")
+def consumer(servers: list[ServerProcess]) -> ServerProcess:
+    return servers[1]
 
 
 @contextmanager
@@ -74,15 +87,22 @@ def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def test_completions_through_a_proxy_are_those_of_one_server(proxy: str, server: ServerProcess) -> None:
+def alone(server: ServerProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return what a server answers by itself, with an empty cache."""
+    answer = post(server.url, path, {**body, "cache_salt": "alone"})
+    assert answer["usage"]["cache"]["hit"] == 0
+    return answer
+
+
+def test_completions_through_a_proxy_are_those_of_one_server(proxy: str, consumer: ServerProcess) -> None:
     body = body_of("completion " + TEXT)
     answer = post(proxy, "/v1/completions", body)
-    assert answer["choices"] == post(server.url, "/v1/completions", body)["choices"]
+    assert answer["choices"] == alone(consumer, "/v1/completions", body)["choices"]
     assert answer["usage"]["cache"]["hit"] == answer["usage"]["prompt_tokens"]
     assert "kv_transfer_params" not in answer
 
 
-def test_chats_through_a_proxy_are_those_of_one_server(proxy: str, server: ServerProcess) -> None:
+def test_chats_through_a_proxy_are_those_of_one_server(proxy: str, consumer: ServerProcess) -> None:
     body = {
         "messages": [{"role": "user", "content": "chat " + TEXT}],
         "max_completion_tokens": 12,
@@ -90,19 +110,17 @@ def test_chats_through_a_proxy_are_those_of_one_server(proxy: str, server: Serve
         "include_cache_account": True,
     }
     answer = post(proxy, "/v1/chat/completions", body)
-    alone = post(server.url, "/v1/chat/completions", body)
-    assert answer["choices"] == alone["choices"]
+    assert answer["choices"] == alone(consumer, "/v1/chat/completions", body)["choices"]
     assert answer["usage"]["cache"]["hit"] == answer["usage"]["prompt_tokens"]
 
 
-def test_streams_through_a_proxy_are_those_of_one_server(proxy: str, server: ServerProcess) -> None:
-    body = body_of("stream " + TEXT, stream=True, stream_options={"include_usage": True})
-    texts = []
-    for url in (proxy, server.url):
-        lines = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S).text.splitlines()
-        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        texts.append("".join(choice["text"] for event in events for choice in event["choices"]))
-    assert texts[0] == texts[1] != ""
+def test_streams_through_a_proxy_are_those_of_one_server(proxy: str, consumer: ServerProcess) -> None:
+    body = body_of("stream " + TEXT)
+    stream = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    lines = httpx.post(f"{proxy}/v1/completions", json=stream, timeout=TIMEOUT_S).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    text = "".join(choice["text"] for event in events for choice in event["choices"])
+    assert text == alone(consumer, "/v1/completions", body)["choices"][0]["text"] != ""
 
 
 def prefill(producer: ServerProcess, prompt: str) -> dict[str, Any]:
@@ -115,48 +133,52 @@ def test_the_params_say_where_and_what(producer: ServerProcess) -> None:
     params = prefill(producer, "params " + TEXT)
     assert params["remote_num_tokens"] == len("params " + TEXT)
     assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
-    line = f"prefixes: given on {params['remote_host']}:{params['remote_port']}; this is engine"
-    assert f"{line} {params['remote_engine_id']}" in producer.log()
+    [line] = re.findall(r"^prefixes: .*$", producer.log(), re.MULTILINE)
+    assert f"given on {params['remote_host']}:{params['remote_port']} and fetched" in line
+    assert line.endswith(f"this is engine {params['remote_engine_id']}")
+
+
+PREFILL = {"do_remote_prefill": True, "remote_host": "localhost", "remote_port": 1}
 
 
 @pytest.mark.parametrize(
-    ("to", "params", "message"),
+    ("role", "params", "num_prompts", "message"),
     [
-        ("consumer", {"do_remote_decode": True}, "in the role kv_producer or kv_both"),
-        (
-            "producer",
-            {"do_remote_prefill": True, "remote_host": "localhost", "remote_port": 1},
-            "in the role kv_consumer",
-        ),
-        ("server", {"do_remote_decode": True}, "needs a server with --kv-transfer-config"),
-        ("consumer", {"do_remote_prefill": True}, "needs remote_host and remote_port"),
-        (
-            "consumer",
-            {"do_remote_prefill": True, "remote_host": "10.1.2.3", "remote_port": 1},
-            "is not among the peers",
-        ),
-        ("consumer", {"do_remote_prefill": "yes"}, "do_remote_prefill must be of type bool"),
-        ("consumer", {"do_remote_prefill": True, "do_remote_decode": True}, "exclude each other"),
+        ("kv_consumer", {"do_remote_decode": True}, 1, "in the role kv_producer or kv_both"),
+        ("kv_producer", PREFILL, 1, "in the role kv_consumer"),
+        (None, {"do_remote_decode": True}, 1, "needs a server with --kv-transfer-config"),
+        ("kv_both", {"do_remote_prefill": True}, 1, "needs remote_host and remote_port"),
+        ("kv_both", {**PREFILL, "remote_host": "10.1.2.3"}, 1, "is not among the peers"),
+        ("kv_both", {"do_remote_prefill": "yes"}, 1, "do_remote_prefill must be of type bool"),
+        ("kv_both", {**PREFILL, "do_remote_decode": True}, 1, "exclude each other"),
+        ("kv_producer", {"do_remote_decode": True}, 2, "needs one prompt, got 2"),
     ],
 )
 def test_what_is_not_served_is_refused(
-    request: pytest.FixtureRequest, to: str, params: dict[str, Any], message: str
+    role: str | None, params: dict[str, Any], num_prompts: int, message: str
 ) -> None:
-    answer = request.getfixturevalue(to).post("/v1/completions", prompt="a", kv_transfer_params=params)
+    config = None if role is None else read_kv_transfer_config(config_of(role))
+    with pytest.raises(RequestError, match=message):
+        service_of(config).transfer_params(params, num_prompts)
+
+
+def service_of(config: KVTransferConfig | None) -> Service:
+    """Return a server's service without an engine."""
+    client: Any = None
+    return Service(client, ["tiny"], kv_transfer=config)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False, "do_remote_prefill": False}])
+def test_params_that_ask_for_nothing_are_taken_everywhere(params: dict[str, Any] | None) -> None:
+    assert service_of(None).transfer_params(params, 2) is None
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+def test_a_refusal_is_the_clients_error(consumer: ServerProcess, prompt: str | list[str]) -> None:
+    params = {"do_remote_prefill": True, "remote_host": "10.1.2.3", "remote_port": 1}
+    answer = consumer.post("/v1/completions", prompt=prompt, kv_transfer_params=params)
     assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
-
-
-def test_params_that_ask_for_nothing_are_taken_everywhere(server: ServerProcess) -> None:
-    for params in (None, {}, {"do_remote_decode": False, "do_remote_prefill": False, "remote_host": None}):
-        assert server.post("/v1/completions", prompt="a", kv_transfer_params=params).status_code == 200
-
-
-def test_several_prompts_are_not_handed_over(producer: ServerProcess) -> None:
-    params = {"do_remote_decode": True}
-    answer = producer.post("/v1/completions", prompt=["a", "b"], kv_transfer_params=params)
-    assert answer.status_code == 400
-    assert "needs one prompt, got 2" in answer.json()["error"]["message"]
+    assert "is not among the peers" in answer.json()["error"]["message"]
 
 
 def kill(server: ServerProcess) -> None:
@@ -173,29 +195,28 @@ def bytes_in_use(server: ServerProcess) -> float:
     return sum(map(float, found))
 
 
-def test_answers_stay_the_same_when_either_side_is_killed(
-    bytes_dir: Path, tmp_path: Path, server: ServerProcess, producer: ServerProcess, consumer: ServerProcess
-) -> None:
-    prompts = [f"{index} killed " + TEXT for index in range(3)]
-    alone = [post(server.url, "/v1/completions", body_of(prompt))["choices"] for prompt in prompts]
-    with running_server(bytes_dir, tmp_path / "log", *flags("kv_both")) as lost:
-        fetched = post(
-            lost.url, "/v1/completions", body_of(prompts[0], kv_transfer_params=prefill(producer, prompts[0]))
-        )
-        assert (fetched["choices"], fetched["usage"]["cache"]["hit"]) == (alone[0], len(prompts[0]))
-        params = [prefill(lost, prompts[1]), prefill(producer, prompts[2])]
-        with running_proxy(lost, consumer) as url:
-            kill(lost)
-            answer = post(consumer.url, "/v1/completions", body_of(prompts[1], kv_transfer_params=params[0]))
-            assert answer["choices"] == alone[1]
-            [miss] = answer["usage"]["cache"]["misses"]
-            assert (miss["reason"], miss["tokens"]) == ("load_failed", len(prompts[1]))
-            assert post(url, "/v1/completions", body_of(prompts[0]))["choices"] == alone[0]
-    answer = post(consumer.url, "/v1/completions", body_of(prompts[2], kv_transfer_params=params[1]))
-    assert (answer["choices"], answer["usage"]["cache"]["hit"]) == (alone[2], len(prompts[2]))
-    assert bytes_in_use(consumer) == 0
-
-
 def test_an_idle_producer_keeps_nothing_after_its_leases(producer: ServerProcess) -> None:
     prefill(producer, "idle " + TEXT)
     producer.wait_until(lambda: bytes_in_use(producer) == 0)
+    assert producer.metric("kv_transfer_leases") == 0
+
+
+def test_answers_stay_the_same_when_one_side_is_killed(producer: ServerProcess, consumer: ServerProcess) -> None:
+    """The last test of its file: it kills the producer, which before fetches from the consumer."""
+    prompts = [f"{index} killed " + TEXT for index in range(3)]
+    expected = [alone(consumer, "/v1/completions", body_of(prompt))["choices"] for prompt in prompts]
+    fetched = body_of(prompts[0], kv_transfer_params=prefill(consumer, prompts[0]))
+    answer = post(producer.url, "/v1/completions", fetched)
+    assert (answer["choices"], answer["usage"]["cache"]["hit"]) == (expected[0], len(prompts[0]))
+    params = prefill(producer, prompts[1])
+    prefill(consumer, prompts[2])
+    with running_proxy(producer, consumer) as url:
+        kill(producer)
+        answer = post(consumer.url, "/v1/completions", body_of(prompts[1], kv_transfer_params=params))
+        assert answer["choices"] == expected[1]
+        [miss] = answer["usage"]["cache"]["misses"]
+        assert (miss["reason"], miss["tokens"]) == ("load_failed", len(prompts[1]))
+        assert post(url, "/v1/completions", body_of(prompts[2]))["choices"] == expected[2]
+    # The lease of the last prompt, which no engine is left to fetch, ends by itself.
+    consumer.wait_until(lambda: bytes_in_use(consumer) == 0)
+    assert 'kv_transfer_pulls_total{model_name="tiny",outcome="unreachable"} 1.0' in consumer.get("/metrics").text
