@@ -94,6 +94,8 @@ class LayerSpec:
     replay: tuple[TensorSpec, ...] = field(default=(), compare=False)
     """Of one token, the inputs that its states are computed from: kept of drafts, so that those that are accepted can
     be folded into the states later. Empty: the layer has no states, or cannot compute drafts."""
+    window_tokens: int | None = field(default=None, compare=False)
+    """Tokens whose streams a token reads, the last ones, itself among them; None: those of all tokens before it."""
 
     @property
     def block_bytes(self) -> int:
@@ -157,6 +159,16 @@ class ModelSpec:
     def has_states(self) -> bool:
         """Whether a layer keeps states, so that a prefix is resumed from a slot and not from blocks alone."""
         return any(layer.states for layer in self.layers)
+
+    @cached_property
+    def window_tokens(self) -> int | None:
+        """Tokens whose streams a token reads in any layer; None: one reads those of all tokens, or none has any.
+
+        Blocks are shared by all layers, so that one without a window keeps those of the others too.
+        """
+        windows = [layer.window_tokens for layer in self.layers if layer.streams]
+        found = [window for window in windows if window is not None]
+        return max(found) if found and len(found) == len(windows) else None
 
     @cached_property
     def blocks_per_slab(self) -> int:

@@ -1,5 +1,6 @@
 """Sizes of blocks, slots and logs follow from the tensors that layers declare."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,12 @@ def test_snapshots_at_rest_take_fewer_blocks() -> None:
     assert [spec.at_rest(dtype).block_bytes for dtype in SNAPSHOT_DTYPES] == [spec.block_bytes] * 3
     assert [spec.resting_slot_blocks(dtype) for dtype in SNAPSHOT_DTYPES] == [spec.blocks_per_slab, 26, 14]
     assert model(LayerSpec(streams=(WINDOW,))).resting_slot_blocks("int8") == 0
+
+
+def test_model_has_the_widest_window_if_every_layer_has_one() -> None:
+    narrow, wide = (replace(kv_spec(1, 4, "bfloat16"), window_tokens=size) for size in (64, 128))
+    states = LayerSpec(states=(STATE,))
+    assert model(narrow, states, wide).window_tokens == 128
+    assert model(narrow, kv_spec(1, 4, "bfloat16")).window_tokens is None
+    assert model(states).window_tokens is None
+    assert model(narrow).block_bytes == model(kv_spec(1, 4, "bfloat16")).block_bytes

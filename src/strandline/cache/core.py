@@ -36,7 +36,7 @@ from strandline.cache.lower_tier import LowerMemory
 from strandline.cache.memory import CacheMemory
 from strandline.cache.miss_reasons import MissReasons
 from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement, WithoutStates
-from strandline.cache.publish import Publisher
+from strandline.cache.publish import Publisher, can_publish
 from strandline.cache.resume import AT_SNAPSHOTS, Match, ResumeRule
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.slab_allocator import SlabAllocator
@@ -45,6 +45,7 @@ from strandline.cache.tokens import TokenBuffer
 from strandline.cache.tree import Place, Run, Snapshot, find_home, snapshot_at
 from strandline.cache.use import interarrival_bin
 from strandline.cache.walk import Walk
+from strandline.cache.windows import Windows
 from strandline.clock import Clock
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, BlockId, RequestId, SlotId
@@ -108,6 +109,7 @@ class PrefixCache:
         """Prefixes that are kept as they are."""
         if lower and enabled:
             self._memory.lower = self.loads.add_tiers(lower, self._reuse, self.holds)
+        self._windows = Windows(self._memory, self._leases.values, rule.window_tokens)
         self._leaders = Leaders(self._index, self._leases, self.loads, placement, rule)
         self._expected: dict[RequestId, Entry] = {}
         self._is_stepwise = enabled and placement.is_stepwise
@@ -205,7 +207,7 @@ class PrefixCache:
         root = self._index.root(salt)
         is_asked = read and self.is_enabled
         match = self._index.find(root, tokens.data) if is_asked else Match(Walk(root, 0, None, 0), 0, None)
-        upper = self._index.split_at(match.end)
+        upper = self._index.split_at(match.shared)
         reasons = MissReasons(self._index.roots, self._leases.values(), self._rule, self.loads.tiers)
         account = reasons.account(tokens, salt, match) if is_asked else Account.not_asked(len(tokens))
         account = account.blaming(Reason.LOAD_FAILED, load_failed_end)
@@ -215,6 +217,7 @@ class PrefixCache:
             if not match.position or self._leases:
                 return None
             match = self._rule.without_copy(match, upper, len(tokens))
+            upper = match.shared.run
             account = account.without_room(match.position)
             if not self._try_pin(upper, match, tokens, step_tokens):
                 return None
@@ -237,7 +240,7 @@ class PrefixCache:
 
     def _try_pin(self, upper: Run, match: Match, tokens: TokenBuffer, step_tokens: int) -> bool:
         """Pin what the match uses if the remaining blocks and a slot can be allocated."""
-        whole = match.end.num_blocks
+        whole = match.shared.num_blocks
         last = min(max(match.position + step_tokens, whole * BLOCK_TOKENS), max(len(tokens), 1))
         num_blocks = max(-(-last // BLOCK_TOKENS) - whole, 0)
         return self._memory.try_pin(upper, match, num_blocks, int(self._rule.needs_slots))
@@ -257,20 +260,14 @@ class PrefixCache:
         record_use(lease, None if self._rule.needs_slots else match.copied_run, self._memory, self._reuse)
         if match.copied_run is not None:
             self._copy_partial(lease, match.copied_run)
+        self._windows.advance(lease)
 
     def _plan_snapshots(self, lease: Lease, kv_tokens: int, marks: tuple[int, ...]) -> None:
         """Ask the placement at which positions the lease leaves snapshots."""
         if not self.is_enabled:
             return
         num_spare = self._allocator.num_free_slabs - self._num_reserved_slabs
-        admission = Admission(
-            lease.computed,
-            len(lease.tokens),
-            kv_tokens,
-            marks,
-            num_spare,
-            self._slot_tokens,
-        )
+        admission = Admission(lease.computed, len(lease.tokens), kv_tokens, marks, num_spare, self._slot_tokens)
         lease.planned_cuts = self._placement.on_admission(admission)
 
     def _copy_partial(self, lease: Lease, run: Run) -> None:
@@ -288,7 +285,7 @@ class PrefixCache:
         missing = -(-end // BLOCK_TOKENS) - len(lease.table)
         if missing <= 0:
             return True
-        if not self._memory.can_take(missing, 0):
+        if not self._windows.make_room(missing):
             return False
         lease.table += self._memory.take_promised_blocks(missing)
         return True
@@ -365,6 +362,7 @@ class PrefixCache:
             self._publisher.publish_cuts(lease)
         elif lease.planned_cuts and not self._rule.needs_slots:
             self._publisher.publish_for_followers(lease)
+        self._windows.advance(lease)
 
     def _fold(self, lease: Lease) -> None:
         """Fold what the lease's log holds into the state in ``lease.dst``, by an action."""
@@ -428,6 +426,7 @@ class PrefixCache:
         if not self._leave_last_snapshot(lease, kind) and lease.dst != NULL_SLOT:
             memory.free_slot(lease.dst)
         memory.take_back(lease)
+        self._windows.end(lease)
         self._logs.free(lease.log)
 
     def _leave_last_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
@@ -443,7 +442,7 @@ class PrefixCache:
         if not self.is_enabled or not lease.has_own_state or lease.computed == 0 or not self._placement.keeps(kind):
             return None
         place = find_home(lease.run, lease.tokens.data, lease.computed)
-        return place if snapshot_at(place, lease.computed) is None else None
+        return place if snapshot_at(place, lease.computed) is None and can_publish(place) else None
 
     def take_actions(self) -> list[Action]:
         """Return the actions issued since the last call, in order."""

@@ -10,12 +10,13 @@ from strandline.cache.lease import Lease
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.memory import resolve
 from strandline.cache.resting import NO_PLACE
+from strandline.cache.resume import BehindWindows, first_block_seen
 from strandline.cache.spills import OnTheirWay
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
-from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home
+from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, first_gap, held_child
 from strandline.cache.walk import walk
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT
 
 
 def check(checked: PrefixCache) -> None:
@@ -38,6 +39,9 @@ def check(checked: PrefixCache) -> None:
     for lease in cache.leases.values():
         _check_lease(lease)
     _check_index(cache)
+    if isinstance(cache.rule, BehindWindows):
+        _check_windows(cache.rule, runs)
+    _require(all(run.num_gaps == run.blocks.count(NULL_BLOCK) for run in runs), "gaps miscounted")
     for tier in checked.loads.tiers:
         spills = checked.loads.spills if tier.is_persistent else None
         _check_tier(cache, tier, OnTheirWay(0, set(), set()) if spills is None else spills.on_their_way())
@@ -107,11 +111,11 @@ def _check_users(cache: Internals, runs: list[Run]) -> None:
 
 def _check_owners(cache: Internals, runs: list[Run]) -> None:
     slots, blocks = cache.allocator.used()
-    block_owners = Counter(block for run in runs if not run.is_live for block in run.blocks)
+    block_owners = Counter(block for run in runs if not run.is_live for block in run.blocks if block)
     slot_owners = Counter(snapshot.slot for snapshot in _all_snapshots(cache, runs))
     published = set(slot_owners)
     for lease in cache.leases.values():
-        block_owners.update(lease.table[lease.num_published :])
+        block_owners.update(filter(None, lease.table[lease.num_published :]))
         owners = {cache.memory.owner(block) for block in lease.table[lease.num_published :]}
         _require(owners <= {None, lease.tail}, f"{lease.request_id}: a block of its own has an owner in the index")
         writes_slot = cache.rule.needs_slots and lease.transfer is None and lease.held is None
@@ -127,7 +131,7 @@ def _check_owners(cache: Internals, runs: list[Run]) -> None:
         counted == (len(slots), len(blocks)), f"{counted} slots and blocks counted, {len(slots)}, {len(blocks)} used"
     )
     for run in runs:
-        is_found = all(cache.memory.owner(block) is run for block in run.blocks)
+        is_found = all(cache.memory.owner(block) is run for block in run.blocks if block)
         _require(is_found, f"run at {run.start_block}: a block's owner is not recorded")
     doubles = [b for b, n in (block_owners | slot_owners).items() if n > 1]
     _require(not doubles, f"owned twice: {doubles}")
@@ -146,7 +150,7 @@ def _read_by(lease: Lease) -> tuple[Snapshot, ...]:
 
 def _check_evictable(cache: Internals, runs: list[Run]) -> None:
     memory = cache.memory
-    num_blocks = sum(len(run.blocks) for run in runs if run.num_users == 0)
+    num_blocks = sum(run.num_held for run in runs if run.num_users == 0)
     _require(memory.num_evictable_blocks == num_blocks, f"{memory.num_evictable_blocks} evictable, not {num_blocks}")
     attached = [s for s in _all_snapshots(cache, runs) if s.is_attached]
     entries: list[Entry] = [*runs, *attached]
@@ -177,7 +181,11 @@ def _check_logs(cache: Internals) -> None:
 def _check_lease(lease: Lease) -> None:
     name = lease.request_id
     path = [block for run in reversed(list(lease.run.ancestry())) for block in run.blocks]
-    _require(path == list(lease.table[: lease.num_published]), f"{name}: its table differs from its path")
+    table = lease.table[: lease.num_published]
+    differ = [index for index, (mine, block) in enumerate(zip(table, path, strict=True)) if mine != block]
+    are_left = all(index < lease.num_left and table[index] == NULL_BLOCK for index in differ)
+    _require(are_left, f"{name}: its table differs from its path")
+    _require(NULL_BLOCK not in lease.table[lease.num_left :], f"{name}: a block in its window was freed")
     data = b"".join(bytes(run.tokens) for run in reversed(list(lease.run.ancestry())))
     _require(lease.tokens.data.startswith(data), f"{name}: its path holds other tokens")
     _require(0 <= lease.folded <= lease.computed, f"{name}: folded {lease.folded} of {lease.computed} tokens")
@@ -190,6 +198,16 @@ def _check_lease(lease: Lease) -> None:
         if lease.source.is_attached:
             home, key = find_home(lease.run, lease.tokens.data, lease.computed)
             _require((home, key) == (lease.source.home, lease.source.stub_key), f"{name}: snapshot of another path")
+
+
+def _check_windows(rule: BehindWindows, runs: list[Run]) -> None:
+    """Check that every snapshot can be resumed."""
+    for run in runs:
+        for snapshot in (*run.snapshots.values(), *run.stubs.values()):
+            first, key = first_block_seen(snapshot.position, rule.window_tokens), snapshot.stub_key
+            last = run.end_block if key is not None else -(-snapshot.position // BLOCK_TOKENS)
+            is_held = first_gap(run, last, first) == last and (key is None or held_child(run, key) is not None)
+            _require(is_held, f"a block that the snapshot at {snapshot.position} needs was freed")
 
 
 def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) -> None:

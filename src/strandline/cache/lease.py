@@ -60,6 +60,7 @@ class Lease:
         "is_active",
         "kv_start",
         "log",
+        "num_left",
         "num_published",
         "planned_cuts",
         "request_id",
@@ -90,6 +91,8 @@ class Lease:
         self.table: array[int] = array("i")
         """Its blocks in order: published ones, which are shared and immutable, then its own."""
         self.num_published = 0
+        self.num_left = 0
+        """Blocks at the start of the table that lie behind its window: the null block stands for those freed since."""
         self.computed = 0
         """Tokens that have been computed and committed."""
         self.kv_start = 0

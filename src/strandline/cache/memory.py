@@ -30,7 +30,7 @@ from strandline.cache.tree import (
     snapshot_above,
 )
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, SlotId
 
 ALLOCATION_FAILED: Final = "an allocation failed after can_take had promised the memory"
 MAX_TRIM_SHARE: Final = 64
@@ -55,6 +55,8 @@ class CacheMemory:
         self.allocator = allocator
         self.announcer = announcer
         self.actions: list[Action] = []
+        self.on_dropped: Callable[[Snapshot], None] = _ignore
+        """Called with each snapshot that was removed from the index."""
         self.lower: LowerTier | None = None
         """The tier below the device, which takes in what is evicted; None: there is none."""
         self.num_evictable_blocks = 0
@@ -101,7 +103,8 @@ class CacheMemory:
     def can_take(self, num_blocks: int, num_slots: int) -> bool:
         """Return whether this many blocks and slots can be allocated, by eviction if needed.
 
-        Exact, since blocks can be moved to empty a slab, unless some in it are held. Slab 0 never becomes a slot.
+        Exact, since blocks can be moved to empty a slab, unless some in it are held. Slab 0 never becomes a slot. With
+        windows, eviction may free more: blocks of paths in use that only an evicted snapshot needed.
         """
         allocator = self.allocator
         size = allocator.blocks_per_slab
@@ -191,7 +194,7 @@ class CacheMemory:
         while node is not None:
             node.num_users += 1
             if node.num_users == 1:
-                self.num_evictable_blocks -= len(node.blocks)
+                self.num_evictable_blocks -= node.num_held
             node = node.parent
 
     def unpin_run(self, run: Run) -> None:
@@ -200,7 +203,7 @@ class CacheMemory:
         while node is not None:
             node.num_users -= 1
             if node.num_users == 0:
-                self.num_evictable_blocks += len(node.blocks)
+                self.num_evictable_blocks += node.num_held
                 if not node.children:
                     self.offer(node)
             node = node.parent
@@ -229,13 +232,13 @@ class CacheMemory:
         """Add a user to this run alone: one that is a user of all above it already."""
         run.num_users += 1
         if run.num_users == 1:
-            self.num_evictable_blocks -= len(run.blocks)
+            self.num_evictable_blocks -= run.num_held
 
     def remove_user(self, run: Run) -> None:
         """Remove a user from this run alone."""
         run.num_users -= 1
         if run.num_users == 0:
-            self.num_evictable_blocks += len(run.blocks)
+            self.num_evictable_blocks += run.num_held
             self.offer(run)
 
     def pin_snapshot(self, snapshot: Snapshot) -> None:
@@ -258,7 +261,8 @@ class CacheMemory:
         """Free the blocks that are a lease's own, and unpin its path."""
         tail = lease.tail
         kept = tail.blocks[0] if tail is not None else None
-        self.free_blocks([block for block in lease.table[lease.num_published :] if block != kept])
+        own = lease.table[lease.num_published :]
+        self.free_blocks([block for block in own if block not in (kept, NULL_BLOCK)])
         if tail is not None:
             tail.is_live = False
             self.remove_user(tail)
@@ -311,6 +315,10 @@ class CacheMemory:
     def _queue_of(self, entry: Entry) -> EvictionQueue[Entry]:
         return self._queue if isinstance(entry, Snapshot) else self._block_queue
 
+    def evict(self) -> bool:
+        """Evict the entry of least worth. False: there is none."""
+        return self._evict_one(self._queue, 1)
+
     def _evict_one(self, queue: EvictionQueue[Entry], num_blocks: int) -> bool:
         """Evict the entry of least worth; of a run, about ``num_blocks`` blocks. False: there is none."""
         entry = queue.pop()
@@ -345,6 +353,7 @@ class CacheMemory:
         if snapshot.num_readers == 0:
             self.num_evictable_slots -= 1
             self.free_slot(snapshot.slot)
+        self.on_dropped(snapshot)
 
     def _trim(self, run: Run, num_blocks: int) -> None:
         """Evict the last block of a childless, unused run, and the snapshots that need it.
@@ -374,6 +383,7 @@ class CacheMemory:
         if self.lower is not None:
             self._demote_blocks(self.lower, run, kept)
         del run.blocks[kept:], run.hashes[kept:]
+        run.num_gaps -= evicted.count(NULL_BLOCK)
         del run.tokens[kept * BLOCK_KEY_BYTES :]
         ghost_tokens = num_blocks * BLOCK_TOKENS + max(run.evicted_children.values(), default=0)
         run.evicted_children.clear()
@@ -425,7 +435,24 @@ class CacheMemory:
             first = run.start_block + kept
             lower.demote_blocks(salt, data, first, run.blocks[kept:], use=run.use, is_shared=run.is_shared)
 
+    def open_gap(self, run: Run, index: int) -> None:
+        """Free one block of a run, which keeps its tokens."""
+        place = index - run.start_block
+        block, run.blocks[place] = run.blocks[place], NULL_BLOCK
+        run.num_gaps += 1
+        self.revision += 1
+        self.num_evictable_blocks -= run.num_users == 0
+        self.disown((block,))
+        self.free_blocks((block,))
+
+    def fill_gap(self, run: Run, index: int, block: int) -> None:
+        """Put a lease's block into a gap of a run that is in use."""
+        run.blocks[index - run.start_block] = block
+        run.num_gaps -= 1
+        self.own(run, run.blocks)
+
     def _free_indexed(self, blocks: "array[int]") -> None:
+        blocks = array("i", filter(None, blocks))
         self.revision += 1
         self.disown(blocks)
         self.num_evictable_blocks -= len(blocks)
@@ -461,6 +488,10 @@ def _run_of_last_block(snapshot: Snapshot) -> Run | None:
     """Return a run that holds the last block that a snapshot needs."""
     home, key = snapshot.home, snapshot.stub_key
     return home if key is None else child_with_prefix(home, key)
+
+
+def _ignore(snapshot: Snapshot) -> None:
+    """Do nothing where no windows are."""
 
 
 def _can_evict(entry: Entry) -> bool:

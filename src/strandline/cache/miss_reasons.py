@@ -45,7 +45,7 @@ class MissReasons:
     def _account(self, tokens: TokenBuffer, salt: str, match: Match | None) -> Account:
         if match is None:
             return Account(len(tokens), 0, 0, None, tuple(self.beyond(tokens, salt, None)) if len(tokens) else ())
-        end, hit, snapshot = match
+        end, hit, snapshot = match.end, match.position, match.snapshot
         misses = list[Miss]()
         if hit < end.kv_tokens:
             misses.append(Miss(self._rule.why_not_deeper(match, tokens.data), hit, end.kv_tokens))

@@ -22,13 +22,23 @@ from strandline.cache.tree import (
     attach_snapshot,
     child_with_prefix,
     find_home,
+    held_child,
     remove_child,
     snapshot_at,
     split,
     tail_that_begins,
 )
 from strandline.cache.use import NO_INTERARRIVAL, Use
-from strandline.ids import BLOCK_TOKENS
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
+
+
+def can_publish(place: Place) -> bool:
+    """Return whether the tokens of a snapshot's block are held, or can be published.
+
+    They cannot if the block is in the index with more tokens than are known here, and was freed behind all windows.
+    """
+    home, stub_key = place
+    return stub_key is None or child_with_prefix(home, stub_key) is None or held_child(home, stub_key) is not None
 
 
 class Publisher:
@@ -106,9 +116,22 @@ class Publisher:
             self._memory.own(existing, existing.blocks)
         self._memory.add_user(existing)
         first, lease.num_published = lease.num_published, lease.num_published + num_same
-        self._memory.free_blocks(lease.table[first : lease.num_published])
+        copies = lease.table[first : lease.num_published]
+        if existing.num_gaps:
+            copies = self._fill_gaps(existing, copies)
+        self._memory.free_blocks(copies)
         lease.table[first : lease.num_published] = existing.blocks
         lease.run = existing
+
+    def _fill_gaps(self, run: Run, blocks: "array[int]") -> "array[int]":
+        """Put a lease's blocks into the gaps among a run's; return the others."""
+        others = array("i")
+        for index, block in enumerate(blocks, run.start_block):
+            if run.blocks[index - run.start_block] == NULL_BLOCK:
+                self._memory.fill_gap(run, index, block)
+            else:
+                others.append(block)
+        return others
 
     def publish_partial_block(self, lease: Lease) -> None:
         """Publish the computed tokens of the block that the lease is filling, or count a use of those in the index."""
@@ -143,7 +166,7 @@ class Publisher:
         lease.cuts = [cut for cut in lease.cuts if cut.position > lease.computed]
         for cut in reached:
             place = find_home(lease.run, lease.tokens.data, cut.position)
-            if snapshot_at(place, cut.position) is None:
+            if snapshot_at(place, cut.position) is None and can_publish(place):
                 self.publish(lease, cut, place)
             else:
                 self._memory.free_slot(cut.slot)

@@ -6,7 +6,7 @@ from typing import ClassVar, Final, NamedTuple, Protocol
 
 from strandline.cache.account import Reason
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
-from strandline.cache.tree import Run, Snapshot
+from strandline.cache.tree import Run, Snapshot, first_gap, held_child
 from strandline.cache.walk import Walk, deepest_snapshot, walk
 from strandline.ids import BLOCK_TOKENS
 from strandline.specs import ModelSpec
@@ -20,18 +20,25 @@ class Match(NamedTuple):
     """The tokens before it are hit."""
     snapshot: Snapshot | None
     """The snapshot at ``position``; None: nothing is hit, or the model keeps no states."""
+    held: Walk | None = None
+    """The part of ``end`` whose blocks the request shares, where it reaches less far; None: all."""
+
+    @property
+    def shared(self) -> Walk:
+        """What the request shares of the tree."""
+        return self.held or self.end
 
     @property
     def copied_run(self) -> Run | None:
         """The run whose block a request copies in part, because it resumes inside that block; None: it does not."""
-        return self.end.partial_run if self.position > self.end.num_blocks * BLOCK_TOKENS else None
+        return self.shared.partial_run if self.position > self.shared.num_blocks * BLOCK_TOKENS else None
 
     @property
     def source(self) -> Snapshot | Run | None:
         """What the request resumes from: the snapshot, or, without states, the deepest run; None: nothing is hit."""
         if self.position == 0:
             return None
-        return self.snapshot or self.copied_run or self.end.run
+        return self.snapshot or self.copied_run or self.shared.run
 
 
 NO_MATCH: Final = Match(Walk(Run(None, 0, b"", array("i")), 0, None, 0), 0, None)
@@ -40,6 +47,10 @@ NO_MATCH: Final = Match(Walk(Run(None, 0, b"", array("i")), 0, None, 0), 0, None
 
 class ResumeRule(Protocol):
     """Finds where prompts resume."""
+
+    @property
+    def window_tokens(self) -> int | None:
+        """Blocks further behind than this are freed, except those that snapshots need; None: none are."""
 
     @property
     def needs_slots(self) -> bool:
@@ -67,6 +78,7 @@ class AtSnapshots:
     """For models that keep states: prompts resume at the deepest snapshot on their path."""
 
     needs_slots: ClassVar[bool] = True
+    window_tokens: ClassVar[int | None] = None
 
     def match(self, root: Run, data: bytearray) -> Match:
         end = walk(root, data)
@@ -84,6 +96,11 @@ class AtSnapshots:
         return Reason.SNAPSHOT_EVICTED if _lost_snapshot(match, data) else Reason.NO_SNAPSHOT
 
 
+def first_block_seen(position: int, window_tokens: int) -> int:
+    """Return the first block that computing from a position on reads."""
+    return max(position - window_tokens + 1, 0) // BLOCK_TOKENS
+
+
 @dataclass(frozen=True, slots=True)
 class AtTokens:
     """For models that keep no states: prompts resume at any token whose KV is cached, without slots.
@@ -95,6 +112,7 @@ class AtTokens:
     """Prompts resume at multiples of this only."""
 
     needs_slots: ClassVar[bool] = False
+    window_tokens: ClassVar[int | None] = None
 
     def match(self, root: Run, data: bytearray) -> Match:
         end = walk(root, data)
@@ -116,13 +134,52 @@ class AtTokens:
 AT_SNAPSHOTS = AtSnapshots()
 
 
-def resume_rule(spec: ModelSpec, *, grid_tokens: int = 1) -> ResumeRule:
+@dataclass(frozen=True, slots=True)
+class BehindWindows:
+    """For models that keep states and whose attention all has windows: ``Windows`` frees what lies behind them.
+
+    All blocks that a snapshot needs are held. A request shares those from its window on, up to the first gap.
+    """
+
+    window_tokens: int
+    """Tokens that a token sees, itself among them: the most of any layer."""
+
+    needs_slots: ClassVar[bool] = True
+
+    def match(self, root: Run, data: bytearray) -> Match:
+        found = AT_SNAPSHOTS.match(root, data)
+        shared, position = found.end, found.position
+        gap = first_gap(shared.run, shared.num_blocks, first_block_seen(position, self.window_tokens))
+        if gap < shared.num_blocks:
+            run = next(run for run in shared.run.ancestry() if run.start_block < gap or run.parent is None)
+            shared = Walk(run, gap, None, 0)
+        if position > shared.num_blocks * BLOCK_TOKENS and shared.num_blocks == shared.run.end_block:
+            # A stub: any child that begins with its tokens may hold them.
+            stub_key = bytes(data[shared.num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES])
+            shared = shared._replace(partial_run=held_child(shared.run, stub_key))
+        return found if shared is found.end else found._replace(held=shared)
+
+    def last(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def without_copy(self, match: Match, upper: Run, num_tokens: int) -> Match:
+        """Return a match of nothing: what the match shares begins at its window."""
+        return Match(match.end, 0, None, Walk(list(upper.ancestry())[-1], 0, None, 0))
+
+    def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
+        return AT_SNAPSHOTS.why_not_deeper(match, data)
+
+
+def resume_rule(spec: ModelSpec, *, grid_tokens: int = 1, window_tokens: int | None = None) -> ResumeRule:
     """Return the rule for a model.
 
     Args:
         grid_tokens: resume at multiples of this only, where the model keeps no states.
+        window_tokens: free what lies further behind than this; None: nothing.
     """
-    return AT_SNAPSHOTS if spec.has_states else AtTokens(grid_tokens)
+    if not spec.has_states:
+        return AtTokens(grid_tokens)
+    return AT_SNAPSHOTS if window_tokens is None else BehindWindows(window_tokens)
 
 
 def _lost_snapshot(match: Match, data: bytearray) -> bool:

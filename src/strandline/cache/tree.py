@@ -21,7 +21,7 @@ from strandline.cache.account import SnapshotKind
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, SlotId
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -119,6 +119,7 @@ class Run:
         "last_push",
         "last_tick",
         "num_announced",
+        "num_gaps",
         "num_users",
         "num_waiters",
         "parent",
@@ -139,6 +140,9 @@ class Run:
         self.start_block = start_block
         self.tokens = bytearray(tokens)
         self.blocks = blocks
+        """The null block stands for one that was freed because it lies behind every window (``Windows``)."""
+        self.num_gaps = 0
+        """How many of its blocks were."""
         self.children: dict[bytes, Run] = {}
         self.child_keys: list[bytes] = []
         """The children's keys, sorted."""
@@ -174,6 +178,11 @@ class Run:
     @property
     def end_block(self) -> int:
         return self.start_block + len(self.blocks)
+
+    @property
+    def num_held(self) -> int:
+        """How many of its blocks take memory."""
+        return len(self.blocks) - self.num_gaps
 
     @property
     def end_tokens(self) -> int:
@@ -311,6 +320,8 @@ def split(run: Run, at_block: int) -> Run:
     upper.tokens, run.tokens = run.tokens, run.tokens[count * BLOCK_KEY_BYTES :]
     run.blocks = run.blocks[count:]
     del upper.tokens[count * BLOCK_KEY_BYTES :], upper.blocks[count:]
+    upper.num_gaps = upper.blocks.count(NULL_BLOCK) if run.num_gaps else 0
+    run.num_gaps -= upper.num_gaps
     upper.hashes, run.hashes = run.hashes[:count], run.hashes[count:]
     upper.num_announced = min(run.num_announced, count)
     run.num_announced -= upper.num_announced
@@ -431,6 +442,30 @@ def child_with_prefix(run: Run, prefix: bytes) -> Run | None:
     if place < len(run.child_keys) and run.child_keys[place].startswith(prefix):
         return run.children[run.child_keys[place]]
     return None
+
+
+def held_child(run: Run, prefix: bytes) -> Run | None:
+    """Return a child whose first block begins with ``prefix`` and takes memory, or None."""
+    place = bisect_left(run.child_keys, prefix)
+    while place < len(run.child_keys) and run.child_keys[place].startswith(prefix):
+        child = run.children[run.child_keys[place]]
+        if child.blocks[0] != NULL_BLOCK:
+            return child
+        place += 1
+    return None
+
+
+def first_gap(run: Run, num_blocks: int, first: int) -> int:
+    """Return the first block in ``[first, num_blocks)`` of the path to a run that is a gap; else ``num_blocks``."""
+    found = num_blocks
+    for node in run.ancestry():
+        if node.end_block <= first:
+            break
+        if node.num_gaps:
+            held = node.blocks[max(first - node.start_block, 0) : num_blocks - node.start_block]
+            if NULL_BLOCK in held:
+                found = max(first, node.start_block) + held.index(NULL_BLOCK)
+    return found
 
 
 def tail_that_begins(run: Run, key: bytes) -> Run | None:

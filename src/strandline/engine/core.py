@@ -358,17 +358,22 @@ def new_scheduler(
 ) -> Scheduler:
     """Return a scheduler over an empty cache."""
     chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
+    lower = _lower_memories(facts, config.snapshot_dtype) if has_lower_tiers else []
+    # Other memory and other engines take whole prefixes.
+    is_alone = not lower and config.kv_transfer is None
+    grid_tokens = BLOCK_TOKENS if config.deterministic else 1
+    window_tokens = facts.spec.window_tokens if is_alone else None
     cache = PrefixCache(
         facts.num_slabs,
         facts.spec.blocks_per_slab,
-        rule=resume_rule(facts.spec, grid_tokens=BLOCK_TOKENS if config.deterministic else 1),
+        rule=resume_rule(facts.spec, grid_tokens=grid_tokens, window_tokens=window_tokens),
         placement=OnGrid(chosen) if config.deterministic else chosen,
         enabled=config.enable_prefix_caching,
         clock=SYSTEM_CLOCK,
         num_logs=config.max_num_seqs if facts.log_tokens or facts.draft_tokens else 0,
         log_tokens=facts.log_tokens,
         emits_events=emits_events,
-        lower=_lower_memories(facts, config.snapshot_dtype) if has_lower_tiers else [],
+        lower=lower,
     )
     max_num_batched_tokens = choose_batched_tokens(config, facts.device_type)
     threshold = config.long_prefill_token_threshold

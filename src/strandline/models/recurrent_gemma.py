@@ -1,6 +1,6 @@
 """RecurrentGemma: two layers of gated linear recurrent units, then one of sliding-window attention, and so on.
 
-Keys and values of all tokens are kept; those outside of the window are masked.
+All attention has the same window, so that the cache frees the keys and values behind it.
 
 Source: ``transformers`` (``recurrent_gemma``).
 """

@@ -25,6 +25,7 @@ from strandline.cache import (
     StoreOut,
 )
 from strandline.cache.actions import StoredPath
+from strandline.cache.resume import BehindWindows
 from strandline.cache.tokens import decode
 from strandline.cache.tree import Run
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT, BlockId, LogId, SlotId, TransferId
@@ -156,7 +157,7 @@ class Device:
         assert lease.computed < end <= len(tokens)
         self._check_state(lease, tokens)
         writable = max(lease.kv_start, lease.computed)
-        for block, start, expected in _by_block(lease, tokens[:writable]):
+        for block, start, expected in _by_block(lease, tokens[:writable], cache):
             assert self._cells[block][: len(expected)] == list(expected), f"keys of tokens from {start} on are wrong"
         claimed = claimed_cells(cache)
         for position in range(writable, end):
@@ -216,11 +217,11 @@ class Device:
         for lease in cache.internals().leases.values():
             self._check_state(lease, tuple(decode(lease.tokens.data)))
             ready = tuple(decode(lease.tokens.slice(0, max(lease.kv_start, lease.computed))))
-            for block, _, expected in _by_block(lease, ready):
+            for block, _, expected in _by_block(lease, ready, cache):
                 assert self._cells[block][: len(expected)] == list(expected), f"block {block} of {lease.request_id}"
         self._verify_resting(cache)
         for run in runs(cache):
-            for index, block in enumerate(run.blocks):
+            for index, block in _held(run):
                 known = decode(run.tokens[index * BLOCK_TOKENS * 4 : (index + 1) * BLOCK_TOKENS * 4])
                 assert self._cells[block][: len(known)] == known, f"the index's block {block} is wrong"
 
@@ -240,10 +241,19 @@ class Device:
                         assert self.stored[node.place] == tuple(decode(node.key)), "a resting block is another"
 
 
-def _by_block(lease: Lease, tokens: Tokens) -> Iterator[tuple[BlockId, int, Tokens]]:
-    """Yield the lease's blocks with the position and the tokens that each should hold."""
+def _by_block(lease: Lease, tokens: Tokens, cache: PrefixCache) -> Iterator[tuple[BlockId, int, Tokens]]:
+    """Yield the lease's blocks with the position and the tokens that each should hold, but those behind its window."""
+    rule = cache.internals().rule
+    first = lease.computed - rule.window_tokens + 1 if isinstance(rule, BehindWindows) else 0
     for start in range(0, len(tokens), BLOCK_TOKENS):
-        yield BlockId(lease.table[start // BLOCK_TOKENS]), start, tokens[start : start + BLOCK_TOKENS]
+        block = BlockId(lease.table[start // BLOCK_TOKENS])
+        if block != NULL_BLOCK or start + BLOCK_TOKENS > first:
+            yield block, start, tokens[start : start + BLOCK_TOKENS]
+
+
+def _held(run: Run) -> Iterator[tuple[int, int]]:
+    """Yield the blocks of a run that take memory, with their index in it."""
+    return ((index, block) for index, block in enumerate(run.blocks) if block != NULL_BLOCK)
 
 
 def runs(cache: PrefixCache) -> list[Run]:
@@ -259,5 +269,5 @@ def claimed_cells(cache: PrefixCache) -> dict[BlockId, int]:
     return {
         BlockId(block): min(BLOCK_TOKENS, len(run.tokens) // 4 - index * BLOCK_TOKENS)
         for run in runs(cache)
-        for index, block in enumerate(run.blocks)
+        for index, block in _held(run)
     }

@@ -153,7 +153,8 @@ class Attention(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        return kv_spec(self.config.num_kv_heads, self.config.head_dim, self.kv_dtype)
+        spec = kv_spec(self.config.num_kv_heads, self.config.head_dim, self.kv_dtype)
+        return replace(spec, window_tokens=self.config.window_tokens)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
