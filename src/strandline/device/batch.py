@@ -55,7 +55,8 @@ class SequenceColumns(NamedTuple, Generic[Column]):
 
 
 NUM_PLANNED: Final = SequenceColumns._fields.index("pending") + 1
-PLANNED_FIELDS: Final = attrgetter(*SequenceColumns._fields[:NUM_PLANNED])
+PLANNED_NAMES: Final = SequenceColumns._fields[:NUM_PLANNED]
+PLANNED_FIELDS: Final = attrgetter(*PLANNED_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ def build_host_batch(
         columns=columns,
         token_ids_T=token_ids,
         query_starts_N1=query_starts,
-        block_table_NM=_block_tables(sequences, ends),
+        block_table_NM=block_tables(sequences, (-(-ends // BLOCK_TOKENS)).tolist()),
         chunks=chunks,
         cut_rows_C=cut_rows_C + num_decode_rows,
         replay=replay,
@@ -289,9 +290,8 @@ def _logs(host: HostBatch, columns: SequenceColumns[Tensor]) -> LogBatch:
     )
 
 
-def _block_tables(sequences: Sequence[SequencePlan], ends: np.ndarray) -> np.ndarray:
-    """Return the tables as far as the step reads them, int32 ``[N, M]``, padded with the null block."""
-    num_blocks = (-(-ends // BLOCK_TOKENS)).tolist()
+def block_tables(sequences: Sequence[SequencePlan], num_blocks: Sequence[int]) -> np.ndarray:
+    """Return the first blocks of each sequence's table, int32 ``[N, M]``, padded with the null block."""
     tables = np.zeros((len(sequences), max(num_blocks)), dtype=np.int32)
     for row, (sequence, count) in enumerate(zip(sequences, num_blocks, strict=True)):
         tables[row, :count] = np.frombuffer(sequence.block_table, dtype=np.int32, count=count)

@@ -36,6 +36,9 @@ class ExecutorFacts:
     """Size of the host memory below the device, in blocks; 0: there is none."""
     draft_tokens: int = 0
     """Most drafts of a sequence in a step; 0: none are made."""
+    corrects_lengths: bool = False
+    """Whether, once graphs are captured, steps in which all sequences verify drafts can be launched before it is known
+    how many drafts of the step before are accepted."""
     num_ranks: int = 1
     """Ranks that the model is divided among. Sizes are those of one rank, and the same for all."""
     start_s: dict[str, float] = field(default_factory=dict)

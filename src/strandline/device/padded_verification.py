@@ -1,29 +1,36 @@
 """A step that verifies drafts, padded to a fixed size, so that a CUDA graph that was captured at that size can be
 replayed for it.
 
-Every sequence of such a step computes its certain token, and drafts behind it. As in ``padded_step.py`` all integers
-lie in one buffer. Where a step is smaller than the size,
+Every sequence of such a step computes its certain token, and drafts behind it. The host says of each sequence what it
+knows; the tables of rows and chunks are made of that on the device, where the step before may have to correct it first
+(``LastVerification``). Among the replayed rows each sequence has as many places for logged tokens as there can be, and
+the logged ones are the last of these: where its own rows are does not depend on how many there are.
+
+Where a step is smaller than the size,
 
 - *sequences* are empty, but for one behind all others, the *filler*: it has the unused rows, and attends to the null
   block;
-- *chunks* are empty; no chunk has the filler's rows;
-- logged tokens and the filler's rows are copied to the last of the replayed rows, which gives zeros, and drafts to the
-  null log.
+- empty sequences have no chunks, and no chunk has the filler's rows;
+- the filler's rows, and places of logged tokens that there are not, are copied to the last of the replayed rows, which
+  gives zeros, and drafts that there are not to the null log.
 
-Shape suffixes as in ``kernels/batch.py``; I integers of the buffer, D drafts of a sequence.
+Shape suffixes as in ``kernels/batch.py``; I integers of the buffer, C chunks, D drafts of a sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.device.batch import HostBatch, HostReplay, SequenceColumns
+from strandline.device.batch import PLANNED_NAMES, HostReplay, SequenceColumns
 from strandline.device.padded_step import TYPICAL_CONTEXT_TOKENS
 from strandline.device.upload import ALIGN_ITEMS
-from strandline.ids import BLOCK_TOKENS
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_SLOT
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks
@@ -31,8 +38,11 @@ from strandline.kernels.replay import insert_logged
 from strandline.kernels.step import locate_rows
 from strandline.records.plan import SequencePlan
 
-CHUNKS_OF_SEQUENCE = 3
-"""Of a few tokens: they may lie across the grid, and there is a cut."""
+VERIFIED_NAMES: Final = (*PLANNED_NAMES, "num_drafts", "next_drafts")
+VERIFIED_FIELDS: Final = attrgetter(*VERIFIED_NAMES)
+
+CHUNKS_OF_SEQUENCE: Final = 2
+"""Logged tokens and certain ones, then drafts. Kernels of a few tokens need no chunks on the 64-token grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +71,9 @@ class VerificationSize:
         """Return the columns of the step's block table: as many as the longest request has blocks, or the filler."""
         return -(-max(max_model_len, self.num_rows) // BLOCK_TOKENS)
 
-    def has_room_for(self, host: HostBatch, sequences: Sequence[SequencePlan]) -> bool:
+    def has_room_for(self, sequences: Sequence[SequencePlan]) -> bool:
         """Whether a step of sequences that all verify drafts, and draft behind these, fits in."""
-        if host.num_decodes or host.num_sequences > self.num_sequences:
+        if len(sequences) > self.num_sequences:
             return False
         return all(
             max(sequence.num_drafts, sequence.num_logged, sequence.next_drafts) <= self.draft_tokens
@@ -76,15 +86,11 @@ class PaddedVerification:
 
     def __init__(self, size: VerificationSize) -> None:
         self.size = size
-        num_drafts = size.num_sequences * size.draft_tokens
-        of_sequences = (*SequenceColumns._fields, "num_drafts", "next_drafts", "hidden_slots")
         lengths = {
             "token_ids": size.num_rows,
-            **dict.fromkeys(of_sequences, size.num_sequences + 1),
-            **dict.fromkeys(("query_starts", "first_chunks"), size.num_sequences + 2),
-            **dict.fromkeys(("starts", "lengths", "cut_slots"), size.num_chunks),
-            **dict.fromkeys(("step_rows", "verdicts"), size.num_rows),
-            **dict.fromkeys(("logged_rows", "logged_places", "draft_rows", "draft_places"), num_drafts),
+            **dict.fromkeys((*SequenceColumns._fields, "num_drafts", "next_drafts"), size.num_sequences + 1),
+            "query_starts": size.num_sequences + 2,
+            "verdicts": size.num_rows,
         }
         self._places = dict[str, slice]()
         start = 0
@@ -125,55 +131,118 @@ class PaddedVerification:
             most_rows=1 + size.draft_tokens,
         )
         any_chunk = (1,) * size.num_chunks
+        tables = self._tables(named)
         chunks = Chunks((0,) * (num_sequences + 1), any_chunk, any_chunk, any_chunk, is_short=True).with_tensors(
-            [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
+            [tables[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
         )
-        tables = (named[name] for name in HostReplay._fields)
+        columns = (tables[name] for name in HostReplay._fields)
         insert = kernels[insert_logged]
-        replay = ReplayBatch(size.num_replayed_rows, *tables, insert_logged=insert, is_padded=True)
-        recurrent = RecurrentBatch(named["state_src"], named["state_dst"], chunks, replay=replay)
+        replay = ReplayBatch(size.num_replayed_rows, *columns, insert_logged=insert, is_padded=True)
+        recurrent = RecurrentBatch(named["state_src"], tables["state_dst"], chunks, replay=replay)
         return StepBatch(named["token_ids"], rows.positions_T, 0, 0, attention, recurrent)
 
-    def fill(self, buffer_I: np.ndarray, host: HostBatch, sequences: Sequence[SequencePlan]) -> None:
+    def _tables(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tables of chunks and of replayed rows, made of what is known of each sequence.
+
+        A sequence that has ended, whose ``state_dst`` is the null slot, stores neither a state nor drafts.
+        """
+        size = self.size
+        count, depth, end = size.num_sequences, size.draft_tokens, size.num_replayed_rows
+        starts_N1 = named["query_starts"]
+        first_row_N, num_rows_N = starts_N1[:count], starts_N1[1 : count + 1] - starts_N1[:count]
+        num_logged_N, num_drafts_N = named["num_logged"][:count], named["num_drafts"][:count]
+        slot_N, log_N = named["state_dst"][:count], named["log"][:count]
+        place_D, index_N = (torch.arange(number, device=starts_N1.device) for number in (depth, count + 2))
+        own_row_N = first_row_N + (index_N[:count] + 1) * depth
+        is_real_N, has_drafts_N = num_rows_N > 0, num_drafts_N > 0
+        certain_rows_N = num_rows_N - num_drafts_N
+        parts_N2 = torch.stack((own_row_N - num_logged_N, own_row_N + certain_rows_N), 1)
+        lengths_N2 = torch.stack((num_logged_N + certain_rows_N, num_drafts_N), 1)
+        cut_N2 = torch.stack((slot_N * has_drafts_N, torch.zeros_like(slot_N)), 1)
+        row_T = torch.arange(size.num_rows, device=starts_N1.device)
+        sequence_T = sequence_of_rows(starts_N1, size.num_rows)
+        is_logged_ND = place_D < num_logged_N[:, None]
+        is_draft_ND = place_D < num_drafts_N[:, None]
+        first_place_N1 = (log_N * depth)[:, None]
+        is_kept_ND = is_draft_ND & (slot_N != NULL_SLOT)[:, None]
+        return {
+            "first_chunks": CHUNKS_OF_SEQUENCE * index_N.minimum(is_real_N.sum()),
+            "starts": F.pad(torch.where(is_real_N[:, None], parts_N2, end).flatten(), (0, 1), value=end),
+            "lengths": F.pad(lengths_N2.flatten(), (0, 1)),
+            "cut_slots": F.pad(cut_N2.flatten(), (0, 1)),
+            "state_dst": F.pad(slot_N * ~has_drafts_N, (0, 1)),
+            "step_rows": torch.where(sequence_T < count, row_T + (sequence_T + 1) * depth, end - 1),
+            "logged_rows": torch.where(is_logged_ND, parts_N2[:, :1] + place_D, end - 1).flatten(),
+            "logged_places": ((first_place_N1 + place_D) * is_logged_ND).flatten(),
+            "draft_rows": ((first_row_N[:, None] + 1 + place_D) * is_draft_ND).flatten(),
+            "draft_places": (first_place_N1 * is_kept_ND + place_D).flatten(),
+        }
+
+    def fill(self, buffer_I: np.ndarray, sequences: Sequence[SequencePlan]) -> None:
         """Write a step that there is room for into a buffer of zeros."""
-        size, count, num_rows = self.size, host.num_sequences, len(host.token_ids_T)
+        size, count = self.size, len(sequences)
         named = {name: buffer_I[place] for name, place in self._places.items()}
-        named["token_ids"][:num_rows] = host.token_ids_T
-        for name, column in zip(SequenceColumns._fields, host.columns, strict=True):
+        token_ids = [token for sequence in sequences for token in sequence.token_ids]
+        num_rows = len(token_ids)
+        named["token_ids"][:num_rows] = token_ids
+        planned_NF = np.array(list(map(VERIFIED_FIELDS, sequences)), dtype=np.int64)
+        for name, column in zip(VERIFIED_NAMES, planned_NF.T, strict=True):
             named[name][:count] = column
-        named["num_drafts"][:count] = [sequence.num_drafts for sequence in sequences]
-        named["next_drafts"][:count] = [sequence.next_drafts for sequence in sequences]
-        named["hidden_slots"][:count] = [sequence.state_dst for sequence in sequences]
-        named["query_starts"][: count + 1] = host.query_starts_N1
-        named["query_starts"][count + 1 : -1] = num_rows
-        named["query_starts"][-1] = size.num_rows
+        starts = named["query_starts"]
+        np.cumsum(planned_NF[:, -2] + 1, out=starts[1 : count + 1])
+        starts[count + 1 : -1] = num_rows
+        starts[-1] = size.num_rows
         named["end"][-1] = size.num_rows - num_rows
 
-        num_chunks = len(host.chunks.starts)
-        named["first_chunks"][: count + 1] = host.chunks.first_chunks
-        named["first_chunks"][count + 1 :] = num_chunks
-        named["starts"][:num_chunks] = host.chunks.starts
-        named["starts"][num_chunks:] = size.num_replayed_rows
-        named["lengths"][:num_chunks] = host.chunks.lengths
-        named["cut_slots"][:num_chunks] = host.chunks.cut_slots
-        self._fill_replay(named, host)
 
-    def _fill_replay(self, named: dict[str, np.ndarray], host: HostBatch) -> None:
-        """Write which rows are logged, and which are drafts."""
-        num_rows, last = len(host.token_ids_T), self.size.num_replayed_rows - 1
-        named["step_rows"][num_rows:] = named["logged_rows"][:] = last
-        if host.replay is None:
-            named["step_rows"][:num_rows] = np.arange(num_rows)
-            return
-        for name, column in zip(HostReplay._fields, host.replay, strict=True):
-            named[name][: len(column)] = column
+def sequence_of_rows(query_starts_N1: Tensor, num_rows: int) -> Tensor:
+    """Return the sequence of each row; empty sequences have none."""
+    return torch.searchsorted(query_starts_N1[1:], torch.arange(num_rows, device=query_starts_N1.device), right=True)
 
 
-def is_verification(sequence: SequencePlan) -> bool:
-    """Whether a sequence computes its certain token and drafts alone, from a state of its own."""
-    num_rows = sequence.end - sequence.start
-    is_certain_and_drafts = num_rows == 1 + sequence.num_drafts and not sequence.cuts
-    return is_certain_and_drafts and sequence.has_own_state and sequence.is_sampled
+class LastVerification:
+    """What the last step that verified drafts left on the device, row by row of its sequences: the next step may have
+    been planned without it. Its tensors stay where they are, for graphs.
+
+    Shape suffixes: P rows; the others as above.
+    """
+
+    def __init__(self, max_num_seqs: int, draft_tokens: int, device: torch.device) -> None:
+        self.num_accepted_P = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.tokens_P = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        """What was chosen behind the accepted drafts."""
+        self.drafts_PD = torch.zeros(max_num_seqs, draft_tokens, dtype=torch.int64, device=device)
+        """Behind these."""
+
+    def store(self, num_accepted_N: Tensor, tokens_N: Tensor, drafts_ND: Tensor) -> None:
+        """Take what a step found; rows that pad it are of no account."""
+        count = len(tokens_N)
+        self.num_accepted_P[:count].copy_(num_accepted_N)
+        self.tokens_P[:count].copy_(tokens_N)
+        self.drafts_PD[:count, : drafts_ND.shape[1]].copy_(drafts_ND)
+
+    def correct(self, padded: PaddedVerification, buffer_I: Tensor, stop_ids_XS: Tensor) -> None:
+        """Complete sequences that were planned as if no draft of the step before were accepted, in place.
+
+        They begin behind the accepted drafts, which are logged, with the token that was chosen there. Where that is one
+        of the sequence's stop tokens, or none could be chosen, the sequence has ended: its slot becomes the null slot.
+        """
+        named, size = padded.named(buffer_I), padded.size
+        count, depth = size.num_sequences, size.draft_tokens
+        source_N, is_pending_N = named["source_row"][:count], named["pending"][:count] != 0
+        token_N = self.tokens_P[source_N]
+        num_accepted_N = self.num_accepted_P[source_N] * is_pending_N
+        for name in ("start", "end", "num_logged"):
+            named[name][:count] += num_accepted_N
+        is_stop_N = (stop_ids_XS[named["stop_set"][:count]] == token_N[:, None]).any(-1) | (token_N == NO_TOKEN)
+        named["state_dst"][:count].masked_fill_(is_pending_N & is_stop_N, NULL_SLOT)
+        taken_ND = torch.cat((token_N[:, None], self.drafts_PD[source_N][:, :depth]), 1).clamp_min(0)
+        starts_N1, token_ids_T = named["query_starts"], named["token_ids"]
+        sequence_T = sequence_of_rows(starts_N1, size.num_rows)
+        is_real_T, sequence_T = sequence_T < count, sequence_T.clamp_max(count - 1)
+        place_T = torch.arange(size.num_rows, device=buffer_I.device) - starts_N1[sequence_T]
+        taken_T = taken_ND[sequence_T, place_T.clamp_max(depth)]
+        token_ids_T.copy_(torch.where(is_pending_N[sequence_T] & is_real_T, taken_T, token_ids_T))
 
 
 def single_rows(

@@ -10,6 +10,7 @@ host behind the step.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import accumulate
 from typing import Final, cast
 
 import torch
@@ -24,7 +25,7 @@ from strandline.device.grammar_mask import GuardedMatcher
 from strandline.device.graphs import StepGraphs, StepHidden
 from strandline.device.heap import keep_scratch_memory
 from strandline.device.padded_step import StepSize
-from strandline.device.padded_verification import VerificationSize, is_verification
+from strandline.device.padded_verification import VerificationSize
 from strandline.device.pending import NO_STOPS, PendingTokens
 from strandline.device.sampler import (
     ChosenTokens,
@@ -122,6 +123,8 @@ class Runner:
         self._is_exact_on_cpu = device.type == "cpu" and kernels.workload.is_deterministic
         self._graphs: StepGraphs | None = None
         self._verification_graphs: VerificationGraphs | None = None
+        self._verified_rows: dict[RequestId, int] = {}
+        """Where each sequence was in the last step that ``_verification_graphs`` replayed."""
         self._states: dict[RequestId, SamplingState] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -330,10 +333,9 @@ class Runner:
     def _replay_verification(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> bool:
         """Replay a step of certain tokens and drafts alone; whether it was one, and graphs had room for it."""
         graphs = self._verification_graphs
-        if graphs is None or not all(map(is_verification, sequences)):
+        if graphs is None or not all(sequence.is_verification for sequence in sequences):
             return False
-        host = build_host_batch(sequences, 0, draft_tokens=self.arena.draft_tokens)
-        *first_rows, num_rows = host.query_starts_N1.tolist()
+        *first_rows, num_rows = accumulate((1 + sequence.num_drafts for sequence in sequences), initial=0)
         states = [self._states[sequence.request_id] for sequence in sequences]
         verified = [
             Verified(index, state, sequence.token_ids[1:], row, synthetic_rates=self._synthetic_rates)
@@ -344,23 +346,28 @@ class Runner:
             verdicts = [verdict for sequence in verified for verdict in sequence.verdicts]
         is_independent = all(state.is_independent for state in states)
         stops = [state.new.stop_ids if is_independent else NO_STOPS for state in states]
-        step = graphs.verify(host, sequences, self._pending.stop_sets(stops), verdicts)
+        row_of = self._verified_rows
+        source_rows = [row_of[sequence.request_id] if sequence.pending else 0 for sequence in sequences]
+        step = graphs.verify(sequences, source_rows, self._pending.stop_sets(stops), verdicts)
         if step is None:
             return False
+        self._verified_rows = {sequence.request_id: row for row, sequence in enumerate(sequences)}
         logits_TV = self.model.logits(step.hidden_TE)[:num_rows]
         if is_independent:
             by_row = [state for sequence, state in zip(verified, states, strict=True) for _ in range(sequence.num_rows)]
-            positions = [x.first_position + place for x in verified for place in range(x.num_rows)]
             if not all(state.is_plain_greedy for state in states):
                 logits_TV = logits_TV.float()
-            step.tokens_T[:num_rows].copy_(choose_independently(logits_TV, by_row, positions, self._kernels))
+            positions_T = step.batch.positions_T[:num_rows] + 1
+            step.tokens_T[:num_rows].copy_(choose_independently(logits_TV, by_row, positions_T, self._kernels))
         else:
             sample_and_verify(logits_TV, verified, self._kernels)
             graphs.take_chosen(step, verified)
         step.drafting.replay()
-        tokens_T, drafts_ND = download(step.tokens_T[:num_rows]), download(step.drafts_ND[: len(sequences)])
+        count = len(sequences)
+        tokens_T, num_accepted_N = download(step.tokens_T[:num_rows]), download(step.num_accepted_N[:count])
+        drafts_ND = download(step.drafts_ND[:count])
         next_drafts = [sequence.next_drafts for sequence in sequences]
-        launched.take_verified_later(VerifiedOnDevice(verified, tokens_T, drafts_ND, next_drafts))
+        launched.take_verified_later(VerifiedOnDevice(verified, tokens_T, num_accepted_N, drafts_ND, next_drafts))
         return True
 
     @torch.inference_mode()

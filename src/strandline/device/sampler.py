@@ -28,7 +28,7 @@ from strandline.kernels.sampling import (
     sample,
     uniform_from_seed,
 )
-from strandline.records.plan import MAX_STOP_IDS, NewRequest, TokenLogprobs
+from strandline.records.plan import NewRequest, TokenLogprobs
 
 BANNED = float("-inf")
 
@@ -46,11 +46,11 @@ class SamplingState:
         """As far as the host knows them."""
         self.num_sampled = 0
         """Tokens sampled, those included that the host does not know yet."""
+        self.num_verified = 0
+        """Steps that verified drafts by chance."""
         self.is_plain_greedy = _is_plain_greedy(new)
         self.has_bans_or_biases = bool(new.bad_words_ids or new.params.min_tokens or new.params.logit_bias)
-        has_history = new.params.has_penalties or self.has_bans_or_biases or matcher is not None
-        self.is_independent = not has_history and new.params.logprobs is None and len(new.stop_ids) <= MAX_STOP_IDS
-        """Whether its next tokens can be chosen together: each depends on those before through the logits alone."""
+        self.is_independent = new.is_independent
         self.prompt_mask_V: Tensor | None = None
         self.output_counts_V: Tensor | None = None
         if new.params.has_penalties:
@@ -166,14 +166,14 @@ def _choose(logits_NV: Tensor, states: Sequence[SamplingState], kernels: Kernels
 
 
 def choose_independently(
-    logits_NV: Tensor, states: Sequence[SamplingState], positions: Sequence[int], kernels: Kernels
+    logits_NV: Tensor, states: Sequence[SamplingState], positions: Sequence[int] | Tensor, kernels: Kernels
 ) -> Tensor:
     """Sample a token per row by temperature and masks alone; return int64, ``NO_TOKEN`` where none can be.
 
     Args:
         logits_NV: may be overwritten; float32 unless every state is greedy.
         states: one per row; nothing is counted.
-        positions: of the tokens to sample.
+        positions: of the tokens to sample; int64 on the device, if they are known there alone.
     """
     device = logits_NV.device
     greedy_N = kernels[greedy](logits_NV)
@@ -183,9 +183,12 @@ def choose_independently(
     temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
     floats = np.array([temperatures, [p.top_p for p in params], [p.min_p for p in params]], dtype=np.float32)
     seeds = [state.new.seed for state in states]
-    integers = np.array([[max(p.top_k, 0) for p in params], seeds, positions], dtype=np.int64)
+    integers = np.array([[max(p.top_k, 0) for p in params], seeds], dtype=np.int64)
     temperature_N, top_p_N, min_p_N = upload(floats, device)
-    top_k_N, seed_N, position_N = upload(integers, device)
+    top_k_N, seed_N = upload(integers, device)
+    position_N = positions
+    if not isinstance(position_N, Tensor):
+        position_N = upload(np.array(position_N, dtype=np.int64), device)
     logits_NV = apply_temperature(logits_NV, temperature_N)
     logits_NV = kernels[mask_top_k_top_p_min_p](logits_NV, top_k_N, top_p_N, min_p_N)
     drawn_N = kernels[sample](logits_NV, uniform_from_seed(seed_N, position_N))

@@ -115,6 +115,7 @@ class UniExecutor:
             fallbacks=kernels.fallbacks,
             num_host_blocks=num_host_blocks,
             draft_tokens=draft_tokens,
+            corrects_lengths=draft_tokens > 0 and kernels.is_compiled_on_gpu and not config.enforce_eager,
             num_ranks=ranks.size,
             start_s=start_s,
         )

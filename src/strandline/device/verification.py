@@ -50,15 +50,13 @@ class Verified:
     """Why no token could be chosen: an exception concerned this sequence alone."""
     synthetic_rates: Sequence[float] | None = None
     """By place, how often drafts are accepted whatever is sampled, for benchmarks; None: those that agree are."""
-    first_position: int = field(init=False)
-    """Of the first token to sample."""
     verdicts: list[Verdict] = field(init=False)
     """Of each row: what becomes of the draft behind it."""
 
     def __post_init__(self) -> None:
-        self.first_position = self.state.position
         self.verdicts = [Verdict.COMPARE] * self.num_rows
         if self.synthetic_rates is not None:
+            self.state.num_verified += 1
             for place in range(len(self.draft_ids)):
                 is_accepted = self._is_accepted_at(place, self.synthetic_rates)
                 self.verdicts[place] = Verdict.ACCEPT if is_accepted else Verdict.REJECT
@@ -80,10 +78,18 @@ class Verified:
         self.state.append(token)
         return agrees and not self.state.new.stops_at(token, len(self.state.output_ids))
 
+    def take_all(self, tokens: Sequence[int]) -> None:
+        """Append all tokens that a step brought; the drafts among them agree."""
+        self.token_ids += tokens
+        self.state.num_sampled += len(tokens)
+        for token in tokens:
+            if token != NO_TOKEN:
+                self.state.append(token)
+
     def _is_accepted_at(self, place: int, rates: Sequence[float]) -> bool:
         """Draw whether a draft behind accepted ones is accepted, given how often drafts at each place are in all."""
         before = rates[place - 1] if place else 1.0
-        draw = Random(f"{self.state.new.seed} {self.first_position + place + 1}").random()
+        draw = Random(f"{self.state.new.seed} {self.state.num_verified} {place}").random()
         return draw * before < rates[place]
 
 
@@ -118,6 +124,8 @@ class VerifiedOnDevice:
     sequences: list[Verified]
     tokens_T: Tensor
     """Chosen behind each row. Where the host has chosen them already, it does not look here."""
+    num_accepted_N: Tensor
+    """By row of the sequence, drafts that agree."""
     drafts_ND: Tensor
     """For the next step, by row of the sequence; more of them than are wanted."""
     next_drafts: Sequence[int]
@@ -126,11 +134,8 @@ class VerifiedOnDevice:
     def read(self) -> dict[int, tuple[int, ...]]:
         """Take the tokens; return the drafts of sequences by their places in the plan. The device must be done."""
         tokens = self.tokens_T.tolist()
-        for sequence in self.sequences:
+        for sequence, num_accepted in zip(self.sequences, self.num_accepted_N.tolist(), strict=True):
             if not sequence.token_ids:
-                for token in tokens[sequence.first_row : sequence.first_row + sequence.num_rows]:
-                    sequence.state.num_sampled += 1
-                    if not sequence.take(token):
-                        break
+                sequence.take_all(tokens[sequence.first_row : sequence.first_row + num_accepted + 1])
         rows = zip(self.sequences, self.drafts_ND.tolist(), self.next_drafts, strict=True)
         return {x.index: tuple(t for t in drafts[:count] if t != NO_TOKEN) for x, drafts, count in rows if count}

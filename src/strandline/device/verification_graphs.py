@@ -1,23 +1,30 @@
 """CUDA graphs of steps that verify drafts: what makes such a step a few launches, and lets the host wait for it once.
 
-A step is two graphs. The first runs the model over certain tokens and drafts, up to the final hidden states. Then
-tokens are chosen behind all of them. The second counts on the device which drafts agree, stores the hidden state behind
-the last of them, and drafts for the next step with the model's draft layer.
+A step is two graphs. The first completes what the host did not know yet (``LastVerification``), and runs the model over
+certain tokens and drafts, up to the final hidden states. Then tokens are chosen behind all of them. The second counts
+on the device which drafts agree, stores the hidden state behind the last of them, and drafts for the next step with the
+model's draft layer. So the next step may be launched before the host knows what this one found.
 
 Shape suffixes as in ``kernels/batch.py``; I integers of a buffer, D drafts of a sequence, E hidden size, X sets of stop
 tokens, S their tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from functools import partial
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from strandline.device.batch import HostBatch
+from strandline.device.batch import block_tables
 from strandline.device.graphs import WARM_UP_RUNS, Forward
-from strandline.device.padded_verification import PaddedVerification, VerificationSize, single_rows
+from strandline.device.padded_verification import (
+    LastVerification,
+    PaddedVerification,
+    VerificationSize,
+    single_rows,
+)
 from strandline.device.upload import upload, upload_together
 from strandline.device.verification import Verdict, Verified
 from strandline.ids import NO_TOKEN
@@ -30,6 +37,16 @@ from strandline.models.protocol import DraftingModel, LanguageModel, ModelMemory
 from strandline.records.plan import SequencePlan
 
 
+class Graph(Protocol):
+    """A captured CUDA graph."""
+
+    def replay(self) -> None:
+        """Launch it."""
+
+
+BLOCK_ID_BYTES: Final = 4
+
+
 class VerificationStep:
     """A step of one size: its inputs, the graphs, their outputs. The next replay overwrites all of them."""
 
@@ -39,12 +56,16 @@ class VerificationStep:
         self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
         self.named = self.padded.named(self.buffer_I)
         self.block_table_NM = block_table_NM
-        self.verifying, self.drafting = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self.verifying: Graph
+        self.drafting: Graph
         self.hidden_TE = torch.empty(0)
+        self.batch: StepBatch
+        """Set by the first graph; its tables lie in the graphs' memory."""
         self.tokens_T = torch.zeros(size.num_rows, dtype=torch.int64, device=device)
         """What was chosen behind every row; to be filled in between the graphs."""
         self.drafts_ND = torch.full((size.num_sequences, 0), NO_TOKEN, dtype=torch.int64, device=device)
         """For the next step; as many columns as the model drafts."""
+        self.num_accepted_N = torch.zeros(size.num_sequences, dtype=torch.int64, device=device)
 
 
 class VerificationGraphs:
@@ -75,10 +96,12 @@ class VerificationGraphs:
         self._max_model_len = max_model_len
         device = arena.bytes.device
         by_rows = sorted(sizes, key=lambda size: (size.num_rows, size.num_sequences))
+        most, deepest = max(size.num_sequences for size in by_rows), max(size.draft_tokens for size in by_rows)
+        self._last = LastVerification(most, deepest, device)
         num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
         tables = dict[int, Tensor]()
         captured = list[VerificationStep]()
-        pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
         # The largest first: the smaller ones then fit into its scratch memory.
         for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs of drafts", disable=not progress):
             # The filler's row of the table must stay zero.
@@ -87,23 +110,29 @@ class VerificationGraphs:
                 tables[count] = torch.zeros(count, num_blocks, dtype=torch.int32, device=device)
             step = VerificationStep(size, tables[count])
             captured.append(step)
-            self._capture(step.verifying, pool, lambda: self._verify(step))  # noqa: B023 - called at once
-            self._capture(step.drafting, pool, lambda: self._draft(step))  # noqa: B023 - called at once
+            step.verifying = self._captured(partial(self._verify, step))
+            step.drafting = self._captured(partial(self._draft, step))
         self._steps = captured[::-1]
 
-    @staticmethod
-    def _capture(graph: torch.cuda.CUDAGraph, pool: Any, run: Callable[[], None]) -> None:
+    def _captured(self, run: Callable[[], None]) -> Graph:
+        """Return what does the same as a function, as often as it is replayed."""
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         for _ in range(WARM_UP_RUNS):
             run()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=self._pool):
             run()
+        return graph
 
     def _batch(self, step: VerificationStep) -> StepBatch:
         return step.padded.batch(step.buffer_I, step.block_table_NM, self._max_model_len, self._kernels)
 
     def _verify(self, step: VerificationStep) -> None:
-        step.hidden_TE = self._forward(self._batch(step))
+        self._last.correct(step.padded, step.buffer_I, self._stop_ids_XS)
+        step.batch = self._batch(step)
+        step.hidden_TE = self._forward(step.batch)
 
     def _draft(self, step: VerificationStep) -> None:
         size, named = step.padded.size, step.named
@@ -118,10 +147,12 @@ class VerificationGraphs:
             named["verdicts"],
             size.draft_tokens,
         )
+        step.num_accepted_N = num_accepted_N
         row_N = (first_row_N + num_accepted_N).clamp_max(size.num_rows - 1)
-        self._kernels[store_hidden](step.hidden_TE, row_N, self._arena.hidden_SE, named["hidden_slots"][:num_sequences])
+        self._kernels[store_hidden](step.hidden_TE, row_N, self._arena.hidden_SE, named["state_dst"][:num_sequences])
         if self._memory.draft is not None:
             self._make_pairs(step, row_N, named["start"][:num_sequences] + num_accepted_N)
+        self._last.store(num_accepted_N, step.tokens_T[row_N], step.drafts_ND)
 
     def _make_pairs(self, step: VerificationStep, row_N: Tensor, position_N: Tensor) -> None:
         """Make the pairs of all rows, and draft behind the last of each sequence (``draft_layer.py``).
@@ -133,7 +164,7 @@ class VerificationGraphs:
             position_N: its position.
         """
         model, likeliest = cast(DraftingModel, self._model), self._kernels[greedy]
-        batch = self._batch(step)
+        batch = step.batch
         pairs = StepBatch(step.tokens_T.clamp_min(0), batch.positions_T, 0, 0, batch.attention, batch.recurrent)
         hidden_NE = model.draft(pairs, step.hidden_TE, self._memory).index_select(0, row_N)
         next_drafts_N = step.named["next_drafts"][: len(row_N)]
@@ -150,29 +181,34 @@ class VerificationGraphs:
 
     def verify(
         self,
-        host: HostBatch,
         sequences: Sequence[SequencePlan],
+        source_rows: Sequence[int],
         stop_sets: Sequence[int],
         verdicts: Sequence[int] | None = None,
     ) -> VerificationStep | None:
         """Replay the first graph; None: none has room.
 
         Args:
+            source_rows: each sequence's row in the last step that verified drafts, if its token is pending.
             stop_sets: which stop tokens may end each sequence.
             verdicts: a ``Verdict`` for each row; None: none is forced.
         """
-        step = next((step for step in self._steps if step.padded.size.has_room_for(host, sequences)), None)
+        step = next((step for step in self._steps if step.padded.size.has_room_for(sequences)), None)
         if step is None:
             return None
-        pinned_I = torch.zeros(step.padded.num_integers, dtype=torch.int64, pin_memory=True)
-        integers = pinned_I.numpy()
-        step.padded.fill(integers, host, sequences)
-        step.padded.part(integers, "stop_set")[: len(sequences)] = stop_sets
+        is_pinned = step.buffer_I.device.type == "cuda"
+        pinned_I = torch.zeros(step.padded.num_integers, dtype=torch.int64, pin_memory=is_pinned)
+        integers, count = pinned_I.numpy(), len(sequences)
+        step.padded.fill(integers, sequences)
+        step.padded.part(integers, "source_row")[:count] = source_rows
+        step.padded.part(integers, "stop_set")[:count] = stop_sets
         if verdicts is not None:
             step.padded.part(integers, "verdicts")[: len(verdicts)] = verdicts
         step.buffer_I.copy_(pinned_I, non_blocking=True)
-        tables_NM = upload(host.block_table_NM, step.buffer_I.device)
-        step.block_table_NM[: len(sequences), : tables_NM.shape[1]].copy_(tables_NM)
+        # Whole tables: how far the step reads them may be unknown.
+        num_blocks = [len(sequence.block_table) // BLOCK_ID_BYTES for sequence in sequences]
+        tables_NM = upload(block_tables(sequences, num_blocks), step.buffer_I.device)
+        step.block_table_NM[:count, : tables_NM.shape[1]].copy_(tables_NM)
         step.verifying.replay()
         return step
 

@@ -5,6 +5,7 @@ An error inside a step is ours and ends the core: a doubtful state is never serv
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import attrgetter
 from typing import Final
 
@@ -389,14 +390,17 @@ def new_scheduler(
         drafter=new_drafter(config.speculation),
         draft_tokens=facts.draft_tokens,
         draft_depth=new_draft_depth(config.speculation),
+        corrects_lengths=facts.corrects_lengths,
         introduce=introduce,
     )
 
 
 def new_warm_up(config: EngineConfig, executor: Executor) -> WarmUp:
     """Return requests that run in the engine's memory and leave nothing in the tiers below it."""
-    scheduler = new_scheduler(config, executor.facts, has_lower_tiers=False)
-    return WarmUp(executor, scheduler, executor.facts.max_model_len)
+    # No graphs are captured yet, which would correct lengths.
+    facts = replace(executor.facts, corrects_lengths=False)
+    scheduler = new_scheduler(config, facts, has_lower_tiers=False)
+    return WarmUp(executor, scheduler, facts.max_model_len)
 
 
 def _lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemory]:

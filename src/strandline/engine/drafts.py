@@ -1,13 +1,15 @@
 """How many drafts each sequence verifies in a step, and makes for the next one; and what became of them."""
 
+from collections.abc import Iterable, Mapping, Sequence
+
 from strandline.cache import Lease, PrefixCache
 from strandline.engine.draft_counters import DraftCounters
 from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter, DraftLayerDrafter
 from strandline.engine.request import Request
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span
-from strandline.ids import NULL_LOG
-from strandline.records.plan import StepPlan
+from strandline.ids import NULL_LOG, RequestId
+from strandline.records.plan import SequencePlan, StepPlan
 
 
 class Drafts:
@@ -17,17 +19,32 @@ class Drafts:
         drafter: proposes tokens that decoding requests may generate next; None: no drafts.
         draft_tokens: most drafts of a request in a step.
         chooser: chooses how many; None: always as many.
+        corrects_lengths: whether the executor completes sequences that are planned before it is known how many of
+            their drafts are accepted.
     """
 
     def __init__(
-        self, cache: PrefixCache, drafter: Drafter | None, draft_tokens: int, chooser: DraftDepth | None
+        self,
+        cache: PrefixCache,
+        drafter: Drafter | None,
+        draft_tokens: int,
+        chooser: DraftDepth | None,
+        *,
+        corrects_lengths: bool = False,
     ) -> None:
         self._cache, self.drafter, self.chooser = cache, drafter, chooser
+        self.corrects_lengths = corrects_lengths
+        self._is_verification = False
+        """Whether the last planned step computes certain tokens and drafts alone, and drafts behind all of them."""
         self._draft_tokens = draft_tokens
         self.depth = draft_tokens
         """Drafts that the next step makes or, without a draft layer, verifies."""
         self.has_layer = isinstance(drafter, DraftLayerDrafter)
         self.counters = DraftCounters(draft_tokens)
+        self.unsettled: Mapping[RequestId, SequencePlan] = {}
+        """While a step is planned: the sequences of the step under way, if that verifies or makes drafts."""
+        self.must_settle = False
+        """Whether a sequence was left out of the last planned step until all is settled."""
         self.choose_depth(1)
 
     def choose_depth(self, num_running: int) -> None:
@@ -51,14 +68,56 @@ class Drafts:
         drafts = drafter.propose(request, most)
         return drafts if self._cache.extend(lease, num_tokens + len(drafts)) else NO_DRAFTS
 
+    def begin_step(self, under_way: StepPlan | None) -> None:
+        """Begin to plan a step.
+
+        Args:
+            under_way: the step before, if that verifies or makes drafts and is not settled; else None.
+        """
+        sequences = () if under_way is None else under_way.sequences
+        self.unsettled = {sequence.request_id: sequence for sequence in sequences}
+        self.must_settle = False
+
+    def end_step(self, sequences: Sequence[SequencePlan], num_running: int) -> None:
+        """Note what was planned, and choose the depth of the next step."""
+        self._is_verification = all(x.is_verification and x.next_drafts > 0 for x in sequences)
+        self.choose_depth(num_running)
+
+    def can_verify_ahead(self, running: Iterable[Request]) -> bool:
+        """Whether the next step can verify what is drafted in the last planned one, before that is settled."""
+        can_correct = self.corrects_lengths and self._is_verification and not self.must_settle
+        return can_correct and all(request.is_independent for request in running)
+
+    def verify_ahead(self, request: Request, lease: Lease, budget: int) -> list[Span]:
+        """Return what a sequence does in a step that is planned before the step under way is settled; or nothing.
+
+        It verifies what the step under way drafts. How far it has got by then may be unknown: it is planned as if none
+        of the drafts in that step were accepted, and the device corrects that. It is left out where it may have ended,
+        or where a step of another kind may be due: one that takes a snapshot, or computes a prompt. If such a step is
+        due for sure, or memory is short, the next step is planned when all is settled.
+        """
+        before, start = self.unsettled.get(request.request_id), lease.computed
+        drafts = request.drafts if before is None else (0,) * before.next_drafts
+        most_tokens = request.num_tokens + (0 if before is None else before.num_drafts)
+        num_drafts = min(len(drafts), request.max_total - most_tokens - 1, budget - 1)
+        end = most_tokens + num_drafts
+        is_other = num_drafts < 1 or request.num_tokens - start != 1 or not (lease.has_own_state and lease.log)
+        if is_other or self._cache.is_cut_due(lease, end) or not self._cache.extend(lease, end):
+            may_be_over = most_tokens + len(drafts) >= request.max_total
+            self.must_settle |= before is None or not may_be_over
+            return []
+        return [(request, lease, start, start + 1 + num_drafts, drafts[:num_drafts])]
+
     def next_drafts(self, span: Span) -> int:
         """Return how many tokens the draft layer drafts behind the step, for the next one."""
         request, lease, _, end, drafts = span
-        most = min(self.depth, request.max_total - request.num_tokens - 2)
+        before = self.unsettled.get(request.request_id)
+        num_unsettled = 0 if before is None else before.num_drafts
+        most = min(self.depth, request.max_total - request.num_tokens - num_unsettled - 2)
         if end - len(drafts) < request.num_tokens or most < 1 or request.params.stop:
             return 0
         # The layer's keys and values lie up to one position before the last draft.
-        return most if self._cache.extend(lease, end + most) else 0
+        return most if self._cache.extend(lease, end + num_unsettled + most) else 0
 
     def reserve(self, lease: Lease, end: int, num_drafts: int, keeps_logs: bool) -> Reservation:
         """Reserve a step: a sequence with drafts, or with a log of them, is prefilled."""

@@ -29,6 +29,7 @@ class Request:
         "grammar",
         "interarrival_bin",
         "is_audit",
+        "is_independent",
         "is_introduced",
         "lead",
         "lease",
@@ -109,6 +110,8 @@ class Request:
         self.stop_reason: int | str | None = None
         self.is_audit = is_audit
         """Whether it repeats another request for the ``Auditor`` and has no sender."""
+        self.is_independent = False
+        """Whether the runner, once it knows the request, can choose its tokens together (``NewRequest``)."""
         self.is_introduced = False
         """Whether a plan has announced it to the runner."""
 

@@ -55,6 +55,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         draft_tokens: int = 0,
         draft_depth: DraftDepth | None = None,
+        corrects_lengths: bool = False,
         introduce: Callable[[Request], NewRequest] = attrgetter("new"),
     ) -> None:
         """
@@ -63,6 +64,8 @@ class Scheduler:
             drafter: proposes tokens that decoding requests may generate next; None: no drafts.
             draft_tokens: most drafts of a request in a step.
             draft_depth: chooses how many; None: always as many.
+            corrects_lengths: whether the executor completes sequences that are planned before it is known how many of
+                their drafts are accepted, in steps where all verify drafts.
             introduce: returns the data that the executor gets of a request when it first runs.
         """
         self.cache = cache
@@ -85,7 +88,7 @@ class Scheduler:
         self._introduce = introduce
         self._logged_from = logged_from
         """The least number of decodes for which a step uses logs."""
-        self.drafts = Drafts(cache, drafter, draft_tokens, draft_depth)
+        self.drafts = Drafts(cache, drafter, draft_tokens, draft_depth, corrects_lengths=corrects_lengths)
         self._is_plain = False
         """Whether the last planned step is computed as in an engine without drafts."""
 
@@ -150,13 +153,15 @@ class Scheduler:
     def can_run_ahead(self) -> bool:
         """Whether the next step can be planned before the tokens of the previous one are known.
 
-        With drafts, where both are plain: the previous one has none and makes none, nor may the next one. Beside a
-        draft layer steps with prompts are not plain.
+        With drafts, where both are plain: the previous one has none and makes none, nor may the next one. Or where both
+        verify what a draft layer drafts. Beside such a layer steps with prompts are neither.
         """
         if self._num_on_host:
             return False
-        drafts = self.drafts
-        return drafts.drafter is None or (self._is_plain and not drafts.depth and not self._may_admit_beside_layer)
+        if self.drafts.drafter is None:
+            return True
+        is_alike = self.drafts.can_verify_ahead(self.running) or (self._is_plain and not self.drafts.depth)
+        return is_alike and not self._may_admit_beside_layer
 
     @property
     def _may_admit_beside_layer(self) -> bool:
@@ -166,7 +171,7 @@ class Scheduler:
     @property
     def can_launch_ahead(self) -> bool:
         """Whether the step that was just planned can be launched before the previous one is settled."""
-        return self._is_plain
+        return self._is_plain or len(self.drafts.unsettled) > 0
 
     def plan(self) -> StepPlan | None:
         """Plan the next step; None when no request can run before a step is settled, or a load or a hold has ended.
@@ -175,19 +180,20 @@ class Scheduler:
         """
         if not self._requests:
             return None
+        drafts_of = self.drafts
+        drafts_of.begin_step(self._planned[-1][0] if self._planned and not self._is_plain else None)
         spans: list[Span] = []
         num_preemptions = self.num_preemptions
         self._long_prefills.begin_step(self._num_decodes)
         budget = self._plan_running(spans)
-        if not spans:
+        if not spans and not drafts_of.unsettled:
             # Those that decoded have been preempted: long prefills need not wait for them.
             self._long_prefills.begin_step(num_decodes=0)
             budget = self._plan_running(spans)
-        if self.num_preemptions == num_preemptions:
+        if self.num_preemptions == num_preemptions and not drafts_of.unsettled:
             self._plan_waiting(spans, budget)
         self._long_prefills.end_step()
         self._look_ahead()
-        drafts_of = self.drafts
         next_drafts = list(map(drafts_of.next_drafts, spans)) if drafts_of.has_layer else []
         # All reservations come before the first record: one that needs a slot may move blocks of any sequence.
         has_drafts = drafts_of.drafter is not None and (
@@ -216,12 +222,14 @@ class Scheduler:
         for request in planned:
             if not request.is_introduced:
                 request.is_introduced = True
-                new.append(self._introduce(request))
+                introduced = self._introduce(request)
+                request.is_independent = introduced.is_independent
+                new.append(introduced)
         gone, self._ended = self._ended, []
         plan = StepPlan(tuple(sequences), tuple(self.cache.take_actions()), tuple(new), tuple(gone))
         self._planned.append((plan, planned))
         self._is_plain = not has_drafts
-        drafts_of.choose_depth(len(self.running))
+        drafts_of.end_step(sequences, len(self.running))
         return plan
 
     @property
@@ -241,7 +249,7 @@ class Scheduler:
         """Plan the running requests; return the rest of the token budget."""
         budget = self.max_num_batched_tokens
         running, is_exact, has_drafter = self.running, self._is_exact, self.drafts.drafter is not None
-        index = 0
+        index, is_ahead = 0, len(self.drafts.unsettled) > 0
         while index < len(running) and budget > 0:
             request = running[index]
             if request.num_tokens >= request.max_total:
@@ -249,6 +257,12 @@ class Scheduler:
                 index += 1
                 continue
             lease = request.lease or _lease(request)
+            if is_ahead:
+                ahead = self.drafts.verify_ahead(request, lease, budget)
+                spans += ahead
+                budget -= sum(end - start for _, _, start, end, _ in ahead)
+                index += 1
+                continue
             start, end = lease.computed, request.num_tokens
             if end - start > 1:
                 end = start + self._long_prefills.allow(end - start, budget)
@@ -395,7 +409,9 @@ class Scheduler:
                 # It ended while the step was in flight; the device has not changed its state.
                 continue
             if sequence.num_drafts:
-                # What it computes depends on the drafts that agree.
+                # One token is computed, and one sampled, whichever drafts agree.
+                cache_commit(lease, lease.computed + 1)
+                request.num_tokens += 1
                 continue
             end = sequence.end
             is_computing = end > sequence.start
@@ -433,10 +449,12 @@ class Scheduler:
             has_finished |= request.finish_reason is not None
             request.drafts = result.drafts.get(index, NO_DRAFTS)
             if sequence.num_drafts:
-                request.num_tokens += len(sampled)
-                self.drafts.count(request, sequence.num_drafts, len(sampled) - 1)
-                lease = _lease(request)
-                self.cache.commit(lease, sequence.start + len(sampled), sequence.num_folded)
+                num_accepted = len(sampled) - 1
+                request.num_tokens += num_accepted
+                self.drafts.count(request, sequence.num_drafts, num_accepted)
+                if num_accepted and request.lease is not None:
+                    # The log holds them.
+                    self.cache.commit(request.lease, request.lease.computed + num_accepted, 0)
         if has_finished:
             self._sweep(advanced)
         return advanced

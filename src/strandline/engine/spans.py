@@ -28,6 +28,9 @@ def sequence_plan(span: Span, reservation: Reservation) -> SequencePlan:
     pending = PendingToken.NONE
     if drafts:
         token_ids: tuple[int, ...] = (request.output_ids[-1], *drafts)
+        if start - request.num_prompt_tokens == len(request.output_ids):
+            # Where it starts is not known either.
+            pending = PendingToken.MAY_STOP
     elif end - start == 1 and start >= request.num_prompt_tokens:
         index = start - request.num_prompt_tokens
         output_ids = request.output_ids

@@ -72,6 +72,12 @@ class SequencePlan(NamedTuple):
         """Whether it decodes from a state of its own as if there were no drafts: none to verify, none to make."""
         return self.is_decode and self.is_sampled and self.has_own_state and not self.next_drafts
 
+    @property
+    def is_verification(self) -> bool:
+        """Whether it computes its certain token and drafts alone, from a state of its own."""
+        is_certain_and_drafts = self.end - self.start == 1 + self.num_drafts and not self.cuts
+        return is_certain_and_drafts and self.has_own_state and self.is_sampled
+
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
@@ -93,6 +99,14 @@ class NewRequest:
     def needs_host_tokens(self) -> bool:
         """Whether the host must know every token before the next one can be computed."""
         return self.params.needs_host_tokens or len(self.stop_ids) > MAX_STOP_IDS
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether next tokens can be chosen together: each depends on those before through the logits alone."""
+        params = self.params
+        has_history = params.has_penalties or params.min_tokens or params.logit_bias or self.bad_words_ids
+        is_chosen_by_host = params.structured_outputs is not None or params.logprobs is not None
+        return not (has_history or is_chosen_by_host) and len(self.stop_ids) <= MAX_STOP_IDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.device.batch import build_host_batch
+from strandline.device.batch import block_tables
 from strandline.device.padded_verification import (
     CHUNKS_OF_SEQUENCE,
+    LastVerification,
     PaddedVerification,
     VerificationSize,
-    is_verification,
     single_rows,
 )
 from strandline.device.verification import Verdict
 from strandline.device.verification_graphs import accept
-from strandline.ids import BLOCK_TOKENS, NO_TOKEN, LogId
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN, LogId, PendingToken, SlotId
 from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.binding import reference_kernels
 from strandline.kernels.replay import insert_logged, of_step
@@ -41,19 +41,47 @@ def verifications(draw: st.DrawFn) -> list[SequencePlan]:
     return sequences
 
 
-@given(verifications(), st.integers(0, 3))
-def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int) -> None:
-    assert all(map(is_verification, sequences))
-    host = build_host_batch(sequences, 0, draft_tokens=DEPTH)
+def as_planned_before(sequence: SequencePlan, num_accepted: int) -> SequencePlan:
+    """Return a sequence as it is planned before it is known how many drafts of the step before are accepted."""
+    return sequence._replace(
+        start=sequence.start - num_accepted,
+        end=sequence.end - num_accepted,
+        token_ids=(7,) * len(sequence.token_ids),
+        num_logged=0,
+        pending=PendingToken.MAY_STOP,
+    )
+
+
+@given(verifications(), st.integers(0, 3), st.data())
+def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int, data: st.DataObject) -> None:
+    assert all(sequence.is_verification for sequence in sequences)
     deepest = max(max(plan.num_drafts, plan.num_logged) for plan in sequences)
     size = VerificationSize(len(sequences) + num_spare, deepest)
-    assert size.has_room_for(host, sequences)
+    assert size.has_room_for(sequences)
     padded = PaddedVerification(size)
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
-    padded.fill(buffer_I.numpy(), host, sequences)
+    # What the host does not know of some sequences lies on the device, in rows of any order.
+    last = LastVerification(20, DEPTH, torch.device("cpu"))
+    rows_before = data.draw(st.permutations(range(20)))
+    planned, stop = list(sequences), 9999
+    for index, plan in enumerate(sequences):
+        if plan.log and plan.num_drafts and data.draw(st.booleans()):
+            planned[index] = as_planned_before(plan, plan.num_logged)
+            row = rows_before[index]
+            last.num_accepted_P[row], last.tokens_P[row] = plan.num_logged, plan.token_ids[0]
+            last.drafts_PD[row, : plan.num_drafts] = torch.tensor(plan.token_ids[1:])
+            if data.draw(st.booleans()):
+                # It has ended: nothing is stored.
+                last.tokens_P[row] = data.draw(st.sampled_from([stop, NO_TOKEN]))
+                token_ids = (max(int(last.tokens_P[row]), 0), *plan.token_ids[1:])
+                sequences[index] = plan._replace(state_dst=SlotId(0), token_ids=token_ids)
+    padded.fill(buffer_I.numpy(), planned)
+    padded.part(buffer_I.numpy(), "source_row")[: len(sequences)] = rows_before[: len(sequences)]
+    last.correct(padded, buffer_I, torch.tensor([[stop]]))
     kernels = reference_kernels([locate_rows, insert_logged])
     table_NM = torch.zeros(size.num_sequences + 1, size.num_blocks(300), dtype=torch.int32)
-    table_NM[: len(sequences), : host.block_table_NM.shape[1]] = torch.from_numpy(host.block_table_NM)
+    tables = block_tables(sequences, [len(sequence.block_table) // 4 for sequence in sequences])
+    table_NM[: len(sequences), : tables.shape[1]] = torch.from_numpy(tables)
     batch = padded.batch(buffer_I, table_NM, 300, kernels)
     attention, chunks, replay = batch.attention, batch.recurrent.chunks, batch.recurrent.replay
     assert isinstance(replay, ReplayBatch)
@@ -69,7 +97,7 @@ def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int
     is_computed_R = torch.zeros(len(rows_RX), dtype=torch.bool)
     for start, length in zip(chunks.starts_C.tolist(), chunks.lengths_C.tolist(), strict=True):
         is_computed_R[start : start + length] = True
-    num_rows = len(host.token_ids_T)
+    num_rows = sum(len(sequence.token_ids) for sequence in sequences)
     out_TX = of_step(replay, torch.where(is_computed_R[:, None], rows_RX, torch.nan))
     assert torch.equal(out_TX[:num_rows], inputs_TX[:num_rows])
     assert torch.equal(out_TX[num_rows:], torch.zeros_like(out_TX[num_rows:]))
@@ -85,18 +113,21 @@ def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int
         start = int(chunks.starts_C[first])
         lengths = chunks.lengths_C[first:end]
         assert int(lengths.sum()) == plan.num_logged + num_rows
-        logged = before_JX[plan.log * DEPTH :][: plan.num_logged]
+        logged = before_JX[plan.log * size.draft_tokens :][: plan.num_logged]
         own_RX = rows_RX[start : start + plan.num_logged + num_rows]
         assert torch.equal(own_RX, torch.cat((logged, inputs_TX[rows])))
-        drafts = log_JX[plan.log * DEPTH :][: plan.num_drafts]
-        assert torch.equal(drafts, inputs_TX[rows][1:] if plan.num_drafts else drafts[:0])
+        drafts = log_JX[plan.log * size.draft_tokens :][: plan.num_drafts]
+        if plan.state_dst:
+            assert torch.equal(drafts, inputs_TX[rows][1:] if plan.num_drafts else drafts[:0])
+        else:
+            assert torch.equal(drafts, before_JX[plan.log * size.draft_tokens :][: plan.num_drafts])
         cuts = {
             int(lengths[: place + 1].sum()): int(slot)
             for place, slot in enumerate(chunks.cut_slots_C[first:end])
             if slot
         }
         if plan.num_drafts:
-            assert cuts == {plan.num_logged + 1: plan.state_dst}
+            assert cuts == ({plan.num_logged + 1: plan.state_dst} if plan.state_dst else {})
             assert batch.recurrent.dst_N[index] == 0
         else:
             assert not cuts
@@ -112,21 +143,19 @@ def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int
 
 def test_steps_that_are_larger_do_not_fit() -> None:
     plan = sequence(0, 70, 73, log=1)._replace(num_drafts=2, num_logged=0)
-    host = build_host_batch([plan], 0, draft_tokens=DEPTH)
-    assert VerificationSize(1, 2).has_room_for(host, [plan])
-    assert not VerificationSize(1, 1).has_room_for(host, [plan])
-    assert not VerificationSize(1, 2).has_room_for(host, [plan._replace(next_drafts=3)])
-    two = build_host_batch([plan, plan._replace(log=LogId(2))], 0, draft_tokens=DEPTH)
-    assert not VerificationSize(1, 2).has_room_for(two, [plan, plan])
+    assert VerificationSize(1, 2).has_room_for([plan])
+    assert not VerificationSize(1, 1).has_room_for([plan])
+    assert not VerificationSize(1, 2).has_room_for([plan._replace(next_drafts=3)])
+    assert not VerificationSize(1, 2).has_room_for([plan, plan._replace(log=LogId(2))])
 
 
 def test_prompts_resumed_sequences_and_cuts_are_no_verification() -> None:
     plan = sequence(0, 70, 71)._replace(state_src=sequence(0, 70, 71).state_dst)
-    assert is_verification(plan)
-    assert not is_verification(plan._replace(end=73))
-    assert not is_verification(plan._replace(is_sampled=False))
-    assert not is_verification(sequence(0, 70, 71))
-    assert not is_verification(plan._replace(cuts=((71, plan.state_dst),)))
+    assert plan.is_verification
+    assert not plan._replace(end=73).is_verification
+    assert not plan._replace(is_sampled=False).is_verification
+    assert not sequence(0, 70, 71).is_verification
+    assert not plan._replace(cuts=((71, plan.state_dst),)).is_verification
 
 
 @given(st.data())
@@ -167,10 +196,9 @@ def test_drafts_count_up_to_the_first_that_differs_or_stops(data: st.DataObject)
 @pytest.mark.parametrize("is_written", [True, False])
 def test_single_rows_write_where_there_is_room(is_written: bool) -> None:
     plans = [sequence(index, 62 + index, 63 + index) for index in range(4)]
-    host = build_host_batch(plans, 0, draft_tokens=DEPTH)
     padded = PaddedVerification(VerificationSize(4, DEPTH))
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
-    padded.fill(buffer_I.numpy(), host, plans)
+    padded.fill(buffer_I.numpy(), plans)
     table_NM = torch.arange(10).to(torch.int32).view(5, 2)
     kernels = reference_kernels([locate_rows, insert_logged])
     batch = padded.batch(buffer_I, table_NM, 128, kernels)

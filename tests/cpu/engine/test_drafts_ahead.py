@@ -1,0 +1,269 @@
+"""Verifying drafts in steps that are planned before the last one's are known changes no token, state or hit.
+
+CUDA graphs are replaced: what they are replayed for is computed at once, from the same buffers, without padding.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from strandline import LLM, SamplingParams
+from strandline.device import verification_graphs
+from strandline.device.batch import build_host_batch, to_device
+from strandline.device.padded_verification import VerificationSize, single_rows
+from strandline.device.runner import Runner
+from strandline.device.step_in_flight import StepInFlight
+from strandline.device.uni_executor import UniExecutor
+from strandline.device.verification_graphs import VerificationGraphs, VerificationStep
+from strandline.env import DEBUG_CACHE
+from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
+from strandline.kernels.batch import StepBatch
+from strandline.records.plan import SequencePlan, StepPlan, StepResult
+from tests.cpu.engine.test_draft_layer import Alternating
+
+MAX_NUM_SEQS = 6
+Answer = tuple[list[int], str | None, int]
+
+
+class Rerun:
+    """A function in place of a CUDA graph."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.replay = run
+
+
+class EagerGraphs(VerificationGraphs):
+    """Computes steps as the corrected buffer says, sequence by sequence and the filler, if it has rows."""
+
+    def _captured(self, run: Callable[[], None]) -> Rerun:
+        return Rerun(run)
+
+    def verify(self, *args: Any) -> VerificationStep | None:
+        step = super().verify(*args)
+        if step is not None:
+            # A copy on its way to the host must not be overwritten.
+            step.tokens_T = torch.zeros_like(step.tokens_T)
+        return step
+
+    def _batch(self, step: VerificationStep) -> StepBatch:
+        named = {name: part.tolist() for name, part in step.named.items()}
+        starts = named["query_starts"]
+        plans = []
+        for n in range(step.padded.size.num_sequences + 1):
+            num_rows, num_drafts = starts[n + 1] - starts[n], named["num_drafts"][n]
+            slot, has_ended = SlotId(named["state_dst"][n]), named["state_dst"][n] == NULL_SLOT
+            if num_rows == 0:
+                continue
+            plan = SequencePlan(
+                request_id=RequestId(f"{n}"),
+                start=named["start"][n],
+                end=named["start"][n] + num_rows,
+                token_ids=tuple(named["token_ids"][starts[n] : starts[n + 1]]),
+                block_table=step.block_table_NM[n].numpy().tobytes(),
+                kv_start=named["kv_start"][n],
+                state_src=SlotId(named["state_src"][n]),
+                state_dst=slot,
+                cuts=(),
+                is_sampled=True,
+                pending=PendingToken.NONE,
+                is_prefill=True,
+                log=NULL_LOG if has_ended else LogId(named["log"][n]),
+                num_logged=0 if has_ended else named["num_logged"][n],
+                num_folded=1,
+                num_drafts=num_drafts,
+            )
+            plans.append(plan)
+        host = build_host_batch(plans, 0, draft_tokens=self._arena.draft_tokens)
+        return to_device(host, step.buffer_I.device, self._kernels).step
+
+
+def single_rows_on_the_host(batch: StepBatch, *args: Any) -> StepBatch:
+    """Return what kernels that look for lengths on the host need."""
+    single = single_rows(batch, *args)
+    lengths = tuple(single.attention.context_lens_N.tolist())
+    return replace(single, attention=replace(single.attention, context_lens=lengths, gathers={}))
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    monkeypatch.setenv(DEBUG_CACHE, "1")
+    monkeypatch.setattr(verification_graphs, "single_rows", single_rows_on_the_host)
+
+    def make(num_drafts: int = 2, **options: object) -> LLM:
+        settings: dict[str, Any] = {
+            "memory": "64MiB",
+            "dtype": "float32",
+            "device": "cpu",
+            "max_num_seqs": MAX_NUM_SEQS,
+        }
+        if num_drafts:
+            settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": num_drafts, "adaptive": False}
+        llm = LLM("demo", async_scheduling=True, **{**settings, **options})
+        if num_drafts:
+            executor = llm.engine.core.executor
+            assert isinstance(executor, UniExecutor)
+            runner = executor.runner
+            runner._verification_graphs = EagerGraphs(
+                runner.model,
+                runner._memory,
+                runner._forward,
+                runner.arena,
+                runner._pending.stop_ids_XI,
+                runner._kernels,
+                sizes=[VerificationSize(n, d) for n in range(1, 1 + MAX_NUM_SEQS) for d in (0, num_drafts)],
+                max_model_len=llm.engine.core.limits.max_model_len,
+            )
+            llm.engine.scheduler.drafts.corrects_lengths = True
+        return llm
+
+    return make
+
+
+class Steps:
+    """Counts steps, and those that verify drafts and were launched before the one before was settled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plans: list[StepPlan] = []
+        self.num_results = self.num_ahead = 0
+        launch, result = Runner.launch, StepInFlight.result
+
+        def noted_launch(runner: Runner, plan: StepPlan) -> StepInFlight:
+            self.num_ahead += any(x.num_drafts and x.pending for x in plan.sequences)
+            assert self.num_results >= len(self.plans) - 1
+            self.plans.append(plan)
+            return launch(runner, plan)
+
+        def noted_result(step: StepInFlight) -> StepResult:
+            self.num_results += 1
+            return result(step)
+
+        monkeypatch.setattr(Runner, "launch", noted_launch)
+        monkeypatch.setattr(StepInFlight, "result", noted_result)
+
+
+def some_requests(llm: LLM, seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts that share beginnings, with answers of any length, ended by tokens that the demo model often chooses."""
+    rng = random.Random(seed)
+    text = "What is seven times eight? And who wrote the letter that the teacher read in the old archive? " * 3
+    tokens = list(llm.get_tokenizer().encode(text))
+    requests = []
+    for index in range(10):
+        prompt = tokens[: rng.randint(1, len(tokens))] + rng.choices(tokens, k=rng.choice([0, 1, 7]))
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 0.7]),
+            top_k=4,  # few: where many draws lie next to each other, rounding decides
+            seed=index,
+            max_tokens=4 if index == 8 else rng.randint(1, 80),
+            stop_token_ids=rng.choices(tokens, k=rng.choice([0, 0, 2, 5])),
+            ignore_eos=True,
+            presence_penalty=1.0 if index == 8 else 0.0,
+        )
+        requests.append((prompt, params))
+    return requests
+
+
+def serve(llm: LLM, seed: int) -> dict[str, Answer]:
+    """Run requests that come in while others run; then their answers as prompts."""
+    rng = random.Random(seed)
+    answers: dict[str, Answer] = {}
+
+    def step() -> None:
+        for output in llm.engine.step():
+            if output.finished:
+                [one] = output.outputs
+                answers[output.request_id] = (list(one.token_ids), one.finish_reason, output.num_cached_tokens)
+
+    requests = some_requests(llm, seed)
+    for index, (prompt, params) in enumerate(requests):
+        llm.engine.add_request(str(index), prompt, params)
+        for _ in range(rng.randint(0, 3)):
+            step()
+    while llm.engine.has_unfinished:
+        step()
+    for index, (prompt, _) in enumerate(requests):
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        llm.engine.add_request(f"again {index}", [*prompt, *answers[str(index)][0], 5], params)
+        while llm.engine.has_unfinished:
+            step()
+    assert not llm.engine.core.has_unfinished
+    assert not llm.engine.cache.internals().leases
+    return answers
+
+
+@pytest.mark.parametrize(("seed", "num_drafts"), [(1, 1), (2, 2), (3, 4)])
+def test_steps_planned_ahead_give_the_same_answers_and_hits(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, seed: int, num_drafts: int
+) -> None:
+    expected = serve(make(0), seed)
+    steps = Steps(monkeypatch)
+    llm = make(num_drafts)
+    found = serve(llm, seed)
+    assert {name: answer[:2] for name, answer in found.items()} == {name: x[:2] for name, x in expected.items()}
+    again = [name for name in expected if name.startswith("again")]
+    assert [found[name][2] for name in again] == [expected[name][2] for name in again]
+    assert steps.num_ahead > 10
+    assert llm.engine.core.stats().speculation.num_accepted_tokens > 50
+
+
+def test_nearly_all_steps_of_a_steady_batch_are_planned_ahead(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    expected = None
+    for num_drafts in (0, 2):
+        llm = make(num_drafts)
+        prompts = [prompt for prompt, _ in some_requests(llm, 3)[:MAX_NUM_SEQS]]
+        steps = Steps(monkeypatch)
+        answers = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        assert expected in (None, answers)
+        expected = answers
+    assert steps.num_ahead > 0.8 * len(steps.plans)
+
+
+@pytest.mark.parametrize("depths", [(2,) * 6 + (1,) * 4 + (0,) * 4], ids=str)
+def test_depth_may_change_between_steps_that_are_planned_ahead(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, depths: tuple[int, ...]
+) -> None:
+    expected = {name: answer[:2] for name, answer in serve(make(0), 4).items()}
+    llm = make(2, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+    llm.engine.scheduler.drafts.chooser = Alternating(depths)
+    steps = Steps(monkeypatch)
+    assert {name: answer[:2] for name, answer in serve(llm, 4).items()} == expected
+    assert steps.num_ahead > 5
+
+
+@pytest.mark.parametrize("seed", [5])
+def test_preempted_requests_give_the_same_answers(make: Callable[..., LLM], seed: int) -> None:
+    expected = {name: answer[:2] for name, answer in serve(make(0), seed).items()}
+    slab = make(2).engine.core.spec.slab_bytes
+    llm = make(2, memory=5 * slab, max_model_len=256)
+    assert {name: answer[:2] for name, answer in serve(llm, seed).items()} == expected
+    assert llm.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_steps", range(2, 8))
+def test_aborted_request_leaves_a_true_snapshot(make: Callable[..., LLM], num_steps: int) -> None:
+    llm = make(2)
+    [(prompt, _), *_] = some_requests(llm, 7)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    [output] = llm.generate([prompt], params, use_tqdm=False)
+    answer = output.outputs[0].token_ids
+    for name in "ab":
+        llm.engine.add_request(name, prompt, params, salt=name)
+    for _ in range(num_steps):
+        llm.engine.step()
+    llm.engine.abort("a")
+    while llm.engine.has_unfinished:
+        for output in llm.engine.step():
+            assert output.request_id == "b"
+    rest = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for num_known in range(12):
+        llm.engine.add_request("c", [*prompt, *answer[:num_known]], rest, salt="a")
+        while llm.engine.has_unfinished:
+            for output in llm.engine.step():
+                if output.finished:
+                    assert output.outputs[0].token_ids == answer[num_known : num_known + 4]
