@@ -160,8 +160,8 @@ def test_repeated_lookup_walks_the_index_once_until_something_changes() -> None:
     driver.serve(prompt(300))
     index, tokens = driver.cache.internals().index, TokenBuffer(prompt(299))
     root = index.roots[""]
-    end, _, snapshot = found = index.find(root, tokens.data)
-    assert (end.kv_tokens, snapshot) == (299, None)
+    found = index.find(root, tokens.data)
+    assert (found.end.kv_tokens, found.snapshot) == (299, None)
     assert index.find(root, tokens.data) is found
     tokens.append(1299)
     found = index.find(root, tokens.data)
