@@ -49,7 +49,7 @@ class LowerStats:
 
     store: str
     num_blocks: int
-    """Its size in blocks; a slot takes a slab's worth of them."""
+    """Its size in blocks; a slot takes as many as its bytes at rest need."""
     num_used_blocks: int
     num_snapshots: int
     """Snapshots that rest there now."""
