@@ -190,6 +190,9 @@ def _add_bench(commands: Any) -> None:
     add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, default=8192, help="most tokens per step (default: %(default)s)")
     add("--host-memory", metavar="SIZE", help="host memory below the device, in simulated time (default: none)")
+    add("--disk-cache-size", metavar="SIZE", help="a disk below that (default: none)")
+    text = "in GB/s, of reads and of writes (default: %(default)s)"
+    add("--disk-bandwidth", type=float, default=6.0, metavar="RATE", help=text)
     add("--snapshot-dtype", choices=SNAPSHOT_DTYPES, default="float32", help="of snapshots there (default: float32)")
     add("--max-sessions", type=int, metavar="N", help="replay only the first N sessions")
     add("--session-gap", type=float, default=10.0, help="seconds between sessions' starts (default: %(default)s)")
@@ -263,6 +266,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--long-prefill-token-threshold", type=int, metavar="TOKENS", help=text)
     add("--memory", metavar="SIZE", help="for the cache and running requests together, such as 4GiB")
     add("--host-memory", metavar="SIZE", help="host memory for what the cache evicts, such as 64GiB (default: none)")
+    add("--disk-cache", metavar="DIR", help="files for what does not fit there, kept over restarts (default: none)")
+    add("--disk-cache-size", default="100GiB", metavar="SIZE", help="for these files (default: %(default)s)")
     text = "dtype of snapshots there; all but float32 lose exactness (default: %(default)s)"
     add("--snapshot-dtype", choices=SNAPSHOT_DTYPES, default="float32", help=text)
     add(
@@ -437,6 +442,8 @@ def _run_replay(options: argparse.Namespace) -> int:
         session_gap_s=options.session_gap,
         speed=options.speed,
         host_memory=options.host_memory,
+        disk_cache_size=options.disk_cache_size,
+        disk_bandwidth_gbps=options.disk_bandwidth,
         snapshot_dtype=options.snapshot_dtype,
         plot=options.plot,
         num_replicas=options.replicas,

@@ -69,7 +69,11 @@ class EngineConfig:
     memory: str | int | None = None
     """Budget of the cache and of running requests together: bytes, or a string such as ``4GiB``."""
     host_memory: str | int | None = None
-    """Budget of the host memory below the cache, in which evicted entries rest, as ``memory``; None: they are gone."""
+    """Budget of the host memory below the cache, in which evicted entries rest, as ``memory``; None: there is none."""
+    disk_cache: str | None = None
+    """A directory below host memory, whose files outlive the process; None: nothing does."""
+    disk_cache_size: str | int = "100GiB"
+    """Budget of the files in it, as ``memory``."""
     snapshot_dtype: str = "float32"
     """In what dtype recurrent states rest there: ``float32``: as they are; ``bfloat16`` or ``int8``: in fewer bits, so
     that more rests, and what resumes from them is no longer exact."""
@@ -137,22 +141,7 @@ class EngineConfig:
             raise ConfigError(f"--audit-rate must be from 0 to 1, got {rate!r}")
         if self.memory is not None:
             parse_bytes(self.memory)
-        if self.host_memory is not None:
-            parse_bytes(self.host_memory, "--host-memory")
-            if not self.enable_prefix_caching:
-                raise ConfigError("--host-memory holds what the cache evicts; drop --no-enable-prefix-caching")
-            if self.tensor_parallel_size > 1:
-                raise ConfigError("--host-memory does not go with --tensor-parallel-size yet; drop one of the two")
-        if self.snapshot_dtype != "float32":
-            if self.deterministic:
-                raise ConfigError(
-                    f"--deterministic does not go with --snapshot-dtype {self.snapshot_dtype}: a state that rests in "
-                    "fewer bits does not come back as it was; drop one of the two"
-                )
-            if self.host_memory is None:
-                raise ConfigError(
-                    f"--snapshot-dtype {self.snapshot_dtype} is for what rests below the device; add --host-memory"
-                )
+        self._require_tiers()
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError("--kv-events-config publishes what the cache holds; drop --no-enable-prefix-caching")
         if self.kv_transfer is not None and self.tensor_parallel_size > 1:
@@ -169,6 +158,35 @@ class EngineConfig:
                 "--deterministic does not go with --speculative-config: drafts are computed in other steps than the "
                 "tokens of plain decoding, and round differently; drop one of the two"
             )
+
+    def _require_tiers(self) -> None:
+        """Check what rests below the device."""
+        if self.host_memory is not None:
+            parse_bytes(self.host_memory, "--host-memory")
+            if not self.enable_prefix_caching:
+                raise ConfigError("--host-memory holds what the cache evicts; drop --no-enable-prefix-caching")
+            if self.tensor_parallel_size > 1:
+                raise ConfigError("--host-memory does not go with --tensor-parallel-size yet; drop one of the two")
+        _require_type("disk_cache", self.disk_cache, (str, NoneType))
+        parse_bytes(self.disk_cache_size, "--disk-cache-size")
+        if self.disk_cache is not None:
+            if not self.disk_cache:
+                raise ConfigError("--disk-cache must be a directory, got ''")
+            if not self.enable_prefix_caching:
+                raise ConfigError("--disk-cache holds what the cache evicts; drop --no-enable-prefix-caching")
+            if self.tensor_parallel_size > 1:
+                raise ConfigError("--disk-cache does not go with --tensor-parallel-size yet; drop one of the two")
+        if self.snapshot_dtype != "float32":
+            if self.deterministic:
+                raise ConfigError(
+                    f"--deterministic does not go with --snapshot-dtype {self.snapshot_dtype}: a state that rests in "
+                    "fewer bits does not come back as it was; drop one of the two"
+                )
+            if self.host_memory is None and self.disk_cache is None:
+                raise ConfigError(
+                    f"--snapshot-dtype {self.snapshot_dtype} is for what rests below the device; add --host-memory or "
+                    "--disk-cache"
+                )
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -50,6 +50,7 @@ class Result:
     policy: str
     memory_bytes: int
     host_bytes: int = 0
+    disk_bytes: int = 0
     num_requests: int = 0
     num_refused: int = 0
     """Longer than the memory holds: left out of all other figures."""
@@ -69,6 +70,9 @@ class Result:
     loaded_bytes: int = 0
     num_demoted: int = 0
     """Snapshots demoted to host memory."""
+    num_spilled: int = 0
+    """Snapshots passed on to the disk."""
+    num_disk_loads: int = 0
     simulated_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
     slot_bytes: int = 0
@@ -150,7 +154,8 @@ class Replay:
         if router is not None:
             for name in self._names:
                 router.add(name)
-        self.result = Result(policy_name, machine.memory_bytes, machine.host_bytes, busy_s=[0.0] * num_replicas)
+        sizes = machine.memory_bytes, machine.host_bytes, machine.disk_bytes
+        self.result = Result(policy_name, *sizes, busy_s=[0.0] * num_replicas)
         self._seen = SeenPrefixes()
         self._lanes: list[tuple[float, Iterator[Call]]] = []
         self._num_calls = 0
@@ -300,6 +305,8 @@ class Replay:
             result.num_loads += stats.loads.num_done
             result.loaded_bytes += replica.store.loaded_bytes
             result.num_demoted += sum(tier.num_snapshots_demoted for tier in stats.tiers[:1])
+            result.num_spilled += sum(tier.num_snapshots_demoted for tier in stats.tiers[1:])
+            result.num_disk_loads += sum(tier.num_loads for tier in stats.tiers[1:])
             result.num_preemptions += replica.scheduler.num_preemptions
             result.num_snapshots += sum(stats.snapshots_taken.values())
             result.slot_bytes += stats.memory.num_slots * self.machine.spec.slab_bytes

@@ -45,6 +45,10 @@ class ReplayOptions:
     host_memory: str | None = None
     """Size of the host memory below the device; None: there is none."""
     snapshot_dtype: str = "float32"
+    disk_cache_size: str | None = None
+    """Size of the disk below that; None: there is none."""
+    disk_bandwidth_gbps: float = 6.0
+    """Bytes per ns that the disk reads, and writes."""
     """Of snapshots that rest there."""
     plot: str | None = None
     """File to plot the results to."""
@@ -62,6 +66,10 @@ class ReplayOptions:
             raise ConfigError("--plot draws replays of one replica")
         if not self.session_gap_s >= 0:
             raise ConfigError(f"--session-gap must be at least 0, got {self.session_gap_s:g}")
+        if self.disk_cache_size is not None and self.host_memory is None:
+            raise ConfigError("--disk-cache-size is below --host-memory: give that, too")
+        if not self.disk_bandwidth_gbps > 0:
+            raise ConfigError(f"--disk-bandwidth must be above 0, got {self.disk_bandwidth_gbps:g}")
         if not self.speed > 0:
             raise ConfigError(f"--speed must be above 0, got {self.speed:g}")
 
@@ -125,6 +133,8 @@ def _replay(lanes: list[Lane], memory_bytes: int, policy_name: str, router: str,
         options.max_num_batched_tokens,
         parse_bytes(options.host_memory) if options.host_memory else 0,
         options.snapshot_dtype,
+        parse_bytes(options.disk_cache_size, "--disk-cache-size") if options.disk_cache_size else 0,
+        options.disk_bandwidth_gbps * 1e9,
     )
     chosen = make_router(router) if router else None
     replay = Replay(machine, policy_name, num_replicas=options.num_replicas, router=chosen)
@@ -180,6 +190,9 @@ def _line(row: Row) -> str:
     if result.host_bytes:
         refused += f"; host {result.host_bytes / 2**30:.4g} GiB, {result.num_loads:,} loads of "
         refused += f"{result.loaded_bytes / max(result.num_loads, 1) / 2**20:,.0f} MiB"
+    if result.disk_bytes:
+        refused += f"; disk {result.disk_bytes / 2**30:.4g} GiB, {result.num_spilled:,} snapshots stored, "
+        refused += f"{result.num_disk_loads:,} of the loads"
     return (
         f"{row.trace[:28]:<28} {result.memory_bytes / 2**30:>5.4g} GiB {result.policy:<14}{result.num_requests:>9,}"
         f"{result.hit_share:>8.1%}{result.ideal_share:>8.1%}{result.computed_per_request:>10,.0f}"

@@ -9,9 +9,10 @@ from typing import Final
 
 from strandline.bench.cost import CostModel
 from strandline.bench.policies import make_cache, policy
-from strandline.bench.simulated_store import HOST_BYTES_PER_S, LATENCY_S, SimulatedStore
+from strandline.bench.simulated_store import HOST_BYTES_PER_S, LATENCY_S, SimulatedStores
 from strandline.bench.traces import Call
 from strandline.cache import LoadCosts, LowerMemory, resume_rule
+from strandline.cache.spills import spare_blocks
 from strandline.cache.tokens import TOKEN_BYTES, decode
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -21,6 +22,7 @@ from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.records.sampling_params import SamplingParams
 from strandline.specs import ModelSpec
 
+DISK_BYTES_PER_S: Final = 6e9
 NOTHING: Final = SamplingParams(temperature=0, ignore_eos=True)
 
 
@@ -37,6 +39,9 @@ class Machine:
     """Host memory below the device."""
     snapshot_dtype: str = "float32"
     """Of snapshots that rest there."""
+    disk_bytes: int = 0
+    """A disk below that."""
+    disk_bytes_per_s: float = DISK_BYTES_PER_S
 
 
 class NoTokens(tuple[int, ...]):
@@ -94,8 +99,14 @@ def _lower_memories(machine: Machine) -> list[LowerMemory]:
     if not machine.host_bytes:
         return []
     costs = LoadCosts(LATENCY_S, HOST_BYTES_PER_S, machine.cost.prefill_token_s)
-    num_blocks = machine.host_bytes // spec.block_bytes
-    return [LowerMemory("host", num_blocks, spec.block_bytes, spec.resting_slot_blocks(dtype), costs)]
+    size, slot_blocks = spec.block_bytes, spec.resting_slot_blocks(dtype)
+    num_blocks, disk_blocks = machine.host_bytes // size, machine.disk_bytes // size
+    num_spare_blocks = spare_blocks(num_blocks, spec.blocks_per_slab) if disk_blocks else 0
+    memories = [LowerMemory("host", num_blocks, size, slot_blocks, costs, num_spare_blocks)]
+    if disk_blocks:
+        costs = LoadCosts(LATENCY_S, machine.disk_bytes_per_s, machine.cost.prefill_token_s)
+        memories.append(LowerMemory("disk", disk_blocks, size, slot_blocks, costs, key=b"replay"))
+    return memories
 
 
 class SimulatedClock:
@@ -138,7 +149,8 @@ class Replica:
             emits_events=emits_events,
             lower=_lower_memories(machine),
         )
-        self.store = SimulatedStore(spec.at_rest(machine.snapshot_dtype))
+        rates = {"host": HOST_BYTES_PER_S, "disk": machine.disk_bytes_per_s}
+        self.store = SimulatedStores(spec.at_rest(machine.snapshot_dtype), rates)
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
         )

@@ -1,10 +1,12 @@
-"""A store in simulated time: loads end one after the other, at the rate of a bus."""
+"""Stores in simulated time: transfers of each kind end one after the other, at the rate of a bus or a disk."""
 
-from collections import deque
-from collections.abc import Iterable
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Final
 
-from strandline.cache import Action, Completion, LoadIn
+from strandline.cache import Action, Completion, LoadIn, StoreOut
+from strandline.cache.actions import StoredPath
 from strandline.specs import ModelSpec
 
 HOST_BYTES_PER_S: Final = 5.5e10
@@ -13,40 +15,55 @@ LATENCY_S: Final = 2e-4
 """Of one load: to begin its copies, and to notice their end."""
 
 
-class SimulatedStore:
-    """Ends loads in the order in which they began. What is stored takes no time, as it does not hold up a load.
+class SimulatedStores:
+    """Ends loads in the order in which they began, and stores to a disk likewise, beside them.
+
+    What is stored to host memory takes no time, as it does not hold up a load.
 
     Args:
         spec: of blocks and slots as they rest.
+        bytes_per_s: by store.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, bytes_per_s: Mapping[str, float]) -> None:
         self._spec = spec
-        self._loads: deque[tuple[float, Completion]] = deque()
+        self._bytes_per_s = bytes_per_s
+        self._ends: list[tuple[float, Completion]] = []
+        self._free_at_s = defaultdict[tuple[str, type[Action]], float](float)
+        """By store and kind of transfer: when the last one ends."""
         self.loaded_bytes = 0
 
     def begin(self, actions: Iterable[Action], now_s: float) -> None:
-        """Begin the loads among some actions, behind those that are under way."""
+        """Begin the transfers among some actions, behind those that are under way."""
         for action in actions:
-            if isinstance(action, LoadIn):
-                self._begin(action, now_s)
+            match action:
+                case LoadIn(blocks=blocks, slots=slots):
+                    num_bytes = self._num_bytes(len(blocks), len(slots))
+                    self.loaded_bytes += num_bytes
+                    self._begin(action, num_bytes, now_s)
+                case StoreOut(path=StoredPath(blocks=stored) as path):
+                    num_blocks = len(stored) + (path.tail > 0)
+                    self._begin(action, self._num_bytes(num_blocks, int(path.slot > 0)), now_s)
+                case _:
+                    pass
 
-    def _begin(self, action: LoadIn, now_s: float) -> None:
-        spec = self._spec
-        num_bytes = len(action.blocks) * spec.block_bytes + len(action.slots) * spec.raw_slot_bytes
-        self.loaded_bytes += num_bytes
-        seconds = LATENCY_S + num_bytes / HOST_BYTES_PER_S
-        begins_s = max(now_s, self._loads[-1][0]) if self._loads else now_s
-        self._loads.append((begins_s + seconds, Completion(action.transfer, is_done=True, seconds=seconds)))
+    def _num_bytes(self, num_blocks: int, num_slots: int) -> int:
+        return num_blocks * self._spec.block_bytes + num_slots * self._spec.raw_slot_bytes
+
+    def _begin(self, action: LoadIn | StoreOut, num_bytes: int, now_s: float) -> None:
+        lane = action.store, type(action)
+        seconds = LATENCY_S + num_bytes / self._bytes_per_s[action.store]
+        end_s = self._free_at_s[lane] = max(now_s, self._free_at_s[lane]) + seconds
+        heapq.heappush(self._ends, (end_s, Completion(action.transfer, is_done=True, seconds=seconds)))
 
     @property
     def next_end_s(self) -> float:
-        """When the next load ends; infinity when none is under way."""
-        return self._loads[0][0] if self._loads else float("inf")
+        """When the next transfer ends; infinity when none is under way."""
+        return self._ends[0][0] if self._ends else float("inf")
 
     def take_ended(self, now_s: float) -> list[Completion]:
-        """Return the loads that have ended by now."""
+        """Return the transfers that have ended by now."""
         ended = []
         while self.next_end_s <= now_s:
-            ended.append(self._loads.popleft()[1])
+            ended.append(heapq.heappop(self._ends)[1])
         return ended

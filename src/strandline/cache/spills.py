@@ -20,8 +20,16 @@ from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, fi
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, TransferId
 
+SPARE_SHARE: Final = 16
+"""One in this many blocks of host memory is kept free, and room for a few snapshots at least."""
+SPARE_SLABS: Final = 2
 MAX_SPILLS: Final = 32
 """Most spills at once."""
+
+
+def spare_blocks(num_blocks: int, blocks_per_slab: int) -> int:
+    """Return how many blocks of host memory should be kept free."""
+    return min(max(num_blocks // SPARE_SHARE, SPARE_SLABS * blocks_per_slab), num_blocks)
 
 
 @dataclass(frozen=True, slots=True)

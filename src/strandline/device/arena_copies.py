@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from strandline.device.snapshot_encoding import Encoding
+from strandline.ids import SlotId
 from strandline.kernels.arena import ArenaTensors
 from strandline.transfer.nixl_mover import Region
 
@@ -20,6 +22,7 @@ class ArenaCopies:
 
     def __init__(self, arena: ArenaTensors) -> None:
         spec = arena.spec
+        self._arena = arena
         self._block_BX = arena.bytes.view(arena.num_blocks, spec.block_bytes)
         self._slot_SX = arena.bytes.view(arena.num_slabs, spec.slab_bytes)[:, : spec.raw_slot_bytes]
         self._device = arena.bytes.device
@@ -86,3 +89,23 @@ class ArenaCopies:
             if slots:
                 self._slot_SX[list(slots)] = device_X[cut:].view(len(slots), -1)
             self._stream.synchronize()
+
+    def write_slot(self, slot: SlotId, data: memoryview, encoding: Encoding, fence: Fence) -> None:
+        """Write a slot from its bytes as they rest, after what was launched before the fence.
+
+        Nothing may read or write it meanwhile. It is written when this returns.
+        """
+        entry_X, host_X = self._arena.slot(slot), torch.frombuffer(data, dtype=torch.uint8)
+        with torch.inference_mode():
+            if self._stream is None:
+                rest_X = encoding.room(entry_X)
+                rest_X.copy_(host_X)
+                encoding.decode(rest_X, entry_X)
+                return
+            with torch.cuda.stream(self._stream):
+                if fence is not None:
+                    self._stream.wait_event(fence)
+                rest_X = encoding.room(entry_X)
+                rest_X.copy_(host_X.pin_memory(), non_blocking=True)
+                encoding.decode(rest_X, entry_X)
+                self._stream.synchronize()

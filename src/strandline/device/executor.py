@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from strandline.cache import Action, Completion
+from strandline.device.lower_stores import LowerFacts
 from strandline.kernels.binding import Fallback
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
@@ -32,8 +33,8 @@ class ExecutorFacts:
     """Whether kernels are compiled when a step first needs them, so that every kind of step must run once."""
     fallbacks: tuple[Fallback, ...]
     """Operations that run reference implementations, though their backends should run here."""
-    num_host_blocks: int = 0
-    """Size of the host memory below the device, in blocks; 0: there is none."""
+    lower: LowerFacts = field(default_factory=LowerFacts)
+    """Of the memory below the device."""
     draft_tokens: int = 0
     """Most drafts of a sequence in a step; 0: none are made."""
     corrects_lengths: bool = False

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from queue import SimpleQueue
 from threading import Thread
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,15 @@ def choose_staging_bytes(spec: ModelSpec, snapshot_dtype: str) -> int:
     return (STAGED_SLABS + encoding_slabs) * spec.slab_bytes
 
 
+class StoredBytes(NamedTuple):
+    """What a place holds."""
+
+    pieces: list[Tensor]
+    """In order."""
+    event: torch.cuda.Event | None
+    """After it they are written; None: they are."""
+
+
 class HostPages:
     """The pages, and which place has which.
 
@@ -61,6 +70,7 @@ class HostPages:
             torch.cuda.check_error(cudart.cudaHostRegister(self.bytes.data_ptr(), len(self.bytes), 0))
         self._free = list(range(num_pages - 1, -1, -1))
         self._pages_of: dict[int, list[int]] = {}
+        self._bytes_of: dict[int, int] = {}
 
     def take(self, place: int, num_bytes: int) -> list[Tensor]:
         """Allocate room under a new place; return it as consecutive pieces.
@@ -74,6 +84,7 @@ class HostPages:
                 f"place {place} needs {num_pages} pages of host memory, {len(self._free)} are free"
             )
         self._pages_of[place] = [self._free.pop() for _ in range(num_pages)]
+        self._bytes_of[place] = num_bytes
         return self.find(place, num_bytes)
 
     def find(self, place: int, num_bytes: int) -> list[Tensor]:
@@ -87,10 +98,15 @@ class HostPages:
             left -= taken
         return pieces
 
+    def whole(self, place: int) -> list[Tensor]:
+        """Return all bytes of a place as pieces in order."""
+        return self.find(place, self._bytes_of[place])
+
     def drop(self, places: Iterable[int]) -> None:
         """Free places."""
         for place in places:
             self._free += reversed(self._pages_of.pop(place))
+            del self._bytes_of[place]
 
 
 def _stretches(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -132,6 +148,10 @@ class HostStore:
         for source, place, encoding in _parts(action, arena, self._slots):
             _store(self._pages, place, source, encoding)
         self._completions.put(Completion(action.transfer, is_done=True, seconds=SYSTEM_CLOCK() - start_s))
+
+    def read(self, place: int) -> StoredBytes:
+        """Return what a place holds; it stays there until the place is dropped."""
+        return StoredBytes(self._pages.whole(place), None)
 
     def drop(self, places: Iterable[int]) -> None:
         """Free places."""
@@ -206,6 +226,10 @@ class PinnedStore:
             current.wait_event(self._staged.popleft()[2])
         self._staged_to = end
         return self._staging[start:end], start
+
+    def read(self, place: int) -> StoredBytes:
+        """Return what a place holds, once the event has occurred; it stays there until the place is dropped."""
+        return StoredBytes(self._pages.whole(place), self._stored[place])
 
     def drop(self, places: Iterable[int]) -> None:
         """Free places."""

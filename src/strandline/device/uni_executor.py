@@ -8,11 +8,11 @@ import torch
 
 from strandline.cache import Action, Completion
 from strandline.clock import SYSTEM_CLOCK
-from strandline.config import EngineConfig, parse_bytes
+from strandline.config import EngineConfig
 from strandline.device.executor import ExecutorFacts, LaunchedStep
 from strandline.device.graphs import graph_sizes, verification_sizes
 from strandline.device.heap import release_free_memory
-from strandline.device.host_store import HOST_STORE, HostStore, PinnedStore, choose_staging_bytes
+from strandline.device.lower_stores import attach_stores, lower_device_bytes
 from strandline.device.runner import RUNNER_OPERATIONS, Runner
 from strandline.device.sizing import (
     choose_batched_tokens,
@@ -22,7 +22,6 @@ from strandline.device.sizing import (
     keeps_decoded,
     require_determinism,
 )
-from strandline.device.snapshot_encoding import slot_encoding
 from strandline.env import is_cache_debugged
 from strandline.errors import EngineError
 from strandline.kernels.binding import Kernels, bind_kernels
@@ -44,6 +43,7 @@ class UniExecutor:
     Args:
         model: loaded weights on ``device``; with several ranks, this one's shard.
         grammars: compiles the grammars of structured outputs; None: no request may have one.
+        weights: a digest of the model's weights, for what outlives the process.
         weights_s: how long loading the model took.
         progress: show progress bars while kernels are compiled and graphs captured.
 
@@ -59,6 +59,7 @@ class UniExecutor:
         grammars: GrammarCompiler | None = None,
         ranks: Ranks = ONE_RANK,
         *,
+        weights: str = "",
         weights_s: float = 0.0,
         progress: bool = False,
     ) -> None:
@@ -78,10 +79,7 @@ class UniExecutor:
         with _timed(start_s, "memory"):
             num_logs = 1 + config.max_num_seqs if keeps_logs or draft_tokens else 0
             have_bytes = ranks.least(choose_memory_bytes(config, model, kernels, device, num_logs))
-            num_host_blocks = 0
-            if config.host_memory is not None:
-                num_host_blocks = parse_bytes(config.host_memory, "--host-memory") // spec.block_bytes
-                have_bytes -= choose_staging_bytes(spec, config.snapshot_dtype) if device.type == "cuda" else 0
+            have_bytes -= lower_device_bytes(config, spec, device)
             num_slabs = have_bytes // spec.slab_bytes
             max_model_len = choose_max_model_len(config, spec, model.max_position, have_bytes)
             self.runner = Runner(
@@ -98,12 +96,7 @@ class UniExecutor:
             )
             if device.type == "cpu":
                 self.runner.arena.prefault(PREFAULTED_BYTES)
-            if num_host_blocks:
-                new_store = PinnedStore if device.type == "cuda" else HostStore
-                transfers = self.runner.transfers
-                slots = slot_encoding(spec, config.snapshot_dtype)
-                store = new_store(self.runner.arena, num_host_blocks, transfers.completions, slots)
-                transfers.attach(HOST_STORE, store)
+            lower = attach_stores(config, self.runner.arena, self.runner.transfers, weights, progress=progress)
         self.facts = ExecutorFacts(
             spec,
             model.vocab_size,
@@ -113,7 +106,7 @@ class UniExecutor:
             spec.log_tokens if keeps_logs else 0,
             needs_warm_up=kernels.is_compiled_on_gpu,
             fallbacks=kernels.fallbacks,
-            num_host_blocks=num_host_blocks,
+            lower=lower,
             draft_tokens=draft_tokens,
             corrects_lengths=draft_tokens > 0 and kernels.is_compiled_on_gpu and not config.enforce_eager,
             num_ranks=ranks.size,

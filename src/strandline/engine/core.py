@@ -9,13 +9,12 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Final
 
-from strandline.cache import LoadCosts, LowerMemory, OnGrid, PrefixCache, Reason, placement, resume_rule
+from strandline.cache import LowerMemory, OnGrid, PrefixCache, Reason, placement, resume_rule
 from strandline.cache.invariants import check
-from strandline.cache.stats import CacheStats, MemoryUse
+from strandline.cache.stats import MemoryUse
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
-from strandline.device.host_store import HOST_STORE
 from strandline.device.sizing import choose_batched_tokens, choose_logged_from
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.auditor import Auditor, Audits
@@ -23,18 +22,18 @@ from strandline.engine.cache_watch import CacheWatch
 from strandline.engine.drafting import new_draft_depth, new_drafter
 from strandline.engine.event_feed import EventFeed
 from strandline.engine.hand_over import HandOver
+from strandline.engine.model_identity import weights_digest
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
+from strandline.engine.tiers import describe_tiers, lower_memories, tier_stats
 from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, RequestId
 from strandline.kernels.binding import Fallback
-from strandline.models.weights_files import fingerprint
 from strandline.records.events import (
     CoreStats,
     FinishReason,
-    HostMemoryStats,
     KernelFallback,
     Limits,
     PromptLogprobs,
@@ -46,7 +45,6 @@ from strandline.records.events import (
 from strandline.records.messages import EventEndpoints
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.specs import ModelSpec
-from strandline.text.model_files import find_model
 
 MAX_WAIT_S: Final = 0.01
 """How long a turn of the core waits for loads when there is nothing else to do."""
@@ -69,7 +67,13 @@ class EngineCore:
         self.limits = Limits(facts.vocab_size, facts.max_model_len)
         self._auditor = Auditor(config.audit_rate, facts.max_model_len, seed=config.seed)
         events_config = config.kv_events
-        self.scheduler = new_scheduler(config, facts, self._auditor.introduce, emits_events=events_config is not None)
+        self.scheduler = new_scheduler(
+            config,
+            facts,
+            self._auditor.introduce,
+            emits_events=events_config is not None,
+            lower=lower_memories(facts, config.snapshot_dtype),
+        )
         self.cache = self.scheduler.cache
         self.event_feed = None if events_config is None else EventFeed(self.cache, events_config)
         """Publishes what the cache can resume; None: that is not asked for."""
@@ -297,13 +301,13 @@ class EngineCore:
 
     def describe(self) -> list[str]:
         """Say in a few lines what the cache has room for, and what makes the engine slow."""
-        spec = self.spec
+        spec, stats = self.spec, self.cache.stats()
         total = self.cache.memory_use().num_slabs * spec.slab_bytes
         return [
             *_describe_fallbacks(self.executor.facts.fallbacks),
             f"cache: {total / 2**20:,.0f} MiB{_describe_ranks(self.executor.facts.num_ranks)} for blocks and snapshots "
             "together, prefix caching " + ("on" if self.cache.is_enabled else "off"),
-            *_describe_host_memory(self.executor.facts, self._snapshot_dtype),
+            *describe_tiers(self.executor.facts, self._snapshot_dtype, stats),
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}",
             f"start: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.start_s.items())}",
             f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
@@ -343,7 +347,9 @@ class EngineCore:
             speculation=self.scheduler.drafts.counters.stats(),
             num_events_published=self.event_feed.publisher.num_published if self.event_feed else 0,
             num_events_dropped=self.event_feed.publisher.num_dropped if self.event_feed else 0,
-            host_memory=_host_memory_stats(stats, self.spec.block_bytes),
+            tiers=tier_stats(stats, self.spec.block_bytes),
+            num_snapshots_loaded=stats.loads.num_snapshots,
+            num_blocks_loaded=stats.loads.num_blocks,
             hand_over=None if self.hand_over is None else self.hand_over.stats(),
             kernel_fallbacks=[KernelFallback(x.operation, x.backend, x.reason) for x in self.executor.facts.fallbacks],
         )
@@ -355,11 +361,10 @@ def new_scheduler(
     introduce: Callable[[Request], NewRequest] = attrgetter("new"),
     *,
     emits_events: bool = False,
-    has_lower_tiers: bool = True,
+    lower: Sequence[LowerMemory] = (),
 ) -> Scheduler:
-    """Return a scheduler over an empty cache."""
+    """Return a scheduler over a cache that is empty on the device."""
     chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
-    lower = _lower_memories(facts, config.snapshot_dtype) if has_lower_tiers else []
     # Other memory and other engines take whole prefixes.
     is_alone = not lower and config.kv_transfer is None
     grid_tokens = BLOCK_TOKENS if config.deterministic else 1
@@ -399,35 +404,7 @@ def new_warm_up(config: EngineConfig, executor: Executor) -> WarmUp:
     """Return requests that run in the engine's memory and leave nothing in the tiers below it."""
     # No graphs are captured yet, which would correct lengths.
     facts = replace(executor.facts, corrects_lengths=False)
-    scheduler = new_scheduler(config, facts, has_lower_tiers=False)
-    return WarmUp(executor, scheduler, facts.max_model_len)
-
-
-def _lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemory]:
-    """Return the memories below the device, nearest first."""
-    spec, num_blocks = facts.spec, facts.num_host_blocks
-    if not num_blocks:
-        return []
-    slot_blocks = spec.resting_slot_blocks(snapshot_dtype)
-    return [LowerMemory(HOST_STORE, num_blocks, spec.block_bytes, slot_blocks, LoadCosts())]
-
-
-def _host_memory_stats(stats: CacheStats, block_bytes: int) -> HostMemoryStats | None:
-    if not stats.tiers:
-        return None
-    lower, loads = stats.tiers[0], stats.loads
-    return HostMemoryStats(
-        num_bytes=lower.num_blocks * block_bytes,
-        num_used_bytes=lower.num_used_blocks * block_bytes,
-        num_snapshots=lower.num_snapshots,
-        num_snapshots_demoted=lower.num_snapshots_demoted,
-        num_blocks_demoted=lower.num_blocks_demoted,
-        num_snapshots_evicted=lower.num_snapshots_evicted,
-        num_loads=loads.num_done,
-        num_failed_loads=loads.num_failed,
-        num_snapshots_loaded=loads.num_snapshots,
-        num_blocks_loaded=loads.num_blocks,
-    )
+    return WarmUp(executor, new_scheduler(config, facts), facts.max_model_len)
 
 
 def _num_prefilled(plan: StepPlan) -> int:
@@ -445,7 +422,7 @@ def _new_hand_over(config: EngineConfig, executor: Executor, scheduler: Schedule
         return None
     if not isinstance(executor, UniExecutor):
         raise ConfigError("--kv-transfer-config needs --distributed-executor-backend uni")
-    weights = f"random {config.seed}" if config.load_format == "dummy" else fingerprint(find_model(config.model))
+    weights = weights_digest(config)
     return HandOver(config.kv_transfer, executor, scheduler, weights=weights, is_deterministic=config.deterministic)
 
 
@@ -475,18 +452,6 @@ def _describe_snapshots(spec: ModelSpec) -> str:
     if not spec.has_states:
         return "no snapshots are needed, as the model keeps no recurrent state"
     return f"snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; a snapshot takes the room of {spec.blocks_per_slab} blocks"
-
-
-def _describe_host_memory(facts: ExecutorFacts, snapshot_dtype: str) -> list[str]:
-    spec = facts.spec
-    size = facts.num_host_blocks * spec.block_bytes
-    if not size:
-        return []
-    line = f"host memory: {size / 2**20:,.0f} MiB for what the cache evicts"
-    if spec.at_rest(snapshot_dtype) != spec:
-        num_blocks = spec.resting_slot_blocks(snapshot_dtype)
-        line += f"; there a snapshot takes the room of {num_blocks} blocks, its states in {snapshot_dtype}: not exact"
-    return [line]
 
 
 def _tenant_bytes(memory: MemoryUse, spec: ModelSpec) -> dict[str, int]:

@@ -14,6 +14,7 @@ from strandline.device.threads import limit_threads
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
+from strandline.engine.model_identity import weights_digest
 from strandline.engine.mp_executor import MpExecutor
 from strandline.errors import ConfigError
 from strandline.kernels.ranks import ONE_RANK, Ranks
@@ -98,8 +99,9 @@ def load_uni_executor(
     if fp8.keeps_fp8:
         LOGGER.warning(peak_note(device))
     model.lay_out(lay_out_in_half if choice.is_widened else lay_out)
+    weights = "" if config.disk_cache is None else weights_digest(config)
     weights_s = SYSTEM_CLOCK() - start_s
-    return UniExecutor(model, config, device, grammars, ranks, weights_s=weights_s, progress=progress)
+    return UniExecutor(model, config, device, grammars, ranks, weights=weights, weights_s=weights_s, progress=progress)
 
 
 def resolve_device(config: EngineConfig, rank: int) -> torch.device:

@@ -126,9 +126,11 @@ class KernelFallback:
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemoryStats:
-    """What rests in host memory, and what has come back from it. Counters count from the start."""
+class TierStats:
+    """What rests in a tier below the device, and what has come back from it. Counters count from the start."""
 
+    name: str
+    """``host``: host memory, ``disk``: the disk cache."""
     num_bytes: int
     """Its size."""
     num_used_bytes: int
@@ -138,10 +140,11 @@ class HostMemoryStats:
     num_blocks_demoted: int
     num_snapshots_evicted: int
     """Snapshots that rested there and had to make room."""
+    num_snapshots_refused: int
+    """Snapshots that were worth too little to rest there, or not to be loaded from there."""
     num_loads: int
+    num_loaded_bytes: int
     num_failed_loads: int
-    num_snapshots_loaded: int
-    num_blocks_loaded: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,10 @@ class CoreStats:
     num_events_published: int = 0
     num_events_dropped: int = 0
     """Cache events that found the publisher's queue full."""
-    host_memory: HostMemoryStats | None = None
+    tiers: list[TierStats] = field(default_factory=list)
+    """Those below the device, nearest first."""
+    num_snapshots_loaded: int = 0
+    num_blocks_loaded: int = 0
     """None: there is none below the device."""
     hand_over: HandOverStats | None = None
     """None: this engine does not take part."""

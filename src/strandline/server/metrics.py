@@ -10,7 +10,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from strandline.records.events import CoreStats, HandOverStats, HostMemoryStats, SpeculationStats
+from strandline.records.events import CoreStats, HandOverStats, SpeculationStats
 from strandline.text.output_streams import RequestStream
 
 PREFIX: Final = "strandline:"
@@ -158,7 +158,7 @@ class _CoreMetrics:
         text = "Between a token's log-probability and that of its replay; 0 without --audit-rate."
         yield self._gauge("audit_largest_difference", text, {"": stats.largest_audit_difference})
         yield self._gauge("cache_memory_bytes", "Memory, by tenant.", stats.tenant_bytes, "tenant")
-        yield from self._host_memory(stats.host_memory)
+        yield from self._tiers(stats)
         yield from self._hand_over(stats.hand_over)
         yield from self._drafts(stats.speculation)
         yield self._fallbacks(stats)
@@ -166,21 +166,28 @@ class _CoreMetrics:
         share = in_use / max(sum(stats.tenant_bytes.values()), 1)
         yield self._gauge("kv_cache_usage_perc", "Share of memory that cannot be had; 1 is all.", {"": share})
 
-    def _host_memory(self, host: HostMemoryStats | None) -> Iterator[Metric]:
-        """Yield what rests in host memory and what came back; without samples where there is none."""
-        sizes = {} if host is None else {"used": host.num_used_bytes, "free": host.num_bytes - host.num_used_bytes}
-        yield self._gauge("host_memory_bytes", "Host memory for what the cache evicts.", sizes, "state")
-        ends = {} if host is None else {"done": host.num_loads, "failed": host.num_failed_loads}
-        yield self._counter("cache_loads", "Loads of evicted prefixes, by their end.", ends, "end")
+    def _tiers(self, stats: CoreStats) -> Iterator[Metric]:
+        """Yield what rests below the device and what came back; without samples where there is nothing."""
+        tiers = stats.tiers
+        for name, text in (("host", "Host memory for what the cache evicts."), ("disk", "Disk cache, content alone.")):
+            sizes = [(tier.num_used_bytes, tier.num_bytes - tier.num_used_bytes) for tier in tiers if tier.name == name]
+            used = dict(zip(("used", "free"), sizes[0], strict=True)) if sizes else {}
+            yield self._gauge("host_memory_bytes" if name == "host" else "disk_cache_bytes", text, used, "state")
         totals = {
-            "snapshots_demoted": ("Snapshots evicted to host memory.", "num_snapshots_demoted"),
-            "blocks_demoted": ("Blocks evicted to host memory.", "num_blocks_demoted"),
-            "demoted_snapshots_evicted": ("Snapshots evicted from host memory.", "num_snapshots_evicted"),
-            "snapshots_loaded": ("Snapshots that loads brought.", "num_snapshots_loaded"),
-            "blocks_loaded": ("Blocks that loads brought.", "num_blocks_loaded"),
+            "snapshots_demoted": ("Snapshots evicted to a tier.", "num_snapshots_demoted"),
+            "blocks_demoted": ("Blocks evicted to a tier.", "num_blocks_demoted"),
+            "demoted_snapshots_evicted": ("Snapshots evicted from a tier.", "num_snapshots_evicted"),
+            "demoted_snapshots_refused": ("Snapshots worth too little for a tier.", "num_snapshots_refused"),
+            "cache_loads": ("Loads from a tier.", "num_loads"),
+            "cache_loads_failed": ("Loads from a tier that failed.", "num_failed_loads"),
+            "cache_loaded_bytes": ("Bytes loaded from a tier.", "num_loaded_bytes"),
         }
         for name, (text, field) in totals.items():
-            yield self._counter(name, text, {} if host is None else {"": getattr(host, field)})
+            yield self._counter(name, text, {tier.name: getattr(tier, field) for tier in tiers}, "tier")
+        loaded = {"snapshots_loaded": stats.num_snapshots_loaded, "blocks_loaded": stats.num_blocks_loaded}
+        for name, value in loaded.items():
+            text = f"{name.split('_')[0].title()} that loads brought."
+            yield self._counter(name, text, {"": value} if tiers else {})
 
     def _hand_over(self, counts: HandOverStats | None) -> Iterator[Metric]:
         """Yield what was handed over between engines; without samples where this one does not take part."""

@@ -12,7 +12,8 @@ from strandline.server.config import ServerConfig
 FLAGS = [
     "--allowed-hosts", "--api-key", "--async-scheduling", "--audit-rate", "--cache-page", "--chat-template",
     "--client-timeout-s",
-    "--dequantize", "--deterministic", "--device", "--distributed-executor-backend", "--dtype",
+    "--dequantize", "--deterministic", "--device", "--disk-cache", "--disk-cache-size",
+    "--distributed-executor-backend", "--dtype",
     "--enable-auto-tool-choice", "--enable-prefix-caching", "--enforce-eager",
     "--gpu-memory-utilization", "--host", "--host-memory",
     "--kv-cache-dtype", "--kv-events-config", "--kv-transfer-config", "--load-format", "--long-prefill-token-threshold",

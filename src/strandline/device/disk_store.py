@@ -1,0 +1,328 @@
+"""A disk as a store: threads that write and read the files of a directory.
+
+Loads come before stores, and one thread is kept for them. Waiting for the device or the disk and computing a checksum
+release the interpreter's lock, so that steps go on. What fails is reported, and said in the log; after a store has
+failed, none is tried for a while.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from errno import EIO
+from functools import partial
+from threading import Condition, Lock, Thread
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+
+from strandline.cache import Completion, LoadIn, StoreOut
+from strandline.cache.actions import StoredPath
+from strandline.clock import SYSTEM_CLOCK
+from strandline.device.arena_copies import ArenaCopies, Fence
+from strandline.device.host_store import AS_IS, StoredBytes
+from strandline.device.snapshot_encoding import Encoding
+from strandline.device.transfers import Completions
+from strandline.errors import EngineError, cause_of
+from strandline.ids import BlockId, SlotId, TransferId
+from strandline.kernels.arena import ArenaTensors
+from strandline.transfer.disk_directory import BLOCKS, SNAPSHOT, DiskDirectory, Located, StoredFile
+from strandline.transfer.disk_files import DamagedFileError, cut_off, open_for_reading, read_item, write_file
+
+LOGGER: Final = logging.getLogger("strandline.disk_cache")
+DISK_STORE: Final = "disk"
+"""Its name in actions."""
+NUM_THREADS: Final = 4
+PIECE_BYTES: Final = 8 * 2**20
+"""At most this many bytes of blocks are copied to the device at a time."""
+PAUSE_S: Final = 30.0
+"""How long nothing is stored after a store has failed."""
+NO_TRANSFER: Final = TransferId(0)
+LOG_EVERY_S: Final = 60.0
+"""How often failed loads are said in the log."""
+
+
+class Source(Protocol):
+    """The store that what is stored comes from."""
+
+    def read(self, place: int) -> StoredBytes:
+        """Return what a place holds; it stays there until the place is dropped."""
+
+
+class _Wanted(NamedTuple):
+    """What is to be read: a block or a slot."""
+
+    located: Located | None
+    """None: its place is not known."""
+    place: int
+    block: BlockId | None
+    slot: SlotId | None
+
+
+class _LostError(Exception):
+    """Places that will never be read; the message is the reason."""
+
+    def __init__(self, reason: str, places: tuple[int, ...]) -> None:
+        super().__init__(reason)
+        self.places = places
+
+
+class DiskStore:
+    """The files of a directory, by place. All methods belong to the thread that launches steps.
+
+    Args:
+        places: where everything is that the directory holds.
+        source: the store above.
+        completions: where ends are reported.
+        slots: how slots rest, here as in the store above.
+    """
+
+    def __init__(
+        self,
+        directory: DiskDirectory,
+        places: dict[int, Located],
+        source: Source,
+        copies: ArenaCopies,
+        completions: Completions,
+        slots: Encoding = AS_IS,
+    ) -> None:
+        self._slots = slots
+        self._directory = directory
+        self._places = places
+        self._source = source
+        self._copies = copies
+        self._completions = completions
+        self._loads: deque[tuple[TransferId, Callable[[], None]]] = deque()
+        """By transfer; files to be removed or cut off are ``NO_TRANSFER``."""
+        self._stores: deque[Callable[[], None]] = deque()
+        self._num_storing = 0
+        self._is_closed = False
+        self._changed = Condition()
+        """Guards everything above, and the places."""
+        self._shrinking = Lock()
+        self._paused_until_s = self._logged_s = float("-inf")
+        self._threads = [Thread(target=self._run, name="disk cache", daemon=True) for _ in range(NUM_THREADS)]
+        for thread in self._threads:
+            thread.start()
+
+    def load(self, action: LoadIn, arena: ArenaTensors) -> None:
+        """Begin to write blocks and slots of the arena."""
+        fence = self._copies.fence()
+        with self._changed:
+            wanted = [_Wanted(self._places.get(place), place, block, None) for block, place in action.blocks]
+            wanted += [_Wanted(self._places.get(place), place, None, slot) for slot, place in action.slots]
+            self._loads.append((action.transfer, partial(self._load, action.transfer, wanted, fence)))
+            self._changed.notify()
+
+    def store(self, action: StoreOut, arena: ArenaTensors) -> None:
+        """Begin to write a path's blocks and its snapshot to files."""
+        path, fence = action.path, self._copies.fence()
+        if path is None:
+            raise EngineError(f"what is stored to {DISK_STORE!r} needs a path")
+        if SYSTEM_CLOCK() < self._paused_until_s:
+            self._completions.put(Completion(action.transfer, is_done=False))
+            return
+        sources = dict[int, StoredBytes | BlockId](
+            (place, self._source.read(source)) for source, place in action.stored
+        )
+        sources |= {place: block for block, place in action.blocks}
+        with self._changed:
+            self._stores.append(partial(self._store, action.transfer, path, sources, fence))
+            self._changed.notify()
+
+    def drop(self, places: Iterable[int]) -> None:
+        """Free places: remove their files or, of blocks that others come before, cut their files off."""
+        with self._changed:
+            dropped = [self._places.pop(place) for place in places if place in self._places]
+            for file, item in dropped:
+                file.is_live[item] = False
+            self._loads += [
+                (NO_TRANSFER, partial(self._shrink, file)) for file in dict.fromkeys(x.file for x in dropped)
+            ]
+            self._changed.notify_all()
+
+    def cancel(self, transfer: TransferId) -> None:
+        """End a load that has not begun."""
+        with self._changed:
+            waiting = [task for task in self._loads if task[0] == transfer]
+            for task in waiting:
+                self._loads.remove(task)
+        for _ in waiting:
+            self._completions.put(Completion(transfer, is_done=False))
+
+    def close(self) -> None:
+        """Wait for what is being read and written, leave the rest, and let other processes use the directory."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._directory.close()
+
+    # In the threads
+
+    def _run(self) -> None:
+        while (task := self._next()) is not None:
+            work, is_store = task
+            try:
+                work()
+            except Exception:
+                # The edge of the thread: the others go on.
+                LOGGER.exception("the disk cache could not do what it was asked to")
+            finally:
+                with self._changed:
+                    self._num_storing -= is_store
+                    self._changed.notify()
+
+    def _next(self) -> tuple[Callable[[], None], bool] | None:
+        """Wait for something to do; return it, and whether it is a store. None: all is over."""
+        with self._changed:
+            while not self._is_closed:
+                if self._loads:
+                    return self._loads.popleft()[1], False
+                if self._stores and self._num_storing < NUM_THREADS - 1:
+                    self._num_storing += 1
+                    return self._stores.popleft(), True
+                self._changed.wait()
+            return None
+
+    def _load(self, transfer: TransferId, wanted: Sequence[_Wanted], fence: Fence) -> None:
+        """Read and report."""
+        start_s, reason = SYSTEM_CLOCK(), "it could not be written to the device"
+        lost: tuple[int, ...] = ()
+        try:
+            self._read(wanted, fence)
+            reason = ""
+        except _LostError as error:
+            lost, reason = error.places, str(error)
+        except OSError as error:
+            reason = cause_of(error)
+        finally:
+            # Without a completion, requests would wait for ever.
+            self._completions.put(Completion(transfer, not reason, SYSTEM_CLOCK() - start_s, lost))
+        if reason and SYSTEM_CLOCK() >= self._logged_s + LOG_EVERY_S:
+            self._logged_s = SYSTEM_CLOCK()
+            LOGGER.warning("a prefix could not be read from the disk cache and is computed: %s", reason)
+
+    def _read(self, wanted: Sequence[_Wanted], fence: Fence) -> None:
+        """Copy what is wanted from the files to the device.
+
+        Raises:
+            _LostError: some of it is gone or damaged.
+            OSError: it cannot be read now.
+        """
+        parts_of = dict[StoredFile, list[_Wanted]]()
+        for part in wanted:
+            if part.located is None:
+                raise _LostError("its place is not known", (part.place,))
+            parts_of.setdefault(part.located.file, []).append(part)
+        for file, parts in parts_of.items():
+            try:
+                descriptor = open_for_reading(self._directory.descriptor, file.name)
+            except FileNotFoundError:
+                raise _LostError(f"{file.name} is gone", tuple(part.place for part in parts)) from None
+            try:
+                for pieces in _pieces(parts):
+                    self._read_pieces(descriptor, file, pieces, fence)
+                os.utime(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _read_pieces(self, descriptor: int, file: StoredFile, parts: Sequence[_Wanted], fence: Fence) -> None:
+        """Copy items of one file to the device at once."""
+        indices = [part.located.item for part in parts if part.located is not None]
+        data = np.empty(sum(file.header.sizes[index] for index in indices), np.uint8)
+        start, target = 0, data.data
+        for part, index in zip(parts, indices, strict=True):
+            end = start + file.header.sizes[index]
+            try:
+                read_item(descriptor, file.header, index, file.offsets[index], target[start:end])
+            except DamagedFileError as error:
+                raise _LostError(f"{file.name}: {error}", (part.place,)) from None
+            except OSError as error:
+                if error.errno != EIO:
+                    raise
+                raise _LostError(f"{file.name}: {cause_of(error)}", (part.place,)) from error
+            start = end
+        if parts[0].slot is not None:
+            self._copies.write_slot(parts[0].slot, target, self._slots, fence)
+        else:
+            self._copies.write([part.block for part in parts if part.block is not None], (), target, fence)
+
+    def _store(
+        self, transfer: TransferId, path: StoredPath, sources: Mapping[int, StoredBytes | BlockId], fence: Fence
+    ) -> None:
+        """Write and report."""
+        start_s, is_done = SYSTEM_CLOCK(), False
+        try:
+            self._write(path, sources, fence)
+            is_done = True
+        except OSError as error:
+            self._paused_until_s = SYSTEM_CLOCK() + PAUSE_S
+            text = "nothing is stored in the disk cache %s for %d s: %s"
+            LOGGER.warning(text, self._directory.path, PAUSE_S, cause_of(error))
+        finally:
+            self._completions.put(Completion(transfer, is_done, SYSTEM_CLOCK() - start_s))
+
+    def _write(self, path: StoredPath, sources: Mapping[int, StoredBytes | BlockId], fence: Fence) -> None:
+        """Write a path's blocks, then its snapshot: blocks alone are of no use, but do no harm."""
+        parts = [(BLOCKS, path.blocks)] if path.blocks else []
+        if path.slot:
+            parts.append((SNAPSHOT, (path.slot, *[path.tail] * bool(path.tail))))
+        places = dict[int, Located]()
+        try:
+            for kind, numbers in parts:
+                file = self._directory.new_file(path, kind)
+                items = [self._item(sources[place], fence) for place in numbers]
+                file.header = write_file(self._directory.descriptor, file.name, file.header, items)
+                places |= {place: Located(file, index) for index, place in enumerate(numbers)}
+        except BaseException:
+            for file in dict.fromkeys(located.file for located in places.values()):
+                self._remove(file)
+            raise
+        with self._changed:
+            self._places |= places
+
+    def _item(self, source: StoredBytes | BlockId, fence: Fence) -> Iterator[memoryview]:
+        """Yield the bytes of an item in pieces, once they are there."""
+        if not isinstance(source, StoredBytes):
+            yield self._copies.read([source], (), fence)
+            return
+        if source.event is not None:
+            source.event.synchronize()
+        for piece in source.pieces:
+            yield piece.numpy().data
+
+    def _shrink(self, file: StoredFile) -> None:
+        """Remove a file, or cut it off after the last item that is needed."""
+        with self._shrinking:
+            num_live = max((index + 1 for index, is_live in enumerate(file.is_live) if is_live), default=0)
+            if not num_live:
+                self._remove(file)
+            elif num_live < len(file.is_live):
+                try:
+                    cut_off(self._directory.descriptor, file.name, file.offsets[num_live])
+                except OSError as error:
+                    LOGGER.warning("cannot shorten %s in the disk cache: %s", file.name, cause_of(error))
+
+    def _remove(self, file: StoredFile) -> None:
+        try:
+            os.unlink(file.name, dir_fd=self._directory.descriptor)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            LOGGER.warning("cannot remove %s from the disk cache: %s", file.name, cause_of(error))
+
+
+def _pieces(parts: Iterable[_Wanted]) -> Iterator[list[_Wanted]]:
+    """Yield the parts of one file in groups of few bytes; a slot by itself."""
+    group, num_bytes = list[_Wanted](), 0
+    for part in parts:
+        size = 0 if part.located is None else part.located.file.header.sizes[part.located.item]
+        if group and (part.slot is not None or group[-1].slot is not None or num_bytes + size > PIECE_BYTES):
+            yield group
+            group, num_bytes = [], 0
+        group.append(part)
+        num_bytes += size
+    if group:
+        yield group

@@ -1,0 +1,116 @@
+"""The stores below the device: host memory and, below that, a disk."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from tqdm import tqdm
+
+from strandline.cache.kept import Kept
+from strandline.cache.spills import spare_blocks
+from strandline.clock import SYSTEM_CLOCK
+from strandline.config import EngineConfig, parse_bytes
+from strandline.device.arena_copies import ArenaCopies
+from strandline.device.disk_store import DISK_STORE, DiskStore
+from strandline.device.host_store import HOST_STORE, HostStore, PinnedStore, choose_staging_bytes
+from strandline.device.snapshot_encoding import slot_encoding
+from strandline.device.transfers import Transfers
+from strandline.kernels.arena import ArenaTensors
+from strandline.specs import ModelSpec
+from strandline.transfer.disk_directory import DiskDirectory
+from strandline.transfer.layout import layout_of
+from strandline.version import VERSION
+
+BUFFER_SLABS: Final = 32
+"""Host memory through which everything goes to the disk, where none is configured, in slabs."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFacts:
+    """What the core must know of a disk cache."""
+
+    directory: str
+    num_blocks: int
+    """Its size."""
+    key: bytes
+    """Secret that salts are hashed with."""
+    kept: list[Kept]
+    """What it holds from earlier processes, in a list of one, which the core empties."""
+    scan_s: float
+    """How long it took to read that."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowerFacts:
+    """What the core must know of the memory below the device."""
+
+    num_host_blocks: int = 0
+    """Size of the host memory, in blocks; 0: there is none."""
+    num_spare_blocks: int = 0
+    """Blocks of it that are to be kept free."""
+    disk: DiskFacts | None = None
+
+
+def lower_device_bytes(config: EngineConfig, spec: ModelSpec, device: torch.device) -> int:
+    """Return how much device memory the stores need."""
+    has_stores = config.host_memory is not None or config.disk_cache is not None
+    return choose_staging_bytes(spec, config.snapshot_dtype) if has_stores and device.type == "cuda" else 0
+
+
+def attach_stores(
+    config: EngineConfig, arena: ArenaTensors, transfers: Transfers, weights: str, *, progress: bool
+) -> LowerFacts:
+    """Create the stores that a configuration asks for.
+
+    Args:
+        weights: a digest of the model's weights.
+
+    Raises:
+        ConfigError: the directory of the disk cache cannot be used.
+    """
+    spec, num_blocks = arena.spec, BUFFER_SLABS * arena.spec.blocks_per_slab
+    if config.host_memory is not None:
+        num_blocks = parse_bytes(config.host_memory, "--host-memory") // spec.block_bytes
+    elif config.disk_cache is None:
+        return LowerFacts()
+    if not num_blocks:
+        return LowerFacts()
+    slots = slot_encoding(spec, config.snapshot_dtype)
+    new_store = PinnedStore if arena.bytes.device.type == "cuda" else HostStore
+    host = new_store(arena, num_blocks, transfers.completions, slots)
+    transfers.attach(HOST_STORE, host)
+    if config.disk_cache is None:
+        return LowerFacts(num_blocks)
+    start_s = SYSTEM_CLOCK()
+    slot_bytes = spec.at_rest(config.snapshot_dtype).raw_slot_bytes
+    directory = DiskDirectory(
+        Path(config.disk_cache), _layout(config, spec, weights, arena.bytes.device), spec.raw_block_bytes, slot_bytes
+    )
+    with tqdm(desc="disk cache", disable=None if progress else True, unit="file", leave=False, delay=1) as bar:
+        found = directory.scan(bar.update)
+    copies = ArenaCopies(arena)
+    transfers.attach(DISK_STORE, DiskStore(directory, found.places, host, copies, transfers.completions, slots))
+    disk = DiskFacts(
+        str(directory.path),
+        parse_bytes(config.disk_cache_size, "--disk-cache-size") // spec.block_bytes,
+        directory.key,
+        [found.kept],
+        SYSTEM_CLOCK() - start_s,
+    )
+    num_spare_blocks = spare_blocks(num_blocks, spec.blocks_per_slab)
+    return LowerFacts(num_blocks, num_blocks if config.host_memory is None else num_spare_blocks, disk)
+
+
+def _layout(config: EngineConfig, spec: ModelSpec, weights: str, device: torch.device) -> dict[str, str]:
+    """Return what must be equal for bytes in files to mean the same as in memory."""
+    layout = layout_of(spec, weights=weights, is_deterministic=config.deterministic)
+    layout |= {"states at rest": config.snapshot_dtype, "weights in": "dtype" if config.dequantize else "as published"}
+    if config.deterministic:
+        # Bits are those of one machine, one installation and one number of threads.
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else os.uname().nodename
+        layout["computed by"] = (
+            f"Strandline {VERSION}, torch {torch.__version__}, {torch.get_num_threads()} threads, {name}"
+        )
+    return layout

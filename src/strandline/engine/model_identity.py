@@ -1,0 +1,14 @@
+"""What tells one model from another, where bytes that it has computed reach another process."""
+
+from strandline.config import EngineConfig
+from strandline.models.weights_files import fingerprint
+from strandline.text.model_files import find_model
+
+
+def weights_digest(config: EngineConfig) -> str:
+    """Return a digest of a model's weights.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    return f"random {config.seed}" if config.load_format == "dummy" else fingerprint(find_model(config.model))

@@ -1,0 +1,68 @@
+"""The tiers below the device, as the core sees them: what the cache is told of them, and what is told of the cache."""
+
+from strandline.cache import LoadCosts, LowerMemory
+from strandline.cache.kept import NOTHING
+from strandline.cache.stats import CacheStats
+from strandline.device.disk_store import DISK_STORE
+from strandline.device.executor import ExecutorFacts
+from strandline.device.host_store import HOST_STORE
+from strandline.records.events import TierStats
+
+
+def lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemory]:
+    """Return the memories below the device, nearest first. What the disk has kept is taken out of the facts."""
+    spec, lower = facts.spec, facts.lower
+    if not lower.num_host_blocks:
+        return []
+    block_bytes, slot_blocks = spec.block_bytes, spec.resting_slot_blocks(snapshot_dtype)
+    memories = [
+        LowerMemory(HOST_STORE, lower.num_host_blocks, block_bytes, slot_blocks, LoadCosts(), lower.num_spare_blocks)
+    ]
+    if (disk := lower.disk) is not None:
+        kept = disk.kept.pop() if disk.kept else NOTHING
+        memories.append(
+            LowerMemory(DISK_STORE, disk.num_blocks, block_bytes, slot_blocks, LoadCosts(), key=disk.key, kept=kept)
+        )
+    return memories
+
+
+def tier_stats(stats: CacheStats, block_bytes: int) -> list[TierStats]:
+    """Return the figures of the tiers, nearest first."""
+    return [
+        TierStats(
+            name=tier.store,
+            num_bytes=tier.num_blocks * block_bytes,
+            num_used_bytes=tier.num_used_blocks * block_bytes,
+            num_snapshots=tier.num_snapshots,
+            num_snapshots_demoted=tier.num_snapshots_demoted,
+            num_blocks_demoted=tier.num_blocks_demoted,
+            num_snapshots_evicted=tier.num_snapshots_evicted,
+            num_snapshots_refused=tier.num_snapshots_refused,
+            num_loads=tier.num_loads,
+            num_loaded_bytes=tier.num_loaded_bytes,
+            num_failed_loads=tier.num_failed_loads,
+        )
+        for tier in stats.tiers
+    ]
+
+
+def describe_tiers(facts: ExecutorFacts, snapshot_dtype: str, stats: CacheStats) -> list[str]:
+    """Return a line for each tier."""
+    spec, lower = facts.spec, facts.lower
+    if not lower.num_host_blocks:
+        return []
+    size = f"{lower.num_host_blocks * spec.block_bytes / 2**20:,.0f} MiB"
+    is_buffer = lower.num_spare_blocks == lower.num_host_blocks
+    line = f"host memory: {size} " + ("as a buffer before the disk" if is_buffer else "for what the cache evicts")
+    if spec.at_rest(snapshot_dtype) != spec:
+        num_blocks = spec.resting_slot_blocks(snapshot_dtype)
+        line += f"; there a snapshot takes the room of {num_blocks} blocks, its states in {snapshot_dtype}: not exact"
+    if (disk := lower.disk) is None:
+        return [line]
+    used = stats.tiers[1]
+    return [
+        line,
+        f"disk cache: {disk.num_blocks * spec.block_bytes / 2**20:,.0f} MiB in {disk.directory}; "
+        f"{used.num_used_blocks * spec.block_bytes / 2**20:,.0f} MiB with {used.num_snapshots:,} snapshots from "
+        f"earlier runs, found in {disk.scan_s:.1f} s",
+    ]

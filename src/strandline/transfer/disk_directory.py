@@ -1,0 +1,261 @@
+"""The directory of a disk cache: its lock, its key, and what earlier processes left in it.
+
+One process uses a directory at a time. A key that is drawn once per directory hides salts: a tree is named by the keyed
+hash of its salt. Files of another model, dtype, format or key are removed, as they count towards the size, and so is
+what a process that was killed left unfinished. Files that no disk cache has written are left alone.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from secrets import token_bytes, token_hex
+from typing import Final, NamedTuple
+
+from strandline.cache.account import SnapshotKind
+from strandline.cache.actions import StoredPath
+from strandline.cache.kept import Kept, KeptBlocks, KeptSnapshot
+from strandline.cache.path_hashes import block_hashes, root_hash
+from strandline.cache.tokens import BLOCK_KEY_BYTES
+from strandline.errors import ConfigError, cause_of
+from strandline.transfer.disk_files import (
+    MODE,
+    DamagedFileError,
+    Header,
+    new_header,
+    num_whole_items,
+    open_for_reading,
+    read_header,
+)
+from strandline.transfer.layout import differences
+
+LOGGER: Final = logging.getLogger("strandline.disk_cache")
+LOCK: Final = "lock"
+KEY: Final = "key"
+KEY_BYTES: Final = 32
+BLOCKS: Final = "blocks"
+SNAPSHOT: Final = "snapshot"
+NAME: Final = re.compile(rf"[0-9a-f]{{32}}\.({BLOCKS}|{SNAPSHOT})(\.tmp)?")
+"""Names of the files that hold blocks and snapshots."""
+OTHERS: Final = 0o077
+"""Permissions of other users."""
+
+
+class StoredFile:
+    """A file that is whole."""
+
+    __slots__ = ("header", "is_live", "name", "offsets")
+
+    def __init__(self, name: str, header: Header) -> None:
+        self.name = name
+        self.header = header
+        self.offsets = header.offsets()
+        self.is_live = [True] * len(header.sizes)
+        """Which items are needed."""
+
+
+class Located(NamedTuple):
+    """Where a place is."""
+
+    file: StoredFile
+    item: int
+    """The number of the item."""
+
+
+class Found(NamedTuple):
+    """What a directory holds."""
+
+    kept: Kept
+    places: dict[int, Located]
+
+
+class DiskDirectory:
+    """An open, locked directory.
+
+    Args:
+        path: created if need be, for its owner alone.
+        layout: what must be equal for bytes to mean the same (``transfer/layout.py``).
+        block_bytes, slot_bytes: sizes of the items, as they rest.
+
+    Raises:
+        ConfigError: it cannot be created, read or written, other users have access to it, or it is in use.
+    """
+
+    def __init__(self, path: Path, layout: Mapping[str, str], block_bytes: int, slot_bytes: int) -> None:
+        self.path = path
+        self._layout = dict(layout)
+        self._block_bytes = block_bytes
+        self._slot_bytes = slot_bytes
+        try:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"--disk-cache {path} cannot be used: {cause_of(error)}") from error
+        try:
+            self._require_private()
+            self._lock = self._take_lock()
+            self.key = self._read_key()
+        except OSError as error:
+            raise ConfigError(f"--disk-cache {path} cannot be written: {cause_of(error)}") from error
+        self._key_id = blake2b(b"name of the key", key=self.key, digest_size=8).hexdigest()
+
+    def _require_private(self) -> None:
+        status = os.fstat(self.descriptor)
+        if status.st_uid != os.geteuid():
+            raise ConfigError(f"--disk-cache {self.path} belongs to another user; give a directory of your own")
+        if stat.S_IMODE(status.st_mode) & OTHERS:
+            names = os.listdir(self.descriptor)
+            if names and LOCK not in names:
+                raise ConfigError(
+                    f"--disk-cache {self.path} can be read by other users and holds other files; give a new directory"
+                )
+            os.fchmod(self.descriptor, 0o700)
+
+    def _take_lock(self) -> int:
+        lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, MODE, dir_fd=self.descriptor)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 20, 0).decode(errors="replace").strip()
+            os.close(lock)
+            raise ConfigError(
+                f"--disk-cache {self.path} is in use by process {holder or 'unknown'}; give each server a directory of "
+                "its own"
+            ) from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        return lock
+
+    def _read_key(self) -> bytes:
+        try:
+            file = open_for_reading(self.descriptor, KEY)
+        except FileNotFoundError:
+            key = b""
+        else:
+            key = os.read(file, KEY_BYTES + 1)
+            os.close(file)
+        if len(key) == KEY_BYTES:
+            return key
+        key, name = token_bytes(KEY_BYTES), f"{token_hex(16)}.{BLOCKS}.tmp"
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE, dir_fd=self.descriptor)
+        os.write(file, key)
+        os.close(file)
+        os.rename(name, KEY, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+        return key
+
+    def close(self) -> None:
+        """Let other processes use it."""
+        os.close(self._lock)
+        os.close(self.descriptor)
+
+    def new_file(self, path: StoredPath, kind: str) -> StoredFile:
+        """Return the file, not written yet, of a path's blocks or of its snapshot."""
+        name = f"{token_hex(16)}.{kind}"
+        hashes = [root_hash(path.tree)]
+        hashes += block_hashes(hashes[0], path.data)
+        whole = len(hashes) - 1
+        if kind == BLOCKS:
+            end = path.first_block + len(path.blocks)
+            tokens = path.data[path.first_block * BLOCK_KEY_BYTES : end * BLOCK_KEY_BYTES]
+            before, sizes = hashes[path.first_block], (self._block_bytes,) * len(path.blocks)
+        else:
+            tokens = path.data[whole * BLOCK_KEY_BYTES :]
+            before, sizes = hashes[whole], (self._slot_bytes, *[self._block_bytes] * bool(path.tail))
+        description = {
+            "layout": self._layout,
+            "key": self._key_id,
+            "kind": kind,
+            "tree": path.tree,
+            "before": before.hex(),
+            "snapshot": path.kind.value,
+            "interarrival_bin": path.interarrival_bin,
+            "is_shared": path.is_shared,
+        }
+        return StoredFile(name, new_header(description, tokens, sizes))
+
+    # What is there
+
+    def scan(self, progress: Callable[[int], object] = lambda _: None) -> Found:
+        """Read the headers of all files; remove what is of no use, and log why.
+
+        Args:
+            progress: called with 1 for each file.
+        """
+        places, blocks, snapshots = dict[int, Located](), list[KeptBlocks](), list[KeptSnapshot]()
+        reasons, numbers, now_s = Counter[str](), count(1), time.time()
+        for name in filter(NAME.fullmatch, sorted(os.listdir(self.descriptor))):
+            progress(1)
+            try:
+                stored, idle_s = self._read(name, now_s)
+            except (DamagedFileError, OSError) as error:
+                reasons[cause_of(error)] += 1
+                self._remove(name)
+                continue
+            located = {next(numbers): Located(stored, index) for index in range(len(stored.is_live))}
+            places |= located
+            kept = _kept(stored.header, tuple(located), idle_s)
+            if isinstance(kept, KeptBlocks):
+                blocks.append(kept)
+            else:
+                snapshots.append(kept)
+        for reason, number in reasons.items():
+            LOGGER.warning("removed %d files of the disk cache %s: %s", number, self.path, reason)
+        return Found(Kept(tuple(blocks), tuple(snapshots)), places)
+
+    def _read(self, name: str, now_s: float) -> tuple[StoredFile, float]:
+        """Read a file's header; return the file, and for how many seconds it has not been used.
+
+        Raises:
+            DamagedFileError: the file is of no use; the message says why.
+            OSError: it cannot be read.
+        """
+        if name.endswith(".tmp"):
+            raise DamagedFileError("a process ended while it wrote them")
+        file = open_for_reading(self.descriptor, name)
+        try:
+            header = read_header(file)
+            description = header.description
+            if description["layout"] != self._layout:
+                what = differences(self._layout, description["layout"])
+                raise DamagedFileError(f"they are another model's, or were computed in another way ({what})")
+            if description["key"] != self._key_id:
+                raise DamagedFileError("the key that they were written with is gone")
+            num_items = num_whole_items(file, header)
+            if description["kind"] == BLOCKS:
+                header = header._replace(
+                    tokens=header.tokens[: num_items * BLOCK_KEY_BYTES],
+                    sizes=header.sizes[:num_items],
+                    checksums=header.checksums[:num_items],
+                )
+                sizes: tuple[int, ...] = (self._block_bytes,) * num_items
+            else:
+                sizes = (self._slot_bytes, *[self._block_bytes] * bool(header.tokens))
+            if not num_items or header.sizes != sizes or num_items != len(sizes):
+                raise DamagedFileError("they are torn")
+            return StoredFile(name, header), max(now_s - os.fstat(file).st_mtime, 0.0)
+        finally:
+            os.close(file)
+
+    def _remove(self, name: str) -> None:
+        try:
+            os.unlink(name, dir_fd=self.descriptor)
+        except OSError as error:
+            LOGGER.warning("cannot remove %s from the disk cache %s: %s", name, self.path, cause_of(error))
+
+
+def _kept(header: Header, places: tuple[int, ...], idle_s: float) -> KeptBlocks | KeptSnapshot:
+    """Return what a file holds, as data."""
+    about = header.description
+    before, past_bin, is_shared = bytes.fromhex(about["before"]), about["interarrival_bin"], about["is_shared"]
+    if about["kind"] == BLOCKS:
+        return KeptBlocks(about["tree"], before, header.tokens, places, past_bin, idle_s, is_shared)
+    slot, tail = (*places, 0)[:2]
+    kind = SnapshotKind(about["snapshot"])
+    return KeptSnapshot(about["tree"], before, header.tokens, slot, tail, kind, past_bin, idle_s, is_shared)

@@ -1,0 +1,179 @@
+"""The disk as a store: bytes come back as they left, and what fails says so and harms nothing else."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from strandline.cache import Completion, LoadIn, SnapshotKind, StoreOut
+from strandline.cache.actions import StoredPath
+from strandline.cache.tokens import encode
+from strandline.device import disk_store
+from strandline.device.arena_copies import ArenaCopies
+from strandline.device.disk_store import DISK_STORE, DiskStore
+from strandline.device.host_store import HOST_STORE, HostStore
+from strandline.device.transfers import Transfers
+from strandline.ids import BlockId, SlotId, TransferId
+from strandline.kernels.arena import ArenaTensors
+from strandline.specs import LayerSpec, ModelSpec, TensorSpec
+from strandline.transfer import disk_files
+from strandline.transfer.disk_directory import DiskDirectory
+
+SPEC = ModelSpec(
+    (
+        LayerSpec(streams=(TensorSpec("key", (2,), "float32"),)),
+        LayerSpec(states=(TensorSpec("state", (2, 300), "float32", is_recurrent=True),)),
+    ),
+    4,
+    "float32",
+)
+DATA = encode(range(200))
+
+
+class Scene:
+    """An arena, host memory with a slot and two blocks of it, and a disk below that."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.arena = ArenaTensors(SPEC, 12)
+        self.arena.bytes.copy_(torch.arange(len(self.arena.bytes)) % 251)
+        self.transfers = Transfers(self.arena)
+        self.host = HostStore(self.arena, 40, self.transfers.completions)
+        self.directory = DiskDirectory(path, {"weights": "one"}, SPEC.raw_block_bytes, SPEC.raw_slot_bytes)
+        self.places = self.directory.scan().places
+        copies = ArenaCopies(self.arena)
+        self.disk = DiskStore(self.directory, self.places, self.host, copies, self.transfers.completions)
+        self.transfers.attach(HOST_STORE, self.host)
+        self.transfers.attach(DISK_STORE, self.disk)
+        self.begin(StoreOut(TransferId(1), HOST_STORE, ((BlockId(21), 1), (BlockId(22), 2)), ((SlotId(3), 3),)))
+
+    def begin(self, action: StoreOut | LoadIn) -> Completion:
+        self.transfers.begin(action)
+        [completion] = self.transfers.wait(60.0)
+        return completion
+
+    def store(self, first: int = 10) -> Completion:
+        """Store three blocks, one of them from the device, and the slot with the block that it lies inside."""
+        places = range(first, first + 5)
+        path = StoredPath("t", DATA, 0, tuple(places[:3]), places[3], places[4], SnapshotKind.MARK, 0, is_shared=False)
+        stored = ((1, places[1]), (2, places[2]), (3, places[3]), (1, places[4]))
+        return self.begin(StoreOut(TransferId(2), DISK_STORE, ((BlockId(20), places[0]),), (), stored, path))
+
+    def load(self, first: int = 10) -> Completion:
+        places = range(first, first + 5)
+        blocks = tuple((BlockId(30 + index), place) for index, place in enumerate((*places[:3], places[4])))
+        return self.begin(LoadIn(TransferId(3), DISK_STORE, blocks, ((SlotId(8), places[3]),)))
+
+    def files(self, kind: str) -> list[Path]:
+        return sorted(self.path.glob(f"*.{kind}"))
+
+    def wait_for_drops(self) -> None:
+        """Wait until what was asked for before is done: loads are done in order by then."""
+        for _ in range(2 * disk_store.NUM_THREADS):
+            self.begin(LoadIn(TransferId(9), DISK_STORE, ((BlockId(40), 99),), ()))
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path / "cache")
+    yield scene
+    scene.transfers.close()
+
+
+def test_bytes_come_back_as_they_left(scene: Scene) -> None:
+    arena = scene.arena
+    assert scene.store().is_done
+    done = scene.load()
+    assert (done.is_done, done.seconds > 0) == (True, True)
+    for block, source in ((30, 20), (31, 21), (32, 22), (33, 21)):
+        assert torch.equal(arena.block(BlockId(block)), arena.block(BlockId(source)))
+    assert torch.equal(arena.slot(SlotId(8)), arena.slot(SlotId(3)))
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_and_missing_files_are_lost(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.store()
+    [blocks], [snapshot] = scene.files("blocks"), scene.files("snapshot")
+    flip(blocks, 4096 + SPEC.raw_block_bytes)
+    assert scene.load()[:1] + scene.load()[3:] == (3, (11,))
+    assert "a checksum is wrong" in caplog.text
+    flip(blocks, 4096 + SPEC.raw_block_bytes)
+    assert scene.load().is_done
+    os.truncate(snapshot, 4096 + 5)
+    assert scene.load().lost == (13,) or scene.load().lost == (14,)
+    blocks.unlink()
+    assert scene.load().lost == (10, 11, 12)
+
+
+def test_dropped_places_leave_the_disk(scene: Scene) -> None:
+    scene.store()
+    [blocks] = scene.files("blocks")
+    size = blocks.stat().st_size
+    scene.disk.drop([12, 13, 14])
+    scene.wait_for_drops()
+    assert blocks.stat().st_size == size - SPEC.raw_block_bytes
+    assert scene.files("snapshot") == []
+    scene.disk.drop([10, 11])
+    scene.wait_for_drops()
+    assert scene.files("blocks") == []
+    assert scene.load().lost == (10,)
+
+
+def test_a_full_disk_pauses_stores(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.store()
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(disk_files.os, "pwrite", fail)
+    assert not scene.store(20).is_done
+    assert "No space left on device" in caplog.text
+    assert len(list(scene.path.iterdir())) == 4, "lock, key and the files of before"
+    monkeypatch.undo()
+    assert not scene.store(30).is_done, "none is tried for a while"
+    scene.disk._paused_until_s = 0.0
+    assert scene.store(40).is_done
+    assert scene.load().is_done
+    assert scene.load(40).is_done
+
+
+def test_a_directory_that_is_gone_is_no_end(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.store()
+    shutil.rmtree(scene.path)
+    assert scene.load().lost == (10, 11, 12)
+    assert not scene.store(20).is_done
+    assert "No such file or directory" in caplog.text
+
+
+def test_a_restart_reads_what_was_written(tmp_path: Path) -> None:
+    first = Scene(tmp_path / "cache")
+    first.store()
+    first.transfers.close()
+    second = Scene(tmp_path / "cache")
+    assert sorted(second.places) == [1, 2, 3, 4, 5]
+    by_name = {(found.file.name.split(".")[1], found.item): place for place, found in second.places.items()}
+    order = [by_name["blocks", 0], by_name["blocks", 1], by_name["blocks", 2]]
+    loads = tuple((BlockId(30 + index), place) for index, place in enumerate(order))
+    second.arena.block(BlockId(31)).zero_()
+    assert second.begin(LoadIn(TransferId(3), DISK_STORE, loads, ())).is_done
+    assert torch.equal(second.arena.block(BlockId(31)), first.arena.block(BlockId(21)))
+    second.transfers.close()
+
+
+def test_cancelled_loads_that_wait_are_reported(scene: Scene) -> None:
+    scene.store()
+    with scene.disk._changed:
+        scene.transfers.begin(LoadIn(TransferId(5), DISK_STORE, ((BlockId(30), 10),), ()))
+        scene.disk.cancel(TransferId(5))
+    assert scene.transfers.wait(60.0) == (Completion(TransferId(5), is_done=False),)

@@ -1,0 +1,220 @@
+"""The directory of a disk cache: what is found again, what is removed and why, and who may use it."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from strandline.cache import SnapshotKind
+from strandline.cache.actions import StoredPath
+from strandline.cache.path_hashes import block_hashes, root_hash
+from strandline.cache.tokens import encode
+from strandline.errors import ConfigError
+from strandline.transfer import disk_files
+from strandline.transfer.disk_directory import BLOCKS, SNAPSHOT, DiskDirectory, Found
+from strandline.transfer.disk_files import DamagedFileError, open_for_reading, read_header, read_item, write_file
+
+BLOCK_BYTES, SLOT_BYTES = 512, 3000
+LAYOUT = {"weights": "one", "block": "small"}
+DATA = encode(range(200))
+PATH = StoredPath("tree", DATA, 1, (5, 6), 7, 8, SnapshotKind.PROMPT_END, 3, is_shared=True)
+
+
+def opened(path: Path, layout: dict[str, str] = LAYOUT) -> DiskDirectory:
+    return DiskDirectory(path, layout, BLOCK_BYTES, SLOT_BYTES)
+
+
+def content(size: int, seed: int = 1) -> bytes:
+    return bytes((seed + 7 * index) % 251 for index in range(size))
+
+
+def write(directory: DiskDirectory, path: StoredPath = PATH) -> list[str]:
+    """Write a path's two files; return their names."""
+    names = []
+    for kind in (BLOCKS, SNAPSHOT):
+        file = directory.new_file(path, kind)
+        items = [[content(size, seed)] for seed, size in enumerate(file.header.sizes)]
+        write_file(directory.descriptor, file.name, file.header, items)
+        names.append(file.name)
+    return names
+
+
+def rescanned(directory: DiskDirectory, layout: dict[str, str] = LAYOUT) -> Found:
+    """Close a directory, and return what the next process finds."""
+    directory.close()
+    again = opened(directory.path, layout)
+    found = again.scan()
+    again.close()
+    return found
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> DiskDirectory:
+    return opened(tmp_path / "cache")
+
+
+def test_files_are_found_again_with_all_that_they_say(directory: DiskDirectory) -> None:
+    write(directory)
+    found = rescanned(directory)
+    [blocks], [snapshot] = found.kept
+    hashes = [root_hash("tree"), *block_hashes(root_hash("tree"), DATA)]
+    assert (blocks.tree, blocks.before, blocks.tokens) == ("tree", hashes[1], DATA[256:768])
+    assert (snapshot.before, snapshot.key, snapshot.kind) == (hashes[3], DATA[768:], SnapshotKind.PROMPT_END)
+    assert (snapshot.interarrival_bin, snapshot.is_shared, snapshot.idle_s < 600) == (3, True, True)
+    assert sorted(found.places) == sorted((*blocks.places, snapshot.slot, snapshot.tail))
+
+
+def test_items_read_as_written(directory: DiskDirectory) -> None:
+    name, _ = write(directory)
+    file = open_for_reading(directory.descriptor, name)
+    header = read_header(file)
+    target = bytearray(BLOCK_BYTES)
+    read_item(file, header, 1, header.offsets()[1], memoryview(target))
+    assert target == content(BLOCK_BYTES, 1)
+    with pytest.raises(DamagedFileError, match="checksum is wrong"):
+        read_item(file, header, 0, header.offsets()[1], memoryview(target))
+    os.close(file)
+
+
+def test_owner_alone_can_read(directory: DiskDirectory) -> None:
+    write(directory)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in directory.path.iterdir()]
+    assert (set(modes), len(modes)) == ({0o600}, 4)
+    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+
+
+def damage(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda path: damage(path, 0), "does not begin as files"),
+        (lambda path: damage(path, 8), "format"),
+        (lambda path: damage(path, 40), "checksum of its header"),
+        (lambda path: os.truncate(path, 10), "too short for a header"),
+        (lambda path: os.truncate(path, 60), "checksum of its header"),
+        (lambda path: os.truncate(path, 4096), "torn"),
+        (lambda path: path.rename(path.with_suffix(path.suffix + ".tmp")), "ended while it wrote"),
+    ],
+    ids=["magic", "format", "header", "start", "half a header", "no items", "unfinished"],
+)
+def test_bad_files_are_removed_with_a_reason(
+    directory: DiskDirectory, harm: object, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, name = write(directory)
+    assert callable(harm)
+    harm(directory.path / name)
+    found = rescanned(directory)
+    assert (len(found.kept.blocks), len(found.kept.snapshots)) == (1, 0)
+    assert reason in caplog.text
+    assert len(list(directory.path.iterdir())) == 3
+
+
+def test_files_cut_off_at_a_block_keep_the_others(directory: DiskDirectory) -> None:
+    name, _ = write(directory)
+    file = open_for_reading(directory.descriptor, name)
+    end = read_header(file).offsets()[1]
+    os.close(file)
+    disk_files.cut_off(directory.descriptor, name, end + 100)
+    [blocks] = rescanned(directory).kept.blocks
+    assert (blocks.tokens, len(blocks.places)) == (DATA[256:512], 1)
+
+
+def test_files_of_another_model_are_removed(directory: DiskDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    write(directory)
+    found = rescanned(directory, LAYOUT | {"weights": "two"})
+    assert not any(found.kept)
+    assert "weights: two here, one there" in caplog.text
+    assert {path.name for path in directory.path.iterdir()} == {"lock", "key"}
+
+
+def test_files_under_a_lost_key_are_removed(directory: DiskDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    write(directory)
+    (directory.path / "key").write_bytes(b"short")
+    assert not any(rescanned(directory).kept)
+    assert "the key that they were written with is gone" in caplog.text
+
+
+def test_other_files_are_left_alone(directory: DiskDirectory) -> None:
+    (directory.path / "notes.txt").write_text("mine")
+    assert not any(rescanned(directory).kept)
+    assert (directory.path / "notes.txt").exists()
+
+
+def test_a_second_process_is_refused(directory: DiskDirectory) -> None:
+    message = rf"--disk-cache .*cache is in use by process {os.getpid()}; give each server a directory of its own"
+    with pytest.raises(ConfigError, match=message):
+        opened(directory.path)
+    directory.close()
+    opened(directory.path).close()
+
+
+def test_open_directories_of_others_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir(mode=0o755)
+    (tmp_path / "shared" / "file").touch()
+    with pytest.raises(ConfigError, match="can be read by other users and holds other files"):
+        opened(tmp_path / "shared")
+    (tmp_path / "shared" / "file").unlink()
+    opened(tmp_path / "shared").close()
+    assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o700
+
+
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--disk-cache .*file cannot be used"):
+        opened(tmp_path / "file")
+
+
+def test_failed_writes_leave_nothing(directory: DiskDirectory) -> None:
+    file = directory.new_file(PATH, BLOCKS)
+
+    def items() -> Iterator[list[bytes]]:
+        yield [content(BLOCK_BYTES)]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_file(directory.descriptor, file.name, file.header, items())
+    assert {path.name for path in directory.path.iterdir()} == {"lock", "key"}
+
+
+WRITER = """
+    import sys
+    from pathlib import Path
+    from tests.cpu.transfer.test_disk_directory import opened, write
+    directory = opened(Path(sys.argv[1]))
+    print("writing", flush=True)
+    while True:
+        write(directory)
+"""
+
+
+def test_killed_processes_leave_only_whole_files(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        while not list(path.glob("*.snapshot")):
+            pass
+        process.send_signal(signal.SIGKILL)
+    directory = opened(path)
+    found = directory.scan()
+    assert found.kept.blocks
+    assert not list(path.glob("*.tmp"))
+    for located in found.places.values():
+        file = open_for_reading(directory.descriptor, located.file.name)
+        target = bytearray(located.file.header.sizes[located.item])
+        read_item(file, located.file.header, located.item, located.file.offsets[located.item], memoryview(target))
+        os.close(file)
+        assert target == content(len(target), located.item)
+    directory.close()
