@@ -26,6 +26,9 @@ from strandline.server.metrics import Metrics
 from strandline.text.model_files import default_sampling_params, find_model
 from strandline.text.vocabulary import load_frontend, load_vocabulary
 
+ENGINE_CPUS: Final = 0.5
+INGRESS_CPUS: Final = 0.25
+"""What Ray reserves for each replica unless told otherwise, so that three engines find room on two cores."""
 STATS_PERIOD_S: Final = 1.0
 """How often Ray Serve asks replicas where their events are: a new one is followed after this time at most."""
 
@@ -116,6 +119,7 @@ def deployments(arguments: Mapping[str, Any]) -> serve.Application:
         serve.ingress(current_app)(Ingress),
         name="Ingress",
         num_replicas=options.num_ingresses,
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
         max_ongoing_requests=options.server_config.max_queue,
     )
     return ingress.bind(replicas, options.engine_config, options.server_config, FLEET, options.router)
@@ -131,5 +135,6 @@ def _replicas(options: RayOptions) -> serve.Deployment:
         request_router_kwargs={"fleet": FLEET, "router": options.router},
         request_routing_stats_period_s=STATS_PERIOD_S,
     )
-    more = {"max_ongoing_requests": options.server_config.max_queue, **scale, **options.replica}
+    reserved = {"ray_actor_options": {"num_cpus": ENGINE_CPUS}}
+    more = {"max_ongoing_requests": options.server_config.max_queue, **reserved, **scale, **options.replica}
     return serve.deployment(EngineReplica, name="Engine", request_router_config=router, **more)

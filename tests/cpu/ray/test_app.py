@@ -1,0 +1,27 @@
+"""What the application asks of Ray."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="needs strandline[ray]")
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+
+
+def reserved(**given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what an engine and an ingress reserve."""
+    from strandline.ray import build_app  # it imports Ray, which warns
+
+    ingress = build_app(given)._bound_deployment
+    engine = ingress.init_args[0]._bound_deployment
+    return engine.ray_actor_options, ingress.ray_actor_options
+
+
+def test_the_documented_command_finds_room_on_two_cores() -> None:
+    engine, ingress = reserved(model="demo", num_replicas="3")
+    assert 3 * engine["num_cpus"] + ingress["num_cpus"] <= 2
+
+
+def test_given_options_of_ray_take_the_place_of_ours() -> None:
+    engine, _ = reserved(replica={"ray_actor_options": {"num_cpus": 4, "num_gpus": 1}})
+    assert (engine["num_cpus"], engine["num_gpus"]) == (4, 1)
