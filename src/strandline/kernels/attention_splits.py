@@ -5,8 +5,11 @@ All of it follows from shapes and host integers, so that a CUDA graph can hold t
 
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
-from strandline.kernels.sizes import NUM_SMS
+from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.batch import AttentionBatch
+from strandline.kernels.sizes import NUM_SMS, next_power_of_2
 
 DECODE_PROGRAMS = 4 * NUM_SMS
 """Programs that a step of few decodes is split into."""
@@ -49,3 +52,49 @@ def num_prefill_splits(num_programs: int, num_key_tiles: int) -> int:
 def num_row_tiles(query_starts: tuple[int, ...], group: int, tile_rows: int) -> int:
     """Return the tiles of rows of all sequences; every layer of a step asks for the same."""
     return sum(-(-(end - start) * group // tile_rows) for start, end in pairwise(query_starts))
+
+
+class PrefillPlan(NamedTuple):
+    """How some prefills are launched together."""
+
+    num_tokens: int
+    num_tiles: int
+    """Of rows."""
+    num_splits: int
+    max_prefills: int
+    """What the kernel is compiled for: few sizes, so that a server compiles few kernels."""
+
+
+def plan_prefills(
+    batch: AttentionBatch,
+    prefills: tuple[int, int],
+    num_rows: int,
+    group: int,
+    num_kv_heads: int,
+    tile: tuple[int, int],
+    window_tokens: int | None,
+    *,
+    is_invariant: bool,
+) -> PrefillPlan:
+    """Return how the prefills ``[first, end)`` of a step of ``num_rows`` rows are launched.
+
+    Args:
+        group: query heads per key/value head.
+        tile: its rows and keys.
+    """
+    (first, end), (tile_rows, tile_keys) = prefills, tile
+    query_starts = batch.query_starts[first : end + 1]
+    # A padded step's last prompt ends, on the host, behind its rows: there is a tile for every prompt's last row.
+    num_tokens = min(query_starts[-1], num_rows) - query_starts[0]
+    num_tiles = num_row_tiles(query_starts, group, tile_rows)
+    max_keys = max(batch.context_lens[first:end])
+    if window_tokens is not None:
+        max_keys = min(max_keys, window_tokens + tile_rows // group)
+    if is_invariant:
+        num_splits = 1
+    elif batch.most_rows is not None:
+        num_splits = num_decode_splits((end - first) * num_kv_heads, -(-max_keys // BLOCK_TOKENS))
+    else:
+        num_splits = num_prefill_splits(num_tiles * num_kv_heads, -(-max_keys // tile_keys))
+    max_prefills = 16 if end - first <= 16 and not is_invariant else max(256, next_power_of_2(end - first))
+    return PrefillPlan(num_tokens, num_tiles, num_splits, max_prefills)

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention_prefix_triton import attend_prefix, supports
-from strandline.kernels.attention_splits import num_decode_splits, num_prefill_splits, num_row_tiles
+from strandline.kernels.attention_splits import num_decode_splits, num_row_tiles, plan_prefills
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
@@ -171,7 +171,7 @@ def _attend(
 
 
 @triton.jit
-def _store(
+def store_rows(
     acc_MD,
     max_M,
     sum_M,
@@ -294,7 +294,7 @@ def _decode_kernel(
         True,
         PRECISION,
     )
-    _store(
+    store_rows(
         acc_MD,
         max_M,
         sum_M,
@@ -313,6 +313,18 @@ def _decode_kernel(
         BLOCK_D,
         IS_SPLIT,
     )
+
+
+@triton.jit
+def locate_tile(tile, query_start_ptr, num_prefills, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the prefill that a tile of rows belongs to, ``num_prefills`` if to none, and the tile's place in it."""
+    index_N = tl.arange(0, BLOCK_N)
+    is_prefill_N = index_N < num_prefills
+    start_N = tl.load(query_start_ptr + index_N, mask=is_prefill_N, other=0).to(tl.int32)
+    stop_N = tl.load(query_start_ptr + index_N + 1, mask=is_prefill_N, other=0).to(tl.int32)
+    num_tiles_N = tl.cdiv((stop_N - start_N) * GROUP, BLOCK_M)
+    is_before_N = is_prefill_N & (tl.cumsum(num_tiles_N, axis=0) <= tile)
+    return tl.sum(is_before_N.to(tl.int32), axis=0), tile - tl.sum(tl.where(is_before_N, num_tiles_N, 0), axis=0)
 
 
 @triton.jit(
@@ -372,18 +384,10 @@ def _prefill_kernel(
     tile = num_tiles - 1 - tl.program_id(0) // NUM_KV_HEADS
     split = tl.program_id(1)
 
-    index_N = tl.arange(0, BLOCK_N)
-    start_ptr_N = query_start_ptr + first_sequence + index_N
-    is_prefill_N = index_N < num_prefills
-    start_N = tl.load(start_ptr_N, mask=is_prefill_N, other=0).to(tl.int32)
-    stop_N = tl.load(start_ptr_N + 1, mask=is_prefill_N, other=0).to(tl.int32)
-    num_tiles_N = tl.cdiv((stop_N - start_N) * GROUP, BLOCK_M)
-    is_before_N = is_prefill_N & (tl.cumsum(num_tiles_N, axis=0) <= tile)
-    prefill = tl.sum(is_before_N.to(tl.int32), axis=0)
+    prefill, tile = locate_tile(tile, query_start_ptr + first_sequence, num_prefills, GROUP, BLOCK_M, BLOCK_N)
     # A CUDA graph's grid is sized for the largest number of tiles; the surplus programs return.
     if prefill >= num_prefills:
         return
-    tile = tile - tl.sum(tl.where(is_before_N, num_tiles_N, 0), axis=0)
     sequence = (first_sequence + prefill).to(tl.int64)
     query_start = tl.load(query_start_ptr + sequence).to(tl.int32)
     num_queries = tl.load(query_start_ptr + sequence + 1).to(tl.int32) - query_start
@@ -449,7 +453,7 @@ def _prefill_kernel(
         position_M, window_tokens, scale_log2, stride_block, stride_row,
         PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, True, IS_WINDOWED, False, PRECISION,
     )
-    _store(
+    store_rows(
         acc_MD, max_M, sum_M, out_ptr, partial_ptr, lse_ptr, row_M, head_M, is_row_M, first_row, split, num_splits,
         v_scale, NUM_HEADS, HEAD_DIM, BLOCK_D, IS_SPLIT,
     )
@@ -622,7 +626,7 @@ def _attend_decodes(call: _Call, num_decodes: int, is_invariant: bool) -> None:
         num_splits = -(-num_blocks // INVARIANT_SPLIT_BLOCKS)
     else:
         num_splits = num_decode_splits(num_decodes * num_kv_heads, num_blocks)
-    partial, lse = _scratch(out_THD, num_decodes, num_splits, is_needed=is_invariant or num_splits > 1)
+    partial, lse = scratch(out_THD, num_decodes, num_splits, is_needed=is_invariant or num_splits > 1)
     _decode_kernel[(num_decodes, num_kv_heads, num_splits)](
         q_THD,
         memory.k_BPGD,
@@ -647,7 +651,7 @@ def _attend_decodes(call: _Call, num_decodes: int, is_invariant: bool) -> None:
         HEAD_DIM=head_dim,
         BLOCK_M=max(tile.rows, next_power_of_2(call.group)),
         BLOCK_K=tile.keys,
-        BLOCK_D=_padded(head_dim),
+        BLOCK_D=padded(head_dim),
         IS_SPLIT=is_invariant or num_splits > 1,
         IS_WINDOWED=window_tokens is not None,
         PRECISION="ieee",
@@ -656,9 +660,9 @@ def _attend_decodes(call: _Call, num_decodes: int, is_invariant: bool) -> None:
         **overlap_options(q_THD),
     )
     if is_invariant:
-        _combine_in_order(partial, lse, out_THD, num_decodes, num_splits)
+        combine_in_order(partial, lse, out_THD, num_decodes, num_splits)
     elif num_splits > 1:
-        _combine(partial, lse, out_THD, 0, num_decodes, num_splits)
+        combine(partial, lse, out_THD, 0, num_decodes, num_splits)
 
 
 def _attend_prefills(call: _Call, num_decodes: int, is_invariant: bool) -> None:
@@ -733,26 +737,14 @@ def _num_prefix_blocks(batch: AttentionBatch, sequence: int) -> int:
 
 def _attend_together(call: _Call, first: int, end: int, *, is_invariant: bool) -> None:
     """Write the rows of the prefills ``[first, end)``."""
-    batch, tile = call.batch, call.prefill_tile
-    query_starts = batch.query_starts[first : end + 1]
-    # A padded step's last prompt ends, on the host, behind its rows: there is a tile for every prompt's last row.
-    num_tokens = min(query_starts[-1], len(call.q_THD)) - query_starts[0]
-    num_tiles = num_row_tiles(query_starts, call.group, tile.rows)
-    max_keys = max(batch.context_lens[first:end])
-    if call.window_tokens is not None:
-        max_keys = min(max_keys, call.window_tokens + tile.rows // call.group)
-    if is_invariant:
-        num_splits = 1
-    elif batch.most_rows is not None:
-        num_splits = num_decode_splits((end - first) * call.num_kv_heads, -(-max_keys // BLOCK_TOKENS))
-    else:
-        num_splits = num_prefill_splits(num_tiles * call.num_kv_heads, -(-max_keys // tile.keys))
-    partial, lse = _scratch(call.out_THD, num_tokens, num_splits, is_needed=num_splits > 1)
-    # Few sizes, so that a server compiles few kernels.
-    max_prefills = 16 if end - first <= 16 and not is_invariant else max(256, next_power_of_2(end - first))
-    _launch_prefills(call, first, end, num_tiles, partial, lse, num_splits, max_prefills)
-    if num_splits > 1:
-        _combine(partial, lse, call.out_THD, query_starts[0], num_tokens, num_splits)
+    plan = plan_prefills(
+        call.batch, (first, end), len(call.q_THD), call.group, call.num_kv_heads, call.prefill_tile[:2],
+        call.window_tokens, is_invariant=is_invariant,
+    )  # fmt: skip
+    partial, lse = scratch(call.out_THD, plan.num_tokens, plan.num_splits, is_needed=plan.num_splits > 1)
+    _launch_prefills(call, first, end, plan.num_tiles, partial, lse, plan.num_splits, plan.max_prefills)
+    if plan.num_splits > 1:
+        combine(partial, lse, call.out_THD, call.batch.query_starts[first], plan.num_tokens, plan.num_splits)
 
 
 def _attend_behind_prefix(call: _Call, sequence: int, num_blocks: int) -> None:
@@ -818,7 +810,7 @@ def _launch_prefills(
         HEAD_DIM=head_dim,
         BLOCK_M=tile.rows,
         BLOCK_K=tile.keys,
-        BLOCK_D=_padded(head_dim),
+        BLOCK_D=padded(head_dim),
         BLOCK_N=max_prefills,
         IS_SPLIT=num_splits > 1,
         IS_WINDOWED=window_tokens is not None,
@@ -829,13 +821,13 @@ def _launch_prefills(
     )
 
 
-def _combine(
+def combine(
     partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, first_row: int, num_rows: int, num_splits: int
 ) -> None:
     """Write ``num_rows`` rows of the result from ``first_row`` on."""
     _, num_heads, head_dim = out_THD.shape
     block_s = next(size for size in (8, 32, 128) if num_splits <= size)
-    block_d = min(_padded(head_dim), COMBINE_ELEMENTS // block_s)
+    block_d = min(padded(head_dim), COMBINE_ELEMENTS // block_s)
     _combine_kernel[(num_rows * num_heads, cdiv(head_dim, block_d))](
         partial_RSD,
         lse_RS,
@@ -851,10 +843,10 @@ def _combine(
     )
 
 
-def _combine_in_order(partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, num_rows: int, num_splits: int) -> None:
+def combine_in_order(partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, num_rows: int, num_splits: int) -> None:
     """Write the first ``num_rows`` rows of the result."""
     _, num_heads, head_dim = out_THD.shape
-    block_d = min(_padded(head_dim), COMBINE_ELEMENTS // INVARIANT_COMBINE)
+    block_d = min(padded(head_dim), COMBINE_ELEMENTS // INVARIANT_COMBINE)
     _combine_in_order_kernel[(num_rows * num_heads, cdiv(head_dim, block_d))](
         partial_RSD,
         lse_RS,
@@ -867,16 +859,16 @@ def _combine_in_order(partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, num_
     )
 
 
-def _scratch(out_THD: Tensor, num_rows: int, num_splits: int, *, is_needed: bool) -> tuple[Tensor, Tensor]:
+def scratch(out_THD: Tensor, num_rows: int, num_splits: int, *, is_needed: bool) -> tuple[Tensor, Tensor]:
     """Return ``partial_RSD`` and ``lse_RS`` for rows of a token and a head; any tensors where none are needed."""
     if not is_needed:
         return out_THD, out_THD
     _, num_heads, head_dim = out_THD.shape
     rows = num_rows * num_heads * num_splits
-    scratch = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=out_THD.device)
-    return scratch, scratch[rows * head_dim :]
+    memory = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=out_THD.device)
+    return memory, memory[rows * head_dim :]
 
 
-def _padded(head_dim: int) -> int:
+def padded(head_dim: int) -> int:
     """Return the power of two that a head's channels are padded to; a dot takes 16 at least."""
     return max(16, next_power_of_2(head_dim))

@@ -17,14 +17,25 @@ from torch import Tensor
 from strandline.ids import NULL_BLOCK
 from strandline.kernels.attention import attend_sequence, gathered_sequences
 from strandline.kernels.batch import AttentionBatch, KVMemory
-from strandline.kernels.operation import operation
+from strandline.kernels.operation import operation, triton
 
 
-@operation(reads_device=True)
+@operation(triton("latent_attention_triton", invariant="latent_attention_triton"))
 def latent_attention(
-    q_THD: Tensor, latent_TD: Tensor, latent_BPD: Tensor, batch: AttentionBatch, value_dim: int, *, scale: float
+    q_THD: Tensor,
+    latent_TD: Tensor,
+    latent_BPD: Tensor,
+    batch: AttentionBatch,
+    num_decodes: int,
+    value_dim: int,
+    *,
+    scale: float,
 ) -> Tensor:
     """Store the step's latents in their blocks, then attend every token to its sequence's up to itself.
+
+    Args:
+        num_decodes: how many sequences, from the first, have one token each.
+        value_dim: V, less than D.
 
     Returns:
         ``out_THV``, what each head reads of the latents' first ``value_dim`` channels.

@@ -1,6 +1,6 @@
 """Matrix products with weights of every form (``weights.py``). The form chooses the function once, when it is bound.
 
-Shape suffixes: I inputs, O outputs; the dimensions before the inputs are free.
+Shape suffixes: I inputs, O outputs; the dimensions before the inputs are free, or T rows and H heads.
 """
 
 from collections.abc import Callable
@@ -54,6 +54,12 @@ def has_fast_gemms(dtype: torch.dtype) -> bool:
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x weight^T + bias``."""
     return F.linear(x, weight_OI, bias_O)
+
+
+@operation(triton("linear_triton", invariant="matmul_triton"))
+def head_linear(x_THI: Tensor, weight_HOI: Tensor) -> Tensor:
+    """Return ``out_THO``: each head's part of x times the head's weight, transposed."""
+    return torch.matmul(x_THI.transpose(0, 1), weight_HOI.mT).transpose(0, 1)
 
 
 @operation(triton("linear_triton", invariant="linear_triton"))

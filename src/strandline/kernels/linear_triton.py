@@ -251,6 +251,11 @@ def multiply_into(out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tenso
         torch.addmm(bias_O, x_TI, weight_OI.t(), out=out_TO)
 
 
+def head_linear(x_THI: Tensor, weight_HOI: Tensor) -> Tensor:
+    """Return ``out_THO``, the product of each head: torch's, whose weights are small."""
+    return torch.matmul(x_THI.transpose(0, 1), weight_HOI.mT).transpose(0, 1)
+
+
 def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
     """Return ``silu(gate x) * up x``, the gate's rows before the up projection's."""
     plan = plan_product(x, gate_up_OI, is_gated=True)

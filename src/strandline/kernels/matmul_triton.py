@@ -1,4 +1,4 @@
-"""Matrix products whose every row's bits depend on that row alone: ``linear`` in deterministic mode.
+"""Matrix products whose every row's bits depend on that row alone: ``linear`` and ``head_linear``, deterministic.
 
 A library picks another kernel, and with it another order of the sum, for another number of rows. Here each output is
 one chain of additions over the inputs in order, 16 at a time, in the tensor core's float32 accumulator (float32 inputs:
@@ -7,7 +7,7 @@ chosen by the number of rows: ``tests/gpu/engine/test_deterministic.py`` holds t
 has fewer than 64 rows: below, the compiler uses another instruction, whose order of additions is not documented.
 
 Shape suffixes: as in ``linear.py``; T rows; in kernels M rows of x, N outputs, K the dimension that a matrix product
-sums over.
+sums over, H products of the same sizes.
 """
 # mypy: ignore-errors
 
@@ -58,8 +58,11 @@ def _linear_kernel(
     M,
     N,
     K,
+    stride_x_head,
     stride_x,
+    stride_weight_head,
     stride_weight,
+    stride_weight_input,
     stride_out,
     HAS_BIAS: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -75,22 +78,27 @@ def _linear_kernel(
     group_m = tl.minimum(num_m - first_m, GROUP_M)
     tile_m = first_m + program % (GROUP_M * num_n) % group_m
     tile_n = program % (GROUP_M * num_n) // group_m
+    head = tl.program_id(1).to(tl.int64)
+    x_ptr += head * stride_x_head
+    weight_ptr += head * stride_weight_head
+    out_ptr += head * N
     row_M = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     col_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offset_K = tl.arange(0, BLOCK_K)
     is_row_M = row_M < M
     is_col_N = col_N < N
     x_MK_ptr = x_ptr + row_M[:, None].to(tl.int64) * stride_x + offset_K[None, :]
-    weight_KN_ptr = weight_ptr + offset_K[:, None] + col_N[None, :].to(tl.int64) * stride_weight
+    weight_KN_ptr = weight_ptr + offset_K[:, None] * stride_weight_input + col_N[None, :].to(tl.int64) * stride_weight
     acc_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         if IS_EVEN:
             x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None], other=0.0)
-            weight_KN = tl.load(weight_KN_ptr + start)
+            weight_KN = tl.load(weight_KN_ptr + start * stride_weight_input)
         else:
             is_K = start + offset_K < K
             x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None] & is_K[None, :], other=0.0)
-            weight_KN = tl.load(weight_KN_ptr + start, mask=is_K[:, None] & is_col_N[None, :], other=0.0)
+            is_KN = is_K[:, None] & is_col_N[None, :]
+            weight_KN = tl.load(weight_KN_ptr + start * stride_weight_input, mask=is_KN, other=0.0)
         acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
     if HAS_BIAS:
         acc_MN += tl.load(bias_ptr + col_N, mask=is_col_N, other=0.0).to(tl.float32)[None, :]
@@ -111,6 +119,14 @@ def multiply_into(out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tenso
     launch(out_TO, x_TI, weight_OI, bias_O, choose_tile(len(x_TI), len(weight_OI), x_TI.dtype))
 
 
+def head_linear_invariant(x_THI: Tensor, weight_HOI: Tensor) -> Tensor:
+    """As :func:`strandline.kernels.linear.head_linear`. Rows, heads and the weight's elements may lie apart."""
+    (num_rows, num_heads, _), num_outputs = x_THI.shape, weight_HOI.shape[1]
+    out_THO = torch.empty((num_rows, num_heads, num_outputs), dtype=x_THI.dtype, device=x_THI.device)
+    _launch(out_THO, x_THI.transpose(0, 1), weight_HOI, None, choose_tile(num_rows, num_outputs, x_THI.dtype))
+    return out_THO
+
+
 def choose_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return TILE_FLOAT32
@@ -121,21 +137,27 @@ def choose_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
 
 def launch(out_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tile: Tile) -> None:
     """Multiply with this tile."""
-    (num_rows, num_inputs), num_outputs = x_MK.shape, len(weight_NK)
+    _launch(out_MN.unsqueeze(1), x_MK.unsqueeze(0), weight_NK.unsqueeze(0), bias_N, tile)
+
+
+def _launch(out_MHN: Tensor, x_HMK: Tensor, weight_HNK: Tensor, bias_N: Tensor | None, tile: Tile) -> None:
+    """Fill ``out_MHN``, whose rows may lie apart; the channels of x lie together."""
+    (num_heads, num_rows, num_inputs), num_outputs = x_HMK.shape, weight_HNK.shape[1]
     if num_rows == 0:
         return
-    grid = (cdiv(num_rows, tile.block_m) * cdiv(num_outputs, tile.block_n),)
+    grid = (cdiv(num_rows, tile.block_m) * cdiv(num_outputs, tile.block_n), num_heads)
     _linear_kernel[grid](
-        x_MK,
-        weight_NK,
-        weight_NK if bias_N is None else bias_N,
-        out_MN,
+        x_HMK,
+        weight_HNK,
+        weight_HNK if bias_N is None else bias_N,
+        out_MHN,
         num_rows,
         num_outputs,
         num_inputs,
-        x_MK.stride(0),
-        weight_NK.stride(0),
-        out_MN.stride(0),
+        x_HMK.stride(0),
+        x_HMK.stride(1),
+        *weight_HNK.stride(),
+        out_MHN.stride(0),
         HAS_BIAS=bias_N is not None,
         IS_EVEN=num_inputs % tile.block_k == 0 and num_outputs % tile.block_n == 0,
         GROUP_M=GROUP_ROWS,

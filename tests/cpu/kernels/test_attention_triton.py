@@ -22,7 +22,7 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.device import graphs
-from strandline.kernels import attention_prefix_triton, attention_triton
+from strandline.kernels import attention_prefix_triton, attention_splits, attention_triton
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()
@@ -148,7 +148,7 @@ def test_e4m3_memory_gives_what_its_values_give(scales: tuple[float, float], dty
 @pytest.mark.parametrize("num_splits", [1, 2, 9])
 def test_the_result_does_not_depend_on_the_splits(monkeypatch: pytest.MonkeyPatch, num_splits: int) -> None:
     monkeypatch.setattr(attention_triton, "num_decode_splits", lambda *_: num_splits)
-    monkeypatch.setattr(attention_triton, "num_prefill_splits", lambda *_: num_splits)
+    monkeypatch.setattr(attention_splits, "num_prefill_splits", lambda *_: num_splits)
     check(make_case([*decodes(200, 3), (60, 75)], 2, heads=(1, 2, 8)), "cpu")
 
 

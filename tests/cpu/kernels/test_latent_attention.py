@@ -41,7 +41,7 @@ def make_batch(
 
 
 def attend(q_THD: Tensor, latent_TD: Tensor, latent_BPD: Tensor, batch: AttentionBatch) -> Tensor:
-    return latent_attention.reference(q_THD, latent_TD, latent_BPD, batch, VALUE_DIM, scale=SCALE)
+    return latent_attention.reference(q_THD, latent_TD, latent_BPD, batch, 0, VALUE_DIM, scale=SCALE)
 
 
 @pytest.mark.parametrize("bounds", [[130], [1, 130], [63, 64, 65, 130], [7, 100, 101, 102, 130]])

@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from strandline.kernels import matmul_triton
+from strandline.kernels import linear_triton, matmul_triton
+from strandline.kernels.linear import head_linear
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -28,11 +29,32 @@ def check_product(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch
         assert (out.double() - right).norm() / right.norm() < MAX_ERROR[dtype]
 
 
+def check_heads(num_rows: int, num_heads: int, num_outputs: int, num_inputs: int, device: str) -> None:
+    """Compare with float64: a part of every head's channels, with weights that lie either way."""
+    wide = torch.randn(num_rows, num_heads, num_inputs + 8, device=device)
+    x_THI = wide[:, :, :num_inputs]
+    for weight_HOI in (
+        torch.randn(num_heads, num_outputs, num_inputs, device=device),
+        torch.randn(num_heads, num_inputs, num_outputs, device=device).mT,
+    ):
+        expected = torch.einsum("thi,hoi->tho", x_THI.double(), weight_HOI.double())
+        for multiply in (head_linear.reference, linear_triton.head_linear, matmul_triton.head_linear_invariant):
+            out = multiply(x_THI, weight_HOI)
+            assert out.shape == expected.shape
+            assert (out.double() - expected).norm() / expected.norm() < MAX_ERROR[torch.float32]
+
+
 @pytest.mark.skipif(not IS_INTERPRETED, reason="runs in Triton's interpreter")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs"), [(1, 97, 32), (65, 70, 130), (130, 64, 64)])
 def test_products_equal_float64s(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
     check_product(num_rows, num_outputs, num_inputs, dtype, "cpu")
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="runs in Triton's interpreter")
+def test_products_of_heads_equal_float64s() -> None:
+    check_heads(3, 2, 20, 12, "cpu")
+    check_heads(70, 3, 64, 16, "cpu")
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="runs in Triton's interpreter")

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from strandline.kernels import matmul_triton
-from strandline.kernels.matmul_triton import linear_invariant
+from strandline.kernels.matmul_triton import head_linear_invariant, linear_invariant
 from strandline.kernels.moe_triton import experts_glu_invariant, route_top_k
-from tests.cpu.kernels.test_matmul_triton import check_product
+from tests.cpu.kernels.test_matmul_triton import check_heads, check_product
 
 SHAPES = [(12352, 2560), (2560, 9216), (2560, 4096), (97, 32), (1000, 130)]
 """Outputs and inputs: of Qwen3.5-4B, and odd ones."""
@@ -42,6 +42,17 @@ def test_a_row_is_the_same_in_any_company(shape: tuple[int, int], dtype: torch.d
     whole = linear_invariant(x_TI, weight_OI)
     for start, end in ((0, 1), (5, 6), (7, 40), (0, 64), (0, 65), (100, 612), (99, 613), (3, 1103)):
         assert torch.equal(linear_invariant(x_TI[start:end], weight_OI), whole[start:end]), (start, end)
+
+
+@pytest.mark.parametrize("shape", [(32, 512, 128), (32, 128, 512), (3, 20, 12)], ids=str)
+def test_rows_of_heads_are_right_and_the_same_in_any_company(shape: tuple[int, int, int]) -> None:
+    num_heads, num_outputs, num_inputs = shape
+    check_heads(70, *shape, "cuda")
+    weight_HOI = torch.randn(num_heads, num_inputs, num_outputs, device="cuda").bfloat16().mT
+    x_THI = torch.randn(700, num_heads, num_inputs, device="cuda").bfloat16()
+    whole = head_linear_invariant(x_THI, weight_HOI)
+    for start, end in ((0, 1), (5, 6), (7, 40), (0, 64), (0, 65), (100, 612), (99, 613)):
+        assert torch.equal(head_linear_invariant(x_THI[start:end], weight_HOI), whole[start:end]), (start, end)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

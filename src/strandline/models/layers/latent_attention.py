@@ -23,6 +23,7 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.latent_attention import latent_attention
+from strandline.kernels.linear import head_linear
 from strandline.kernels.norm import rms_norm
 from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.models.layers.parameters import dtype_name, gain, parameter
@@ -85,7 +86,7 @@ class LatentAttention(nn.Module):
     """
 
     recurrence = None
-    operations = (rms_norm, latent_attention)
+    operations = (rms_norm, head_linear, latent_attention)
 
     def __init__(
         self, config: LatentAttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -112,6 +113,7 @@ class LatentAttention(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._rms_norm, self._attend = kernels[rms_norm], kernels[latent_attention]
+        self._head_linear = kernels[head_linear]
 
     def bind(self, memory: LayerMemory) -> Tensor:
         """Return the layer's memory as ``forward`` takes it."""
@@ -122,10 +124,11 @@ class LatentAttention(nn.Module):
         q_TO, latent_TR, shared_TP = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         latent_TD = torch.cat((self._rms_norm(latent_TR, self.latent_norm_R, NORM_EPS), shared_TP), dim=-1)
         q_THK, q_THP = q_TO.unflatten(-1, (self.config.num_heads, -1)).split(self.query_dims, dim=-1)
-        q_THR = torch.matmul(q_THK.transpose(0, 1), self.key_up_HKR).transpose(0, 1)
+        q_THR = self._head_linear(q_THK, self.key_up_HKR.mT)
         q_THD = torch.cat((q_THR, q_THP), dim=-1)
-        out_THR = self._attend(q_THD, latent_TD, latent_BPD, batch.attention, self.config.latent_dim, scale=self.scale)
-        out_THV = torch.matmul(out_THR.transpose(0, 1), self.value_up_HVR.mT).transpose(0, 1)
+        steps = (batch.attention, batch.num_decodes)
+        out_THR = self._attend(q_THD, latent_TD, latent_BPD, *steps, self.config.latent_dim, scale=self.scale)
+        out_THV = self._head_linear(out_THR, self.value_up_HVR)
         return self.out_proj.multiply(out_THV.flatten(1))
 
     def targets(self, prefix: str) -> NamedTargets:
