@@ -312,17 +312,19 @@ def _advance_kernel(
             attend_LL = tl.dot(k_LK, tl.trans(q_LK), input_precision=PRECISION)
             change_LL = (high_L[None, :] - high_L[:, None]) + (low_L[None, :] - low_L[:, None])
             attend_LL *= fast_exp2(tl.where(is_after_LL, float("-inf"), change_LL)) * weight_L[:, None]
-            out_WL = tl.dot(state_WK.to(q_LK.dtype), tl.trans(q_LK), input_precision=PRECISION)
+            attend_LL = attend_LL.to(v_LW.dtype)
+            out_WL = tl.dot(state_WK.to(k_LK.dtype), tl.trans(q_LK), input_precision=PRECISION)
             out_WL *= tl.exp2(high_L)[None, :]
-            out_WL = tl.dot(v_WL, attend_LL.to(v_LW.dtype), acc=out_WL, input_precision=PRECISION)
-            if HAS_SKIP:
-                out_WL += skip * v_WL.to(tl.float32)
-            out_ptrs = out_ptr + start * (H * V) + head * V + (row_L[:, None] * (H * V) + value_W[None, :])
-            tl.store(out_ptrs, tl.trans(out_WL.to(out_ptr.dtype.element_ty)), mask=is_value_LW)
         ending_L = tl.exp2((last_high - high_L) + (last_low - low_L)) * weight_L
         written_WL = (v_WL.to(tl.float32) * ending_L[None, :]).to(k_LK.dtype)
         decay = tl.exp2(last_high)
         state_WK = tl.dot(written_WL, k_LK, acc=state_WK * decay, input_precision=PRECISION)
+        if not IS_PARTIAL:
+            out_WL = tl.dot(v_WL, attend_LL, acc=out_WL, input_precision=PRECISION)
+            if HAS_SKIP:
+                out_WL += skip * v_WL.to(tl.float32)
+            out_ptrs = out_ptr + start * (H * V) + head * V + (row_L[:, None] * (H * V) + value_W[None, :])
+            tl.store(out_ptrs, tl.trans(out_WL.to(out_ptr.dtype.element_ty)), mask=is_value_LW)
         if IS_PARTIAL:
             left *= decay
         else:
