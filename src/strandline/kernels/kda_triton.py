@@ -8,10 +8,10 @@ Matrices that do not depend on the state are computed for all chunks at once: ``
 ``write = X^T k``, where ``X = (I + A)^-1 diag(beta)``. Then the kernel of Gated DeltaNet carries the states on.
 
 Decays differ from channel to channel, so those between two tokens are not a factor of the tokens' product, but parts of
-its two factors: one with the decays from the chunk's middle, the other with those to it. Where a chunk decays so much
-that the latter might overflow, the middles are many: of a block of ``2 b`` tokens, the product of second half and first
-has two factors of at most 1. That takes six products of the whole chunk, for ``b`` from 1 to 32, and the diagonal. So
-rare a chunk reads its inputs again, some channels at a time, and takes no registers from the others.
+its two factors. Of a block of ``2 b`` tokens, the product of second half and first has two factors of at most 1: one
+with the decays from the middle, the other with those to it. Two such products of the whole chunk, for ``b`` of 32 and
+16, and one with the decays to and from the middles of blocks of 16 tokens make up all pairs. Where 8 tokens decay so
+much that the last might overflow, there are six, for ``b`` from 1 to 32, and the diagonal.
 
 In bfloat16 the operands of matrix products are rounded to bfloat16, those of the inverse to float16, and sums are
 float32. Log decays are summed in float32: between two tokens of a chunk, they are off by one part in 2 ** 23 of what
@@ -59,15 +59,16 @@ MIN_LOG2_DECAY = tl.constexpr(-160.0)
 """A token's decay that leaves nothing of a float32 state. Less would make the sums of a chunk less accurate."""
 
 MAX_CHANGE = tl.constexpr(60.0)
-"""Of the log2 decay from a chunk's middle: the product of two such factors, and a sum of these, is a float32."""
+"""Of the log2 decay from a block's middle: the product of two such factors, and a sum of these, is a float32."""
 
-PREPARE_WARPS = 8
+PREPARE_WARPS = 4
+"""One warpgroup per 64 x 64 matrix."""
 
-PREPARE_REGISTERS: int | None = 128
-"""Per thread: two programs share a multiprocessor then, at the cost of some that spill."""
+PREPARE_REGISTERS: int | None = 168
+"""Per thread: three programs share a multiprocessor then."""
 
 SLICE = 32
-"""Channels of a chunk that are prepared together where it decays a lot."""
+"""Channels of a chunk that are prepared together: tiles of all would not fit into registers."""
 
 
 def kda_prefill(
@@ -165,55 +166,62 @@ def _sum_log2_decays(f_LK, bias_K, rate, is_token_LK):
 
 
 @triton.jit
-def _products_by_halves(
-    q_ptr,
-    k_ptr,
-    f_ptr,
-    bias_ptr,
-    rate,
-    stride_qt,
-    stride_kt,
-    stride_ft,
-    length,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+def _middles(x_LK, row_L, level, L: tl.constexpr, K: tl.constexpr):
+    """Return, for every row, the last row of the first half of its block of ``2 ** (level + 1)`` rows."""
+    middle_L = ((row_L >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
+    return tl.gather(x_LK, tl.broadcast_to(middle_L[:, None], [L, K]), 0)
+
+
+@triton.jit
+def _add_halves(
+    keys_LL,
+    queries_LL,
+    q_LK,
+    k_LK,
+    sum_LK,
+    row_L,
+    level,
     L: tl.constexpr,
+    K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return the decayed products of keys, below the diagonal, and of queries and keys, on it and below.
+    """Add the decayed products of the second halves of blocks of ``2 ** (level + 1)`` rows and the first ones."""
+    middle_LK = _middles(sum_LK, row_L, level, L, K)
+    is_second_LK = ((row_L >> level) & 1 == 1)[:, None]
+    factor_LK = fast_exp2(tl.where(is_second_LK, sum_LK - middle_LK, middle_LK - sum_LK))
+    decayed_k_LK = (k_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
+    decayed_q_LK = (q_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
+    is_across_LL = (((row_L[:, None] ^ row_L[None, :]) >> level) == 1) & (row_L[:, None] > row_L[None, :])
+    across_LL = tl.dot(decayed_k_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
+    keys_LL += tl.where(is_across_LL, across_LL, 0.0)
+    across_LL = tl.dot(decayed_q_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
+    return keys_LL, queries_LL + tl.where(is_across_LL, across_LL, 0.0)
 
-    A few channels at a time, so that few registers are needed; pointers are to the first of a head's in the chunk.
-    """
-    row_L = tl.arange(0, L)
-    is_diagonal_LL = row_L[:, None] == row_L[None, :]
-    is_after_LL = row_L[:, None] > row_L[None, :]
-    keys_LL = tl.zeros([L, L], tl.float32)
-    queries_LL = tl.zeros([L, L], tl.float32)
-    for first in tl.range(0, BLOCK_K, BLOCK_S, num_stages=1):
-        key_K = first + tl.arange(0, BLOCK_S)
-        is_token_LK = (row_L < length)[:, None] & (key_K < BLOCK_K)[None, :]
-        is_key_LK = is_token_LK & (key_K < K)[None, :]
-        q_LK = tl.load(q_ptr + row_L[:, None] * stride_qt + key_K[None, :], mask=is_key_LK, other=0.0)
-        k_LK = tl.load(k_ptr + row_L[:, None] * stride_kt + key_K[None, :], mask=is_key_LK, other=0.0)
-        f_LK = tl.load(f_ptr + row_L[:, None] * stride_ft + key_K[None, :], mask=is_key_LK, other=0.0)
-        bias_K = tl.load(bias_ptr + key_K, mask=key_K < K, other=0.0).to(tl.float32)
-        sum_LK = _sum_log2_decays(f_LK, bias_K, rate, is_token_LK)
+
+@triton.jit
+def _add_products(
+    keys_LL, queries_LL, q_LK, k_LK, sum_LK, row_L, L: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Add the decayed products of keys, below the diagonal, and of queries and keys, on it and below."""
+    # Blocks of 16 tokens, level 3 and below.
+    change_LK = sum_LK - _middles(sum_LK, row_L, 3, L, K)
+    if tl.max(tl.max(tl.abs(change_LK), 1), 0) <= MAX_CHANGE:
+        first_level = 4
+        factor_LK = fast_exp2(change_LK)
+        decayed_q_LK = (q_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
+        decayed_k_LK = (k_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
+        grown_k_LK = (k_LK.to(tl.float32) * fast_exp2(-change_LK)).to(k_LK.dtype)
+        is_block_LL = ((row_L[:, None] ^ row_L[None, :]) >> 4) == 0
+        inner_LL = tl.dot(decayed_k_LK, tl.trans(grown_k_LK), input_precision=PRECISION)
+        keys_LL += tl.where(is_block_LL & (row_L[:, None] > row_L[None, :]), inner_LL, 0.0)
+        inner_LL = tl.dot(decayed_q_LK, tl.trans(grown_k_LK), input_precision=PRECISION)
+        queries_LL += tl.where(is_block_LL & (row_L[:, None] >= row_L[None, :]), inner_LL, 0.0)
+    else:
+        first_level = 0
         product_L = tl.sum(q_LK.to(tl.float32) * k_LK.to(tl.float32), 1)
-        queries_LL += tl.where(is_diagonal_LL, product_L[:, None], 0.0)
-        for level in tl.range(6, num_stages=1):
-            # The last row of the first half of each row's block.
-            middle_L = ((row_L >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
-            middle_LK = tl.gather(sum_LK, tl.broadcast_to(middle_L[:, None], [L, BLOCK_S]), 0)
-            is_second_LK = ((row_L >> level) & 1 == 1)[:, None]
-            factor_LK = fast_exp2(tl.where(is_second_LK, sum_LK - middle_LK, middle_LK - sum_LK))
-            decayed_k_LK = (k_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
-            decayed_q_LK = (q_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
-            is_across_LL = (((row_L[:, None] ^ row_L[None, :]) >> level) == 1) & is_after_LL
-            across_LL = tl.dot(decayed_k_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
-            keys_LL += tl.where(is_across_LL, across_LL, 0.0)
-            across_LL = tl.dot(decayed_q_LK, tl.trans(decayed_k_LK), input_precision=PRECISION)
-            queries_LL += tl.where(is_across_LL, across_LL, 0.0)
+        queries_LL += tl.where(row_L[:, None] == row_L[None, :], product_L[:, None], 0.0)
+    for level in tl.range(first_level, 6, num_stages=1):
+        keys_LL, queries_LL = _add_halves(keys_LL, queries_LL, q_LK, k_LK, sum_LK, row_L, level, L, K, PRECISION)
     return keys_LL, queries_LL
 
 
@@ -257,65 +265,67 @@ def _prepare_kernel(
     if length == 0:
         return
     row_L = tl.arange(0, L)
-    key_K = tl.arange(0, BLOCK_K)
     is_token_L = row_L < length
-    is_token_LK = is_token_L[:, None] & (key_K < BLOCK_K)[None, :]
-    is_key_LK = is_token_LK & (key_K < K)[None, :]
     q_ptr += start * stride_qt + head * stride_qh
     k_ptr += start * stride_kt + head * stride_kh
     f_ptr += start * stride_ft + head * stride_fh
     dt_bias_ptr += head * K
-    place = (chunk * H + head).to(tl.int64)
-
-    f_LK = tl.load(f_ptr + row_L[:, None] * stride_ft + key_K[None, :], mask=is_key_LK, other=0.0)
-    bias_K = tl.load(dt_bias_ptr + key_K, mask=key_K < K, other=0.0).to(tl.float32)
-    rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * LOG2_E
-    sum_LK = _sum_log2_decays(f_LK, bias_K, rate, is_token_LK)
-    last_K = _row_of(sum_LK, L - 1, row_L)
-    tl.store(decay_ptr + place * BLOCK_K + key_K, tl.exp2(last_K))
-
-    q_LK = tl.load(q_ptr + row_L[:, None] * stride_qt + key_K[None, :], mask=is_key_LK, other=0.0)
-    k_LK = tl.load(k_ptr + row_L[:, None] * stride_kt + key_K[None, :], mask=is_key_LK, other=0.0)
-    q_factor_L = tl.rsqrt(tl.sum(q_LK.to(tl.float32) * q_LK.to(tl.float32), 1) + EPS) * (K**-0.5)
-    k_factor_L = tl.rsqrt(tl.sum(k_LK.to(tl.float32) * k_LK.to(tl.float32), 1) + EPS)
-    from_start_LK = fast_exp2(sum_LK)
-    scaled_LK = row_L[:, None] * (H * BLOCK_K) + key_K[None, :]
     scaled_q_ptr += (start * H + head) * BLOCK_K
     scaled_k_ptr += (start * H + head) * BLOCK_K
-    scaled_q_LK = (q_LK.to(tl.float32) * q_factor_L[:, None] * from_start_LK).to(k_LK.dtype)
-    scaled_k_LK = (k_LK.to(tl.float32) * k_factor_L[:, None] * from_start_LK).to(k_LK.dtype)
-    tl.store(scaled_q_ptr + scaled_LK, scaled_q_LK, mask=is_token_LK)
-    tl.store(scaled_k_ptr + scaled_LK, scaled_k_LK, mask=is_token_LK)
-    ending_LK = (k_LK.to(tl.float32) * fast_exp2(last_K[None, :] - sum_LK)).to(k_LK.dtype)
+    place = (chunk * H + head).to(tl.int64)
+    write_ptr += place * (L * BLOCK_K)
+    dtype = scaled_q_ptr.dtype.element_ty
+    rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * LOG2_E
 
-    # Where the whole chunk decays by less than floats have room for, one middle serves all pairs.
-    change_LK = sum_LK - _row_of(sum_LK, L // 2 - 1, row_L)[None, :]
-    if tl.max(tl.max(tl.abs(change_LK), 1), 0) <= MAX_CHANGE:
-        factor_LK = fast_exp2(change_LK)
-        decayed_q_LK = (q_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
-        decayed_k_LK = (k_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
-        grown_k_LK = (k_LK.to(tl.float32) * fast_exp2(-change_LK)).to(k_LK.dtype)
-        is_after_LL = row_L[:, None] > row_L[None, :]
-        keys_LL = tl.dot(decayed_k_LK, tl.trans(grown_k_LK), input_precision=PRECISION)
-        keys_LL = tl.where(is_after_LL, keys_LL, 0.0)
-        queries_LL = tl.dot(decayed_q_LK, tl.trans(grown_k_LK), input_precision=PRECISION)
-        queries_LL = tl.where(is_after_LL | (row_L[:, None] == row_L[None, :]), queries_LL, 0.0)
-    else:
-        keys_LL, queries_LL = _products_by_halves(
-            q_ptr, k_ptr, f_ptr, dt_bias_ptr, rate, stride_qt, stride_kt, stride_ft, length,
-            K, BLOCK_K, BLOCK_S, L, PRECISION,
-        )  # fmt: skip
+    q_square_L = tl.zeros([L], tl.float32)
+    k_square_L = tl.zeros([L], tl.float32)
+    for first in tl.range(0, BLOCK_K, BLOCK_S, num_stages=1):
+        key_K = first + tl.arange(0, BLOCK_S)
+        is_key_LK = is_token_L[:, None] & (key_K < K)[None, :]
+        q_LK = tl.load(q_ptr + row_L[:, None] * stride_qt + key_K[None, :], mask=is_key_LK, other=0.0).to(tl.float32)
+        k_LK = tl.load(k_ptr + row_L[:, None] * stride_kt + key_K[None, :], mask=is_key_LK, other=0.0).to(tl.float32)
+        q_square_L += tl.sum(q_LK * q_LK, 1)
+        k_square_L += tl.sum(k_LK * k_LK, 1)
+    q_factor_L = tl.rsqrt(q_square_L + EPS) * (K**-0.5)
+    k_factor_L = tl.rsqrt(k_square_L + EPS)
+
+    keys_LL = tl.zeros([L, L], tl.float32)
+    queries_LL = tl.zeros([L, L], tl.float32)
+    for first in tl.range(0, BLOCK_K, BLOCK_S, num_stages=1):
+        key_K = first + tl.arange(0, BLOCK_S)
+        is_key_LK = is_token_L[:, None] & (key_K < K)[None, :]
+        f_LK = tl.load(f_ptr + row_L[:, None] * stride_ft + key_K[None, :], mask=is_key_LK, other=0.0)
+        q_LK = tl.load(q_ptr + row_L[:, None] * stride_qt + key_K[None, :], mask=is_key_LK, other=0.0)
+        k_LK = tl.load(k_ptr + row_L[:, None] * stride_kt + key_K[None, :], mask=is_key_LK, other=0.0)
+        bias_K = tl.load(dt_bias_ptr + key_K, mask=key_K < K, other=0.0).to(tl.float32)
+        sum_LK = _sum_log2_decays(f_LK, bias_K, rate, is_token_L[:, None])
+        last_K = _row_of(sum_LK, L - 1, row_L)
+        tl.store(decay_ptr + place * BLOCK_K + key_K, tl.exp2(last_K))
+        from_start_LK = fast_exp2(sum_LK)
+        scaled_LK = row_L[:, None] * (H * BLOCK_K) + key_K[None, :]
+        scaled_q_LK = (q_LK.to(tl.float32) * q_factor_L[:, None] * from_start_LK).to(dtype)
+        scaled_k_LK = (k_LK.to(tl.float32) * k_factor_L[:, None] * from_start_LK).to(dtype)
+        tl.store(scaled_q_ptr + scaled_LK, scaled_q_LK, mask=is_token_L[:, None])
+        tl.store(scaled_k_ptr + scaled_LK, scaled_k_LK, mask=is_token_L[:, None])
+        # Until the system is solved, the keys decayed to the chunk's end wait where its result will be.
+        ending_LK = (k_LK.to(tl.float32) * fast_exp2(last_K[None, :] - sum_LK)).to(dtype)
+        tl.store(write_ptr + row_L[:, None] * BLOCK_K + key_K[None, :], ending_LK)
+        keys_LL, queries_LL = _add_products(keys_LL, queries_LL, q_LK, k_LK, sum_LK, row_L, L, BLOCK_S, PRECISION)
 
     beta_L = tl.sigmoid(tl.load(b_ptr + (start + row_L) * stride_bt + head, mask=is_token_L, other=0.0).to(tl.float32))
     beta_L = tl.where(is_token_L, beta_L, 0.0)
-    weights_LL = (queries_LL * q_factor_L[:, None] * k_factor_L[None, :]).to(k_LK.dtype)
+    weights_LL = (queries_LL * q_factor_L[:, None] * k_factor_L[None, :]).to(dtype)
     minus_system_LL = keys_LL * (-k_factor_L * beta_L)[:, None] * k_factor_L[None, :]
     solve_LL = inverse_unit_lower(minus_system_LL, L, INVERSE, PRECISION) * beta_L[None, :]
-    attend_LL = tl.dot(weights_LL, solve_LL.to(k_LK.dtype), input_precision=PRECISION)
-    tl.store(attend_ptr + place * (L * L) + (row_L[:, None] * L + row_L[None, :]), attend_LL.to(k_LK.dtype))
-    ending_LL = (solve_LL * k_factor_L[:, None]).to(k_LK.dtype)
-    write_LK = tl.dot(tl.trans(ending_LL), ending_LK, input_precision=PRECISION)
-    tl.store(write_ptr + place * (L * BLOCK_K) + (row_L[:, None] * BLOCK_K + key_K[None, :]), write_LK.to(k_LK.dtype))
+    attend_LL = tl.dot(weights_LL, solve_LL.to(dtype), input_precision=PRECISION)
+    tl.store(attend_ptr + place * (L * L) + (row_L[:, None] * L + row_L[None, :]), attend_LL.to(dtype))
+    ending_LL = tl.trans((solve_LL * k_factor_L[:, None]).to(dtype))
+    tl.debug_barrier()
+    for first in tl.range(0, BLOCK_K, BLOCK_S, num_stages=1):
+        write_ptrs = write_ptr + row_L[:, None] * BLOCK_K + (first + tl.arange(0, BLOCK_S))[None, :]
+        write_LK = tl.dot(ending_LL, tl.load(write_ptrs), input_precision=PRECISION).to(dtype)
+        tl.debug_barrier()
+        tl.store(write_ptrs, write_LK)
 
 
 def kda_decode(
