@@ -45,7 +45,7 @@ def test_a_row_is_the_same_in_any_company(shape: tuple[int, int], dtype: torch.d
 
 
 @pytest.mark.parametrize("shape", [(32, 512, 128), (32, 128, 512), (3, 20, 12)], ids=str)
-def test_rows_of_heads_are_right_and_the_same_in_any_company(shape: tuple[int, int, int]) -> None:
+def test_rows_of_heads_are_the_same_in_any_company(shape: tuple[int, int, int]) -> None:
     num_heads, num_outputs, num_inputs = shape
     check_heads(70, *shape, "cuda")
     weight_HOI = torch.randn(num_heads, num_inputs, num_outputs, device="cuda").bfloat16().mT
