@@ -33,8 +33,7 @@ def next_logprobs(llm: LLM, prompts: list[list[int]]) -> list[dict[int, float]]:
 
 def num_resting_blocks(llm: LLM) -> int:
     """Return the room of what rests."""
-    lower = llm.engine.core.cache.stats().lower
-    assert lower is not None
+    [lower] = llm.engine.core.cache.stats().tiers
     return lower.num_used_blocks
 
 
