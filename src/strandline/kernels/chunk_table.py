@@ -26,7 +26,9 @@ class ChunkTable:
     """
 
     first_chunks: tuple[int, ...]
-    """N + 1 offsets: sequence ``i`` owns chunks ``[first_chunks[i], first_chunks[i + 1])``."""
+    """N + 1 offsets: sequence ``i`` owns chunks ``[first_chunks[i], first_chunks[i + 1])``.
+
+    Padded steps have sequences without tokens, which own none; ``first_chunks[i]`` is an empty chunk, then."""
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     cut_slots: tuple[int, ...]

@@ -211,7 +211,9 @@ def _edges_kernel(
         first_chunk = tl.load(first_chunks_ptr + place)
         end_chunk = tl.load(first_chunks_ptr + place + 1)
         start = tl.load(starts_ptr + first_chunk)
-        num_tokens = tl.load(starts_ptr + end_chunk - 1) + tl.load(lengths_ptr + end_chunk - 1) - start
+        # An empty sequence begins at an empty chunk.
+        last_chunk = tl.maximum(end_chunk - 1, first_chunk)
+        num_tokens = tl.load(starts_ptr + last_chunk) + tl.load(lengths_ptr + last_chunk) - start
         src = tl.load(src_ptr + place)
         dst = tl.load(dst_ptr + place)
         x_ptrs = x_ptr + start * x_row_stride + channel_C

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strandline.kernels import conv1d
-from strandline.kernels.chunk_table import build_chunk_table
+from strandline.kernels.chunk_table import Chunks, build_chunk_table
 from strandline.kernels.conv1d import Activation
 from tests.poison import poisoned_memory
 
@@ -235,3 +235,20 @@ def test_updates_token_by_token_change_no_bit_of_a_prefill(dtype: torch.dtype) -
 
 def test_nan_in_one_sequence_stays_there() -> None:
     check_nan_stays_in_its_sequence("cpu")
+
+
+def test_step_of_empty_sequences_alone_touches_nothing() -> None:
+    num_rows, channels, count = 5, 32, 3
+    any_chunk = (1,) * (2 * count + 1)
+    # What lies before the tables is as large as it can be.
+    columns = [torch.full((1 + len(any_chunk),), 2**40) for _ in range(4)]
+    for column, value in zip(columns, (0, num_rows, 0, 0), strict=True):
+        column[1:] = value
+    first_chunks, *others = (column[1:] for column in columns)
+    chunks = Chunks((0,) * (count + 1), any_chunk, any_chunk, any_chunk, is_short=True)
+    table = chunks.with_tensors([first_chunks[: count + 1], *others])
+    window_SRC = make_arena(4, [1], channels, torch.float32, "cpu")
+    before_SRC = window_SRC.clone()
+    x_TC, null_N = make_tokens(num_rows, channels, torch.float32, "cpu"), torch.zeros(count, dtype=torch.int64)
+    causal_conv1d_prefill(x_TC, torch.randn(channels, 4), None, window_SRC, null_N, null_N, table, "silu")
+    assert torch.equal(window_SRC.nan_to_num(), before_SRC.nan_to_num())
