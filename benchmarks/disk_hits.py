@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from strandline import LLM, SamplingParams
+from strandline.cache.evict_all import evict_all
 
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
@@ -79,13 +80,14 @@ def ttft_ms(llm: LLM, prompt: list[int], *, num_cached: int = 0) -> float:
 def leave(llm: LLM) -> None:
     """Evict everything, wait until it has reached the disk, and end the engine."""
     core = llm.engine.core
-    memory, spills = core.cache.internals().memory, core.cache.loads.spills
+    spills = core.cache.loads.spills
     if spills is None:
         raise SystemExit("there is no disk cache")
-    while memory.take_slot() is not None:
+    evict_all(core.cache)
+    core.executor.carry_out(core.cache.take_actions())
+    while len(spills):
+        core.scheduler.loading.complete(core.executor.wait_for_transfers(1.0))
         core.executor.carry_out(core.cache.take_actions())
-        while len(spills):
-            core.scheduler.loading.complete(core.executor.wait_for_transfers(1.0))
     core.close()
 
 

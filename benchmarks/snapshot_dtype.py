@@ -18,6 +18,7 @@ from statistics import fmean
 from strandline import LLM, SamplingParams
 from strandline.bench.evaluate import make_suite, score
 from strandline.bench.exam import BATCH, ONE_TOKEN, token_counter
+from strandline.cache.evict_all import evict_all
 from strandline.demo.tasks import KINDS, Task
 from strandline.specs import SNAPSHOT_DTYPES
 
@@ -47,16 +48,6 @@ class Replies:
         return found
 
 
-def evict_all(llm: LLM) -> None:
-    """Evict all that the device holds."""
-    core = llm.engine.core
-    memory = core.cache.internals().memory
-    for slot in list(iter(memory.take_slot, None)):
-        memory.free_slot(slot)
-    memory.free_blocks(memory.take_blocks(10**6))
-    core.executor.carry_out(core.cache.take_actions())
-
-
 def take(llm: LLM, suite: Sequence[Task], num_rests: int) -> Replies:
     """Answer all tasks; each prompt's state rests ``num_rests`` times on its way."""
     rng = Random(0)
@@ -67,7 +58,8 @@ def take(llm: LLM, suite: Sequence[Task], num_rests: int) -> Replies:
         for piece in range(num_rests):
             pieces = [ids[: cut[piece]] for ids, cut in zip(prompts, cuts, strict=True)]
             llm.generate(pieces, ONE_TOKEN, use_tqdm=False)
-            evict_all(llm)
+            evict_all(llm.engine.core.cache)
+            llm.engine.core.executor.carry_out(llm.engine.core.cache.take_actions())
         for output in llm.generate(prompts, ANSWER, use_tqdm=False):
             reply = output.outputs[0]
             replies.texts.append(reply.text)

@@ -3,6 +3,7 @@
 import pytest
 
 from strandline.cache import LoadCosts, Miss, Reason, TokenBuffer
+from strandline.cache.evict_all import evict_all as evict_unused
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
 from strandline.ids import TransferId
@@ -14,10 +15,7 @@ PROMPT = pattern(7, 400)
 
 def evict_all(driver: Driver) -> None:
     """Evict all that the device holds."""
-    memory = driver.cache.internals().memory
-    for slot in list(iter(memory.take_slot, None)):
-        memory.free_slot(slot)
-    memory.free_blocks(memory.take_blocks(10**6))
+    evict_unused(driver.cache)
     driver.flush()
     assert driver.cache.memory_use().num_blocks == 0
 

@@ -1,0 +1,11 @@
+"""Evicts everything at once, for tests and measurements of what comes back from below the device."""
+
+from strandline.cache.core import PrefixCache
+
+
+def evict_all(cache: PrefixCache) -> None:
+    """Evict all that no request holds. What is worth it rests below the device, once the actions are carried out."""
+    memory = cache.internals().memory
+    for slot in list(iter(memory.take_slot, None)):
+        memory.free_slot(slot)
+    memory.free_blocks(memory.take_blocks(memory.allocator.num_slabs * memory.allocator.blocks_per_slab))
