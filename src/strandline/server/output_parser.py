@@ -10,7 +10,8 @@ from strandline.server.reasoning import CLOSE, OPEN, ThinkParser
 from strandline.server.segments import Segment, SegmentKind, SegmentParser, merge_segments
 from strandline.server.tool_calls import Schemas
 from strandline.server.tool_formats import ALIASES, TOOL_FORMATS, find_tool_format, tool_format
-from strandline.server.usage_and_logprobs import Json
+
+Json = dict[str, Any]
 
 TOOL_CALL_PARSERS: Final = ("auto", *sorted({*TOOL_FORMATS, *ALIASES}), "none")
 OPENED_BY_PROMPT: Final = ("kimi_k2", "minimax_m2", "nemotron_v3", "olmo3", "qwen3")

@@ -57,7 +57,7 @@ def test_each_transfer_goes_to_the_store_it_names(transfers: Transfers) -> None:
         transfers.begin(action)
     assert here.calls == [load_in(1), (5, 6)]
     assert there.calls == [out, 2]
-    assert transfers.take() == ((2, False, 0.0),)
+    assert transfers.take() == (Completion(TransferId(2), is_done=False),)
     transfers.begin(CancelTransfer(TransferId(2)))
     assert there.calls == [out, 2], "a transfer that was reported is not cancelled"
     transfers.close()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.snapshot_dtype import evict_all
 from strandline import LLM, SamplingParams
+from strandline.cache.evict_all import evict_all
 from strandline.errors import ConfigError
 from strandline.specs import SNAPSHOT_DTYPES
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
@@ -52,7 +52,8 @@ def test_logits_after_a_return_from_the_host_are_near(
     for dtype in SNAPSHOT_DTYPES:
         llm = make(host_memory="8MiB", snapshot_dtype=dtype)
         next_logprobs(llm, PROMPTS)
-        evict_all(llm)
+        evict_all(llm.engine.core.cache)
+        llm.engine.core.executor.carry_out(llm.engine.core.cache.take_actions())
         rooms[dtype] = num_resting_blocks(llm)
         differences[dtype] = largest_difference(next_logprobs(llm, LONGER), expected)
         assert differences[dtype] < BOUNDS[dtype], dtype
