@@ -88,8 +88,6 @@ def bind_kernels(
                 functions[operation] = _load(operation, backend, workload)
             else:
                 fallbacks.append(Fallback(operation.name, backend.name, reason))
-        if device_type == "cuda" and operation.reads_device:
-            fallbacks.append(Fallback(operation.name, wanted, "there is none yet"))
     return Kernels(workload, functions, tuple(fallbacks), ranks)
 
 

@@ -90,24 +90,18 @@ def numba(
 class Operation(Generic[P, R]):
     """A declared operation. Not called itself: either its ``reference`` is, or what ``Kernels`` binds for it."""
 
-    def __init__(self, reference: Callable[P, R], backends: Iterable[Backend], *, reads_device: bool) -> None:
+    def __init__(self, reference: Callable[P, R], backends: Iterable[Backend]) -> None:
         self.name, self.__doc__ = reference.__name__, reference.__doc__
         self.reference = reference
         self.backends = tuple(backends)
-        self.reads_device = reads_device
 
     def __repr__(self) -> str:
         return f"<operation {self.name}>"
 
 
-def operation(*backends: Backend, reads_device: bool = False) -> Callable[[Callable[P, R]], Operation[P, R]]:
-    """Declare the decorated function as the reference implementation of an operation with these backends.
-
-    Args:
-        reads_device: whether the reference reads values of tensors on the host, which on a GPU waits for the device
-            and keeps the step out of CUDA graphs; said of operations without a Triton version.
-    """
-    return lambda reference: Operation(reference, backends, reads_device=reads_device)
+def operation(*backends: Backend) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """Declare the decorated function as the reference implementation of an operation with these backends."""
+    return lambda reference: Operation(reference, backends)
 
 
 def _either(names: Iterable[str]) -> str:
