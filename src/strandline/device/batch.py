@@ -173,9 +173,6 @@ def build_host_batch(
         token_ids = np.array([sequence.token_ids[0] for sequence in sequences], dtype=np.int64)
     else:
         token_ids = np.concatenate([np.asarray(sequence.token_ids, dtype=np.int64) for sequence in sequences])
-    ends = columns.end
-    if draft_tokens:
-        ends = ends + np.array([sequence.next_drafts for sequence in sequences])
     prefills = sequences[num_decodes:]
     num_decode_rows = int(query_starts[num_decodes])
     replay = _plan_replay(prefills, draft_tokens)
@@ -192,7 +189,7 @@ def build_host_batch(
         columns=columns,
         token_ids_T=token_ids,
         query_starts_N1=query_starts,
-        block_table_NM=block_tables(sequences, (-(-ends // BLOCK_TOKENS)).tolist()),
+        block_table_NM=block_tables(sequences, (-(-columns.end // BLOCK_TOKENS)).tolist()),
         chunks=chunks,
         cut_rows_C=cut_rows_C + num_decode_rows,
         replay=replay,

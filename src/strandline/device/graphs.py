@@ -132,6 +132,8 @@ class StepGraphs:
                 torch.cuda.synchronize(device)
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode=error_mode):
                     run(step)
+                # What is captured next may read what this one writes.
+                graph.replay()
         self._decodes = [captured[size] for size in by_rows if not size.num_prompt_rows]
         self._mixed = [captured[size] for size in by_rows if size.num_prompt_rows]
 

@@ -11,8 +11,8 @@ Where a step is smaller than the size,
 - *sequences* are empty, but for one behind all others, the *filler*: it has the unused rows, and attends to the null
   block;
 - empty sequences have no chunks, and no chunk has the filler's rows;
-- the filler's rows, and places of logged tokens that there are not, are copied to the last of the replayed rows, which
-  gives zeros, and drafts that there are not to the null log.
+- the filler's rows, and unused places of logged tokens, are copied from the last of the replayed rows, which gives
+  zeros; unused places of drafts go to the null log.
 
 Shape suffixes as in ``kernels/batch.py``; I integers of the buffer, C chunks, D drafts of a sequence.
 """
@@ -185,7 +185,7 @@ class PaddedVerification:
         token_ids = [token for sequence in sequences for token in sequence.token_ids]
         num_rows = len(token_ids)
         named["token_ids"][:num_rows] = token_ids
-        planned_NF = np.array(list(map(VERIFIED_FIELDS, sequences)), dtype=np.int64)
+        planned_NF = np.array(list(map(VERIFIED_FIELDS, sequences)), dtype=np.int64).reshape(count, len(VERIFIED_NAMES))
         for name, column in zip(VERIFIED_NAMES, planned_NF.T, strict=True):
             named[name][:count] = column
         starts = named["query_starts"]
@@ -215,7 +215,7 @@ class LastVerification:
         """Behind these."""
 
     def store(self, num_accepted_N: Tensor, tokens_N: Tensor, drafts_ND: Tensor) -> None:
-        """Take what a step found; rows that pad it are of no account."""
+        """Take what a step found; nothing reads the rows that pad it."""
         count = len(tokens_N)
         self.num_accepted_P[:count].copy_(num_accepted_N)
         self.tokens_P[:count].copy_(tokens_N)

@@ -198,11 +198,15 @@ class Runner:
     def _compute(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         has_layer, has_drafts = self._memory.draft is not None, any(sequence.num_drafts for sequence in sequences)
         if has_layer and all(sequence.is_plain_decode for sequence in sequences):
+            self._verified_rows = {}
             self._decode_beside_draft_layer(sequences, launched)
             return
         has_logged_drafts = any(sequence.log and not sequence.is_decode for sequence in sequences)
         if (has_layer or has_logged_drafts) and self._replay_verification(sequences, launched):
             return
+        self._verified_rows = {}
+        if any(sequence.pending and sequence.num_drafts for sequence in sequences):
+            raise EngineError("a step was planned before its drafts were known, and no CUDA graph can complete it")
         order, num_decodes = _order(sequences)
         if has_layer or has_drafts:
             self._compute_with_drafts(sequences, order, num_decodes, launched)
@@ -347,6 +351,9 @@ class Runner:
         is_independent = all(state.is_independent for state in states)
         stops = [state.new.stop_ids if is_independent else NO_STOPS for state in states]
         row_of = self._verified_rows
+        pending = [sequence.request_id for sequence in sequences if sequence.pending]
+        if not all(request_id in row_of for request_id in pending):
+            raise EngineError(f"of requests {pending} are drafts awaited, but the last step verified only {[*row_of]}")
         source_rows = [row_of[sequence.request_id] if sequence.pending else 0 for sequence in sequences]
         step = graphs.verify(sequences, source_rows, self._pending.stop_sets(stops), verdicts)
         if step is None:

@@ -53,7 +53,9 @@ class VerificationStep:
     def __init__(self, size: VerificationSize, block_table_NM: Tensor) -> None:
         device = block_table_NM.device
         self.padded = PaddedVerification(size)
-        self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
+        empty_I = torch.zeros(self.padded.num_integers, dtype=torch.int64)
+        self.padded.fill(empty_I.numpy(), [])
+        self.buffer_I = empty_I.to(device)
         self.named = self.padded.named(self.buffer_I)
         self.block_table_NM = block_table_NM
         self.verifying: Graph
@@ -124,6 +126,8 @@ class VerificationGraphs:
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
+        # What is captured next may read what this one writes.
+        graph.replay()
         return graph
 
     def _batch(self, step: VerificationStep) -> StepBatch:
@@ -171,9 +175,10 @@ class VerificationGraphs:
         drafts = list[Tensor]()
         for place in range(step.padded.size.draft_tokens):
             if drafts:
-                position_N = position_N + 1
-                token_N = drafts[-1].clamp_min(0)
-                single = single_rows(batch, position_N, next_drafts_N > place, token_N, self._kernels)
+                is_wanted_N, token_N = next_drafts_N > place, drafts[-1].clamp_min(0)
+                # Not beyond the blocks that are reserved for the drafts which are wanted.
+                position_N = position_N + is_wanted_N
+                single = single_rows(batch, position_N, is_wanted_N, token_N, self._kernels)
                 hidden_NE = model.draft(single, hidden_NE, self._memory)
             drafts.append(likeliest(model.logits(hidden_NE)))
         if drafts:

@@ -113,11 +113,12 @@ class Drafts:
         request, lease, _, end, drafts = span
         before = self.unsettled.get(request.request_id)
         num_unsettled = 0 if before is None else before.num_drafts
-        most = min(self.depth, request.max_total - request.num_tokens - num_unsettled - 2)
+        remaining = request.max_total - num_unsettled
+        # The layer's keys and values lie up to one position before the last draft: within the longest request's blocks.
+        most = min(self.depth, remaining - request.num_tokens - 2, remaining - end + 1)
         if end - len(drafts) < request.num_tokens or most < 1 or request.params.stop:
             return 0
-        # The layer's keys and values lie up to one position before the last draft.
-        return most if self._cache.extend(lease, end + num_unsettled + most) else 0
+        return most if self._cache.extend(lease, end + num_unsettled + most - 1) else 0
 
     def reserve(self, lease: Lease, end: int, num_drafts: int, keeps_logs: bool) -> Reservation:
         """Reserve a step: a sequence with drafts, or with a log of them, is prefilled."""

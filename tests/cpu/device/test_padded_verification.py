@@ -141,6 +141,21 @@ def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int
     assert not chunks.lengths_C[last_chunk:].any()
 
 
+def test_all_rows_of_an_empty_step_are_the_fillers() -> None:
+    padded = PaddedVerification(VerificationSize(3, 2))
+    buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
+    padded.fill(buffer_I.numpy(), [])
+    batch = padded.batch(
+        buffer_I, torch.zeros(4, 2, dtype=torch.int32), 128, reference_kernels([locate_rows, insert_logged])
+    )
+    assert batch.attention.query_starts_N1.tolist() == [0, 0, 0, 0, 9]
+    assert batch.attention.context_lens_N.tolist() == [0, 0, 0, 9]
+    assert batch.positions_T.tolist() == list(range(9))
+    assert not batch.attention.write_blocks_T.any()
+    assert batch.recurrent.chunks is not None
+    assert not batch.recurrent.chunks.lengths_C.any()
+
+
 def test_steps_that_are_larger_do_not_fit() -> None:
     plan = sequence(0, 70, 73, log=1)._replace(num_drafts=2, num_logged=0)
     assert VerificationSize(1, 2).has_room_for([plan])

@@ -20,7 +20,8 @@ from strandline.device.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
 from strandline.device.verification_graphs import VerificationGraphs, VerificationStep
 from strandline.env import DEBUG_CACHE
-from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
+from strandline.errors import EngineError
+from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import StepBatch
 from strandline.records.plan import SequencePlan, StepPlan, StepResult
 from tests.cpu.engine.test_draft_layer import Alternating
@@ -234,6 +235,31 @@ def test_depth_may_change_between_steps_that_are_planned_ahead(
     steps = Steps(monkeypatch)
     assert {name: answer[:2] for name, answer in serve(llm, 4).items()} == expected
     assert steps.num_ahead > 5
+
+
+@pytest.mark.parametrize("num_drafts", [3, 4])
+def test_answers_may_end_at_the_longest_length(make: Callable[..., LLM], num_drafts: int) -> None:
+    max_model_len = 2 * BLOCK_TOKENS
+    every_draft = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.0] * num_drafts}
+    config = {"method": "mtp", "num_speculative_tokens": num_drafts, "adaptive": False, **every_draft}
+    llm = make(num_drafts, max_model_len=max_model_len, speculative_config=config)
+    lengths = range(60, 60 + MAX_NUM_SEQS)
+    params = SamplingParams(temperature=0, max_tokens=max_model_len, ignore_eos=True)
+    outputs = llm.generate([[5] * length for length in lengths], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [max_model_len - length for length in lengths]
+    speculation = llm.engine.core.stats().speculation
+    assert speculation.num_accepted_tokens == speculation.num_draft_tokens > 200
+
+
+def test_step_that_no_graph_can_complete_is_an_error(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make(2)
+    [(prompt, _), *_] = some_requests(llm, 3)
+    llm.engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    for _ in range(6):
+        llm.engine.step()
+    monkeypatch.setattr(EagerGraphs, "verify", lambda *args: None)
+    with pytest.raises(EngineError, match="no CUDA graph can complete it"):
+        llm.engine.step()
 
 
 @pytest.mark.parametrize("seed", [5])
