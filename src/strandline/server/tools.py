@@ -71,12 +71,32 @@ def _checked_name(tool: Any) -> str:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name or function is None or tool.get("type", "function") != "function":
         raise RequestError(
-            "a tool must be {'type': 'function', 'function': {'name': …, 'parameters': …}}, "
-            f"got {json.dumps(tool, default=str)[:200]}"
+            f"a tool must be {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}, got {_shown(tool)}"
         )
-    if not isinstance(function.get("parameters") or {}, Mapping):
-        raise RequestError(f"the parameters of tool {name!r:.100} must be a JSON schema")
+    if fault := _fault(function.get("parameters") or {}):
+        raise RequestError(f"the parameters of tool {name!r:.100} must be a JSON schema; {fault}")
     return name
+
+
+def _fault(parameters: Any) -> str | None:
+    """Return what is wrong with parameters, as far as parsers and grammars of calls read them; None if nothing is."""
+    if not isinstance(parameters, Mapping):
+        return f"got {_shown(parameters)}"
+    required, properties = parameters.get("required"), parameters.get("properties")
+    if required is not None and not _are_strings(required):
+        return f"'required' must be a list of names, got {_shown(required)}"
+    if properties is not None and not isinstance(properties, Mapping):
+        return f"'properties' must map names to schemas, got {_shown(properties)}"
+    for name, schema in (properties or {}).items():
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        is_schema = isinstance(schema, Mapping | bool) and (kind is None or isinstance(kind, str) or _are_strings(kind))
+        if not is_schema:
+            return f"that of {name!r:.100} must be one too, got {_shown(schema)}"
+    return None
+
+
+def _are_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _choice(choice: Any) -> tuple[str, str | None]:
@@ -90,5 +110,9 @@ def _choice(choice: Any) -> tuple[str, str | None]:
             return "named", function["name"]
     raise RequestError(
         "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}, "
-        f"got {json.dumps(choice, default=str)[:200]}"
+        f"got {_shown(choice)}"
     )
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)[:200]

@@ -58,6 +58,7 @@ def items(*content: Any) -> list[Any]:
         (CHAT, "messages", [1] * MANY, "messages"),
         (CHAT, "messages", [{"role": "user", "content": "a " * 1_000_000}], "characters"),
         (CHAT, "tools", [1] * MANY, "tools"),
+        (CHAT, "tools", [{"function": {"name": "f", "parameters": {"required": 5}}}], "parameters of tool 'f'"),
         (CHAT, "response_format", {"type": []}, "response_format must be"),
         (MESSAGE, "thinking", {"type": []}, ""),
         (MESSAGE, "thinking", 5, "thinking"),

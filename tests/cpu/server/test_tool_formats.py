@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strandline import SamplingParams, StructuredOutputsParams
-from strandline.errors import ConfigError
+from strandline.errors import ConfigError, RequestError
 from strandline.server.output_parser import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
@@ -340,6 +340,35 @@ def test_function_without_parameters_may_be_called_with_any(name: str, grammars:
     grammar = toolbox(tools, {"type": "function", "function": {"name": "clock"}}).grammar(name, json.dumps)
     assert grammar is not None
     assert grammars.compile(StructuredOutputsParams(grammar=grammar)).start is not None
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"required": 5}, "required"),
+        ({"required": "days"}, "required"),
+        ({"required": ["days", []]}, "required"),
+        ({"properties": 5}, "properties"),
+        ({"properties": [["days", {}]]}, "properties"),
+        ({"properties": {"days": 5}}, "'days'"),
+        ({"properties": {"days": {"type": 5}}}, "'days'"),
+        ({"properties": {"days": {"type": ["string", {"type": "integer"}]}}}, "'days'"),
+    ],
+    ids=str,
+)
+def test_parameters_that_are_no_schema_are_refused(name: str, parameters: dict[str, Any], message: str) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    with pytest.raises(RequestError, match=f"parameters of tool 'weather'.*{message}"):
+        toolbox(tools, "required").grammar(name, json.dumps)
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_unusual_schemas_of_parameters_are_taken(name: str) -> None:
+    unusual = {"any": True, "maybe": {"type": ["string", "null"]}, "no_type": {}}
+    for parameters in (None, {"properties": None, "required": None}, {"properties": unusual, "required": ["x"]}):
+        tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+        assert toolbox(tools, "required").grammar(name, json.dumps)
 
 
 def test_only_tags_that_parsers_need_are_shown_among_special_tokens() -> None:
