@@ -183,20 +183,23 @@ class DiskDirectory:
     # What is there
 
     def scan(self, progress: Callable[[int], object] = lambda _: None) -> Found:
-        """Read the headers of all files; remove what is of no use, and log why.
+        """Read the headers of all files; remove what is of no use, leave what cannot be read now, and log why.
 
         Args:
             progress: called with 1 for each file.
         """
         places, blocks, snapshots = dict[int, Located](), list[KeptBlocks](), list[KeptSnapshot]()
-        reasons, numbers, now_s = Counter[str](), count(1), time.time()
+        reasons, unread, numbers, now_s = Counter[str](), Counter[str](), count(1), time.time()
         for name in filter(NAME.fullmatch, sorted(os.listdir(self.descriptor))):
             progress(1)
             try:
                 stored, idle_s = self._read(name, now_s)
-            except (DamagedFileError, OSError) as error:
+            except DamagedFileError as error:
                 reasons[cause_of(error)] += 1
                 self._remove(name)
+                continue
+            except OSError as error:
+                unread[cause_of(error)] += 1
                 continue
             located = {next(numbers): Located(stored, index) for index in range(len(stored.is_live))}
             places |= located
@@ -207,6 +210,9 @@ class DiskDirectory:
                 snapshots.append(kept)
         for reason, number in reasons.items():
             LOGGER.warning("removed %d files of the disk cache %s: %s", number, self.path, reason)
+        for reason, number in unread.items():
+            text = "%d files of the disk cache %s could not be read and are not used before the next start: %s"
+            LOGGER.warning(text, number, self.path, reason)
         return Found(Kept(tuple(blocks), tuple(snapshots)), places)
 
     def _read(self, name: str, now_s: float) -> tuple[StoredFile, float]:

@@ -82,6 +82,7 @@ def read_header(file: int) -> Header:
 
     Raises:
         DamagedFileError: there is none, or it is damaged or of another format.
+        OSError: it cannot be read now.
     """
     data = os.pread(file, FIRST_READ_BYTES, 0)
     try:
@@ -93,15 +94,22 @@ def read_header(file: int) -> Header:
     if version != FORMAT:
         raise DamagedFileError(f"it has format {version}, this version writes {FORMAT}")
     end = PREFIX.size + num_description + num_tokens + ITEM.size * num_items
+    if end > os.fstat(file).st_size:
+        raise DamagedFileError("its header is torn or damaged")
     if end > len(data):
         data += os.pread(file, end - len(data), len(data))
     rest = data[PREFIX.size : end]
     if len(data) < end or crc32(rest) != checksum:
         raise DamagedFileError("the checksum of its header is wrong")
+    try:
+        description = json.loads(rest[:num_description])
+    except ValueError:
+        # The checksum does not cover the lengths.
+        raise DamagedFileError("its header cannot be read") from None
     items = list(ITEM.iter_unpack(rest[num_description + num_tokens :]))
     tokens = rest[num_description : num_description + num_tokens]
     sizes, checksums = tuple(size for size, _ in items), tuple(number for _, number in items)
-    return Header(json.loads(rest[:num_description]), tokens, sizes, checksums, _aligned(end))
+    return Header(description, tokens, sizes, checksums, _aligned(end))
 
 
 def num_whole_items(file: int, header: Header) -> int:

@@ -1,5 +1,6 @@
 """The directory of a disk cache: what is found again, what is removed and why, and who may use it."""
 
+import errno
 import os
 import signal
 import stat
@@ -18,7 +19,7 @@ from strandline.cache.tokens import encode
 from strandline.errors import ConfigError
 from strandline.transfer import disk_files
 from strandline.transfer.disk_directory import BLOCKS, SNAPSHOT, DiskDirectory, Found
-from strandline.transfer.disk_files import DamagedFileError, open_for_reading, read_header, read_item, write_file
+from strandline.transfer.disk_files import DamagedFileError, Header, open_for_reading, read_header, read_item, write_file
 
 BLOCK_BYTES, SLOT_BYTES = 512, 3000
 LAYOUT = {"weights": "one", "block": "small"}
@@ -89,6 +90,14 @@ def test_owner_alone_can_read(directory: DiskDirectory) -> None:
     assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
 
 
+def header_of(directory: DiskDirectory, name: str) -> Header:
+    file = open_for_reading(directory.descriptor, name)
+    try:
+        return read_header(file)
+    finally:
+        os.close(file)
+
+
 def damage(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
@@ -102,7 +111,7 @@ def damage(path: Path, offset: int) -> None:
         (lambda path: damage(path, 8), "format"),
         (lambda path: damage(path, 40), "checksum of its header"),
         (lambda path: os.truncate(path, 10), "too short for a header"),
-        (lambda path: os.truncate(path, 60), "checksum of its header"),
+        (lambda path: os.truncate(path, 60), "header is torn"),
         (lambda path: os.truncate(path, 4096), "torn"),
         (lambda path: path.rename(path.with_suffix(path.suffix + ".tmp")), "ended while it wrote"),
     ],
@@ -118,6 +127,52 @@ def test_bad_files_are_removed_with_a_reason(
     assert (len(found.kept.blocks), len(found.kept.snapshots)) == (1, 0)
     assert reason in caplog.text
     assert len(list(directory.path.iterdir())) == 3
+
+
+def test_damaged_headers_are_found_before_their_lengths_are_used(
+    directory: DiskDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _ = write(directory)
+    path = directory.path / name
+    whole, read = path.read_bytes(), os.pread
+    header_size = len(disk_files.encode_header(header_of(directory, name)))
+
+    def read_within_file(file: int, size: int, offset: int) -> bytes:
+        assert size <= max(disk_files.FIRST_READ_BYTES, len(whole)), f"{size} bytes of a file of {len(whole)}"
+        return read(file, size, offset)
+
+    monkeypatch.setattr(disk_files.os, "pread", read_within_file)
+    for offset in range(header_size):
+        for bits in (0x01, 0x80, 0xFF):
+            path.write_bytes(whole[:offset] + bytes([whole[offset] ^ bits]) + whole[offset + 1 :])
+            with pytest.raises(DamagedFileError):
+                header_of(directory, name)
+
+
+def test_lengths_that_were_exchanged_are_found(directory: DiskDirectory) -> None:
+    name, _ = write(directory)
+    path = directory.path / name
+    prefix = list(disk_files.PREFIX.unpack_from(path.read_bytes()))
+    prefix[2], prefix[3] = prefix[2] + 4, prefix[3] - 4
+    path.write_bytes(disk_files.PREFIX.pack(*prefix) + path.read_bytes()[disk_files.PREFIX.size :])
+    with pytest.raises(DamagedFileError, match="its header cannot be read"):
+        header_of(directory, name)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_files_that_cannot_be_read_now_are_kept(
+    directory: DiskDirectory, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(directory)
+
+    def fail(*_: object) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_files.os, "pread", fail)
+        assert not any(directory.scan().kept)
+    assert f"2 files of the disk cache {directory.path} could not be read and are not used" in caplog.text
+    assert all(rescanned(directory).kept)
 
 
 def test_files_cut_off_at_a_block_keep_the_others(directory: DiskDirectory) -> None:
