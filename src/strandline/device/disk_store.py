@@ -9,6 +9,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from errno import EIO
 from functools import partial
 from threading import Condition, Lock, Thread
@@ -224,7 +225,8 @@ class DiskStore:
             try:
                 for pieces in _pieces(parts):
                     self._read_pieces(descriptor, file, pieces, fence)
-                os.utime(descriptor)
+                with suppress(OSError):  # the disk may be read-only
+                    os.utime(descriptor)
             finally:
                 os.close(descriptor)
 

@@ -114,6 +114,17 @@ def test_damaged_and_missing_files_are_lost(scene: Scene, caplog: pytest.LogCapt
     assert scene.load().lost == (10, 11, 12)
 
 
+def test_files_on_a_read_only_disk_are_loaded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.store()
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(disk_store.os, "utime", fail)
+    assert scene.load().is_done
+    assert torch.equal(scene.arena.slot(SlotId(8)), scene.arena.slot(SlotId(3)))
+
+
 def test_dropped_places_leave_the_disk(scene: Scene) -> None:
     scene.store()
     [blocks] = scene.files("blocks")
