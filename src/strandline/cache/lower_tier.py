@@ -437,13 +437,15 @@ class LowerTier:
     def _forget_lost(self, lease: Lease, lost: tuple[int, ...]) -> None:
         """Remove what needs places that could not be read."""
         block = self._last_block(lease) if lost else None
-        path = [] if block is None else list(block.ancestry())
-        for snapshot in [] if block is None else list(block.snapshots.values()):
-            if snapshot.place in lost or (snapshot.tail_place and snapshot.tail_place in lost):
+        if block is None:
+            return
+        places = set(lost)
+        nodes = [node for node in block.ancestry() if node.place in places]
+        for snapshot in list(block.snapshots.values()):
+            if not places.isdisjoint((snapshot.place, snapshot.tail_place)):
                 self.evict(snapshot)
-        for node in path:
-            if node.place and node.place in lost:
-                self.cut_off(node)
+        if nodes:
+            self.cut_off(nodes[-1])
 
     def _forget_returned(self, lease: Lease) -> None:
         """Free the blocks that the device has again; without states, remove the ends before them too."""

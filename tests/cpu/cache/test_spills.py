@@ -160,6 +160,28 @@ def test_lost_blocks_take_along_what_needs_them() -> None:
     assert driver.cache.loads.resting_offer(TokenBuffer(NEXT_TURN)) is None
 
 
+class Lost(tuple[int, ...]):
+    """Lost places that no one searches one by one."""
+
+    __slots__ = ()
+
+    def __contains__(self, place: object) -> bool:
+        raise AssertionError("searched for each place")
+
+
+def test_many_lost_places_are_forgotten_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = spilled(PROMPT, NEXT_TURN, host=40)
+    _, disk = tiers(driver)
+    assert driver.load_resting(NEXT_TURN) is not None
+    [(transfer, action)] = driver.device.loading.items()
+    cut, cut_off = list[int](), disk.cut_off
+    monkeypatch.setattr(disk, "cut_off", lambda node: (cut.append(node.place), cut_off(node)))
+    lost = Lost(place for _, place in (*action.blocks[1:], *action.slots))
+    driver.fail(transfer, lost)
+    assert cut == [lost[0]], "what lies below is lost with the first of the path"
+    assert [position for position in positions(disk) if position >= 128] == []
+
+
 def test_loads_that_fail_for_a_moment_leave_what_rests() -> None:
     driver = spilled()
     _, disk = tiers(driver)
