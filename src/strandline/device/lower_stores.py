@@ -17,6 +17,7 @@ from strandline.device.disk_store import DISK_STORE, DiskStore
 from strandline.device.host_store import HOST_STORE, HostStore, PinnedStore, choose_staging_bytes
 from strandline.device.snapshot_encoding import slot_encoding
 from strandline.device.transfers import Transfers
+from strandline.errors import ConfigError
 from strandline.kernels.arena import ArenaTensors
 from strandline.specs import ModelSpec
 from strandline.transfer.disk_directory import DiskDirectory
@@ -68,15 +69,15 @@ def attach_stores(
         weights: a digest of the model's weights.
 
     Raises:
-        ConfigError: the directory of the disk cache cannot be used.
+        ConfigError: the directory of the disk cache cannot be used, or a size has no room for a snapshot.
     """
-    spec, num_blocks = arena.spec, BUFFER_SLABS * arena.spec.blocks_per_slab
+    if config.host_memory is None and config.disk_cache is None:
+        return LowerFacts()
+    spec, num_blocks, num_disk_blocks = arena.spec, BUFFER_SLABS * arena.spec.blocks_per_slab, 0
     if config.host_memory is not None:
-        num_blocks = parse_bytes(config.host_memory, "--host-memory") // spec.block_bytes
-    elif config.disk_cache is None:
-        return LowerFacts()
-    if not num_blocks:
-        return LowerFacts()
+        num_blocks = _num_blocks(config.host_memory, "--host-memory", spec, config.snapshot_dtype)
+    if config.disk_cache is not None:
+        num_disk_blocks = _num_blocks(config.disk_cache_size, "--disk-cache-size", spec, config.snapshot_dtype)
     slots = slot_encoding(spec, config.snapshot_dtype)
     new_store = PinnedStore if arena.bytes.device.type == "cuda" else HostStore
     host = new_store(arena, num_blocks, transfers.completions, slots)
@@ -94,13 +95,32 @@ def attach_stores(
     transfers.attach(DISK_STORE, DiskStore(directory, found.places, host, copies, transfers.completions, slots))
     disk = DiskFacts(
         str(directory.path),
-        parse_bytes(config.disk_cache_size, "--disk-cache-size") // spec.block_bytes,
+        num_disk_blocks,
         directory.key,
         [found.kept],
         SYSTEM_CLOCK() - start_s,
     )
     num_spare_blocks = spare_blocks(num_blocks, spec.blocks_per_slab)
     return LowerFacts(num_blocks, num_blocks if config.host_memory is None else num_spare_blocks, disk)
+
+
+def _num_blocks(size: str | int, name: str, spec: ModelSpec, snapshot_dtype: str) -> int:
+    """Return a size in blocks.
+
+    Args:
+        name: the flag that it is given to.
+
+    Raises:
+        ConfigError: it has no room for a snapshot with the block that it lies inside.
+    """
+    num_bytes = parse_bytes(size, name)
+    least_bytes = (spec.resting_slot_blocks(snapshot_dtype) + 1) * spec.block_bytes
+    if num_bytes < least_bytes:
+        kept = "a snapshot" if spec.has_states else "a block"
+        raise ConfigError(
+            f"{name} of {num_bytes:,} bytes has no room for {kept} of this model; give at least {least_bytes:,} bytes"
+        )
+    return num_bytes // spec.block_bytes
 
 
 def _layout(config: EngineConfig, spec: ModelSpec, weights: str, device: torch.device) -> dict[str, str]:

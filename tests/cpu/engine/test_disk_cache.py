@@ -121,6 +121,18 @@ def test_keys_and_values_without_states_outlive_a_restart(
         close(llm)
 
 
+def test_sizes_without_room_for_a_snapshot_are_refused(make_llm: MakeLLM, tmp_path: Path) -> None:
+    spec = make_llm().engine.core.spec
+    least = spec.slab_bytes + spec.block_bytes
+    for name, options in (("--host-memory", {"host_memory": least - 1}), ("--disk-cache-size", {"disk_cache_size": 9})):
+        message = rf"{name} of .* bytes has no room for a snapshot of this model; give at least {least:,} bytes"
+        with pytest.raises(ConfigError, match=message):
+            make_llm(disk_cache=str(tmp_path / "cache"), **options)
+    with pytest.raises(ConfigError, match="--host-memory of 9 bytes has no room"):
+        make_llm(host_memory=9)
+    close(make_llm(disk_cache=str(tmp_path / "cache"), host_memory=least, disk_cache_size=least))
+
+
 def test_wrong_disk_caches_are_refused(make_llm: MakeLLM, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--disk-cache holds what the cache evicts"):
         make_llm(disk_cache="d", enable_prefix_caching=False)
