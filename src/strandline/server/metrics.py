@@ -177,7 +177,10 @@ class _CoreMetrics:
             "snapshots_demoted": ("Snapshots evicted to a tier.", "num_snapshots_demoted"),
             "blocks_demoted": ("Blocks evicted to a tier.", "num_blocks_demoted"),
             "demoted_snapshots_evicted": ("Snapshots evicted from a tier.", "num_snapshots_evicted"),
-            "demoted_snapshots_refused": ("Snapshots worth too little for a tier.", "num_snapshots_refused"),
+            "demoted_snapshots_refused": (
+                "Snapshots worth too little for a tier, or slower to load than to compute.",
+                "num_snapshots_refused",
+            ),
             "cache_loads": ("Loads from a tier.", "num_loads"),
             "cache_loads_failed": ("Loads from a tier that failed.", "num_failed_loads"),
             "cache_loaded_bytes": ("Bytes loaded from a tier.", "num_loaded_bytes"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,14 @@ from strandline.cache.tokens import encode
 from strandline.errors import ConfigError
 from strandline.transfer import disk_files
 from strandline.transfer.disk_directory import BLOCKS, SNAPSHOT, DiskDirectory, Found
-from strandline.transfer.disk_files import DamagedFileError, Header, open_for_reading, read_header, read_item, write_file
+from strandline.transfer.disk_files import (
+    DamagedFileError,
+    Header,
+    open_for_reading,
+    read_header,
+    read_item,
+    write_file,
+)
 
 BLOCK_BYTES, SLOT_BYTES = 512, 3000
 LAYOUT = {"weights": "one", "block": "small"}
@@ -81,6 +89,17 @@ def test_items_read_as_written(directory: DiskDirectory) -> None:
     with pytest.raises(DamagedFileError, match="checksum is wrong"):
         read_item(file, header, 0, header.offsets()[1], memoryview(target))
     os.close(file)
+
+
+def test_headers_take_about_270_bytes_per_block(directory: DiskDirectory) -> None:
+    sizes = []
+    for num_blocks in (100, 1100):
+        path = replace(PATH, data=encode(range(64 * num_blocks)), first_block=0, blocks=tuple(range(num_blocks)))
+        header = directory.new_file(path, BLOCKS).header
+        sizes.append(len(disk_files.encode_header(header)))
+        assert header.start % 4096 == 0
+        assert 0 <= header.start - sizes[-1] < 4096
+    assert 265 < (sizes[1] - sizes[0]) / 1000 < 275
 
 
 def test_owner_alone_can_read(directory: DiskDirectory) -> None:
