@@ -1,4 +1,8 @@
-"""What loading costs and what computing costs, learned from measurements: whether a load pays."""
+"""What loading costs and what computing costs, learned from measurements: whether a load pays.
+
+A store that was slow once, such as a disk that other work kept busy, is measured again: loads may lose a small share of
+the time that prompts have taken since the last one.
+"""
 
 from typing import Final
 
@@ -7,6 +11,9 @@ SHARE_OF_NEW: Final = 0.1
 
 MIN_MEASURED_TOKENS: Final = 64
 """Steps that compute fewer tokens of prompts are not measured: most of their time is not spent on those."""
+
+PREFILLS_PER_LOSS: Final = 64
+"""A load may take longer than computing by one in this many seconds of prefills since the last load."""
 
 
 class LoadCosts:
@@ -22,10 +29,12 @@ class LoadCosts:
         self.latency_s = latency_s
         self.bytes_per_s = bytes_per_s
         self.token_s = token_s
+        self._prefill_s = 0.0
+        """How long prefills took since the last load."""
 
     def pays(self, num_bytes: int, num_tokens: int) -> bool:
-        """Return whether loading takes less time than computing these tokens."""
-        return self.gain_s(num_bytes, num_tokens) > 0
+        """Return whether to load: it takes less time than computing these tokens, or a new measurement is due."""
+        return self.gain_s(num_bytes, num_tokens) + self._prefill_s / PREFILLS_PER_LOSS > 0
 
     def gain_s(self, num_bytes: int, num_tokens: int) -> float:
         """Return how much sooner loading ends than computing these tokens; infinity before the first measurement."""
@@ -35,11 +44,13 @@ class LoadCosts:
 
     def observe_load(self, num_bytes: int, seconds: float) -> None:
         """Take in how long a load took; 0 s: unknown."""
+        self._prefill_s = 0.0
         if seconds > 0 and num_bytes:
             self.bytes_per_s = _averaged(self.bytes_per_s, num_bytes / seconds)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Take in how long a step took that computed this many tokens of prompts."""
+        self._prefill_s += seconds
         if seconds > 0 and num_tokens >= MIN_MEASURED_TOKENS:
             self.token_s = _averaged(self.token_s, seconds / num_tokens)
 

@@ -106,7 +106,7 @@ class Loads:
         """
         match = self._index.match(salt, tokens.data) or NO_MATCH if self.tiers else NO_MATCH
         best: Offer | None = None
-        best_gain = 0.0, 0
+        best_gain = float("-inf"), 0
         for tier in self.tiers:
             offer = tier.offer(salt, tokens.data, match)
             if offer is not None and (gain := (tier.gain_s(offer, match), offer.position)) > best_gain:

@@ -4,6 +4,7 @@ import pytest
 
 from strandline.cache import LoadCosts, Miss, Reason, TokenBuffer
 from strandline.cache.evict_all import evict_all as evict_unused
+from strandline.cache.load_costs import PREFILLS_PER_LOSS
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
 from strandline.ids import TransferId
@@ -161,6 +162,51 @@ def test_costs_follow_measurements() -> None:
     costs.observe_prefill(100, 1.0)
     assert costs.bytes_per_s == pytest.approx(1200)
     assert costs.token_s == pytest.approx(0.01)
+
+
+def test_one_slow_load_does_not_end_loading() -> None:
+    costs = LoadCosts()
+    costs.observe_prefill(1000, 1.0)
+    costs.observe_load(1_000_000, 100.0)
+    assert not costs.pays(1_000_000, 1000)
+    num_prefills = 0
+    while not costs.pays(1_000_000, 1000):
+        costs.observe_prefill(1000, 1.0)
+        num_prefills += 1
+    assert num_prefills == 99 * PREFILLS_PER_LOSS + 1, "the load may lose 1/64 of the time that prompts took since"
+    costs.observe_load(1_000_000, 0.001)
+    assert costs.pays(1_000_000, 1000)
+
+
+def test_slow_stores_are_seldom_tried() -> None:
+    costs = LoadCosts()
+    costs.observe_load(1_000_000, 10.0)
+    lost_s, num_loads, num_prefills = 0.0, 0, 10_000
+    for _ in range(num_prefills):
+        costs.observe_prefill(1000, 1.0)
+        if costs.pays(1_000_000, 1000):
+            costs.observe_load(1_000_000, 10.0)
+            lost_s += 9.0
+            num_loads += 1
+    assert num_loads > 10
+    assert lost_s <= num_prefills / PREFILLS_PER_LOSS
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_tiers_that_were_slow_once_are_measured_again(index: int) -> None:
+    driver = Driver(lower_blocks=13 if index else 100, disk_blocks=100 if index else 0)
+    driver.serve(PROMPT)
+    evict_all(driver)
+    while driver.end_spill():
+        pass
+    measured = driver.cache.loads.tiers[index]
+    measured.costs.observe_load(1, 1.0)
+    driver.cache.loads.observe_prefill(1000, 1.0)
+    assert driver.cache.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    for _ in range(1000 * PREFILLS_PER_LOSS):
+        driver.cache.loads.observe_prefill(1000, 1.0)
+    assert driver.bring_back(PROMPT)
+    assert measured.num_loads == 1
 
 
 def test_resting_slots_take_the_blocks_of_their_encoding() -> None:
