@@ -57,7 +57,7 @@ class LowerStats:
     num_blocks_demoted: int
     num_snapshots_evicted: int
     num_snapshots_refused: int
-    """Evicted from the device or the tier above, and worth less than all that rests; or, in a persistent tier, slower to
+    """Evicted from the device or the tier above, and worth less than all that rests or, in a persistent tier, slower to
     load than to compute."""
     num_loads: int
     """Loads that ended well."""
