@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from moe import BYTES_PER_S, EXPERTS, HIDDEN, SIZE, TOP_K, time_us  # type: ignore[import-not-found]
+from moe import BYTES_PER_S, EXPERTS, HIDDEN, ROUTING, SIZE, TOP_K, time_us  # type: ignore[import-not-found]
 from torch import Tensor
 
 from strandline.kernels import block_scaled_moe_triton, moe_triton
@@ -21,6 +21,7 @@ from strandline.kernels.block_scaled_moe_triton import Tile
 from strandline.kernels.block_scaled_tile_triton import quantize_rows
 from strandline.kernels.moe_few_triton import Few
 from strandline.kernels.moe_list_triton import list_choices
+from strandline.kernels.router_triton import route
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
 
 TOKENS = (1, 4, 16, 64, 256, 8192)
@@ -83,16 +84,16 @@ class Inputs:
         projected = torch.randn(num_tokens, sum(sizes), device="cuda", dtype=torch.bfloat16).split(sizes, dim=-1)
         self.projected = projected[:3]
         self.rows = quantize_rows(self.x_TD)
-        self.chosen = moe_triton.route_top_k(projected[1], TOP_K, is_normalised=True)
+        self.chosen = route(projected[1], None, ROUTING)
 
     def mixture(self) -> Tensor:
         weights = (self.gate_up, self.down, self.shared_down)
         mixture = block_scaled_moe_triton.block_scaled_mixture
-        return mixture(self.rows, *self.projected, *weights, TOP_K, is_normalised=True)
+        return mixture(self.rows, *self.projected, *weights, ROUTING)
 
     def few(self, few: Few) -> Tensor:
         weights = (self.gate_up, self.down, self.shared_down)
-        return mixture_few(self.rows, *self.projected, *weights, TOP_K, few, is_normalised=True)
+        return mixture_few(self.rows, *self.projected, *weights, ROUTING, few)
 
     def experts(self, tiles: tuple[Tile, Tile]) -> Tensor:
         arguments = (self.rows, self.gate_up, self.down, *self.chosen, self.shared_TD, self.projected[2])
@@ -173,8 +174,8 @@ def main() -> None:
 
         def in_bfloat16(inputs: Inputs, turn=turn) -> Callable[[], object]:
             gate_up, down, shared = next(turn)
-            arguments = (inputs.x_TD, *inputs.projected, gate_up, down, DenseWeight(shared), TOP_K)
-            return lambda: moe_triton.mixture(*arguments, is_normalised=True)
+            arguments = (inputs.x_TD, *inputs.projected, gate_up, down, DenseWeight(shared), ROUTING)
+            return lambda: moe_triton.mixture(*arguments)
 
         report("mixture in bfloat16", num_tokens, in_bfloat16, layers=layers, share=2)
         if arguments.sweep:

@@ -18,8 +18,11 @@ from strandline.kernels import moe, moe_triton
 from strandline.kernels.moe_few_triton import Few, mixture_few
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.moe_triton import Tile
+from strandline.kernels.router import Routing
+from strandline.kernels.router_triton import route
 
 HIDDEN, EXPERTS, TOP_K, SIZE = 2048, 256, 8, 512
+ROUTING = Routing(TOP_K, is_normalised=True)
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 8192)
 BYTES_PER_S, FLOPS = 4.3e12, 700e12
 NUM_LAYERS = 4
@@ -139,7 +142,7 @@ def inputs(num_tokens: int, weights: tuple[Tensor, Tensor]) -> Inputs:
     x_TD, shared_TD = torch.randn(2, num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     gate_T1 = torch.randn(num_tokens, 1, device="cuda", dtype=torch.bfloat16)
     logits = torch.randn(num_tokens, EXPERTS, device="cuda", dtype=torch.bfloat16)
-    chosen = moe_triton.route_top_k(logits, TOP_K, is_normalised=True)
+    chosen = route(logits, None, ROUTING)
     return x_TD, *weights, *chosen, shared_TD, gate_T1
 
 
@@ -239,7 +242,7 @@ def few(arguments: Inputs, few: Few) -> Callable[[], object]:
     x_TD, gate_up, down, *_ = arguments
     fused = torch.randn(len(x_TD), 2 * SIZE + EXPERTS + 8, device="cuda", dtype=torch.bfloat16)
     projected = fused.split([2 * SIZE, EXPERTS, 1, 7], dim=-1)[:3]
-    return lambda: mixture_few(x_TD, *projected, gate_up, down, SHARED_DOWN, TOP_K, few, is_normalised=True)
+    return lambda: mixture_few(x_TD, *projected, gate_up, down, SHARED_DOWN, ROUTING, few)
 
 
 def main() -> None:
@@ -250,8 +253,8 @@ def main() -> None:
     check()
     for num_tokens in arguments.tokens:
         logits = torch.randn(num_tokens, EXPERTS, device="cuda", dtype=torch.bfloat16)
-        route = time_us([lambda: moe_triton.route_top_k(logits, TOP_K, is_normalised=True)])  # noqa: B023
-        print(f"route tokens={num_tokens}: {route:.1f} us", flush=True)
+        routed = time_us([lambda: route(logits, None, ROUTING)])  # noqa: B023
+        print(f"route tokens={num_tokens}: {routed:.1f} us", flush=True)
         report("experts", num_tokens, "chosen", lambda a: lambda: moe_triton.experts_glu(*a))
         if num_tokens <= 16:
             report("experts", num_tokens, "few", lambda a, n=num_tokens: few(a, moe_triton.FEW[n > 1]))

@@ -29,13 +29,13 @@ def gelu_glu(gate_up: Tensor) -> Tensor:
     return F.gelu(gate).mul_(up)
 
 
-@operation()
+@operation(triton("activation_triton"))
 def silu_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
     """Return ``x * silu(gate)``; ``x_TO`` is overwritten."""
     return x_TO.mul_(F.silu(gate_TO))
 
 
-@operation()
+@operation(triton("activation_triton"))
 def relu_squared(x: Tensor) -> Tensor:
     """Return ``relu(x) ** 2``; ``x`` is overwritten."""
     return F.relu_(x).square_()

@@ -35,7 +35,16 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, stride_t, F, BLOCK: tl.constexpr, OVERL
 
 
 @triton.jit
-def _sigmoid_gate_kernel(x_ptr, gate_ptr, stride_x, stride_gate, size, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def _gate_kernel(
+    x_ptr,
+    gate_ptr,
+    stride_x,
+    stride_gate,
+    size,
+    IS_SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     col_O = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask_O = col_O < size
@@ -44,8 +53,34 @@ def _sigmoid_gate_kernel(x_ptr, gate_ptr, stride_x, stride_gate, size, BLOCK: tl
     x_O_ptr = x_ptr + row * stride_x + col_O
     gate_O = tl.load(gate_ptr + row * stride_gate + col_O, mask=mask_O, other=0.0).to(tl.float32)
     x_O = tl.load(x_O_ptr, mask=mask_O, other=0.0).to(tl.float32)
-    factor_O = tl.sigmoid(gate_O).to(gate_ptr.dtype.element_ty).to(tl.float32)
+    factor_O = tl.sigmoid(gate_O)
+    if IS_SILU:
+        factor_O = gate_O * factor_O
+    factor_O = factor_O.to(gate_ptr.dtype.element_ty).to(tl.float32)
     tl.store(x_O_ptr, (x_O * factor_O).to(x_ptr.dtype.element_ty), mask=mask_O)
+
+
+@triton.jit
+def squared_relu(x, dtype: tl.constexpr):
+    """Round as the reference; NaN stays NaN, which a maximum would make a number."""
+    x = x.to(dtype).to(tl.float32)
+    return tl.where(x < 0.0, 0.0, x * x).to(dtype)
+
+
+@triton.jit
+def _relu_squared_kernel(x_ptr, size, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    x = tl.load(x_ptr + offset, mask=offset < size, other=0.0).to(tl.float32)
+    tl.store(x_ptr + offset, squared_relu(x, x_ptr.dtype.element_ty), mask=offset < size)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """Return ``relu(x) ** 2``; ``x``, which is dense, is overwritten."""
+    size = x.numel()
+    _relu_squared_kernel[(cdiv(size, BLOCK),)](x, size, BLOCK=BLOCK, num_warps=WARPS, **overlap_options(x))
+    return x
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -66,9 +101,18 @@ def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
 
     ``x_TO`` has dense rows: it is written in place.
     """
+    return _launch_gate(x_TO, gate_TO, is_silu=False)
+
+
+def silu_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
+    """Return ``x * silu(gate)``; ``x_TO``, which has dense rows, is overwritten."""
+    return _launch_gate(x_TO, gate_TO, is_silu=True)
+
+
+def _launch_gate(x_TO: Tensor, gate_TO: Tensor, *, is_silu: bool) -> Tensor:
     gate_TO = gate_TO if gate_TO.stride(-1) == 1 else gate_TO.contiguous()
     num_rows, size = x_TO.shape
     grid = (num_rows, cdiv(size, BLOCK))
     strides, options = (x_TO.stride(0), gate_TO.stride(0)), overlap_options(x_TO)
-    _sigmoid_gate_kernel[grid](x_TO, gate_TO, *strides, size, BLOCK=BLOCK, num_warps=WARPS, **options)
+    _gate_kernel[grid](x_TO, gate_TO, *strides, size, IS_SILU=is_silu, BLOCK=BLOCK, num_warps=WARPS, **options)
     return x_TO

@@ -10,9 +10,10 @@ from torch import Tensor
 from strandline.kernels.activation import swiglu
 from strandline.kernels.block_scaled import block_scaled_gated_linear, block_scaled_linear
 from strandline.kernels.linear import reference_linear
-from strandline.kernels.moe import route_top_k, sum_of_experts
+from strandline.kernels.moe import sum_of_experts
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.quantized_rows import Rows, plain_rows
+from strandline.kernels.router import Routing, route
 from strandline.kernels.weights import ScaledWeight, Weight
 
 
@@ -25,15 +26,13 @@ def block_scaled_mixture(
     gate_up: ScaledWeight,
     down: ScaledWeight,
     shared_down: Weight,
-    top_k: int,
-    *,
-    is_normalised: bool,
+    routing: Routing,
 ) -> Tensor:
     """As ``mixture``, with experts in FP8: ``gate_up`` of ``[E, 2 F, D]``, ``down`` of ``[E, D, F]``.
 
     Quantised tokens are taken if the plain ones are kept beside them.
     """
-    chosen = route_top_k.reference(logits_TE, top_k, is_normalised=is_normalised)
+    chosen = route.reference(logits_TE, None, routing)
     shared_TD = reference_linear(shared_down)(swiglu.reference(shared_gate_up_TS))
     return block_scaled_experts_glu.reference(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1)
 

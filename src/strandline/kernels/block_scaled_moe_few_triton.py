@@ -15,9 +15,11 @@ from torch import Tensor
 
 from strandline.kernels.block_scaled_tile_triton import load_rounded, round_groups
 from strandline.kernels.linear_triton import silu_times
-from strandline.kernels.moe_few_triton import Few, take_top
+from strandline.kernels.moe_few_triton import Few
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.quantized_rows import QuantizedRows, Rows
+from strandline.kernels.router import Routing
+from strandline.kernels.router_triton import choice_options, choose
 from strandline.kernels.sizes import cdiv, next_power_of_2
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
 
@@ -40,18 +42,20 @@ def _few_up_kernel(
     D,
     F,
     E,
-    TOP_K: tl.constexpr,
+    ROUTING: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     NUM_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_I: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    TOP_K: tl.constexpr = ROUTING.top_k
     choice = tl.program_id(1)
     token = (choice // TOP_K).to(tl.int64)
     first_N = tl.program_id(0) * BLOCK_N
@@ -59,7 +63,7 @@ def _few_up_kernel(
     col_K = tl.arange(0, BLOCK_K)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    chosen_C, _ = take_top(logits_ptr + token * stride_logits, E, TOP_K, BLOCK_E, BLOCK_C, False)
+    chosen_C, _ = choose(logits_ptr + token * stride_logits, None, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
     is_mine_C = tl.arange(0, BLOCK_C) == choice % TOP_K
     expert = tl.sum(tl.where(is_mine_C, chosen_C, 0), axis=0).to(tl.int64)
     gate_NK_ptr = weight_ptr + expert * (2 * F * D) + row_N[:, None] * D + col_K[None, :]
@@ -112,13 +116,13 @@ def _few_down_kernel(
     F,
     S,
     E,
-    TOP_K: tl.constexpr,
-    IS_NORMALISED: tl.constexpr,
+    ROUTING: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_SHARED_SCALED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SHARED_SCALE_ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_I: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -126,6 +130,7 @@ def _few_down_kernel(
     GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    TOP_K: tl.constexpr = ROUTING.top_k
     token = tl.program_id(1).to(tl.int64)
     first_N = tl.program_id(0) * BLOCK_N
     row_N = first_N + tl.arange(0, BLOCK_N)
@@ -140,7 +145,7 @@ def _few_down_kernel(
     shared_mask_NS = is_row_N[:, None] & is_S[None, :]
     shared_NS_ptr = shared_weight_ptr + row_N[:, None] * S + col_S[None, :]
     shared_NS = tl.load(shared_NS_ptr, mask=shared_mask_NS, other=0.0, eviction_policy="evict_first")
-    chosen_C, weight_C = take_top(logits_ptr + token * stride_logits, E, TOP_K, BLOCK_E, BLOCK_C, IS_NORMALISED)
+    chosen_C, weight_C = choose(logits_ptr + token * stride_logits, None, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
     col_K = tl.arange(0, BLOCK_K)
     expert_C = chosen_C.to(tl.int64)
     offset_CN = expert_C[:, None] * (D * F) + (row_N * F)[None, :]
@@ -182,31 +187,20 @@ def mixture_few(
     gate_up: ScaledWeight,
     down: ScaledWeight,
     shared_down: DenseWeight | ScaledWeight,
-    top_k: int,
+    routing: Routing,
     few: Few,
-    *,
-    is_normalised: bool,
 ) -> Tensor:
     """Compute ``block_scaled_mixture`` choice by choice."""
-    hidden_AF = _hidden(x_TD, logits_TE, gate_up, top_k, few)
+    hidden_AF = _hidden(x_TD, logits_TE, gate_up, routing, few)
     projected = (shared_gate_up_TS, logits_TE, shared_gate_T1)
-    return _sum(hidden_AF, *projected, down, shared_down, top_k, few, is_normalised=is_normalised)
+    return _sum(hidden_AF, *projected, down, shared_down, routing, few)
 
 
-def _route_options(num_experts: int, top_k: int) -> dict[str, int]:
-    return {
-        "TOP_K": top_k,
-        "BLOCK_E": next_power_of_2(num_experts),
-        "BLOCK_C": next_power_of_2(top_k),
-        "GROUP": GROUP,
-    }
-
-
-def _hidden(x_TD: Rows, logits_TE: Tensor, gate_up: ScaledWeight, top_k: int, few: Few) -> Tensor:
+def _hidden(x_TD: Rows, logits_TE: Tensor, gate_up: ScaledWeight, routing: Routing, few: Few) -> Tensor:
     """Return the hidden features of every choice."""
     num_experts, num_rows, num_channels = gate_up.values.shape
     size = num_rows // 2
-    hidden_AF = torch.empty((len(x_TD) * top_k, size), dtype=x_TD.dtype, device=x_TD.device)
+    hidden_AF = torch.empty((len(x_TD) * routing.top_k, size), dtype=x_TD.dtype, device=x_TD.device)
     is_quantized = isinstance(x_TD, QuantizedRows)
     read_TD, scale_XT = (x_TD.values_TI, x_TD.scale_XT) if is_quantized else (x_TD, None)
     block_n = gcd(few.block_up_n, gate_up.rows_per_scale)
@@ -226,7 +220,8 @@ def _hidden(x_TD: Rows, logits_TE: Tensor, gate_up: ScaledWeight, top_k: int, fe
         num_channels,
         size,
         num_experts,
-        **_route_options(num_experts, top_k),
+        **choice_options(routing, num_experts),
+        GROUP=GROUP,
         IS_QUANTIZED=is_quantized,
         IS_EVEN=num_channels % block_k == 0 and size % block_n == 0,
         SCALE_ROWS=gate_up.rows_per_scale,
@@ -246,10 +241,8 @@ def _sum(
     shared_gate_T1: Tensor,
     down: ScaledWeight,
     shared_down: DenseWeight | ScaledWeight,
-    top_k: int,
+    routing: Routing,
     few: Few,
-    *,
-    is_normalised: bool,
 ) -> Tensor:
     """Return what the experts make of their hidden features, and the shared one of its projections."""
     num_tokens, (num_experts, num_channels, size) = len(logits_TE), down.values.shape
@@ -258,7 +251,7 @@ def _sum(
     else:
         shared_DS, shared_scales, shared_rows = shared_down.values_OI, None, GROUP
     block_n = gcd(few.block_down_n, down.rows_per_scale, shared_rows)
-    block_f, route = max(GROUP, next_power_of_2(size)), _route_options(num_experts, top_k)
+    block_f, choice = max(GROUP, next_power_of_2(size)), choice_options(routing, num_experts)
     out_TD = torch.empty((num_tokens, num_channels), dtype=hidden_AF.dtype, device=hidden_AF.device)
     _few_down_kernel[(cdiv(num_channels, block_n), num_tokens)](
         hidden_AF,
@@ -279,9 +272,9 @@ def _sum(
         size,
         shared_DS.shape[1],
         num_experts,
-        **route,
-        IS_NORMALISED=is_normalised,
-        IS_EVEN=size == block_f and num_channels % block_n == 0 and top_k == route["BLOCK_C"],
+        **choice,
+        GROUP=GROUP,
+        IS_EVEN=size == block_f and num_channels % block_n == 0 and routing.top_k == choice["BLOCK_C"],
         IS_SHARED_SCALED=shared_scales is not None,
         SCALE_ROWS=down.rows_per_scale,
         SHARED_SCALE_ROWS=shared_rows,

@@ -40,9 +40,11 @@ from strandline.kernels.linear_triton import linear, silu_times
 from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.moe_few_triton import Few
 from strandline.kernels.moe_list_triton import list_choices
-from strandline.kernels.moe_triton import add_choices, route_top_k
+from strandline.kernels.moe_triton import add_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.quantized_rows import QuantizedRows, Rows
+from strandline.kernels.router import Routing
+from strandline.kernels.router_triton import route
 from strandline.kernels.sizes import cdiv
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
 
@@ -297,15 +299,13 @@ def block_scaled_mixture(
     gate_up: ScaledWeight,
     down: ScaledWeight,
     shared_down: DenseWeight | ScaledWeight,
-    top_k: int,
-    *,
-    is_normalised: bool,
+    routing: Routing,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype."""
     if len(x_TD) <= MAX_TOKENS_FEW:
-        arguments = (x_TD, shared_gate_up_TS, logits_TE, shared_gate_T1, gate_up, down, shared_down, top_k)
-        return mixture_few(*arguments, FEW[len(x_TD) > 1], is_normalised=is_normalised)
-    chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
+        arguments = (x_TD, shared_gate_up_TS, logits_TE, shared_gate_T1, gate_up, down, shared_down, routing)
+        return mixture_few(*arguments, FEW[len(x_TD) > 1])
+    chosen = route(logits_TE, None, routing)
     if len(x_TD) <= MAX_TOKENS_JOINED and can_join(shared_gate_up_TS, shared_down, down):
         shared = SharedExpert(shared_gate_up_TS, shared_down)
     elif isinstance(shared_down, ScaledWeight):
@@ -335,12 +335,10 @@ def block_scaled_mixture_invariant(
     gate_up: ScaledWeight,
     down: ScaledWeight,
     shared_down: DenseWeight | ScaledWeight,
-    top_k: int,
-    *,
-    is_normalised: bool,
+    routing: Routing,
 ) -> Tensor:
     """As :func:`block_scaled_mixture`, expert by expert however few tokens there are."""
-    chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
+    chosen = route(logits_TE, None, routing)
     if isinstance(shared_down, ScaledWeight):
         shared_TD = _shared(shared_gate_up_TS, shared_down, multiply_into_invariant)
     else:

@@ -1,4 +1,4 @@
-"""Mixture of experts: a softmax router, and experts with gated linear units or without, in plain torch.
+"""Mixture of experts: experts with gated linear units or without, in plain torch.
 
 The reference implementation, which also runs on CPUs. Experts that no token chose cost nothing.
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from strandline.kernels.activation import relu_squared, swiglu
 from strandline.kernels.linear import reference_linear
 from strandline.kernels.operation import operation, triton
+from strandline.kernels.router import Routing, route
 from strandline.kernels.weights import Weight
 
 
@@ -28,9 +29,7 @@ def mixture(
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
     shared_down: Weight,
-    top_k: int,
-    *,
-    is_normalised: bool,
+    routing: Routing,
     held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
@@ -42,24 +41,10 @@ def mixture(
         gate_up_EFD: ``[E, 2 F, D]``, the gate's rows before the up projection's.
         held: as in ``experts_glu``.
         shared_down: ``[D, S]``.
-        is_normalised: as in ``route_top_k``.
     """
-    weights_TK, experts_TK = route_top_k.reference(logits_TE, top_k, is_normalised=is_normalised)
+    weights_TK, experts_TK = route.reference(logits_TE, None, routing)
     shared_TD = reference_linear(shared_down)(swiglu.reference(shared_gate_up_TS))
     return experts_glu.reference(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1, held)
-
-
-@operation(triton("moe_triton"))
-def route_top_k(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
-    """Return the ``top_k`` most likely experts per token as ``(weights_TK, experts_TK)``, in float32 and int64.
-
-    Args:
-        is_normalised: whether the weights of a token add up to 1; else they are its softmax's values.
-    """
-    weights_TK, experts_TK = torch.topk(torch.softmax(logits_TE, dim=-1, dtype=torch.float32), top_k, dim=-1)
-    if is_normalised:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    return weights_TK, experts_TK
 
 
 @operation(triton("moe_triton", invariant="moe_triton"))

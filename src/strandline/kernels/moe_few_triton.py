@@ -20,6 +20,8 @@ from torch import Tensor
 
 from strandline.kernels.linear_triton import silu_times
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.router import Routing
+from strandline.kernels.router_triton import choice_options, choose
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 
@@ -31,54 +33,6 @@ class Few(NamedTuple):
     warps_up: int
     block_down_n: int
     warps_down: int
-
-
-@triton.jit
-def take_top(
-    logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, IS_NORMALISED: tl.constexpr
-):
-    """Return the experts of one token, the likeliest first and of equal ones the lower index, and their weights.
-
-    The logits bypass the multiprocessor's own cache: a kernel that has not yet waited may read them.
-    """
-    expert_E = tl.arange(0, BLOCK_E)
-    logit_E = tl.load(logits_ptr + expert_E, mask=expert_E < E, other=float("-inf"), cache_modifier=".cg")
-    dtype: tl.constexpr = logits_ptr.dtype.element_ty
-    logit_E = logit_E.to(tl.float32)
-    # Larger logits have larger keys, and of equal ones the lower index has. Keys are distinct, also among NaN.
-    bits_E = tl.where(logit_E == 0.0, 0.0, logit_E).to(tl.int32, bitcast=True)
-    bits_E = bits_E ^ ((bits_E >> 31) & 0x7FFFFFFF)
-    if dtype == tl.bfloat16:
-        # Half of the bits say all: a warp finds the largest of 32-bit integers in one instruction.
-        key_E = (bits_E & -65536) | (BLOCK_E - 1 - expert_E)
-        lowest = -0x7FFFFFFF - 1
-    else:
-        key_E = (bits_E.to(tl.int64) << 32) + (BLOCK_E - 1 - expert_E).to(tl.int64)
-        lowest = -0x7FFFFFFFFFFFFFFF
-    key_E = tl.where(expert_E < E, key_E, lowest)
-    max_logit = tl.max(logit_E, axis=0)
-    total = tl.sum(tl.exp(logit_E - max_logit), axis=0)
-    choice_C = tl.arange(0, BLOCK_C)
-    chosen_C = tl.zeros([BLOCK_C], dtype=tl.int32)
-    logit_C = tl.full([BLOCK_C], float("-inf"), dtype=tl.float32)
-    for choice in tl.static_range(TOP_K):
-        key = tl.max(key_E, axis=0)
-        key_E = tl.where(key_E == key, lowest, key_E)
-        if dtype == tl.bfloat16:
-            high = key & -65536
-            # The lower half of a negative number was inverted as well.
-            value = tl.where(high < 0, (high | 0xFFFF) ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
-            expert = BLOCK_E - 1 - (key & 0xFFFF)
-        else:
-            high = (key >> 32).to(tl.int32)
-            value = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-            expert = (BLOCK_E - 1 - (key & 0xFFFFFFFF)).to(tl.int32)
-        chosen_C = tl.where(choice_C == choice, expert, chosen_C)
-        logit_C = tl.where(choice_C == choice, value, logit_C)
-    weight_C = tl.exp(logit_C - max_logit) / total
-    if IS_NORMALISED:
-        weight_C = weight_C / tl.sum(weight_C, axis=0)
-    return chosen_C, weight_C
 
 
 @triton.jit
@@ -94,23 +48,25 @@ def _few_up_kernel(
     E,
     first_expert,
     num_held,
-    TOP_K: tl.constexpr,
+    ROUTING: tl.constexpr,
     IS_DIVIDED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NUM_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_I: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    TOP_K: tl.constexpr = ROUTING.top_k
     choice = tl.program_id(1)
     token = (choice // TOP_K).to(tl.int64)
     row_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_K = tl.arange(0, BLOCK_K)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    chosen_C, _ = take_top(logits_ptr + token * stride_logits, E, TOP_K, BLOCK_E, BLOCK_C, False)
+    chosen_C, _ = choose(logits_ptr + token * stride_logits, None, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
     is_mine_C = tl.arange(0, BLOCK_C) == choice % TOP_K
     expert = tl.sum(tl.where(is_mine_C, chosen_C, 0), axis=0).to(tl.int64)
     num_rows = F
@@ -157,17 +113,18 @@ def _few_down_kernel(
     E,
     first_expert,
     num_held,
-    TOP_K: tl.constexpr,
-    IS_NORMALISED: tl.constexpr,
+    ROUTING: tl.constexpr,
     IS_DIVIDED: tl.constexpr,
     IS_EVEN: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_I: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    TOP_K: tl.constexpr = ROUTING.top_k
     token = tl.program_id(1).to(tl.int64)
     row_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row_N = row_N < D
@@ -181,7 +138,7 @@ def _few_down_kernel(
     shared_mask_NS = is_row_N[:, None] & is_S[None, :]
     shared_NS_ptr = shared_weight_ptr + row_N[:, None] * S + col_S[None, :]
     shared_NS = tl.load(shared_NS_ptr, mask=shared_mask_NS, other=0.0, eviction_policy="evict_first")
-    chosen_C, weight_C = take_top(logits_ptr + token * stride_logits, E, TOP_K, BLOCK_E, BLOCK_C, IS_NORMALISED)
+    chosen_C, weight_C = choose(logits_ptr + token * stride_logits, None, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
     if IS_DIVIDED:
         chosen_C = chosen_C - first_expert
         is_choice_C = is_choice_C & (chosen_C >= 0) & (chosen_C < num_held)
@@ -218,29 +175,22 @@ def mixture_few(
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
     shared_down_DS: Tensor,
-    top_k: int,
+    routing: Routing,
     few: Few,
     held: range | None = None,
-    *,
-    is_normalised: bool,
 ) -> Tensor:
     """Compute ``mixture`` choice by choice."""
     num_tokens, num_experts = logits_TE.shape
     num_held, num_channels, size = down_EDF.shape
     first_expert, is_whole = 0 if held is None else held.start, held is None
     shared_size = shared_down_DS.shape[1]
-    hidden_AF = torch.empty((num_tokens * top_k, size), dtype=x_TD.dtype, device=x_TD.device)
+    hidden_AF = torch.empty((num_tokens * routing.top_k, size), dtype=x_TD.dtype, device=x_TD.device)
     out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
     block_k = min(few.block_up_k, next_power_of_2(num_channels))
     block_f = next_power_of_2(size)
     options = overlap_options(x_TD)
-    route = {
-        "TOP_K": top_k,
-        "BLOCK_E": next_power_of_2(num_experts),
-        "BLOCK_C": next_power_of_2(top_k),
-        "IS_DIVIDED": not is_whole,
-    }
-    _few_up_kernel[(cdiv(size, few.block_up_n), num_tokens * top_k)](
+    choice = choice_options(routing, num_experts)
+    _few_up_kernel[(cdiv(size, few.block_up_n), num_tokens * routing.top_k)](
         x_TD,
         logits_TE,
         gate_up_EFD,
@@ -252,7 +202,8 @@ def mixture_few(
         num_experts,
         first_expert,
         num_held,
-        **route,
+        **choice,
+        IS_DIVIDED=not is_whole,
         IS_EVEN=is_whole and num_channels % block_k == 0 and size % few.block_up_n == 0,
         NUM_K=cdiv(num_channels, block_k),
         BLOCK_N=few.block_up_n,
@@ -277,9 +228,12 @@ def mixture_few(
         num_experts,
         first_expert,
         num_held,
-        **route,
-        IS_NORMALISED=is_normalised,
-        IS_EVEN=is_whole and size == block_f and num_channels % few.block_down_n == 0 and top_k == route["BLOCK_C"],
+        **choice,
+        IS_DIVIDED=not is_whole,
+        IS_EVEN=is_whole
+        and size == block_f
+        and num_channels % few.block_down_n == 0
+        and routing.top_k == choice["BLOCK_C"],
         BLOCK_N=few.block_down_n,
         BLOCK_K=block_f,
         BLOCK_S=next_power_of_2(shared_size),

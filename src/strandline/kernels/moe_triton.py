@@ -1,4 +1,4 @@
-"""The router and the experts on a GPU, without sorting and without waiting for the device.
+"""Mixtures of experts on a GPU, without sorting and without waiting for the device.
 
 Few tokens (at most ``MAX_TOKENS_FEW``): as ``moe_few_triton.py`` says. More: one launch lists every expert's choices
 (a choice is one token's k-th expert), then one program per expert and tile of features walks through that expert's
@@ -20,13 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.activation_triton import swiglu
+from strandline.kernels.activation_triton import squared_relu, swiglu
 from strandline.kernels.linear_triton import linear, silu_times
 from strandline.kernels.matmul_triton import linear_invariant
-from strandline.kernels.moe_few_triton import Few, mixture_few, take_top
+from strandline.kernels.moe_few_triton import Few, mixture_few
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.router import Routing
+from strandline.kernels.router_triton import route
+from strandline.kernels.sizes import cdiv
 from strandline.kernels.weights import DenseWeight
 
 MAX_TOKENS_FEW = 4
@@ -67,29 +69,6 @@ CHOICES_PER_EXPERT_PREFILL = 64
 
 BLOCK_SUM, WARPS_SUM = 512, 2
 """Features of a program that adds up choices: 16 bytes per thread and choice."""
-
-
-@triton.jit
-def _route_kernel(
-    logits_ptr,
-    weights_ptr,
-    experts_ptr,
-    stride_t,
-    E,
-    TOP_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    IS_NORMALISED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    chosen_C, weight_C = take_top(logits_ptr + token * stride_t, E, TOP_K, BLOCK_E, BLOCK_C, IS_NORMALISED)
-    choice_C = tl.arange(0, BLOCK_C)
-    mask_C = choice_C < TOP_K
-    tl.store(weights_ptr + token * TOP_K + choice_C, weight_C, mask=mask_C)
-    tl.store(experts_ptr + token * TOP_K + choice_C, chosen_C.to(tl.int64), mask=mask_C)
 
 
 @triton.jit
@@ -149,12 +128,7 @@ def _grouped_up_kernel(
                 gate_MN = tl.dot(x_MK, gate_KN, gate_MN, input_precision="ieee")
             up_MN = tl.dot(x_MK, up_KN, up_MN, input_precision="ieee")
         hidden_MN_ptr = hidden_ptr + row_M[:, None].to(tl.int64) * F + col_N[None, :]
-        if IS_GATED:
-            hidden_MN = silu_times(gate_MN, up_MN, dtype)
-        else:
-            rounded_MN = up_MN.to(dtype).to(tl.float32)
-            # A comparison and not a maximum, which would make a number of NaN.
-            hidden_MN = tl.where(rounded_MN < 0.0, 0.0, rounded_MN * rounded_MN).to(dtype)
+        hidden_MN = silu_times(gate_MN, up_MN, dtype) if IS_GATED else squared_relu(up_MN, dtype)
         tl.store(hidden_MN_ptr, hidden_MN, mask=is_row_M[:, None] & is_col_N[None, :])
 
 
@@ -246,28 +220,6 @@ def _sum_kernel(
     tl.store(out_ptr + token * D + col_N, out_N.to(dtype), mask=is_col_N)
 
 
-def route_top_k(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
-    """Return the ``top_k`` most likely experts per token; of equal ones the lower index first."""
-    num_tokens, num_experts = logits_TE.shape
-    logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
-    weights_TK = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits_TE.device)
-    experts_TK = torch.empty((num_tokens, top_k), dtype=torch.int64, device=logits_TE.device)
-    _route_kernel[(num_tokens,)](
-        logits_TE,
-        weights_TK,
-        experts_TK,
-        logits_TE.stride(0),
-        num_experts,
-        TOP_K=top_k,
-        BLOCK_E=next_power_of_2(num_experts),
-        BLOCK_C=next_power_of_2(top_k),
-        IS_NORMALISED=is_normalised,
-        num_warps=1,
-        **overlap_options(logits_TE),
-    )
-    return weights_TK, experts_TK
-
-
 def mixture(
     x_TD: Tensor,
     shared_gate_up_TS: Tensor,
@@ -276,9 +228,7 @@ def mixture(
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
     shared_down: DenseWeight,
-    top_k: int,
-    *,
-    is_normalised: bool,
+    routing: Routing,
     held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
@@ -288,8 +238,8 @@ def mixture(
     projected = (shared_gate_up_TS, logits_TE, shared_gate_T1)
     if len(x_TD) <= MAX_TOKENS_FEW:
         weights = (gate_up_EFD, down_EDF, shared_down.values_OI)
-        return mixture_few(x_TD, *projected, *weights, top_k, FEW[len(x_TD) > 1], held, is_normalised=is_normalised)
-    chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
+        return mixture_few(x_TD, *projected, *weights, routing, FEW[len(x_TD) > 1], held)
+    chosen = route(logits_TE, None, routing)
     shared_TD = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
     return experts_glu(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1, held)
 
@@ -302,13 +252,11 @@ def mixture_invariant(
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
     shared_down: DenseWeight,
-    top_k: int,
-    *,
-    is_normalised: bool,
+    routing: Routing,
     held: range | None = None,
 ) -> Tensor:
     """As :func:`mixture`, expert by expert however few tokens there are."""
-    chosen = route_top_k(logits_TE, top_k, is_normalised=is_normalised)
+    chosen = route(logits_TE, None, routing)
     shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down.values_OI)
     return experts_glu_invariant(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1, held)
 

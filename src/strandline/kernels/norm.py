@@ -95,7 +95,7 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(torch.linalg.vecdot(x, x).unsqueeze(-1) + eps)
 
 
-@operation()
+@operation(triton("norm_triton"))
 def rms_norm_sigmoid_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise, multiply by the weight and by ``sigmoid(gate)``, all in float32; return x's dtype."""
 
@@ -105,7 +105,7 @@ def rms_norm_sigmoid_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float
     return _in_passes(norm, x, gate)
 
 
-@operation()
+@operation(triton("norm_triton"))
 def rms_norm_of_gated(x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, num_groups: int) -> Tensor:
     """Multiply by ``silu(gate)`` in float32, normalise each group of channels, round, multiply by the weight."""
 

@@ -8,6 +8,8 @@ quantised rows T rows, I inputs, X groups. Kernels address a row by two indices,
 """
 # mypy: ignore-errors
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -48,7 +50,7 @@ def _norm_kernel(
     ROWS: tl.constexpr,
     IS_ZERO_CENTERED: tl.constexpr,
     ADDS: tl.constexpr,
-    GATES: tl.constexpr,
+    GATE: tl.constexpr,
     ROUNDS_PRODUCT: tl.constexpr,
     IS_KEPT: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
@@ -63,7 +65,11 @@ def _norm_kernel(
     x_RD_ptr = x_ptr + (token_R * stride_xt + head_R * stride_xh)[:, None] + col_D[None, :]
     other_RD_ptr = other_ptr + (token_R * stride_ot + head_R * stride_oh)[:, None] + col_D[None, :]
     out_dtype = x_ptr.dtype.element_ty
-    weight_D = tl.load(weight_ptr + col_D, mask=col_D < D, other=0.0).to(tl.float32)
+    if GATE == "silu before":
+        weight_RD_ptr = weight_ptr + (head_R * D)[:, None] + col_D[None, :]
+        weight_RD = tl.load(weight_RD_ptr, mask=mask_RD, other=0.0).to(tl.float32)
+    else:
+        weight_RD = tl.load(weight_ptr + col_D, mask=col_D < D, other=0.0).to(tl.float32)[None, :]
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     x_RD = tl.load(x_RD_ptr, mask=mask_RD, other=0.0).to(tl.float32)
@@ -72,18 +78,23 @@ def _norm_kernel(
         rounded_RD = total_RD.to(x_ptr.dtype.element_ty)
         tl.store(x_RD_ptr, rounded_RD, mask=mask_RD)
         x_RD = rounded_RD.to(tl.float32)
+    if GATE != "":
+        gate_RD = tl.load(other_RD_ptr, mask=mask_RD, other=0.0).to(tl.float32)
+    if GATE == "silu before":
+        x_RD = x_RD * (gate_RD * tl.sigmoid(gate_RD))
     rstd_R = tl.rsqrt(tl.sum(x_RD * x_RD, axis=1) / D + eps)
     normed_RD = x_RD * rstd_R[:, None]
-    if GATES:
-        gate_RD = tl.load(other_RD_ptr, mask=mask_RD, other=0.0).to(tl.float32)
-        normed_RD = normed_RD.to(out_dtype).to(tl.float32) * weight_D[None, :]
+    if GATE == "sigmoid":
+        out_RD = normed_RD * weight_RD * tl.sigmoid(gate_RD)
+    elif GATE == "silu":
+        normed_RD = normed_RD.to(out_dtype).to(tl.float32) * weight_RD
         if ROUNDS_PRODUCT:
             normed_RD = normed_RD.to(out_dtype).to(tl.float32)
         out_RD = normed_RD * (gate_RD * tl.sigmoid(gate_RD))
     elif IS_ZERO_CENTERED:
-        out_RD = normed_RD * (weight_D + 1.0)[None, :]
+        out_RD = normed_RD * (weight_RD + 1.0)
     else:
-        out_RD = normed_RD.to(out_dtype).to(tl.float32) * weight_D[None, :]
+        out_RD = normed_RD.to(out_dtype).to(tl.float32) * weight_RD
     rounded_out_RD = out_RD.to(out_dtype)
     offset_RD = row_R[:, None] * D + col_D[None, :]
     if IS_KEPT:
@@ -127,7 +138,18 @@ def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, ep
 
 def rms_norm_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise, round, multiply by the weight, then by ``silu(gate)`` in float32; return x's dtype."""
-    return _launch(_with_dense_rows(x), _with_dense_rows(gate), weight_D, eps, gates=True)
+    return _launch(_with_dense_rows(x), _with_dense_rows(gate), weight_D, eps, gate="silu")
+
+
+def rms_norm_sigmoid_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Normalise, multiply by the weight and by ``sigmoid(gate)``, all in float32; return x's dtype."""
+    return _launch(_with_dense_rows(x), _with_dense_rows(gate), weight_D, eps, gate="sigmoid")
+
+
+def rms_norm_of_gated(x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, num_groups: int) -> Tensor:
+    """Multiply by ``silu(gate)`` in float32, normalise each group of channels, round, multiply by the weight."""
+    x_TGD, gate_TGD = (_with_dense_rows(x).unflatten(1, (num_groups, -1)) for x in (x_TD, gate_TD))
+    return _launch(x_TGD, gate_TGD, weight_D, eps, gate="silu before").flatten(1)
 
 
 def rms_norm_quantized(x: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows:
@@ -162,9 +184,9 @@ def rms_norm_gated_quantized(x: Tensor, gate: Tensor, weight_D: Tensor, eps: flo
     x, gate = _with_dense_rows(x), _with_dense_rows(gate)
     num_tokens, num_heads, num_channels = x.shape
     if num_channels % GROUP:
-        return quantize_rows(_launch(x, gate, weight_D, eps, gates=True).flatten(1))
+        return quantize_rows(_launch(x, gate, weight_D, eps, gate="silu").flatten(1))
     rows = unfilled(num_tokens, num_heads * num_channels, x)
-    _launch(x, gate, weight_D, eps, rows, gates=True)
+    _launch(x, gate, weight_D, eps, rows, gate="silu")
     return rows
 
 
@@ -194,9 +216,14 @@ def _launch(
     *,
     is_zero_centered: bool = False,
     adds: bool = False,
-    gates: bool = False,
+    gate: Literal["", "silu", "sigmoid", "silu before"] = "",
 ) -> Tensor | None:
-    """Return the result, or fill quantised rows, and the plain ones if they are kept."""
+    """Return the result, or fill quantised rows, and the plain ones if they are kept.
+
+    Args:
+        other: what is added, or the gate; else it is not read.
+        weight_D: before a norm of what a gate lets through, one weight for each head, else one for all.
+    """
     num_channels = x.shape[-1]
     num_rows = x.numel() // num_channels
     block = next_power_of_2(num_channels) if quantized is None else max(GROUP, next_power_of_2(num_channels))
@@ -225,7 +252,7 @@ def _launch(
         ROWS=rows,
         IS_ZERO_CENTERED=is_zero_centered,
         ADDS=adds,
-        GATES=gates,
+        GATE=gate,
         ROUNDS_PRODUCT=weight_D.dtype == x.dtype,
         IS_KEPT=out is not None,
         IS_QUANTIZED=quantized is not None,

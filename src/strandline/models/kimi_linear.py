@@ -18,7 +18,7 @@ from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAtt
 from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import MAX_EXPERTS
-from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig
+from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig, read_routing
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
@@ -27,8 +27,6 @@ MLP_LAYER_TYPES: Final = ("dense", "sparse")
 
 EXPERTS: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Its own names for what other families have, too."""
-
-ROUTER_EPS: Final = 1e-20
 
 
 def build_kimi_linear(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
@@ -68,22 +66,14 @@ def build_kimi_linear(config: Any, dtype: torch.dtype, device: torch.device | st
 
 def _read_experts(fields: Fields) -> SigmoidMoeConfig:
     num_experts = fields.size("num_local_experts", at_most=MAX_EXPERTS)
-    num_groups = fields.size("n_group", at_most=num_experts)
-    if num_experts % num_groups:
-        fields.reject("n_group", f"a divisor of the number of experts, {num_experts}")
     size = fields.size("moe_intermediate_size")
     return SigmoidMoeConfig(
         hidden_size=fields.size("hidden_size"),
         size=size,
         shared_size=size * fields.size("n_shared_experts", at_least=0, at_most=MAX_EXPERTS),
         num_experts=num_experts,
-        top_k=fields.size("num_experts_per_tok", at_most=num_experts),
-        eps=ROUTER_EPS,
-        scale=fields.number("routed_scaling_factor", at_least=0, at_most=1e6),
-        is_normalised=fields.flag("norm_topk_prob"),
+        routing=read_routing(fields, num_experts),
         has_bias=True,
-        num_groups=num_groups,
-        top_groups=fields.size("topk_group", at_most=num_groups),
         router_dtype=torch.float32,
     )
 

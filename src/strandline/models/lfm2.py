@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from strandline.kernels.router import Routing
 from strandline.model_config import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
@@ -19,7 +20,7 @@ from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import MAX_EXPERTS
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.short_conv import ShortConv, ShortConvConfig
-from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig
+from strandline.models.layers.sigmoid_moe import MAX_SCALE, SigmoidMoe, SigmoidMoeConfig
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
@@ -75,15 +76,19 @@ def _read_dense_size(fields: Fields) -> int:
 
 def _read_experts(fields: Fields) -> SigmoidMoeConfig:
     num_experts = fields.size("num_experts", at_most=MAX_EXPERTS)
+    routing = Routing(
+        fields.size("num_experts_per_tok", at_most=num_experts),
+        fields.flag("norm_topk_prob"),
+        "sigmoid",
+        ROUTER_EPS,
+        fields.number("routed_scaling_factor", at_least=0, at_most=MAX_SCALE),
+    )
     return SigmoidMoeConfig(
         hidden_size=fields.size("hidden_size"),
         size=fields.size("moe_intermediate_size"),
         shared_size=0,
         num_experts=num_experts,
-        top_k=fields.size("num_experts_per_tok", at_most=num_experts),
-        eps=ROUTER_EPS,
-        scale=fields.number("routed_scaling_factor", at_least=0, at_most=1e6),
-        is_normalised=fields.flag("norm_topk_prob"),
+        routing=routing,
         has_bias=fields.flag("use_expert_bias"),
     )
 

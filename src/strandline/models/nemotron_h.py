@@ -30,6 +30,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.moe import MAX_EXPERTS
 from strandline.models.layers.relu_squared import ReluSquaredMlp, ReluSquaredMoe, ReluSquaredMoeConfig
+from strandline.models.layers.sigmoid_moe import read_routing
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
@@ -44,7 +45,6 @@ NAMES: Final = Mamba2Names(
     has_bias="use_bias",
     has_conv_bias="use_conv_bias",
 )
-MAX_SCALE: Final = 1e6
 
 
 def build_nemotron_h(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
@@ -89,10 +89,6 @@ def build_nemotron_h(config: Any, dtype: torch.dtype, device: torch.device | str
 
 def _read_experts(fields: Fields) -> ReluSquaredMoeConfig:
     num_experts = fields.size("n_routed_experts", at_most=MAX_EXPERTS)
-    num_groups = fields.size("n_group", at_most=num_experts)
-    if num_experts % num_groups or num_experts // num_groups < min(2, num_groups):
-        fields.reject("n_group", f"such that groups of n_routed_experts, {num_experts}, are of one size, at least 2")
-    top_groups = fields.size("topk_group", at_most=num_groups)
     latent_size = fields.size("moe_latent_size") if fields.value("moe_latent_size") is not None else None
     return ReluSquaredMoeConfig(
         hidden_size=fields.size("hidden_size"),
@@ -101,11 +97,7 @@ def _read_experts(fields: Fields) -> ReluSquaredMoeConfig:
         shared_size=fields.size("moe_shared_expert_intermediate_size"),
         has_bias=fields.flag("mlp_bias"),
         num_experts=num_experts,
-        top_k=fields.size("num_experts_per_tok", at_most=num_experts // num_groups * top_groups),
-        num_groups=num_groups,
-        top_groups=top_groups,
-        scale=fields.number("routed_scaling_factor", at_least=0, at_most=MAX_SCALE),
-        is_normalised=fields.flag("norm_topk_prob"),
+        routing=read_routing(fields, num_experts),
     )
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels import moe
 from strandline.kernels.block_scaled_moe import block_scaled_experts_glu, block_scaled_mixture
 from strandline.kernels.quantized_rows import quantize_groups
+from strandline.kernels.router import Routing, route
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
 from tests.cpu.kernels.test_block_scaled import exact, scaled_weight
 from tests.interpreter import convert_e4m3, multiply_bfloat16, take_loop_bounds_from_memory
@@ -60,7 +60,7 @@ class Case:
         self, num_tokens: int, shape: Shape, dtype: torch.dtype, device: str, *, is_shared_dense: bool
     ) -> None:
         num_experts, top_k, channels, size, shared_size = shape
-        self.top_k = top_k
+        self.routing = Routing(top_k, is_normalised=True)
         self.sizes = [2 * shared_size, num_experts, 1, 2]
         wide = torch.full((num_tokens, channels + sum(self.sizes)), torch.nan, dtype=dtype, device=device)
         self.x_TD = wide[:, :channels].normal_()
@@ -71,7 +71,7 @@ class Case:
         self.down = scaled_weight(num_experts, channels, size, device=device)
         shared = scaled_weight(channels, shared_size, device=device)
         self.shared_down = DenseWeight(exact(shared).to(dtype)) if is_shared_dense else shared
-        self.weights, self.experts = moe.route_top_k.reference(self.logits, top_k, is_normalised=True)
+        self.weights, self.experts = route.reference(self.logits, None, self.routing)
         is_idle_E = torch.ones(num_experts, dtype=torch.bool, device=device)
         is_idle_E[self.experts.flatten()] = False
         for weight in (self.gate_up, self.down):
@@ -112,7 +112,7 @@ def check_mixture(num_tokens: int, shape: Shape, dtype: torch.dtype, device: str
         block_scaled_moe_triton.block_scaled_mixture_invariant,
     ]
     with poisoned_memory():
-        results = [way(*case.arguments, case.top_k, is_normalised=True) for way in ways]
+        results = [way(*case.arguments, case.routing) for way in ways]
     errors = [float((result.double() - expected).norm() / expected.norm()) for result in results]
     assert max(errors) < limit(dtype, device), errors
 
@@ -161,7 +161,7 @@ def check_joined(
         monkeypatch.setattr(block_scaled_moe_triton, "MAX_TOKENS_JOINED", max_tokens)
         with poisoned_memory():
             mixture = block_scaled_moe_triton.block_scaled_mixture
-            results.append(mixture(*case.arguments, case.top_k, is_normalised=True).double())
+            results.append(mixture(*case.arguments, case.routing).double())
     expected = case.expected()
     joined, apart = (float((result - expected).norm() / expected.norm()) for result in results)
     assert joined < limit(dtype, device)

@@ -1,4 +1,4 @@
-"""The router and the experts equal a loop over tokens and their experts."""
+"""The experts equal a loop over tokens and their experts."""
 
 import pytest
 import torch
@@ -6,11 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels import moe
+from strandline.kernels.router import Routing, route
 from tests.bound import bound
 
 experts_glu = bound(moe.experts_glu)
 experts_relu_squared = bound(moe.experts_relu_squared)
-route_top_k = bound(moe.route_top_k)
+SOFTMAX = Routing(3, is_normalised=True)
 
 
 def run(x_TD: Tensor, gate_up: Tensor, down: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ def oracle(x_TD: Tensor, gate_up: Tensor, down: Tensor, weights_TK: Tensor, expe
 def test_experts_equal_a_loop_over_tokens(num_tokens: int, num_experts: int, top_k: int) -> None:
     x_TD = torch.randn(num_tokens, 12)
     gate_up, down = torch.randn(num_experts, 2 * 7, 12), torch.randn(num_experts, 12, 7)
-    weights, experts = route_top_k(torch.randn(num_tokens, num_experts), top_k, is_normalised=True)
+    weights, experts = route.reference(torch.randn(num_tokens, num_experts), None, Routing(top_k, is_normalised=True))
     expected = oracle(x_TD, gate_up, down, weights, experts)
     torch.testing.assert_close(run(x_TD, gate_up, down, weights, experts), expected, rtol=1e-5, atol=1e-4)
 
@@ -40,7 +41,7 @@ def test_experts_equal_a_loop_over_tokens(num_tokens: int, num_experts: int, top
 def test_the_shared_expert_is_added_behind_its_gate() -> None:
     x_TD, shared_TD, gate_T1 = torch.randn(5, 12), torch.randn(5, 12), torch.randn(5, 1)
     gate_up, down = torch.randn(4, 14, 12), torch.randn(4, 12, 7)
-    weights, experts = route_top_k(torch.randn(5, 4), 2, is_normalised=True)
+    weights, experts = route.reference(torch.randn(5, 4), None, SOFTMAX)
     out_TD = experts_glu(x_TD, gate_up, down, weights, experts, shared_TD, gate_T1)
     expected = oracle(x_TD, gate_up, down, weights, experts) + shared_TD * gate_T1.sigmoid()
     torch.testing.assert_close(out_TD, expected, rtol=1e-5, atol=1e-4)
@@ -48,7 +49,7 @@ def test_the_shared_expert_is_added_behind_its_gate() -> None:
 
 def test_experts_without_a_gate_equal_a_loop_over_tokens() -> None:
     x_TD, up, down = torch.randn(9, 12), torch.randn(5, 7, 12), torch.randn(5, 12, 7)
-    weights, experts = route_top_k(torch.randn(9, 5), 3, is_normalised=True)
+    weights, experts = route.reference(torch.randn(9, 5), None, SOFTMAX)
     expected = torch.zeros(9, 12)
     for row, (x, weights_K, experts_K) in enumerate(zip(x_TD, weights, experts.tolist(), strict=True)):
         for weight, expert in zip(weights_K, experts_K, strict=True):
@@ -59,7 +60,7 @@ def test_experts_without_a_gate_equal_a_loop_over_tokens() -> None:
 
 def test_the_experts_of_two_ranks_add_up_to_all() -> None:
     x_TD, nothing_TD = torch.randn(9, 12), torch.zeros(9, 12)
-    weights, experts = route_top_k(torch.randn(9, 5), 3, is_normalised=True)
+    weights, experts = route.reference(torch.randn(9, 5), None, SOFTMAX)
     gate_up, down = torch.randn(5, 14, 12), torch.randn(5, 12, 7)
     ranks = [range(2), range(2, 5)]
     parts = [(gate_up[held.start : held.stop], down[held.start : held.stop], held) for held in ranks]
@@ -84,21 +85,8 @@ def test_experts_that_nobody_chose_are_not_read() -> None:
 def test_result_does_not_depend_on_order_of_other_tokens() -> None:
     x_TD = torch.randn(9, 12)
     gate_up, down = torch.randn(5, 14, 12), torch.randn(5, 12, 7)
-    weights, experts = route_top_k(torch.randn(9, 5), 3, is_normalised=False)
+    weights, experts = route.reference(torch.randn(9, 5), None, SOFTMAX)
     order = torch.randperm(9)
     out = run(x_TD, gate_up, down, weights, experts)
     shuffled = run(x_TD[order], gate_up, down, weights[order], experts[order])
     torch.testing.assert_close(shuffled, out[order], rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("is_normalised", [True, False])
-def test_the_router_takes_the_largest_in_float32(is_normalised: bool) -> None:
-    logits = torch.randn(20, 16).bfloat16()
-    weights, experts = route_top_k(logits, 4, is_normalised=is_normalised)
-    probabilities = logits.float().softmax(-1)
-    expected = probabilities.gather(1, experts)
-    assert torch.equal(expected.sort(-1, descending=True).values, probabilities.sort(-1, descending=True).values[:, :4])
-    if is_normalised:
-        expected = expected / expected.sum(-1, keepdim=True)
-    assert weights.dtype == torch.float32
-    torch.testing.assert_close(weights, expected)

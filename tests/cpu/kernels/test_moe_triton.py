@@ -1,4 +1,4 @@
-"""The Triton router and experts equal the torch versions, whichever of their two ways a batch takes.
+"""The Triton experts equal the torch versions, whichever of their two ways a batch takes.
 
 The ``check_`` functions run on any device; tests/gpu runs them at larger shapes.
 """
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels import moe
+from strandline.kernels.router import Routing, route
 from tests.interpreter import multiply_rows_alike
 from tests.poison import poisoned_memory
 
@@ -49,7 +49,7 @@ def inputs(
     gate_up = torch.randn(num_experts, 2 * size, hidden_size, device=device, dtype=dtype).mul_(hidden_size**-0.5)
     down = torch.randn(num_experts, hidden_size, size, device=device, dtype=dtype).mul_(size**-0.5)
     logits = torch.randn(num_tokens, num_experts, device=device)
-    weights, experts = moe.route_top_k.reference(logits, top_k, is_normalised=True)
+    weights, experts = route.reference(logits, None, Routing(top_k, is_normalised=True))
     experts = experts if experts_TK is None else experts_TK
     is_idle_E = torch.ones(num_experts, dtype=torch.bool, device=device)
     is_idle_E[experts.flatten()] = False
@@ -128,7 +128,8 @@ def check_mixture(
     projected_TO = wide[:, 3 : 2 * shared_size + num_experts + 6]
     projected_TO[:, : 2 * shared_size + num_experts + 1].normal_()
     gate_TS, up_TS, logits_TE, gate_T1, _ = projected_TO.split([shared_size, shared_size, num_experts, 1, 2], dim=-1)
-    weights, experts = moe.route_top_k.reference(logits_TE, top_k, is_normalised=True)
+    routing = Routing(top_k, is_normalised=True)
+    weights, experts = route.reference(logits_TE, None, routing)
     x_TD, gate_up, down, *_ = inputs(num_tokens, num_experts, top_k, hidden_size, size, dtype, device, experts)
     hidden_TS = gate_TS.double() * gate_TS.double().sigmoid() * up_TS.double()
     shared_TD = hidden_TS @ shared_down.double().t()
@@ -137,35 +138,22 @@ def check_mixture(
     arguments = (x_TD, shared_gate_up, logits_TE, gate_T1, gate_up, down)
     with poisoned_memory():
         if num_tokens <= 8:
-            check_near(mixture_few(*arguments, shared_down, top_k, few, is_normalised=True), expected_TD)
+            check_near(mixture_few(*arguments, shared_down, routing, few), expected_TD)
             parts = [
                 mixture_few(
                     *arguments[:4],
                     gate_up[held.start : held.stop],
                     down[held.start : held.stop],
                     shared_down,
-                    top_k,
+                    routing,
                     few,
                     held,
-                    is_normalised=True,
                 )
                 for held in halves(num_experts)
             ]
             check_sum(parts, shared_TD * gate_T1.double().sigmoid(), expected_TD)
-        mixed_TD = moe_triton.mixture(*arguments, DenseWeight(shared_down), top_k, is_normalised=True)
+        mixed_TD = moe_triton.mixture(*arguments, DenseWeight(shared_down), routing)
         check_near(mixed_TD, expected_TD)
-
-
-def check_router(logits_TE: Tensor, top_k: int, *, is_normalised: bool) -> None:
-    with poisoned_memory():
-        weights_TK, experts_TK = moe_triton.route_top_k(logits_TE, top_k, is_normalised=is_normalised)
-    expected_TK, _ = moe.route_top_k.reference(logits_TE, top_k, is_normalised=is_normalised)
-    assert weights_TK.dtype == torch.float32
-    assert experts_TK.dtype == torch.int64
-    torch.testing.assert_close(weights_TK, expected_TK, rtol=1e-5, atol=1e-7)
-    # A stable sort puts the lower index first among equals.
-    order_TE = logits_TE.float().argsort(dim=-1, descending=True, stable=True)
-    assert torch.equal(experts_TK, order_TE[:, :top_k])
 
 
 def check_list(experts_TK: Tensor, num_experts: int) -> None:
@@ -222,26 +210,6 @@ def test_a_token_s_result_changes_no_bit_with_its_neighbours(monkeypatch: pytest
         x[order], gate_up, down, weights[order], experts[order], shared[order], gate[order], *TILES
     )
     assert torch.equal(shuffled, out[order])
-
-
-@pytest.mark.parametrize("is_normalised", [True, False])
-@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 1, 1), (9, 20, 3), (3, 256, 8)])
-def test_the_router_takes_the_largest(num_tokens: int, num_experts: int, top_k: int, is_normalised: bool) -> None:
-    wide = torch.full((num_tokens, num_experts + 5), torch.nan)
-    logits_TE = wide[:, 2 : 2 + num_experts].normal_()
-    check_router(logits_TE, top_k, is_normalised=is_normalised)
-    check_router(logits_TE.bfloat16(), top_k, is_normalised=is_normalised)
-
-
-def test_of_equal_experts_the_lower_index_comes_first() -> None:
-    logits_TE = torch.tensor([[0.0, -0.0, 1.0, 1.0, 0.0, -torch.inf]])
-    check_router(logits_TE, 4, is_normalised=True)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_rows_of_nan_choose_experts_that_exist() -> None:
-    _, experts_TK = moe_triton.route_top_k(torch.full((2, 20), torch.nan), 8, is_normalised=True)
-    assert all(len(set(row)) == 8 and set(row) <= set(range(20)) for row in experts_TK.tolist())
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 4, 2), (33, 5, 3), (130, 1, 1)])

@@ -65,9 +65,18 @@ def check_norms(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
 def check_gated_norm(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype, device: str) -> None:
     x, gate = torch.randn(shape, device=device).to(dtype), view_of_wider(shape, dtype, device)
     weight_D = torch.randn(shape[-1], device=device).to(weight_dtype)
+    for name in ("rms_norm_gated", "rms_norm_sigmoid_gated"):
+        with poisoned_memory():
+            actual = getattr(norm_triton, name)(x, gate, weight_D, EPS)
+        near(actual, getattr(norm, name).reference(x, gate, weight_D, EPS))
+
+
+def check_norm_of_gated(num_rows: int, size: int, num_groups: int, dtype: torch.dtype, device: str) -> None:
+    x_TD, gate_TD = (view_of_wider((num_rows, size), dtype, device) for _ in range(2))
+    weight_D = torch.randn(size, device=device).to(dtype)
     with poisoned_memory():
-        actual = norm_triton.rms_norm_gated(x, gate, weight_D, EPS)
-    near(actual, norm.rms_norm_gated.reference(x, gate, weight_D, EPS))
+        actual = norm_triton.rms_norm_of_gated(x_TD, gate_TD, weight_D, EPS, num_groups)
+    near(actual, norm.rms_norm_of_gated.reference(x_TD, gate_TD, weight_D, EPS, num_groups))
 
 
 def check_quantized_norms(num_rows: int, size: int, dtype: torch.dtype, device: str) -> None:
@@ -102,11 +111,16 @@ def check_gates(num_rows: int, size: int, dtype: torch.dtype, device: str) -> No
     gate_up = view_of_wider((num_rows, 2 * size), dtype, device)
     with poisoned_memory():
         near(activation_triton.swiglu(gate_up), activation.swiglu.reference(gate_up))
-    x_TO, gate_TO = view_of_wider((num_rows, size), dtype, device), view_of_wider((num_rows, size), dtype, device)
-    expected_TO = activation.sigmoid_gate.reference(x_TO.clone(), gate_TO)
-    actual_TO = activation_triton.sigmoid_gate(x_TO, gate_TO)
-    near(actual_TO, expected_TO)
-    assert actual_TO.data_ptr() == x_TO.data_ptr()
+    for name in ("sigmoid_gate", "silu_gate"):
+        x_TO, gate_TO = (view_of_wider((num_rows, size), dtype, device) for _ in range(2))
+        expected_TO = getattr(activation, name).reference(x_TO.clone(), gate_TO)
+        actual_TO = getattr(activation_triton, name)(x_TO, gate_TO)
+        near(actual_TO, expected_TO)
+        assert actual_TO.data_ptr() == x_TO.data_ptr()
+    x_TO = torch.randn(num_rows, size, device=device).to(dtype)
+    expected_TO = activation.relu_squared.reference(x_TO.clone())
+    near(activation_triton.relu_squared(x_TO), expected_TO)
+    near(x_TO, expected_TO)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -122,6 +136,21 @@ def test_the_gated_norm_equals_the_torch_version(
     shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> None:
     check_gated_norm(shape, dtype, weight_dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "size", "num_groups"), [(1, 8, 1), (33, 63, 3), (5, 1024, 8), (2, 2050, 1)])
+def test_norm_of_gated_rows_equals_the_torch_version(
+    num_rows: int, size: int, num_groups: int, dtype: torch.dtype
+) -> None:
+    check_norm_of_gated(num_rows, size, num_groups, dtype, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_nan_stays_nan_behind_a_squared_relu() -> None:
+    x_TO = torch.tensor([[torch.nan, torch.inf, -torch.inf, -3.0, 3.0]])
+    expected_TO = torch.tensor([[torch.nan, torch.inf, 0.0, 0.0, 9.0]])
+    torch.testing.assert_close(activation_triton.relu_squared(x_TO), expected_TO, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

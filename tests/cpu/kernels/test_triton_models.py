@@ -29,7 +29,14 @@ FP8_TOLERANCE = 0.05
 
 @pytest.mark.parametrize(
     ("name", "is_deterministic"),
-    [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True), ("bamba", False), ("kimi_linear", True)],
+    [
+        ("qwen3_5", False),
+        ("qwen3_5_moe", False),
+        ("qwen3_5_moe", True),
+        ("bamba", False),
+        ("kimi_linear", True),
+        ("nemotron_h", False),
+    ],
 )
 def test_triton_versions_fit_the_layers(
     name: str, is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

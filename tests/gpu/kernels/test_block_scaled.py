@@ -123,8 +123,8 @@ def test_invariant_mixture_depends_on_its_token_alone(num_tokens: int) -> None:
     case = moe.Case(400, (16, 4, 512, 256, 128), torch.bfloat16, "cuda", is_shared_dense=False)
     mixture = block_scaled_moe_triton.block_scaled_mixture_invariant
     rows, weights = case.arguments[:4], case.arguments[4:]
-    whole = mixture(*rows, *weights, case.top_k, is_normalised=True)
-    part = mixture(*(x[:num_tokens] for x in rows), *weights, case.top_k, is_normalised=True)
+    whole = mixture(*rows, *weights, case.routing)
+    part = mixture(*(x[:num_tokens] for x in rows), *weights, case.routing)
     assert torch.equal(part, whole[:num_tokens])
 
 
@@ -132,10 +132,10 @@ def test_mixture_runs_in_a_graph() -> None:
     for num_tokens in (1, 40):
         case = moe.Case(num_tokens, (16, 4, 512, 256, 128), torch.bfloat16, "cuda", is_shared_dense=False)
         mixture = block_scaled_moe_triton.block_scaled_mixture
-        expected_TD = mixture(*case.arguments, case.top_k, is_normalised=True)
+        expected_TD = mixture(*case.arguments, case.routing)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out_TD = mixture(*case.arguments, case.top_k, is_normalised=True)
+            out_TD = mixture(*case.arguments, case.routing)
         out_TD.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out_TD, expected_TD)

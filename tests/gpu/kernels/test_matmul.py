@@ -5,7 +5,9 @@ import torch
 
 from strandline.kernels import matmul_triton
 from strandline.kernels.matmul_triton import head_linear_invariant, linear_invariant
-from strandline.kernels.moe_triton import experts_glu_invariant, route_top_k
+from strandline.kernels.moe_triton import experts_glu_invariant
+from strandline.kernels.router import Routing
+from strandline.kernels.router_triton import route
 from tests.cpu.kernels.test_matmul_triton import check_heads, check_product
 
 SHAPES = [(12352, 2560), (2560, 9216), (2560, 4096), (97, 32), (1000, 130)]
@@ -66,7 +68,7 @@ def test_a_tokens_experts_give_the_same_bits_in_any_company(
     gate_up = random(num_experts, 2 * size, hidden_size) * hidden_size**-0.5
     down = random(num_experts, hidden_size, size) * size**-0.5
     x_TD, shared_TD, gate_T1 = random(1500, hidden_size), random(1500, hidden_size), random(1500, 1)
-    weights, experts = route_top_k(random(1500, num_experts), top_k, is_normalised=True)
+    weights, experts = route(random(1500, num_experts), None, Routing(top_k, is_normalised=True))
 
     def run(rows: slice) -> torch.Tensor:
         chosen = (weights[rows], experts[rows])

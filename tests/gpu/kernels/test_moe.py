@@ -1,4 +1,4 @@
-"""The Triton router and experts on a GPU, at odd shapes and at those of Qwen3.5-35B-A3B."""
+"""The Triton experts on a GPU, at odd shapes and at those of Qwen3.5-35B-A3B."""
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from tests.cpu.kernels.test_moe_triton import (
     check_experts_without_gate,
     check_list,
     check_mixture,
-    check_router,
     inputs,
 )
 
@@ -59,13 +58,6 @@ def test_the_mixture_equals_a_loop_in_float64(
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 16, 300])
 def test_mixture_equals_a_float64_loop_at_model_shape(num_tokens: int) -> None:
     check_mixture(num_tokens, (256, 8, 2048, 512, 512), moe_triton.FEW[0], torch.bfloat16, "cuda")
-
-
-@pytest.mark.parametrize("num_tokens", [1, 63, 1000])
-def test_the_router_takes_the_largest(num_tokens: int) -> None:
-    logits_TE = torch.randn(num_tokens, 300, device="cuda").bfloat16()[:, 7:263]
-    check_router(logits_TE, 8, is_normalised=True)
-    check_router(logits_TE.float(), 8, is_normalised=False)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 65, 1000, 8192])

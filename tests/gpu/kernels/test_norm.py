@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.cpu.kernels.test_norm_triton import check_gated_norm, check_gates, check_norms
+from tests.cpu.kernels.test_norm_triton import check_gated_norm, check_gates, check_norm_of_gated, check_norms
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -21,6 +21,14 @@ def test_the_gated_norm_equals_the_torch_version(
     shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> None:
     check_gated_norm(shape, dtype, weight_dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "size", "num_groups"), [(1, 4096, 8), (65, 4096, 8), (5, 63, 3), (130, 8192, 1)])
+def test_norm_of_gated_rows_equals_the_torch_version(
+    num_rows: int, size: int, num_groups: int, dtype: torch.dtype
+) -> None:
+    check_norm_of_gated(num_rows, size, num_groups, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,6 +18,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.block_scaled_moe import block_scaled_mixture
 from strandline.kernels.moe import mixture
 from strandline.kernels.quantized_rows import Rows, plain_rows
+from strandline.kernels.router import Routing
 from strandline.kernels.weights import ScaledWeight
 from strandline.model_config import Fields
 from strandline.models.layers.parameters import matrix
@@ -87,7 +88,7 @@ class SparseMoe(nn.Module):
         hidden_size, size, num_held = config.hidden_size, config.size, len(self.experts)
         self.is_shared = config.shared_size > 0
         shared_size = shard.part_of(config.shared_size, SHARED_CHANNELS) if self.is_shared else STAND_IN_SIZE
-        self.top_k, self.is_normalised = config.top_k, config.is_normalised
+        self.routing = Routing(config.top_k, config.is_normalised)
         self.sizes = [2 * shared_size, config.num_experts, int(config.is_shared_gated)]
         self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
         self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
@@ -103,7 +104,7 @@ class SparseMoe(nn.Module):
     @property
     def expert_share(self) -> float:
         """Part of the experts that a token takes."""
-        return self.top_k / self.config.num_experts
+        return self.config.top_k / self.config.num_experts
 
     @property
     def takes_quantized(self) -> bool:
@@ -138,16 +139,9 @@ class SparseMoe(nn.Module):
         projected = (shared_TS, logits_TX, gate_T1)
         if self._scaled_experts is not None:
             weights = (*self._scaled_experts, self.shared_down.weight)
-            return self._scaled_mixture(hidden_TE, *projected, *weights, self.top_k, is_normalised=self.is_normalised)
+            return self._scaled_mixture(hidden_TE, *projected, *weights, self.routing)
         experts = (self.gate_up_XFE, self.down_XEF, self.shared_down.weight)
-        return self._mixture(
-            plain_rows(hidden_TE),
-            *projected,
-            *experts,
-            self.top_k,
-            is_normalised=self.is_normalised,
-            held=self.held,
-        )
+        return self._mixture(plain_rows(hidden_TE), *projected, *experts, self.routing, self.held)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""

@@ -7,7 +7,6 @@ of a token K are its experts.
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +14,12 @@ from torch import Tensor, nn
 from strandline.kernels.activation import relu_squared
 from strandline.kernels.binding import Kernels
 from strandline.kernels.moe import experts_relu_squared
-from strandline.kernels.router import route_by_sigmoid
+from strandline.kernels.router import Routing, route
 from strandline.models.layers.moe import EXPERTS, each_expert
 from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, unused, whole
-
-ROUTER_EPS: Final = 1e-20
 
 
 class ReluSquaredMlp(nn.Module):
@@ -70,11 +67,7 @@ class ReluSquaredMoeConfig:
     has_bias: bool
     """Of all but the experts and the router."""
     num_experts: int
-    top_k: int
-    num_groups: int
-    top_groups: int
-    scale: float
-    is_normalised: bool
+    routing: Routing
 
 
 class ReluSquaredMoe(nn.Module):
@@ -86,7 +79,7 @@ class ReluSquaredMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    operations = (route_by_sigmoid, experts_relu_squared)
+    operations = (route, experts_relu_squared)
 
     def __init__(
         self, config: ReluSquaredMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -110,24 +103,14 @@ class ReluSquaredMoe(nn.Module):
     @property
     def expert_share(self) -> float:
         """Part of the experts that a token takes."""
-        return self.config.top_k / self.config.num_experts
+        return self.config.routing.top_k / self.config.num_experts
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._route, self._experts = kernels[route_by_sigmoid], kernels[experts_relu_squared]
+        self._route, self._experts = kernels[route], kernels[experts_relu_squared]
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        config = self.config
-        routed = self._route(
-            self.router.multiply(hidden_TE.float()),
-            self.bias_X,
-            config.top_k,
-            ROUTER_EPS,
-            config.scale,
-            is_normalised=config.is_normalised,
-            num_groups=config.num_groups,
-            top_groups=config.top_groups,
-        )
+        routed = self._route(self.router.multiply(hidden_TE.float()), self.bias_X, self.config.routing)
         latent_TL = hidden_TE if self.to_latent is None else self.to_latent.multiply(hidden_TE)
         out_TL = self._experts(latent_TL, self.up_XFL, self.down_XLF, *routed, self.held)
         out_TE = out_TL if self.from_latent is None else self.from_latent.multiply(out_TL)

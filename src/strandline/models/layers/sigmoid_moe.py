@@ -5,6 +5,7 @@ Shape suffixes: T tokens of the step, E hidden size, F intermediate size, X expe
 
 from dataclasses import dataclass
 from math import inf
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +14,21 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.block_scaled_moe import block_scaled_experts_glu
 from strandline.kernels.moe import experts_glu
 from strandline.kernels.quantized_rows import Rows, plain_rows
-from strandline.kernels.router import route_by_sigmoid
+from strandline.kernels.router import Routing, route
 from strandline.kernels.weights import ScaledWeight
+from strandline.model_config import Fields
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import EXPERTS, expert_targets
 from strandline.models.layers.parameters import matrix, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, whole
+
+ROUTER_EPS: Final = 1e-20
+"""Of DeepSeek-V3's router, so that a sum of zeros divides nothing."""
+
+MAX_SCALE: Final = 1e6
+"""Of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +40,28 @@ class SigmoidMoeConfig:
     shared_size: int
     """0: no expert is shared."""
     num_experts: int
-    top_k: int
-    eps: float
-    """Added to the sum that normalised weights are divided by."""
-    scale: float
-    """Of the weights."""
-    is_normalised: bool
+    routing: Routing
     has_bias: bool
     """Whether a bias takes part in the choice."""
-    num_groups: int = 1
-    top_groups: int = 1
     router_dtype: torch.dtype | None = None
     """None: the router computes in the dtype of activations."""
+
+
+def read_routing(fields: Fields, num_experts: int) -> Routing:
+    """Read the router of DeepSeek-V3's kind; raises as :class:`strandline.model_config.Fields`."""
+    num_groups = fields.size("n_group", at_most=num_experts)
+    if num_experts % num_groups or num_experts // num_groups < min(2, num_groups):
+        fields.reject("n_group", f"such that groups of all {num_experts} experts are of one size, at least 2")
+    top_groups = fields.size("topk_group", at_most=num_groups)
+    return Routing(
+        fields.size("num_experts_per_tok", at_most=num_experts // num_groups * top_groups),
+        fields.flag("norm_topk_prob"),
+        "sigmoid",
+        ROUTER_EPS,
+        fields.number("routed_scaling_factor", at_least=0, at_most=MAX_SCALE),
+        num_groups,
+        top_groups,
+    )
 
 
 class SigmoidMoe(nn.Module):
@@ -52,7 +70,7 @@ class SigmoidMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    operations = (route_by_sigmoid, experts_glu, block_scaled_experts_glu)
+    operations = (route, experts_glu, block_scaled_experts_glu)
     _scaled_experts: tuple[ScaledWeight, ScaledWeight] | None = None
 
     def __init__(
@@ -73,7 +91,7 @@ class SigmoidMoe(nn.Module):
     @property
     def expert_share(self) -> float:
         """Part of the experts that a token takes."""
-        return self.config.top_k / self.config.num_experts
+        return self.config.routing.top_k / self.config.num_experts
 
     @property
     def takes_quantized(self) -> bool:
@@ -82,7 +100,7 @@ class SigmoidMoe(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._route, self._experts_glu = kernels[route_by_sigmoid], kernels[experts_glu]
+        self._route, self._experts_glu = kernels[route], kernels[experts_glu]
         self._scaled_experts_glu = kernels[block_scaled_experts_glu]
 
     @property
@@ -103,16 +121,7 @@ class SigmoidMoe(nn.Module):
     def forward(self, hidden_TE: Rows) -> Tensor:
         config, plain_TE = self.config, plain_rows(hidden_TE)
         router_TE = plain_TE if config.router_dtype is None else plain_TE.to(config.router_dtype)
-        routed = self._route(
-            self.router.multiply(router_TE),
-            self.bias_X,
-            config.top_k,
-            config.eps,
-            config.scale,
-            is_normalised=config.is_normalised,
-            num_groups=config.num_groups,
-            top_groups=config.top_groups,
-        )
+        routed = self._route(self.router.multiply(router_TE), self.bias_X, config.routing)
         if self.shared is None:
             shared_TE = torch.zeros_like(plain_TE)
         else:
