@@ -5,6 +5,7 @@ The name ends the waiting: from then on arguments are passed on as they arrive.
 
 import json
 from collections.abc import Callable
+from math import isfinite
 from typing import Any, Final
 
 from strandline.server.segments import Segment, SegmentKind, split_at_tag
@@ -185,15 +186,18 @@ class JsonCall:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; return None if it is invalid. Infinities, NaN and halves of surrogate pairs are invalid."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(name)
-
+    """Parse JSON; return None if it is invalid, as are numbers too large for a float and halves of surrogate pairs."""
     try:
-        value = json.loads(text, parse_constant=refuse)
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
+    return value
+
+
+def _finite(text: str) -> float:
+    """Return a number. Raises ValueError if it is infinite or NaN."""
+    if not isfinite(value := float(text)):
+        raise ValueError(text)
     return value

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from strandline.errors import RequestError
+from strandline.server.json_calls import parse_json
 from strandline.server.output_parser import new_call_id
 from strandline.server.segments import Segment, SegmentKind
 from strandline.server.tools import Toolbox, toolbox
@@ -178,8 +179,5 @@ class Blocks:
 
 def _input(arguments: str) -> Json:
     """Return a call's arguments as an object, which Anthropic's API requires even if the model wrote none."""
-    try:
-        value = json.loads(arguments or "{}")
-    except ValueError:
-        value = None
+    value = parse_json(arguments or "{}")
     return value if isinstance(value, dict) else {"invalid_json": arguments}

@@ -181,8 +181,9 @@ def test_what_is_malformed_is_refused(client: anthropic.Anthropic, more: dict[st
         client.messages.create(**saying("x", **more))
 
 
-def test_arguments_that_are_not_json_are_kept() -> None:
+@pytest.mark.parametrize("written", ["{oh", '{"x": NaN}', '{"x": -1e999}', '{"x": "\\ud800"}', "[1]"])
+def test_arguments_that_are_not_json_are_kept(written: str) -> None:
     blocks = Blocks()
-    blocks.append([Segment(SegmentKind.CALL, "f"), Segment(SegmentKind.ARGUMENTS, "{oh")])
+    blocks.append([Segment(SegmentKind.CALL, "f"), Segment(SegmentKind.ARGUMENTS, written)])
     blocks.finish()
-    assert blocks.blocks[0]["input"] == {"invalid_json": "{oh"}
+    assert blocks.blocks[0]["input"] == {"invalid_json": written}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strandline.server.json_calls import parse_json
 from strandline.server.reasoning import ThinkParser
 from strandline.server.segments import Segment, SegmentKind, SegmentParser, merge_segments, split_at_tag
 from strandline.server.tool_formats import tool_format
@@ -155,6 +156,14 @@ def test_a_value_may_hold_the_tag_that_ends_a_call() -> None:
 def test_values_that_are_not_what_the_schema_says_stay_strings() -> None:
     text = "<tool_call><function=weather><parameter=days>soon</parameter><parameter=where>{'a'</parameter></function>"
     assert calls(parse("qwen3_coder", text)) == [("weather", {"days": "soon", "where": "{'a'"})]
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "[1e999]", '{"a": -1e999}', "NaN", "Infinity"])
+def test_numbers_that_json_cannot_hold_stay_text(number: str) -> None:
+    assert parse_json(number) is None
+    key = "where" if number.startswith("{") else "days"
+    text = f"<tool_call><function=weather><parameter={key}>{number}</parameter></function></tool_call>"
+    assert calls(parse("qwen3_coder", text)) == [("weather", {key: number})]
 
 
 def test_a_call_that_is_cut_off_keeps_what_there_is() -> None:
