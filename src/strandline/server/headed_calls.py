@@ -69,11 +69,12 @@ class HeadedCalls:
         split = split_at_tag(self._text, (ARGUMENTS, END_CALL, CLOSE))
         if split.tag is None:
             return False
-        found = ID.fullmatch(split.before.strip())
-        if split.tag != ARGUMENTS or found is None:
+        call_id = split.before.strip()
+        name = function_name(call_id)
+        if split.tag != ARGUMENTS or name is None:
             self._step = self._lost
             return True
-        segments.append(Segment(SegmentKind.CALL, found[1], split.before.strip()))
+        segments.append(Segment(SegmentKind.CALL, name, call_id))
         self._raw, self._text, self._step, self._has_arguments = "", split.after, self._in_arguments, False
         return True
 
@@ -107,3 +108,9 @@ class HeadedCalls:
             segments.append(Segment(SegmentKind.CONTENT, self._raw + split.before + split.tag))
             self._rest = split.after
         return False
+
+
+def function_name(call_id: str) -> str | None:
+    """Return the function that an id names; None if it is not the id of a call."""
+    found = ID.fullmatch(call_id)
+    return found[1] if found else None

@@ -8,7 +8,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import Any, Final
 
@@ -17,7 +17,10 @@ from strandline.server.segments import Segment, SegmentKind, split_at_tag
 from strandline.server.tool_calls import Schemas
 
 NAME: Final = re.compile(r"[\w.-]+")
-KEYWORD: Final = re.compile(r"\s*([\w-]+)\s*=(?!=)")
+KEYWORD: Final = re.compile(r"[\w-]+")
+"""Names of parameters that are understood even if the schema does not list them."""
+LISTED: Final = re.compile(r"[^\"'()\[\]{}<>,=]+")
+"""Those that are understood if it does."""
 SEPARATORS: Final = "[], \t\r\n"
 """What may stand between calls."""
 WORDS: Final = {"true": True, "false": False, "null": None}
@@ -100,11 +103,8 @@ class PythonCalls:
         found: dict[str, Any] = {}
         try:
             for index, part in enumerate(parts):
-                keyword = KEYWORD.match(part)
-                if keyword:
-                    found[keyword[1]] = parse_literal(part[keyword.end() :])
-                else:
-                    found[names[index]] = parse_literal(part)
+                keyword, value = split_keyword(part, names)
+                found[names[index] if keyword is None else keyword] = parse_literal(value)
             text = json.dumps(found, ensure_ascii=False, allow_nan=False)
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         except (ValueError, SyntaxError, IndexError, RecursionError, MemoryError):
@@ -184,6 +184,18 @@ class Scanner:
         self._num_quotes += 1
         if self._num_quotes == len(self._quote):
             self._quote, self._num_quotes = "", 0
+
+
+def split_keyword(argument: str, names: Collection[str]) -> tuple[str | None, str]:
+    """Return an argument's name and its value, as they are written. The name is None if there is none.
+
+    Args:
+        names: of the parameters that the schema lists.
+    """
+    before, sign, value = argument.partition("=")
+    name = before.strip()
+    is_name = KEYWORD.fullmatch(name) or (name in names and LISTED.fullmatch(name))
+    return (name, value) if sign and is_name else (None, argument)
 
 
 def parse_literal(text: str) -> Any:

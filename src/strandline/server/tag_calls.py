@@ -71,11 +71,11 @@ class TagCalls:
         if not stripped.startswith(tag):
             self._step = self._lost
             return True
-        name, end, rest = stripped[len(tag) :].partition(">")
-        if not end:
+        split = split_name(stripped[len(tag) :])
+        if split is None:
             return False
-        self._name = name.strip().strip("\"'")
-        self._text, self._step, self._num_parameters = rest, self._in_function, 0
+        self._name, self._text = split
+        self._step, self._num_parameters = self._in_function, 0
         segments += [Segment(SegmentKind.CALL, self._name), Segment(SegmentKind.ARGUMENTS, "{")]
         return True
 
@@ -104,11 +104,11 @@ class TagCalls:
         return True
 
     def _at_parameter(self, segments: list[Segment]) -> bool:
-        name, end, rest = self._text.partition(">")
-        if not end:
+        split = split_name(self._text)
+        if split is None:
             return False
-        self._key = name.strip().strip("\"'")
-        self._text, self._value, self._is_first = rest, [], True
+        self._key, self._text = split
+        self._value, self._is_first = [], True
         self._is_streamed = is_text(self._schema())
         comma = ", " if self._num_parameters else ""
         self._num_parameters += 1
@@ -160,6 +160,12 @@ class TagCalls:
     def _schema(self) -> Any:
         properties = self._schemas.get(self._name or "", {}).get("properties")
         return properties.get(self._key) if isinstance(properties, Mapping) else None
+
+
+def split_name(text: str) -> tuple[str, str] | None:
+    """Return a name and what follows its tag, given the text behind ``function`` or ``parameter``; None: it goes on."""
+    name, end, rest = text.partition(">")
+    return (name.strip().strip("\"'"), rest) if end else None
 
 
 def is_text(schema: Any) -> bool:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from strandline.server.headed_calls import ARGUMENTS
-from strandline.server.tag_calls import Tags
+from strandline.errors import RequestError
+from strandline.server.headed_calls import ARGUMENTS, function_name
+from strandline.server.python_calls import NAME, split_keyword
+from strandline.server.tag_calls import Tags, split_name
 from strandline.text.closed_objects import close_objects
 
 ANYTHING: Final = "/(?s:.*)/"
@@ -49,12 +51,14 @@ class Frame:
 
 def json_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
     """Return the rule of a call as a JSON object."""
-    opening = json.dumps('{"name": ' + json.dumps(name) + ', "arguments": ')
+    opening = json.dumps('{"name": ' + json.dumps(name, ensure_ascii=False) + ', "arguments": ')
     return [f'{rule}: {opening} %json {_json({"type": "object", **schema})} "}}"']
 
 
 def headed_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
     """Return the rule of a call with its id before its arguments."""
+    if function_name(f"functions.{name}:0") != name:
+        raise _unwritable(name)
     opening = json.dumps(f"functions.{name}:")
     return [f"{rule}: {opening} /[0-9]{{1,3}}/ {tag(ARGUMENTS)} %json {_json({'type': 'object', **schema})}"]
 
@@ -77,6 +81,9 @@ def tag_call(tags: Tags) -> CallRules:
     def rules(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
         properties, definitions = _properties(schema)
         required = schema.get("required") or ()
+        for written in (name, *(properties or ())):
+            if split_name(f"{tags.quote}{written}{tags.quote}>") != (written, ""):
+                raise _unwritable(written)
         parts = [json.dumps(f"{tags.function}{tags.quote}{name}{tags.quote}>\n")]
         for key, property_schema in (properties or {}).items():
             part = f"{opening(key)} {value(property_schema, definitions)}"
@@ -93,6 +100,8 @@ def tag_call(tags: Tags) -> CallRules:
 def python_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
     """Return the rules of a call in Python's syntax."""
     properties, definitions = _properties(schema)
+    if not NAME.fullmatch(name):
+        raise _unwritable(name)
     opening = json.dumps(f"{name}(")
     if properties is None:
         value = f'{rule}_any: /[A-Za-z_][A-Za-z0-9_]*/ "=" %json {{}}'
@@ -101,6 +110,8 @@ def python_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
     lines = []
     rest = first = ""
     for index, (key, value) in reversed([*enumerate(properties.items())]):
+        if split_keyword(f"{key}=", properties) != (key, ""):
+            raise _unwritable(key)
         argument = f"{rule}_{index}"
         lines.append(f"{argument}: {json.dumps(key + '=')} {_python_value(value, definitions)}")
         alone = f"{argument} {rest}".strip()
@@ -110,6 +121,10 @@ def python_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
             first = f"({first})?"
         rest = f'", " {alone}' if is_required else f'(", " {argument})? {rest}'.strip()
     return [f'{rule}: {opening} {first} ")"', *lines]
+
+
+def _unwritable(name: str) -> RequestError:
+    return RequestError(f"calls of this model cannot hold the name {name!r:.100}; rename it, or do not require a call")
 
 
 def _python_value(schema: Any, definitions: Schema) -> str:

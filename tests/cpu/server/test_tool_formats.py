@@ -371,6 +371,62 @@ def test_unusual_schemas_of_parameters_are_taken(name: str) -> None:
         assert toolbox(tools, "required").grammar(name, json.dumps)
 
 
+def written_call(name: str, function: str, parameter: str) -> str:
+    """Return a call with the argument 1, as the format's templates write it."""
+    arguments = json.dumps({parameter: 1}, ensure_ascii=False)
+    as_json = f'{{"name": {json.dumps(function, ensure_ascii=False)}, "arguments": {arguments}}}'
+    python = f"{function}({parameter}=1)"
+    return {
+        "hermes": f"<tool_call>\n{as_json}\n</tool_call>",
+        "jamba": f"<tool_calls>[{as_json}]</tool_calls>",
+        "kimi_k2": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{function}:0<|tool_call_argument_begin|>"
+        f"{arguments}<|tool_call_end|><|tool_calls_section_end|>",
+        "lfm2": f"<|tool_call_start|>[{python}]<|tool_call_end|>",
+        "minimax": f"<tool_calls>\n{as_json}\n</tool_calls>",
+        "minimax_m2": f'<minimax:tool_call>\n<invoke name="{function}">\n<parameter name="{parameter}">1</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+        "nemotron_json": f"<TOOLCALL>[{as_json}]</TOOLCALL>",
+        "olmo3": f"<function_calls>{python}</function_calls>",
+        "qwen3_coder": f"<tool_call>\n<function={function}>\n<parameter={parameter}>\n1\n</parameter>\n</function>\n"
+        "</tool_call>",
+    }[name]
+
+
+USUAL = ("days", "$filter", "a.b", "a-b", "@id", "x:y", "a/b", "two words", "été")
+UNUSUAL = ("a>b", "a<b", "a=b", "a,b", "it's", '"x"', " x", "x ", "a\nb", "(x)", "[x]", "{x}", "a==b", "x" * 300, "'x'")
+
+
+def grammar_or_none(name: str, function: str, schema: dict[str, Any]) -> str | None:
+    """Return the grammar of a call that is required; None if it is refused."""
+    try:
+        tools = [{"type": "function", "function": {"name": function, "parameters": schema}}]
+        return toolbox(tools, "required").grammar(name, json.dumps)
+    except RequestError:
+        return None
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_names_that_a_grammar_takes_are_parsed(name: str, grammars: Grammars) -> None:
+    is_json = tool_format(name).rules is tool_format("hermes").rules
+    num_parsed = 0
+    names = [*(("f", each) for each in (*USUAL, *UNUSUAL)), *((each, "other") for each in (*USUAL, *UNUSUAL))]
+    for function, parameter in names:
+        schema = {"properties": {parameter: {"type": "integer"}}, "required": [parameter]}
+        answer = written_call(name, function, parameter)
+        grammar = grammar_or_none(name, function, schema)
+        if grammar is None:
+            assert not is_json
+            assert function != "f" or parameter in UNUSUAL
+            continue
+        tokens = byte_tokenizer().encode(answer)
+        start = grammars.compile(StructuredOutputsParams(grammar=grammar)).start
+        assert start.validate_tokens(tokens) == len(tokens)
+        segments = tool_format(name).parser({function: schema}).feed(answer)
+        assert calls(segments) == [(function, {parameter: 1})]
+        num_parsed += 1
+    assert num_parsed >= len(USUAL) + 2
+
+
 def test_only_tags_that_parsers_need_are_shown_among_special_tokens() -> None:
     tokenizer = byte_tokenizer()
     specials = ["<|tool_call_start|>", "<|tool_call_end|>", "<think>", "</think>", "<|im_end|>"]
