@@ -1,10 +1,10 @@
 """Routers on a GPU: one launch, a token per program.
 
-Experts are compared by keys, integers that are all distinct: the larger rank has the larger key, and of equal ranks the
-lower number has. So any choice takes as many reductions as it has experts, without a sort.
+A choice takes two reductions of 32-bit integers, each one instruction of a warp, and no sort: for the largest rank, and
+for the lowest number that has it.
 
 Shape suffixes: as in ``router.py``; in kernels P places of experts, group by group, each group padded to I places
-(a power of two), C a token's choices (``top_k``, padded to a power of two).
+(a power of two), R rows of any X, C a token's choices (``top_k``, padded to a power of two).
 """
 # mypy: ignore-errors
 
@@ -22,36 +22,39 @@ from strandline.kernels.sizes import next_power_of_2
 
 @triton.jit
 def _ordered_bits(value):
-    """Return 32 bits that are ordered, as an integer, as the numbers are; both zeros have the same."""
+    """Return integers that are ordered as the numbers are, above the lowest; both zeros have the same."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x7FFFFFFF)
 
 
 @triton.jit
-def _keys(rank_P, BLOCK: tl.constexpr):
-    """Return 64-bit keys. They end in the place, counted from the last one."""
-    place_P = BLOCK - 1 - tl.arange(0, BLOCK)
-    return (_ordered_bits(rank_P).to(tl.int64) << 32) + place_P.to(tl.int64)
+def _is_first_of_largest(bits_RX, BLOCK: tl.constexpr):
+    """Return, row by row, which number is the largest, and of equal ones has the lowest place."""
+    place_1X = tl.arange(0, BLOCK)[None, :]
+    is_largest_RX = bits_RX == tl.max(bits_RX, axis=1)[:, None]
+    return place_1X == tl.min(tl.where(is_largest_RX, place_1X, BLOCK), axis=1)[:, None]
 
 
 @triton.jit
-def _within_best_groups(key_P, rank_P, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Return the keys with those outside of the best groups, by the sum of their two best ranks, below all others."""
+def _within_best_groups(bits_P, rank_P, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Return the bits with those outside of the best groups, by the sum of their two best ranks, at the lowest."""
     NUM_GROUPS: tl.constexpr = ROUTING.num_groups
     TOP_GROUPS: tl.constexpr = ROUTING.top_groups
-    lowest = -0x7FFFFFFFFFFFFFFF
-    key_GI = tl.reshape(key_P, [BLOCK_G, BLOCK_I])
+    lowest = -0x7FFFFFFF - 1
+    bits_GI = tl.reshape(bits_P, [BLOCK_G, BLOCK_I])
     rank_GI = tl.reshape(rank_P, [BLOCK_G, BLOCK_I])
-    is_best_GI = key_GI == tl.max(key_GI, axis=1)[:, None]
-    is_second_GI = key_GI == tl.max(tl.where(is_best_GI, lowest, key_GI), axis=1)[:, None]
+    is_best_GI = _is_first_of_largest(bits_GI, BLOCK_I)
+    is_second_GI = _is_first_of_largest(tl.where(is_best_GI, lowest, bits_GI), BLOCK_I)
     total_G = tl.sum(tl.where(is_best_GI | is_second_GI, rank_GI, 0.0), axis=1)
-    group_key_G = tl.where(tl.arange(0, BLOCK_G) < NUM_GROUPS, _keys(total_G, BLOCK_G), lowest)
+    group_G = tl.arange(0, BLOCK_G)
+    group_bits_G = tl.where(group_G < NUM_GROUPS, _ordered_bits(total_G), lowest)
     is_taken_G = tl.zeros([BLOCK_G], dtype=tl.int1)
     for _ in tl.static_range(TOP_GROUPS):
-        is_next_G = group_key_G == tl.max(group_key_G, axis=0)
+        is_largest_G = group_bits_G == tl.max(group_bits_G, axis=0)
+        is_next_G = group_G == tl.min(tl.where(is_largest_G, group_G, BLOCK_G), axis=0)
         is_taken_G = is_taken_G | is_next_G
-        group_key_G = tl.where(is_next_G, lowest, group_key_G)
-    return tl.reshape(tl.where(is_taken_G[:, None], key_GI, lowest), [BLOCK_G * BLOCK_I])
+        group_bits_G = tl.where(is_next_G, lowest, group_bits_G)
+    return tl.reshape(tl.where(is_taken_G[:, None], bits_GI, lowest), [BLOCK_G * BLOCK_I])
 
 
 @triton.jit
@@ -93,25 +96,26 @@ def choose(
     # The softmax keeps the order of the logits.
     RANKS_LOGITS: tl.constexpr = bias_ptr is None and BLOCK_G == 1 and not IS_SIGMOID
     IS_NARROW: tl.constexpr = RANKS_LOGITS and dtype == tl.bfloat16
+    lowest = -0x7FFFFFFF - 1
+    rank_P = logit_P if RANKS_LOGITS else score_P
+    if bias_ptr is not None:
+        rank_P += tl.load(bias_ptr + expert_P, mask=is_expert_P, other=0.0)
+    bits_P = _ordered_bits(rank_P)
     if IS_NARROW:
-        # Half of the bits say all: a warp finds the largest of 32-bit integers in one instruction.
-        lowest = -0x7FFFFFFF - 1
-        key_P = (_ordered_bits(logit_P) & -65536) | (BLOCK_P - 1 - place_P)
-    else:
-        lowest = -0x7FFFFFFFFFFFFFFF
-        rank_P = logit_P if RANKS_LOGITS else score_P
-        if bias_ptr is not None:
-            rank_P += tl.load(bias_ptr + expert_P, mask=is_expert_P, other=0.0)
-        key_P = _keys(rank_P, BLOCK_P)
-    key_P = tl.where(is_expert_P, key_P, lowest)
+        # Half of the bits say all: the others are the place, counted from the last one, for one reduction in all.
+        bits_P = (bits_P & -65536) | (BLOCK_P - 1 - place_P)
+    bits_P = tl.where(is_expert_P, bits_P, lowest)
     if BLOCK_G > 1:
-        key_P = _within_best_groups(key_P, rank_P, ROUTING, BLOCK_G, BLOCK_I)
+        bits_P = _within_best_groups(bits_P, rank_P, ROUTING, BLOCK_G, BLOCK_I)
     choice_C = tl.arange(0, BLOCK_C)
     place_C = tl.zeros([BLOCK_C], dtype=tl.int32)
     for choice in tl.static_range(TOP_K):
-        key = tl.max(key_P, axis=0)
-        key_P = tl.where(key_P == key, lowest, key_P)
-        place = BLOCK_P - 1 - (key & (0xFFFF if IS_NARROW else 0xFFFFFFFF)).to(tl.int32)
+        largest = tl.max(bits_P, axis=0)
+        if IS_NARROW:
+            place = BLOCK_P - 1 - (largest & 0xFFFF)
+        else:
+            place = tl.min(tl.where(bits_P == largest, place_P, BLOCK_P), axis=0)
+        bits_P = tl.where(place_P == place, lowest, bits_P)
         place_C = tl.where(choice_C == choice, place, place_C)
     weight_C = tl.where(choice_C < TOP_K, tl.gather(score_P, place_C, 0), 0.0)
     if IS_NORMALISED:

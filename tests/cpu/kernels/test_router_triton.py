@@ -46,6 +46,7 @@ def check_padding_rows(routing: Routing, device: str) -> None:
     logits_TE, bias_E = logits_of(5, 20, device), torch.randn(20, device=device)
     expected = router_triton.route(logits_TE[1:3], bias_E, routing)
     logits_TE[0], logits_TE[3:] = torch.nan, -torch.nan
+    logits_TE[4] = torch.full((20,), -1, dtype=torch.int32).view(torch.float32).to(device)
     weights_TK, experts_TK = router_triton.route(logits_TE, bias_E, routing)
     assert torch.equal(weights_TK[1:3], expected[0])
     assert torch.equal(experts_TK[1:3], expected[1])
