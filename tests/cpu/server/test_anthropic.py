@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
-import httpx
 import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.server.messages_blocks import Blocks
 from strandline.server.segments import Segment, SegmentKind
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_stream
 
 QUESTION: dict[str, Any] = {
     "model": "tiny",
@@ -38,7 +37,7 @@ def test_message_equals_offline_answer_and_counts_cached_tokens(server: ServerPr
 
 
 def test_a_streamed_message_is_the_whole_one(server: ServerProcess, expected: str) -> None:
-    with httpx.stream(
+    with http_stream(
         "POST", f"{server.url}/v1/messages", json={**QUESTION, "stream": True}, timeout=TIMEOUT_S
     ) as response:
         lines = [line for line in response.iter_lines() if line]

@@ -5,7 +5,6 @@ import json
 import threading
 from typing import Any
 
-import httpx
 import pytest
 
 from strandline.errors import RequestError
@@ -14,7 +13,7 @@ from strandline.server.service import LONG_CHARACTERS, Service
 from strandline.text.frontend import Frontend
 from tests.cpu.engine.tokenizers import byte_tokenizer
 from tests.cpu.server.conftest import VOCAB_SIZE
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_post
 
 COMPLETION = ("/v1/completions", {"prompt": "x", "max_tokens": 1})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
@@ -76,7 +75,7 @@ def test_it_is_refused_and_the_server_goes_on(
 ) -> None:
     path, body = request_of
     body = {**body, field: value}
-    answer = httpx.post(server.url + path, content=dumped(body), headers=JSON, timeout=TIMEOUT_S)
+    answer = http_post(server.url + path, content=dumped(body), headers=JSON)
     if message:
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
@@ -108,7 +107,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/message
     ids=lambda content: repr(content[:20]),
 )  # fmt: skip
 def test_invalid_body_gets_400_in_shape_of_its_path(server: ServerProcess, path: str, content: bytes) -> None:
-    answer = httpx.post(server.url + path, content=content, headers=JSON, timeout=TIMEOUT_S)
+    answer = http_post(server.url + path, content=content, headers=JSON)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert (answer.json().get("type") == "error") == path.startswith("/v1/messages")

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.errors import RequestError
 from strandline.server.cache_page import PAGE
 from strandline.server.config import ServerConfig
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+from tests.cpu.server.process import ServerProcess, http_get, http_post, running_server
 
 KEY = {"Authorization": "Bearer secret"}
 
@@ -28,20 +27,20 @@ def reserved(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def complete(server: ServerProcess, prompt: str, headers: dict[str, str] | None = None, **fields: Any) -> Any:
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "include_cache_account": True, **fields}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S)
+    answer = http_post(f"{server.url}/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def state(server: ServerProcess, **headers: str) -> Any:
-    answer = httpx.get(f"{server.url}/cache/state", headers=headers, timeout=TIMEOUT_S)
+    answer = http_get(f"{server.url}/cache/state", headers=headers)
     assert answer.status_code == 200, answer.text
     assert answer.headers["Cache-Control"] == "no-store"
     return answer.json()
 
 
 def explain(server: ServerProcess, headers: dict[str, str] | None = None, **fields: Any) -> Any:
-    answer = httpx.post(f"{server.url}/cache/explain", json=fields, headers=headers, timeout=TIMEOUT_S)
+    answer = http_post(f"{server.url}/cache/explain", json=fields, headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -184,7 +183,7 @@ def test_questions_that_make_no_sense_are_refused(server: ServerProcess, fields:
 def test_a_question_that_is_not_valid_unicode_is_refused(server: ServerProcess, name: str) -> None:
     body = json.dumps({"prompt": "x", name: "\ud800"} if name != "request_id" else {name: "\ud800"})
     headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{server.url}/cache/explain", content=body, headers=headers, timeout=TIMEOUT_S)
+    answer = http_post(f"{server.url}/cache/explain", content=body, headers=headers)
     assert answer.status_code == 400
     assert "not valid Unicode" in answer.json()["error"]["message"]
 
@@ -193,7 +192,7 @@ def test_page_is_public_and_its_data_need_the_key(reserved: ServerProcess) -> No
     assert reserved.get("/cache").status_code == 200
     assert reserved.get("/cache/state").status_code == 401
     assert reserved.post("/cache/explain", prompt="x").status_code == 401
-    assert httpx.get(f"{reserved.url}/cache/state", headers=KEY).status_code == 200
+    assert http_get(f"{reserved.url}/cache/state", headers=KEY).status_code == 200
 
 
 def test_counts_alone_hold_no_text_of_others(reserved: ServerProcess) -> None:
@@ -213,7 +212,7 @@ def test_text_is_shown_to_local_host_names_only(server: ServerProcess) -> None:
     complete(server, "for this machine " * 10)
     assert state(server)["shows_text"]
     assert state(server, Host="localhost")["shows_text"]
-    stranger = httpx.get(f"{server.url}/cache/state", headers={"Host": "stranger.example"})
+    stranger = http_get(f"{server.url}/cache/state", headers={"Host": "stranger.example"})
     assert stranger.status_code == 403
     assert "for this machine" not in stranger.text
 

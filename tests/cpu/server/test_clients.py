@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
@@ -24,7 +23,7 @@ from pydantic import BaseModel
 from strandline import LLM, SamplingParams
 from strandline.records.outputs import Logprob
 from strandline.server.usage_and_logprobs import completion_logprobs
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_stream
 
 PAGE = (Path(__file__).parents[3] / "docs" / "clients.md").read_text()
 
@@ -232,7 +231,7 @@ def test_chat_role_event_comes_with_first_token(server: ServerProcess) -> None:
     """vLLM's load generator takes it for the first token. A prompt of many steps would show the difference."""
     body = {**GUIDELLM, "max_completion_tokens": 1, "messages": [{"role": "user", "content": "x" * 4000}]}
     before = server.metric("time_to_first_token_seconds_count")
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT_S) as response:
+    with http_stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:
         first = next(line for line in response.iter_lines() if line)
         assert '"role":"assistant"' in first
         assert server.metric("time_to_first_token_seconds_count") == before + 1

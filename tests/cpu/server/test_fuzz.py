@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +10,7 @@ from strandline.server.cache_page import ExplainBody
 from strandline.server.messages_api import MessagesBody
 from strandline.server.request_bodies import ChatBody, CompletionBody, TokenizeBody
 from strandline.server.responses_api import ResponsesBody
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess
+from tests.cpu.server.process import ServerProcess, http_post
 
 SCALARS = (
     st.none()
@@ -46,7 +45,7 @@ def test_no_body_makes_a_5xx(server: ServerProcess, path: str, fields: dict[str,
         body |= BOUNDED
     content = json.dumps(body).encode(errors="surrogatepass")
     headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{server.url}/{path}", content=content, headers=headers, timeout=TIMEOUT_S)
+    answer = http_post(f"{server.url}/{path}", content=content, headers=headers)
     assert answer.status_code < 500, answer.text
     assert answer.status_code == 200 or answer.json()["error"]["message"]
     assert server.process.poll() is None

@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import httpx
 import pytest
 import uvicorn
 
@@ -18,7 +17,7 @@ from strandline.errors import RequestError
 from strandline.kv_transfer_config import KVTransferConfig, read_kv_transfer_config
 from strandline.server.service import Service
 from tests.cpu.server.prefill_decode_proxy import build_proxy
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_post
 
 TEXT = "A prompt that is long enough to fill several blocks of sixty-four tokens, where each token is a byte. " * 3
 LEASE_S = 2.0
@@ -81,7 +80,7 @@ def body_of(prompt: str, **fields: Any) -> dict[str, Any]:
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    response = httpx.post(url + path, json=body, timeout=TIMEOUT_S)
+    response = http_post(url + path, json=body)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -117,7 +116,7 @@ def test_chats_through_a_proxy_are_those_of_one_server(proxy: str, consumer: Ser
 def test_streams_through_a_proxy_are_those_of_one_server(proxy: str, consumer: ServerProcess) -> None:
     body = body_of("stream " + TEXT)
     stream = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    lines = httpx.post(f"{proxy}/v1/completions", json=stream, timeout=TIMEOUT_S).text.splitlines()
+    lines = http_post(f"{proxy}/v1/completions", json=stream).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     text = "".join(choice["text"] for event in events for choice in event["choices"])
     assert text == alone(consumer, "/v1/completions", body)["choices"][0]["text"] != ""

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from strandline import LLM
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess
+from tests.cpu.server.process import ServerProcess, http_post
 
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
 
@@ -68,7 +68,7 @@ MALFORMED: list[tuple[str, bytes, str]] = [
 @pytest.mark.parametrize(("path", "body", "message"), MALFORMED, ids=[str(body)[2:60] for _, body, _ in MALFORMED])
 def test_malformed_body_gets_400_with_the_reason(server: ServerProcess, path: str, body: bytes, message: str) -> None:
     headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{server.url}/v1/{path}", content=body, headers=headers, timeout=TIMEOUT_S)
+    answer = http_post(f"{server.url}/v1/{path}", content=body, headers=headers)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -79,7 +79,7 @@ def test_malformed_body_gets_400_with_the_reason(server: ServerProcess, path: st
 def test_a_body_nested_too_deep_is_a_400(server: ServerProcess) -> None:
     content = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers, timeout=TIMEOUT_S)
+    answer = http_post(f"{server.url}/v1/completions", content=content, headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
 

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from strandline.env import API_KEY
 from strandline.errors import ConfigError
 from strandline.server.config import ServerConfig, salt_of_key
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+from tests.cpu.server.process import ServerProcess, http_get, http_post, running_server
 
 ADA, BOB = {"Authorization": "Bearer adas"}, {"Authorization": "Bearer bobs"}
 
@@ -23,7 +22,7 @@ def shared(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def post(server: ServerProcess, path: str, headers: dict[str, str], **fields: Any) -> Any:
-    answer = httpx.post(server.url + path, json=fields, headers=headers, timeout=TIMEOUT_S)
+    answer = http_post(server.url + path, json=fields, headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -73,13 +72,13 @@ def test_cache_page_shows_a_key_its_own_entries(shared: ServerProcess) -> None:
     asked = post(shared, "/v1/completions", ADA, **body)
 
     def shown(who: dict[str, str]) -> bool:
-        state = httpx.get(f"{shared.url}/cache/state", headers=who, timeout=TIMEOUT_S).json()
+        state = http_get(f"{shared.url}/cache/state", headers=who).json()
         return any("only for Ada" in run["text"] for run in state["tree"]["runs"])
 
     assert [shown(ADA), shown(BOB)] == [True, False]
     question = {"request_id": asked["id"]}
     assert post(shared, "/cache/explain", ADA, **question)["now"]["hit"] > 0
-    refused = httpx.post(f"{shared.url}/cache/explain", json=question, headers=BOB, timeout=TIMEOUT_S)
+    refused = http_post(f"{shared.url}/cache/explain", json=question, headers=BOB)
     assert refused.status_code == 400
     for who, is_hit in ((ADA, True), (BOB, False)):
         assert (post(shared, "/cache/explain", who, prompt=body["prompt"])["account"]["hit"] > 0) is is_hit

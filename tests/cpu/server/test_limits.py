@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from strandline.server import gate
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+from tests.cpu.server.process import ServerProcess, http_post, http_stream, running_server
 
 FLAGS = ["--api-key", "secret-one", "secret-two", "--max-num-seqs", "1", "--max-queue", "1"]
 FLAGS += ["--max-body-bytes", "2000", "--request-timeout-s", "2.5"]
@@ -25,7 +25,7 @@ def strict(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def ask(server: ServerProcess, headers: dict[str, str] | None = None, **fields: object) -> httpx.Response:
     body = {"prompt": "x", "max_tokens": 1, **fields}
     url = f"{server.url}/v1/completions"
-    return httpx.post(url, json=body, headers=KEY if headers is None else headers, timeout=TIMEOUT_S)
+    return http_post(url, json=body, headers=KEY if headers is None else headers)
 
 
 BAD_HEADERS = ["", "Bearer", "Bearer secret", "Bearer secret-two2", "Basic secret-two", "Bearer \xe9"]
@@ -33,7 +33,7 @@ BAD_HEADERS = ["", "Bearer", "Bearer secret", "Bearer secret-two2", "Basic secre
 
 @pytest.mark.parametrize("header", BAD_HEADERS)
 def test_a_wrong_key_is_a_401(strict: ServerProcess, header: str) -> None:
-    answer = httpx.post(
+    answer = http_post(
         f"{strict.url}/v1/completions", json={"prompt": "x"}, headers=[(b"Authorization", header.encode("latin-1"))]
     )
     assert answer.status_code == 401
@@ -69,14 +69,14 @@ def test_too_large_body_gets_413_with_and_without_length(strict: ServerProcess) 
     assert ask(strict, prompt="x" * 3000).status_code == 413
     pieces = (b"x" * 500 for _ in range(10))
     headers = {**KEY, "Content-Type": "application/json"}
-    answer = httpx.post(f"{strict.url}/v1/completions", content=pieces, headers=headers, timeout=TIMEOUT_S)
+    answer = http_post(f"{strict.url}/v1/completions", content=pieces, headers=headers)
     assert answer.status_code == 413
     assert "raise --max-body-bytes" in answer.json()["error"]["message"]
 
 
 def test_full_queue_gets_429_with_retry_after(strict: ServerProcess) -> None:
     url = f"{strict.url}/v1/completions"
-    with httpx.stream("POST", url, json={**ENDLESS, "n": 2, "stream": True}, headers=KEY) as first:
+    with http_stream("POST", url, json={**ENDLESS, "n": 2, "stream": True}, headers=KEY) as first:
         lines = first.iter_lines()
         next(lines)
         answer = ask(strict)

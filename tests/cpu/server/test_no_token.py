@@ -9,7 +9,7 @@ from strandline.ids import NO_TOKEN
 from strandline.records.events import FinishReason, StepEvents, TokenEvent
 from strandline.records.messages import Stepped
 from tests.cpu.server.conftest import VOCAB_SIZE
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess
+from tests.cpu.server.process import ServerProcess, http_post
 from tests.cpu.server.test_queue import held_server
 
 
@@ -20,11 +20,11 @@ def test_request_without_a_possible_token_gets_an_error(
 ) -> None:
     banned = list(range(VOCAB_SIZE))
     body = {"prompt": "Hello", "max_tokens": 4, "min_tokens": 2, "stop_token_ids": banned, "temperature": temperature}
-    response = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": is_streamed}, timeout=TIMEOUT_S)
+    response = http_post(f"{server.url}/v1/completions", json={**body, "stream": is_streamed})
     assert response.status_code == (200 if is_streamed else 500)
     assert "no token could be sampled" in response.text
     plain = {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
-    again = httpx.post(f"{server.url}/v1/completions", json=plain, timeout=TIMEOUT_S)
+    again = http_post(f"{server.url}/v1/completions", json=plain)
     assert again.json()["usage"]["completion_tokens"] == 4
 
 
