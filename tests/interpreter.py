@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -67,3 +68,54 @@ def convert_e4m3() -> None:
 def multiply_rows_alike(a: Any, b: Any, dtype: Any) -> Any:
     """Multiply as ``np.matmul`` does, with the same summation order for every row, which BLAS does not guarantee."""
     return np.einsum("ik,kj->ij", a, b, dtype=dtype, optimize=False)
+
+
+def spare_repeated_work() -> None:
+    """Keep what Triton 3.6's interpreter finds out anew for each call and each value: half of its time went there."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    _patch_language_once(interpreter)
+    _keep_dtypes(interpreter)
+    _keep_types_of_shapes(interpreter.tl.core)
+
+
+def _patch_language_once(interpreter: Any) -> None:
+    """Patch the language for a kernel's launch, and not again for each function of the same file that it calls."""
+    patched: set[str] = set()
+    patch, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
+
+    def patch_once(function: Any) -> Any:
+        if function.__module__ in patched:
+            return None  # only a launch, which comes first, uses the scope that it gets
+        patched.add(function.__module__)
+        return patch(function)
+
+    def restore_and_forget(scope: Any) -> None:
+        patched.clear()
+        restore(scope)
+
+    interpreter._patch_lang = patch_once
+    interpreter._LangPatchScope.restore = restore_and_forget
+
+
+def _keep_dtypes(interpreter: Any) -> None:
+    """Keep the NumPy dtypes of scalars; for each value the interpreter builds a dictionary of all of them."""
+    get = interpreter._get_np_dtype
+    get_of_scalar = cache(lambda name: get(interpreter.tl.dtype(name)))
+
+    def get_kept(kind: Any) -> Any:
+        return get_of_scalar(kind.scalar.name) if type(kind.scalar) is interpreter.tl.dtype else get(kind)
+
+    interpreter._get_np_dtype = get_kept
+
+
+def _keep_types_of_shapes(core: Any) -> None:
+    """Keep the types of tuples of integers, which shapes are."""
+    find = core._type_for_tuple_values
+    find_of_integers = cache(find)
+
+    def find_kept(values: Any, fields: Any = None) -> Any:
+        numbers = tuple(x.value if type(x) is core.constexpr else x for x in values)
+        is_plain = fields is None and all(type(x) is int for x in numbers)
+        return find_of_integers(numbers) if is_plain else find(values, fields)
+
+    core._type_for_tuple_values = find_kept

@@ -1,4 +1,4 @@
-"""Both versions of what runs on a CPU; and Triton's interpreter, made to work with our NumPy, and with bfloat16."""
+"""Both versions of what runs on a CPU; and Triton's interpreter, made to work with our NumPy and bfloat16, faster."""
 
 import os
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import pytest
 
 from strandline import env
 from strandline.kernels.binding import why_unavailable
+from tests.interpreter import spare_repeated_work
 
 
 @pytest.fixture(scope="module", params=["torch", "numba"])
@@ -46,3 +47,4 @@ if find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
     interpreter._patch_lang_tensor = _patch_tensor_and_index
     interpreter.InterpreterBuilder.create_dot = _create_dot_of_numbers
+    spare_repeated_work()
