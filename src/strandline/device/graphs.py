@@ -51,9 +51,10 @@ def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepSize
 
 
 def verification_sizes(max_num_seqs: int, draft_tokens: int) -> list[VerificationSize]:
-    """Return the sizes of steps that verify drafts: with as many as there may be, or none."""
+    """Return the sizes of steps that verify or make drafts: few, or as many as there may be."""
+    depths = sorted({1, min(2, draft_tokens), draft_tokens})
     counts = sorted({size.num_sequences for size in graph_sizes(max_num_seqs, 1) if not size.num_prompt_rows})
-    return [VerificationSize(count, depth) for count in counts for depth in (0, draft_tokens)]
+    return [VerificationSize(count, depth) for count in counts for depth in depths]
 
 
 class StepHidden(NamedTuple):

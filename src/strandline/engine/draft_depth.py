@@ -5,21 +5,23 @@ often draft ``i`` is accepted behind accepted ones, and takes the time that such
 tokens per second is chosen. It is 0 where none pays: with many sequences, or few accepted drafts.
 
 Times are kept for numbers of sequences within a factor of two. A depth is tried first where it has no times. Later the
-neighbours of the best depth are tried now and then: times change, and nothing is learned of drafts at depth 0. How long
-the best one is kept in between follows from what a trial costs. Where few sequences have drafts (n-grams), steps of a
-depth may never come about; its time is that of the depth below, then.
+neighbours of the best depth, and depth 0, are tried now and then: times change, and nothing is learned of drafts at
+depth 0. How long the best one is kept in between follows from what a trial costs. Of the newest times the least counts,
+for a few slow steps are no reason to leave a depth: prompts may have joined that were cached whole. Where few sequences
+have drafts (n-grams), steps of a depth may never come about; its time is that of the depth below, then.
 
 A draft layer drafts behind one step what the next one verifies. So the first step of another depth verifies as many as
 the one before drafted: its time belongs to neither. A trial is two steps.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 from strandline.records.plan import StepPlan
 
-FADING: Final = 0.1
-"""Weight of the newest time in an average."""
+NEWEST_TIMES: Final = 8
+"""Of a depth, that count."""
 
 ACCEPTANCE_FADING: Final = 0.02
 """Weight of the newest draft in an average."""
@@ -28,7 +30,7 @@ FIRST_ACCEPTANCE: Final = 0.7
 """Assumed before any draft."""
 
 TRIALS: Final = 3
-"""Steps at a depth before its time counts: the first may be slow for other reasons. The least of these counts."""
+"""Steps at a depth before its time counts: the first may be slow for other reasons."""
 
 MAX_CHOICES: Final = 16
 """How often a depth without times is chosen in order to measure it."""
@@ -58,7 +60,7 @@ class DraftDepth:
         self._has_draft_layer = has_draft_layer
         self._accepted = [FIRST_ACCEPTANCE] * max_depth
         """By place, how often a draft behind accepted ones was accepted."""
-        self._times: dict[int, list[_Average]] = {}
+        self._times: dict[int, list[_LeastTime]] = {}
         """By the size of the batch and the depth."""
         self._trial: int | None = None
         """The depth that is being tried; None: none is."""
@@ -69,9 +71,9 @@ class DraftDepth:
     def choose(self, num_decodes: int) -> int:
         """Return the depth of the next step."""
         times = self._times_of(num_decodes)
-        for depth, average in enumerate(times):
-            if average.num_values < TRIALS and average.num_choices < MAX_CHOICES:
-                average.num_choices += 1
+        for depth, time in enumerate(times):
+            if time.num_values < TRIALS and time.num_choices < MAX_CHOICES:
+                time.num_choices += 1
                 return depth
         seconds = _seconds_of(times)
         rates = [tokens / time for tokens, time in zip(self._expected_tokens(), seconds, strict=True)]
@@ -87,8 +89,8 @@ class DraftDepth:
         return best if self._trial is None else self._trial
 
     def _begin_trial(self, best: int) -> None:
-        neighbours = [depth for depth in (best - 1, best + 1) if 0 <= depth <= self._max_depth]
-        self._trial, self._num_steps_left = neighbours[self._num_trials % len(neighbours)], TRIAL_STEPS
+        others = [depth for depth in sorted({0, best - 1, best + 1} - {best}) if 0 <= depth <= self._max_depth]
+        self._trial, self._num_steps_left = others[self._num_trials % len(others)], TRIAL_STEPS
         self._num_trials += 1
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
@@ -108,8 +110,8 @@ class DraftDepth:
         if plan.num_tokens == num_sequences + num_drafts:
             self._times_of(num_sequences)[depth].add(seconds)
 
-    def _times_of(self, num_decodes: int) -> "list[_Average]":
-        return self._times.setdefault(num_decodes.bit_length(), [_Average() for _ in range(self._max_depth + 1)])
+    def _times_of(self, num_decodes: int) -> "list[_LeastTime]":
+        return self._times.setdefault(num_decodes.bit_length(), [_LeastTime() for _ in range(self._max_depth + 1)])
 
     def _expected_tokens(self) -> list[float]:
         expected, chance = [1.0], 1.0
@@ -119,28 +121,27 @@ class DraftDepth:
         return expected
 
 
-def _seconds_of(times: "Sequence[_Average]") -> list[float]:
+def _seconds_of(times: "Sequence[_LeastTime]") -> list[float]:
     """Return the time of each depth: where there is none, that of the depth below, and for depth 0 the longest."""
-    seconds = [max((average.value for average in times if average.num_values), default=1.0)]
-    for average in times:
-        seconds.append(average.value if average.num_values else seconds[-1])
+    seconds = [max((time.value for time in times if time.num_values), default=1.0)]
+    for time in times:
+        seconds.append(time.value if time.num_values else seconds[-1])
     return seconds[1:]
 
 
-class _Average:
-    """A fading average, of the least of the first values and all later ones."""
+class _LeastTime:
+    """The least of the newest times of a depth."""
 
-    __slots__ = ("num_choices", "num_values", "value")
+    __slots__ = ("_newest", "num_choices", "num_values", "value")
 
     def __init__(self) -> None:
         self.num_values = 0
         self.num_choices = 0
         """How often the depth was chosen to be measured."""
+        self._newest = deque[float](maxlen=NEWEST_TIMES)
         self.value = float("inf")
 
     def add(self, value: float) -> None:
         self.num_values += 1
-        if self.num_values <= TRIALS:
-            self.value = min(self.value, value)
-        else:
-            self.value += FADING * (value - self.value)
+        self._newest.append(value)
+        self.value = min(self._newest)

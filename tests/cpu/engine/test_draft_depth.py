@@ -75,6 +75,22 @@ def test_depth_returns_when_drafts_become_right() -> None:
     assert share(run(depth, seconds, [0.95, 0.95], 6000)[5000:], 2) > 0.9
 
 
+@pytest.mark.parametrize("num_slow", [1, 2])
+def test_a_few_slow_steps_do_not_change_the_depth(num_slow: int) -> None:
+    depth, seconds, acceptance = DraftDepth(2), [1.0, 1.5, 1.7], [0.3, 0.3]
+    run(depth, seconds, acceptance, 300)
+    for _ in range(num_slow):
+        depth.observe(plan_of_decodes(4, 0), 9.0)
+    assert share(run(depth, seconds, acceptance, 200), 0) > 0.95
+
+
+def test_depth_0_is_tried_again_after_slow_times() -> None:
+    depth, acceptance = DraftDepth(3), [0.3, 0.3, 0.3]
+    run(depth, [9.0, 3.0, 2.0, 1.8], acceptance, 300)
+    assert run(depth, [9.0, 3.0, 2.0, 1.8], acceptance, 1)[0] >= 2
+    assert share(run(depth, [1.0, 1.5, 1.7, 1.8], acceptance, 6000)[-500:], 0) > 0.95
+
+
 def test_batches_of_other_sizes_have_depths_of_their_own() -> None:
     depth = DraftDepth(1)
     assert share(run(depth, [1.0, 1.1], [0.8], 300, batch=1)[100:], 1) > 0.95
