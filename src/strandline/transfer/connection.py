@@ -44,7 +44,7 @@ class Cause(StrEnum):
     GONE = "gone"
     """The peer does not have it any more."""
     NO_ROOM = "no_room"
-    """This engine has no memory for it."""
+    """The engine that fetches has no memory for it."""
 
 
 class TransferError(Exception):
@@ -162,7 +162,7 @@ class Connection:
         """
         message, payload = self.receive(payload_bytes, patience_s=patience_s)
         if isinstance(message, Failed):
-            raise TransferError(_cause(message.cause), message.reason)
+            raise failure_of(message)
         if not isinstance(message, kind) or len(payload) != payload_bytes:
             raise TransferError(
                 Cause.GARBLED,
@@ -195,5 +195,7 @@ class Connection:
         return num_bytes
 
 
-def _cause(name: str) -> Cause:
-    return Cause(name) if name in Cause.__members__.values() else Cause.GARBLED
+def failure_of(failed: Failed) -> TransferError:
+    """Return the error of a peer that has failed. A cause that no ``Cause`` has is garbled."""
+    is_known = failed.cause in Cause.__members__.values()
+    return TransferError(Cause(failed.cause) if is_known else Cause.GARBLED, failed.reason)

@@ -7,7 +7,7 @@ ends it. With NIXL, ``Placed`` comes in place of the pieces, and ``Enough`` is a
 """
 
 from itertools import pairwise
-from typing import Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -75,10 +75,10 @@ class Placed(msgspec.Struct, tag=True):
 
     agent: bytes
     """The metadata of the agent that has registered it."""
-    kind: str
+    kind: Literal["DRAM", "VRAM"]
     """NIXL's name of the kind of memory."""
-    device: int
-    addresses: list[int]
+    device: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    addresses: list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
     """Of each block and each slot, in the order of the pieces."""
 
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from threading import Lock
 from types import ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class Region(NamedTuple):
     """The GPU that it belongs to; None: the host."""
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Literal["DRAM", "VRAM"]:
         """NIXL's name of the kind of memory."""
         return "DRAM" if self.device is None else "VRAM"
 
@@ -76,7 +76,9 @@ class NixlMover:
         if find_spec("nixl") is None:
             raise ConfigError(f"{FLAG}: {CONNECTOR} needs NIXL: pip install 'strandline[nixl]'")
         api = import_module("nixl._api")
-        self._errors = _errors_of(import_module("nixl._bindings"))
+        bindings = import_module("nixl._bindings")
+        self._errors = _errors_of(bindings)
+        self._not_found: type[Exception] = bindings.nixlNotFoundError
         self._region = region
         sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         try:
@@ -148,6 +150,8 @@ class NixlMover:
                     raise TransferError(Cause.DISCONNECTED, "the pull has ended")
                 time.sleep(POLL_S)
                 state = agent.check_xfer_state(handle)
+        except self._not_found as error:
+            raise TransferError(Cause.GARBLED, f"the peer has not registered what it offers: {error}") from error
         except self._errors as error:
             raise TransferError(Cause.DISCONNECTED, f"NIXL: {error}") from error
         finally:
@@ -172,13 +176,19 @@ class NixlMover:
             buffer = None if found is None else self._buffers.pop(found)
         if buffer is None:
             buffer = np.empty(num_bytes, np.uint8)
-            self._agent.register_memory([(buffer.ctypes.data, buffer.nbytes, 0, "")], "DRAM")
+            self._register(buffer)
         try:
             yield buffer
         finally:
             with self._lock:
                 if all(buffer is not used for _, used in self._unending):
                     self._buffers.append(buffer)
+
+    def _register(self, buffer: np.ndarray) -> None:
+        try:
+            self._agent.register_memory([(buffer.ctypes.data, buffer.nbytes, 0, "")], "DRAM")
+        except self._errors as error:
+            raise TransferError(Cause.NO_ROOM, f"{buffer.nbytes} bytes cannot be registered: {error}") from error
 
     @contextmanager
     def _using(self, metadata: bytes) -> Iterator[str]:
@@ -206,9 +216,11 @@ class NixlMover:
     def _connect(self, metadata: bytes) -> _Peer:
         try:
             name = self._agent.add_remote_agent(metadata)
+            return _Peer(name if isinstance(name, str) else name.decode())
+        except UnicodeError as error:
+            raise TransferError(Cause.GARBLED, f"an agent's name is not text: {error}") from error
         except self._errors as error:
             raise TransferError(Cause.GARBLED, f"NIXL: {error}") from error
-        return _Peer(name if isinstance(name, str) else name.decode())
 
     def _forget_unused(self) -> None:
         idle = [metadata for metadata, peer in self._peers.items() if not peer.num_users]

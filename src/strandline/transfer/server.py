@@ -12,7 +12,7 @@ from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import ConfigError
 from strandline.kv_transfer_config import FLAG
 from strandline.specs import ModelSpec
-from strandline.transfer.connection import Cause, Connection, TransferError
+from strandline.transfer.connection import Cause, Connection, TransferError, failure_of
 from strandline.transfer.counters import NOT_NEEDED, NOTHING, TransferCounters
 from strandline.transfer.engine_calls import EngineCalls
 from strandline.transfer.layout import Items, differences, pieces_of
@@ -143,7 +143,7 @@ class PullServer:
         if isinstance(want, Want):
             self._give(connection, source, hold, offer, want)
         elif isinstance(want, Failed):
-            raise TransferError(Cause.DISCONNECTED, f"the peer has given up: {want.reason}")
+            raise failure_of(want)
         elif isinstance(want, Enough):
             self.counters.count(NOT_NEEDED)
         else:

@@ -24,7 +24,13 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Offer, counts, st.lists(st.tuples(counts, texts), max_size=4)),
     st.builds(Want, counts, st.lists(counts, max_size=4)),
     st.builds(Piece, counts),
-    st.builds(Placed, st.binary(max_size=40), texts, counts, st.lists(counts, max_size=4)),
+    st.builds(
+        Placed,
+        st.binary(max_size=40),
+        st.sampled_from(["DRAM", "VRAM"]),
+        st.integers(0, 2**31 - 1),
+        st.lists(st.integers(0, 2**63 - 1), max_size=4),
+    ),
     st.builds(Enough),
     st.builds(Failed, texts, texts),
 )
@@ -69,6 +75,23 @@ def test_frames_arrive_as_they_were_sent_however_they_are_cut(
     sending.start()
     assert [connection.receive(3000) for _ in frames] == frames
     sending.join()
+
+
+@pytest.mark.parametrize(
+    "placed",
+    [
+        *(Placed(b"", "DRAM", 0, [64, address]) for address in (-1, 2**63, 2**64 - 1)),
+        *(Placed(b"", "DRAM", device, [64]) for device in (-1, 2**31)),
+        *(Placed(b"", kind, 0, [64]) for kind in ("", "dram", "FILE")),
+    ],
+    ids=str,
+)
+def test_a_place_that_no_memory_has_is_garbled(pair: tuple[Connection, socket.socket], placed: Placed) -> None:
+    connection, peer = pair
+    peer.sendall(frame(placed))
+    with pytest.raises(TransferError) as failure:
+        connection.expect(Placed)
+    assert failure.value.cause is Cause.GARBLED
 
 
 @given(messages, st.binary(max_size=300), st.data())

@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from secrets import token_hex
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,9 +183,30 @@ def test_a_pull_that_is_closed_does_not_wait(producer: Producer, monkeypatch: py
 @needs_nixl
 def test_memory_that_is_not_given_is_not_read(make_producer: MakeProducer, mover: NixlMover) -> None:
     memory = Memory()
-    with pytest.raises(TransferError):
+    with pytest.raises(TransferError) as failure:
         pull_from(make_producer(shift=2**40), mover).fetch(WANT, memory.write)
+    assert failure.value.cause is Cause.GARBLED
     assert memory.written == {}
+
+
+@needs_nixl
+def test_own_memory_that_cannot_be_registered_is_no_room(producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
+    mover = new_mover()
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            if name != "register_memory":
+                return getattr(mover_agent, name)
+            raise bindings.nixlBackendError("no memory can be pinned")
+
+    bindings, mover_agent = import_module("nixl._bindings"), mover._agent
+    monkeypatch.setattr(mover, "_agent", Full())
+    with pytest.raises(TransferError, match="no memory can be pinned") as failure:
+        pull_from(producer, mover).fetch(WANT, Memory().write)
+    assert failure.value.cause is Cause.NO_ROOM
+    monkeypatch.undo()
+    check_whole(producer, mover)
+    mover.close()
 
 
 @needs_nixl

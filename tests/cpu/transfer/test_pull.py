@@ -13,7 +13,7 @@ from strandline.transfer.client import Peer, Pull
 from strandline.transfer.connection import Cause, Connection, TransferError
 from strandline.transfer.engine_calls import EngineCalls
 from strandline.transfer.layout import Items, layout_of, pieces_of
-from strandline.transfer.messages import Ask, Hello, Offer, Piece, Want
+from strandline.transfer.messages import Ask, Failed, Hello, Offer, Piece, Want
 from strandline.transfer.movers import SocketMover
 from strandline.transfer.server import PullServer
 
@@ -195,6 +195,22 @@ def test_more_than_was_offered_is_refused(make_server: MakeServer, want: Any) ->
         with pytest.raises(TransferError) as failure:
             connection.expect(Piece)
     assert failure.value.cause is Cause.GARBLED
+    assert source.has_ended.wait(LONG_S)
+    assert source.ends == [("hold", False)]
+
+
+@pytest.mark.parametrize(("cause", "counted"), [("no_room", "no_room"), ("stalled", "stalled"), ("?", "garbled")])
+def test_a_consumer_that_gives_up_is_counted_by_its_cause(make_server: MakeServer, cause: str, counted: str) -> None:
+    source = Memory()
+    server = make_server(source)
+    with Connection.to("127.0.0.1", server.port, LONG_S) as connection:
+        for message in (Hello("consumer", LAYOUT), ASK, Failed(cause, "enough of it")):
+            connection.send(message)
+        connection.expect(Hello)
+        connection.expect(Offer)
+        with pytest.raises(TransferError, match="enough of it"):
+            connection.expect(Piece)
+    assert server.counters.read().outcomes == {counted: 1}
     assert source.has_ended.wait(LONG_S)
     assert source.ends == [("hold", False)]
 
