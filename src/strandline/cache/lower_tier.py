@@ -34,7 +34,9 @@ from strandline.cache.resting import (
     find_block,
     nearest_above,
     next_below,
+    nodes_from,
 )
+from strandline.cache.resting_lookups import RestingEnd, find_end
 from strandline.cache.resume import Match
 from strandline.cache.stats import LowerStats
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
@@ -225,18 +227,6 @@ class LowerTier:
 
     # Evicting
 
-    def position_above(self, tree: str, data: bytes, position: int) -> int:
-        """Return the position of the nearest snapshot above one that does not rest yet, or 0."""
-        above, offset = 0, 0
-        node = self.roots.get(tree)
-        while node is not None:
-            for key, snapshot in node.snapshots.items():
-                if above < snapshot.position < position and data.startswith(key, offset):
-                    above = snapshot.position
-            node = node.children.get(data[offset : offset + BLOCK_KEY_BYTES])
-            offset += BLOCK_KEY_BYTES
-        return above
-
     def next_below(self, resting: RestingSnapshot) -> Iterator[RestingSnapshot]:
         """Yield the nearest snapshots below one."""
         return iter(()) if resting.block is None else next_below(resting.block, resting)
@@ -342,7 +332,7 @@ class LowerTier:
         node, snapshot, position = found
         whole = position // BLOCK_TOKENS
         first = min(match.end.num_blocks, whole)
-        places = [block.place for block in node.ancestry()][: whole - first][::-1]
+        places = [block.place for block in nodes_from(node, whole - first)] if whole > first else []
         slots = 0
         offered: tuple[OfferedSnapshot, ...] = ()
         if snapshot is not None:
@@ -359,23 +349,12 @@ class LowerTier:
         num_bytes = (len(offer.blocks) + self.slot_blocks) * self.block_bytes
         return self.costs.gain_s(num_bytes, offer.position - match.position)
 
-    def find(self, salt: str, data: bytearray, match: Match) -> tuple[RestingBlock, RestingSnapshot | None, int] | None:
-        """Return where a prompt could resume beyond its hit on the device: block, snapshot and position."""
-        node = self.roots.get(self.tree_name(salt))
-        best: tuple[RestingBlock, RestingSnapshot | None, int] | None = None
-        offset = 0
-        while node is not None:
-            for key, snapshot in node.snapshots.items():
-                is_deeper = snapshot.position > (best[2] if best else match.position)
-                if snapshot.place and is_deeper and data.startswith(key, offset):
-                    best = node, snapshot, snapshot.position
-            if not self.slot_blocks and offset // TOKEN_BYTES > match.end.kv_tokens:
-                best = node, None, offset // TOKEN_BYTES
-            node = node.children.get(bytes(data[offset : offset + BLOCK_KEY_BYTES]))
-            offset += BLOCK_KEY_BYTES
-            if node is not None and not node.place and offset > match.end.num_blocks * BLOCK_KEY_BYTES:
-                break
-        return best
+    def find(self, salt: str, data: bytearray, match: Match) -> RestingEnd | None:
+        """Return where a prompt could resume beyond its hit on the device."""
+        root = self.roots.get(self.tree_name(salt))
+        if root is None:
+            return None
+        return find_end(root, data, match, has_slots=self.slot_blocks > 0, is_persistent=self.is_persistent)
 
     def begin_load(self, lease: Lease, places: Iterable[int]) -> None:
         """Keep what a load reads, and needs to resume, until it has ended."""

@@ -3,21 +3,37 @@
 A *resting* snapshot is one that the device has evicted, and the blocks on its path that the device has evicted too. The
 tree has a node for every whole block on the path of a resting snapshot, and no other; a node without a place is on the
 device. The block that a snapshot lies inside is kept with it.
+
+Paths are long, and most of them are known: every ``STRIDE_BLOCKS`` blocks, a node remembers where the last path that
+passed it went on, with the tokens in between, which takes one ``memcmp`` to follow again.
 """
 
 from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 from strandline.cache.account import SnapshotKind
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.use import Use
+from strandline.ids import BLOCK_TOKENS
 
 NO_PLACE = 0
+STRIDE_BLOCKS: Final = 32
+"""Blocks between nodes that remember how paths go on."""
+
+
+class Stride(NamedTuple):
+    """Consecutive blocks that a path has passed."""
+
+    tokens: bytes
+    """Encoded."""
+    end: "RestingBlock"
+    """The last one. It may have been removed since, and then has no parent; else all before it are there, too."""
 
 
 class RestingBlock:
     """A whole block on the path of a resting snapshot."""
 
-    __slots__ = ("children", "key", "parent", "place", "snapshots")
+    __slots__ = ("children", "key", "parent", "place", "snapshots", "stride")
 
     def __init__(self, parent: "RestingBlock | None", key: bytes) -> None:
         self.parent = parent
@@ -29,6 +45,8 @@ class RestingBlock:
         """Those between its end and that of the next block, by the tokens in between."""
         self.place = NO_PLACE
         """Where the store has it; ``NO_PLACE``: the device has it, or it is on its way to the store."""
+        self.stride: Stride | None = None
+        """How the last path went on from here; None: not known, or this is no node that remembers it."""
 
     def ancestry(self) -> "Iterator[RestingBlock]":
         """Yield this block and those before it, last block first."""
@@ -118,10 +136,14 @@ class RestingSnapshot:
         other.salt = salt
         return other
 
+    def last_blocks(self, num_blocks: int) -> list[RestingBlock]:
+        """Return the last ones of the whole blocks before it, in order."""
+        return [] if self.block is None or not num_blocks else nodes_from(self.block, num_blocks)
+
     def path(self) -> bytes:
         """Return the tokens before it, encoded."""
-        blocks = [] if self.block is None else list(self.block.ancestry())
-        return b"".join(block.key for block in reversed(blocks)) + self.key
+        blocks = self.last_blocks(self.position // BLOCK_TOKENS)
+        return b"".join([block.key for block in blocks]) + self.key
 
     @property
     def num_continuations(self) -> int:
@@ -130,24 +152,55 @@ class RestingSnapshot:
         return max(int(self.is_interior), min(len(block.children), 2) if block is not None else 0)
 
 
+def descend(root: RestingBlock, data: bytes | bytearray, num_blocks: int) -> tuple[RestingBlock, int]:
+    """Follow a path of encoded tokens; return its deepest node among the first ``num_blocks`` blocks, and its depth."""
+    node, depth = root, 0
+    while True:
+        end = depth + STRIDE_BLOCKS
+        stride = node.stride if end <= num_blocks else None
+        if stride is not None and stride.end.parent and data.startswith(stride.tokens, depth * BLOCK_KEY_BYTES):
+            node, depth = stride.end, end
+            continue
+        first, start = node, depth
+        node, depth = _step(node, data, depth, min(end, num_blocks))
+        if depth < end:
+            return node, depth
+        first.stride = Stride(bytes(data[start * BLOCK_KEY_BYTES : end * BLOCK_KEY_BYTES]), node)
+
+
+def _step(node: RestingBlock, data: bytes | bytearray, depth: int, end: int) -> tuple[RestingBlock, int]:
+    """Follow a path block by block, to depth ``end`` at most; return the last node and its depth."""
+    for start in range(depth * BLOCK_KEY_BYTES, end * BLOCK_KEY_BYTES, BLOCK_KEY_BYTES):
+        child = node.children.get(bytes(data[start : start + BLOCK_KEY_BYTES]))
+        if child is None:
+            return node, start // BLOCK_KEY_BYTES
+        node = child
+    return node, end
+
+
+def nodes_from(node: RestingBlock, num_nodes: int) -> "list[RestingBlock]":
+    """Return the last nodes of the path to a node, in order; the root may be the first."""
+    nodes = [node]
+    while len(nodes) < num_nodes and node.parent is not None:
+        node = node.parent
+        nodes.append(node)
+    return nodes[::-1]
+
+
 def find_block(root: RestingBlock | None, data: bytes | bytearray, num_blocks: int) -> RestingBlock | None:
     """Return the node of the last of ``num_blocks`` whole blocks of encoded tokens, or None."""
-    node = root
-    for start in range(0, num_blocks * BLOCK_KEY_BYTES, BLOCK_KEY_BYTES):
-        if node is None:
-            return None
-        node = node.children.get(bytes(data[start : start + BLOCK_KEY_BYTES]))
-    return node
+    if root is None:
+        return None
+    node, depth = descend(root, data, num_blocks)
+    return node if depth == num_blocks else None
 
 
 def add_block(root: RestingBlock, data: bytes | bytearray, num_blocks: int) -> RestingBlock:
     """Return the node of the last of ``num_blocks`` whole blocks of encoded tokens; create what is missing."""
-    node = root
-    for start in range(0, num_blocks * BLOCK_KEY_BYTES, BLOCK_KEY_BYTES):
+    node, depth = descend(root, data, num_blocks)
+    for start in range(depth * BLOCK_KEY_BYTES, num_blocks * BLOCK_KEY_BYTES, BLOCK_KEY_BYTES):
         key = bytes(data[start : start + BLOCK_KEY_BYTES])
-        child = node.children.get(key)
-        if child is None:
-            child = node.children[key] = RestingBlock(node, key)
+        child = node.children[key] = RestingBlock(node, key)
         node = child
     return node
 

@@ -16,8 +16,8 @@ from strandline.cache.actions import Action, Completion, StoredPath, StoreOut
 from strandline.cache.holds import Holds
 from strandline.cache.lease import Lease
 from strandline.cache.lower_tier import LowerTier
-from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, find_block
-from strandline.cache.tokens import BLOCK_KEY_BYTES
+from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, descend, find_block
+from strandline.cache.resting_lookups import position_above
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, TransferId
 
 SPARE_SHARE: Final = 16
@@ -25,6 +25,8 @@ SPARE_SHARE: Final = 16
 SPARE_SLABS: Final = 2
 MAX_SPILLS: Final = 32
 """Most spills at once."""
+MAX_BEGUN: Final = 2
+"""Most snapshots that are spilled or dropped between two steps: each takes time in proportion to its path."""
 
 
 def spare_blocks(num_blocks: int, blocks_per_slab: int) -> int:
@@ -98,34 +100,35 @@ class Spills:
         return OnTheirWay(sum(sizes.values()), blocks, snapshots)
 
     def begin(self) -> None:
-        """Begin as many spills as it takes until there is enough memory in the tier above."""
+        """Begin some of the spills that it takes until there is enough memory in the tier above."""
         upper = self._upper
-        while (
-            upper.num_blocks - upper.num_used + self._num_leaving < upper.num_spare_blocks
-            and len(self._spills) < MAX_SPILLS
-            and (leaving := upper.pop()) is not None
-        ):
+        for _ in range(MAX_BEGUN):
+            is_short = upper.num_blocks - upper.num_used + self._num_leaving < upper.num_spare_blocks
+            if not is_short or len(self._spills) >= MAX_SPILLS or (leaving := upper.pop()) is None:
+                return
             self.pass_on(leaving)
 
     def pass_on(self, leaving: RestingSnapshot) -> None:
         """Begin to spill a snapshot, or drop it if it is there already, is worth too little or would not be loaded."""
         upper, lower = self._upper, self._lower
-        data = leaving.path()
-        tree = lower.tree_name(leaving.salt)
         whole = leaving.position // BLOCK_TOKENS
+        num_blocks = lower.slot_blocks + whole + (leaving.tail_place != NO_PLACE)
+        if not lower.costs.pays(num_blocks * lower.block_bytes, leaving.position):
+            self._refuse(leaving)
+            return
+        data, tree = leaving.path(), lower.tree_name(leaving.salt)
         known = find_block(lower.roots.get(tree), data, whole)
         if known is not None and leaving.key in known.snapshots:
             known.snapshots[leaving.key].use = leaving.use
             upper.remove(leaving, is_elsewhere=True)
-            return
-        num_whole = whole + (leaving.tail_place != NO_PLACE)
-        pays = lower.costs.pays((lower.slot_blocks + num_whole) * lower.block_bytes, leaving.position)
-        first = self._make_room(leaving, tree, data) if pays else None
-        if first is None:
-            lower.num_snapshots_refused += 1
-            upper.evict(leaving)
+        elif (first := self._make_room(leaving, tree, data)) is None:
+            self._refuse(leaving)
         else:
             self._begin(leaving, tree, data, first)
+
+    def _refuse(self, leaving: RestingSnapshot) -> None:
+        self._lower.num_snapshots_refused += 1
+        self._upper.evict(leaving)
 
     def _make_room(self, leaving: RestingSnapshot, tree: str, data: bytes) -> int | None:
         """Evict what is worth less than a snapshot and the blocks that it needs.
@@ -135,8 +138,9 @@ class Spills:
         """
         lower = self._lower
         while True:
-            first = _num_known(lower.roots.get(tree), data)
-            num_missing = leaving.position // BLOCK_TOKENS - first
+            whole, root = leaving.position // BLOCK_TOKENS, lower.roots.get(tree)
+            first = 0 if root is None else descend(root, data, whole)[1]
+            num_missing = whole - first
             num_blocks = lower.slot_blocks + (leaving.tail_place != NO_PLACE) + num_missing
             if lower.num_blocks - lower.num_used >= num_blocks:
                 return first
@@ -146,12 +150,14 @@ class Spills:
 
     def _begin(self, leaving: RestingSnapshot, tree: str, data: bytes, first: int) -> None:
         lower, transfer = self._lower, self._next_transfer()
-        arriving = leaving.copy(tree, leaving.position - lower.position_above(tree, data, leaving.position))
+        above = position_above(lower.roots.get(tree), data, leaving.position)
+        arriving = leaving.copy(tree, leaving.position - above)
         arriving.num_loads = 1
         lower.enter(arriving, tree, data)
         for below in lower.next_below(arriving):
             below.saved_tokens -= arriving.saved_tokens
-        nodes = _path(arriving)[first:]
+        num_new = leaving.position // BLOCK_TOKENS - first
+        nodes = arriving.last_blocks(num_new)
         path = StoredPath(
             tree,
             data,
@@ -163,15 +169,15 @@ class Spills:
             leaving.use.interarrival_bin,
             leaving.is_shared,
         )
-        above = _path(leaving)[first:]
-        here = [index for index, node in enumerate(above, first) if node.place == NO_PLACE]
+        sources = leaving.last_blocks(num_new)
+        here = [index for index, node in enumerate(sources, first) if node.place == NO_PLACE]
         hold = None
         blocks: tuple[tuple[BlockId, int], ...] = ()
         if here:
             name = RequestId(f"spill {transfer}")
             hold = self._holds.keep_blocks(name, leaving.salt, data, here[-1] + 1)
             blocks = tuple((BlockId(hold.table[index]), path.blocks[index - first]) for index in here)
-        pairs = [(node.place, place) for node, place in zip(above, path.blocks, strict=True) if node.place]
+        pairs = [(node.place, place) for node, place in zip(sources, path.blocks, strict=True) if node.place]
         pairs += [(leaving.place, path.slot), (leaving.tail_place, path.tail)]
         stored = tuple(pair for pair in pairs if pair[0] != NO_PLACE)
         read = tuple(source for source, _ in stored)
@@ -185,7 +191,7 @@ class Spills:
     def _num_freed_by(self, leaving: RestingSnapshot) -> int:
         """Return how much memory of the tier above a snapshot and the blocks that it alone needs take."""
         num_blocks = self._upper.slot_blocks + (leaving.tail_place != NO_PLACE)
-        for node in reversed(_path(leaving)):
+        for node in leaving.block.ancestry() if leaving.block is not None else ():
             num_needed_by = len(node.children) + len(node.snapshots)
             if num_needed_by > 1:
                 break
@@ -247,17 +253,3 @@ class Spills:
         sizes = dict.fromkeys(path.blocks, 1) | {path.slot: self._lower.slot_blocks, path.tail: 1}
         sizes.pop(NO_PLACE, None)
         return sizes
-
-
-def _path(resting: RestingSnapshot) -> list[RestingBlock]:
-    """Return the blocks before a snapshot, in order."""
-    return [] if resting.block is None else list(resting.block.ancestry())[::-1]
-
-
-def _num_known(root: RestingBlock | None, data: bytes) -> int:
-    """Return how many of the first whole blocks of a path have a node."""
-    num_blocks, node = 0, root
-    while node is not None:
-        node = node.children.get(data[num_blocks * BLOCK_KEY_BYTES : (num_blocks + 1) * BLOCK_KEY_BYTES])
-        num_blocks += node is not None
-    return num_blocks

@@ -214,7 +214,7 @@ class Run:
 def path_to(run: Run) -> tuple[str, bytes]:
     """Return the salt of a run's tree, and the tokens up to the run's end, encoded."""
     path = list(run.ancestry())
-    return path[-1].salt, b"".join(bytes(node.tokens) for node in reversed(path))
+    return path[-1].salt, b"".join(node.tokens for node in reversed(path))
 
 
 Place = tuple[Run, bytes | None]

@@ -1,12 +1,16 @@
 """The persistent tier: what leaves host memory for it, what returns from it, and what a restart finds."""
 
+from typing import NoReturn
+
 import pytest
 
 from strandline.cache import LoadCosts, Miss, Offer, Reason, TokenBuffer
 from strandline.cache.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.path_hashes import block_hashes, root_hash
+from strandline.cache.resting import RestingSnapshot
 from strandline.cache.resume import AT_SNAPSHOTS, NO_MATCH, AtTokens, ResumeRule
+from strandline.cache.spills import MAX_BEGUN
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.history import pattern
 from tests.cpu.cache.test_lower_tier import evict_all
@@ -203,6 +207,54 @@ def test_what_would_not_be_loaded_is_not_stored() -> None:
     driver.flush()
     assert not driver.device.spilling
     assert (positions(host), positions(disk), disk.num_snapshots_refused > 0) == ([], [], True)
+
+
+def test_what_would_not_be_loaded_costs_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(lower_blocks=13, disk_blocks=100)
+    host, disk = tiers(driver)
+    host.num_spare_blocks = 13
+    disk.costs.observe_load(1, 1.0)
+    disk.costs.observe_prefill(1000, 1e-6)
+    monkeypatch.setattr(RestingSnapshot, "path", lambda self: pytest.fail("walked its path"))
+    driver.serve(PROMPT)
+    evict_all(driver)
+    assert disk.num_snapshots_refused > 0
+
+
+class Untouchable(dict[bytes, RestingSnapshot]):
+    """Snapshots that no lookup asks for."""
+
+    def values(self) -> NoReturn:
+        raise AssertionError("a lookup visited what the device has")
+
+    items = values
+
+
+def test_lookups_visit_only_what_the_device_lacks() -> None:
+    driver = spilled(PROMPT, NEXT_TURN, host=40)
+    _, disk = tiers(driver)
+    assert driver.bring_back(PROMPT)
+    deepest = max(disk.snapshots(), key=lambda snapshot: snapshot.position)
+    for node in [*deepest.last_blocks(9)[:5], *disk.roots.values()]:
+        node.snapshots = Untouchable(node.snapshots)
+    assert driver.lookup(NEXT_TURN).misses[0] == Miss(Reason.DEMOTED, 400, 600)
+    offer = driver.cache.loads.resting_offer(TokenBuffer(NEXT_TURN))
+    assert offer is not None
+    assert offer.position == 600
+
+
+def test_few_spills_begin_between_two_steps() -> None:
+    driver = Driver(lower_blocks=200, disk_blocks=400, num_slabs=80)
+    host, _ = tiers(driver)
+    host.num_spare_blocks = 0
+    for seed in range(5):
+        driver.serve(pattern(seed, 130))
+        evict_all(driver)
+    assert host.num_snapshots > 2 * MAX_BEGUN
+    host.num_spare_blocks = 200
+    for num_steps in (1, 2):
+        driver.cache.take_actions()
+        assert len(driver.cache.loads.spills or ()) == MAX_BEGUN * num_steps
 
 
 def test_the_least_valuable_snapshot_makes_room() -> None:

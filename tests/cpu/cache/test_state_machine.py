@@ -1,13 +1,14 @@
 """A state machine over the cache, compared with a dictionary after every event."""
 
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from strandline.cache import SnapshotKind
+from strandline.cache import SnapshotKind, resting
 from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
 from tests.cpu.cache.history import History, TakeOrder
 
@@ -20,6 +21,13 @@ CHUNKS = [500, 1, 3, 63, 64, 65, 128, 0]
 MAX_RUNNING = 4
 ORDERS: list[TakeOrder] = ["blocks first", "slots first", "by turns"]
 RELEASE_KINDS = [SnapshotKind.GENERATION_END, SnapshotKind.PREEMPTION]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_strides() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resting, "STRIDE_BLOCKS", 2)
+        yield
 
 
 class CacheMachine(RuleBasedStateMachine):

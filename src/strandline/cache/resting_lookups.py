@@ -1,0 +1,76 @@
+"""Lookups in the tree of what rests below the device: where a prompt could resume, and what lies above a snapshot.
+
+Both begin at the end of the path and go up no further than the device's hit or the nearest snapshot. Changes nothing.
+"""
+
+from typing import NamedTuple
+
+from strandline.cache.resting import RestingBlock, RestingSnapshot, descend
+from strandline.cache.resume import Match
+from strandline.cache.tokens import BLOCK_KEY_BYTES
+from strandline.ids import BLOCK_TOKENS
+
+
+class RestingEnd(NamedTuple):
+    """Where a prompt could resume."""
+
+    block: RestingBlock
+    """The last whole block before it."""
+    snapshot: RestingSnapshot | None
+    """None for models that keep no states."""
+    position: int
+
+
+def find_end(
+    root: RestingBlock, data: bytearray, match: Match, *, has_slots: bool, is_persistent: bool
+) -> RestingEnd | None:
+    """Return the deepest position at which a prompt could resume beyond its hit on the device, or None.
+
+    Args:
+        data: the prompt, encoded.
+        match: its hit on the device.
+        has_slots: whether the model keeps states.
+        is_persistent: whether blocks may be on their way to the tier; else what does not rest is on the device.
+    """
+    node, depth = descend(root, data, len(data) // BLOCK_KEY_BYTES)
+    best: RestingEnd | None = None
+    while depth >= match.position // BLOCK_TOKENS:
+        if best is None:
+            best = _end_at(node, depth, data, match, has_slots=has_slots)
+        elif not is_persistent:
+            break
+        if not node.place and depth > match.end.num_blocks:
+            best = None
+        if node.parent is None:
+            break
+        node, depth = node.parent, depth - 1
+    return best
+
+
+def _end_at(node: RestingBlock, depth: int, data: bytearray, match: Match, *, has_slots: bool) -> RestingEnd | None:
+    """Return where a prompt could resume between the end of the block at this depth and that of the next."""
+    if not has_slots:
+        position = depth * BLOCK_TOKENS
+        return RestingEnd(node, None, position) if position > match.end.kv_tokens else None
+    for snapshot in sorted(node.snapshots.values(), key=lambda snapshot: -snapshot.position):
+        is_deeper = snapshot.position > match.position
+        if snapshot.place and is_deeper and data.startswith(snapshot.key, depth * BLOCK_KEY_BYTES):
+            return RestingEnd(node, snapshot, snapshot.position)
+    return None
+
+
+def position_above(root: RestingBlock | None, data: bytes, position: int) -> int:
+    """Return the position of the nearest snapshot above one that does not rest yet, or 0.
+
+    Args:
+        data: the tokens before it, encoded.
+    """
+    if root is None:
+        return 0
+    node, depth = descend(root, data, position // BLOCK_TOKENS)
+    while True:
+        offset, found = depth * BLOCK_KEY_BYTES, node.snapshots.items()
+        above = [x.position for key, x in found if x.position < position and data.startswith(key, offset)]
+        if above or node.parent is None:
+            return max(above, default=0)
+        node, depth = node.parent, depth - 1

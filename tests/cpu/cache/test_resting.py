@@ -1,0 +1,83 @@
+"""The tree of what rests: walks find what a walk block by block finds, and follow known paths in strides."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strandline.cache import resting
+from strandline.cache.resting import RestingBlock, add_block, descend, find_block, nodes_from
+from strandline.cache.tokens import BLOCK_KEY_BYTES, encode
+
+Path = tuple[int, ...]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_strides() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resting, "STRIDE_BLOCKS", 3)
+        yield
+
+
+def encoded(path: Path) -> bytes:
+    """Return whole blocks of tokens, one for each number."""
+    return encode(token for number in path for token in [number] * 64)
+
+
+def numbers_before(node: RestingBlock) -> Path:
+    return tuple(child.key[3] for child in list(node.ancestry())[::-1])
+
+
+def prune(node: RestingBlock, removed: int) -> None:
+    """Remove the last blocks of a path, as many as nothing else needs."""
+    while removed and node.parent is not None and not node.children:
+        parent, node.parent = node.parent, None
+        del parent.children[node.key]
+        node, removed = parent, removed - 1
+
+
+PATHS = st.lists(st.integers(0, 1), max_size=14).map(tuple)
+
+
+@given(
+    events=st.lists(st.tuples(PATHS, st.integers(0, 14)), max_size=12),
+    asked=st.lists(PATHS, min_size=1, max_size=4),
+)
+def test_strides_lead_where_single_blocks_lead(events: list[tuple[Path, int]], asked: list[Path]) -> None:
+    root = RestingBlock(None, b"")
+    known: set[Path] = {()}
+    for path, removed in events:
+        node = add_block(root, encoded(path), len(path))
+        assert numbers_before(node) == path
+        prune(node, removed)
+        known = {()} | {numbers_before(each) for each in nodes_below(root)}
+        for other in asked:
+            node, depth = descend(root, bytearray(encoded(other)), len(other))
+            deepest = max(end for end in range(len(other) + 1) if other[:end] in known)
+            assert (numbers_before(node), depth) == (other[:deepest], deepest)
+            found = find_block(root, encoded(other), len(other))
+            assert (found is not None) == (other in known)
+
+
+def nodes_below(root: RestingBlock) -> Iterator[RestingBlock]:
+    for child in root.children.values():
+        yield child
+        yield from nodes_below(child)
+
+
+class Untouchable(dict[bytes, RestingBlock]):
+    """Children that no walk asks for."""
+
+    def get(self, *_: object) -> RestingBlock:
+        raise AssertionError("a known path was walked block by block")
+
+
+def test_known_paths_are_followed_in_strides() -> None:
+    root, path = RestingBlock(None, b""), tuple(range(31))
+    end = add_block(root, encoded(path), len(path))
+    assert find_block(root, encoded(path), len(path)) is end
+    for node in nodes_from(end, 30)[:-1]:
+        node.children = Untouchable(node.children)
+    root.children = Untouchable(root.children)
+    assert descend(root, encoded(path)[: 30 * BLOCK_KEY_BYTES], 30) == (end.parent, 30)
