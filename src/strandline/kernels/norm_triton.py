@@ -8,6 +8,7 @@ quantised rows T rows, I inputs, X groups. Kernels address a row by two indices,
 """
 # mypy: ignore-errors
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -184,7 +185,8 @@ def rms_norm_gated_quantized(x: Tensor, gate: Tensor, weight_D: Tensor, eps: flo
     x, gate = _with_dense_rows(x), _with_dense_rows(gate)
     num_tokens, num_heads, num_channels = x.shape
     if num_channels % GROUP:
-        return quantize_rows(_launch(x, gate, weight_D, eps, gate="silu").flatten(1))
+        rows = quantize_rows(_launch(x, gate, weight_D, eps, gate="silu").flatten(1))
+        return replace(rows, plain_TI=None)
     rows = unfilled(num_tokens, num_heads * num_channels, x)
     _launch(x, gate, weight_D, eps, rows, gate="silu")
     return rows
