@@ -20,7 +20,7 @@ from torch import Tensor
 from strandline.kernels import block_scaled_triton, linear_triton, stacked_linear_triton
 from strandline.kernels.block_scaled import block_scaled_linear
 from strandline.kernels.block_scaled_tile_triton import quantize_rows
-from strandline.kernels.block_scaled_triton import Gemv, Tile
+from strandline.kernels.block_scaled_triton import Beside, Gemv, Tile
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight, StackedWeight
 from strandline.models.fp8_conversion import quantize_blocks
 
@@ -35,7 +35,26 @@ SHAPES = {
 }
 ROWS = (1, 4, 16, 64, 512, 8192)
 
-GEMVS = [Gemv(*v) for v in [(2, 1024, 2), (4, 1024, 4), (8, 1024, 4), (4, 2048, 4), (4, 512, 2), (8, 512, 4)]]
+GEMVS = [
+    Gemv(*v)
+    for v in [
+        (1, 2048, 1),
+        (2, 1024, 1),
+        (2, 2048, 1),
+        (4, 512, 1),
+        (4, 1024, 1),
+        (2, 4096, 2),
+        (4, 1024, 2),
+        (4, 512, 2),
+        (8, 512, 2),
+        (2, 1024, 2),
+        (4, 512, 4),
+        (4, 1024, 4),
+        (4, 2048, 4),
+        (8, 512, 4),
+        (8, 1024, 4),
+    ]
+]
 TILES = [
     Tile(*v)
     for v in [
@@ -56,7 +75,7 @@ TILES = [
 """Outputs and rows of a tile, warps and stages."""
 
 ROWS_BEHIND = {"35B in_proj_qkvz": 64, "35B shared": 264}
-"""Ordinary rows of the same fused weight."""
+"""Ordinary rows of the same fused weight; the variants of few rows multiply them, too."""
 
 Product = Callable[[Tensor, ScaledWeight], Tensor]
 
@@ -93,18 +112,21 @@ def with_tile(tile: Tile, spans: int) -> Product:
     return multiply
 
 
-def with_gemv(gemv: Gemv) -> Product:
-    """Return the product of few rows with one way of tiling."""
+def with_gemv(gemv: Gemv, num_rows_behind: int) -> Product:
+    """Return the product of few rows, quantised before, with one way of tiling, and with ordinary rows behind."""
+    quantized = cache(quantize_rows)
+    dense = cache(lambda w: torch.randn(num_rows_behind, w.values.shape[1], device="cuda", dtype=torch.bfloat16))
 
     def multiply(x: Tensor, weight: ScaledWeight) -> Tensor:
-        out = x.new_empty(len(x), len(weight.values))
-        block_scaled_triton.launch_gemv(out, x, weight, None, gemv)
-        return out
+        out = x.new_empty(len(x), len(weight.values) + num_rows_behind)
+        beside = Beside(x, dense(weight)) if num_rows_behind else None
+        block_scaled_triton.launch_gemv(out, quantized(x), weight, None, gemv, beside=beside)
+        return out[:, : len(weight.values)]
 
     return multiply
 
 
-def ways(num_rows: int, *, is_sweep: bool) -> Iterator[tuple[str, Product]]:
+def ways(num_rows: int, num_rows_behind: int, *, is_sweep: bool) -> Iterator[tuple[str, Product]]:
     """Yield the ways to compute a product in FP8, by name."""
     yield "chosen", block_scaled_triton.block_scaled_linear
     yield "chosen, quantised before", before(block_scaled_triton.block_scaled_linear)
@@ -116,7 +138,8 @@ def ways(num_rows: int, *, is_sweep: bool) -> Iterator[tuple[str, Product]]:
     if num_rows <= block_scaled_triton.MAX_ROWS_GEMV:
         for gemv in GEMVS:
             if gemv.block_n * num_rows <= 16:
-                yield str(tuple(gemv)), with_gemv(gemv)
+                yield f"{tuple(gemv)} quantised before", with_gemv(gemv, num_rows_behind)
+        return
     for tile in TILES:
         if min(num_rows, 128) / 2 <= tile.block_m < 2 * max(16, num_rows):
             for spans in (1, 4, 8) if num_rows <= 64 else (1,):
@@ -135,9 +158,10 @@ def measure(name: str, num_rows: int, *, is_sweep: bool) -> None:
     floor_us = 1e6 * num_inputs * num_outputs * max(1 / BYTES_PER_S, 2 * num_rows / FLOPS)
     taken_us = time_us([lambda w=weight: linear_triton.linear(x, w) for weight in wide])
     print(f"{name} rows={num_rows} bfloat16: {taken_us:.2f} us", flush=True)
-    found = list(ways(num_rows, is_sweep=is_sweep))
-    if name in ROWS_BEHIND:
-        found.insert(2, (f"with {ROWS_BEHIND[name]} rows behind", with_rows_behind(ROWS_BEHIND[name])))
+    num_rows_behind = ROWS_BEHIND.get(name, 0)
+    found = list(ways(num_rows, num_rows_behind, is_sweep=is_sweep))
+    if num_rows_behind:
+        found.insert(2, (f"with {num_rows_behind} rows behind", with_rows_behind(num_rows_behind)))
     for way, product in found:
         try:
             out = product(x, narrow[0])

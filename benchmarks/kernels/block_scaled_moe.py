@@ -9,6 +9,7 @@ longer.
 import argparse
 import sys
 from collections.abc import Callable
+from math import inf
 
 import torch
 from moe import BYTES_PER_S, EXPERTS, HIDDEN, ROUTING, SIZE, TOP_K, time_us  # type: ignore[import-not-found]
@@ -28,24 +29,22 @@ TOKENS = (1, 4, 16, 64, 256, 8192)
 FLOPS = 1.4e15
 NUM_LAYERS = 3
 
-FEWS = [
-    Few(*v)
-    for v in [
-        (8, 2048, 4, 8, 8),
-        (4, 2048, 4, 8, 8),
-        (4, 2048, 2, 8, 8),
-        (4, 1024, 1, 8, 8),
-        (8, 1024, 2, 8, 8),
-        (8, 2048, 8, 8, 8),
-        (16, 1024, 4, 8, 8),
-        (16, 2048, 8, 8, 8),
-        (16, 1024, 8, 8, 8),
-        (8, 2048, 4, 4, 8),
-        (8, 2048, 4, 8, 4),
-        (8, 2048, 4, 16, 8),
-        (8, 2048, 4, 4, 4),
-    ]
+FEW_UPS = [
+    (1, 2048, 1),
+    (2, 512, 1),
+    (2, 1024, 1),
+    (2, 2048, 1),
+    (4, 512, 1),
+    (4, 512, 2),
+    (4, 1024, 2),
+    (8, 512, 4),
+    (8, 1024, 4),
+    (8, 2048, 4),
+    (16, 512, 4),
 ]
+FEW_DOWNS = [(4, 4), (4, 8), (8, 8), (2, 4), (2, 2), (4, 2), (8, 4), (16, 8)]
+"""Outputs, inputs and warps of a program."""
+
 UP_TILES = {
     "small": [Tile(m, GROUP, *v) for m, *v in [(16, 4, 2), (16, 4, 3), (16, 8, 3), (16, 4, 4), (32, 8, 3)]],
     "large": [
@@ -122,16 +121,17 @@ class Inputs:
 
 def report(
     name: str, num_tokens: int, make: Callable[[Inputs], Callable[[], object]], *, layers: list[Layer], share: float = 1
-) -> None:
-    """Time one way with its share of the experts' weights, and print a line."""
+) -> float:
+    """Time one way with its share of the experts' weights, print a line and return microseconds."""
     sets = [Inputs(num_tokens, layer) for layer in layers]
     try:
         measured = time_us([make(inputs) for inputs in sets])
     except Exception as error:  # noqa: BLE001 - a variant that does not compile must not end the others
         print(f"tokens={num_tokens} {name}: {type(error).__name__}: {str(error)[:80]!r}", flush=True)
-        return
+        return inf
     floor = share * sets[0].floor_us()
     print(f"tokens={num_tokens} {name}: {measured:.1f} us, {100 * floor / measured:.0f} % of floor", flush=True)
+    return measured
 
 
 def check(layer: Layer) -> None:
@@ -145,11 +145,22 @@ def check(layer: Layer) -> None:
         print(f"check: {num_tokens} tokens, error ratio {error:.2e}: {'ok' if error < 2e-2 else 'ERROR'}", flush=True)
 
 
+def sweep_few(num_tokens: int, layers: list[Layer]) -> None:
+    """Time first products in front of the second one in force, then second products behind the fastest of these."""
+
+    def taken_us(few: Few) -> float:
+        return report(f"few {tuple(few)}", num_tokens, lambda i: lambda: i.few(few), layers=layers)
+
+    in_force = block_scaled_moe_triton.FEW[num_tokens > 1]
+    up = min(FEW_UPS, key=lambda up: taken_us(Few(*up, *in_force[3:])))
+    best = min((Few(*up, *down) for down in FEW_DOWNS), key=taken_us)
+    print(f"tokens={num_tokens} fastest: {tuple(best)}", flush=True)
+
+
 def sweep(num_tokens: int, layers: list[Layer]) -> None:
     """Time the launch variants that make sense at this size."""
     if num_tokens <= 4:
-        for few in FEWS:
-            report(f"few {tuple(few)}", num_tokens, lambda i, f=few: lambda: i.few(f), layers=layers)
+        sweep_few(num_tokens, layers)
         return
     size = "small" if num_tokens <= 64 else "large"
     for tile in UP_TILES[size]:

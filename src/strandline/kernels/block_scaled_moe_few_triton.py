@@ -1,8 +1,8 @@
 """The experts of a few tokens in FP8, in two launches, as ``moe_few_triton.py``.
 
-Inputs are quantised in registers, unless they come quantised.
+Inputs are quantised in registers, unless they come quantised; hidden features always are.
 
-Shape suffixes: as in ``moe_few_triton.py``; of quantised rows X groups of inputs.
+Shape suffixes: as in ``moe_few_triton.py`` and ``block_scaled_tile_triton.py``; of quantised rows X groups of inputs.
 """
 # mypy: ignore-errors
 
@@ -13,7 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.block_scaled_tile_triton import load_rounded, round_groups
+from strandline.kernels.block_scaled_tile_triton import (
+    PIECE,
+    add_pieces,
+    load_pieces,
+    piece_columns,
+    quantize_pieces,
+)
 from strandline.kernels.linear_triton import silu_times
 from strandline.kernels.moe_few_triton import Few
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
@@ -53,6 +59,7 @@ def _few_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     TOP_K: tl.constexpr = ROUTING.top_k
@@ -60,37 +67,73 @@ def _few_up_kernel(
     token = (choice // TOP_K).to(tl.int64)
     first_N = tl.program_id(0) * BLOCK_N
     row_N = first_N + tl.arange(0, BLOCK_N)
-    col_K = tl.arange(0, BLOCK_K)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     chosen_C, _ = choose(logits_ptr + token * stride_logits, None, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
     is_mine_C = tl.arange(0, BLOCK_C) == choice % TOP_K
     expert = tl.sum(tl.where(is_mine_C, chosen_C, 0), axis=0).to(tl.int64)
-    gate_NK_ptr = weight_ptr + expert * (2 * F * D) + row_N[:, None] * D + col_K[None, :]
+    row_N_ptr = weight_ptr + expert * (2 * F * D) + row_N * D
     gate_scale_ptr = scale_ptr + expert * stride_se + first_N // SCALE_ROWS * stride_sy
     up_scale_ptr = scale_ptr + expert * stride_se + (F + first_N) // SCALE_ROWS * stride_sy
-    gate_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    up_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    gate_JRN = tl.zeros([GROUP // PIECE, BLOCK_K // GROUP, BLOCK_N], dtype=tl.float32)
+    up_JRN = tl.zeros([GROUP // PIECE, BLOCK_K // GROUP, BLOCK_N], dtype=tl.float32)
     for chunk in tl.static_range(NUM_K):
-        start = chunk * BLOCK_K
-        is_K = start + col_K < D
+        col_JR, col_JRP = piece_columns(chunk * BLOCK_K, BLOCK_K, GROUP, PIECE)
+        weight_JRNP_ptr = row_N_ptr[None, None, :, None] + col_JRP[:, :, None, :]
         if IS_EVEN:
-            gate_weight_NK = tl.load(gate_NK_ptr + start, eviction_policy="evict_first")
-            up_weight_NK = tl.load(gate_NK_ptr + F * D + start, eviction_policy="evict_first")
+            gate_JRNP = tl.load(weight_JRNP_ptr, eviction_policy="evict_first")
+            up_JRNP = tl.load(weight_JRNP_ptr + F * D, eviction_policy="evict_first")
         else:
-            mask_NK = (row_N < F)[:, None] & is_K[None, :]
-            gate_weight_NK = tl.load(gate_NK_ptr + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
-            up_weight_NK = tl.load(gate_NK_ptr + F * D + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
-        token_1 = token + tl.arange(0, 1)
-        layout = (num_tokens, D, stride_x, stride_xs)
-        x_1K = load_rounded(x_ptr, x_scale_ptr, token_1, start + col_K, *layout, IS_QUANTIZED, 1, BLOCK_K, GROUP)
-        group_K = (start + col_K) // GROUP * stride_sx
-        gate_1K = x_1K * tl.load(gate_scale_ptr + group_K, mask=is_K, other=0.0)[None, :]
-        up_1K = x_1K * tl.load(up_scale_ptr + group_K, mask=is_K, other=0.0)[None, :]
-        gate_NK += gate_weight_NK.to(tl.float32) * gate_1K
-        up_NK += up_weight_NK.to(tl.float32) * up_1K
-    hidden_N = silu_times(tl.sum(gate_NK, axis=1), tl.sum(up_NK, axis=1), hidden_ptr.dtype.element_ty)
+            is_JRNP = (row_N < F)[None, None, :, None] & (col_JRP < D)[:, :, None, :]
+            gate_JRNP = tl.load(weight_JRNP_ptr, mask=is_JRNP, other=0.0, eviction_policy="evict_first")
+            up_JRNP = tl.load(weight_JRNP_ptr + F * D, mask=is_JRNP, other=0.0, eviction_policy="evict_first")
+        inputs = (token + tl.arange(0, 1), col_JR, num_tokens, D, stride_x, stride_xs)
+        x_JR1P, x_scale_JR1 = load_pieces(x_ptr, x_scale_ptr, *inputs, IS_QUANTIZED, GROUP, PIECE)
+        offset_JR1 = (col_JR // GROUP * stride_sx)[:, :, None]
+        is_JR1 = (col_JR < D)[:, :, None]
+        gate_scale_JR1 = tl.load(gate_scale_ptr + offset_JR1, mask=is_JR1, other=0.0) * x_scale_JR1
+        up_scale_JR1 = tl.load(up_scale_ptr + offset_JR1, mask=is_JR1, other=0.0) * x_scale_JR1
+        gate_JRN += tl.sum(gate_JRNP.to(tl.float32) * x_JR1P, axis=3) * gate_scale_JR1
+        up_JRN += tl.sum(up_JRNP.to(tl.float32) * x_JR1P, axis=3) * up_scale_JR1
+    hidden_N = silu_times(add_pieces(gate_JRN), add_pieces(up_JRN), hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + choice.to(tl.int64) * F + row_N, hidden_N, mask=row_N < F)
+
+
+@triton.jit
+def _multiply_shared(
+    token_ptr,
+    weight_ptr,
+    scale_ptr,
+    row_N,
+    D,
+    S,
+    stride_sy,
+    stride_sx,
+    DTYPE: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Return what the shared expert makes of a token's projections."""
+    col_JR, col_JRP = piece_columns(0, BLOCK_S, GROUP, PIECE)
+    is_JRP = col_JRP < S
+    is_JRNP = (row_N < D)[None, None, :, None] & is_JRP[:, :, None, :]
+    weight_JRNP_ptr = weight_ptr + (row_N * S)[None, None, :, None] + col_JRP[:, :, None, :]
+    weight_JRNP = tl.load(weight_JRNP_ptr, mask=is_JRNP, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    gate_JRP = tl.load(token_ptr + col_JRP, mask=is_JRP, other=0.0, cache_modifier=".cg").to(tl.float32)
+    up_JRP = tl.load(token_ptr + S + col_JRP, mask=is_JRP, other=0.0, cache_modifier=".cg").to(tl.float32)
+    hidden_JR1P = silu_times(gate_JRP, up_JRP, DTYPE).to(tl.float32)[:, :, None, :]
+    if IS_SCALED:
+        scale_ptr += tl.min(row_N, axis=0) // SCALE_ROWS * stride_sy
+        scale_JR1_ptr = scale_ptr + (col_JR // GROUP * stride_sx)[:, :, None]
+        scale_JR1 = tl.load(scale_JR1_ptr, mask=(col_JR < S)[:, :, None], other=0.0)
+        hidden_JR1P, hidden_scale_JR1 = quantize_pieces(hidden_JR1P)
+        out_JRN = tl.sum(weight_JRNP * hidden_JR1P, axis=3) * (hidden_scale_JR1 * scale_JR1)
+    else:
+        out_JRN = tl.sum(weight_JRNP * hidden_JR1P, axis=3)
+    return add_pieces(out_JRN)
 
 
 @triton.jit
@@ -128,6 +171,7 @@ def _few_down_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
     GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     TOP_K: tl.constexpr = ROUTING.top_k
@@ -139,41 +183,34 @@ def _few_down_kernel(
     is_choice_C = choice_C < TOP_K
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     # What was projected is there already, since the kernel before has waited for it; not so the hidden features.
-    token_ptr = shared_ptr + token * stride_shared
-    col_S = tl.arange(0, BLOCK_S)
-    is_S = col_S < S
-    shared_mask_NS = is_row_N[:, None] & is_S[None, :]
-    shared_NS_ptr = shared_weight_ptr + row_N[:, None] * S + col_S[None, :]
-    shared_NS = tl.load(shared_NS_ptr, mask=shared_mask_NS, other=0.0, eviction_policy="evict_first")
     chosen_C, weight_C = choose(logits_ptr + token * stride_logits, None, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
-    col_K = tl.arange(0, BLOCK_K)
     expert_C = chosen_C.to(tl.int64)
-    offset_CN = expert_C[:, None] * (D * F) + (row_N * F)[None, :]
-    mask_CK = is_choice_C[:, None] & (col_K < F)[None, :]
-    weight_CNK_ptr = weight_ptr + offset_CN[:, :, None] + col_K[None, None, :]
+    col_JR, col_JRP = piece_columns(0, BLOCK_K, GROUP, PIECE)
+    mask_JRCP = is_choice_C[None, None, :, None] & (col_JRP < F)[:, :, None, :]
+    offset_CN = (expert_C * (D * F))[:, None] + (row_N * F)[None, :]
+    weight_JRCNP_ptr = weight_ptr + offset_CN[None, None, :, :, None] + col_JRP[:, :, None, None, :]
     if IS_EVEN:
-        weight_CNK = tl.load(weight_CNK_ptr, eviction_policy="evict_first")
+        weight_JRCNP = tl.load(weight_JRCNP_ptr, eviction_policy="evict_first")
     else:
-        mask_CNK = mask_CK[:, None, :] & is_row_N[None, :, None]
-        weight_CNK = tl.load(weight_CNK_ptr, mask=mask_CNK, other=0.0, eviction_policy="evict_first")
-    scale_CK_ptr = scale_ptr + (expert_C * stride_se)[:, None] + (col_K // GROUP * stride_sx)[None, :]
-    scale_CK = tl.load(scale_CK_ptr + first_N // SCALE_ROWS * stride_sy, mask=mask_CK, other=0.0)
-    gate_S = tl.load(token_ptr + col_S, mask=is_S, other=0.0, cache_modifier=".cg").to(tl.float32)
-    up_S = tl.load(token_ptr + S + col_S, mask=is_S, other=0.0, cache_modifier=".cg").to(tl.float32)
+        mask_JRCNP = mask_JRCP[:, :, :, None, :] & is_row_N[None, None, None, :, None]
+        weight_JRCNP = tl.load(weight_JRCNP_ptr, mask=mask_JRCNP, other=0.0, eviction_policy="evict_first")
+    scale_ptr += first_N // SCALE_ROWS * stride_sy
+    scale_JRC_ptr = scale_ptr + (expert_C * stride_se)[None, None, :] + (col_JR // GROUP * stride_sx)[:, :, None]
+    mask_JRC = is_choice_C[None, None, :] & (col_JR < F)[:, :, None]
+    scale_JRC = tl.load(scale_JRC_ptr, mask=mask_JRC, other=0.0)
+    shared = (shared_ptr + token * stride_shared, shared_weight_ptr, shared_scale_ptr, row_N, D, S)
+    strides = (stride_shared_sy, stride_shared_sx)
+    shared_N = _multiply_shared(*shared, *strides, dtype, IS_SHARED_SCALED, SHARED_SCALE_ROWS, BLOCK_S, GROUP, PIECE)
     factor = tl.load(shared_gate_ptr + token * stride_gate, cache_modifier=".cg").to(tl.float32)
-    factor = tl.sigmoid(factor).to(dtype).to(tl.float32)
-    shared_1S = silu_times(gate_S, up_S, dtype).to(tl.float32)[None, :]
-    if IS_SHARED_SCALED:
-        shared_scale_S_ptr = shared_scale_ptr + first_N // SHARED_SCALE_ROWS * stride_shared_sy
-        shared_scale_S = tl.load(shared_scale_S_ptr + col_S // GROUP * stride_shared_sx, mask=is_S, other=0.0)
-        shared_1S = round_groups(shared_1S, 1, BLOCK_S, GROUP) * shared_scale_S[None, :]
-    shared_N = tl.sum(shared_NS.to(tl.float32) * shared_1S, axis=1).to(dtype).to(tl.float32) * factor
+    shared_N = shared_N.to(dtype).to(tl.float32) * tl.sigmoid(factor).to(dtype).to(tl.float32)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    hidden_CK_ptr = hidden_ptr + ((token * TOP_K + choice_C) * F)[:, None] + col_K[None, :]
-    hidden_CK = tl.load(hidden_CK_ptr, mask=mask_CK, other=0.0).to(tl.float32)
-    hidden_CK = round_groups(hidden_CK, BLOCK_C, BLOCK_K, GROUP) * scale_CK
-    out_CN = tl.sum(weight_CNK.to(tl.float32) * hidden_CK[:, None, :], axis=2).to(dtype).to(tl.float32)
+    hidden_C_ptr = hidden_ptr + (token * TOP_K + choice_C) * F
+    hidden_JRCP = tl.load(hidden_C_ptr[None, None, :, None] + col_JRP[:, :, None, :], mask=mask_JRCP, other=0.0)
+    hidden_JRCP, hidden_scale_JRC = quantize_pieces(hidden_JRCP.to(tl.float32))
+    out_JRCN = tl.sum(weight_JRCNP.to(tl.float32) * hidden_JRCP[:, :, :, None, :], axis=4)
+    out_JRCN *= (hidden_scale_JRC * scale_JRC)[:, :, :, None]
+    out_CN = tl.sum(tl.reshape(out_JRCN, [BLOCK_K // PIECE, BLOCK_C, BLOCK_N]), axis=0).to(dtype).to(tl.float32)
     out_CN = tl.where(is_choice_C[:, None], out_CN * weight_C[:, None], 0.0)
     out_N = tl.sum(out_CN, axis=0).to(dtype).to(tl.float32) + shared_N
     tl.store(out_ptr + token * D + row_N, out_N.to(dtype), mask=is_row_N)
@@ -222,6 +259,7 @@ def _hidden(x_TD: Rows, logits_TE: Tensor, gate_up: ScaledWeight, routing: Routi
         num_experts,
         **choice_options(routing, num_experts),
         GROUP=GROUP,
+        PIECE=PIECE,
         IS_QUANTIZED=is_quantized,
         IS_EVEN=num_channels % block_k == 0 and size % block_n == 0,
         SCALE_ROWS=gate_up.rows_per_scale,
@@ -274,6 +312,7 @@ def _sum(
         num_experts,
         **choice,
         GROUP=GROUP,
+        PIECE=PIECE,
         IS_EVEN=size == block_f and num_channels % block_n == 0 and routing.top_k == choice["BLOCK_C"],
         IS_SHARED_SCALED=shared_scales is not None,
         SCALE_ROWS=down.rows_per_scale,

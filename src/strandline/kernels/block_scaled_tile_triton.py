@@ -1,9 +1,14 @@
 """What kernels in FP8 have in common: rows quantised by groups of inputs, and the scales of a tile of weights.
 
-Every kernel quantises by ``quantize_groups``, whose results depend on no tile: rows quantised in registers, by a launch
-of its own or behind an activation are the same to the last bit.
+Rows are quantised in a matrix-vector product's registers (``quantize_pieces``), in a separate launch, or by the norm or
+activation before (``quantize_groups``). Both functions do the same exact operations, whatever the tile: results are the
+same to the last bit.
 
-Shape suffixes: as in ``block_scaled.py``; in kernels M rows of x, N outputs, K inputs, R groups, G their inputs.
+Matrix-vector products read a weight in pieces of 16 inputs, one per load of a thread. A piece belongs to one group, so
+that a thread multiplies the sum of a piece by the group's scales, and not every product.
+
+Shape suffixes: as in ``block_scaled.py``; in kernels M rows of x, N outputs, K inputs, R groups, G inputs of a group,
+J pieces of a group, P inputs of a piece.
 """
 # mypy: ignore-errors
 
@@ -30,6 +35,9 @@ SIGMOID_GATE = tl.constexpr(2)
 BLOCK_QUANTIZED = 2048
 """Inputs of a row that a program quantises."""
 
+PIECE = 16
+"""Inputs that a thread of a matrix-vector product reads at once: 16 bytes of a weight in FP8, all of one group."""
+
 PADDED_ROWS = 4
 """Quantised rows are a multiple of this, as torch's product asks; those behind the last one hold anything."""
 
@@ -44,13 +52,6 @@ def quantize_groups(x_RG):
     """Return rows of float32 numbers in e4m3, and their scales."""
     scale_R = tl.maximum(tl.div_rn(tl.max(tl.abs(x_RG), axis=1), MAX_E4M3), MIN_SCALE)
     return (x_RG * tl.div_rn(1.0, scale_R)[:, None]).to(tl.float8e4nv), scale_R
-
-
-@triton.jit
-def round_groups(x_RK, ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """Return ``[ROWS, SIZE]`` float32 numbers as they are after quantising, in float32."""
-    quantized_RG, scale_R = quantize_groups(tl.reshape(x_RK, [ROWS * SIZE // GROUP, GROUP]))
-    return tl.reshape(quantized_RG.to(tl.float32) * scale_R[:, None], [ROWS, SIZE])
 
 
 @triton.jit
@@ -77,30 +78,70 @@ def multiply_group(weight_NK, x_KM, scale_N, x_scale_M, IS_SWAPPED: tl.constexpr
 
 
 @triton.jit
-def load_rounded(
+def piece_columns(start, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr):
+    """Return the first input of each piece of a chunk, ``[J, R]``, and all inputs, ``[J, R, P]``.
+
+    Triton deals out threads along the first dimension first: a warp reads four groups of a weight's row.
+    """
+    piece_J1 = (tl.arange(0, GROUP // PIECE) * PIECE)[:, None]
+    col_JR = piece_J1 + (start + tl.arange(0, BLOCK_K // GROUP) * GROUP)[None, :]
+    return col_JR, col_JR[:, :, None] + tl.arange(0, PIECE)[None, None, :]
+
+
+@triton.jit
+def quantize_pieces(x_JRMP):
+    """Return float32 numbers as quantised, in float32, and the scales of their groups, ``[J, R, M]``."""
+    largest_RM = tl.max(tl.max(tl.abs(x_JRMP), axis=3), axis=0)
+    scale_RM = tl.maximum(tl.div_rn(largest_RM, MAX_E4M3), MIN_SCALE)
+    quantized_JRMP = (x_JRMP * tl.div_rn(1.0, scale_RM)[None, :, :, None]).to(tl.float8e4nv)
+    return quantized_JRMP.to(tl.float32), tl.broadcast_to(scale_RM[None, :, :], x_JRMP.shape[:3])
+
+
+@triton.jit
+def load_pieces(
     x_ptr,
     x_scale_ptr,
     row_M,
-    col_K,
+    col_JR,
     M,
     K,
     stride_x,
     stride_xs,
     IS_QUANTIZED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    """Return ``[BLOCK_M, BLOCK_K]`` numbers as they are after quantising, in float32."""
-    mask_MK = (row_M < M)[:, None] & (col_K < K)[None, :]
-    x_MK = tl.load(x_ptr + row_M.to(tl.int64)[:, None] * stride_x + col_K[None, :], mask=mask_MK, other=0.0)
-    x_MK = x_MK.to(tl.float32)
+    """Return numbers ``[J, R, M, P]`` as they are after quantising, in float32, and scales ``[J, R, M]``."""
+    row_1M = row_M[None, None, :]
+    x_JRM_ptr = x_ptr + row_1M.to(tl.int64) * stride_x + col_JR[:, :, None]
     if IS_QUANTIZED:
-        scale_MK_ptr = x_scale_ptr + (col_K // GROUP)[None, :] * stride_xs + row_M[:, None]
-        x_MK = x_MK * tl.load(scale_MK_ptr, mask=mask_MK, other=0.0)
+        x_JRMP = _load_row_parts(x_JRM_ptr, row_1M, col_JR, M, K, PIECE)
+        scale_JRM_ptr = x_scale_ptr + (col_JR // GROUP * stride_xs)[:, :, None] + row_1M
+        scale_JRM = tl.load(scale_JRM_ptr, mask=(row_1M < M) & (col_JR < K)[:, :, None], other=0.0)
     else:
-        x_MK = round_groups(x_MK, BLOCK_M, BLOCK_K, GROUP)
-    return x_MK
+        # A thread loads half a piece at once. It must get the other half, too: sums have the same order then.
+        HALF: tl.constexpr = PIECE // 2
+        low_JRMP = _load_row_parts(x_JRM_ptr, row_1M, col_JR, M, K, HALF)
+        high_JRMP = _load_row_parts(x_JRM_ptr + HALF, row_1M, col_JR + HALF, M, K, HALF)
+        x_JRMP = tl.permute(tl.join(low_JRMP, high_JRMP), (0, 1, 2, 4, 3))
+        x_JRMP = tl.reshape(x_JRMP, [GROUP // PIECE, col_JR.shape[1], row_M.shape[0], PIECE])
+        x_JRMP, scale_JRM = quantize_pieces(x_JRMP)
+    return x_JRMP, scale_JRM
+
+
+@triton.jit
+def _load_row_parts(x_JRM_ptr, row_1M, col_JR, M, K, SIZE: tl.constexpr):
+    """Load the inputs of each row from these columns on, in float32."""
+    offset_P = tl.arange(0, SIZE)
+    is_KP = (col_JR[:, :, None] + offset_P[None, None, :] < K)[:, :, None, :]
+    x_JRMP_ptr = x_JRM_ptr[:, :, :, None] + offset_P[None, None, None, :]
+    return tl.load(x_JRMP_ptr, mask=(row_1M < M)[:, :, :, None] & is_KP, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def add_pieces(x_JRN):
+    """Return the sums over all pieces."""
+    return tl.sum(tl.reshape(x_JRN, [x_JRN.shape[0] * x_JRN.shape[1], x_JRN.shape[2]]), axis=0)
 
 
 @triton.jit
@@ -139,7 +180,7 @@ def _quantize_kernel(
 
 
 def quantize_rows(x_TI: Tensor) -> QuantizedRows:
-    """Return rows, whose inputs lie together, quantised; both are kept."""
+    """Return rows quantised, and the plain rows beside them; the inputs of a row must lie together."""
     return _quantize(x_TI, x_TI, PLAIN.value, plain_TI=x_TI)
 
 

@@ -2,15 +2,15 @@
 
 Up to ``MAX_ROWS_GEMV`` rows: every program multiplies them with a few of the weight's rows, in float32. More: tiles of
 rows and outputs are multiplied, of many rows by torch where it can. With few rows narrow weights are split among
-programs along the inputs, too, and the parts are added up in order. Rows that come as they are, are quantised by the
-programs if they are few, else by a launch of its own.
+programs along the inputs, too, and the parts are added up in order. Rows that are not quantised yet are quantised by
+the programs of a matrix-vector product themselves; otherwise a separate launch does so first.
 
 A launch of few rows may multiply them with an ordinary weight, too (``Beside``): programs of its own do that.
 
 Invariant: ``_invariant`` versions add up in an order that depends on neither the number of rows nor the tile.
 
-Shape suffixes: as in ``block_scaled.py``; S spans of the inputs; in kernels M rows of x, N outputs, K the inputs of a
-group or a chunk.
+Shape suffixes: as in ``block_scaled_tile_triton.py``; S spans of the inputs; in kernels K the inputs of a group or a
+chunk.
 """
 # mypy: ignore-errors
 
@@ -26,9 +26,11 @@ from torch import Tensor
 from strandline.kernels.activation_triton import swiglu
 from strandline.kernels.block_scaled_tile_triton import (
     MIN_ROWS_HOPPER,
-    load_rounded,
+    PIECE,
+    load_pieces,
     load_scales,
     multiply_group,
+    piece_columns,
     quantized,
     swiglu_quantized,
 )
@@ -106,20 +108,33 @@ GROUP_ROWS = 8
 
 
 @triton.jit
-def _load_weight(weight_ptr, row_N, col_K, K, N, IS_EVEN: tl.constexpr):
-    """Load ``[1, N, K]``, bytes that are read once and need not stay in the cache."""
-    ptr_1NK = weight_ptr + (row_N * K)[None, :, None] + col_K[None, None, :]
+def _load_weight(weight_ptr, row_N, col_JRP, K, N, IS_EVEN: tl.constexpr):
+    """Load ``[J, R, 1, N, P]``, bytes that are read once and need not stay in the cache."""
+    ptr_JR1NP = weight_ptr + (row_N * K)[None, None, None, :, None] + col_JRP[:, :, None, None, :]
     if IS_EVEN:
-        return tl.load(ptr_1NK, eviction_policy="evict_first")
-    mask_1NK = (row_N < N)[None, :, None] & (col_K < K)[None, None, :]
-    return tl.load(ptr_1NK, mask=mask_1NK, other=0.0, eviction_policy="evict_first")
+        return tl.load(ptr_JR1NP, eviction_policy="evict_first")
+    mask_JR1NP = (row_N < N)[None, None, None, :, None] & (col_JRP < K)[:, :, None, None, :]
+    return tl.load(ptr_JR1NP, mask=mask_JR1NP, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _times_scales(x_MK, scale_ptr, first_row, col_K, K, stride_y, stride_x, SCALE_ROWS, GROUP: tl.constexpr):
-    """Multiply inputs by the factors that a weight's row has for them."""
-    scale_K_ptr = scale_ptr + first_row // SCALE_ROWS * stride_y + col_K // GROUP * stride_x
-    return x_MK * tl.load(scale_K_ptr, mask=col_K < K, other=0.0)[None, :]
+def _multiply_pieces(
+    weight_JR1NP,
+    x_JRMP,
+    x_scale_JRM,
+    scale_ptr,
+    first_row,
+    col_JR,
+    K,
+    stride_y,
+    stride_x,
+    SCALE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Return the product of every piece times its scales, ``[J, R, M, N]``; the weight's rows share one."""
+    scale_JR1_ptr = scale_ptr + first_row // SCALE_ROWS * stride_y + (col_JR // GROUP * stride_x)[:, :, None]
+    scale_JRM = x_scale_JRM * tl.load(scale_JR1_ptr, mask=(col_JR < K)[:, :, None], other=0.0)
+    return tl.sum(weight_JR1NP.to(tl.float32) * x_JRMP[:, :, :, None, :], axis=4) * scale_JRM[:, :, :, None]
 
 
 @triton.jit
@@ -137,27 +152,29 @@ def _gemv_dense(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Multiply plain rows with a few rows of an ordinary weight."""
     row_N = program.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    col_K = tl.arange(0, BLOCK_K)
     row_M = tl.arange(0, BLOCK_M)
-    weight_1NK = _load_weight(weight_ptr, row_N, col_K, K, N, False)
+    _, col_JRP = piece_columns(0, BLOCK_K, GROUP, PIECE)
+    weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, False)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    x_MK_ptr = x_ptr + row_M.to(tl.int64)[:, None] * stride_x + col_K[None, :]
-    acc_MNK = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
+    acc_JRMN = tl.zeros([GROUP // PIECE, BLOCK_K // GROUP, BLOCK_M, BLOCK_N], dtype=tl.float32)
     for chunk in tl.static_range(NUM_K):
-        start = chunk * BLOCK_K
+        _, col_JRP = piece_columns(chunk * BLOCK_K, BLOCK_K, GROUP, PIECE)
         if chunk > 0:
-            weight_1NK = _load_weight(weight_ptr, row_N, start + col_K, K, N, False)
-        mask_MK = (row_M < M)[:, None] & (start + col_K < K)[None, :]
-        x_MK = tl.load(x_MK_ptr + start, mask=mask_MK, other=0.0).to(tl.float32)
-        acc_MNK += weight_1NK.to(tl.float32) * x_MK[:, None, :]
+            weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, False)
+        x_JRMP_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[None, None, :, None] + col_JRP[:, :, None, :]
+        is_JRMP = (row_M < M)[None, None, :, None] & (col_JRP < K)[:, :, None, :]
+        x_JRMP = tl.load(x_JRMP_ptr, mask=is_JRMP, other=0.0).to(tl.float32)
+        acc_JRMN += tl.sum(weight_JR1NP.to(tl.float32) * x_JRMP[:, :, :, None, :], axis=4)
+    out_MN = tl.sum(tl.reshape(acc_JRMN, [BLOCK_K // PIECE, BLOCK_M, BLOCK_N]), axis=0)
     out_MN_ptr = out_ptr + row_M[:, None] * stride_out + row_N[None, :]
-    mask_MN = (row_M < M)[:, None] & (row_N < N)[None, :]
-    tl.store(out_MN_ptr, tl.sum(acc_MNK, axis=2).to(out_ptr.dtype.element_ty), mask=mask_MN)
+    tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
 
 
 @triton.jit
@@ -187,40 +204,42 @@ def _gemv_scaled(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Multiply rows, as they are after quantising, with a few rows of a weight in FP8."""
     first_N = program.to(tl.int64) * BLOCK_N
     row_N = first_N + tl.arange(0, BLOCK_N)
-    col_K = tl.arange(0, BLOCK_K)
     row_M = tl.arange(0, BLOCK_M)
+    col_JR, col_JRP = piece_columns(0, BLOCK_K, GROUP, PIECE)
     up_ptr = weight_ptr + tl.cast(N, tl.int64) * K
-    weight_1NK = _load_weight(weight_ptr, row_N, col_K, K, N, IS_EVEN)
+    weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, IS_EVEN)
     if IS_GATED:
-        up_1NK = _load_weight(up_ptr, row_N, col_K, K, N, IS_EVEN)
+        up_JR1NP = _load_weight(up_ptr, row_N, col_JRP, K, N, IS_EVEN)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    acc_MNK = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
-    acc_up_MNK = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
+    acc_JRMN = tl.zeros([GROUP // PIECE, BLOCK_K // GROUP, BLOCK_M, BLOCK_N], dtype=tl.float32)
+    acc_up_JRMN = tl.zeros([GROUP // PIECE, BLOCK_K // GROUP, BLOCK_M, BLOCK_N], dtype=tl.float32)
     for chunk in tl.static_range(NUM_K):
-        start = chunk * BLOCK_K
+        col_JR, col_JRP = piece_columns(chunk * BLOCK_K, BLOCK_K, GROUP, PIECE)
         if chunk > 0:
-            weight_1NK = _load_weight(weight_ptr, row_N, start + col_K, K, N, IS_EVEN)
+            weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, IS_EVEN)
             if IS_GATED:
-                up_1NK = _load_weight(up_ptr, row_N, start + col_K, K, N, IS_EVEN)
-        layout = (M, K, stride_x, stride_xs)
-        x_MK = load_rounded(x_ptr, x_scale_ptr, row_M, start + col_K, *layout, IS_QUANTIZED, BLOCK_M, BLOCK_K, GROUP)
-        scales = (K, stride_sy, stride_sx, SCALE_ROWS, GROUP)
-        scaled_MK = _times_scales(x_MK, scale_ptr, first_N, start + col_K, *scales)
-        acc_MNK += weight_1NK.to(tl.float32) * scaled_MK[:, None, :]
+                up_JR1NP = _load_weight(up_ptr, row_N, col_JRP, K, N, IS_EVEN)
+        inputs = (row_M, col_JR, M, K, stride_x, stride_xs)
+        x_JRMP, x_scale_JRM = load_pieces(x_ptr, x_scale_ptr, *inputs, IS_QUANTIZED, GROUP, PIECE)
+        scales = (col_JR, K, stride_sy, stride_sx)
+        acc_JRMN += _multiply_pieces(weight_JR1NP, x_JRMP, x_scale_JRM, scale_ptr, first_N, *scales, SCALE_ROWS, GROUP)
         if IS_GATED:
-            scaled_MK = _times_scales(x_MK, scale_ptr, N + first_N, start + col_K, *scales)
-            acc_up_MNK += up_1NK.to(tl.float32) * scaled_MK[:, None, :]
-    out_MN = tl.sum(acc_MNK, axis=2)
+            acc_up_JRMN += _multiply_pieces(
+                up_JR1NP, x_JRMP, x_scale_JRM, scale_ptr, N + first_N, *scales, SCALE_ROWS, GROUP
+            )
+    out_MN = tl.sum(tl.reshape(acc_JRMN, [BLOCK_K // PIECE, BLOCK_M, BLOCK_N]), axis=0)
     if HAS_BIAS:
         out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
     if IS_GATED:
-        out_MN = silu_times(out_MN, tl.sum(acc_up_MNK, axis=2), out_ptr.dtype.element_ty)
+        up_MN = tl.sum(tl.reshape(acc_up_JRMN, [BLOCK_K // PIECE, BLOCK_M, BLOCK_N]), axis=0)
+        out_MN = silu_times(out_MN, up_MN, out_ptr.dtype.element_ty)
     out_MN_ptr = out_ptr + row_M[:, None] * stride_out + row_N[None, :]
     tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
 
@@ -256,6 +275,7 @@ def _gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     # Only a call's own arguments are constants: what goes through a tuple is not.
@@ -263,6 +283,7 @@ def _gemv_kernel(
     tensors = (x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr)
     sizes = (M, K, N, stride_x, stride_xs, stride_out, stride_sy, stride_sx)
     if DENSE_PROGRAMS > 0:
+        # As many bytes at a time as of a weight in FP8.
         if program < DENSE_PROGRAMS:
             _gemv_dense(
                 plain_ptr,
@@ -274,10 +295,12 @@ def _gemv_kernel(
                 num_dense,
                 stride_plain,
                 stride_out,
-                NUM_K,
+                2 * NUM_K,
                 BLOCK_M,
                 BLOCK_N,
-                BLOCK_K,
+                BLOCK_K // 2,
+                GROUP // 2,
+                PIECE // 2,
                 OVERLAPS,
             )
         else:
@@ -295,6 +318,7 @@ def _gemv_kernel(
                 BLOCK_N,
                 BLOCK_K,
                 GROUP,
+                PIECE,
                 OVERLAPS,
             )
     else:
@@ -312,6 +336,7 @@ def _gemv_kernel(
             BLOCK_N,
             BLOCK_K,
             GROUP,
+            PIECE,
             OVERLAPS,
         )
 
@@ -730,6 +755,7 @@ def launch_gemv(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         GROUP=GROUP,
+        PIECE=PIECE,
         num_warps=gemv.warps,
         **overlap_options(out_MO),
     )
