@@ -25,7 +25,7 @@ demo: setup ## show what the cache saves on the demo model
 test: lint ## lint, then all tests: must pass before a commit (PYTEST_ARGS="-k name" picks)
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
-test-long: lint ## the same with ten times as many examples of every property, and new ones on every run
+test-long: lint ## the same with the cases marked long, and ten times as many, new examples of every property
 	$(BIN)/python -m pytest $(WORKERS) --long $(PYTEST_ARGS)
 
 clients: $(CLIENTS)/.setup-done ## run the harness and the load generator of docs/clients.md against the demo model

@@ -56,7 +56,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--long``."""
-    parser.addoption("--long", action="store_true", help="draw ten times as many examples for properties, new ones")
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="draw ten times as many examples for properties, new ones; run the cases marked long, too",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,10 +86,14 @@ def compile_kernels() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what lies under tests/gpu; in a worker, put the folders that take longest first."""
+    """Mark what lies under tests/gpu; without ``--long`` drop its cases; in a worker, start what takes longest."""
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+    if not config.getoption("long"):
+        dropped = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=dropped)
     if hasattr(config, "workerinput"):
         items.sort(key=rank)
 

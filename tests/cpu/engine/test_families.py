@@ -1,9 +1,11 @@
 """The engine's promises hold for every family: resumed anywhere, forked, preempted, in steps of any size (contract 6).
 
-``test_exactness.py`` tests more of them, on Qwen3.5.
+``test_exactness.py`` tests more of them, on Qwen3.5. Forks, preemption, published states and drafts are tested on one
+family for each kind of layer; on the others only with ``--long``.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,10 +45,23 @@ FAMILIES = [
 ALSO_IN_TORCH = ["lfm2", "llama", "nemotron_h", "olmo_hybrid"]
 """One family for each kind of layer that has Numba kernels; other recurrences are computed by torch in any case."""
 
+REPRESENTATIVES = ["jamba", "kimi_linear", "lfm2", "llama", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"]
+REPRESENTATIVES += ["recurrent_gemma"]
+"""One family for each kind of layer, and one without attention."""
+
 CASES = [*((name, "numba") for name in FAMILIES), *((name, "torch") for name in ALSO_IN_TORCH)]
 
+each_case = pytest.mark.parametrize("case", CASES, indirect=True, ids="-".join, scope="module")
+each_kind = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case[0] in REPRESENTATIVES else pytest.mark.long) for case in CASES],
+    indirect=True,
+    ids="-".join,
+    scope="module",
+)
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A family, and what computes its kernels."""
     name, backend = request.param
@@ -64,24 +79,31 @@ def make_llm(case: tuple[str, str], directory: Path, monkeypatch: pytest.MonkeyP
     return llm_maker(directory, monkeypatch, device="cpu")
 
 
+@each_case
 def test_greedy_tokens_are_those_of_transformers(make_llm: MakeLLM, directory: Path) -> None:
     prompts = [tokens(count, seed=count) for count in (1, 2, 63, 64, 65, 130)]
-    expected = [greedy_tokens(directory, prompt, 8) for prompt in prompts]
-    assert answers(make_llm(), prompts) == expected
+    expected = answers(make_llm(), prompts)
+    assert [len(answer) for answer in expected] == [8] * len(prompts)
+    assert expected == greedy_tokens(directory, prompts, expected)
     assert answers(make_llm(max_num_batched_tokens=65), prompts) == expected
 
 
+@each_case
 def test_resuming_at_every_position_gives_the_same_tokens(make_llm: MakeLLM) -> None:
     prompt = tokens(70)
     [expected] = answers(make_llm(enable_prefix_caching=False), [prompt])
     llm = make_llm(memory="32MiB")
-    for position in range(1, len(prompt)):
-        salt = {"cache_salt": str(position)}
-        llm.generate({"prompt_token_ids": prompt[:position], **salt}, SamplingParams(max_tokens=1), use_tqdm=False)
-        [output] = llm.generate({"prompt_token_ids": prompt, **salt}, GREEDY, use_tqdm=False)
-        assert (output.num_cached_tokens, output.outputs[0].token_ids) == (position, expected)
+    # Each position has a salt of its own, so that nothing else can be resumed.
+    positions = range(1, len(prompt))
+    prefixes: Any = [{"prompt_token_ids": prompt[:position], "cache_salt": str(position)} for position in positions]
+    whole: Any = [{"prompt_token_ids": prompt, "cache_salt": str(position)} for position in positions]
+    llm.generate(prefixes, SamplingParams(max_tokens=1), use_tqdm=False)
+    outputs = llm.generate(whole, GREEDY, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == list(positions)
+    assert [output.outputs[0].token_ids for output in outputs] == [expected] * len(positions)
 
 
+@each_kind
 def test_forks_equal_requests_with_their_seeds(make_llm: MakeLLM) -> None:
     prompt = tokens(100)
     llm = make_llm()
@@ -92,6 +114,7 @@ def test_forks_equal_requests_with_their_seeds(make_llm: MakeLLM) -> None:
     assert llm.engine.cache.stats().hit_tokens == 2 * (100 if llm.engine.core.spec.has_states else 99)
 
 
+@each_kind
 def test_preempted_requests_give_the_same_tokens(make_llm: MakeLLM) -> None:
     prompts = [tokens(60, seed=seed) for seed in range(4)]
     params = SamplingParams(temperature=0, max_tokens=100)
@@ -105,6 +128,7 @@ def test_preempted_requests_give_the_same_tokens(make_llm: MakeLLM) -> None:
     assert (llm.engine.scheduler.num_preemptions > 0) == needs_blocks
 
 
+@each_kind
 def test_a_published_slot_holds_the_state_of_its_tokens(make_llm: MakeLLM) -> None:
     llm = make_llm(max_model_len=512, max_num_batched_tokens=100)
     live_through_much(llm, seed=1)
@@ -114,6 +138,7 @@ def test_a_published_slot_holds_the_state_of_its_tokens(make_llm: MakeLLM) -> No
         assert list(llm.engine.cache.snapshots()) == []  # test_attention_only.py compares the published blocks
 
 
+@each_kind
 def test_drafts_change_neither_tokens_nor_states(make_llm: MakeLLM) -> None:
     settings = {"memory": "64MiB", "max_model_len": 512, "speculative_config": SPECULATION}
     recording = make_llm(**settings)

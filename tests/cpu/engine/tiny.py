@@ -37,12 +37,16 @@ def save_tiny_model(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def greedy_tokens(directory: Path, prompt_ids: list[int], count: int) -> list[int]:
-    """Return what transformers generates greedily, recomputing everything for every token."""
+def greedy_tokens(directory: Path, prompts: list[list[int]], answers: list[list[int]]) -> list[list[int]]:
+    """Return the token that transformers prefers in each place of answers to prompts.
+
+    They are the answers themselves if, and only if, these are what it generates greedily: each of their tokens is then
+    the preferred one after those that precede it. So one forward pass takes a whole answer.
+    """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    tokens = list(prompt_ids)
+    preferred = []
     with torch.inference_mode():
-        for _ in range(count):
-            logits = model(torch.tensor([tokens]), use_cache=False).logits
-            tokens.append(int(logits[0, -1].argmax()))
-    return tokens[len(prompt_ids) :]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            logits = model(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+            preferred.append(logits.argmax(-1).tolist())
+    return preferred
