@@ -1,6 +1,7 @@
 """Parses tool calls written as JSON objects between two tags: one, a list, or one a line.
 
-The name ends the waiting: from then on arguments are passed on as they arrive.
+A call is passed on when its arguments begin, and these as they arrive. Whatever is not JSON stays content, with all
+that follows it up to the closing tag.
 """
 
 import json
@@ -12,6 +13,8 @@ from strandline.server.segments import Segment, SegmentKind, split_at_tag
 
 ARGUMENTS: Final = ("arguments", "parameters")
 """Keys under which models write a call's arguments."""
+SEPARATORS: Final = "[], \t\r\n"
+"""What may stand between calls."""
 
 
 class JsonCalls:
@@ -19,52 +22,63 @@ class JsonCalls:
 
     Args:
         opener: the tag that was found.
-        close: the tag that ends them.
+        close: the tag that ends them; in a string it ends nothing.
     """
 
     def __init__(self, opener: str, close: str) -> None:
         self._close = close
+        self._raw = [opener]
+        """What was read since the last segment."""
         self._held = ""
-        self._raw: list[str] | None = [opener]
-        """What was read so far; None once it holds a call."""
+        """What may be the beginning of the closing tag."""
         self._object: JsonCall | None = None
         self._is_lost = False
 
     def feed(self, text: str, segments: list[Segment]) -> str | None:
-        split = split_at_tag(self._held + text, (self._close,))
-        self._held = split.after
-        self._walk(split.before, segments)
-        if split.tag is None:
-            return None
-        self._end(segments, split.tag)
-        return split.after
+        text, self._held = self._held + text, ""
+        for place, character in enumerate(text):
+            if self._is_lost:
+                return self._pass_on("".join(self._raw) + text[place:], segments)
+            if character == self._close[0] and not (self._object and self._object.is_in_string):
+                rest = text[place : place + len(self._close)]
+                if rest == self._close:
+                    self._end("".join(self._raw), self._close, segments)
+                    return text[place + len(rest) :]
+                if self._close.startswith(rest):
+                    self._held = rest
+                    return None
+            self._take(character, segments)
+        return self._pass_on("".join(self._raw), segments) if self._is_lost else None
 
     def finish(self, segments: list[Segment]) -> None:
-        self._walk(self._held, segments)
-        self._end(segments, "")
+        self._end("".join(self._raw) + self._held, "", segments)
 
-    def _end(self, segments: list[Segment], tag: str) -> None:
-        if self._object is not None:
-            self._object.end(segments)
-        if self._raw is not None:
-            segments.append(Segment(SegmentKind.CONTENT, "".join(self._raw) + tag))
+    def _end(self, text: str, tag: str, segments: list[Segment]) -> None:
+        """Pass on what was read since the last segment, unless it is only what may stand between calls."""
+        if text.strip(SEPARATORS):
+            segments.append(Segment(SegmentKind.CONTENT, text + tag))
 
-    def _walk(self, text: str, segments: list[Segment]) -> None:
-        if self._raw is not None:
-            self._raw.append(text)
-        for character in text:
-            if self._object is not None:
-                self._object.take(character, segments)
-                if self._object.has_name:
-                    self._raw = None
-                if self._object.is_complete:
-                    self._object = None
-            elif self._is_lost:
-                break
-            elif character == "{":
-                self._object = JsonCall()
-            else:  # what follows text that is neither a call nor between calls is ignored
-                self._is_lost = not (character.isspace() or character in ",[]")
+    def _take(self, character: str, segments: list[Segment]) -> None:
+        self._raw.append(character)
+        if self._object is None:
+            self._object = JsonCall() if character == "{" else None
+            self._is_lost = character not in "{" + SEPARATORS
+            return
+        num_segments = len(segments)
+        self._object.take(character, segments)
+        self._is_lost = self._object.is_lost or (self._object.is_complete and not self._object.has_arguments)
+        if len(segments) > num_segments or (self._object.is_complete and not self._is_lost):
+            self._raw.clear()
+        if self._object.is_complete:
+            self._object = None
+
+    def _pass_on(self, text: str, segments: list[Segment]) -> str | None:
+        """Pass on text that is not a call as content, up to the closing tag."""
+        self._raw.clear()
+        split = split_at_tag(text, (self._close,))
+        segments.append(Segment(SegmentKind.CONTENT, split.before + (split.tag or "")))
+        self._held = "" if split.tag else split.after
+        return split.after if split.tag else None
 
 
 class JsonCall:
@@ -73,116 +87,113 @@ class JsonCall:
     def __init__(self) -> None:
         self.is_complete = False
         """Whether its closing brace has been read."""
+        self.is_lost = False
+        """Whether it is not JSON."""
+        self.is_in_string = False
+        self.has_arguments = False
+        """Whether it is a call whose arguments have begun."""
         self._step: Callable[[str, list[Segment]], None] = self._at_key
         self._name: str | None = None
         self._key = ""
         self._value: list[str] = []
         self._depth = 0
-        self._is_string = self._is_escaped = False
+        self._is_escaped = False
         self._is_streamed = False
         self._arguments: str | None = None
         """Complete arguments whose name is not known yet."""
-        self._has_arguments = False
-
-    @property
-    def has_name(self) -> bool:
-        """Whether it is known to be a call."""
-        return self._name is not None
 
     def take(self, character: str, segments: list[Segment]) -> None:
         """Consume one character."""
         self._step(character, segments)
 
-    def end(self, segments: list[Segment]) -> None:
-        """Append what is left of a call that was cut off, or is complete."""
-        if self._name is not None and not self._has_arguments:
-            segments.append(Segment(SegmentKind.ARGUMENTS, "{}"))
-
     # States of the parser. Each consumes one character.
-
-    def _lost(self, character: str, segments: list[Segment]) -> None:
-        """Ignore text that is not JSON."""
 
     def _at_key(self, character: str, segments: list[Segment]) -> None:
         if character == '"':
-            self._value, self._is_escaped = ['"'], False
-            self._step = self._in_key
+            self._value, self._step, self.is_in_string = ['"'], self._in_key, True
         elif character == "}":
             self.is_complete = True
-            self.end(segments)
-        elif not (character.isspace() or character == ","):
-            self._step = self._lost
+            if self._name is not None and not self.has_arguments:
+                self._begin(segments, "{}")
+        else:
+            self.is_lost = not (character.isspace() or character == ",")
 
     def _in_key(self, character: str, segments: list[Segment]) -> None:
         self._value.append(character)
-        if self._is_escaped or character != '"':
-            self._is_escaped = character == "\\" and not self._is_escaped
-            return
-        self._key = str(parse_json("".join(self._value)))
-        self._step = self._at_colon
+        self._take_in_string(character)
+        if not self.is_in_string:
+            self._key = str(parse_json("".join(self._value)))
+            self._step = self._at_colon
 
     def _at_colon(self, character: str, segments: list[Segment]) -> None:
         if character == ":":
             self._step = self._at_value
-        elif not character.isspace():
-            self._step = self._lost
+        else:
+            self.is_lost = not character.isspace()
 
     def _at_value(self, character: str, segments: list[Segment]) -> None:
         if character.isspace():
             return
-        self._value, self._depth, self._is_string, self._is_escaped = [], 0, False, False
-        is_arguments = self._key in ARGUMENTS and not self._has_arguments
+        self._value, self._depth = [], 0
+        is_arguments = self._key in ARGUMENTS and not self.has_arguments
         self._is_streamed = is_arguments and character == "{" and self._name is not None
-        self._has_arguments |= self._is_streamed
+        if self._is_streamed:
+            self._begin(segments)
         self._step = self._in_value
         self._in_value(character, segments)
 
     def _in_value(self, character: str, segments: list[Segment]) -> None:
-        if not self._is_string and self._depth == 0 and self._value and (character in ",}" or character.isspace()):
+        if not self.is_in_string and self._depth == 0 and (character in ",}" or character.isspace()):
             self._take_value(segments)  # a number or a word ends before this character
-            self._step(character, segments)
+            if not self.is_lost:
+                self._step(character, segments)
             return
-        self._value.append(character)
         if self._is_streamed:
             segments.append(Segment(SegmentKind.ARGUMENTS, character))
-        if self._is_string:
-            if self._is_escaped or character != '"':
-                self._is_escaped = character == "\\" and not self._is_escaped
+        else:
+            self._value.append(character)
+        if self.is_in_string:
+            self._take_in_string(character)
+            if self.is_in_string:
                 return
-            self._is_string = False
         elif character == '"':
-            self._is_string = True
+            self.is_in_string = True
             return
         elif character in "{[":
             self._depth += 1
         elif character in "}]":
             self._depth -= 1
-        else:
+        else:  # a stray backslash hides no quotation mark: where strings end does not depend on where parsing began
+            self.is_lost = character == "\\" and not self._is_streamed
             return
-        if self._depth == 0:
+        if self._depth <= 0:
             self._take_value(segments)
 
-    def _take_value(self, segments: list[Segment]) -> None:
-        self._step = self._at_key
-        text = "".join(self._value)
-        if self._key == "name" and self._name is None:
-            name = parse_json(text)
-            if isinstance(name, str) and name:
-                self._name = name
-                segments.append(Segment(SegmentKind.CALL, name))
-                if self._arguments is not None:
-                    self._append_arguments(self._arguments, segments)
-        elif self._key in ARGUMENTS and not self._has_arguments:
-            if self._name is None:
-                self._arguments = text
-            else:
-                self._append_arguments(text, segments)
+    def _take_in_string(self, character: str) -> None:
+        self.is_in_string = self._is_escaped or character != '"'
+        self._is_escaped = character == "\\" and not self._is_escaped
 
-    def _append_arguments(self, text: str, segments: list[Segment]) -> None:
-        """Append complete arguments, which some models write as a JSON string."""
-        value = parse_json(text) if text.startswith('"') else text
-        self._has_arguments = True
-        segments.append(Segment(SegmentKind.ARGUMENTS, "{}" if value in ("null", "", None) else str(value)))
+    def _take_value(self, segments: list[Segment]) -> None:
+        """Consume a complete value."""
+        self._step = self._at_key
+        if self._is_streamed:
+            self._is_streamed = False
+            return
+        text = "".join(self._value)
+        value = parse_json(text)
+        self.is_lost = value is None and text != "null"
+        if self._key in ARGUMENTS and self._arguments is None and not self.is_lost:
+            text = value if isinstance(value, str) else text  # some models write arguments as a JSON string
+            self._arguments = "{}" if text in ("null", "") else text
+        elif self._key == "name" and self._name is None and isinstance(value, str):
+            self._name = value or None
+        if self._name is not None and self._arguments is not None and not self.has_arguments:
+            self._begin(segments, self._arguments)
+
+    def _begin(self, segments: list[Segment], arguments: str = "") -> None:
+        """Pass on the call, with its arguments as far as they are known."""
+        self.has_arguments = True
+        segments += [Segment(SegmentKind.CALL, self._name or ""), Segment(SegmentKind.ARGUMENTS, arguments)]
 
 
 def parse_json(text: str) -> Any:

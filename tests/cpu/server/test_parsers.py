@@ -99,8 +99,9 @@ def test_calls_in_json_are_found_among_content() -> None:
 
 def test_the_name_comes_first_and_arguments_as_they_are_written() -> None:
     parser = PARSERS["hermes"]()
-    assert parser.feed('<tool_call>{"name": "weather", "argu') == [Segment(SegmentKind.CALL, "weather")]
-    assert merge_segments(parser.feed('ments": {"city": "U')) == [Segment(SegmentKind.ARGUMENTS, '{"city": "U')]
+    assert parser.feed('<tool_call>{"name": "weather", "argu') == []
+    begun = [Segment(SegmentKind.CALL, "weather"), Segment(SegmentKind.ARGUMENTS, '{"city": "U')]
+    assert merge_segments(parser.feed('ments": {"city": "U')) == begun
     assert merge_segments(parser.feed('lm"}}')) == [Segment(SegmentKind.ARGUMENTS, 'lm"}')]
     parser = PARSERS["qwen3_coder"]()
     parser.feed("<tool_call>\n<function=weather>\n<parameter=city>\nUl")

@@ -204,9 +204,83 @@ def test_every_beginning_of_an_answer_can_be_a_message(name: str) -> None:
         json.dumps(chat_message(parser)).encode()
 
 
+JSON_TAGS = {"hermes": "tool_call", "jamba": "tool_calls", "minimax": "tool_calls", "nemotron_json": "TOOLCALL"}
+CLOCK = ("clock", {})
+NO_JSON_CALL = (
+    '{"name": "clock", arguments: {"days": 2}}',
+    '{"name": "clock", "arguments": Ulm}',
+    '{"name": "clock", "arguments": 1e999}',
+    '{"name": "clock", "arguments": "\\ud800"}',
+    '{"name": "clock", "arguments":}',
+    '{"name": "clock"',
+    '{"name": "clock}',
+    '{"name": "", "arguments": {}}',
+    '{"arguments": {"days": Ulm}, "name": "clock"}',
+    '{"id": \\, "name": "clock"}',
+    '{"arguments": {}}, {"name": "clock"}',
+    '[{"arguments": {}}',
+    '{"<tool_call>',
+    '{"name": "\\ud800"}',
+    "{'name': 'clock'}",
+    "[]",
+    "[clock]",
+    "[{]",
+)
+"""Texts between two tags that stay as they are."""
+
+
+@pytest.mark.parametrize("name", sorted(JSON_TAGS))
+@pytest.mark.parametrize(
+    ("text", "wanted", "kept"),
+    [
+        ('{"name": "clock", "arguments": {}} so', [CLOCK], " so</TAG>"),
+        ('{"name": "clock", "arguments": {}}, {"x"]', [CLOCK], ', {"x"]</TAG>'),
+        ('{"name": "clock"}\n{"name": "clock", x}', [CLOCK], '\n{"name": "clock", x}</TAG>'),
+        ('{"name": "clock", "arguments": {}, so', [CLOCK], ", so</TAG>"),
+        ('{"name": "clock", "arguments": {}}}', [CLOCK], "}</TAG>"),
+        ('[{"name": "clock", "arguments": {}, ]', [CLOCK], ", ]</TAG>"),
+        ('{"name": "clock", "arguments": {}', [CLOCK], ""),
+        ('{"name": "clock", "arguments": null}', [CLOCK], ""),
+        ('{"id": [{"x": "}"}], "name": "clock", "arguments": ""}', [CLOCK], ""),
+    ],
+)
+def test_what_is_no_json_behind_a_call_stays(name: str, text: str, wanted: list[Any], kept: str) -> None:
+    segments = parse(name, f"<{JSON_TAGS[name]}>{text}</{JSON_TAGS[name]}>")
+    assert calls(segments) == wanted
+    assert contents(segments) == kept.replace("TAG", JSON_TAGS[name])
+
+
+@pytest.mark.parametrize("name", sorted(JSON_TAGS))
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"name": "weather", "arguments": ARGUMENTS}',
+        '{"arguments": ARGUMENTS, "name": "weather"}',
+        '{"name": "weather", "arguments": STRING}',
+        '{"id": "</TAG>", "</TAG>": 1, "name": "weather", "arguments": ARGUMENTS}',
+    ],
+)
+def test_closing_tag_in_a_string_ends_no_json_call(name: str, written: str) -> None:
+    tag = JSON_TAGS[name]
+    arguments = {"city": f'</{tag}>"</{tag}>', f"</{tag}>": 1, "escaped": "\\"}
+    as_json = json.dumps(arguments)
+    text = written.replace("ARGUMENTS", as_json).replace("STRING", json.dumps(as_json)).replace("TAG", tag)
+    segments = parse(name, *f"<{tag}>{text}</{tag}> Done.")
+    assert calls(segments) == [("weather", arguments)]
+    assert contents(segments) == "Done."
+
+
+@pytest.mark.parametrize("name", sorted(JSON_TAGS))
+@pytest.mark.parametrize("text", [*NO_JSON_CALL, '{"name": "clock", "arguments"', '{"name": "clock"}<'])
+def test_json_that_is_cut_off_before_its_arguments_stays(name: str, text: str) -> None:
+    segments = parse(name, f"<{JSON_TAGS[name]}>{text}")
+    whole = CLOCK in calls(segments)
+    assert whole is text.endswith("}<")
+    assert contents(segments) == ("<" if whole else f"<{JSON_TAGS[name]}>{text}")
+
+
 MALFORMED = {
-    "hermes": ("<tool_call>{'name': 'weather'}</tool_call>", '<tool_call>{"name": "\\ud800"}</tool_call>'),
-    "jamba": ("<tool_calls>[]</tool_calls>", "<tool_calls>[weather]</tool_calls>"),
+    **{name: tuple(f"<{tag}>{wrong}</{tag}>" for wrong in NO_JSON_CALL) for name, tag in JSON_TAGS.items()},
     "kimi_k2": (
         "<|tool_calls_section_begin|><|tool_calls_section_end|>",
         "<|tool_calls_section_begin|>weather<|tool_calls_section_end|>",
@@ -222,9 +296,7 @@ MALFORMED = {
             *(f"[weather(days={'(' * 300}{')' * 300})]", "[weather(city=Ulm)]", "[weather(city='a' < 'b')]"),
         )
     ),
-    "minimax": ('<tool_calls>\n{"arguments": {}}\n</tool_calls>',),
     "minimax_m2": ("<minimax:tool_call>weather</minimax:tool_call>",),
-    "nemotron_json": ("<TOOLCALL>[{]</TOOLCALL>",),
     "olmo3": ("<function_calls>\nweather: Ulm\n</function_calls>", "<function_calls></function_calls>"),
     "qwen3_coder": ("<tool_call>weather</tool_call>",),
 }
