@@ -68,7 +68,8 @@ PREPARE_REGISTERS: int | None = 168
 """Per thread: three programs share a multiprocessor then."""
 
 SLICE = 32
-"""Channels of a chunk that are prepared together: tiles of all would not fit into registers."""
+"""Channels of a chunk that are prepared together: tiles of all would not fit into registers. With 16, Triton 3.6 makes
+wrong products of 64 x 64 and 64 x 16 in bfloat16 on Hopper."""
 
 
 def kda_prefill(
@@ -127,7 +128,7 @@ def _prefill(
 ) -> Tensor:
     num_tokens, num_heads, key_dim = q_THK.shape
     num_chunks, dtype, device = len(chunks.starts), q_THK.dtype, q_THK.device
-    block_k = max(16, next_power_of_2(key_dim))
+    block_k = max(SLICE, next_power_of_2(key_dim))
     is_float32 = dtype == torch.float32
     # Rows that no chunk has are read with their neighbours', and left out: their memory may hold anything.
     scaled_q_THK, scaled_k_THK = (
@@ -143,7 +144,7 @@ def _prefill(
         q_THK, k_THK, f_THK, b_TH, A_log_H, dt_bias_HK, scaled_q_THK, scaled_k_THK,
         prepared.attend_CHLL, prepared.write_CHLK, prepared.decay, chunks.starts_C, chunks.lengths_C,
         q_THK.stride(0), q_THK.stride(1), k_THK.stride(0), k_THK.stride(1), f_THK.stride(0), f_THK.stride(1),
-        b_TH.stride(0), H=num_heads, K=key_dim, BLOCK_K=block_k, BLOCK_S=min(SLICE, block_k), L=CHUNK_TOKENS,
+        b_TH.stride(0), H=num_heads, K=key_dim, BLOCK_K=block_k, BLOCK_S=SLICE, L=CHUNK_TOKENS,
         EPS=L2_NORM_EPS, PRECISION=FLOAT32_PRECISION,
         INVERSE=tl.float32 if is_float32 else tl.float16, num_warps=PREPARE_WARPS, num_stages=1,
         maxnreg=None if is_float32 else PREPARE_REGISTERS,
