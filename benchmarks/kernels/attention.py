@@ -235,6 +235,11 @@ def time_prefix(work: Work, model: str, start: int, end: int, memory: KVMemory) 
             q_THD, memory, batch.block_table_NM[0], start // 64, scale_log2
         )
         report("strandline", prefix, do_bench(run, warmup=20, rep=200, return_mode="median") * 1000)
+        shape = (start // 64, 64, num_kv_heads, HEAD_DIM)
+        e4m3 = KVMemory(*(torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for _ in range(2)))
+        table = torch.randperm(start // 64, device="cuda").int()
+        run = lambda: attention_prefix_triton.attend_prefix(q_THD, e4m3, table, start // 64, scale_log2)  # noqa: E731
+        report("strandline, e4m3", prefix, do_bench(run, warmup=20, rep=200, return_mode="median") * 1000)
     q = q_THD.transpose(0, 1).unsqueeze(0)
     k, v = (torch.randn(1, num_kv_heads, start, HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
     run = lambda: torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: E731

@@ -9,6 +9,9 @@ warp copies blocks of keys and values into shared memory, two stages ahead (TMA)
 consume them. A warpgroup computes the next block's scores while it adds up the last block's weighted values, and
 computes exponentials during the latter; the GEMMs of the other warpgroup fill the gaps.
 
+Keys and values in e4m3 are widened to bfloat16 first, a span of blocks at a time, which is exact; attention to one span
+continues that to the spans before. With thousands of queries, copying keys costs little beside attending to them.
+
 Not for deterministic engines: bits depend on where a step begins.
 
 Source: Shah et al., "FlashAttention-3" (producer and consumer warps, softmax beside products).
@@ -23,6 +26,7 @@ from typing import Final
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
@@ -58,6 +62,13 @@ GROUP_ROWS = 64
 STAGES = 2
 """Blocks of keys, and of values, that shared memory holds: with the queries 192 KiB at a head dim of 256."""
 
+SPAN_BLOCKS = 256
+"""Blocks in e4m3 that are widened at once: 32 MiB with two key/value heads of 256. Each further span reads and writes
+the result once more."""
+
+WIDEN_ELEMENTS = 4096
+"""Of keys, and of values, that one program widens."""
+
 STAGGER_BLOCKS = 4
 """Blocks between the eight places at which programs that run together begin, so that they do not all read the same
 block of the second-level cache at once."""
@@ -71,7 +82,8 @@ def supports(q_THD: Tensor, memory: KVMemory) -> bool:
     k_BPGD = memory.k_BPGD
     _, _, num_kv_heads, head_dim = k_BPGD.shape
     return (
-        q_THD.dtype == k_BPGD.dtype == torch.bfloat16
+        q_THD.dtype == torch.bfloat16
+        and k_BPGD.dtype in (torch.bfloat16, torch.float8_e4m3fn)
         and head_dim in HEAD_DIMS
         and k_BPGD.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
         and k_BPGD.stride(0) % k_BPGD.stride(1) == 0
@@ -91,6 +103,21 @@ def _can_compile(device: int) -> bool:
             triton.__version__,
         )
     return IS_AVAILABLE
+
+
+@triton.jit(do_not_specialize_on_alignment=["table_ptr"])
+def _widen_kernel(
+    k_ptr, v_ptr, table_ptr, wide_k_ptr, wide_v_ptr, stride_block, SIZE: tl.constexpr, ELEMENTS: tl.constexpr
+):
+    """Write the keys and values of blocks, in the order of a table, in another dtype."""
+    index = tl.program_id(0).to(tl.int64)
+    block = tl.load(table_ptr + index).to(tl.int64)
+    offset = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
+    dtype = wide_k_ptr.dtype.element_ty
+    k = tl.load(k_ptr + block * stride_block + offset, mask=offset < SIZE, other=0.0)
+    v = tl.load(v_ptr + block * stride_block + offset, mask=offset < SIZE, other=0.0)
+    tl.store(wide_k_ptr + index * SIZE + offset, k.to(dtype), mask=offset < SIZE)
+    tl.store(wide_v_ptr + index * SIZE + offset, v.to(dtype), mask=offset < SIZE)
 
 
 if IS_AVAILABLE:
@@ -130,6 +157,14 @@ if IS_AVAILABLE:
         mbarrier.arrive(barrier, count=1)
 
     @gluon.jit
+    def _result_rows(
+        first_row, kv_head, M: gl.constexpr, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr
+    ):
+        """Return the rows of a warpgroup, and their places in the result, counted in heads."""
+        packed_M = first_row + gl.arange(0, M, layout)
+        return packed_M, ((packed_M // GROUP) * NUM_HEADS + kv_head * GROUP + packed_M % GROUP).to(gl.int64)
+
+    @gluon.jit
     def _attend(
         q_smem,
         k_smem,
@@ -148,6 +183,7 @@ if IS_AVAILABLE:
         NUM_HEADS: gl.constexpr,
         GROUP: gl.constexpr,
         STAGES: gl.constexpr,
+        IS_CONTINUED: gl.constexpr,
     ):
         M: gl.constexpr = q_smem.shape[0]
         D: gl.constexpr = q_smem.shape[1]
@@ -164,8 +200,20 @@ if IS_AVAILABLE:
         score_MK = warpgroup_mma_wait(0, deps=(score_MK,))
         _release(k_empty.index(0))
         max_M = gl.max(score_MK, 1) * scale_log2
+        if IS_CONTINUED:
+            score_row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+            packed_M, row_M = _result_rows(first_row, kv_head, M, NUM_HEADS, GROUP, score_row_layout)
+            before_M = gl.load(lse_ptr + row_M, mask=packed_M < num_rows, other=0.0)
+            max_M = gl.maximum(max_M, before_M)
         exp_MK = gl.exp2(score_MK * scale_log2 - max_M[:, None])
         sum_M = gl.sum(exp_MK, 1)
+        if IS_CONTINUED:
+            decay_M = gl.exp2(before_M - max_M)
+            sum_M += decay_M
+            packed_M, row_M = _result_rows(first_row, kv_head, M, NUM_HEADS, GROUP, row_layout)
+            out_ptr_MD = out_ptr + (row_M * D)[:, None] + gl.arange(0, D, gl.SliceLayout(0, acc_layout))[None, :]
+            acc_MD = gl.load(out_ptr_MD, mask=(packed_M < num_rows)[:, None], other=0.0)
+            acc_MD = acc_MD * gl.convert_layout(decay_M, row_layout)[:, None]
         weight_MK = gl.convert_layout(exp_MK.to(q_smem.dtype), weight_layout)
         for i in range(1, num_blocks):
             stage = i % STAGES
@@ -192,8 +240,7 @@ if IS_AVAILABLE:
         acc_MD, weight_MK = warpgroup_mma_wait(0, deps=(acc_MD, weight_MK))
 
         total_M = gl.convert_layout(sum_M, row_layout)
-        packed_M = first_row + gl.arange(0, M, row_layout)
-        row_M = ((packed_M // GROUP) * NUM_HEADS + kv_head * GROUP + packed_M % GROUP).to(gl.int64)
+        packed_M, row_M = _result_rows(first_row, kv_head, M, NUM_HEADS, GROUP, row_layout)
         is_row_M = packed_M < num_rows
         gl.store(lse_ptr + row_M, gl.convert_layout(max_M, row_layout) + gl.log2(total_M), mask=is_row_M)
         channel_D = gl.arange(0, D, gl.SliceLayout(0, acc_layout))
@@ -223,6 +270,7 @@ if IS_AVAILABLE:
         ROWS: gl.constexpr,
         STAGES: gl.constexpr,
         STAGGER: gl.constexpr,
+        IS_CONTINUED: gl.constexpr,
         CONSUMER_REGISTERS: gl.constexpr,
         PRODUCER_REGISTERS: gl.constexpr,
         num_warps: gl.constexpr,
@@ -259,11 +307,11 @@ if IS_AVAILABLE:
             [
                 (_attend, (
                     q_smem.index(0), k_smem, v_smem, k_ready, k_empty, v_ready, v_empty, num_blocks, scale_log2,
-                    out_ptr, lse_ptr, first_row, num_rows, kv_head, NUM_HEADS, GROUP, STAGES,
+                    out_ptr, lse_ptr, first_row, num_rows, kv_head, NUM_HEADS, GROUP, STAGES, IS_CONTINUED,
                 )),
                 (_attend, (
                     q_smem.index(1), k_smem, v_smem, k_ready, k_empty, v_ready, v_empty, num_blocks, scale_log2,
-                    out_ptr, lse_ptr, first_row + ROWS, num_rows, kv_head, NUM_HEADS, GROUP, STAGES,
+                    out_ptr, lse_ptr, first_row + ROWS, num_rows, kv_head, NUM_HEADS, GROUP, STAGES, IS_CONTINUED,
                 )),
                 (_copy_blocks, (
                     k_desc, v_desc, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty, table_ptr, num_blocks,
@@ -277,28 +325,75 @@ if IS_AVAILABLE:
 
 
 def attend_prefix(
-    q_THD: Tensor, memory: KVMemory, table_M: Tensor, num_blocks: int, scale_log2: float
+    q_THD: Tensor,
+    memory: KVMemory,
+    table_M: Tensor,
+    num_blocks: int,
+    scale_log2: float,
+    span_blocks: int = SPAN_BLOCKS,
 ) -> tuple[Tensor, Tensor]:
     """Attend all queries to all keys of the first blocks of one sequence, one block at least.
 
     Args:
-        scale_log2: of scores whose exponentials are powers of two.
+        scale_log2: of scores whose exponentials are powers of two; the scale of keys in e4m3 included.
+        span_blocks: how many blocks in e4m3 are widened at once.
 
     Returns:
-        The normalised result and the base-2 logarithm of the sum of exponentials, float32 ``[T, H, D]`` and ``[T, H]``.
+        The normalised result, without the scale of values, and the base-2 logarithm of the sum of exponentials, float32
+        ``[T, H, D]`` and ``[T, H]``.
     """
+    out_THD = torch.empty(q_THD.shape, dtype=torch.float32, device=q_THD.device)
+    lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
+    if memory.k_BPGD.dtype == q_THD.dtype:
+        _attend_blocks(q_THD, memory, table_M, num_blocks, scale_log2, (out_THD, lse_TH), is_continued=False)
+        return out_THD, lse_TH
+    shape = (min(num_blocks, span_blocks), *memory.k_BPGD.shape[1:])
+    wide = KVMemory(*(torch.empty(shape, dtype=q_THD.dtype, device=q_THD.device) for _ in range(2)))
+    wide_table_M = torch.arange(len(wide.k_BPGD), dtype=torch.int32, device=q_THD.device)
+    for first in range(0, num_blocks, span_blocks):
+        span_M = table_M[first : min(first + span_blocks, num_blocks)]
+        widen(memory, span_M, wide)
+        result = (out_THD, lse_TH)
+        _attend_blocks(q_THD, wide, wide_table_M, len(span_M), scale_log2, result, is_continued=first > 0)
+    return out_THD, lse_TH
+
+
+def widen(memory: KVMemory, table_M: Tensor, wide: KVMemory) -> None:
+    """Copy the blocks of a table, whose keys lie together, to the first ones of ``wide``, in the dtype of that."""
+    size = memory.k_BPGD[0].numel()
+    _widen_kernel[(len(table_M), cdiv(size, WIDEN_ELEMENTS))](
+        memory.k_BPGD,
+        memory.v_BPGD,
+        table_M,
+        wide.k_BPGD,
+        wide.v_BPGD,
+        memory.k_BPGD.stride(0),
+        SIZE=size,
+        ELEMENTS=WIDEN_ELEMENTS,
+        num_warps=4,
+    )
+
+
+def _attend_blocks(
+    q_THD: Tensor,
+    memory: KVMemory,
+    table_M: Tensor,
+    num_blocks: int,
+    scale_log2: float,
+    result: tuple[Tensor, Tensor],
+    *,
+    is_continued: bool,
+) -> None:
+    """Fill the result; continued, add keys to what it holds."""
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv_heads = memory.k_BPGD.shape[2]
-    out_THD = torch.empty(q_THD.shape, dtype=torch.float32, device=q_THD.device)
-    lse_TH = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q_THD.device)
     num_rows = num_tokens * (num_heads // num_kv_heads)
     _prefix_kernel[(cdiv(num_rows, 2 * GROUP_ROWS) * num_kv_heads,)](
         q_THD,
         _descriptor(memory.k_BPGD),
         _descriptor(memory.v_BPGD),
         table_M,
-        out_THD,
-        lse_TH,
+        *result,
         scale_log2,
         q_THD.stride(0),
         q_THD.stride(1),
@@ -311,12 +406,12 @@ def attend_prefix(
         ROWS=GROUP_ROWS,
         STAGES=STAGES,
         STAGGER=STAGGER_BLOCKS,
+        IS_CONTINUED=is_continued,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4,
         maxnreg=MEAN_REGISTERS,
     )
-    return out_THD, lse_TH
 
 
 def _descriptor(x_BPGD: Tensor) -> "TensorDescriptor":

@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
-from strandline.kernels.attention_prefix_triton import attend_prefix, supports
+from strandline.kernels.attention_prefix_triton import SPAN_BLOCKS, attend_prefix, supports
 from strandline.kernels.attention_splits import num_decode_splits, num_row_tiles, plan_prefills
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
@@ -686,11 +686,14 @@ def _has_prefix_kernel(call: _Call) -> bool:
     """Whether the kernel for prefixes runs here, and has passed its check."""
     if not supports(call.q_THD, call.memory):
         return False
-    return _is_prefix_kernel_correct(call.q_THD.device, *call.memory.k_BPGD.shape[2:], call.group)
+    k_BPGD = call.memory.k_BPGD
+    return _is_prefix_kernel_correct(call.q_THD.device, k_BPGD.dtype, *k_BPGD.shape[2:], call.group)
 
 
 @cache
-def _is_prefix_kernel_correct(device: torch.device, num_kv_heads: int, head_dim: int, group: int) -> bool:
+def _is_prefix_kernel_correct(
+    device: torch.device, dtype: torch.dtype, num_kv_heads: int, head_dim: int, group: int
+) -> bool:
     """Whether attention in two launches equals attention in one; warn if not, because Gluon is experimental."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -699,7 +702,7 @@ def _is_prefix_kernel_correct(device: torch.device, num_kv_heads: int, head_dim:
 
     num_queries, num_blocks = 70, 5
     context_len = 3 * BLOCK_TOKENS + num_queries
-    blocks = random(num_blocks, 2, BLOCK_TOKENS, num_kv_heads, head_dim)
+    blocks = random(num_blocks, 2, BLOCK_TOKENS, num_kv_heads, head_dim).to(dtype)
     batch = AttentionBatch(
         query_starts=(0, num_queries),
         context_lens=(context_len,),
@@ -718,7 +721,7 @@ def _is_prefix_kernel_correct(device: torch.device, num_kv_heads: int, head_dim:
     problem = "its results are wrong"
     try:
         _attend_together(whole, 0, 1, is_invariant=False)
-        _attend_behind_prefix(split, 0, 3)
+        _attend_behind_prefix(split, 0, 3, span_blocks=2)
         difference = (outs[0].float() - outs[1].float()).norm() / outs[0].float().norm()
         if difference < MAX_PREFIX_DIFFERENCE:
             return True
@@ -747,12 +750,13 @@ def _attend_together(call: _Call, first: int, end: int, *, is_invariant: bool) -
         combine(partial, lse, call.out_THD, call.batch.query_starts[first], plan.num_tokens, plan.num_splits)
 
 
-def _attend_behind_prefix(call: _Call, sequence: int, num_blocks: int) -> None:
+def _attend_behind_prefix(call: _Call, sequence: int, num_blocks: int, *, span_blocks: int = SPAN_BLOCKS) -> None:
     """Write the rows of a prefill in two launches; the first attends to the first ``num_blocks`` blocks."""
     batch = call.batch
     query_starts = batch.query_starts[sequence : sequence + 2]
     q_THD = call.q_THD[slice(*query_starts)]
-    prefix_THD, lse_TH = attend_prefix(q_THD, call.memory, batch.block_table_NM[sequence], num_blocks, call.scale_log2)
+    prefix = (batch.block_table_NM[sequence], num_blocks)
+    prefix_THD, lse_TH = attend_prefix(q_THD, call.memory, *prefix, call.scale_log2, span_blocks)
     num_tiles = num_row_tiles(query_starts, call.group, call.prefill_tile.rows)
     num_keys = num_blocks * BLOCK_TOKENS
     _launch_prefills(call, sequence, sequence + 1, num_tiles, prefix_THD, lse_TH, 1, 16, num_prefix_keys=num_keys)

@@ -164,31 +164,85 @@ BEHIND_PREFIXES: Sequence[tuple[list[tuple[int, int]], int]] = [
 
 
 def attend_prefix(
-    q_THD: Tensor, memory: KVMemory, table_M: Tensor, num_blocks: int, scale_log2: float
+    q_THD: Tensor, memory: KVMemory, table_M: Tensor, num_blocks: int, scale_log2: float, span_blocks: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Do what ``attention_prefix_triton.attend_prefix`` does."""
     heads_per_key = q_THD.shape[1] // memory.k_BPGD.shape[2]
     blocks = table_M[:num_blocks].long()
     k_LHD, v_LHD = (
-        x[blocks].flatten(0, 1).float().repeat_interleave(heads_per_key, 1) for x in (memory.k_BPGD, memory.v_BPGD)
+        torch.stack([x[block].float() for block in blocks]).flatten(0, 1).repeat_interleave(heads_per_key, 1)
+        for x in (memory.k_BPGD, memory.v_BPGD)
     )
     scores_THL = torch.einsum("thd,lhd->thl", q_THD.float(), k_LHD) * (scale_log2 * log(2))
     out_THD = torch.einsum("thl,lhd->thd", scores_THL.softmax(-1), v_LHD)
     return out_THD.contiguous(), (scores_THL.logsumexp(-1) / log(2)).contiguous()
 
 
+def attend_blocks(
+    q_THD: Tensor,
+    memory: KVMemory,
+    table_M: Tensor,
+    num_blocks: int,
+    scale_log2: float,
+    result: tuple[Tensor, Tensor],
+    *,
+    is_continued: bool,
+) -> None:
+    """Do what ``attention_prefix_triton._attend_blocks`` does."""
+    assert memory.k_BPGD.dtype == q_THD.dtype
+    out_THD, lse_TH = attend_prefix(q_THD, memory, table_M, num_blocks, scale_log2)
+    if is_continued:
+        both_TH = torch.logaddexp2(lse_TH, result[1])
+        out_THD *= (lse_TH - both_TH).exp2().unsqueeze(-1)
+        out_THD += result[0] * (result[1] - both_TH).exp2().unsqueeze(-1)
+        lse_TH = both_TH
+    result[0].copy_(out_THD)
+    result[1].copy_(lse_TH)
+
+
+@pytest.mark.parametrize("span_blocks", [1, 2, 4, 9])
+def test_prefixes_in_e4m3_are_attended_to_span_by_span(monkeypatch: pytest.MonkeyPatch, span_blocks: int) -> None:
+    case = make_case([(260, 265)], heads=(2, 3, 24), dtype=torch.bfloat16, scales=(0.01, 0.02))
+    arguments = (case.q_THD, case.memory, case.batch.block_table_NM[0], 4, 0.01)
+    expected = attend_prefix(*arguments)
+    monkeypatch.setattr(attention_prefix_triton, "_attend_blocks", attend_blocks)
+    with poisoned_memory():
+        actual = attention_prefix_triton.attend_prefix(*arguments, span_blocks)
+    assert max(map(error, actual, expected)) < TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("elements", [512, 4096])
+def test_widened_blocks_hold_the_same_numbers(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    monkeypatch.setattr(attention_prefix_triton, "WIDEN_ELEMENTS", elements)
+    memory = make_case([(190, 200)], heads=(2, 1, 24), dtype=torch.bfloat16, scales=(0.01, 0.02)).memory
+    wide = KVMemory(*(torch.full((4, 64, 2, 24), torch.nan, dtype=torch.bfloat16) for _ in range(2)))
+    table = torch.tensor([5, 1, 2], dtype=torch.int32)
+    attention_prefix_triton.widen(memory, table, wide)
+    for stored, copied in ((memory.k_BPGD, wide.k_BPGD), (memory.v_BPGD, wide.v_BPGD)):
+        expected = torch.stack([stored[block].to(torch.bfloat16) for block in table])
+        torch.testing.assert_close(copied[:3], expected, rtol=0, atol=0, equal_nan=True)
+        assert copied[3].isnan().all()
+
+
 @pytest.mark.parametrize(("ranges", "num_decodes"), BEHIND_PREFIXES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, (0.01, 0.02))]
+)
 def test_prefills_start_from_the_result_of_the_prefix_kernel(
-    monkeypatch: pytest.MonkeyPatch, ranges: list[tuple[int, int]], num_decodes: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch,
+    ranges: list[tuple[int, int]],
+    num_decodes: int,
+    dtype: torch.dtype,
+    scales: tuple[float, float] | None,
 ) -> None:
     monkeypatch.setattr(attention_triton, "supports", lambda *_: True)
     monkeypatch.setattr(attention_triton, "attend_prefix", attend_prefix)
     monkeypatch.setattr(attention_triton, "MAX_CAPTURED_QUERIES", 2)
     monkeypatch.setattr(attention_triton, "MIN_PREFIX_BLOCKS", 1)
-    check(make_case(ranges, num_decodes, heads=(2, 3, 16), dtype=dtype), "cpu")
+    check(make_case(ranges, num_decodes, heads=(2, 3, 16), dtype=dtype, scales=scales), "cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("factor", "is_failing", "warning"), [(1, False, None), (1.1, False, "are wrong"), (1, True, "OSError: no")]
 )
@@ -198,6 +252,7 @@ def test_prefix_kernel_is_used_only_if_it_works(
     factor: float,
     is_failing: bool,
     warning: str | None,
+    dtype: torch.dtype,
 ) -> None:
     def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
         if is_failing:
@@ -207,7 +262,7 @@ def test_prefix_kernel_is_used_only_if_it_works(
 
     monkeypatch.setattr(attention_triton, "attend_prefix", attend)
     attention_triton._is_prefix_kernel_correct.cache_clear()
-    assert attention_triton._is_prefix_kernel_correct(torch.device("cpu"), 2, 16, 3) == (warning is None)
+    assert attention_triton._is_prefix_kernel_correct(torch.device("cpu"), dtype, 2, 16, 3) == (warning is None)
     assert [str(w.message) for w in recwarn if warning is None or warning not in str(w.message)] == []
     attention_triton._is_prefix_kernel_correct.cache_clear()
 

@@ -62,20 +62,28 @@ def test_views_of_wider_rows_are_read_in_place(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(
     torch.cuda.get_device_capability() != attention_prefix_triton.CAPABILITY, reason="needs a Hopper GPU"
 )
+@pytest.mark.parametrize("scales", [None, (0.01, 0.02)])
 @pytest.mark.parametrize("heads", [(2, 8, 256), (4, 4, 256), (1, 3, 128), (2, 2, 64)])
 @pytest.mark.parametrize(
     ("ranges", "num_decodes"), [*BEHIND_PREFIXES, ([*decodes(300), (2100, 2400), (200, 400), (5000, 5017)], 1)]
 )
 def test_prefills_behind_the_prefix_kernel_equal_the_oracle(
-    monkeypatch: pytest.MonkeyPatch, ranges: list[tuple[int, int]], num_decodes: int, heads: tuple[int, int, int]
+    monkeypatch: pytest.MonkeyPatch,
+    ranges: list[tuple[int, int]],
+    num_decodes: int,
+    heads: tuple[int, int, int],
+    scales: tuple[float, float] | None,
 ) -> None:
-    prefix = Mock(wraps=attention_triton.attend_prefix)
+    # Of keys and values in e4m3, spans of one block or of 20, so that there are several.
+    span_blocks = 1 if max(end for _, end in ranges) < 2000 else 20
+    attend = attention_prefix_triton.attend_prefix
+    prefix = Mock(side_effect=lambda *arguments: attend(*arguments[:5], span_blocks))
     monkeypatch.setattr(attention_triton, "attend_prefix", prefix)
     monkeypatch.setattr(attention_triton, "MAX_CAPTURED_QUERIES", 2)
     monkeypatch.setattr(attention_triton, "MIN_PREFIX_BLOCKS", 1)
     # The first time, the kernel is checked before it is used.
     for _ in range(2):
         prefix.reset_mock()
-        check(make_case(ranges, num_decodes, heads=heads, dtype=torch.bfloat16), "cuda")
+        check(make_case(ranges, num_decodes, heads=heads, dtype=torch.bfloat16, scales=scales), "cuda")
     num_behind = sum(end - start > 2 and start >= 64 for start, end in ranges)
     assert prefix.call_count == num_behind
