@@ -3,11 +3,14 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from strandline.server.json_calls import parse_json
 from strandline.server.segments import Segment, SegmentKind, split_at_tag
 from strandline.server.tool_calls import Schemas
+
+MAX_NAME_CHARACTERS: Final = 256
+"""Of the name of a function or parameter, with the end of its tag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,9 @@ class Tags:
 class TagCalls:
     """Parses the calls between two tags. Strings are streamed, other values are passed on once complete.
 
+    A call is passed on with its first parameter, or when it ends without one. Text between parameters follows the call
+    as content.
+
     Args:
         opener: the tag that was found; a model may leave out the outer one.
         schemas: types of the parameters.
@@ -37,12 +43,17 @@ class TagCalls:
     def __init__(self, tags: Tags, opener: str, schemas: Schemas) -> None:
         self._tags = tags
         self._schemas = schemas
-        self._text = tags.function if opener == tags.function else ""
-        self._raw = opener
+        self._has_outer = opener != tags.function
+        self._raw = [opener] if self._has_outer else []
+        """What was read of a call, or before it, that may turn out to be none."""
+        self._text = "" if self._has_outer else opener
+        """What was not read yet."""
         self._step: Callable[[list[Segment]], bool] = self._at_function
-        self._name: str | None = None
+        self._name = ""
         self._key = ""
         self._num_parameters = 0
+        self._stray: list[str] = []
+        """Text between parameters."""
         self._value: list[str] = []
         self._is_first = True
         self._is_streamed = False
@@ -55,67 +66,101 @@ class TagCalls:
         return self._rest
 
     def finish(self, segments: list[Segment]) -> None:
-        if self._name is None:
-            opener = self._tags.function
-            held = self._text if self._raw != opener else self._text[len(opener) :]
-            segments.append(Segment(SegmentKind.CONTENT, self._raw + held))
-        elif self._step == self._in_function:
+        is_call = self._num_parameters > 0
+        if is_call and self._step == self._in_value:
+            self._take(self._text, segments)
+            if not self._is_streamed:
+                segments.append(Segment(SegmentKind.ARGUMENTS, "".join(self._value)))
+            self._text = ""
+        elif is_call and self._step == self._in_function and not self._text:
             segments.append(Segment(SegmentKind.ARGUMENTS, "}"))
+        tag = self._tags.parameter if self._step == self._at_parameter else ""
+        _append_content("".join([*self._raw, *self._stray]) + tag + self._text, segments)
 
     # States of the parser. Each returns whether the next one can run on the remaining text.
 
     def _at_function(self, segments: list[Segment]) -> bool:
         stripped, tag = self._text.lstrip(), self._tags.function
+        self._raw.append(self._text[: len(self._text) - len(stripped)])
+        self._text = stripped
         if tag.startswith(stripped) and stripped != tag:
             return False
-        if not stripped.startswith(tag):
-            self._step = self._lost
-            return True
-        split = split_name(stripped[len(tag) :])
+        split = split_name(stripped[len(tag) :]) if stripped.startswith(tag) else (None, "")
         if split is None:
             return False
-        self._name, self._text = split
+        name, rest = split
+        if name is None:
+            self._step = self._lost
+            return True
+        self._name, self._text = name, rest
+        self._raw.append(stripped[: len(stripped) - len(self._text)])
         self._step, self._num_parameters = self._in_function, 0
-        segments += [Segment(SegmentKind.CALL, self._name), Segment(SegmentKind.ARGUMENTS, "{")]
         return True
 
     def _lost(self, segments: list[Segment]) -> bool:
-        """Pass on text that is not a call as content, up to the closing tag."""
-        split = split_at_tag(self._text, (self._tags.close,))
-        if split.tag is not None:
-            segments.append(Segment(SegmentKind.CONTENT, self._raw + split.before + split.tag))
-            self._rest = split.after
+        """Pass on text that is not a call as content: up to the closing tag, or only the tag that began the call."""
+        text = "".join([*self._raw, *self._stray]) + self._text
+        self._raw, self._stray = [], []
+        if not self._has_outer:
+            before, tag, self._rest = text.partition(self._tags.function)
+            segments.append(Segment(SegmentKind.CONTENT, before + tag))
+            return False
+        split = split_at_tag(text, (self._tags.close,))
+        self._text = split.after
+        segments.append(Segment(SegmentKind.CONTENT, split.before + (split.tag or "")))
+        self._rest = split.after if split.tag else None
         return False
 
     def _in_function(self, segments: list[Segment]) -> bool:
         tags = self._tags
-        split = split_at_tag(self._text, (tags.parameter, tags.end_function, tags.close))
+        split = split_at_tag(self._text, (tags.parameter, tags.end_function, tags.close, tags.function))
+        if split.before:
+            self._stray.append(split.before)
         self._text = split.after
         if split.tag is None:
             return False
         if split.tag == tags.parameter:
             self._step = self._at_parameter
             return True
+        if not self._num_parameters:
+            if any(not text.isspace() for text in self._stray):
+                self._text, self._step = split.tag + split.after, self._lost
+                return True
+            self._begin(segments)
         segments.append(Segment(SegmentKind.ARGUMENTS, "}"))
-        if split.tag == tags.close:
+        _append_content("".join(self._stray), segments)
+        self._stray = []
+        self._step = self._behind if split.tag == tags.end_function else self._at_function
+        if split.tag == tags.function:
+            self._text = split.tag + split.after
+        elif split.tag == tags.close:
             self._rest = split.after
-            return False
-        self._step = self._behind
-        return True
+        return self._rest is None
 
     def _at_parameter(self, segments: list[Segment]) -> bool:
         split = split_name(self._text)
         if split is None:
             return False
-        self._key, self._text = split
+        name, rest = split
+        if name is None:
+            self._stray.append(self._tags.parameter)
+            self._step = self._in_function
+            return True
+        self._key, self._text = name, rest
         self._value, self._is_first = [], True
         self._is_streamed = is_text(self._schema())
+        if not self._num_parameters:
+            self._begin(segments)
         comma = ", " if self._num_parameters else ""
         self._num_parameters += 1
         quote = '"' if self._is_streamed else ""
         segments.append(Segment(SegmentKind.ARGUMENTS, f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {quote}"))
         self._step = self._in_value
         return True
+
+    def _begin(self, segments: list[Segment]) -> None:
+        self._raw = []
+        segments += [Segment(SegmentKind.CALL, self._name), Segment(SegmentKind.ARGUMENTS, "{")]
 
     def _in_value(self, segments: list[Segment]) -> bool:
         tags = self._tags
@@ -147,14 +192,14 @@ class TagCalls:
 
     def _behind(self, segments: list[Segment]) -> bool:
         """Look for another function or the closing tag; without either, the calls have ended."""
-        stripped = self._text.lstrip()
+        self._text = self._text.lstrip()
         nexts = (self._tags.close, self._tags.function)
-        if any(tag.startswith(stripped) and stripped != tag for tag in nexts):
+        if any(tag.startswith(self._text) and self._text != tag for tag in nexts):
             return False
-        if stripped.startswith(self._tags.function):
-            self._text, self._step = stripped, self._at_function
+        if self._text.startswith(self._tags.function):
+            self._step = self._at_function
             return True
-        self._rest = stripped.removeprefix(self._tags.close)
+        self._rest = self._text.removeprefix(self._tags.close)
         return False
 
     def _schema(self) -> Any:
@@ -162,10 +207,22 @@ class TagCalls:
         return properties.get(self._key) if isinstance(properties, Mapping) else None
 
 
-def split_name(text: str) -> tuple[str, str] | None:
-    """Return a name and what follows its tag, given the text behind ``function`` or ``parameter``; None: it goes on."""
-    name, end, rest = text.partition(">")
-    return (name.strip().strip("\"'"), rest) if end else None
+def split_name(text: str) -> tuple[str | None, str] | None:
+    """Return a name and what follows its tag, given the text behind ``function`` or ``parameter``.
+
+    The name is None if the text does not begin with one; the result is None if that is not known yet.
+    """
+    name, end, rest = text[:MAX_NAME_CHARACTERS].partition(">")
+    is_name = "<" not in name and (bool(end) or len(text) < MAX_NAME_CHARACTERS)
+    name = name.strip().strip("\"'")
+    if not is_name or "\n" in name:
+        return None, text
+    return (name, rest + text[MAX_NAME_CHARACTERS:]) if end else None
+
+
+def _append_content(text: str, segments: list[Segment]) -> None:
+    if text and not text.isspace():
+        segments.append(Segment(SegmentKind.CONTENT, text))
 
 
 def is_text(schema: Any) -> bool:

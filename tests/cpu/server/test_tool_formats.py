@@ -309,6 +309,82 @@ def test_malformed_call_stays_text_and_hides_none_behind(name: str) -> None:
         assert calls(parse(name, wrong + ANSWERS[name])) == WANTED
 
 
+MINIMAX_TAGS = {
+    "tool_call>": "minimax:tool_call>",
+    "<function=": "<invoke name=",
+    "</function>": "</invoke>",
+    "<parameter=": "<parameter name=",
+}
+
+
+def in_tags_of(name: str, text: str) -> str:
+    """Return a text in Qwen's tags in those of a format."""
+    for qwen, minimax in MINIMAX_TAGS.items() if name == "minimax_m2" else ():
+        text = text.replace(qwen, minimax)
+    return text
+
+
+WEATHER = "<tool_call><function=weather><parameter=days>2</parameter>"
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "qwen3_coder"])
+@pytest.mark.parametrize(
+    ("text", "wanted", "kept"),
+    [
+        ("<tool_call><function=clock>so</function></tool_call>", [], ...),
+        ("<tool_call><function=wea\n<parameter=days>2</parameter></function></tool_call>", [], ...),
+        ("<tool_call><function=" + "x" * 300 + "></function></tool_call>", [], ...),
+        ("<function=clock>so</function>", [], ...),
+        (
+            "<tool_call><function=weather> so <parameter=days>2</parameter></function>",
+            [("weather", {"days": 2})],
+            " so ",
+        ),
+        (WEATHER + "so</function></tool_call>", [("weather", {"days": 2})], "so"),
+        (WEATHER + "<parameter=city Ulm</parameter></function>", ..., "<parameter=city Ulm</parameter>"),
+        (WEATHER + "<parameter=" + "x" * 300 + "></function>", ..., "<parameter=" + "x" * 300 + ">"),
+        (WEATHER + "\n<function=clock>\n</function>", [("weather", {"days": 2}), CLOCK], ""),
+        (WEATHER + "</function><function=clock\n></function>", [("weather", {"days": 2}), CLOCK], ""),
+        (WEATHER + "</function>\n<function=clock>so</function>", ..., "<function=clock>so</function>"),
+        (WEATHER + "</function>so</tool_call>", ..., "so</tool_call>"),
+        (
+            "Write <function=name here. <tool_call><function=clock></function></tool_call>",
+            [CLOCK],
+            "Write<function=name here.",
+        ),
+    ],
+)
+def test_what_is_no_call_in_tags_stays(name: str, text: str, wanted: Any, kept: Any) -> None:
+    segments = parse(name, in_tags_of(name, text))
+    assert calls(segments) == ([("weather", {"days": 2})] if wanted is ... else wanted)
+    assert contents(segments) == in_tags_of(name, text if kept is ... else kept)
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "qwen3_coder"])
+@pytest.mark.parametrize(
+    ("text", "arguments", "kept"),
+    [
+        ("<tool_call><function=weather>", None, ...),
+        ("<tool_call>\n<function=weather>\n<param", None, ...),
+        ("<tool_call>\n<function=weather>so", None, ...),
+        ("<function=weather><parameter=da", None, ...),
+        ("<function=weat", None, ...),
+        (WEATHER, '{"days": 2}', ""),
+        (WEATHER + "so", '{"days": 2}', "so"),
+        (WEATHER + "\n<param", '{"days": 2', "\n<param"),
+        (WEATHER + "\n<parameter=ci", '{"days": 2', "\n<parameter=ci"),
+        (WEATHER + "<parameter=tags>[1, ", '{"days": 2, "tags": [1, ', ""),
+        (WEATHER + "so<parameter=city>U</par", '{"days": 2, "city": "U</par', "so"),
+        (WEATHER + "</function></tool_c", '{"days": 2}', "</tool_c"),
+        (WEATHER + "</function><function=clo", '{"days": 2}', "<function=clo"),
+    ],
+)
+def test_call_in_tags_that_is_cut_off_loses_nothing(name: str, text: str, arguments: str | None, kept: Any) -> None:
+    segments = parse(name, in_tags_of(name, text))
+    assert [text for kind, text, _ in segments if kind is SegmentKind.ARGUMENTS] == ([arguments] if arguments else [])
+    assert contents(segments) == in_tags_of(name, text if kept is ... else kept)
+
+
 def test_calls_before_a_malformed_one_are_kept() -> None:
     segments = parse("lfm2", "<|tool_call_start|>[clock(), weather(days=)]<|tool_call_end|>")
     assert calls(segments) == [("clock", {})]
