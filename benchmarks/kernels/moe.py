@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels import moe, moe_triton
-from strandline.kernels.moe_few_triton import Few, mixture_few
+from strandline.kernels.moe_few_triton import Few, Shared, choose_few, mixture_few
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.moe_triton import Tile
 from strandline.kernels.router import Routing
@@ -178,8 +178,8 @@ def check() -> None:
     weights = layers()[0]
     for num_tokens in (1, 4, 16, 300, 2048):
         arguments = inputs(num_tokens, weights)
-        expected = moe.experts_glu.reference(*arguments).float()
-        actual = moe_triton.experts_glu(*arguments).float()
+        expected = moe.experts_glu(*arguments).float()
+        actual = moe_triton.experts(*arguments).float()
         error = float((actual - expected).norm() / expected.norm())
         print(f"check: {num_tokens} tokens, error ratio {error:.2e}: {'ok' if error < 1e-2 else 'ERROR'}", flush=True)
 
@@ -242,7 +242,8 @@ def few(arguments: Inputs, few: Few) -> Callable[[], object]:
     x_TD, gate_up, down, *_ = arguments
     fused = torch.randn(len(x_TD), 2 * SIZE + EXPERTS + 8, device="cuda", dtype=torch.bfloat16)
     projected = fused.split([2 * SIZE, EXPERTS, 1, 7], dim=-1)[:3]
-    return lambda: mixture_few(x_TD, *projected, gate_up, down, SHARED_DOWN, ROUTING, few)
+    shared = Shared(projected[0], projected[2], SHARED_DOWN)
+    return lambda: mixture_few(x_TD, projected[1], gate_up, down, shared, ROUTING, few)
 
 
 def main() -> None:
@@ -255,12 +256,17 @@ def main() -> None:
         logits = torch.randn(num_tokens, EXPERTS, device="cuda", dtype=torch.bfloat16)
         routed = time_us([lambda: route(logits, None, ROUTING)])  # noqa: B023
         print(f"route tokens={num_tokens}: {routed:.1f} us", flush=True)
-        report("experts", num_tokens, "chosen", lambda a: lambda: moe_triton.experts_glu(*a))
+        report("experts", num_tokens, "chosen", lambda a: lambda: moe_triton.experts(*a))
         if num_tokens <= 16:
-            report("experts", num_tokens, "few", lambda a, n=num_tokens: few(a, moe_triton.FEW[n > 1]))
+            report(
+                "experts",
+                num_tokens,
+                "few",
+                lambda a, n=num_tokens: few(a, choose_few(n, TOP_K, SIZE, SIZE, is_gated=True)),
+            )
         for name in ("DECODE", "MIDDLE", "PREFILL"):
             tiles = getattr(moe_triton, f"TILES_{name}")
-            report("experts", num_tokens, name, lambda a, t=tiles: lambda: moe_triton.experts_glu_many(*a, *t))
+            report("experts", num_tokens, name, lambda a, t=tiles: lambda: moe_triton.experts_many(*a, *t))
         report("experts", num_tokens, "torch grouped_mm", lambda a: lambda: grouped_torch(*a))
         if arguments.sweep:
             sweep(num_tokens)

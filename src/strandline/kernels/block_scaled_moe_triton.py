@@ -418,7 +418,7 @@ def experts_glu_many(
     launch_up(rows, gate_up, listed, (hidden_AF, hidden_scale_XA), top_k, up_tile, joined)
     launch_down((hidden_AF, hidden_scale_XA), down, listed, out_AD, down_tile, joined)
     shared_TD = shared if joined is None else out_AD[num_choices:]
-    return add_choices(out_AD[:num_choices], (weights_TK, experts_TK), (shared_TD, shared_gate_T1))
+    return add_choices(out_AD[:num_choices], (weights_TK, experts_TK), shared_TD, shared_gate_T1)
 
 
 def launch_up(

@@ -1,6 +1,6 @@
 """Matrix products with weights of every form (``weights.py``). The form chooses the function once, when it is bound.
 
-Shape suffixes: I inputs, O outputs; the dimensions before the inputs are free, or T rows and H heads.
+Shape suffixes: I inputs, O outputs, E experts; the dimensions before the inputs are free, or T rows and H heads.
 """
 
 from collections.abc import Callable
@@ -81,6 +81,14 @@ def stacked_linear(x: Rows, weight: StackedWeight, bias_O: Tensor | None = None)
     return out if bias_O is None else out.add_(bias_O)
 
 
+@operation(triton("linear_and_logits_triton", invariant="linear_and_logits_triton"))
+def linear_and_logits(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, router_EI: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return ``x weight^T + bias``, and ``x router^T`` computed in the router's dtype."""
+    return linear.reference(x_TI, weight_OI, bias_O), F.linear(x_TI.to(router_EI.dtype), router_EI)
+
+
 LINEAR_OPERATIONS: Final = (
     linear,
     gated_linear,
@@ -111,6 +119,17 @@ def bind_linear(kernels: Kernels, weight: Weight, bias_O: Tensor | None = None) 
             stacked = kernels[stacked_linear]
             return lambda x: stacked(x, weight, bias_O)
     assert_never(weight)
+
+
+def bind_linear_and_logits(
+    kernels: Kernels, weight: Weight, bias_O: Tensor | None, router: Weight, router_dtype: torch.dtype
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return the products with a weight and with a router's, which takes inputs in a dtype of its own."""
+    if isinstance(weight, DenseWeight) and isinstance(router, DenseWeight):
+        both, values_OI, router_EI = kernels[linear_and_logits], weight.values_OI, router.values_OI
+        return lambda x_TI: both(x_TI, values_OI, bias_O, router_EI)
+    multiply, score = bind_linear(kernels, weight, bias_O), bind_linear(kernels, router)
+    return lambda x_TI: (multiply(x_TI), score(x_TI.to(router_dtype)))
 
 
 def reference_linear(weight: Weight) -> Linear:

@@ -90,7 +90,9 @@ def _load_weight(weight_ptr, row_N, col_K, start, K, N, IS_EVEN: tl.constexpr):
 
 
 @triton.jit
-def _gemv_kernel(
+def multiply_rows(
+    tile_n,
+    tile_m,
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -108,9 +110,10 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    row_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Write a tile of a product: some rows of x with some rows of the weight, whole."""
+    row_N = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_K = tl.arange(0, BLOCK_K)
-    row_M = tl.arange(0, BLOCK_M)
+    row_M = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     up_ptr = weight_ptr + tl.cast(N, tl.int64) * K
     weight_1NK = _load_weight(weight_ptr, row_N, col_K, 0, K, N, IS_EVEN)
     if IS_GATED:
@@ -143,6 +146,47 @@ def _gemv_kernel(
         out_MN = silu_times(out_MN, tl.sum(acc_up_MNK, axis=2), dtype)
     out_MN_ptr = out_ptr + row_M.to(tl.int64)[:, None] * N + row_N[None, :]
     tl.store(out_MN_ptr, out_MN.to(dtype), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    stride_x,
+    K,
+    N,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    multiply_rows(
+        tl.program_id(0),
+        tl.program_id(1),
+        x_ptr,
+        weight_ptr,
+        bias_ptr,
+        out_ptr,
+        M,
+        stride_x,
+        K,
+        N,
+        HAS_BIAS,
+        IS_GATED,
+        IS_EVEN,
+        NUM_K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        OVERLAPS,
+    )
 
 
 @triton.jit
@@ -292,12 +336,21 @@ def _launch(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, plan: Gemv | Sk
     return launch(x, weight_OI, bias_O, plan, is_gated=is_gated)
 
 
-def launch_gemv(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gemv: Gemv, *, is_gated: bool) -> Tensor:
-    """Return the matrix product of up to four rows; gated, of ``silu(gate x) * up x``."""
+def launch_gemv(
+    x_MI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    gemv: Gemv,
+    *,
+    is_gated: bool,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the matrix product of a few rows, in x's dtype or another; gated, of ``silu(gate x) * up x``."""
     num_rows, num_inputs = x_MI.shape
     num_outputs = len(weight_OI) // 2 if is_gated else len(weight_OI)
-    out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
-    _gemv_kernel[(cdiv(num_outputs, gemv.block_n),)](
+    out_MO = torch.empty((num_rows, num_outputs), dtype=out_dtype or x_MI.dtype, device=x_MI.device)
+    block_m = min(MAX_ROWS_SKINNY, next_power_of_2(num_rows))
+    _gemv_kernel[(cdiv(num_outputs, gemv.block_n), cdiv(num_rows, block_m))](
         x_MI,
         weight_OI,
         bias_O,
@@ -310,7 +363,7 @@ def launch_gemv(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gemv: Ge
         IS_GATED=is_gated,
         IS_EVEN=num_inputs % gemv.block_k == 0 and num_outputs % gemv.block_n == 0,
         NUM_K=cdiv(num_inputs, gemv.block_k),
-        BLOCK_M=next_power_of_2(num_rows),
+        BLOCK_M=block_m,
         BLOCK_N=gemv.block_n,
         BLOCK_K=gemv.block_k,
         num_warps=gemv.warps,

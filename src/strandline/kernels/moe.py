@@ -23,39 +23,68 @@ from strandline.kernels.weights import Weight
 @operation(triton("moe_triton", invariant="moe_triton"))
 def mixture(
     x_TD: Tensor,
-    shared_gate_up_TS: Tensor,
+    shared_gate_up_TS: Tensor | None,
     logits_TE: Tensor,
-    shared_gate_T1: Tensor,
+    shared_gate_T1: Tensor | None,
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
-    shared_down: Weight,
+    shared_down: Weight | None,
     routing: Routing,
+    bias_E: Tensor | None = None,
     held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
 
     Args:
-        shared_gate_up_TS: products of x with the shared expert's gate and then its up projection, ``[T, 2 S]``.
+        shared_gate_up_TS: products of x with the shared expert's gate and then its up projection, ``[T, 2 S]``; None:
+            there is no shared expert.
         logits_TE: the router's.
-        shared_gate_T1: the shared expert's gate before its sigmoid. All three may be columns of one tensor.
+        shared_gate_T1: the shared expert's gate before its sigmoid; None: it is added as it is. All three may be
+            columns of one tensor.
         gate_up_EFD: ``[E, 2 F, D]``, the gate's rows before the up projection's.
-        held: as in ``experts_glu``.
         shared_down: ``[D, S]``.
+        bias_E: as in ``route``.
+        held: as in ``experts_glu``.
     """
-    weights_TK, experts_TK = route.reference(logits_TE, None, routing)
-    shared_TD = reference_linear(shared_down)(swiglu.reference(shared_gate_up_TS))
-    return experts_glu.reference(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1, held)
+    weights_TK, experts_TK = route.reference(logits_TE, bias_E, routing)
+    shared_TD = None
+    if shared_gate_up_TS is not None and shared_down is not None:
+        shared_TD = reference_linear(shared_down)(swiglu.reference(shared_gate_up_TS))
+    return experts_glu(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1, held)
 
 
 @operation(triton("moe_triton", invariant="moe_triton"))
+def mixture_relu_squared(
+    x_TD: Tensor,
+    shared_up_TS: Tensor | None,
+    logits_TE: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    shared_down: Weight | None,
+    routing: Routing,
+    bias_E: Tensor | None = None,
+    held: range | None = None,
+) -> Tensor:
+    """As ``mixture``, of experts without a gate, the shared one too: ``down(relu(up x) ** 2)``.
+
+    Args:
+        shared_up_TS: products of x with the shared expert's up projection, ``[T, S]``; may be overwritten.
+    """
+    weights_TK, experts_TK = route.reference(logits_TE, bias_E, routing)
+    shared_TD = None
+    if shared_up_TS is not None and shared_down is not None:
+        shared_TD = reference_linear(shared_down)(relu_squared.reference(shared_up_TS))
+    return experts_relu_squared(x_TD, up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, held)
+
+
 def experts_glu(
     x_TD: Tensor,
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    shared_TD: Tensor,
-    shared_gate_T1: Tensor,
+    shared_TD: Tensor | None = None,
+    shared_gate_T1: Tensor | None = None,
     held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype.
@@ -70,28 +99,34 @@ def experts_glu(
         return F.linear(swiglu.reference(F.linear(x_AD, gate_up_EFD[expert])), down_EDF[expert])
 
     out_TD = sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held)
-    return out_TD.addcmul_(shared_TD, shared_gate_T1.sigmoid())
+    return _with_shared(out_TD, shared_TD, shared_gate_T1)
 
 
-@operation(triton("moe_triton", invariant="moe_triton"))
 def experts_relu_squared(
     x_TD: Tensor,
     up_EFD: Tensor,
     down_EDF: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
+    shared_TD: Tensor | None = None,
     held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``down(relu(up x) ** 2)``, in x's dtype.
 
     Args:
-        held: as in ``experts_glu``.
+        shared_TD, held: as in ``experts_glu``.
     """
 
     def apply(expert: int, x_AD: Tensor) -> Tensor:
         return F.linear(relu_squared.reference(F.linear(x_AD, up_EFD[expert])), down_EDF[expert])
 
-    return sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held)
+    return _with_shared(sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held), shared_TD, None)
+
+
+def _with_shared(out_TD: Tensor, shared_TD: Tensor | None, shared_gate_T1: Tensor | None) -> Tensor:
+    if shared_TD is None:
+        return out_TD
+    return out_TD.add_(shared_TD if shared_gate_T1 is None else shared_TD * shared_gate_T1.sigmoid())
 
 
 def sum_of_experts(

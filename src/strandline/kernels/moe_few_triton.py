@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.activation_triton import squared_relu
 from strandline.kernels.linear_triton import silu_times
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.router import Routing
@@ -35,10 +36,18 @@ class Few(NamedTuple):
     warps_down: int
 
 
+MAX_CHOICES_FEW = 16
+"""With more choices of a token, programs that derive them all from the logits take longer than a launch."""
+
+ELEMENTS_DOWN = 16384
+"""Numbers of the experts' weights, and of the shared one's, that a program of the second GEMM holds: 32 KiB."""
+
+
 @triton.jit
 def _few_up_kernel(
     x_ptr,
     logits_ptr,
+    bias_ptr,
     weight_ptr,
     hidden_ptr,
     stride_x,
@@ -49,6 +58,7 @@ def _few_up_kernel(
     first_expert,
     num_held,
     ROUTING: tl.constexpr,
+    IS_GATED: tl.constexpr,
     IS_DIVIDED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NUM_K: tl.constexpr,
@@ -66,32 +76,41 @@ def _few_up_kernel(
     col_K = tl.arange(0, BLOCK_K)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    chosen_C, _ = choose(logits_ptr + token * stride_logits, None, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
+    chosen_C, _ = choose(logits_ptr + token * stride_logits, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
     is_mine_C = tl.arange(0, BLOCK_C) == choice % TOP_K
     expert = tl.sum(tl.where(is_mine_C, chosen_C, 0), axis=0).to(tl.int64)
     num_rows = F
     if IS_DIVIDED:
         expert = expert - first_expert
         num_rows = tl.where((expert >= 0) & (expert < num_held), F, 0)
-    gate_NK_ptr = weight_ptr + expert * (2 * F * D) + row_N[:, None] * D + col_K[None, :]
+    NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
+    gate_NK_ptr = weight_ptr + expert * (NUM_PARTS * F * D) + row_N[:, None] * D + col_K[None, :]
+    up_NK_ptr = gate_NK_ptr + (NUM_PARTS - 1) * F * D
     x_1K_ptr = x_ptr + token * stride_x + col_K[None, :]
     gate_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     up_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for chunk in tl.static_range(NUM_K):
         start = chunk * BLOCK_K
         if IS_EVEN:
-            gate_weight_NK = tl.load(gate_NK_ptr + start, eviction_policy="evict_first")
-            up_weight_NK = tl.load(gate_NK_ptr + F * D + start, eviction_policy="evict_first")
+            if IS_GATED:
+                gate_weight_NK = tl.load(gate_NK_ptr + start, eviction_policy="evict_first")
+            up_weight_NK = tl.load(up_NK_ptr + start, eviction_policy="evict_first")
             x_1K = tl.load(x_1K_ptr + start).to(tl.float32)
         else:
             is_1K = (start + col_K < D)[None, :]
             mask_NK = (row_N < num_rows)[:, None] & is_1K
-            gate_weight_NK = tl.load(gate_NK_ptr + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
-            up_weight_NK = tl.load(gate_NK_ptr + F * D + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
+            if IS_GATED:
+                gate_weight_NK = tl.load(gate_NK_ptr + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
+            up_weight_NK = tl.load(up_NK_ptr + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
             x_1K = tl.load(x_1K_ptr + start, mask=is_1K, other=0.0).to(tl.float32)
-        gate_NK += gate_weight_NK.to(tl.float32) * x_1K
+        if IS_GATED:
+            gate_NK += gate_weight_NK.to(tl.float32) * x_1K
         up_NK += up_weight_NK.to(tl.float32) * x_1K
-    hidden_N = silu_times(tl.sum(gate_NK, axis=1), tl.sum(up_NK, axis=1), hidden_ptr.dtype.element_ty)
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    if IS_GATED:
+        hidden_N = silu_times(tl.sum(gate_NK, axis=1), tl.sum(up_NK, axis=1), dtype)
+    else:
+        hidden_N = squared_relu(tl.sum(up_NK, axis=1), dtype)
     tl.store(hidden_ptr + choice.to(tl.int64) * F + row_N, hidden_N, mask=row_N < num_rows)
 
 
@@ -100,6 +119,7 @@ def _few_down_kernel(
     hidden_ptr,
     shared_ptr,
     logits_ptr,
+    bias_ptr,
     shared_gate_ptr,
     weight_ptr,
     shared_weight_ptr,
@@ -114,6 +134,7 @@ def _few_down_kernel(
     first_expert,
     num_held,
     ROUTING: tl.constexpr,
+    IS_GATED: tl.constexpr,
     IS_DIVIDED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -132,13 +153,14 @@ def _few_down_kernel(
     is_choice_C = choice_C < TOP_K
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     # What was projected is there already, since the kernel before has waited for it; not so the hidden features.
-    token_ptr = shared_ptr + token * stride_shared
-    col_S = tl.arange(0, BLOCK_S)
-    is_S = col_S < S
-    shared_mask_NS = is_row_N[:, None] & is_S[None, :]
-    shared_NS_ptr = shared_weight_ptr + row_N[:, None] * S + col_S[None, :]
-    shared_NS = tl.load(shared_NS_ptr, mask=shared_mask_NS, other=0.0, eviction_policy="evict_first")
-    chosen_C, weight_C = choose(logits_ptr + token * stride_logits, None, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
+    if shared_ptr is not None:
+        token_ptr = shared_ptr + token * stride_shared
+        col_S = tl.arange(0, BLOCK_S)
+        is_S = col_S < S
+        shared_mask_NS = is_row_N[:, None] & is_S[None, :]
+        shared_NS_ptr = shared_weight_ptr + row_N[:, None] * S + col_S[None, :]
+        shared_NS = tl.load(shared_NS_ptr, mask=shared_mask_NS, other=0.0, eviction_policy="evict_first")
+    chosen_C, weight_C = choose(logits_ptr + token * stride_logits, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
     if IS_DIVIDED:
         chosen_C = chosen_C - first_expert
         is_choice_C = is_choice_C & (chosen_C >= 0) & (chosen_C < num_held)
@@ -151,49 +173,79 @@ def _few_down_kernel(
     else:
         mask_CNK = mask_C1K & is_row_N[None, :, None]
         weight_CNK = tl.load(weight_CNK_ptr, mask=mask_CNK, other=0.0, eviction_policy="evict_first")
-    gate_S = tl.load(token_ptr + col_S, mask=is_S, other=0.0, cache_modifier=".cg").to(tl.float32)
-    up_S = tl.load(token_ptr + S + col_S, mask=is_S, other=0.0, cache_modifier=".cg").to(tl.float32)
-    factor = tl.load(shared_gate_ptr + token * stride_gate, cache_modifier=".cg").to(tl.float32)
-    factor = tl.sigmoid(factor).to(dtype).to(tl.float32)
-    shared_hidden_S = silu_times(gate_S, up_S, dtype).to(tl.float32)
-    shared_N = tl.sum(shared_NS.to(tl.float32) * shared_hidden_S[None, :], axis=1).to(dtype).to(tl.float32) * factor
+    if shared_ptr is not None:
+        first_S = tl.load(token_ptr + col_S, mask=is_S, other=0.0, cache_modifier=".cg").to(tl.float32)
+        if IS_GATED:
+            up_S = tl.load(token_ptr + S + col_S, mask=is_S, other=0.0, cache_modifier=".cg").to(tl.float32)
+            shared_hidden_S = silu_times(first_S, up_S, dtype).to(tl.float32)
+        else:
+            shared_hidden_S = squared_relu(first_S, dtype).to(tl.float32)
+        shared_N = tl.sum(shared_NS.to(tl.float32) * shared_hidden_S[None, :], axis=1).to(dtype).to(tl.float32)
+        if shared_gate_ptr is not None:
+            factor = tl.load(shared_gate_ptr + token * stride_gate, cache_modifier=".cg").to(tl.float32)
+            shared_N *= tl.sigmoid(factor).to(dtype).to(tl.float32)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     hidden_C1K_ptr = hidden_ptr + ((token * TOP_K + choice_C) * F)[:, None, None] + col_K[None, None, :]
     hidden_C1K = tl.load(hidden_C1K_ptr, mask=mask_C1K, other=0.0).to(tl.float32)
     out_CN = tl.sum(weight_CNK.to(tl.float32) * hidden_C1K, axis=2).to(dtype).to(tl.float32)
     out_CN = tl.where(is_choice_C[:, None], out_CN * weight_C[:, None], 0.0)
-    out_N = tl.sum(out_CN, axis=0).to(dtype).to(tl.float32) + shared_N
+    out_N = tl.sum(out_CN, axis=0)
+    if shared_ptr is not None:
+        out_N = out_N.to(dtype).to(tl.float32) + shared_N
     tl.store(out_ptr + token * D + row_N, out_N.to(dtype), mask=is_row_N)
+
+
+def choose_few(num_tokens: int, top_k: int, size: int, shared_size: int, *, is_gated: bool) -> Few | None:
+    """Return the tiling for experts of a size, and a shared one of another, or 0; None: this way is no faster.
+
+    Programs of the first GEMM hold 4 to 8 KiB at a time.
+    """
+    largest = max(next_power_of_2(top_k) * next_power_of_2(size), next_power_of_2(max(1, shared_size)))
+    if top_k > MAX_CHOICES_FEW or largest > 2 * ELEMENTS_DOWN:
+        return None
+    block_down_n = min(16, max(1, ELEMENTS_DOWN // largest))
+    warps_down = 4 if largest <= ELEMENTS_DOWN else 8
+    return Few(2 if is_gated else 4, 1024 if num_tokens == 1 else 512, 1, block_down_n, warps_down)
+
+
+class Shared(NamedTuple):
+    """A shared expert: its projections of the tokens, its gate before the sigmoid, and its last weight."""
+
+    projected_TS: Tensor
+    gate_T1: Tensor | None
+    down_DS: Tensor
 
 
 def mixture_few(
     x_TD: Tensor,
-    shared_gate_up_TS: Tensor,
     logits_TE: Tensor,
-    shared_gate_T1: Tensor,
-    gate_up_EFD: Tensor,
+    up_EFD: Tensor,
     down_EDF: Tensor,
-    shared_down_DS: Tensor,
+    shared: Shared | None,
     routing: Routing,
     few: Few,
+    bias_E: Tensor | None = None,
     held: range | None = None,
 ) -> Tensor:
-    """Compute ``mixture`` choice by choice."""
+    """Compute ``mixture`` or ``mixture_relu_squared`` choice by choice; experts have a gate if they have its rows."""
     num_tokens, num_experts = logits_TE.shape
     num_held, num_channels, size = down_EDF.shape
     first_expert, is_whole = 0 if held is None else held.start, held is None
-    shared_size = shared_down_DS.shape[1]
+    projected_TS, gate_T1, shared_DS = shared or (None, None, None)
+    shared_size = 1 if shared_DS is None else shared_DS.shape[1]
     hidden_AF = torch.empty((num_tokens * routing.top_k, size), dtype=x_TD.dtype, device=x_TD.device)
     out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
     block_k = min(few.block_up_k, next_power_of_2(num_channels))
     block_f = next_power_of_2(size)
     options = overlap_options(x_TD)
     choice = choice_options(routing, num_experts)
+    kind = {"IS_GATED": up_EFD.shape[1] == 2 * size, "IS_DIVIDED": not is_whole}
     _few_up_kernel[(cdiv(size, few.block_up_n), num_tokens * routing.top_k)](
         x_TD,
         logits_TE,
-        gate_up_EFD,
+        bias_E,
+        up_EFD,
         hidden_AF,
         x_TD.stride(0),
         logits_TE.stride(0),
@@ -203,7 +255,7 @@ def mixture_few(
         first_expert,
         num_held,
         **choice,
-        IS_DIVIDED=not is_whole,
+        **kind,
         IS_EVEN=is_whole and num_channels % block_k == 0 and size % few.block_up_n == 0,
         NUM_K=cdiv(num_channels, block_k),
         BLOCK_N=few.block_up_n,
@@ -213,15 +265,16 @@ def mixture_few(
     )
     _few_down_kernel[(cdiv(num_channels, few.block_down_n), num_tokens)](
         hidden_AF,
-        shared_gate_up_TS,
+        projected_TS,
         logits_TE,
-        shared_gate_T1,
+        bias_E,
+        gate_T1,
         down_EDF,
-        shared_down_DS,
+        shared_DS,
         out_TD,
-        shared_gate_up_TS.stride(0),
+        0 if projected_TS is None else projected_TS.stride(0),
         logits_TE.stride(0),
-        shared_gate_T1.stride(0),
+        0 if gate_T1 is None else gate_T1.stride(0),
         num_channels,
         size,
         shared_size,
@@ -229,7 +282,7 @@ def mixture_few(
         first_expert,
         num_held,
         **choice,
-        IS_DIVIDED=not is_whole,
+        **kind,
         IS_EVEN=is_whole
         and size == block_f
         and num_channels % few.block_down_n == 0

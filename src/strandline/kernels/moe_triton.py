@@ -13,6 +13,7 @@ token's choices (``top_k``, padded to a power of two).
 """
 # mypy: ignore-errors
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.activation_triton import squared_relu, swiglu
+from strandline.kernels.activation_triton import relu_squared, squared_relu, swiglu
 from strandline.kernels.linear_triton import linear, silu_times
 from strandline.kernels.matmul_triton import linear_invariant
-from strandline.kernels.moe_few_triton import Few, mixture_few
+from strandline.kernels.moe_few_triton import Shared, choose_few, mixture_few
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.router import Routing
@@ -33,10 +34,6 @@ from strandline.kernels.weights import DenseWeight
 
 MAX_TOKENS_FEW = 4
 """With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
-
-FEW = (Few(2, 1024, 1, 4, 4), Few(2, 512, 1, 4, 4))
-"""For one token, and for more: independent programs of 4 to 8 KiB for the first GEMM; 36 KiB
-for the second."""
 
 
 class Tile(NamedTuple):
@@ -191,7 +188,6 @@ def _sum_kernel(
     first_expert,
     num_held,
     TOP_K: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_DIVIDED: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -202,9 +198,11 @@ def _sum_kernel(
     dtype = out_ptr.dtype.element_ty
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    if HAS_SHARED:
+    if shared_ptr is not None:
         shared_N = tl.load(shared_ptr + token * stride_shared + col_N, mask=is_col_N, other=0.0).to(tl.float32)
-        gate = tl.load(shared_gate_ptr + token * stride_gate).to(tl.float32)
+        if shared_gate_ptr is not None:
+            gate = tl.load(shared_gate_ptr + token * stride_gate).to(tl.float32)
+            shared_N *= tl.sigmoid(gate).to(dtype).to(tl.float32)
     out_N = tl.zeros([BLOCK_N], dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
         weight = tl.load(weights_ptr + token * TOP_K + choice).to(tl.float32)
@@ -215,85 +213,158 @@ def _sum_kernel(
             is_added_N = is_col_N & (expert >= 0) & (expert < num_held)
         choice_N = tl.load(choice_ptr + col_N, mask=is_added_N, other=0.0, eviction_policy="evict_first")
         out_N += choice_N.to(tl.float32) * weight
-    if HAS_SHARED:
-        out_N = out_N.to(dtype).to(tl.float32) + shared_N * tl.sigmoid(gate).to(dtype).to(tl.float32)
+    if shared_ptr is not None:
+        out_N = out_N.to(dtype).to(tl.float32) + shared_N
     tl.store(out_ptr + token * D + col_N, out_N.to(dtype), mask=is_col_N)
 
 
 def mixture(
     x_TD: Tensor,
-    shared_gate_up_TS: Tensor,
+    shared_gate_up_TS: Tensor | None,
     logits_TE: Tensor,
-    shared_gate_T1: Tensor,
+    shared_gate_T1: Tensor | None,
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
-    shared_down: DenseWeight,
+    shared_down: DenseWeight | None,
     routing: Routing,
+    bias_E: Tensor | None = None,
     held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
 
     The weights are dense; the other inputs may be views with dense rows.
     """
-    projected = (shared_gate_up_TS, logits_TE, shared_gate_T1)
-    if len(x_TD) <= MAX_TOKENS_FEW:
-        weights = (gate_up_EFD, down_EDF, shared_down.values_OI)
-        return mixture_few(x_TD, *projected, *weights, routing, FEW[len(x_TD) > 1], held)
-    chosen = route(logits_TE, None, routing)
-    shared_TD = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
-    return experts_glu(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1, held)
+    shared = _shared(shared_gate_up_TS, shared_gate_T1, shared_down)
+    return _mixture(x_TD, gate_up_EFD, down_EDF, shared, swiglu, (logits_TE, bias_E, routing), held)
 
 
 def mixture_invariant(
     x_TD: Tensor,
-    shared_gate_up_TS: Tensor,
+    shared_gate_up_TS: Tensor | None,
     logits_TE: Tensor,
-    shared_gate_T1: Tensor,
+    shared_gate_T1: Tensor | None,
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
-    shared_down: DenseWeight,
+    shared_down: DenseWeight | None,
     routing: Routing,
+    bias_E: Tensor | None = None,
     held: range | None = None,
 ) -> Tensor:
     """As :func:`mixture`, expert by expert however few tokens there are."""
-    chosen = route(logits_TE, None, routing)
-    shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down.values_OI)
-    return experts_glu_invariant(x_TD, gate_up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1, held)
+    shared = _shared(shared_gate_up_TS, shared_gate_T1, shared_down)
+    return _mixture_invariant(x_TD, gate_up_EFD, down_EDF, shared, swiglu, (logits_TE, bias_E, routing), held)
 
 
-def experts_glu(
+def mixture_relu_squared(
     x_TD: Tensor,
-    gate_up_EFD: Tensor,
+    shared_up_TS: Tensor | None,
+    logits_TE: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    shared_down: DenseWeight | None,
+    routing: Routing,
+    bias_E: Tensor | None = None,
+    held: range | None = None,
+) -> Tensor:
+    """As :func:`mixture`, of experts without a gate; ``shared_up_TS``, which is dense, may be overwritten."""
+    shared = _shared(shared_up_TS, None, shared_down)
+    return _mixture(x_TD, up_EFD, down_EDF, shared, relu_squared, (logits_TE, bias_E, routing), held)
+
+
+def mixture_relu_squared_invariant(
+    x_TD: Tensor,
+    shared_up_TS: Tensor | None,
+    logits_TE: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    shared_down: DenseWeight | None,
+    routing: Routing,
+    bias_E: Tensor | None = None,
+    held: range | None = None,
+) -> Tensor:
+    """As :func:`mixture_relu_squared`, expert by expert however few tokens there are."""
+    shared = _shared(shared_up_TS, None, shared_down)
+    return _mixture_invariant(x_TD, up_EFD, down_EDF, shared, relu_squared, (logits_TE, bias_E, routing), held)
+
+
+def _shared(projected_TS: Tensor | None, gate_T1: Tensor | None, down: DenseWeight | None) -> Shared | None:
+    return None if projected_TS is None or down is None else Shared(projected_TS, gate_T1, down.values_OI)
+
+
+def _mixture(
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    shared: Shared | None,
+    activate: Callable[[Tensor], Tensor],
+    router: tuple[Tensor, Tensor | None, Routing],
+    held: range | None,
+) -> Tensor:
+    """Compute a mixture, choice by choice or expert by expert.
+
+    Args:
+        activate: what the shared expert does to its projections.
+        router: arguments of ``route``.
+    """
+    (logits_TE, bias_E, routing), size = router, down_EDF.shape[2]
+    if len(x_TD) <= MAX_TOKENS_FEW:
+        shared_size = 0 if shared is None else shared.down_DS.shape[1]
+        few = choose_few(len(x_TD), routing.top_k, size, shared_size, is_gated=up_EFD.shape[1] == 2 * size)
+        if few is not None:
+            return mixture_few(x_TD, logits_TE, up_EFD, down_EDF, shared, routing, few, bias_E, held)
+    chosen = route(*router)
+    shared_TD = None if shared is None else linear(activate(shared.projected_TS), shared.down_DS)
+    gate_T1 = None if shared is None else shared.gate_T1
+    return experts(x_TD, up_EFD, down_EDF, *chosen, shared_TD, gate_T1, held)
+
+
+def _mixture_invariant(
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    shared: Shared | None,
+    activate: Callable[[Tensor], Tensor],
+    router: tuple[Tensor, Tensor | None, Routing],
+    held: range | None,
+) -> Tensor:
+    """Compute a mixture expert by expert; arguments as above."""
+    chosen = route(*router)
+    shared_TD = None if shared is None else linear_invariant(activate(shared.projected_TS), shared.down_DS)
+    gate_T1 = None if shared is None else shared.gate_T1
+    return experts_invariant(x_TD, up_EFD, down_EDF, *chosen, shared_TD, gate_T1, held)
+
+
+def experts(
+    x_TD: Tensor,
+    up_EFD: Tensor,
     down_EDF: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    shared_TD: Tensor,
-    shared_gate_T1: Tensor,
+    shared_TD: Tensor | None = None,
+    shared_gate_T1: Tensor | None = None,
     held: range | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype.
+    """Return what ``moe.experts_glu`` does, or ``moe.experts_relu_squared`` if there are no rows of gates.
 
     Weights, choices and both experts' tensors are dense; the rest may be views with dense rows.
     """
-    tiles = _tiles(x_TD, experts_TK, gate_up_EFD, TILES_DECODE)
-    arguments = (x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1)
-    return experts_glu_many(*arguments, *tiles, held)
+    tiles = _tiles(x_TD, experts_TK, up_EFD, TILES_DECODE)
+    return experts_many(x_TD, up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
 
 
-def experts_glu_invariant(
+def experts_invariant(
     x_TD: Tensor,
-    gate_up_EFD: Tensor,
+    up_EFD: Tensor,
     down_EDF: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    shared_TD: Tensor,
-    shared_gate_T1: Tensor,
+    shared_TD: Tensor | None = None,
+    shared_gate_T1: Tensor | None = None,
     held: range | None = None,
 ) -> Tensor:
-    """As :func:`experts_glu`, with tiles that all add in one order."""
-    tiles = _tiles(x_TD, experts_TK, gate_up_EFD, TILES_MIDDLE)
-    arguments = (x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1)
-    return experts_glu_many(*arguments, *tiles, held)
+    """As :func:`experts`, with tiles that all add in one order."""
+    tiles = _tiles(x_TD, experts_TK, up_EFD, TILES_MIDDLE)
+    return experts_many(x_TD, up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
 
 
 def _tiles(x_TD: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, few: tuple[Tile, Tile]) -> tuple[Tile, Tile]:
@@ -306,78 +377,35 @@ def _tiles(x_TD: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, few: tuple[Til
     return TILES_MIDDLE if choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE else few
 
 
-def experts_glu_many(
+def experts_many(
     x_TD: Tensor,
-    gate_up_EFD: Tensor,
+    up_EFD: Tensor,
     down_EDF: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    shared_TD: Tensor,
-    shared_gate_T1: Tensor,
+    shared_TD: Tensor | None,
+    shared_gate_T1: Tensor | None,
     up: Tile,
     down: Tile,
     held: range | None = None,
 ) -> Tensor:
-    """Compute ``experts_glu`` expert by expert, in four launches."""
-    shared = (shared_TD, shared_gate_T1)
-    return _experts(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared, (up, down), held)
-
-
-def experts_relu_squared(
-    x_TD: Tensor,
-    up_EFD: Tensor,
-    down_EDF: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    held: range | None = None,
-) -> Tensor:
-    """Return the weighted sum of each token's experts, ``down(relu(up x) ** 2)``, in x's dtype.
-
-    Weights, choices and the experts' tensors are dense; x may be a view with dense rows.
-    """
-    tiles = _tiles(x_TD, experts_TK, up_EFD, TILES_DECODE)
-    return _experts(x_TD, up_EFD, down_EDF, weights_TK, experts_TK, None, tiles, held)
-
-
-def experts_relu_squared_invariant(
-    x_TD: Tensor,
-    up_EFD: Tensor,
-    down_EDF: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    held: range | None = None,
-) -> Tensor:
-    """As :func:`experts_relu_squared`, with tiles that all add in one order."""
-    tiles = _tiles(x_TD, experts_TK, up_EFD, TILES_MIDDLE)
-    return _experts(x_TD, up_EFD, down_EDF, weights_TK, experts_TK, None, tiles, held)
-
-
-def _experts(
-    x_TD: Tensor,
-    up_EFD: Tensor,
-    down_EDF: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    shared: tuple[Tensor, Tensor] | None,
-    tiles: tuple[Tile, Tile],
-    held: range | None,
-) -> Tensor:
-    """Return the weighted sum of each token's experts, and the shared one's part where there is one."""
+    """Compute ``experts`` with these tiles, in four launches."""
     first_expert = 0 if held is None else held.start
     num_tokens, top_k = experts_TK.shape
     num_channels, size = down_EDF.shape[1:]
     starts_E, choices_A = list_choices(experts_TK, len(down_EDF), first_expert)
     hidden_AF = torch.empty((num_tokens * top_k, size), dtype=x_TD.dtype, device=x_TD.device)
     out_AD = torch.empty((num_tokens * top_k, num_channels), dtype=x_TD.dtype, device=x_TD.device)
-    launch_up(x_TD, up_EFD, starts_E, choices_A, hidden_AF, top_k, tiles[0])
-    launch_down(hidden_AF, down_EDF, starts_E, choices_A, out_AD, tiles[1])
-    return add_choices(out_AD, (weights_TK, experts_TK), shared, held)
+    launch_up(x_TD, up_EFD, starts_E, choices_A, hidden_AF, top_k, up)
+    launch_down(hidden_AF, down_EDF, starts_E, choices_A, out_AD, down)
+    return add_choices(out_AD, (weights_TK, experts_TK), shared_TD, shared_gate_T1, held)
 
 
 def add_choices(
     out_AD: Tensor,
     chosen: tuple[Tensor, Tensor],
-    shared: tuple[Tensor, Tensor] | None,
+    shared_TD: Tensor | None,
+    shared_gate_T1: Tensor | None,
     held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's choices, and of the shared expert behind its gate.
@@ -385,11 +413,11 @@ def add_choices(
     Args:
         out_AD: what experts made of choices, in the order of the tokens.
         chosen: ``weights_TK`` and ``experts_TK``.
-        shared: ``shared_TD`` and ``shared_gate_T1``; None: there is no shared expert.
+        shared_TD: what the shared expert made of each token; None: there is none.
+        shared_gate_T1: None: the shared expert's part is added as it is.
         held: as in ``experts_glu``.
     """
     weights_TK, experts_TK = chosen
-    shared_TD, shared_gate_T1 = shared or (None, None)
     (num_tokens, top_k), num_channels = experts_TK.shape, out_AD.shape[1]
     out_TD = torch.empty((num_tokens, num_channels), dtype=out_AD.dtype, device=out_AD.device)
     _sum_kernel[(num_tokens, cdiv(num_channels, BLOCK_SUM))](
@@ -398,14 +426,13 @@ def add_choices(
         shared_TD,
         shared_gate_T1,
         out_TD,
-        0 if shared is None else shared_TD.stride(0),
-        0 if shared is None else shared_gate_T1.stride(0),
+        0 if shared_TD is None else shared_TD.stride(0),
+        0 if shared_gate_T1 is None else shared_gate_T1.stride(0),
         num_channels,
         experts_TK,
         0 if held is None else held.start,
         0 if held is None else len(held),
         TOP_K=top_k,
-        HAS_SHARED=shared is not None,
         BLOCK_N=BLOCK_SUM,
         IS_DIVIDED=held is not None,
         num_warps=WARPS_SUM,

@@ -11,7 +11,7 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels import linear_triton
+from strandline.kernels import linear_and_logits_triton, linear_triton
 from strandline.kernels.linear_triton import Gemv, Skinny
 
 GEMV, SKINNY = Gemv(4, 32, 1), Skinny(16, 32, 1, 1)
@@ -48,6 +48,32 @@ def check_linear(
             check_near(linear_triton.launch_skinny(x, weight, None, skinny, is_gated=True), gated)
             split = skinny._replace(spans=3)
             check_near(linear_triton.launch_skinny(x, weight, bias, split, is_gated=False), product + bias.double())
+
+
+def check_linear_and_logits(
+    num_rows: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: str, *, has_bias: bool
+) -> None:
+    """Compare with float64, whose logits are as near as float32 gets; sizes are inputs, outputs and experts."""
+    num_inputs, num_outputs, num_experts = sizes
+    x = torch.full((num_rows, num_inputs + 8), torch.nan, device=device, dtype=dtype)[:, 4 : num_inputs + 4].normal_()
+    weight = torch.randn(num_outputs, num_inputs, device=device, dtype=dtype).mul_(num_inputs**-0.5)
+    router = torch.randn(num_experts, num_inputs, device=device).mul_(num_inputs**-0.5)
+    bias = torch.randn(num_outputs, device=device, dtype=dtype) if has_bias else None
+    expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
+    for name in ("linear_and_logits", "linear_and_logits_invariant"):
+        with poisoned_memory():
+            out, logits = getattr(linear_and_logits_triton, name)(x, weight, bias, router)
+        assert (out.dtype, logits.dtype) == (dtype, torch.float32)
+        check_near(out, expected)
+        check_near(logits, x.double() @ router.double().t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "sizes"), [(1, (40, 3, 5)), (3, (130, 33, 7)), (4, (64, 16, 1)), (21, (300, 4, 3)), (70, (20, 4, 3))]
+)
+def test_logits_are_computed_in_float32(num_rows: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check_linear_and_logits(num_rows, sizes, dtype, "cpu", has_bias=num_rows == 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -6,11 +6,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels import moe
+from strandline.kernels.moe import experts_glu, experts_relu_squared
 from strandline.kernels.router import Routing, route
+from strandline.kernels.weights import DenseWeight
 from tests.bound import bound
 
-experts_glu = bound(moe.experts_glu)
-experts_relu_squared = bound(moe.experts_relu_squared)
+mixture_relu_squared = bound(moe.mixture_relu_squared)
+mixture = bound(moe.mixture)
+
 SOFTMAX = Routing(3, is_normalised=True)
 
 
@@ -71,7 +74,7 @@ def test_the_experts_of_two_ranks_add_up_to_all() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     up = gate_up[:, 7:]
     expected = experts_relu_squared(x_TD, up, down, weights, experts)
-    found = sum(experts_relu_squared(x_TD, x[:, 7:], y, weights, experts, held) for x, y, held in parts)
+    found = sum(experts_relu_squared(x_TD, x[:, 7:], y, weights, experts, held=held) for x, y, held in parts)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -90,3 +93,35 @@ def test_result_does_not_depend_on_order_of_other_tokens() -> None:
     out = run(x_TD, gate_up, down, weights, experts)
     shuffled = run(x_TD[order], gate_up, down, weights[order], experts[order])
     torch.testing.assert_close(shuffled, out[order], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_a_mixture_adds_the_shared_expert_behind_its_gate(has_gate: bool) -> None:
+    x_TD, logits_TE, bias_E = torch.randn(5, 12), torch.randn(5, 4), torch.randn(4)
+    gate_up, down, shared_down = torch.randn(4, 14, 12), torch.randn(4, 12, 7), torch.randn(12, 6)
+    shared_gate_up, gate_T1 = torch.randn(5, 12), torch.randn(5, 1) if has_gate else None
+    routing = Routing(2, True, "sigmoid", 1e-6, 2.5)
+    chosen = route.reference(logits_TE, bias_E, routing)
+    weight = DenseWeight(shared_down)
+    out_TD = mixture(x_TD, shared_gate_up, logits_TE, gate_T1, gate_up, down, weight, routing, bias_E)
+    gate, up = shared_gate_up.chunk(2, dim=-1)
+    shared_TD = (F.silu(gate) * up) @ shared_down.t() * (1.0 if gate_T1 is None else gate_T1.sigmoid())
+    expected = experts_glu(x_TD, gate_up, down, *chosen) + shared_TD
+    torch.testing.assert_close(out_TD, expected, rtol=1e-5, atol=1e-4)
+    alone_TD = mixture(x_TD, None, logits_TE, None, gate_up, down, None, routing, bias_E)
+    torch.testing.assert_close(alone_TD + shared_TD, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_mixture_without_gates_adds_a_shared_expert_without_one() -> None:
+    x_TD, logits_TE, bias_E = torch.randn(5, 12), torch.randn(5, 4), torch.randn(4)
+    up, down, shared_down, shared_up = (torch.randn(*s) for s in ((4, 7, 12), (4, 12, 7), (12, 6), (5, 6)))
+    routing = Routing(2, True, "sigmoid", 1e-6, 2.5)
+    chosen = route.reference(logits_TE, bias_E, routing)
+    shared_TD = F.relu(shared_up) ** 2 @ shared_down.t()
+    expected = experts_relu_squared(x_TD, up, down, *chosen) + shared_TD
+    out_TD = mixture_relu_squared(
+        x_TD, shared_up.clone(), logits_TE, up, down, DenseWeight(shared_down), routing, bias_E
+    )
+    torch.testing.assert_close(out_TD, expected, rtol=1e-5, atol=1e-4)
+    alone_TD = mixture_relu_squared(x_TD, None, logits_TE, up, down, None, routing, bias_E)
+    torch.testing.assert_close(alone_TD + shared_TD, expected, rtol=1e-5, atol=1e-4)

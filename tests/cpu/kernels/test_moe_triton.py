@@ -15,7 +15,7 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels import moe_list_triton, moe_triton
-from strandline.kernels.moe_few_triton import Few, mixture_few
+from strandline.kernels.moe_few_triton import Few, Shared, choose_few, mixture_few
 from strandline.kernels.moe_triton import Tile
 from strandline.kernels.weights import DenseWeight
 
@@ -91,11 +91,11 @@ def check_sum(parts: list[Tensor], shared_TD: Tensor, expected_TD: Tensor) -> No
 def check_experts(arguments: Inputs, tiles: tuple[Tile, Tile]) -> None:
     expected_TD = reference(arguments)
     with poisoned_memory():
-        check_near(moe_triton.experts_glu_many(*arguments, *tiles), expected_TD)
-        check_near(moe_triton.experts_glu(*arguments), expected_TD)
+        check_near(moe_triton.experts_many(*arguments, *tiles), expected_TD)
+        check_near(moe_triton.experts(*arguments), expected_TD)
         x_TD, gate_up, down, *rest = arguments
         gated_TD = rest[-2].double() * rest[-1].double().sigmoid()
-        for run, options in ((moe_triton.experts_glu_many, tiles), (moe_triton.experts_glu, ())):
+        for run, options in ((moe_triton.experts_many, tiles), (moe_triton.experts, ())):
             parts = [
                 run(x_TD, gate_up[held.start : held.stop], down[held.start : held.stop], *rest, *options, held)
                 for held in halves(len(down))
@@ -114,46 +114,92 @@ def check_experts_without_gate(arguments: Inputs) -> None:
         out_AD = hidden_AF @ down[expert].double().t()
         expected_TD.index_add_(0, token_A, out_AD * weights[token_A, choice_A].double().unsqueeze(-1))
     with poisoned_memory():
-        check_near(moe_triton.experts_relu_squared(x_TD, up, down, weights, experts), expected_TD)
-        check_near(moe_triton.experts_relu_squared_invariant(x_TD, up, down, weights, experts), expected_TD)
+        check_near(moe_triton.experts(x_TD, up, down, weights, experts), expected_TD)
+        check_near(moe_triton.experts_invariant(x_TD, up, down, weights, experts), expected_TD)
+
+
+class Mixture:
+    """Random arguments of mixtures, views of a wider tensor; experts that no token chose are NaN.
+
+    Args:
+        shape: E, K, D, F and S; without S there is no shared expert.
+        is_gated: whether experts have gates, and the shared one one before it.
+    """
+
+    def __init__(
+        self, num_tokens: int, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str, *, is_gated: bool
+    ) -> None:
+        num_experts, self.top_k, hidden_size, size, shared_size = shape
+        self.is_gated = is_gated
+        self.routing = Routing(self.top_k, True)
+        self.bias_E = None
+        if not is_gated:
+            self.routing = Routing(self.top_k, True, "sigmoid", 1e-6, 2.5)
+            self.bias_E = torch.randn(num_experts, device=device)
+        sizes = [shared_size * (1 + is_gated), num_experts, 1]
+        wide = torch.full((num_tokens, sum(sizes) + 7), torch.nan, dtype=dtype, device=device)
+        parts = wide[:, 3:-4].normal_().split(sizes, dim=-1)
+        self.shared_TS, self.logits_TE, self.gate_T1 = parts[0], parts[1], parts[2] if is_gated else None
+        weights, experts = route.reference(self.logits_TE, self.bias_E, self.routing)
+        self.x_TD, gate_up, self.down, *_ = inputs(
+            num_tokens, num_experts, self.top_k, hidden_size, size, dtype, device, experts
+        )
+        self.up = gate_up if is_gated else gate_up[:, :size].contiguous()
+        self.shared_down = torch.randn(hidden_size, shared_size, device=device, dtype=dtype).mul_(shared_size**-0.5)
+        shared_TF = self._activated(self.shared_TS.double())
+        self.shared_TD = shared_TF @ self.shared_down.double().t()
+        if self.gate_T1 is not None:
+            self.shared_TD *= self.gate_T1.double().sigmoid()
+        self.expected_TD = self.shared_TD.clone()
+        for expert in experts.unique().tolist():
+            token_A, choice_A = (experts == expert).nonzero(as_tuple=True)
+            hidden_AF = self._activated(self.x_TD[token_A].double() @ self.up[expert].double().t())
+            out_AD = hidden_AF @ self.down[expert].double().t()
+            self.expected_TD.index_add_(0, token_A, out_AD * weights[token_A, choice_A].double().unsqueeze(-1))
+
+    def _activated(self, projected: Tensor) -> Tensor:
+        if not self.is_gated:
+            return projected.relu() ** 2
+        gate, up = projected.chunk(2, dim=-1)
+        return gate * gate.sigmoid() * up
+
+    def run(self, held: range | None = None, *, is_invariant: bool = False, has_shared: bool = True) -> Tensor:
+        """Compute it as a layer does, on a rank that holds these experts."""
+        part = slice(None) if held is None else slice(held.start, held.stop)
+        suffix = "_invariant" if is_invariant else ""
+        shared_TS, shared_down = (self.shared_TS, DenseWeight(self.shared_down)) if has_shared else (None, None)
+        end = (self.up[part], self.down[part], shared_down, self.routing, self.bias_E, held)
+        if self.is_gated:
+            gate_T1 = self.gate_T1 if has_shared else None
+            return getattr(moe_triton, f"mixture{suffix}")(self.x_TD, shared_TS, self.logits_TE, gate_T1, *end)
+        projected_TS = None if shared_TS is None else shared_TS.clone()
+        return getattr(moe_triton, f"mixture_relu_squared{suffix}")(self.x_TD, projected_TS, self.logits_TE, *end)
+
+    def run_few(self, few: Few, held: range | None = None) -> Tensor:
+        """Compute it choice by choice, however many tokens there are."""
+        part = slice(None) if held is None else slice(held.start, held.stop)
+        shared = Shared(self.shared_TS, self.gate_T1, self.shared_down)
+        arguments = (self.x_TD, self.logits_TE, self.up[part], self.down[part], shared)
+        return mixture_few(*arguments, self.routing, few, self.bias_E, held)
 
 
 def check_mixture(
-    num_tokens: int, shape: tuple[int, int, int, int, int], few: Few, dtype: torch.dtype, device: str
+    num_tokens: int, shape: tuple[int, int, int, int, int], few: Few, dtype: torch.dtype, device: str, *, is_gated: bool
 ) -> None:
-    """Compare with float64, given the choices of the reference; the shape is E, K, D, F and S."""
-    num_experts, top_k, hidden_size, size, shared_size = shape
-    shared_down = torch.randn(hidden_size, shared_size, device=device, dtype=dtype).mul_(shared_size**-0.5)
-    wide = torch.full((num_tokens, 2 * shared_size + num_experts + 8), torch.nan, dtype=dtype, device=device)
-    projected_TO = wide[:, 3 : 2 * shared_size + num_experts + 6]
-    projected_TO[:, : 2 * shared_size + num_experts + 1].normal_()
-    gate_TS, up_TS, logits_TE, gate_T1, _ = projected_TO.split([shared_size, shared_size, num_experts, 1, 2], dim=-1)
-    routing = Routing(top_k, is_normalised=True)
-    weights, experts = route.reference(logits_TE, None, routing)
-    x_TD, gate_up, down, *_ = inputs(num_tokens, num_experts, top_k, hidden_size, size, dtype, device, experts)
-    hidden_TS = gate_TS.double() * gate_TS.double().sigmoid() * up_TS.double()
-    shared_TD = hidden_TS @ shared_down.double().t()
-    expected_TD = reference((x_TD, gate_up, down, weights, experts, shared_TD, gate_T1))
-    shared_gate_up = projected_TO[:, : 2 * shared_size]
-    arguments = (x_TD, shared_gate_up, logits_TE, gate_T1, gate_up, down)
+    """Compare all ways with float64, given the choices of the reference; the shape is E, K, D, F and S."""
+    mixture = Mixture(num_tokens, shape, dtype, device, is_gated=is_gated)
+    expected_TD = mixture.expected_TD
     with poisoned_memory():
         if num_tokens <= 8:
-            check_near(mixture_few(*arguments, shared_down, routing, few), expected_TD)
-            parts = [
-                mixture_few(
-                    *arguments[:4],
-                    gate_up[held.start : held.stop],
-                    down[held.start : held.stop],
-                    shared_down,
-                    routing,
-                    few,
-                    held,
-                )
-                for held in halves(num_experts)
-            ]
-            check_sum(parts, shared_TD * gate_T1.double().sigmoid(), expected_TD)
-        mixed_TD = moe_triton.mixture(*arguments, DenseWeight(shared_down), routing)
-        check_near(mixed_TD, expected_TD)
+            check_near(mixture.run_few(few), expected_TD)
+            parts = [mixture.run_few(few, held) for held in halves(shape[0])]
+            check_sum(parts, mixture.shared_TD, expected_TD)
+        check_near(mixture.run(), expected_TD)
+        check_near(mixture.run(is_invariant=True), expected_TD)
+        if num_tokens > moe_triton.MAX_TOKENS_FEW:
+            check_sum([mixture.run(held) for held in halves(shape[0])], mixture.shared_TD, expected_TD)
+        if num_tokens != 3:
+            check_near(mixture.run(has_shared=False), expected_TD - mixture.shared_TD)
 
 
 def check_list(experts_TK: Tensor, num_experts: int) -> None:
@@ -175,15 +221,29 @@ def test_experts_equal_a_loop_in_float64(
     check_experts(inputs(num_tokens, num_experts, top_k, hidden_size, size, dtype, "cpu"), TILES)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize(
-    ("num_tokens", "shape"),
-    [(1, (4, 3, 12, 7, 5)), (1, (1, 1, 16, 16, 16)), (3, (8, 2, 32, 16, 8)), (10, (5, 2, 20, 18, 33))],
+    ("num_tokens", "shape", "dtype"),
+    [
+        (1, (4, 3, 12, 7, 5), torch.float32),
+        (1, (1, 1, 16, 16, 16), torch.bfloat16),
+        (3, (5, 2, 32, 16, 8), torch.bfloat16),
+        (10, (5, 2, 20, 18, 33), torch.float32),
+    ],
 )
 def test_the_mixture_equals_a_loop_in_float64(
-    num_tokens: int, shape: tuple[int, int, int, int, int], dtype: torch.dtype
+    num_tokens: int, shape: tuple[int, int, int, int, int], dtype: torch.dtype, is_gated: bool
 ) -> None:
-    check_mixture(num_tokens, shape, FEW, dtype, "cpu")
+    check_mixture(num_tokens, shape, FEW, dtype, "cpu", is_gated=is_gated)
+
+
+def test_tiles_of_few_tokens_hold_so_many_numbers() -> None:
+    assert choose_few(1, 8, 512, 512, is_gated=True) == Few(2, 1024, 1, 4, 4)
+    assert choose_few(3, 6, 1856, 3712, is_gated=False) == Few(4, 512, 1, 1, 4)
+    assert choose_few(1, 8, 4096, 0, is_gated=True) == Few(2, 1024, 1, 1, 8)
+    assert choose_few(1, 8, 4097, 0, is_gated=True) is None
+    assert choose_few(1, 2, 64, 2**16, is_gated=True) is None
+    assert choose_few(1, 22, 64, 64, is_gated=False) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -205,8 +265,8 @@ def test_a_token_s_result_changes_no_bit_with_its_neighbours(monkeypatch: pytest
     arguments = inputs(20, 3, 2, 16, 16, torch.float32, "cpu")
     x, gate_up, down, weights, experts, shared, gate = arguments
     order = torch.randperm(20)
-    out = moe_triton.experts_glu_many(*arguments, *TILES)
-    shuffled = moe_triton.experts_glu_many(
+    out = moe_triton.experts_many(*arguments, *TILES)
+    shuffled = moe_triton.experts_many(
         x[order], gate_up, down, weights[order], experts[order], shared[order], gate[order], *TILES
     )
     assert torch.equal(shuffled, out[order])

@@ -5,7 +5,7 @@ import torch
 
 from strandline.kernels import linear_triton
 from strandline.kernels.linear_triton import GEMV_NARROW, GEMV_SMALL, GEMV_WIDE, SKINNY, Gemv
-from tests.cpu.kernels.test_linear_triton import check_linear
+from tests.cpu.kernels.test_linear_triton import check_linear, check_linear_and_logits
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(2560, 12352), (4096, 2560), (2560, 9216), (9216, 2560), (2048, 12352), (4096, 2048), (2048, 1288)]
@@ -29,6 +29,13 @@ def test_products_of_few_rows_equal_float64_at_the_models_shapes(
     num_rows: int, num_inputs: int, num_outputs: int, gemv: Gemv
 ) -> None:
     check_linear(num_rows, num_inputs, num_outputs, torch.bfloat16, "cuda", gemv, SKINNY)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 5, 16, 64, 300])
+@pytest.mark.parametrize("sizes", [(2688, 3712, 128), (2304, 2048, 256), (1000, 70, 12)])
+def test_logits_are_computed_in_float32(num_rows: int, sizes: tuple[int, int, int]) -> None:
+    for dtype in DTYPES:
+        check_linear_and_logits(num_rows, sizes, dtype, "cuda", has_bias=num_rows == 2)
 
 
 def test_products_in_a_graph_see_what_the_launch_before_wrote() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from strandline.kernels import matmul_triton
 from strandline.kernels.matmul_triton import head_linear_invariant, linear_invariant
-from strandline.kernels.moe_triton import experts_glu_invariant
+from strandline.kernels.moe_triton import experts_invariant
 from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import route
 from tests.cpu.kernels.test_matmul_triton import check_heads, check_product
@@ -72,7 +72,7 @@ def test_a_tokens_experts_give_the_same_bits_in_any_company(
 
     def run(rows: slice) -> torch.Tensor:
         chosen = (weights[rows], experts[rows])
-        return experts_glu_invariant(x_TD[rows], gate_up, down, *chosen, shared_TD[rows], gate_T1[rows])
+        return experts_invariant(x_TD[rows], gate_up, down, *chosen, shared_TD[rows], gate_T1[rows])
 
     whole = run(slice(None))
     for rows in (slice(0, 1), slice(7, 10), slice(0, 5), slice(3, 70), slice(100, 800)):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from strandline.kernels import moe_triton
+from strandline.kernels.moe_few_triton import Few
 from strandline.kernels.moe_triton import Tile
 from tests.cpu.kernels.test_moe_triton import (
     check_experts,
@@ -13,6 +14,7 @@ from tests.cpu.kernels.test_moe_triton import (
     inputs,
 )
 
+FEW = Few(2, 1024, 1, 4, 4)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -44,20 +46,28 @@ def test_experts_without_gate_equal_a_float64_loop_at_model_shape(num_tokens: in
     check_experts_without_gate(inputs(num_tokens, 128, 6, 2688, 1856, torch.bfloat16, "cuda"))
 
 
+@pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("num_tokens", "shape"),
     [(1, (8, 3, 12, 7, 5)), (3, (16, 2, 48, 32, 16)), (7, (20, 6, 130, 63, 70)), (70, (20, 6, 130, 63, 70))],
 )
 def test_the_mixture_equals_a_loop_in_float64(
-    num_tokens: int, shape: tuple[int, int, int, int, int], dtype: torch.dtype
+    num_tokens: int, shape: tuple[int, int, int, int, int], dtype: torch.dtype, is_gated: bool
 ) -> None:
-    check_mixture(num_tokens, shape, moe_triton.FEW[0], dtype, "cuda")
+    check_mixture(num_tokens, shape, FEW, dtype, "cuda", is_gated=is_gated)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 16, 300])
-def test_mixture_equals_a_float64_loop_at_model_shape(num_tokens: int) -> None:
-    check_mixture(num_tokens, (256, 8, 2048, 512, 512), moe_triton.FEW[0], torch.bfloat16, "cuda")
+@pytest.mark.parametrize(
+    ("shape", "is_gated"),
+    [((256, 8, 2048, 512, 512), True), ((128, 6, 2688, 1856, 3712), False)],
+    ids=["Qwen3.5-35B-A3B", "Nemotron-3-Nano"],
+)
+def test_mixture_equals_a_float64_loop_at_model_shape(
+    num_tokens: int, shape: tuple[int, int, int, int, int], is_gated: bool
+) -> None:
+    check_mixture(num_tokens, shape, FEW, torch.bfloat16, "cuda", is_gated=is_gated)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 65, 1000, 8192])
@@ -68,10 +78,10 @@ def test_choices_are_listed_by_expert(num_tokens: int) -> None:
 def test_experts_run_in_a_graph() -> None:
     for num_tokens in (1, 40):
         arguments = inputs(num_tokens, 16, 4, 256, 128, torch.bfloat16, "cuda")
-        expected_TD = moe_triton.experts_glu(*arguments)
+        expected_TD = moe_triton.experts(*arguments)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out_TD = moe_triton.experts_glu(*arguments)
+            out_TD = moe_triton.experts(*arguments)
         out_TD.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out_TD, expected_TD)

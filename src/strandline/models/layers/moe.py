@@ -141,7 +141,7 @@ class SparseMoe(nn.Module):
             weights = (*self._scaled_experts, self.shared_down.weight)
             return self._scaled_mixture(hidden_TE, *projected, *weights, self.routing)
         experts = (self.gate_up_XFE, self.down_XEF, self.shared_down.weight)
-        return self._mixture(plain_rows(hidden_TE), *projected, *experts, self.routing, self.held)
+        return self._mixture(plain_rows(hidden_TE), *projected, *experts, self.routing, held=self.held)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""

@@ -2,7 +2,8 @@
 
 Source: ``transformers`` (``nemotron_h``); NVIDIA, "Nemotron 3 Nano" (the router is that of DeepSeek-V3).
 
-Shape suffixes: T tokens of the step, E hidden size, L latent size, F intermediate size, X experts;
+Shape suffixes: T tokens of the step, E hidden size, L latent size, F intermediate size, S that of the shared expert, O
+outputs of a projection, X experts;
 of a token K are its experts.
 """
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from strandline.kernels.activation import relu_squared
 from strandline.kernels.binding import Kernels
-from strandline.kernels.moe import experts_relu_squared
-from strandline.kernels.router import Routing, route
+from strandline.kernels.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
+from strandline.kernels.moe import mixture_relu_squared
+from strandline.kernels.router import Routing
 from strandline.models.layers.moe import EXPERTS, each_expert
 from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection, SummedProjection
@@ -79,7 +81,7 @@ class ReluSquaredMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    operations = (route, experts_relu_squared)
+    operations = (relu_squared, mixture_relu_squared, linear_and_logits, *LINEAR_OPERATIONS)
 
     def __init__(
         self, config: ReluSquaredMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -107,14 +109,25 @@ class ReluSquaredMoe(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._route, self._experts = kernels[route], kernels[experts_relu_squared]
+        self._relu_squared, self._mixture = kernels[relu_squared], kernels[mixture_relu_squared]
+        up, router = self.shared.up, self.router
+        self._project = bind_linear_and_logits(kernels, up.weight, up.bias_O, router.weight, torch.float32)
+        # A mixture adds the shared expert by itself, unless channels or forms of weights differ.
+        self._shared_down = None
+        if self.to_latent is None and not self.shared.down.takes_quantized:
+            self._shared_down = self.shared.down.weight
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        routed = self._route(self.router.multiply(hidden_TE.float()), self.bias_X, self.config.routing)
+        up_TS, logits_TX = self._project(hidden_TE)
+        router = (self.config.routing, self.bias_X, self.held)
+        if self._shared_down is not None:
+            experts = (self.up_XFL, self.down_XLF, self._shared_down)
+            out_TE, bias_E = self._mixture(hidden_TE, up_TS, logits_TX, *experts, *router), self.shared.down.bias_O
+            return out_TE if bias_E is None else out_TE.add_(bias_E)
         latent_TL = hidden_TE if self.to_latent is None else self.to_latent.multiply(hidden_TE)
-        out_TL = self._experts(latent_TL, self.up_XFL, self.down_XLF, *routed, self.held)
+        out_TL = self._mixture(latent_TL, None, logits_TX, self.up_XFL, self.down_XLF, None, *router)
         out_TE = out_TL if self.from_latent is None else self.from_latent.multiply(out_TL)
-        return out_TE.add_(self.shared(hidden_TE))
+        return out_TE.add_(self.shared.down.multiply(self._relu_squared(up_TS)))
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""

@@ -1,6 +1,7 @@
 """A mixture of experts behind a sigmoid router, with or without experts that every token takes.
 
-Shape suffixes: T tokens of the step, E hidden size, F intermediate size, X experts; of a token K are its experts.
+Shape suffixes: T tokens of the step, E hidden size, F intermediate size, X experts, O rows of the shared expert's fused
+projection; of a token K are its experts.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
 from strandline.kernels.block_scaled_moe import block_scaled_experts_glu
-from strandline.kernels.moe import experts_glu
+from strandline.kernels.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
+from strandline.kernels.moe import mixture
 from strandline.kernels.quantized_rows import Rows, plain_rows
 from strandline.kernels.router import Routing, route
 from strandline.kernels.weights import ScaledWeight
@@ -70,7 +72,7 @@ class SigmoidMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    operations = (route, experts_glu, block_scaled_experts_glu)
+    operations = (route, mixture, block_scaled_experts_glu, linear_and_logits, *LINEAR_OPERATIONS)
     _scaled_experts: tuple[ScaledWeight, ScaledWeight] | None = None
 
     def __init__(
@@ -80,7 +82,8 @@ class SigmoidMoe(nn.Module):
         self.config, self.experts = config, shard.span(config.num_experts, EXPERTS)
         self.held = None if shard.count == 1 else self.experts
         hidden_size, size, num_experts = config.hidden_size, config.size, config.num_experts
-        self.router = Projection(num_experts, hidden_size, config.router_dtype or dtype, device)
+        self.router_dtype = config.router_dtype or dtype
+        self.router = Projection(num_experts, hidden_size, self.router_dtype, device)
         self.bias_X = parameter(num_experts, dtype=torch.float32, device=device) if config.has_bias else None
         self.gate_up_XFE = matrix(len(self.experts), 2 * size, hidden_size, dtype=dtype, device=device)
         self.down_XEF = matrix(len(self.experts), hidden_size, size, dtype=dtype, device=device)
@@ -100,8 +103,14 @@ class SigmoidMoe(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._route, self._experts_glu = kernels[route], kernels[experts_glu]
-        self._scaled_experts_glu = kernels[block_scaled_experts_glu]
+        self._mixture = kernels[mixture]
+        self._route, self._scaled_experts_glu = kernels[route], kernels[block_scaled_experts_glu]
+        # A mixture adds the shared expert by itself, unless that is in FP8.
+        self._shared_down = None
+        if self.shared is not None and not self.shared.down.takes_quantized:
+            self._shared_down = self.shared.down.weight
+            shared_and_router = (self.shared.gate_up.weight, None, self.router.weight, self.router_dtype)
+            self._project = bind_linear_and_logits(kernels, *shared_and_router)
 
     @property
     def expert_weights(self) -> tuple[Tensor, Tensor]:
@@ -120,17 +129,31 @@ class SigmoidMoe(nn.Module):
 
     def forward(self, hidden_TE: Rows) -> Tensor:
         config, plain_TE = self.config, plain_rows(hidden_TE)
-        router_TE = plain_TE if config.router_dtype is None else plain_TE.to(config.router_dtype)
-        routed = self._route(self.router.multiply(router_TE), self.bias_X, config.routing)
+        if self._scaled_experts is not None:
+            return self._forward_scaled(hidden_TE, plain_TE, self._scaled_experts)
+        if self._shared_down is None:
+            shared_TO, logits_TX = None, self._score(plain_TE)
+        else:
+            shared_TO, logits_TX = self._project(plain_TE)
+        experts = (self.gate_up_XFE, self.down_XEF, self._shared_down)
+        out_TE = self._mixture(plain_TE, shared_TO, logits_TX, None, *experts, config.routing, self.bias_X, self.held)
+        if self.shared is None or self._shared_down is not None:
+            return out_TE
+        return out_TE.add_(self.shared(plain_TE))
+
+    def _forward_scaled(self, hidden_TE: Rows, plain_TE: Tensor, experts: tuple[ScaledWeight, ScaledWeight]) -> Tensor:
+        routed = self._route(self._score(plain_TE), self.bias_X, self.config.routing)
         if self.shared is None:
             shared_TE = torch.zeros_like(plain_TE)
         else:
             shared_TE = self.shared(hidden_TE if self.shared.takes_quantized else plain_TE)
         # The shared expert has no gate: one that is open stands in its place.
         gate_T1 = plain_TE.new_full((len(hidden_TE), 1), inf)
-        if self._scaled_experts is not None:
-            return self._scaled_experts_glu(hidden_TE, *self._scaled_experts, *routed, shared_TE, gate_T1)
-        return self._experts_glu(plain_TE, self.gate_up_XFE, self.down_XEF, *routed, shared_TE, gate_T1, self.held)
+        return self._scaled_experts_glu(hidden_TE, *experts, *routed, shared_TE, gate_T1)
+
+    def _score(self, plain_TE: Tensor) -> Tensor:
+        """Return the router's logits."""
+        return self.router.multiply(plain_TE.to(self.router_dtype))
 
     def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
