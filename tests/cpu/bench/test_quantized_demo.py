@@ -26,7 +26,14 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.parametrize(("mode", "kv_cache_dtype"), [*((mode, "auto") for mode in exam.MODES), ("resumed", "fp8")])
+@pytest.mark.parametrize(
+    ("mode", "kv_cache_dtype"),
+    [
+        ("resumed", "auto"),
+        ("resumed", "fp8"),
+        *(pytest.param(mode, "auto", marks=pytest.mark.long) for mode in exam.MODES if mode != "resumed"),
+    ],
+)
 def test_demo_model_keeps_its_exam_within_a_point(converted: Path, mode: str, kv_cache_dtype: str) -> None:
     suite = [make_task(kind, Random(seed), num_tokens=100 + 15 * seed) for kind in KINDS for seed in range(PER_KIND)]
     options: dict[str, Any] = {"dtype": "float32", "memory": "64MiB", "kv_cache_dtype": kv_cache_dtype}

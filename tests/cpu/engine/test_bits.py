@@ -142,7 +142,7 @@ def test_preempted_answers_have_the_same_bits(make_exact: MakeLLM) -> None:
     pytest.fail("nothing was preempted")
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_published_slot_holds_the_bits_of_a_cold_prefill(make_exact: MakeLLM, seed: int) -> None:
     llm = make_exact(max_num_batched_tokens=100)
     live_through_much(llm, seed)

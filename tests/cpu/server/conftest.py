@@ -11,7 +11,6 @@ import zmq
 from strandline import LLM
 from strandline.config import EngineConfig
 from strandline.engine.loading import load_core
-from strandline.text.model_files import DEMO_DIRECTORY
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.engine.tokenizers import (
@@ -47,10 +46,10 @@ def server(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="session")
-def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of the demo model, named ``tiny`` and ``demo``."""
-    log = tmp_path_factory.mktemp("demo-server") / "log"
-    with running_server(DEMO_DIRECTORY, log, "--memory", "128MiB", "--served-model-name", "tiny", "demo") as server:
+def impatient_server(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that waits a second for clients that stop, and has no cache page."""
+    log = tmp_path_factory.mktemp("impatient") / "log"
+    with running_server(bytes_dir, log, "--client-timeout-s", "1", "--cache-page", "off") as server:
         yield server
 
 

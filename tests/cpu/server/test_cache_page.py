@@ -224,11 +224,10 @@ def test_text_is_shown_by_default_only_locally() -> None:
         assert {ServerConfig(cache_page=given).page_mode(address) for address in addresses} == {given}
 
 
-def test_the_page_can_be_left_out(bytes_dir: Path, tmp_path: Path) -> None:
-    with running_server(bytes_dir, tmp_path / "log", "--cache-page", "off") as server:
-        assert [server.get(path).status_code for path in ("/cache", "/cache/state")] == [404, 404]
-        assert server.post("/cache/explain", prompt="x").status_code == 404
-        assert "cache page" not in server.log()
+def test_the_page_can_be_left_out(impatient_server: ServerProcess) -> None:
+    assert [impatient_server.get(path).status_code for path in ("/cache", "/cache/state")] == [404, 404]
+    assert impatient_server.post("/cache/explain", prompt="x").status_code == 404
+    assert "cache page" not in impatient_server.log()
 
 
 def test_page_is_self_contained_and_writes_no_html(server: ServerProcess) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from strandline.server.error_responses import add_error_handlers
 from strandline.server.request_bodies import DetokenizeBody
 from strandline.server.slow_client_timeout import SlowClientTimeout
-from tests.cpu.server.process import running_server
+from tests.cpu.server.process import ServerProcess
 
 HTTP: Scope = {"type": "http"}
 
@@ -94,19 +93,19 @@ def test_stalled_body_gets_error_in_shape_of_its_path() -> None:
     assert "the rest of the body has not come" in json.loads(body["body"])["error"]["message"]
 
 
-def test_a_client_that_stops_reading_ends_its_request(bytes_dir: Path, tmp_path: Path) -> None:
-    with running_server(bytes_dir, tmp_path / "log", "--client-timeout-s", "0.5") as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        body = b'{"prompt": "x", "max_tokens": 3000, "n": 4, "logprobs": 20, "stream": true}'
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect((host, int(port)))
-            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            server.wait_until(lambda: "read nothing for 0.5 s" in server.log())
-            server.wait_until(lambda: server.metric("num_requests_running") == 0)
+def test_a_client_that_stops_reading_ends_its_request(impatient_server: ServerProcess) -> None:
+    server = impatient_server
+    host, port = server.url.removeprefix("http://").split(":")
+    body = b'{"prompt": "x", "max_tokens": 4000, "n": 4, "logprobs": 20, "stream": true}'
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        server.wait_until(lambda: "read nothing for 1 s" in server.log())
+        server.wait_until(lambda: server.metric("num_requests_running") == 0)
 
-            def finished(reason: str) -> Any:
-                return f'finished_reason="{reason}"' in server.get("/metrics").text
+        def finished(reason: str) -> Any:
+            return f'finished_reason="{reason}"' in server.get("/metrics").text
 
-            assert not finished("length")
+        assert not finished("length")

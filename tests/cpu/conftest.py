@@ -1,0 +1,16 @@
+"""A server of the demo model, which tests of the server and of its benchmark ask."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from strandline.text.model_files import DEMO_DIRECTORY
+from tests.cpu.server.process import ServerProcess, running_server
+
+
+@pytest.fixture(scope="session")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of the demo model, named ``tiny`` and ``demo``."""
+    log = tmp_path_factory.mktemp("demo-server") / "log"
+    with running_server(DEMO_DIRECTORY, log, "--memory", "128MiB", "--served-model-name", "tiny", "demo") as server:
+        yield server
