@@ -12,17 +12,17 @@ from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import Any, Final
 
-from strandline.server.json_calls import parse_json
-from strandline.server.segments import Segment, SegmentKind, split_at_tag
+from strandline.server.json_calls import SEPARATORS, parse_json
+from strandline.server.segments import Segment, SegmentKind, split_at_tag, split_space
 from strandline.server.tool_calls import Schemas
 
-NAME: Final = re.compile(r"[\w.-]+")
+NAME: Final = re.compile(r"[\w.-]{1,256}")
+MAX_HEAD_CHARACTERS: Final = 512
+"""Of a function's name and the white space behind it."""
 KEYWORD: Final = re.compile(r"[\w-]+")
 """Names of parameters that are understood even if the schema does not list them."""
 LISTED: Final = re.compile(r"[^\"'()\[\]{}<>,=]+")
 """Those that are understood if it does."""
-SEPARATORS: Final = "[], \t\r\n"
-"""What may stand between calls."""
 WORDS: Final = {"true": True, "false": False, "null": None}
 
 
@@ -38,9 +38,10 @@ class PythonCalls:
     def __init__(self, opener: str, close: str, schemas: Schemas) -> None:
         self._close = close
         self._schemas = schemas
-        self._raw = opener
+        self._raw = [opener]
         """What was read since the last call."""
         self._text = ""
+        """What was not read yet."""
         self._name = ""
         self._scanner = Scanner()
         self._step = self._between
@@ -54,22 +55,27 @@ class PythonCalls:
 
     def finish(self, segments: list[Segment]) -> None:
         held = self._scanner.text if self._step == self._in_call else self._text
-        if self._raw or held.strip(SEPARATORS):
-            segments.append(Segment(SegmentKind.CONTENT, self._raw + held))
+        text = "".join([*self._raw, held])
+        if text.strip(SEPARATORS):
+            segments.append(Segment(SegmentKind.CONTENT, text))
 
     # States of the parser. Each returns whether the next one can run on the remaining text.
 
     def _between(self, segments: list[Segment]) -> bool:
-        stripped = self._text.lstrip(SEPARATORS)
+        space, stripped = split_space(self._text, SEPARATORS)
+        self._raw.append(space)
+        self._text = stripped
         name = NAME.match(stripped)
         behind = stripped[name.end() :].lstrip() if name else stripped
-        if not behind or (self._close.startswith(stripped) and stripped != self._close):
+        head = stripped[: len(stripped) - len(behind)]
+        is_short = len(head) <= MAX_HEAD_CHARACTERS
+        if (not behind and is_short) or (self._close.startswith(stripped) and stripped != self._close):
             return False
-        if stripped.startswith(self._close) and not self._raw:
+        if stripped.startswith(self._close) and not "".join(self._raw).strip(SEPARATORS):
             self._rest = stripped[len(self._close) :]
             return False
-        if name and behind.startswith("("):
-            self._raw += self._text[: len(self._text) - len(behind) + 1]
+        if name and is_short and behind.startswith("("):
+            self._raw.append(head + "(")
             self._name, self._text, self._scanner, self._step = name[0], behind[1:], Scanner(), self._in_call
         else:
             self._step = self._lost
@@ -82,18 +88,20 @@ class PythonCalls:
             return False
         arguments = None if self._scanner.is_wrong else self._arguments(self._scanner.parts())
         if arguments is None:
-            self._raw, self._step = self._raw + self._scanner.text, self._lost
+            self._raw.append(self._scanner.text)
+            self._step = self._lost
             return True
         segments += [Segment(SegmentKind.CALL, self._name), Segment(SegmentKind.ARGUMENTS, arguments)]
-        self._raw, self._step = "", self._between
+        self._raw, self._step = [], self._between
         return True
 
     def _lost(self, segments: list[Segment]) -> bool:
         """Pass on text that is not a call as content, up to the closing tag."""
         split = split_at_tag(self._text, (self._close,))
-        if split.tag is not None:
-            segments.append(Segment(SegmentKind.CONTENT, self._raw + split.before + split.tag))
-            self._rest = split.after
+        segments.append(Segment(SegmentKind.CONTENT, "".join([*self._raw, split.before, split.tag or ""])))
+        self._raw = []
+        self._text = split.after
+        self._rest = split.after if split.tag else None
         return False
 
     def _arguments(self, parts: list[str]) -> str | None:

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from strandline.server.segments import Segment, SegmentKind, split_at_tag
+from strandline.server.segments import HeldSpace, Segment, SegmentKind, split_at_tag, split_space
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
@@ -20,6 +20,7 @@ class ThinkParser:
         self._is_start = True
         """Only white space has arrived of the text or of the current part."""
         self._may_open = True
+        self._space = HeldSpace()
         self._text = ""
 
     def feed(self, text: str) -> list[Segment]:
@@ -34,20 +35,23 @@ class ThinkParser:
         return segments
 
     def finish(self) -> list[Segment]:
-        held, self._text = self._text, ""
+        held, self._text = self._space.drop() + self._text, ""
         return [Segment(SegmentKind.REASONING if self._is_inside else SegmentKind.CONTENT, held)] if held else []
 
     def _take_opening(self) -> bool:
         """Consume the opening tag if the text begins with it; return whether that is decided."""
-        stripped = self._text.lstrip()
-        if OPEN.startswith(stripped) and stripped != OPEN:
+        space, self._text = split_space(self._text)
+        self._space.take(space)
+        if OPEN.startswith(self._text) and self._text != OPEN:
             return False
         self._may_open = False
-        if stripped.startswith(OPEN):
+        space = self._space.drop()
+        if self._text.startswith(OPEN):
             self._is_inside = True
-            self._text = stripped[len(OPEN) :]
+            self._text = self._text[len(OPEN) :]
         elif not self._is_inside:
-            self._is_start = False  # without reasoning, leading white space is content
+            self._text = space + self._text  # without reasoning, leading white space is content
+            self._is_start = False
         return True
 
     def _take_reasoning(self, segments: list[Segment]) -> None:
@@ -55,13 +59,13 @@ class ThinkParser:
             self._text = self._text.lstrip()
             self._is_start = not self._text
         split = split_at_tag(self._text, (CLOSE,))
-        kept = split.before.rstrip()
+        kept = self._space.take(split.before)
         if kept:
             segments.append(Segment(SegmentKind.REASONING, kept))
-        if split.tag is None:
-            self._text = split.before[len(kept) :] + split.after
-        else:
-            self._is_inside, self._is_start, self._text = False, True, split.after
+        self._text = split.after
+        if split.tag is not None:
+            self._space.drop()
+            self._is_inside, self._is_start = False, True
 
     def _take_content(self, segments: list[Segment]) -> None:
         if self._is_start:

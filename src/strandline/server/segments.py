@@ -62,6 +62,32 @@ def _num_tag_characters(text: str, tag: str) -> int:
     return 0
 
 
+class HeldSpace:
+    """Holds the white space at the end of a text until more text follows. None of it is read twice."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+
+    def take(self, text: str) -> str:
+        """Add text; return what is followed by no white space only, with the space that was held before it."""
+        kept = text.rstrip()
+        before = self.drop() if kept else ""
+        self._pieces.append(text[len(kept) :])
+        return before + kept
+
+    def drop(self) -> str:
+        """Return what is held, and hold it no longer."""
+        text = "".join(self._pieces)
+        self._pieces = []
+        return text
+
+
+def split_space(text: str, characters: str | None = None) -> tuple[str, str]:
+    """Split the white space, or other characters, off the beginning of a text."""
+    rest = text.lstrip(characters)
+    return text[: len(text) - len(rest)], rest
+
+
 def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
     """Merge adjacent segments of the same kind, except names of calls."""
     result: list[Segment] = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from strandline.server.json_calls import parse_json
-from strandline.server.segments import Segment, SegmentKind, split_at_tag
+from strandline.server.segments import Segment, SegmentKind, split_at_tag, split_space
 from strandline.server.tool_calls import Schemas
 
 MAX_NAME_CHARACTERS: Final = 256
@@ -80,8 +80,9 @@ class TagCalls:
     # States of the parser. Each returns whether the next one can run on the remaining text.
 
     def _at_function(self, segments: list[Segment]) -> bool:
-        stripped, tag = self._text.lstrip(), self._tags.function
-        self._raw.append(self._text[: len(self._text) - len(stripped)])
+        tag = self._tags.function
+        space, stripped = split_space(self._text)
+        self._raw.append(space)
         self._text = stripped
         if tag.startswith(stripped) and stripped != tag:
             return False

@@ -6,7 +6,7 @@ The model's output is not trusted to be well-formed: text that is not a call is 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from strandline.server.segments import Segment, SegmentKind, split_at_tag
+from strandline.server.segments import HeldSpace, Segment, SegmentKind, split_at_tag
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Maps a function to the JSON schema of its parameters."""
@@ -35,6 +35,7 @@ class ToolCallParser:
         self._make_calls = make_calls
         self._calls: Calls | None = None
         self._has_called = False
+        self._space = HeldSpace()
         self._text = ""
 
     def feed(self, text: str) -> list[Segment]:
@@ -55,25 +56,22 @@ class ToolCallParser:
         segments: list[Segment] = []
         if self._calls is not None:
             self._calls.finish(segments)
-        elif self._text and not (self._has_called and self._text.isspace()):
-            segments.append(Segment(SegmentKind.CONTENT, self._text))
+        else:
+            segments.append(Segment(SegmentKind.CONTENT, self._space.drop() + self._text))
         self._text = ""
         return segments
 
     def _take_content(self, segments: list[Segment]) -> bool:
         """Consume content up to a call; return whether a call begins."""
         split = split_at_tag(self._text, self._openers)
-        before = split.before
-        if self._has_called:
-            before = before.lstrip()
-        kept = before.rstrip()
+        kept = self._space.take(split.before.lstrip() if self._has_called else split.before)
         if kept:
             segments.append(Segment(SegmentKind.CONTENT, kept))
             self._has_called = False
+        self._text = split.after
         if split.tag is None:
-            self._text = before[len(kept) :] + split.after
             return False
+        self._space.drop()
         self._has_called = True
         self._calls = self._make_calls(split.tag)
-        self._text = split.after
         return True

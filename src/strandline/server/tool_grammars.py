@@ -57,7 +57,7 @@ def json_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
 
 def headed_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
     """Return the rule of a call with its id before its arguments."""
-    if function_name(f"functions.{name}:0") != name:
+    if function_name(f"functions.{name}:999") != name:
         raise _unwritable(name)
     opening = json.dumps(f"functions.{name}:")
     return [f"{rule}: {opening} /[0-9]{{1,3}}/ {tag(ARGUMENTS)} %json {_json({'type': 'object', **schema})}"]

@@ -12,6 +12,7 @@ from strandline.server.json_calls import parse_json
 from strandline.server.reasoning import ThinkParser
 from strandline.server.segments import Segment, SegmentKind, SegmentParser, merge_segments, split_at_tag
 from strandline.server.tool_formats import tool_format
+from tests.cpu.server.counted_text import CountedText
 
 SCHEMAS: dict[str, Any] = {
     "weather": {
@@ -80,6 +81,21 @@ def test_reasoning_is_told_from_the_answer() -> None:
     assert parse("think", "<think>\nhm,\n\nso\n</think>\n\nYes.\n") == expected
     assert parse("think, opened", "hm,\n\nso\n</think>\n\nYes.\n") == expected
     assert parse("think, opened", "<think>\nhm,\n\nso\n</think>\n\nYes.\n") == expected
+
+
+@pytest.mark.parametrize("text", ["", "<think>", "<think>so", "<think>so</think>", "so"])
+@pytest.mark.parametrize("name", ["think", "think, opened"])
+@pytest.mark.parametrize("character", [" ", "x", "<"])
+def test_work_for_a_token_of_reasoning_does_not_grow(name: str, text: str, character: str) -> None:
+    parser = PARSERS[name]()
+    parser.feed(text)
+    CountedText.take_count()
+    halves = []
+    for _ in range(2):
+        for _ in range(400):
+            parser.feed(CountedText(character))
+        halves.append(CountedText.take_count())
+    assert halves[1] <= 2 * halves[0]
 
 
 def test_unclosed_reasoning_is_reasoning_and_unopened_is_content() -> None:

@@ -29,6 +29,7 @@ from strandline.server.tool_formats import ALIASES, TOOL_FORMATS, tool_format
 from strandline.server.tools import toolbox
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import byte_tokenizer
+from tests.cpu.server.counted_text import CountedText
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -385,6 +386,28 @@ def test_call_in_tags_that_is_cut_off_loses_nothing(name: str, text: str, argume
     assert contents(segments) == in_tags_of(name, text if kept is ... else kept)
 
 
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_work_for_a_token_does_not_grow(name: str) -> None:
+    answer = ANSWERS[name]
+    for end in range(0, len(answer), 11):
+        for character in " x<[\n":
+            parser = tool_format(name).parser(SCHEMAS)
+            parser.feed(answer[:end])
+            CountedText.take_count()
+            halves = []
+            for _ in range(2):
+                for _ in range(400):
+                    parser.feed(CountedText(character))
+                halves.append(CountedText.take_count())
+            assert halves[1] <= 2 * halves[0], (answer[:end], character)
+
+
+def test_section_that_is_cut_off_before_its_arguments_stays() -> None:
+    head = "<|tool_calls_section_begin|><|tool_call_begin|>functions.clock:0<|tool_call_argument_begin|>"
+    assert parse("kimi_k2", head + " ") == [Segment(SegmentKind.CONTENT, head + " ")]
+    assert calls(parse("kimi_k2", head + " <|tool_call_end|>")) == [CLOCK]
+
+
 def test_calls_before_a_malformed_one_are_kept() -> None:
     segments = parse("lfm2", "<|tool_call_start|>[clock(), weather(days=)]<|tool_call_end|>")
     assert calls(segments) == [("clock", {})]
@@ -425,8 +448,9 @@ def test_ids_that_a_model_writes_are_those_of_its_calls() -> None:
 def test_kimi_arguments_are_streamed() -> None:
     parser = tool_format("kimi_k2").parser(SCHEMAS)
     head = "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
-    assert parser.feed(head) == [Segment(SegmentKind.CALL, "weather", "functions.weather:0")]
-    assert merge_segments(parser.feed('{"city": "U')) == [Segment(SegmentKind.ARGUMENTS, '{"city": "U')]
+    assert parser.feed(head) == []
+    call = Segment(SegmentKind.CALL, "weather", "functions.weather:0")
+    assert merge_segments(parser.feed('{"city": "U')) == [call, Segment(SegmentKind.ARGUMENTS, '{"city": "U')]
 
 
 @pytest.fixture(scope="module")
