@@ -98,7 +98,7 @@ class StoreOut:
     are new numbers, used once.
 
     With a path, the store outlives the process, and what is copied is neither written, moved nor dropped before the
-    completion. It lies on the device (``blocks``) and in another store (``stored``).
+    completion. It lies on the device (``blocks``, ``slots``) and in another store (``stored``).
     """
 
     transfer: TransferId

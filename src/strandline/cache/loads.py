@@ -17,6 +17,7 @@ from strandline.cache.account import UNCOUNTED, CacheCounters
 from strandline.cache.actions import CancelTransfer, Completion, LoadIn
 from strandline.cache.adoption import adopt, last_place
 from strandline.cache.eviction import RestingWorth
+from strandline.cache.flush import Flush
 from strandline.cache.holds import Holds
 from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Cut, Lead, Lease
@@ -60,6 +61,8 @@ class Loads:
         """Those below the device, nearest first."""
         self.spills: Spills | None = None
         """Those from the first tier to the second; None: there are not two."""
+        self.flush: Flush | None = None
+        """Takes their place before the process ends."""
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -119,9 +122,20 @@ class Loads:
             tier.costs.observe_prefill(num_tokens, seconds)
 
     def pass_on(self) -> None:
-        """Begin to pass on what the first tier will have no memory for."""
-        if self.spills is not None:
+        """Begin to pass on what the first tier will have no memory for or, before the process ends, all."""
+        if self.flush is not None:
+            self.flush.begin()
+        elif self.spills is not None:
             self.spills.begin()
+
+    def begin_flush(self) -> Flush | None:
+        """Write what only the device or the first tier has to the persistent one from now on; None: there is none.
+
+        No step runs and no request is admitted any more.
+        """
+        if self.spills is not None:
+            self.flush = Flush(self._index, self.tiers[0], self.spills)
+        return self.flush
 
     def is_lacking(self, tokens: TokenBuffer, offer: Offer, salt: str = "") -> bool:
         """Return whether a prompt could resume at the end of an offer only after loading it. Changes nothing."""

@@ -136,6 +136,11 @@ class RestingSnapshot:
         other.salt = salt
         return other
 
+    @property
+    def has_tail(self) -> bool:
+        """Whether it lies inside a block."""
+        return bool(self.key)
+
     def last_blocks(self, num_blocks: int) -> list[RestingBlock]:
         """Return the last ones of the whole blocks before it, in order."""
         return [] if self.block is None or not num_blocks else nodes_from(self.block, num_blocks)

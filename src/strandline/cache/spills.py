@@ -18,7 +18,7 @@ from strandline.cache.lease import Lease
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, descend, find_block
 from strandline.cache.resting_lookups import position_above
-from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, TransferId
+from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId, TransferId
 
 SPARE_SHARE: Final = 16
 """One in this many blocks of host memory is kept free, and room for a few snapshots at least."""
@@ -34,12 +34,26 @@ def spare_blocks(num_blocks: int, blocks_per_slab: int) -> int:
     return min(max(num_blocks // SPARE_SHARE, SPARE_SLABS * blocks_per_slab), num_blocks)
 
 
+class DeviceEntry(NamedTuple):
+    """A snapshot of the device or, without states, the end of a path, with what it needs."""
+
+    resting: RestingSnapshot
+    """As it would rest, with the salt in place of the name of its tree."""
+    data: bytes
+    """The tokens before it, encoded."""
+    blocks: tuple[BlockId, ...]
+    """The whole blocks before it."""
+    slot: SlotId
+    tail: BlockId
+    """The block that it lies inside, or the null block."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Spill:
     """A spill under way."""
 
-    leaving: RestingSnapshot
-    """That of the tier above."""
+    leaving: RestingSnapshot | None
+    """That of the tier above; None: it stays on the device."""
     read: tuple[int, ...]
     """Places of the tier above."""
     num_leaving: int
@@ -110,21 +124,50 @@ class Spills:
 
     def pass_on(self, leaving: RestingSnapshot) -> None:
         """Begin to spill a snapshot, or drop it if it is there already, is worth too little or would not be loaded."""
-        upper, lower = self._upper, self._lower
-        whole = leaving.position // BLOCK_TOKENS
-        num_blocks = lower.slot_blocks + whole + (leaving.tail_place != NO_PLACE)
-        if not lower.costs.pays(num_blocks * lower.block_bytes, leaving.position):
+        if not self._pays(leaving):
             self._refuse(leaving)
             return
-        data, tree = leaving.path(), lower.tree_name(leaving.salt)
-        known = find_block(lower.roots.get(tree), data, whole)
-        if known is not None and leaving.key in known.snapshots:
-            known.snapshots[leaving.key].use = leaving.use
-            upper.remove(leaving, is_elsewhere=True)
+        data, tree = leaving.path(), self._lower.tree_name(leaving.salt)
+        if self._is_known(leaving, tree, data):
+            self._upper.remove(leaving, is_elsewhere=True)
         elif (first := self._make_room(leaving, tree, data)) is None:
             self._refuse(leaving)
         else:
             self._begin(leaving, tree, data, first)
+
+    def save(self, entry: DeviceEntry) -> None:
+        """Begin to store what the device has and keeps, unless it is there already, worth too little or too slow.
+
+        It must stay as it is and where it is until that has ended.
+        """
+        lower, resting, data = self._lower, entry.resting, entry.data
+        tree = lower.tree_name(resting.salt)
+        if not self._pays(resting) or self._is_known(resting, tree, data):
+            return
+        first = self._make_room(resting, tree, data)
+        if first is None:
+            lower.num_snapshots_refused += 1
+            return
+        transfer = self._next_transfer()
+        arriving, nodes, path = self._enter(resting, tree, data, first)
+        blocks = [*zip(entry.blocks[first:], path.blocks, strict=True), (entry.tail, path.tail)]
+        slots = ((entry.slot, path.slot),) if path.slot else ()
+        self._spills[transfer] = _Spill(None, (), 0, arriving, nodes, path, None)
+        self._issue(StoreOut(transfer, lower.store, tuple(x for x in blocks if x[1]), slots, (), path))
+
+    def _pays(self, leaving: RestingSnapshot) -> bool:
+        """Return whether a snapshot would be loaded."""
+        lower = self._lower
+        num_blocks = lower.slot_blocks + leaving.position // BLOCK_TOKENS + leaving.has_tail
+        return lower.costs.pays(num_blocks * lower.block_bytes, leaving.position)
+
+    def _is_known(self, leaving: RestingSnapshot, tree: str, data: bytes) -> bool:
+        """Return whether the persistent tier has a snapshot, or will have it; it learns of its last use."""
+        block = find_block(self._lower.roots.get(tree), data, leaving.position // BLOCK_TOKENS)
+        known = None if block is None else block.snapshots.get(leaving.key)
+        if known is not None:
+            known.use = leaving.use
+        return known is not None
 
     def _refuse(self, leaving: RestingSnapshot) -> None:
         self._lower.num_snapshots_refused += 1
@@ -141,35 +184,42 @@ class Spills:
             whole, root = leaving.position // BLOCK_TOKENS, lower.roots.get(tree)
             first = 0 if root is None else descend(root, data, whole)[1]
             num_missing = whole - first
-            num_blocks = lower.slot_blocks + (leaving.tail_place != NO_PLACE) + num_missing
+            num_blocks = lower.slot_blocks + leaving.has_tail + num_missing
             if lower.num_blocks - lower.num_used >= num_blocks:
                 return first
             # This may evict what had some of the blocks.
             if not lower.make_room(num_blocks, lower.worth(leaving)):
                 return None
 
-    def _begin(self, leaving: RestingSnapshot, tree: str, data: bytes, first: int) -> None:
-        lower, transfer = self._lower, self._next_transfer()
+    def _enter(
+        self, leaving: RestingSnapshot, tree: str, data: bytes, first: int
+    ) -> tuple[RestingSnapshot, tuple[RestingBlock, ...], StoredPath]:
+        """Put a snapshot into the persistent tier, and allocate memory for it and the blocks that are lacking."""
+        lower = self._lower
         above = position_above(lower.roots.get(tree), data, leaving.position)
         arriving = leaving.copy(tree, leaving.position - above)
         arriving.num_loads = 1
         lower.enter(arriving, tree, data)
         for below in lower.next_below(arriving):
             below.saved_tokens -= arriving.saved_tokens
-        num_new = leaving.position // BLOCK_TOKENS - first
-        nodes = arriving.last_blocks(num_new)
+        nodes = arriving.last_blocks(leaving.position // BLOCK_TOKENS - first)
         path = StoredPath(
             tree,
             data,
             first,
             tuple(lower.take(1) for _ in nodes),
             lower.take(lower.slot_blocks) if lower.slot_blocks else NO_PLACE,
-            lower.take(1) if leaving.tail_place else NO_PLACE,
+            lower.take(1) if leaving.has_tail else NO_PLACE,
             leaving.kind,
             leaving.use.interarrival_bin,
             leaving.is_shared,
         )
-        sources = leaving.last_blocks(num_new)
+        return arriving, tuple(nodes), path
+
+    def _begin(self, leaving: RestingSnapshot, tree: str, data: bytes, first: int) -> None:
+        lower, transfer = self._lower, self._next_transfer()
+        arriving, nodes, path = self._enter(leaving, tree, data, first)
+        sources = leaving.last_blocks(len(nodes))
         here = [index for index, node in enumerate(sources, first) if node.place == NO_PLACE]
         hold = None
         blocks: tuple[tuple[BlockId, int], ...] = ()
@@ -185,12 +235,12 @@ class Spills:
         leaving.num_loads += 1
         num_leaving = self._num_freed_by(leaving)
         self._num_leaving += num_leaving
-        self._spills[transfer] = _Spill(leaving, read, num_leaving, arriving, tuple(nodes), path, hold)
+        self._spills[transfer] = _Spill(leaving, read, num_leaving, arriving, nodes, path, hold)
         self._issue(StoreOut(transfer, lower.store, blocks, (), stored, path))
 
     def _num_freed_by(self, leaving: RestingSnapshot) -> int:
         """Return how much memory of the tier above a snapshot and the blocks that it alone needs take."""
-        num_blocks = self._upper.slot_blocks + (leaving.tail_place != NO_PLACE)
+        num_blocks = self._upper.slot_blocks + leaving.has_tail
         for node in leaving.block.ancestry() if leaving.block is not None else ():
             num_needed_by = len(node.children) + len(node.snapshots)
             if num_needed_by > 1:
@@ -214,6 +264,8 @@ class Spills:
         else:
             self._fail(spill)
         leaving = spill.leaving
+        if leaving is None:
+            return True
         leaving.num_loads -= 1
         if leaving.num_loads == 0 and leaving.block is not None:
             if completion.is_done:

@@ -132,11 +132,15 @@ class Device:
         assert action.path is not None
         sources = {place: self.stored[source] for source, place in action.stored}
         sources |= {place: tuple(self._cells[block]) for block, place in action.blocks}
+        sources |= {place: self.state(slot) or () for slot, place in action.slots}
         path = action.path
         assert sources.keys() == {*path.blocks, path.slot, path.tail} - {0}, "what is stored is not what its path says"
         tokens = tuple(decode(path.data))
         for index, place in enumerate(path.blocks, path.first_block):
             assert sources[place] == tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+        assert sources.get(path.slot, tokens) == tokens, "the slot that is stored is not that of its path"
+        inside = tokens[len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS :]
+        assert sources.get(path.tail, inside)[: len(inside)] == inside
         if is_done:
             self.stored |= sources
 

@@ -268,6 +268,17 @@ class History:
         """End a spill, whichever began first."""
         self._is_flushed |= self.driver.end_spill(index, is_done=is_done)
 
+    def flush(self) -> None:
+        """Write what only memory has to the persistent tier, and go on as if the process had not ended."""
+        loads = self.cache.loads
+        flush = loads.begin_flush()
+        self.driver.flush()
+        while self.driver.end_spill():
+            pass
+        assert flush is None or flush.num_left == 0
+        loads.flush = None
+        self._is_flushed = True
+
     def cancel_load(self, index: int) -> None:
         """Cancel a load, as when the request that it was begun for is aborted; it ends later."""
         loading = self.driver.device.loading

@@ -221,6 +221,67 @@ def test_what_would_not_be_loaded_costs_no_walk(monkeypatch: pytest.MonkeyPatch)
     assert disk.num_snapshots_refused > 0
 
 
+def flush(driver: Driver) -> None:
+    """Write all that only memory has to the persistent tier, as a process does before it ends."""
+    flush = driver.cache.loads.begin_flush()
+    assert flush is not None
+    end_spills(driver)
+    assert flush.num_left == 0
+
+
+@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
+def test_a_flush_stores_what_only_memory_has(rule: ResumeRule) -> None:
+    driver = Driver(lower_blocks=60, disk_blocks=300, rule=rule)
+    others = [pattern(3, 150), [*PROMPT[:100], *pattern(4, 90)]]
+    driver.serve(NEXT_TURN)
+    evict_all(driver)
+    for prompt in (PROMPT, *others):
+        driver.serve(prompt, salt="tenant")
+    flush(driver)
+    for prompt in (PROMPT, *others):
+        assert driver.lookup(prompt, "tenant").hit > 0, "the device keeps what it has"
+    again = restarted(driver)
+    for prompt in (PROMPT, *others):
+        whole = len(prompt) if rule.needs_slots else len(prompt) // 64 * 64
+        assert again.bring_back(prompt, "tenant")
+        assert again.lookup(prompt, "tenant").hit == whole
+    assert again.bring_back(NEXT_TURN)
+    assert not again.bring_back(others[0])
+
+
+def test_a_flush_writes_what_is_worth_most_first() -> None:
+    driver = Driver(lower_blocks=13, disk_blocks=12)
+    driver.serve(pattern(3, 130))
+    driver.serve(PROMPT)
+    flush(driver)
+    _, disk = tiers(driver)
+    assert positions(disk) == [400]
+    assert disk.num_snapshots_refused > 0
+
+
+def test_a_flush_writes_nothing_twice() -> None:
+    driver = spilled()
+    assert driver.bring_back(PROMPT)
+    flush(driver)
+    assert driver.device.spilling == {}
+    _, disk = tiers(driver)
+    assert (positions(disk), disk.num_snapshots_demoted) == ([400], 1)
+
+
+def test_a_flush_that_fails_leaves_nothing_behind() -> None:
+    driver = Driver(lower_blocks=13, disk_blocks=300)
+    driver.serve(PROMPT)
+    assert driver.cache.loads.begin_flush() is not None
+    end_spills(driver, is_done=False)
+    _, disk = tiers(driver)
+    assert (positions(disk), disk.num_used) == ([], 0)
+    assert driver.lookup(PROMPT).hit == 400
+
+
+def test_without_a_persistent_tier_there_is_no_flush() -> None:
+    assert Driver(lower_blocks=13).cache.loads.begin_flush() is None
+
+
 class Untouchable(dict[bytes, RestingSnapshot]):
     """Snapshots that no lookup asks for."""
 

@@ -194,6 +194,10 @@ class DiskCacheMachine(TieredCacheMachine):
     def end_spill(self, index: int, is_done: bool) -> None:
         self.history.end_spill(index, is_done=is_done)
 
+    @rule()
+    def flush(self) -> None:
+        self.history.flush()
+
 
 class StatelessDiskCacheMachine(DiskCacheMachine):
     """The same, of a model that keeps no states."""

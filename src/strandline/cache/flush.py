@@ -1,0 +1,105 @@
+"""The flush: what only the device or host memory has is written to the persistent tier before the process ends.
+
+What is worth most is written first, as there may not be time for all. What the tier has already is not written again,
+and what would not be loaded, or is worth less than all that rests there, is not written at all. The device keeps what
+it has, so no room is needed in host memory.
+
+Meanwhile no step runs and no request is admitted: what is written stays where it is without being held.
+"""
+
+from collections.abc import Iterator
+
+from strandline.cache.account import SnapshotKind
+from strandline.cache.index import PrefixIndex
+from strandline.cache.lower_tier import LowerTier
+from strandline.cache.resting import RestingSnapshot
+from strandline.cache.spills import MAX_SPILLS, DeviceEntry, Spills
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.cache.tree import Run, Snapshot, child_with_prefix, num_continuations, path_to, snapshot_above
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
+
+Source = RestingSnapshot | Snapshot | Run
+"""What is written: from host memory; from the device; or, without states, a path of the device."""
+
+
+class Flush:
+    """Writes in order of worth.
+
+    Args:
+        index: of the device.
+        upper: the tier in host memory.
+        spills: those from there to the persistent tier.
+    """
+
+    def __init__(self, index: PrefixIndex, upper: LowerTier, spills: Spills) -> None:
+        self._spills = spills
+        sources: list[tuple[float, Source]] = [(upper.worth(resting), resting) for resting in upper.snapshots()]
+        for entry in _entries(index, has_states=upper.slot_blocks > 0):
+            sources.append((upper.worth(_as_resting(entry)), entry))
+        self._waiting = [source for _, source in sorted(sources, key=lambda pair: pair[0])]
+        """What is worth least first."""
+        self.num_sources = len(sources)
+
+    @property
+    def num_left(self) -> int:
+        """How much is not written yet, or was not refused."""
+        return len(self._waiting) + len(self._spills)
+
+    def begin(self) -> None:
+        """Begin to write as much as may be on its way at once."""
+        while self._waiting and len(self._spills) < MAX_SPILLS:
+            source = self._waiting.pop()
+            if not isinstance(source, RestingSnapshot):
+                self._spills.save(_device_entry(source))
+            elif source.block is not None and source.num_loads == 0:
+                self._spills.pass_on(source)
+
+
+def _entries(index: PrefixIndex, *, has_states: bool) -> Iterator[Snapshot | Run]:
+    """Yield the snapshots of the device or, without states, the runs of whole blocks that paths end with."""
+    waiting = list(index.roots.values())
+    while waiting:
+        run = waiting.pop()
+        waiting.extend(run.children.values())
+        if has_states:
+            yield from (*run.snapshots.values(), *run.stubs.values())
+        elif run.parent is not None and not run.is_tail and all(child.is_tail for child in run.children.values()):
+            yield run
+
+
+def _as_resting(entry: Snapshot | Run) -> RestingSnapshot:
+    """Return an entry of the device as it would rest, without its path."""
+    if isinstance(entry, Run):
+        num_tokens, kind = len(entry.blocks) * BLOCK_TOKENS, SnapshotKind.GENERATION_END
+        return RestingSnapshot(entry.end_tokens, b"", kind, entry.use, num_tokens, is_shared=entry.is_shared)
+    above = snapshot_above(entry)
+    return RestingSnapshot(
+        entry.position,
+        b"",
+        entry.kind,
+        entry.use,
+        entry.position - (above.position if above is not None else 0),
+        is_shared=entry.is_shared,
+        is_superseded=entry.is_superseded,
+        is_interior=num_continuations(entry) > 0,
+    )
+
+
+def _device_entry(entry: Snapshot | Run) -> DeviceEntry:
+    """Return an entry of the device with all that it needs."""
+    resting = _as_resting(entry)
+    whole = resting.position // BLOCK_TOKENS
+    run = entry if isinstance(entry, Run) else entry.home
+    resting.salt, data = path_to(run)
+    blocks = [block for node in list(run.ancestry())[::-1] for block in node.blocks]
+    slot = NULL_SLOT
+    if isinstance(entry, Snapshot):
+        slot = entry.slot
+        if entry.stub_key is not None:
+            data += entry.stub_key
+            child = child_with_prefix(run, entry.stub_key)
+            blocks += child.blocks[:1] if child is not None else ()
+    data = data[: resting.position * TOKEN_BYTES]
+    resting.key = data[whole * BLOCK_KEY_BYTES :]
+    tail = BlockId(blocks[whole]) if resting.key else NULL_BLOCK
+    return DeviceEntry(resting, data, tuple(map(BlockId, blocks[:whole])), SlotId(slot), tail)
