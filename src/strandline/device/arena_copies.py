@@ -68,6 +68,24 @@ class ArenaCopies:
             self._stream.synchronize()
         return host_X.numpy().data
 
+    def read_slot(self, slot: SlotId, encoding: Encoding, fence: Fence) -> memoryview:
+        """Return the bytes of a slot as they rest, as what was launched before the fence left it.
+
+        Nothing may write it meanwhile.
+        """
+        entry_X = self._arena.slot(slot)
+        with torch.inference_mode():
+            if self._stream is None:
+                return encoding.encode(entry_X).numpy().data
+            with torch.cuda.stream(self._stream):
+                if fence is not None:
+                    self._stream.wait_event(fence)
+                rest_X = encoding.encode(entry_X)
+                host_X = torch.empty(len(rest_X), dtype=torch.uint8, pin_memory=True)
+                host_X.copy_(rest_X, non_blocking=True)
+                self._stream.synchronize()
+        return host_X.numpy().data
+
     def write(self, blocks: Sequence[int], slots: Sequence[int], data: bytearray | memoryview, fence: Fence) -> None:
         """Write the bytes of blocks and slots, one after the other, after what was launched before the fence.
 

@@ -43,6 +43,10 @@ LOG_EVERY_S: Final = 60.0
 """How often failed loads are said in the log."""
 
 
+Pieces = Callable[[], Iterator[memoryview]]
+"""Reads an item: yields its bytes in pieces."""
+
+
 class Source(Protocol):
     """The store that what is stored comes from."""
 
@@ -123,12 +127,13 @@ class DiskStore:
         if SYSTEM_CLOCK() < self._paused_until_s:
             self._completions.put(Completion(action.transfer, is_done=False))
             return
-        sources = dict[int, StoredBytes | BlockId](
-            (place, self._source.read(source)) for source, place in action.stored
+        sources = dict[int, Pieces](
+            (place, partial(_host, self._source.read(source))) for source, place in action.stored
         )
-        sources |= {place: block for block, place in action.blocks}
+        sources |= {place: partial(self._block, block, fence) for block, place in action.blocks}
+        sources |= {place: partial(self._slot, slot, fence) for slot, place in action.slots}
         with self._changed:
-            self._stores.append(partial(self._store, action.transfer, path, sources, fence))
+            self._stores.append(partial(self._store, action.transfer, path, sources))
             self._changed.notify()
 
     def drop(self, places: Iterable[int]) -> None:
@@ -251,13 +256,11 @@ class DiskStore:
         else:
             self._copies.write([part.block for part in parts if part.block is not None], (), target, fence)
 
-    def _store(
-        self, transfer: TransferId, path: StoredPath, sources: Mapping[int, StoredBytes | BlockId], fence: Fence
-    ) -> None:
+    def _store(self, transfer: TransferId, path: StoredPath, sources: Mapping[int, Pieces]) -> None:
         """Write and report."""
         start_s, is_done = SYSTEM_CLOCK(), False
         try:
-            self._write(path, sources, fence)
+            self._write(path, sources)
             is_done = True
         except OSError as error:
             self._paused_until_s = SYSTEM_CLOCK() + PAUSE_S
@@ -266,7 +269,7 @@ class DiskStore:
         finally:
             self._completions.put(Completion(transfer, is_done, SYSTEM_CLOCK() - start_s))
 
-    def _write(self, path: StoredPath, sources: Mapping[int, StoredBytes | BlockId], fence: Fence) -> None:
+    def _write(self, path: StoredPath, sources: Mapping[int, Pieces]) -> None:
         """Write a path's blocks, then its snapshot: blocks alone are of no use, but do no harm."""
         parts = [(BLOCKS, path.blocks)] if path.blocks else []
         if path.slot:
@@ -275,7 +278,7 @@ class DiskStore:
         try:
             for kind, numbers in parts:
                 file = self._directory.new_file(path, kind)
-                items = [self._item(sources[place], fence) for place in numbers]
+                items = [sources[place]() for place in numbers]
                 file.header = write_file(self._directory.descriptor, file.name, file.header, items)
                 places |= {place: Located(file, index) for index, place in enumerate(numbers)}
         except BaseException:
@@ -285,15 +288,13 @@ class DiskStore:
         with self._changed:
             self._places |= places
 
-    def _item(self, source: StoredBytes | BlockId, fence: Fence) -> Iterator[memoryview]:
-        """Yield the bytes of an item in pieces, once they are there."""
-        if not isinstance(source, StoredBytes):
-            yield self._copies.read([source], (), fence)
-            return
-        if source.event is not None:
-            source.event.synchronize()
-        for piece in source.pieces:
-            yield piece.numpy().data
+    def _block(self, block: BlockId, fence: Fence) -> Iterator[memoryview]:
+        """Yield the bytes of a block of the device."""
+        yield self._copies.read([block], (), fence)
+
+    def _slot(self, slot: SlotId, fence: Fence) -> Iterator[memoryview]:
+        """Yield the bytes of a slot of the device as they rest."""
+        yield self._copies.read_slot(slot, self._slots, fence)
 
     def _shrink(self, file: StoredFile) -> None:
         """Remove a file, or cut it off after the last item that is needed."""
@@ -314,6 +315,14 @@ class DiskStore:
             pass
         except OSError as error:
             LOGGER.warning("cannot remove %s from the disk cache: %s", file.name, cause_of(error))
+
+
+def _host(source: StoredBytes) -> Iterator[memoryview]:
+    """Yield the bytes of a place in the store above in pieces, once they are there."""
+    if source.event is not None:
+        source.event.synchronize()
+    for piece in source.pieces:
+        yield piece.numpy().data
 
 
 def _pieces(parts: Iterable[_Wanted]) -> Iterator[list[_Wanted]]:

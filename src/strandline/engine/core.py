@@ -19,6 +19,7 @@ from strandline.device.sizing import choose_batched_tokens, choose_logged_from
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
+from strandline.engine.disk_flush import flush
 from strandline.engine.drafting import new_draft_depth, new_drafter
 from strandline.engine.event_feed import EventFeed
 from strandline.engine.hand_over import HandOver
@@ -28,7 +29,7 @@ from strandline.engine.scheduler import Scheduler
 from strandline.engine.tiers import describe_tiers, lower_memories, tier_stats
 from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
-from strandline.errors import ConfigError
+from strandline.errors import ConfigError, EngineError
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, RequestId
 from strandline.kernels.binding import Fallback
 from strandline.records.events import (
@@ -42,7 +43,7 @@ from strandline.records.events import (
     Submission,
     TokenEvent,
 )
-from strandline.records.messages import EventEndpoints
+from strandline.records.messages import EventEndpoints, FlushReport
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.specs import ModelSpec
 
@@ -100,6 +101,8 @@ class EngineCore:
         """When the device could begin the step in flight, and when the last one was settled."""
         self._late_events = StepEvents()
         """Of a step that had to be settled between two calls."""
+        self._is_closing = False
+        """Whether nothing is added any more."""
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -116,7 +119,10 @@ class EngineCore:
 
         Raises:
             RequestError: a sequence of that id is unfinished.
+            EngineError: the core has been flushed or closed.
         """
+        if self._is_closing:
+            raise EngineError("the engine has been closed")
         request = Request(
             submission.new,
             max_total=submission.max_total,
@@ -150,8 +156,26 @@ class EngineCore:
             events.handed_over.remove(handed_over)
             self.hand_over.drop(handed_over)
 
+    def flush(self, is_stopped: Callable[[], bool] = lambda: False) -> FlushReport | None:
+        """End all sequences, and write what only memory has to the disk cache, for a limited time; no step follows.
+
+        Args:
+            is_stopped: asked now and then whether to leave the rest.
+
+        Returns:
+            None: there is no disk cache, or the core has been flushed or closed before.
+        """
+        if self._is_closing:
+            return None
+        self._is_closing = True
+        self._settle(StepEvents())
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.scheduler.finish(request.request_id, FinishReason.ABORT)
+        return flush(self.cache, self.executor, self.scheduler.loading, is_stopped)
+
     def close(self) -> None:
         """Release the device, and stop publishing events and handing over; no step follows."""
+        self._is_closing = True
         if self.hand_over is not None:
             self.hand_over.close()
         self.executor.close()
@@ -160,6 +184,8 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
+        if self._is_closing:
+            return False
         is_settled = self._in_flight is None and not self._late_events.tokens
         return len(self.scheduler) > 0 or not is_settled or self._auditor.is_due or len(self.cache.loads) > 0
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from select import select
 from threading import Thread
 from typing import Final
 
@@ -33,6 +34,8 @@ from strandline.records.messages import (
     Died,
     Explained,
     Finish,
+    Flush,
+    Flushed,
     FromCore,
     Ready,
     Refused,
@@ -145,6 +148,11 @@ class CoreLoop:
                 self._send(CacheShown(number, self._core.watch.state(salt, self._stats())))
             case AskWhy(number, question):
                 self._send(Explained(number, self._core.watch.answer(question)))
+            case Flush(number):
+                self._send(Flushed(number, self._core.flush(self._has_lost_lifeline)))
+
+    def _has_lost_lifeline(self) -> bool:
+        return bool(select([self._lifeline], (), (), 0)[0])
 
     def _stats(self) -> CoreStats:
         stats = self._core.stats()

@@ -1,15 +1,19 @@
 """``LLM``: offline generation, with vLLM's names."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from types import TracebackType
+from typing import Any, Final, Self
+from weakref import finalize
 
 from tqdm import tqdm
 
 from strandline.config import EngineConfig
+from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_engine
 from strandline.errors import ConfigError, RequestError
 from strandline.records.cache_questions import CacheQuestion
@@ -20,6 +24,8 @@ from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams, CheckedRequest
 from strandline.text.model_files import default_sampling_params, find_model
 from strandline.text.prompts import encode_text
+
+LOGGER: Final = logging.getLogger("strandline.engine")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -61,6 +67,26 @@ class LLM:
         self.engine = load_engine(self.config, progress=True)
         self._names = count()
         self._renderers: dict[str | None, ChatRenderer] = {}
+        self._close: Callable[[], object] = partial(_close, self.engine.core)
+        if self.config.disk_cache is not None:
+            # Also when the script ends, or is interrupted.
+            self._close = finalize(self, _close, self.engine.core)
+
+    def close(self) -> None:
+        """Release the device; nothing can be generated afterwards.
+
+        With ``disk_cache``, what only memory has is written to it before, for at most 20 s; Ctrl-C ends that. The same
+        happens without this call when the interpreter exits.
+        """
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer.
@@ -234,6 +260,16 @@ class LLM:
                         finished[output.request_id] = output
                         bar.update()
         return [finished[name] for name in names]
+
+
+def _close(core: EngineCore) -> None:
+    try:
+        if (report := core.flush()) is not None:
+            LOGGER.info("%s", report)
+    except KeyboardInterrupt:
+        LOGGER.info("left the rest of what only memory has")
+    finally:
+        core.close()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -46,6 +46,26 @@ class AskWhy(msgspec.Struct, tag=True):
     question: CacheQuestion
 
 
+class Flush(msgspec.Struct, tag=True):
+    """Write what only memory has to the disk cache, and answer with ``Flushed`` of the same number. No step follows."""
+
+    number: int
+
+
+class FlushReport(msgspec.Struct, frozen=True):
+    """What became of a flush."""
+
+    num_bytes: int
+    """Written: slots and whole blocks."""
+    num_left: int
+    """Snapshots, or paths of a model that keeps none, for which there was no time."""
+    seconds: float
+
+    def __str__(self) -> str:
+        left = f"; there was no time for {self.num_left:,} snapshots" if self.num_left else ""
+        return f"wrote {self.num_bytes / 2**20:,.1f} MiB to the disk cache in {self.seconds:.1f} s{left}"
+
+
 class EventEndpoints(msgspec.Struct, frozen=True):
     """Where an engine's cache events are, with the ports that were chosen if the configuration says any."""
 
@@ -95,14 +115,25 @@ class Explained(msgspec.Struct, tag=True):
     answer: CacheAnswer
 
 
+class Flushed(msgspec.Struct, tag=True):
+    """The answer to ``Flush``."""
+
+    number: int
+    report: FlushReport | None
+    """None: there is no disk cache."""
+
+
 class Died(msgspec.Struct, tag=True):
     """An internal error; the process exits."""
 
     message: str
 
 
-ToCore = Start | Submit | Finish | AskStats | AskCache | AskWhy
-FromCore = Ready | Refused | Stepped | Stats | CacheShown | Explained | Died
+ToCore = Start | Submit | Finish | AskStats | AskCache | AskWhy | Flush
+FromCore = Ready | Refused | Stepped | Stats | CacheShown | Explained | Flushed | Died
+
+FLUSH_S: Final = 20.0
+"""How long a flush takes at most, and what it has begun to write after that."""
 
 ENCODER: Final = msgspec.msgpack.Encoder()
 TO_CORE: Final = msgspec.msgpack.Decoder(ToCore)

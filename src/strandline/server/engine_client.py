@@ -14,6 +14,7 @@ from strandline.records.cache_questions import CacheAnswer, CacheQuestion, Cache
 from strandline.records.events import CoreStats, FinishReason, Limits, StepEvents
 from strandline.records.messages import (
     ENCODER,
+    FLUSH_S,
     FROM_CORE,
     AskCache,
     AskStats,
@@ -22,6 +23,9 @@ from strandline.records.messages import (
     Died,
     Explained,
     Finish,
+    Flush,
+    Flushed,
+    FlushReport,
     Stats,
     Stepped,
     Submit,
@@ -364,17 +368,25 @@ class EngineClient:
         answer: CacheAnswer = await self._ask(lambda number: AskWhy(number, question))
         return answer
 
-    async def _ask(self, message: Callable[[int], ToCore]) -> Any:
+    async def flush(self) -> FlushReport | None:
+        """Have the engine write what only memory has to the disk cache; it takes no requests any more.
+
+        Raises as ``ask_stats``.
+        """
+        report: FlushReport | None = await self._ask(Flush, FLUSH_S + ANSWER_TIMEOUT_S)
+        return report
+
+    async def _ask(self, message: Callable[[int], ToCore], timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         self._require_answers()
         self._num_questions += 1
         number = self._num_questions
         future = self._questions[number] = asyncio.get_running_loop().create_future()
         self._send(message(number))
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError as error:
-            raise RequestTimeoutError(f"the engine has not answered for {ANSWER_TIMEOUT_S:g} s") from error
+            raise RequestTimeoutError(f"the engine has not answered for {timeout_s:g} s") from error
         finally:
             del self._questions[number]
 
@@ -390,7 +402,7 @@ class EngineClient:
                         if not future.done():
                             future.set_result(stats)
                     self._stats_wanted.clear()
-                case CacheShown(number, found) | Explained(number, found):
+                case CacheShown(number, found) | Explained(number, found) | Flushed(number, found):
                     asked = self._questions.get(number)
                     if asked is not None and not asked.done():
                         asked.set_result(found)

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError
 from strandline.gc_policy import freeze_gc
+from strandline.records.messages import FLUSH_S
 from strandline.server.app import build_app
 from strandline.server.config import ServerConfig
 from strandline.server.engine_client import EngineClient
@@ -94,6 +95,8 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         if await _run_http(app, listener, server.client_timeout_s or None):
             LOGGER.info("stopped at once")
             return INTERRUPTED
+        if engine.disk_cache is not None and client.failure is None:
+            await _flush(client)
         if client.num_jobs_failed:
             text = "stopped; requests that ended when the engine stopped: %d; all others were answered"
             LOGGER.info(text, client.num_jobs_failed)
@@ -153,6 +156,22 @@ async def _run_http(app: ASGIApp, listener: socket.socket, client_timeout_s: flo
         signal.signal(number, lambda *_: None)
     await http.serve(sockets=[listener])
     return http.force_exit
+
+
+async def _flush(client: EngineClient) -> None:
+    """Have the engine write what only memory has to the disk cache, until another signal arrives."""
+    text = "writing what only memory has to the disk cache, for at most %g s; another signal ends that"
+    LOGGER.info(text, FLUSH_S)
+    flushing = asyncio.ensure_future(client.flush())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, flushing.cancel)
+    await asyncio.wait((flushing,))
+    if flushing.cancelled():
+        LOGGER.info("left the rest")
+    elif (error := flushing.exception()) is not None:
+        LOGGER.warning("the disk cache may lack what only memory had: %s", error)
+    else:
+        LOGGER.info("%s", flushing.result())
 
 
 def http_config(app: ASGIApp, client_timeout_s: float | None) -> uvicorn.Config:

@@ -1,5 +1,7 @@
 """The disk cache: what is evicted comes back from files, after a restart too, and the tokens are always right."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 from strandline import LLM
 from strandline.cache import Reason
 from strandline.cache.stats import LowerStats
-from strandline.errors import ConfigError
+from strandline.errors import ConfigError, EngineError
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers
 from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats
@@ -78,6 +80,91 @@ def test_evicted_prompts_come_back_from_files_after_a_restart(
     assert after.num_loads >= len(PROMPTS) - 2
     assert after.num_loaded_bytes >= after.num_loads * second.engine.core.spec.raw_slot_bytes
     close(second)
+
+
+QUESTIONS = ["What is 2 + 3?", "What is 12 + 30?", "My name is Ada. What is my name?"]
+
+
+def ask(llm: LLM) -> tuple[list[list[int]], list[int]]:
+    """Return answers and hits of some conversations, one after the other."""
+    outputs = []
+    for question in QUESTIONS:
+        [output] = llm.chat([{"role": "user", "content": question}], GREEDY, use_tqdm=False)
+        outputs.append((list(output.outputs[0].token_ids), output.num_cached_tokens))
+    return [answer for answer, _ in outputs], [hit for _, hit in outputs]
+
+
+@pytest.mark.parametrize("options", [{}, {"host_memory": "64MiB", "snapshot_dtype": "float32"}], ids=["disk", "both"])
+def test_what_only_memory_has_outlives_an_orderly_end(tmp_path: Path, options: dict[str, str]) -> None:
+    options = {"device": "cpu", "memory": "64MiB", "disk_cache": str(tmp_path / "cache"), **options}
+    with LLM("demo", **options) as first:
+        expected, hits = ask(first)
+        assert disk_of(first).num_snapshots == 0, "nothing had to leave the device"
+    with LLM("demo", **options) as second:
+        assert disk_of(second).num_snapshots > 0
+        found, again = ask(second)
+        assert found == expected
+        assert all(now > then for then, now in zip(hits, again, strict=True)), (hits, again)
+        assert disk_of(second).num_loads > 0
+        assert disk_of(second).num_loaded_bytes >= disk_of(second).num_loads * second.engine.core.spec.raw_slot_bytes
+
+
+def test_snapshots_in_fewer_bits_are_flushed_as_they_rest(make_llm: MakeLLM, tmp_path: Path) -> None:
+    options = {"disk_cache": str(tmp_path / "cache"), "snapshot_dtype": "bfloat16"}
+    with make_llm(**options) as first:
+        answers(first, PROMPTS[:2])
+    with make_llm(**options) as second:
+        hits = [serve(second, [prompt])[1][0] for prompt in PROMPTS[:2]]
+        assert hits == list(LENGTHS[:2])
+        assert disk_of(second).num_loads == 2
+
+
+def test_keys_and_values_without_states_are_flushed(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make = llm_maker(families.save("llama", tmp_path_factory.mktemp("families")), monkeypatch, device="cpu")
+    with make(disk_cache=str(tmp_path / "cache")) as first:
+        expected = answers(first, PROMPTS[:2])
+    with make(disk_cache=str(tmp_path / "cache")) as second:
+        assert serve(second, PROMPTS[:2]) == (expected, [256, 256])
+
+
+def test_a_flush_that_is_stopped_leaves_the_rest(make_llm: MakeLLM, tmp_path: Path) -> None:
+    llm = make_llm(disk_cache=str(tmp_path / "cache"))
+    answers(llm, PROMPTS)
+    report = llm.engine.core.flush(lambda: True)
+    assert report is not None
+    assert (report.num_bytes, report.num_left >= len(PROMPTS)) == (0, True)
+    assert "there was no time for" in str(report)
+    assert llm.engine.core.flush() is None
+    with pytest.raises(EngineError, match="the engine has been closed"):
+        answers(llm, PROMPTS)
+    close(llm)
+
+
+def test_an_interrupted_close_closes(make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(disk_cache=str(tmp_path / "cache"))
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine.core, "flush", interrupt)
+    llm.close()
+    make_llm(disk_cache=str(tmp_path / "cache")).close()
+
+
+SCRIPT = """
+import sys
+from strandline import LLM
+llm = LLM("demo", device="cpu", memory="64MiB", disk_cache=sys.argv[1])
+llm.generate("hello there", use_tqdm=False)
+"""
+
+
+def test_a_script_that_ends_leaves_what_it_had(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "cache")]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    assert list((tmp_path / "cache").glob("*.snapshot"))
 
 
 def test_damaged_files_cost_time_but_no_token(make_llm: MakeLLM, tmp_path: Path, expected: list[list[int]]) -> None:
