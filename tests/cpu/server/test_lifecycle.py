@@ -85,6 +85,23 @@ def test_a_second_ctrl_c_stops_at_once(doomed: ServerProcess) -> None:
     assert not lives(core)
 
 
+def test_a_restarted_server_hits_what_the_last_one_left(bytes_dir: Path, tmp_path: Path) -> None:
+    ask = {"prompt": "hello there, who are you?", "max_tokens": 8, "temperature": 0}
+    answers = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with running_server(bytes_dir, tmp_path / number.name, "--disk-cache", str(tmp_path / "cache")) as server:
+            answers.append(server.post("/v1/completions", **ask).json())
+            loaded_bytes = server.metric("cache_loaded_bytes_total")
+            server.signal(number)
+            assert server.exit_code() == 0
+            assert "writing what only memory has to the disk cache, for at most 20 s" in server.log()
+            assert " MiB to the disk cache in " in server.log()
+            assert "Traceback" not in server.log()
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert [x["usage"]["prompt_tokens_details"]["cached_tokens"] for x in answers] == [0, len(ask["prompt"])]
+    assert loaded_bytes > 0
+
+
 def test_dead_engine_fails_unfinished_requests_and_health(doomed: ServerProcess) -> None:
     with doomed.stream(**ENDLESS) as events:
         next(events)
