@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from moe import BYTES_PER_S, time_us  # type: ignore[import-not-found]
 from torch import Tensor
 
-from strandline.kernels import moe_triton, router
+from strandline.kernels import linear_and_logits_triton, moe_triton, router
 from strandline.kernels.linear_and_logits_triton import linear_and_logits
-from strandline.kernels.linear_triton import linear
+from strandline.kernels.linear_triton import MAX_ROWS_GEMV, Gemv, launch_gemv, linear
 from strandline.kernels.moe_few_triton import Few, Shared, choose_few, mixture_few
 from strandline.kernels.norm import rms_norm_of_gated
 from strandline.kernels.norm_triton import rms_norm_of_gated as rms_norm_of_gated_triton
@@ -48,6 +48,10 @@ FEWS = [
         ((2, 1024, 1), (2, 8)),
     ]
 ]
+
+
+PAIRS = [Gemv(*v) for v in [(1, 512, 2), (1, 1024, 2), (1, 1024, 4), (2, 512, 2), (2, 1024, 4), (1, 4096, 4)]]
+LOGITS = [Gemv(*v) for v in [(1, 256, 1), (1, 512, 2), (1, 1024, 4), (1, 2048, 8), (2, 1024, 4)]]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -108,6 +112,8 @@ def time_tokens(layers: list[Layer], num_tokens: int, *, sweeps: bool) -> None:
     first_bytes = HIDDEN * (2.0 * SHARED_SIZE + 4 * EXPERTS)
     report("projections apart", num_tokens, [lambda a=a: a.project_apart(x_TD) for a in layers], first_bytes)
     report("projections", num_tokens, [lambda a=a: a.project(x_TD) for a in layers], first_bytes)
+    if sweeps:
+        sweep_projections(layers, x_TD, first_bytes)
     experts_bytes = sum(floor_bytes(b, a.bias_E) for a, b in pairs) / len(pairs)
     report("mixture", num_tokens, [lambda a=a: a.mixture(x_TD) for a in layers], first_bytes + experts_bytes)
     out_TO, gate_TO, weight_O = random(num_tokens, INNER_SIZE), random(num_tokens, INNER_SIZE), random(INNER_SIZE)
@@ -123,6 +129,25 @@ def time_tokens(layers: list[Layer], num_tokens: int, *, sweeps: bool) -> None:
     print(f"BEST few tokens={num_tokens}: {best}, chosen {chosen}", flush=True)
     many = [lambda a=a, p=p: apart(a, x_TD, *p) for a, p in zip(layers, projected, strict=True)]
     report("experts by lists", num_tokens, many, experts_bytes)
+
+
+def sweep_projections(layers: list[Layer], x_TD: Tensor, num_bytes: float) -> None:
+    """Time the variants of the launches that a router's product is in."""
+    num_tokens = len(x_TD)
+    if num_tokens > MAX_ROWS_GEMV:
+        for gemv in LOGITS:
+            functions = [
+                lambda a=a, g=gemv: launch_gemv(x_TD, a.router_ED, None, g, is_gated=False, out_dtype=torch.float32)
+                for a in layers
+            ]
+            report(f"logits {tuple(gemv)}", num_tokens, functions)
+        report("logits, torch", num_tokens, [lambda a=a: F.linear(x_TD.float(), a.router_ED) for a in layers])
+        return
+    chosen = linear_and_logits_triton.PAIR
+    for gemv in PAIRS:
+        linear_and_logits_triton.PAIR = gemv
+        report(f"projections {tuple(gemv)}", num_tokens, [lambda a=a: a.project(x_TD) for a in layers], num_bytes)
+    linear_and_logits_triton.PAIR = chosen
 
 
 def apart(layer: Layer, x_TD: Tensor, up_TS: Tensor, logits_TE: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ from strandline.kernels.sizes import cdiv, next_power_of_2
 PAIR = Gemv(1, 1024, 2)
 """Programs of 2 KiB of a bfloat16 weight at a time, or 4 KiB of a float32 one."""
 
-LOGITS = Gemv(1, 256, 4)
+LOGITS = Gemv(1, 1024, 4)
+"""A chunk has 8 inputs for each thread: its rows and the weight's lie in the same threads."""
+
 MAX_ROWS_LOGITS = 64
 
 

@@ -25,6 +25,9 @@ from strandline.kernels.sizes import cdiv, next_power_of_2
 MAX_ROWS_GEMV = 4
 MAX_ROWS_SKINNY = 16
 
+MAX_ROWS_PROGRAM = 8
+"""Rows that a program multiplies with its rows of the weight; registers hold all of theirs at once."""
+
 MAX_OUTPUTS = 65536
 """Beyond (the head), torch's GEMM reaches the memory's bandwidth."""
 
@@ -349,7 +352,7 @@ def launch_gemv(
     num_rows, num_inputs = x_MI.shape
     num_outputs = len(weight_OI) // 2 if is_gated else len(weight_OI)
     out_MO = torch.empty((num_rows, num_outputs), dtype=out_dtype or x_MI.dtype, device=x_MI.device)
-    block_m = min(MAX_ROWS_SKINNY, next_power_of_2(num_rows))
+    block_m = min(MAX_ROWS_PROGRAM, next_power_of_2(num_rows))
     _gemv_kernel[(cdiv(num_outputs, gemv.block_n), cdiv(num_rows, block_m))](
         x_MI,
         weight_OI,

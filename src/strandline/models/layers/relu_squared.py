@@ -3,8 +3,7 @@
 Source: ``transformers`` (``nemotron_h``); NVIDIA, "Nemotron 3 Nano" (the router is that of DeepSeek-V3).
 
 Shape suffixes: T tokens of the step, E hidden size, L latent size, F intermediate size, S that of the shared expert, O
-outputs of a projection, X experts;
-of a token K are its experts.
+outputs of a projection, X experts; of a token K are its experts.
 """
 
 from dataclasses import dataclass
