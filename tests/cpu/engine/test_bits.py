@@ -19,7 +19,7 @@ from strandline.kernels.weights import can_halve, lay_out_in_half
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_deterministic import prompts_that_share
 from tests.cpu.engine.test_exactness import tokens
-from tests.cpu.engine.test_state_oracle import contents, live_through_much
+from tests.cpu.engine.test_state_oracle import AT_ONCE, contents, live_through_much
 from tests.cpu.engine.tiny import save_tiny_model
 
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=40, logprobs=2, ignore_eos=True)
@@ -149,11 +149,14 @@ def test_a_published_slot_holds_the_bits_of_a_cold_prefill(make_exact: MakeLLM, 
     cold = make_exact()
     published = list(llm.engine.cache.snapshots())
     assert len(published) > 5
-    for _, key, snapshot in published:
-        cold.generate([decode(key)], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
-        [slot] = [s.slot for _, k, s in cold.engine.cache.snapshots() if k == key]
-        mine, theirs = contents(llm, snapshot.slot), contents(cold, slot)
-        assert torch.equal(mine, theirs), f"{snapshot.position} ({snapshot.kind}): {(mine != theirs).sum()} values"
+    params = SamplingParams(temperature=0, max_tokens=2)
+    for start in range(0, len(published), AT_ONCE):
+        batch = published[start : start + AT_ONCE]
+        cold.generate([decode(key) for _, key, _ in batch], params, use_tqdm=False)
+        slots = {key: found.slot for _, key, found in cold.engine.cache.snapshots()}
+        for _, key, snapshot in batch:
+            mine, theirs = contents(llm, snapshot.slot), contents(cold, slots[key])
+            assert torch.equal(mine, theirs), f"{snapshot.position} ({snapshot.kind}): {(mine != theirs).sum()} values"
 
 
 @pytest.mark.usefixtures("two_threads")

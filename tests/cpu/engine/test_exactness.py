@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,15 +40,19 @@ def test_steps_of_any_size_give_the_same_tokens(make_llm: MakeLLM, step_tokens: 
 def test_resuming_at_every_position_gives_the_same_tokens(make_llm: MakeLLM) -> None:
     prompt = tokens(150)
     [expected] = answers(make_llm(enable_prefix_caching=False), [prompt])
-    one = SamplingParams(temperature=0, max_tokens=1)
-    llm = make_llm(memory="64MiB")
-    for position in range(1, len(prompt)):
-        # A salt of its own, so that nothing else can be resumed.
-        salt = {"cache_salt": str(position)}
-        llm.generate({"prompt_token_ids": prompt[:position], **salt}, one, use_tqdm=False)
-        [output] = llm.generate({"prompt_token_ids": prompt, **salt}, GREEDY, use_tqdm=False)
-        assert output.num_cached_tokens == position
-        assert output.outputs[0].token_ids == expected
+    check_resumption(make_llm(memory="64MiB"), prompt, expected)
+
+
+def check_resumption(llm: LLM, prompt: list[int], expected: list[int]) -> None:
+    """Compute each prefix of a prompt, then resume each: the hit is the whole prefix, and the answer the same."""
+    # Each position has a salt of its own, so that nothing else can be resumed.
+    positions = range(1, len(prompt))
+    prefixes: Any = [{"prompt_token_ids": prompt[:position], "cache_salt": str(position)} for position in positions]
+    whole: Any = [{"prompt_token_ids": prompt, "cache_salt": str(position)} for position in positions]
+    llm.generate(prefixes, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    outputs = llm.generate(whole, GREEDY, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == list(positions)
+    assert [output.outputs[0].token_ids for output in outputs] == [expected] * len(positions)
 
 
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["numba", "torch"])

@@ -5,7 +5,6 @@ family for each kind of layer; on the others only with ``--long``.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from strandline import SamplingParams
 from strandline.device.sizing import slabs_for
 from strandline.env import NUMBA
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
-from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
+from tests.cpu.engine.test_exactness import answers, check_resumption, tokens
 from tests.cpu.engine.test_speculation import SPECULATION, force, record
 from tests.cpu.engine.test_state_oracle import check_published_slots, live_through_much
 from tests.cpu.engine.tiny import greedy_tokens
@@ -92,15 +91,7 @@ def test_greedy_tokens_are_those_of_transformers(make_llm: MakeLLM, directory: P
 def test_resuming_at_every_position_gives_the_same_tokens(make_llm: MakeLLM) -> None:
     prompt = tokens(70)
     [expected] = answers(make_llm(enable_prefix_caching=False), [prompt])
-    llm = make_llm(memory="32MiB")
-    # Each position has a salt of its own, so that nothing else can be resumed.
-    positions = range(1, len(prompt))
-    prefixes: Any = [{"prompt_token_ids": prompt[:position], "cache_salt": str(position)} for position in positions]
-    whole: Any = [{"prompt_token_ids": prompt, "cache_salt": str(position)} for position in positions]
-    llm.generate(prefixes, SamplingParams(max_tokens=1), use_tqdm=False)
-    outputs = llm.generate(whole, GREEDY, use_tqdm=False)
-    assert [output.num_cached_tokens for output in outputs] == list(positions)
-    assert [output.outputs[0].token_ids for output in outputs] == [expected] * len(positions)
+    check_resumption(make_llm(memory="32MiB"), prompt, expected)
 
 
 @each_kind
