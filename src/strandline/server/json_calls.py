@@ -13,6 +13,8 @@ from strandline.server.segments import Segment, SegmentKind, split_at_tag
 
 ARGUMENTS: Final = ("arguments", "parameters")
 """Keys under which models write a call's arguments."""
+KNOWN: Final = ("name", "id", "type", *ARGUMENTS)
+"""Keys of a call. If it has no arguments, they may have been lost under another key."""
 SEPARATORS: Final = "[], \t\r\n"
 """What may stand between calls."""
 
@@ -99,6 +101,7 @@ class JsonCall:
         self._depth = 0
         self._is_escaped = False
         self._is_streamed = False
+        self._has_unknown_keys = False
         self._arguments: str | None = None
         """Complete arguments whose name is not known yet."""
 
@@ -113,7 +116,7 @@ class JsonCall:
             self._value, self._step, self.is_in_string = ['"'], self._in_key, True
         elif character == "}":
             self.is_complete = True
-            if self._name is not None and not self.has_arguments:
+            if self._name is not None and not self.has_arguments and not self._has_unknown_keys:
                 self._begin(segments, "{}")
         else:
             self.is_lost = not (character.isspace() or character == ",")
@@ -123,6 +126,7 @@ class JsonCall:
         self._take_in_string(character)
         if not self.is_in_string:
             self._key = str(parse_json("".join(self._value)))
+            self._has_unknown_keys |= self._key not in KNOWN
             self._step = self._at_colon
 
     def _at_colon(self, character: str, segments: list[Segment]) -> None:

@@ -77,6 +77,7 @@ ANSWERS = {
     + in_tags("<function={}>", "<parameter={}>", ("</parameter>", "</function>"), "\n")
     + "\n</tool_call>",
 }
+JSON_TAGS = {"hermes": "tool_call", "jamba": "tool_calls", "minimax": "tool_calls", "nemotron_json": "TOOLCALL"}
 SIGNS = {
     "hermes": "{{ '<tool_call>\\n' + call | tojson + '\\n</tool_call>' }}",
     "jamba": "{{ '<|bom|><|assistant|> ' }}{{ '<tool_calls>[' }}",
@@ -196,6 +197,33 @@ def test_how_an_answer_is_cut_changes_nothing(name: str, data: st.DataObject) ->
         assert contents(whole).replace(" ", "").replace("\n", "") == text.replace(" ", "").replace("\n", "")
 
 
+@settings(max_examples=4 * settings().max_examples)
+@given(st.sampled_from(sorted(TOOL_FORMATS)), st.data())
+def test_no_word_of_a_text_is_lost(name: str, data: st.DataObject) -> None:
+    answer = ANSWERS[name]
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)), max_size=6)))
+    pieces = [answer[start:end] for start, end in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
+    tags = st.sampled_from(("", "", *tool_format(name).tags))
+    text = "".join(f"{piece}{data.draw(tags)} word{index} " for index, piece in enumerate(pieces))
+    found = "".join(f"{segment.text} {segment.call_id or ''} " for segment in parse(name, text))
+    for index in range(len(pieces)):
+        assert f"word{index}" in found
+
+
+@pytest.mark.parametrize("name", sorted(JSON_TAGS))
+@pytest.mark.parametrize("text", ['{"x": {\\"', '{"x": "', '{"', "{", '{"name": "', '{"name": "f", "arguments": {"'])
+def test_work_for_json_that_is_no_call_is_linear(name: str, text: str) -> None:
+    tag, works = JSON_TAGS[name], []
+    for num_blocks in (50, 100):
+        CountedText.take_count()
+        parser = tool_format(name).parser(SCHEMAS)
+        for start in range(0, len(whole := f"<{tag}>{text}</{tag}>" * num_blocks), 5):
+            parser.feed(CountedText(whole[start : start + 5]))
+        parser.finish()
+        works.append(CountedText.take_count())
+    assert works[1] <= 2.5 * works[0]
+
+
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 def test_every_beginning_of_an_answer_can_be_a_message(name: str) -> None:
     for end in range(len(ANSWERS[name])):
@@ -205,7 +233,6 @@ def test_every_beginning_of_an_answer_can_be_a_message(name: str) -> None:
         json.dumps(chat_message(parser)).encode()
 
 
-JSON_TAGS = {"hermes": "tool_call", "jamba": "tool_calls", "minimax": "tool_calls", "nemotron_json": "TOOLCALL"}
 CLOCK = ("clock", {})
 NO_JSON_CALL = (
     '{"name": "clock", arguments: {"days": 2}}',
@@ -220,6 +247,8 @@ NO_JSON_CALL = (
     '{"id": \\, "name": "clock"}',
     '{"arguments": {}}, {"name": "clock"}',
     '[{"arguments": {}}',
+    '{"name": "clock", "args": {"days": 2}}',
+    '{"name": "clock", "days": 2}',
     '{"<tool_call>',
     '{"name": "\\ud800"}',
     "{'name': 'clock'}",
@@ -242,6 +271,7 @@ NO_JSON_CALL = (
         ('[{"name": "clock", "arguments": {}, ]', [CLOCK], ", ]</TAG>"),
         ('{"name": "clock", "arguments": {}', [CLOCK], ""),
         ('{"name": "clock", "arguments": null}', [CLOCK], ""),
+        ('{"type": "function", "id": 7, "name": "clock"}', [CLOCK], ""),
         ('{"id": [{"x": "}"}], "name": "clock", "arguments": ""}', [CLOCK], ""),
     ],
 )
