@@ -28,6 +28,8 @@ from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
 TOKENS = (1, 4, 16, 64, 256, 8192)
 FLOPS = 1.4e15
 NUM_LAYERS = 3
+MOST_TOKENS_FEW = 16
+"""Up to this many tokens the way of few is timed, too, where it is not the chosen one."""
 
 FEW_UPS = [
     (1, 2048, 1),
@@ -198,6 +200,9 @@ def main() -> None:
     wide = [[torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes] for _ in range(NUM_LAYERS)]
     for num_tokens in arguments.tokens:
         report("mixture", num_tokens, lambda i: i.mixture, layers=layers)
+        if block_scaled_moe_triton.MAX_TOKENS_FEW < num_tokens <= MOST_TOKENS_FEW:
+            few = block_scaled_moe_triton.FEW[1]
+            report("mixture, choice by choice", num_tokens, lambda i, f=few: lambda: i.few(f), layers=layers)
         turn = iter(wide)
 
         def in_bfloat16(inputs: Inputs, turn=turn) -> Callable[[], object]:
