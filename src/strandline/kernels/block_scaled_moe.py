@@ -10,7 +10,7 @@ from torch import Tensor
 from strandline.kernels.activation import swiglu
 from strandline.kernels.block_scaled import block_scaled_gated_linear, block_scaled_linear
 from strandline.kernels.linear import reference_linear
-from strandline.kernels.moe import sum_of_experts
+from strandline.kernels.moe import sum_of_experts, with_shared
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.quantized_rows import Rows, plain_rows
 from strandline.kernels.router import Routing, route
@@ -22,7 +22,7 @@ def block_scaled_mixture(
     x_TD: Rows,
     shared_gate_up_TS: Tensor,
     logits_TE: Tensor,
-    shared_gate_T1: Tensor,
+    shared_gate_T1: Tensor | None,
     gate_up: ScaledWeight,
     down: ScaledWeight,
     shared_down: Weight,
@@ -44,8 +44,8 @@ def block_scaled_experts_glu(
     down: ScaledWeight,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    shared_TD: Tensor,
-    shared_gate_T1: Tensor,
+    shared_TD: Tensor | None,
+    shared_gate_T1: Tensor | None,
 ) -> Tensor:
     """As ``experts_glu``, with experts in FP8."""
 
@@ -55,4 +55,4 @@ def block_scaled_experts_glu(
         return block_scaled_linear.reference(hidden_AF, down[expert])
 
     out_TD = sum_of_experts(apply, len(down.values), plain_rows(x_TD), weights_TK, experts_TK)
-    return out_TD.addcmul_(shared_TD, shared_gate_T1.sigmoid())
+    return with_shared(out_TD, shared_TD, shared_gate_T1)

@@ -201,8 +201,10 @@ def _few_down_kernel(
     shared = (shared_ptr + token * stride_shared, shared_weight_ptr, shared_scale_ptr, row_N, D, S)
     strides = (stride_shared_sy, stride_shared_sx)
     shared_N = _multiply_shared(*shared, *strides, dtype, IS_SHARED_SCALED, SHARED_SCALE_ROWS, BLOCK_S, GROUP, PIECE)
-    factor = tl.load(shared_gate_ptr + token * stride_gate, cache_modifier=".cg").to(tl.float32)
-    shared_N = shared_N.to(dtype).to(tl.float32) * tl.sigmoid(factor).to(dtype).to(tl.float32)
+    shared_N = shared_N.to(dtype).to(tl.float32)
+    if shared_gate_ptr is not None:
+        factor = tl.load(shared_gate_ptr + token * stride_gate, cache_modifier=".cg").to(tl.float32)
+        shared_N *= tl.sigmoid(factor).to(dtype).to(tl.float32)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     hidden_C_ptr = hidden_ptr + (token * TOP_K + choice_C) * F
@@ -220,7 +222,7 @@ def mixture_few(
     x_TD: Rows,
     shared_gate_up_TS: Tensor,
     logits_TE: Tensor,
-    shared_gate_T1: Tensor,
+    shared_gate_T1: Tensor | None,
     gate_up: ScaledWeight,
     down: ScaledWeight,
     shared_down: DenseWeight | ScaledWeight,
@@ -276,7 +278,7 @@ def _sum(
     hidden_AF: Tensor,
     shared_gate_up_TS: Tensor,
     logits_TE: Tensor,
-    shared_gate_T1: Tensor,
+    shared_gate_T1: Tensor | None,
     down: ScaledWeight,
     shared_down: DenseWeight | ScaledWeight,
     routing: Routing,
@@ -303,7 +305,7 @@ def _sum(
         out_TD,
         shared_gate_up_TS.stride(0),
         logits_TE.stride(0),
-        shared_gate_T1.stride(0),
+        0 if shared_gate_T1 is None else shared_gate_T1.stride(0),
         *down.scales.stride(),
         *((0, 0) if shared_scales is None else shared_scales.stride()),
         num_channels,

@@ -295,7 +295,7 @@ def block_scaled_mixture(
     x_TD: Rows,
     shared_gate_up_TS: Tensor,
     logits_TE: Tensor,
-    shared_gate_T1: Tensor,
+    shared_gate_T1: Tensor | None,
     gate_up: ScaledWeight,
     down: ScaledWeight,
     shared_down: DenseWeight | ScaledWeight,
@@ -331,7 +331,7 @@ def block_scaled_mixture_invariant(
     x_TD: Rows,
     shared_gate_up_TS: Tensor,
     logits_TE: Tensor,
-    shared_gate_T1: Tensor,
+    shared_gate_T1: Tensor | None,
     gate_up: ScaledWeight,
     down: ScaledWeight,
     shared_down: DenseWeight | ScaledWeight,
@@ -360,8 +360,8 @@ def block_scaled_experts_glu(
     down: ScaledWeight,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    shared_TD: Tensor,
-    shared_gate_T1: Tensor,
+    shared_TD: Tensor | None,
+    shared_gate_T1: Tensor | None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype."""
     tiles = choose_tiles(experts_TK.numel() // len(down.values))
@@ -374,8 +374,8 @@ def block_scaled_experts_glu_invariant(
     down: ScaledWeight,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    shared_TD: Tensor,
-    shared_gate_T1: Tensor,
+    shared_TD: Tensor | None,
+    shared_gate_T1: Tensor | None,
 ) -> Tensor:
     """As :func:`block_scaled_experts_glu`, with tiles that all add in one order."""
     tiles = choose_tiles(max(experts_TK.numel() // len(down.values), CHOICES_PER_EXPERT_MIDDLE))
@@ -394,15 +394,15 @@ def experts_glu_many(
     down: ScaledWeight,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    shared: Tensor | SharedExpert,
-    shared_gate_T1: Tensor,
+    shared: Tensor | SharedExpert | None,
+    shared_gate_T1: Tensor | None,
     up_tile: Tile,
     down_tile: Tile,
 ) -> Tensor:
     """Compute ``block_scaled_experts_glu`` expert by expert, in four launches, or five if tokens come as they are.
 
     Args:
-        shared: what the shared expert made of each token, or what it takes to compute that here.
+        shared: what the shared expert made of each token, or what it takes to compute that here; None: there is none.
     """
     num_tokens, top_k = experts_TK.shape
     num_experts, num_channels, size = down.values.shape

@@ -99,7 +99,7 @@ def experts_glu(
         return F.linear(swiglu.reference(F.linear(x_AD, gate_up_EFD[expert])), down_EDF[expert])
 
     out_TD = sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held)
-    return _with_shared(out_TD, shared_TD, shared_gate_T1)
+    return with_shared(out_TD, shared_TD, shared_gate_T1)
 
 
 def experts_relu_squared(
@@ -120,10 +120,11 @@ def experts_relu_squared(
     def apply(expert: int, x_AD: Tensor) -> Tensor:
         return F.linear(relu_squared.reference(F.linear(x_AD, up_EFD[expert])), down_EDF[expert])
 
-    return _with_shared(sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held), shared_TD, None)
+    return with_shared(sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held), shared_TD, None)
 
 
-def _with_shared(out_TD: Tensor, shared_TD: Tensor | None, shared_gate_T1: Tensor | None) -> Tensor:
+def with_shared(out_TD: Tensor, shared_TD: Tensor | None, shared_gate_T1: Tensor | None) -> Tensor:
+    """Add what the shared expert made, if there is one, behind its gate, if it has one; ``out_TD`` is overwritten."""
     if shared_TD is None:
         return out_TD
     return out_TD.add_(shared_TD if shared_gate_T1 is None else shared_TD * shared_gate_T1.sigmoid())

@@ -8,7 +8,6 @@ projection, S rows of the shared expert's gate and up projections.
 """
 
 from dataclasses import dataclass
-from math import inf
 from typing import Final
 
 import torch
@@ -133,10 +132,7 @@ class SparseMoe(nn.Module):
     def forward(self, hidden_TE: Rows) -> Tensor:
         in_TE = hidden_TE if self.in_proj.takes_quantized else plain_rows(hidden_TE)
         shared_TS, logits_TX, gate_T1, _ = self.in_proj.multiply(in_TE).split(self.sizes, dim=-1)
-        if not gate_T1.shape[1]:
-            # Kernels always multiply by a gate: one that is open stands where a family has none.
-            gate_T1 = logits_TX.new_full((len(hidden_TE), 1), inf)
-        projected = (shared_TS, logits_TX, gate_T1)
+        projected = (shared_TS, logits_TX, gate_T1 if self.config.is_shared_gated else None)
         if self._scaled_experts is not None:
             weights = (*self._scaled_experts, self.shared_down.weight)
             return self._scaled_mixture(hidden_TE, *projected, *weights, self.routing)

@@ -5,7 +5,6 @@ projection; of a token K are its experts.
 """
 
 from dataclasses import dataclass
-from math import inf
 from typing import Final
 
 import torch
@@ -143,13 +142,10 @@ class SigmoidMoe(nn.Module):
 
     def _forward_scaled(self, hidden_TE: Rows, plain_TE: Tensor, experts: tuple[ScaledWeight, ScaledWeight]) -> Tensor:
         routed = self._route(self._score(plain_TE), self.bias_X, self.config.routing)
-        if self.shared is None:
-            shared_TE = torch.zeros_like(plain_TE)
-        else:
+        shared_TE = None
+        if self.shared is not None:
             shared_TE = self.shared(hidden_TE if self.shared.takes_quantized else plain_TE)
-        # The shared expert has no gate: one that is open stands in its place.
-        gate_T1 = plain_TE.new_full((len(hidden_TE), 1), inf)
-        return self._scaled_experts_glu(hidden_TE, *experts, *routed, shared_TE, gate_T1)
+        return self._scaled_experts_glu(hidden_TE, *experts, *routed, shared_TE, None)
 
     def _score(self, plain_TE: Tensor) -> Tensor:
         """Return the router's logits."""
