@@ -8,8 +8,11 @@ CLIENTS := .venv-clients
 # Two workers, a file's tests in one of them (tests/conftest.py); PYTEST_ARGS="-n 0" runs all in one process.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
+# Workers, and the servers that tests start, would compile all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-long clients lint format clean
+.PHONY: help setup serve demo test test-long clients lint kernels format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -22,10 +25,12 @@ serve: setup ## serve the demo model at http://127.0.0.1:8000 (SERVE_ARGS="--por
 demo: setup ## show what the cache saves on the demo model
 	$(BIN)/strandline demo
 
-test: lint ## lint, then all tests: must pass before a commit (PYTEST_ARGS="-k name" picks)
+test: ## lint, then all tests: must pass before a commit (PYTEST_ARGS="-k name" picks)
+	@$(MAKE) --no-print-directory --jobs=2 lint kernels
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
-test-long: lint ## the same with the cases marked long, and ten times as many, new examples of every property
+test-long: ## the same with the cases marked long, and ten times as many, new examples of every property
+	@$(MAKE) --no-print-directory --jobs=2 lint kernels
 	$(BIN)/python -m pytest $(WORKERS) --long $(PYTEST_ARGS)
 
 clients: $(CLIENTS)/.setup-done ## run the harness and the load generator of docs/clients.md against the demo model
@@ -35,6 +40,9 @@ lint: setup ## ruff, format check and mypy, without the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+kernels: setup ## compile the kernels for CPUs where that has not been done
+	$(BIN)/python -c 'from tests.conftest import compile_kernels; compile_kernels()'
 
 format: setup ## format the code, and apply automatic fixes
 	$(BIN)/ruff format .
