@@ -190,7 +190,7 @@ def _add_bench(commands: Any) -> None:
     add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, default=8192, help="most tokens per step (default: %(default)s)")
     add("--host-memory", metavar="SIZE", help="host memory below the device, in simulated time (default: none)")
-    add("--disk-cache-size", metavar="SIZE", help="a disk below that (default: none)")
+    add("--disk-cache-size", metavar="SIZE", help="a disk below the device or that (default: none)")
     text = "in GB/s, of reads and of writes (default: %(default)s)"
     add("--disk-bandwidth", type=float, default=6.0, metavar="RATE", help=text)
     add("--snapshot-dtype", choices=SNAPSHOT_DTYPES, default="float32", help="of snapshots there (default: float32)")

@@ -45,11 +45,11 @@ class ReplayOptions:
     host_memory: str | None = None
     """Size of the host memory below the device; None: there is none."""
     snapshot_dtype: str = "float32"
+    """Of snapshots that rest below the device."""
     disk_cache_size: str | None = None
     """Size of the disk below that; None: there is none."""
     disk_bandwidth_gbps: float = 6.0
     """Bytes per ns that the disk reads, and writes."""
-    """Of snapshots that rest there."""
     plot: str | None = None
     """File to plot the results to."""
     num_replicas: int = 1
@@ -66,8 +66,6 @@ class ReplayOptions:
             raise ConfigError("--plot draws replays of one replica")
         if not self.session_gap_s >= 0:
             raise ConfigError(f"--session-gap must be at least 0, got {self.session_gap_s:g}")
-        if self.disk_cache_size is not None and self.host_memory is None:
-            raise ConfigError("--disk-cache-size is below --host-memory: give that, too")
         if not self.disk_bandwidth_gbps > 0:
             raise ConfigError(f"--disk-bandwidth must be above 0, got {self.disk_bandwidth_gbps:g}")
         if not self.speed > 0:
@@ -188,7 +186,9 @@ def _line(row: Row) -> str:
     described = ", ".join(f"{reason} {count // max(result.num_requests, 1):,}" for reason, count in misses if count)
     refused = f"; {result.num_refused} refused" if result.num_refused else ""
     if result.host_bytes:
-        refused += f"; host {result.host_bytes / 2**30:.4g} GiB, {result.num_loads:,} loads of "
+        refused += f"; host {result.host_bytes / 2**30:.4g} GiB"
+    if result.host_bytes or result.disk_bytes:
+        refused += f"; {result.num_loads:,} loads of "
         refused += f"{result.loaded_bytes / max(result.num_loads, 1) / 2**20:,.0f} MiB"
     if result.disk_bytes:
         refused += f"; disk {result.disk_bytes / 2**30:.4g} GiB, {result.num_spilled:,} snapshots stored, "

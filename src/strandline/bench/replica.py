@@ -12,7 +12,7 @@ from strandline.bench.policies import make_cache, policy
 from strandline.bench.simulated_store import HOST_BYTES_PER_S, LATENCY_S, SimulatedStores
 from strandline.bench.traces import Call
 from strandline.cache import LoadCosts, LowerMemory, resume_rule
-from strandline.cache.spills import spare_blocks
+from strandline.cache.spills import BUFFER_SLABS, spare_blocks
 from strandline.cache.tokens import TOKEN_BYTES, decode
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -40,7 +40,7 @@ class Machine:
     snapshot_dtype: str = "float32"
     """Of snapshots that rest there."""
     disk_bytes: int = 0
-    """A disk below that."""
+    """A disk below that, or below a buffer where there is no host memory."""
     disk_bytes_per_s: float = DISK_BYTES_PER_S
 
 
@@ -96,12 +96,15 @@ class Running:
 def _lower_memories(machine: Machine) -> list[LowerMemory]:
     """Return the memories below the device, nearest first."""
     spec, dtype = machine.spec, machine.snapshot_dtype
-    if not machine.host_bytes:
+    if not machine.host_bytes and not machine.disk_bytes:
         return []
     costs = LoadCosts(LATENCY_S, HOST_BYTES_PER_S, machine.cost.prefill_token_s)
     size, slot_blocks = spec.block_bytes, spec.resting_slot_blocks(dtype)
     num_blocks, disk_blocks = machine.host_bytes // size, machine.disk_bytes // size
-    num_spare_blocks = spare_blocks(num_blocks, spec.blocks_per_slab) if disk_blocks else 0
+    if num_blocks:
+        num_spare_blocks = spare_blocks(num_blocks, spec.blocks_per_slab) if disk_blocks else 0
+    else:
+        num_spare_blocks = num_blocks = BUFFER_SLABS * spec.blocks_per_slab
     memories = [LowerMemory("host", num_blocks, size, slot_blocks, costs, num_spare_blocks)]
     if disk_blocks:
         costs = LoadCosts(LATENCY_S, machine.disk_bytes_per_s, machine.cost.prefill_token_s)

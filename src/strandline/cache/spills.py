@@ -23,6 +23,8 @@ from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId, TransferId
 SPARE_SHARE: Final = 16
 """One in this many blocks of host memory is kept free, and room for a few snapshots at least."""
 SPARE_SLABS: Final = 2
+BUFFER_SLABS: Final = 32
+"""Host memory through which everything goes to the persistent tier, where none is configured, in slabs."""
 MAX_SPILLS: Final = 32
 """Most spills at once."""
 MAX_BEGUN: Final = 2

@@ -3,13 +3,12 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch
 from tqdm import tqdm
 
 from strandline.cache.kept import Kept
-from strandline.cache.spills import spare_blocks
+from strandline.cache.spills import BUFFER_SLABS, spare_blocks
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig, parse_bytes
 from strandline.device.arena_copies import ArenaCopies
@@ -23,9 +22,6 @@ from strandline.specs import ModelSpec
 from strandline.transfer.disk_directory import DiskDirectory
 from strandline.transfer.layout import layout_of
 from strandline.version import VERSION
-
-BUFFER_SLABS: Final = 32
-"""Host memory through which everything goes to the disk, where none is configured, in slabs."""
 
 
 @dataclass(frozen=True, slots=True)

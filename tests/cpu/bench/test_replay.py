@@ -242,6 +242,21 @@ def test_blocks_of_conversations_are_kept_by_rate_not_by_age() -> None:
     assert by_age.hit_tokens < 0.9 * by_rate.hit_tokens
 
 
+@pytest.mark.parametrize("host_bytes", [0, 2**30], ids=["alone", "below host memory"])
+def test_a_disk_brings_back_what_the_device_evicts(host_bytes: int) -> None:
+    lanes, cost = conversations(), cost_model(MODEL)
+    without, with_disk = (
+        Replay(
+            Machine(geometry(MODEL), cost, 2**30, host_bytes=host_bytes, disk_bytes=size, disk_bytes_per_s=96e9), "auto"
+        )
+        for size in (0, 8 * 2**30)
+    )
+    assert with_disk.run(lanes).hit_tokens > without.run(lanes).hit_tokens
+    assert with_disk.result.num_disk_loads > 0
+    assert (with_disk.result.host_bytes, with_disk.result.disk_bytes) == (host_bytes, 8 * 2**30)
+    check(with_disk.cache)
+
+
 # Several replicas
 
 

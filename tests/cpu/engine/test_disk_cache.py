@@ -1,16 +1,18 @@
 """The disk cache: what is evicted comes back from files, after a restart too, and the tokens are always right."""
 
-import subprocess
-import sys
+import gc
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import pytest
 
 from strandline import LLM
 from strandline.cache import Reason
+from strandline.cache.evict_all import evict_all
 from strandline.cache.stats import LowerStats
 from strandline.errors import ConfigError, EngineError
+from strandline.specs import SNAPSHOT_DTYPES
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers
 from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats
@@ -109,14 +111,21 @@ def test_what_only_memory_has_outlives_an_orderly_end(tmp_path: Path, options: d
         assert disk_of(second).num_loaded_bytes >= disk_of(second).num_loads * second.engine.core.spec.raw_slot_bytes
 
 
-def test_snapshots_in_fewer_bits_are_flushed_as_they_rest(make_llm: MakeLLM, tmp_path: Path) -> None:
-    options = {"disk_cache": str(tmp_path / "cache"), "snapshot_dtype": "bfloat16"}
-    with make_llm(**options) as first:
-        answers(first, PROMPTS[:2])
-    with make_llm(**options) as second:
-        hits = [serve(second, [prompt])[1][0] for prompt in PROMPTS[:2]]
-        assert hits == list(LENGTHS[:2])
-        assert disk_of(second).num_loads == 2
+def test_snapshots_rest_on_a_disk_alone_in_fewer_bits(make_llm: MakeLLM, tmp_path: Path) -> None:
+    sizes = []
+    for dtype in SNAPSHOT_DTYPES:
+        options = {"disk_cache": str(tmp_path / dtype), "snapshot_dtype": dtype}
+        with make_llm(**options) as first:
+            serve(first, PROMPTS[:2])
+            evict_all(first.engine.core.cache)
+            settle(first)
+            answers(first, PROMPTS[2:4])
+            assert disk_of(first).num_snapshots > 0, "two came there by eviction, two are flushed"
+        with make_llm(**options) as second:
+            assert serve(second, PROMPTS[:4])[1] == list(LENGTHS[:4])
+            assert disk_of(second).num_loads == 4
+        sizes.append(sum(path.stat().st_size for path in (tmp_path / dtype).glob("*.snapshot")))
+    assert max(sizes[1:]) < sizes[0], "files are smaller with fewer bits"
 
 
 def test_keys_and_values_without_states_are_flushed(
@@ -153,18 +162,15 @@ def test_an_interrupted_close_closes(make_llm: MakeLLM, tmp_path: Path, monkeypa
     make_llm(disk_cache=str(tmp_path / "cache")).close()
 
 
-SCRIPT = """
-import sys
-from strandline import LLM
-llm = LLM("demo", device="cpu", memory="64MiB", disk_cache=sys.argv[1])
-llm.generate("hello there", use_tqdm=False)
-"""
-
-
-def test_a_script_that_ends_leaves_what_it_had(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "cache")]
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-    assert list((tmp_path / "cache").glob("*.snapshot"))
+def test_an_llm_that_is_dropped_leaves_what_it_had(make_llm: MakeLLM, tmp_path: Path) -> None:
+    llm = make_llm(disk_cache=str(tmp_path / "cache"))
+    answers(llm, PROMPTS[:1])
+    assert isinstance(llm._close, finalize)
+    assert llm._close.atexit, "a script's end does the same"
+    del llm
+    gc.collect()
+    assert len(list((tmp_path / "cache").glob("*.snapshot"))) > 0
+    make_llm(disk_cache=str(tmp_path / "cache")).close()
 
 
 def test_damaged_files_cost_time_but_no_token(make_llm: MakeLLM, tmp_path: Path, expected: list[list[int]]) -> None:
