@@ -68,8 +68,8 @@ PREPARE_REGISTERS: int | None = 168
 """Per thread: three programs share a multiprocessor then."""
 
 SLICE = 32
-"""Channels of a chunk that are prepared together: tiles of all would not fit into registers. With 16, Triton 3.6 makes
-wrong products of 64 x 64 and 64 x 16 in bfloat16 on Hopper."""
+"""Channels of a chunk that are prepared together: tiles of all would not fit into registers. There are two
+slices at least: compiled for one, by Triton 3.6 for Hopper, ``write`` is wrong in bfloat16."""
 
 
 def kda_prefill(
@@ -128,7 +128,7 @@ def _prefill(
 ) -> Tensor:
     num_tokens, num_heads, key_dim = q_THK.shape
     num_chunks, dtype, device = len(chunks.starts), q_THK.dtype, q_THK.device
-    block_k = max(SLICE, next_power_of_2(key_dim))
+    block_k = max(2 * SLICE, next_power_of_2(key_dim))
     is_float32 = dtype == torch.float32
     # Rows that no chunk has are read with their neighbours', and left out: their memory may hold anything.
     scaled_q_THK, scaled_k_THK = (
