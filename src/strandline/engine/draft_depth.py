@@ -43,6 +43,9 @@ TRIAL_STEPS: Final = 2
 TRIAL_SHARE: Final = 0.005
 """Of the time, that trials may cost."""
 
+LEAST_GAIN: Final = 1.03
+"""What another depth must gain in tokens per second before the best one is left: to change takes time, too."""
+
 STEPS_TO_CHANGE: Final = 1.0
 """What it costs to leave the best depth and to return, in its steps: they wait for each other, and logs are folded."""
 
@@ -62,22 +65,35 @@ class DraftDepth:
         """By place, how often a draft behind accepted ones was accepted."""
         self._times: dict[int, list[_LeastTime]] = {}
         """By the size of the batch and the depth."""
+        self._best: dict[int, int] = {}
+        """By the size of the batch."""
         self._trial: int | None = None
         """The depth that is being tried; None: none is."""
         self._num_steps_left = STEPS_BETWEEN_TRIALS
         """Steps of the trial or, between trials, until the next one."""
         self._num_trials = 0
 
-    def choose(self, num_decodes: int) -> int:
-        """Return the depth of the next step."""
+    def choose(self, num_decodes: int, *, is_timed: bool = True) -> int:
+        """Return the depth of the next step.
+
+        Args:
+            is_timed: whether that is likely to be a step of decodes alone, whose time counts.
+        """
         times = self._times_of(num_decodes)
         for depth, time in enumerate(times):
-            if time.num_values < TRIALS and time.num_choices < MAX_CHOICES:
+            if is_timed and time.num_values < TRIALS and time.num_choices < MAX_CHOICES:
                 time.num_choices += 1
                 return depth
+        if not is_timed and not any(time.num_values for time in times):
+            return 0
         seconds = _seconds_of(times)
         rates = [tokens / time for tokens, time in zip(self._expected_tokens(), seconds, strict=True)]
-        best = max(range(len(rates)), key=rates.__getitem__)
+        size, best = num_decodes.bit_length(), max(range(len(rates)), key=rates.__getitem__)
+        if rates[best] <= LEAST_GAIN * rates[self._best.get(size, 0)]:
+            best = self._best.get(size, 0)
+        self._best[size] = best
+        if not is_timed:
+            return best
         if self._num_steps_left == 0:
             if self._trial is None:
                 self._begin_trial(best)

@@ -45,12 +45,12 @@ class Drafts:
         """While a step is planned: the sequences of the step under way, if that verifies or makes drafts."""
         self.must_settle = False
         """Whether a sequence was left out of the last planned step until all is settled."""
-        self.choose_depth(1)
+        self.choose_depth(1, is_timed=False)
 
-    def choose_depth(self, num_running: int) -> None:
-        """Choose the depth of the next step."""
+    def choose_depth(self, num_running: int, *, is_timed: bool) -> None:
+        """Choose the depth of the next step; as of ``DraftDepth.choose``."""
         if self.chooser is not None:
-            self.depth = self.chooser.choose(max(num_running, 1))
+            self.depth = self.chooser.choose(max(num_running, 1), is_timed=is_timed)
 
     def propose(self, request: Request, lease: Lease, budget: int) -> tuple[int, ...]:
         """Return drafts for a decoding request: as many as it may still generate, and as memory holds.
@@ -81,7 +81,8 @@ class Drafts:
     def end_step(self, sequences: Sequence[SequencePlan], num_running: int) -> None:
         """Note what was planned, and choose the depth of the next step."""
         self._is_verification = all(x.is_verification and x.next_drafts > 0 for x in sequences)
-        self.choose_depth(num_running)
+        is_of_decodes = all(x.end - x.start == 1 + x.num_drafts for x in sequences)
+        self.choose_depth(num_running, is_timed=is_of_decodes)
 
     def can_verify_ahead(self, running: Iterable[Request]) -> bool:
         """Whether the next step can verify what is drafted in the last planned one, before that is settled."""

@@ -84,6 +84,20 @@ def test_a_few_slow_steps_do_not_change_the_depth(num_slow: int) -> None:
     assert share(run(depth, seconds, acceptance, 200), 0) > 0.95
 
 
+def test_depths_that_are_as_good_do_not_alternate() -> None:
+    depth = DraftDepth(1)
+    run(depth, [1.0, 1.3], [0.3], 300)
+    chosen = run(depth, [1.0, 1.3], [0.3], 2000)
+    assert sum(chosen[index] != chosen[index - 1] for index in range(1, len(chosen))) < 2 * 2000 / STEPS_BETWEEN_TRIALS
+    assert max(share(chosen, 0), share(chosen, 1)) > 0.95
+
+
+def test_steps_with_prompts_measure_no_depth() -> None:
+    depth = DraftDepth(2)
+    assert {depth.choose(4, is_timed=False) for _ in range(100)} == {0}
+    assert [depth.choose(4) for _ in range(17)][-1] == 1
+
+
 def test_depth_0_is_tried_again_after_slow_times() -> None:
     depth, acceptance = DraftDepth(3), [0.3, 0.3, 0.3]
     run(depth, [9.0, 3.0, 2.0, 1.8], acceptance, 300)

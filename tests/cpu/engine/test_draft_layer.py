@@ -225,8 +225,8 @@ class Alternating:
     def __init__(self, depths: tuple[int, ...] = (0, 0, 2)) -> None:
         self._depths = cycle(depths)
 
-    def choose(self, num_decodes: int) -> int:
-        del num_decodes
+    def choose(self, num_decodes: int, *, is_timed: bool = True) -> int:
+        del num_decodes, is_timed
         return next(self._depths)
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
