@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from strandline.device.uni_executor import choose_kernels
 from strandline.kernels import binding
 from strandline.kernels.weights import DenseWeight
+from strandline.models.layers.decoder import Decoder
 from strandline.models.weights import load_model
 from tests.cpu.models import families, fp8
 from tests.cpu.models.driver import Driver, Part, Running
@@ -22,6 +24,8 @@ convert_e4m3()
 
 TOLERANCE = 2e-4
 """Four layers in float32, whose sums are in another order."""
+
+NO_LAUNCHES = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten._unsafe_view}
 
 FP8_TOLERANCE = 0.05
 """``|logits - expected| / |expected|``: an input that lies between two e4m3 numbers may be rounded to either."""
@@ -62,6 +66,44 @@ def test_triton_versions_fit_layers_in_fp8(
     monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
     found = logits(model(), tokens, "cuda", is_deterministic=is_deterministic)
     assert float((found - expected).norm() / expected.norm()) < FP8_TOLERANCE
+
+
+class Launches(TorchDispatchMode):
+    """Notes torch's operations, but for views and for memory that is not filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func.overloadpacket not in NO_LAUNCHES:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_few_decodes_of_nemotron_launch_our_kernels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, forward = Launches(), Decoder.forward
+
+    def watched(self: Decoder, *arguments: Any) -> torch.Tensor:
+        with launches:
+            return forward(self, *arguments)
+
+    model = load_model(families.save("nemotron_h", tmp_path), dtype=torch.bfloat16)
+    model.lay_out(DenseWeight)
+    monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
+    # What kernels would compute does not matter here.
+    executor = pytest.importorskip("triton.runtime.interpreter").GridExecutor
+    monkeypatch.setattr(executor, "__call__", lambda self, *_, **__: launches.names.append(self.fn.__name__))
+    driver, sequence = Driver(model, kernels=choose_kernels(model, "cuda", is_deterministic=False)), Running()
+    driver.step([Part(sequence, prompt(6))])
+    monkeypatch.setattr(Decoder, "forward", watched)
+    launches.names.clear()
+    driver.step([Part(sequence, prompt(1))])
+    first, *names = launches.names
+    assert first == "embedding"
+    assert all(name.startswith("_") and name.endswith("_kernel") for name in names), names
+    experts = names.index("_pair_kernel")
+    assert names[experts : experts + 4] == ["_pair_kernel", "_few_up_kernel", "_few_down_kernel", "_norm_kernel"]
 
 
 def logits(model: Any, tokens: list[int], device_type: str, *, is_deterministic: bool = False) -> torch.Tensor:
