@@ -105,6 +105,18 @@ def _can_compile(device: int) -> bool:
     return IS_AVAILABLE
 
 
+@triton.jit
+def widened(x, dtype: tl.constexpr):
+    """Convert numbers.
+
+    Those in e4m3 by way of float32, which takes two instructions per number at full rate. On Hopper GPUs, the direct
+    way to bfloat16 converts one number at a time, at an eighth of that rate.
+    """
+    if x.dtype == tl.float8e4nv:
+        x = x.to(tl.float32)
+    return x.to(dtype)
+
+
 @triton.jit(do_not_specialize_on_alignment=["table_ptr"])
 def _widen_kernel(
     k_ptr, v_ptr, table_ptr, wide_k_ptr, wide_v_ptr, stride_block, SIZE: tl.constexpr, ELEMENTS: tl.constexpr
@@ -116,8 +128,8 @@ def _widen_kernel(
     dtype = wide_k_ptr.dtype.element_ty
     k = tl.load(k_ptr + block * stride_block + offset, mask=offset < SIZE, other=0.0)
     v = tl.load(v_ptr + block * stride_block + offset, mask=offset < SIZE, other=0.0)
-    tl.store(wide_k_ptr + index * SIZE + offset, k.to(dtype), mask=offset < SIZE)
-    tl.store(wide_v_ptr + index * SIZE + offset, v.to(dtype), mask=offset < SIZE)
+    tl.store(wide_k_ptr + index * SIZE + offset, widened(k, dtype), mask=offset < SIZE)
+    tl.store(wide_v_ptr + index * SIZE + offset, widened(v, dtype), mask=offset < SIZE)
 
 
 if IS_AVAILABLE:

@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
-from strandline.kernels.attention_prefix_triton import SPAN_BLOCKS, attend_prefix, supports
+from strandline.kernels.attention_prefix_triton import SPAN_BLOCKS, attend_prefix, supports, widened
 from strandline.kernels.attention_splits import num_decode_splits, num_row_tiles, plan_prefills
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
@@ -149,7 +149,7 @@ def _attend(
             k_KD = tl.load(k_ptr_KD)
             v_KD = tl.load(v_ptr_KD)
         # From e4m3 to the queries' dtype: exact.
-        k_KD, v_KD = k_KD.to(q_MD.dtype), v_KD.to(q_MD.dtype)
+        k_KD, v_KD = widened(k_KD, q_MD.dtype), widened(v_KD, q_MD.dtype)
         score_MK = tl.dot(q_MD, tl.trans(k_KD), input_precision=PRECISION)
         if IS_MASKED:
             is_seen_MK = key_K[None, :] <= position_M[:, None]
