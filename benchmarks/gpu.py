@@ -73,6 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--speculative-config", type=json.loads, help="JSON, as of the server")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--dequantize", action="store_true")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--profile", metavar="FILE", help="write a table of a decode step's kernels here")
     return parser.parse_args()
 
@@ -91,6 +92,7 @@ def load(options: argparse.Namespace) -> LLM:
         enable_prefix_caching=not options.no_enable_prefix_caching,
         deterministic=options.deterministic,
         dequantize=options.dequantize,
+        kv_cache_dtype=options.kv_cache_dtype,
         speculative_config=options.speculative_config,
     )
     print(f"loaded in {time.perf_counter() - start_s:.1f} s")
