@@ -1,8 +1,8 @@
 """Two products of the same rows on a GPU, the second with a router's weight, in its dtype (``linear_and_logits``).
 
-Up to ``MAX_ROWS_GEMV`` rows: one launch, whose first programs multiply with the one weight, and the others with the
-router's. Up to ``MAX_ROWS_LOGITS``: the router's product takes a launch that converts x as it reads it, where torch
-takes three. The way depends on shapes alone, and a row's result on no other row.
+Up to ``MAX_ROWS_GEMV`` rows: one launch, whose first programs multiply with the router's weight (they are the longest),
+and the others with the other weight. Up to ``MAX_ROWS_LOGITS``: the router's product takes a launch that converts x as
+it reads it, where torch takes three. The way depends on shapes alone, and a row's result on no other row.
 
 Shape suffixes: as in ``linear.py``; in kernels as in ``linear_triton.py``.
 """
@@ -50,31 +50,10 @@ def _pair_kernel(
     OVERLAPS: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    num_tiles = tl.cdiv(N, BLOCK_N)
-    if tile < num_tiles:
+    num_router_tiles = tl.cdiv(E, BLOCK_N)
+    if tile < num_router_tiles:
         multiply_rows(
             tile,
-            0,
-            x_ptr,
-            weight_ptr,
-            bias_ptr,
-            out_ptr,
-            M,
-            stride_x,
-            K,
-            N,
-            HAS_BIAS,
-            False,
-            IS_EVEN,
-            NUM_K,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            OVERLAPS,
-        )
-    else:
-        multiply_rows(
-            tile - num_tiles,
             0,
             x_ptr,
             router_ptr,
@@ -85,6 +64,27 @@ def _pair_kernel(
             K,
             E,
             False,
+            False,
+            IS_EVEN,
+            NUM_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            OVERLAPS,
+        )
+    else:
+        multiply_rows(
+            tile - num_router_tiles,
+            0,
+            x_ptr,
+            weight_ptr,
+            bias_ptr,
+            out_ptr,
+            M,
+            stride_x,
+            K,
+            N,
+            HAS_BIAS,
             False,
             IS_EVEN,
             NUM_K,
