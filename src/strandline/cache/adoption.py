@@ -134,7 +134,6 @@ def _position_above(block: RestingBlock, resting: RestingSnapshot) -> int:
 
 def _prune(node: RestingBlock) -> None:
     """Remove a block that nothing needs, and those before it that only it needs."""
-    while node.parent is not None and not node.children and not node.snapshots:
-        parent, node.parent = node.parent, None
-        del parent.children[node.key]
+    while (parent := node.parent) is not None and not node.children and not node.snapshots:
+        node.unlink()
         node = parent

@@ -283,10 +283,9 @@ class LowerTier:
             for below in next_below(block, snapshot):
                 below.saved_tokens += snapshot.saved_tokens
         node = block
-        while node.parent is not None and not node.children and not node.snapshots:
+        while (parent := node.parent) is not None and not node.children and not node.snapshots:
             freed[node.place] = 1
-            parent, node.parent = node.parent, None
-            del parent.children[node.key]
+            node.unlink()
             node = parent
         above = nearest_above(node, block, snapshot)
         if above is not None:

@@ -48,6 +48,12 @@ class RestingBlock:
         self.stride: Stride | None = None
         """How the last path went on from here; None: not known, or this is no node that remembers it."""
 
+    def unlink(self) -> None:
+        """Remove it, as nothing needs it any more. It keeps no other blocks, for as long as a stride leads to it."""
+        if self.parent is not None:
+            del self.parent.children[self.key]
+        self.parent = self.stride = None
+
     def ancestry(self) -> "Iterator[RestingBlock]":
         """Yield this block and those before it, last block first."""
         node = self

@@ -31,9 +31,8 @@ def numbers_before(node: RestingBlock) -> Path:
 
 def prune(node: RestingBlock, removed: int) -> None:
     """Remove the last blocks of a path, as many as nothing else needs."""
-    while removed and node.parent is not None and not node.children:
-        parent, node.parent = node.parent, None
-        del parent.children[node.key]
+    while removed and (parent := node.parent) is not None and not node.children:
+        node.unlink()
         node, removed = parent, removed - 1
 
 
@@ -64,6 +63,17 @@ def nodes_below(root: RestingBlock) -> Iterator[RestingBlock]:
     for child in root.children.values():
         yield child
         yield from nodes_below(child)
+
+
+def test_removed_blocks_keep_no_others() -> None:
+    root, path = RestingBlock(None, b""), tuple(range(12))
+    end = add_block(root, encoded(path), len(path))
+    assert find_block(root, encoded(path), len(path)) is end
+    nodes = nodes_from(end, len(path))
+    assert [node.stride is not None for node in nodes[2::3]] == [True, True, True, False]
+    prune(end, len(path))
+    assert not any(node.stride for node in nodes)
+    assert descend(root, encoded(path), len(path)) == (root, 0)
 
 
 class Untouchable(dict[bytes, RestingBlock]):
