@@ -184,9 +184,11 @@ class LowerTier:
         missing = self._missing(salt, data, first, len(blocks))
         if not missing:
             return
+        num_evicted = self.num_snapshots_evicted
         self.make_room(len(missing), CERTAIN)
-        # Some may not be needed any more.
-        missing = self._missing(salt, data, first, len(blocks))
+        if self.num_snapshots_evicted > num_evicted:
+            # Some may not be needed any more.
+            missing = self._missing(salt, data, first, len(blocks))
         num_free = self.num_blocks - self.num_used
         for _, node in missing[num_free:][:1]:
             self.cut_off(node)
@@ -331,16 +333,17 @@ class LowerTier:
         node, snapshot, position = found
         whole = position // BLOCK_TOKENS
         first = min(match.end.num_blocks, whole)
+        num_blocks = whole - first
+        if snapshot is not None:
+            num_blocks += self.slot_blocks + snapshot.has_tail
+        if not self.costs.pays(num_blocks * self.block_bytes, position - match.position):
+            return None
         places = [block.place for block in nodes_from(node, whole - first)] if whole > first else []
-        slots = 0
         offered: tuple[OfferedSnapshot, ...] = ()
         if snapshot is not None:
+            offered = (OfferedSnapshot(position, snapshot.place, snapshot.kind),)
             if snapshot.tail_place:
                 places.append(snapshot.tail_place)
-            offered = (OfferedSnapshot(position, snapshot.place, snapshot.kind),)
-            slots = self.slot_blocks
-        if not self.costs.pays((len(places) + slots) * self.block_bytes, position - match.position):
-            return None
         return Offer(self.store, position, first, tuple(places), offered)
 
     def gain_s(self, offer: Offer, match: Match) -> float:

@@ -192,10 +192,14 @@ def _step(node: RestingBlock, data: bytes | bytearray, depth: int, end: int) -> 
 def nodes_from(node: RestingBlock, num_nodes: int) -> "list[RestingBlock]":
     """Return the last nodes of the path to a node, in order; the root may be the first."""
     nodes = [node]
-    while len(nodes) < num_nodes and node.parent is not None:
-        node = node.parent
-        nodes.append(node)
-    return nodes[::-1]
+    append, parent = nodes.append, node.parent
+    for _ in range(num_nodes - 1):
+        if parent is None:
+            break
+        append(parent)
+        parent = parent.parent
+    nodes.reverse()
+    return nodes
 
 
 def find_block(root: RestingBlock | None, data: bytes | bytearray, num_blocks: int) -> RestingBlock | None:
