@@ -1,11 +1,11 @@
-"""Parses tool calls written as JSON objects between two tags: one, a list, or one a line.
+"""Parses tool calls written as JSON objects between two tags: one, a list, or one a line; or without tags.
 
 A call is passed on when its arguments begin, and these as they arrive. Whatever is not JSON stays content, with all
 that follows it up to the closing tag.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from math import isfinite
 from typing import Any, Final
 
@@ -17,18 +17,24 @@ KNOWN: Final = ("name", "id", "type", *ARGUMENTS)
 """Keys of a call. If it has no arguments, they may have been lost under another key."""
 SEPARATORS: Final = "[], \t\r\n"
 """What may stand between calls."""
+BARE_SEPARATORS: Final = "; \t\r\n"
+"""What may stand between calls that no tags surround."""
 
 
 class JsonCalls:
-    """Parses the calls between two tags.
+    """Parses the calls between two tags, or without a closing one.
 
     Args:
-        opener: the tag that was found.
-        close: the tag that ends them; in a string it ends nothing.
+        opener: the tag that was found; empty if calls need none.
+        close: the tag that ends them; in a string it ends nothing. None: they end with what is no call.
+        names: functions that may be called; None: any.
     """
 
-    def __init__(self, opener: str, close: str) -> None:
+    def __init__(self, opener: str, close: str | None, names: Container[str] | None = None) -> None:
+        self._opener = opener
         self._close = close
+        self._names = names
+        self._separators = SEPARATORS if close else BARE_SEPARATORS
         self._raw = [opener]
         """What was read since the last segment."""
         self._held = ""
@@ -38,10 +44,10 @@ class JsonCalls:
 
     def feed(self, text: str, segments: list[Segment]) -> str | None:
         text, self._held = self._held + text, ""
+        if self._is_lost:
+            return self._pass_on(text, segments)
         for place, character in enumerate(text):
-            if self._is_lost:
-                return self._pass_on("".join(self._raw) + text[place:], segments)
-            if character == self._close[0] and not (self._object and self._object.is_in_string):
+            if self._close and character == self._close[0] and not (self._object and self._object.is_in_string):
                 rest = text[place : place + len(self._close)]
                 if rest == self._close:
                     self._end("".join(self._raw), self._close, segments)
@@ -49,23 +55,27 @@ class JsonCalls:
                 if self._close.startswith(rest):
                     self._held = rest
                     return None
-            self._take(character, segments)
-        return self._pass_on("".join(self._raw), segments) if self._is_lost else None
+            if self._object is None and character not in "{" + self._separators:
+                self._is_lost = True
+                return self._pass_on(text[place:], segments)
+            if not self._take(character, segments):
+                return self._pass_on(text[place + 1 :], segments)
+        return None
 
     def finish(self, segments: list[Segment]) -> None:
         self._end("".join(self._raw) + self._held, "", segments)
 
     def _end(self, text: str, tag: str, segments: list[Segment]) -> None:
         """Pass on what was read since the last segment, unless it is only what may stand between calls."""
-        if text.strip(SEPARATORS):
+        if text.strip(self._separators):
             segments.append(Segment(SegmentKind.CONTENT, text + tag))
 
-    def _take(self, character: str, segments: list[Segment]) -> None:
+    def _take(self, character: str, segments: list[Segment]) -> bool:
+        """Consume one character; return whether it may be part of calls."""
         self._raw.append(character)
         if self._object is None:
-            self._object = JsonCall() if character == "{" else None
-            self._is_lost = character not in "{" + SEPARATORS
-            return
+            self._object = JsonCall(self._names) if character == "{" else None
+            return True
         num_segments = len(segments)
         self._object.take(character, segments)
         self._is_lost = self._object.is_lost or (self._object.is_complete and not self._object.has_arguments)
@@ -73,20 +83,31 @@ class JsonCalls:
             self._raw.clear()
         if self._object.is_complete:
             self._object = None
+        return not self._is_lost
 
     def _pass_on(self, text: str, segments: list[Segment]) -> str | None:
         """Pass on text that is not a call as content, up to the closing tag."""
+        raw = "".join(self._raw)
         self._raw.clear()
-        split = split_at_tag(text, (self._close,))
+        if self._close is None:
+            opener = self._opener if raw.startswith(self._opener) else ""
+            segments.append(Segment(SegmentKind.CONTENT, opener))
+            return raw[len(opener) :] + text
+        split = split_at_tag(raw + text, (self._close,))
         segments.append(Segment(SegmentKind.CONTENT, split.before + (split.tag or "")))
         self._held = "" if split.tag else split.after
         return split.after if split.tag else None
 
 
 class JsonCall:
-    """Parses one object, from behind its opening brace."""
+    """Parses one object, from behind its opening brace.
 
-    def __init__(self) -> None:
+    Args:
+        names: functions that may be called; None: any.
+    """
+
+    def __init__(self, names: Container[str] | None) -> None:
+        self._names = names
         self.is_complete = False
         """Whether its closing brace has been read."""
         self.is_lost = False
@@ -167,8 +188,8 @@ class JsonCall:
             self._depth += 1
         elif character in "}]":
             self._depth -= 1
-        else:  # a stray backslash hides no quotation mark: where strings end does not depend on where parsing began
-            self.is_lost = character == "\\" and not self._is_streamed
+        else:  # neither is JSON; to go on could mean to read all that follows once for each call that begins in it
+            self.is_lost = character in "\\<" and not self._is_streamed
             return
         if self._depth <= 0:
             self._take_value(segments)
@@ -191,7 +212,8 @@ class JsonCall:
             self._arguments = "{}" if text in ("null", "") else text
         elif self._key == "name" and self._name is None and isinstance(value, str):
             self._name = value or None
-        if self._name is not None and self._arguments is not None and not self.has_arguments:
+            self.is_lost = self._names is not None and value not in self._names
+        if self._name is not None and self._arguments is not None and not (self.has_arguments or self.is_lost):
             self._begin(segments, self._arguments)
 
     def _begin(self, segments: list[Segment], arguments: str = "") -> None:

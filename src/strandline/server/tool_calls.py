@@ -6,7 +6,7 @@ The model's output is not trusted to be well-formed: text that is not a call is 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from strandline.server.segments import HeldSpace, Segment, SegmentKind, split_at_tag
+from strandline.server.segments import HeldSpace, Segment, SegmentKind, split_at_tag, split_space
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Maps a function to the JSON schema of its parameters."""
@@ -25,13 +25,15 @@ class Calls(Protocol):
 class ToolCallParser:
     """Splits output into content and calls. White space around calls is dropped."""
 
-    def __init__(self, openers: tuple[str, ...], make_calls: Callable[[str], Calls]) -> None:
+    def __init__(self, openers: tuple[str, ...], make_calls: Callable[[str], Calls], bare: str = "") -> None:
         """
         Args:
             openers: tags that begin calls.
-            make_calls: returns a parser of the calls that a tag begins.
+            make_calls: returns a parser of the calls that a tag begins, or, for no tag, the text itself.
+            bare: how calls begin that begin the output without a tag; empty: none do.
         """
         self._openers = openers
+        self._bare = bare
         self._make_calls = make_calls
         self._calls: Calls | None = None
         self._has_called = False
@@ -63,6 +65,15 @@ class ToolCallParser:
 
     def _take_content(self, segments: list[Segment]) -> bool:
         """Consume content up to a call; return whether a call begins."""
+        if self._bare:
+            space, self._text = split_space(self._text)
+            self._space.take(space)
+            if not self._text:
+                return False
+            is_call, self._bare = self._text.startswith(self._bare), ""
+            if is_call:
+                self._begin("")
+                return True
         split = split_at_tag(self._text, self._openers)
         kept = self._space.take(split.before.lstrip() if self._has_called else split.before)
         if kept:
@@ -71,7 +82,10 @@ class ToolCallParser:
         self._text = split.after
         if split.tag is None:
             return False
+        self._begin(split.tag)
+        return True
+
+    def _begin(self, tag: str) -> None:
         self._space.drop()
         self._has_called = True
-        self._calls = self._make_calls(split.tag)
-        return True
+        self._calls = self._make_calls(tag)

@@ -30,6 +30,8 @@ class ToolFormat:
     """Returns a parser of the calls that an opener begins."""
     frame: Frame
     rules: CallRules
+    bare: str = ""
+    """How calls begin that begin the output without a tag; empty: none do."""
 
     def parser(self, schemas: Schemas) -> ToolCallParser:
         """Return a parser of one output.
@@ -37,17 +39,20 @@ class ToolFormat:
         Args:
             schemas: of the functions that may be called.
         """
-        return ToolCallParser(self.openers, lambda opener: self.make_calls(opener, schemas))
+        return ToolCallParser(self.openers, lambda opener: self.make_calls(opener, schemas), self.bare)
 
     @property
     def tags(self) -> tuple[str, ...]:
         return *self.openers, *self.other_tags
 
 
+_JSON_RULES: Final = json_call("arguments")
+
+
 def _json_format(sign: str, name: str, frame: Frame) -> ToolFormat:
     """Return a format of JSON objects between two tags."""
     opener, close = f"<{name}>", f"</{name}>"
-    return ToolFormat((sign,), (opener,), (close,), lambda tag, _: JsonCalls(tag, close), frame, json_call)
+    return ToolFormat((sign,), (opener,), (close,), lambda tag, _: JsonCalls(tag, close), frame, _JSON_RULES)
 
 
 def _tag_format(tags: Tags, frame: Frame, signs: tuple[str, ...]) -> ToolFormat:
@@ -104,6 +109,15 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
         ("<function_calls>",),
         *("<function_calls>", "</function_calls>"),
         Frame(("<function_calls>",), ("</function_calls>",), separator="\n"),
+    ),
+    "llama3_json": ToolFormat(
+        ('{"name": function name, "parameters": ', "<|python_tag|>"),
+        ("<|python_tag|>",),
+        (),
+        lambda tag, schemas: JsonCalls(tag, None, schemas),
+        Frame(separator="; "),
+        json_call("parameters"),
+        bare="{",
     ),
     "minimax": _json_format(
         "tool_setting=", "tool_calls", Frame(("<tool_calls>", "\n"), ("\n", "</tool_calls>"), separator="\n")

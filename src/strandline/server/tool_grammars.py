@@ -49,10 +49,14 @@ class Frame:
         ]
 
 
-def json_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
-    """Return the rule of a call as a JSON object."""
-    opening = json.dumps('{"name": ' + json.dumps(name, ensure_ascii=False) + ', "arguments": ')
-    return [f'{rule}: {opening} %json {_json({"type": "object", **schema})} "}}"']
+def json_call(key: str) -> CallRules:
+    """Return the rule of calls as JSON objects with their arguments under a key."""
+
+    def rules(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
+        opening = json.dumps(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
+        return [f'{rule}: {opening} %json {_json({"type": "object", **schema})} "}}"']
+
+    return rules
 
 
 def headed_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:

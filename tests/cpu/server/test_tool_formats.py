@@ -67,6 +67,7 @@ ANSWERS = {
         "<|tool_call_begin|>functions.clock:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
     ),
     "lfm2": f"<|tool_call_start|>[{PYTHON_CALL}, clock()]<|tool_call_end|>",
+    "llama3_json": f"<|python_tag|>{'; '.join(JSON_CALLS)}".replace("arguments", "parameters"),
     "minimax": "<tool_calls>\n" + "\n".join(JSON_CALLS) + "\n</tool_calls>",
     "minimax_m2": "<minimax:tool_call>\n"
     + in_tags('<invoke name="{}">', '<parameter name="{}">', ("</parameter>", "</invoke>"), "")
@@ -83,6 +84,7 @@ SIGNS = {
     "jamba": "{{ '<|bom|><|assistant|> ' }}{{ '<tool_calls>[' }}",
     "kimi_k2": "<|tool_calls_section_begin|>{% for call in message.tool_calls %}<|tool_call_begin|>{{ call.id }}",
     "lfm2": "{{ 'List of tools: <|tool_list_start|>[' }}",
+    "llama3_json": """{{- 'Respond in the format {"name": function name, "parameters": dictionary of' }}""",
     "minimax": "system tool_setting=tools\nrespond with <tool_calls></tool_calls> XML tags",
     "minimax_m2": "{% set begin = '<minimax:tool_call>' %}{{ '<invoke name=\"' + call.name + '\">' }}",
     "nemotron_json": "<AVAILABLE_TOOLS>{{ tools }}</AVAILABLE_TOOLS> {{ '<TOOLCALL>[' }}",
@@ -145,7 +147,7 @@ def test_page_shows_every_parser_and_calls_of_its_format() -> None:
     assert {*TOOL_CALL_PARSERS, *REASONING_PARSERS} - {"auto", "none"} <= shown.keys()
     for name in sorted(TOOL_FORMATS.keys() - {"minimax"}):
         example = re.findall(r"`([^`]*)`", shown[name])[-1]
-        [(function, arguments)] = calls(parse(name, example))
+        [(function, arguments)] = calls(tool_format(name).parser({"f": {}}).feed(example))
         assert (function, int(arguments["x"])) == ("f", 1)
 
 
@@ -210,14 +212,16 @@ def test_no_word_of_a_text_is_lost(name: str, data: st.DataObject) -> None:
         assert f"word{index}" in found
 
 
-@pytest.mark.parametrize("name", sorted(JSON_TAGS))
-@pytest.mark.parametrize("text", ['{"x": {\\"', '{"x": "', '{"', "{", '{"name": "', '{"name": "f", "arguments": {"'])
-def test_work_for_json_that_is_no_call_is_linear(name: str, text: str) -> None:
-    tag, works = JSON_TAGS[name], []
+@pytest.mark.parametrize("name", ["llama3_json", *sorted(JSON_TAGS)])
+@pytest.mark.parametrize("text", ['{"x": {\\"', '{"x": {"', '{"x": "', '{"', "{", '{"name": "', '{"x": {'])
+@pytest.mark.parametrize("end", ["", '"}}', "}" * 200, '"' + "}" * 200])
+def test_work_for_json_that_is_no_call_is_linear(name: str, text: str, end: str) -> None:
+    known, works = tool_format(name), []
+    block = "".join([known.openers[0], text, *known.other_tags])
     for num_blocks in (50, 100):
         CountedText.take_count()
-        parser = tool_format(name).parser(SCHEMAS)
-        for start in range(0, len(whole := f"<{tag}>{text}</{tag}>" * num_blocks), 5):
+        parser = known.parser(SCHEMAS)
+        for start in range(0, len(whole := block * num_blocks + end), 5):
             parser.feed(CountedText(whole[start : start + 5]))
         parser.finish()
         works.append(CountedText.take_count())
@@ -327,6 +331,11 @@ MALFORMED = {
             *(f"[weather(days={'(' * 300}{')' * 300})]", "[weather(city=Ulm)]", "[weather(city='a' < 'b')]"),
         )
     ),
+    "llama3_json": (
+        *('<|python_tag|>weather.call(city="Ulm")', '<|python_tag|>{"name": "other", "parameters": {}}'),
+        *('<|python_tag|>{"name": "clock", "parameters": Ulm}', '<|python_tag|>{"name": "clock}', "<|python_tag|>"),
+        *('{"city": "Ulm"}', '{"name": "Ada"}', "{name: clock}", 'So: {"name": "clock", "parameters": {}}', "{"),
+    ),
     "minimax_m2": ("<minimax:tool_call>weather</minimax:tool_call>",),
     "olmo3": ("<function_calls>\nweather: Ulm\n</function_calls>", "<function_calls></function_calls>"),
     "qwen3_coder": ("<tool_call>weather</tool_call>",),
@@ -432,6 +441,25 @@ def test_work_for_a_token_does_not_grow(name: str) -> None:
             assert halves[1] <= 2 * halves[0], (answer[:end], character)
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted", "kept"),
+    [
+        ('\n {"name": "clock", "parameters": {}}\nDone.', [CLOCK], "Done."),
+        ('{"type": "function", "name": "weather", "arguments": {"days": 2}} ; so', [("weather", {"days": 2})], "; so"),
+        ('{"name": "clock"}; {"name": "other", "parameters": {}}', [CLOCK], '; {"name": "other", "parameters": {}}'),
+        ('{"name": "clock"};\n{"name": "clock"}\n', [CLOCK, CLOCK], ""),
+        ('{"name": "clock"}; {"name": "clo', [CLOCK], '; {"name": "clo'),
+        ('{"name": "weather", "parameters": {"city": "a; {\\"}"}}', [("weather", {"city": 'a; {"}'})], ""),
+        ('Call {"name": "clock", "parameters": {}}', [], ...),
+        ('{"name": "Ada", "parameters": {}}\n{"name": "clock"} ', [], ...),
+    ],
+)
+def test_calls_without_tags_begin_an_answer(text: str, wanted: Any, kept: Any) -> None:
+    segments = parse("llama3_json", text)
+    assert calls(segments) == wanted
+    assert contents(segments) == (text if kept is ... else kept)
+
+
 def test_section_that_is_cut_off_before_its_arguments_stays() -> None:
     head = "<|tool_calls_section_begin|><|tool_call_begin|>functions.clock:0<|tool_call_argument_begin|>"
     assert parse("kimi_k2", head + " ") == [Segment(SegmentKind.CONTENT, head + " ")]
@@ -496,6 +524,7 @@ def test_grammar_takes_what_the_parser_parses(name: str, grammars: Grammars) -> 
     format_name = ALIASES.get(name, name)
     answers = {
         "jamba": f"<tool_calls>[{', '.join(JSON_CALLS)}]</tool_calls>",
+        "llama3_json": ANSWERS["llama3_json"].removeprefix("<|python_tag|>"),
         "lfm2": ANSWERS["lfm2"].replace("""'Ulm, "x"'""", '"Ulm, \\"x\\""').replace("'b'", '"b"'),
         "olmo3": "<function_calls>"
         + PYTHON_CALL.replace("""'Ulm, "x"'""", '"Ulm, \\"x\\""').replace("'b'", '"b"')
@@ -584,6 +613,7 @@ def written_call(name: str, function: str, parameter: str) -> str:
         "kimi_k2": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{function}:0<|tool_call_argument_begin|>"
         f"{arguments}<|tool_call_end|><|tool_calls_section_end|>",
         "lfm2": f"<|tool_call_start|>[{python}]<|tool_call_end|>",
+        "llama3_json": as_json.replace('"arguments"', '"parameters"'),
         "minimax": f"<tool_calls>\n{as_json}\n</tool_calls>",
         "minimax_m2": f'<minimax:tool_call>\n<invoke name="{function}">\n<parameter name="{parameter}">1</parameter>\n'
         "</invoke>\n</minimax:tool_call>",
