@@ -223,14 +223,18 @@ def test_a_stop_token_among_drafts_ends_the_request_there(make: MakeLLM, make_sp
     recording = make_speculating()
     recorder = record(recording)
     [expected] = answers(recording, [prompt], GREEDY)
+    plain, llm = make(), make_speculating()
     for place, stop in enumerate(expected):
         if stop in expected[:place]:
             continue
         params = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[stop])
-        longer = prompt + expected[: place + 1] + tokens(5, seed=1)
-        plain, llm = make(), force(make_speculating(), recorder.known, [3])
-        [ended] = run(llm, [prompt], params)
-        assert parts([ended]) == parts(run(plain, [prompt], params))
+        # A salt of its own, so that nothing of another stop token's can be resumed.
+        salt = {"cache_salt": str(place)}
+        whole: Any = {"prompt_token_ids": prompt, **salt}
+        longer: Any = {"prompt_token_ids": prompt + expected[: place + 1] + tokens(5, seed=1), **salt}
+        force(llm, recorder.known, [3])
+        [ended] = run(llm, [whole], params)
+        assert parts([ended]) == parts(run(plain, [whole], params))
         assert (ended.outputs[0].finish_reason, ended.outputs[0].stop_reason) == ("stop", stop)
         assert ended.outputs[0].token_ids == expected[: place + 1]
         record(llm)

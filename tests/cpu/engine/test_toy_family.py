@@ -23,6 +23,8 @@ from strandline.records.sampling_params import SamplingParams
 from tests.cpu.engine.toy_family import LOG_TOKENS, VOCAB_SIZE, ToyModel
 
 MAX_TOKENS = 12
+AT_ONCE = 23
+"""Positions that are resumed side by side."""
 Prompt = Sequence[int]
 
 
@@ -99,14 +101,18 @@ def test_steps_of_any_size_give_the_same_tokens(make_toy: MakeToy, step_tokens: 
 def test_resuming_at_every_position_gives_the_same_tokens(make_toy: MakeToy) -> None:
     toy, prompt = make_toy(), tokens(70)
     [expected] = toy.expected([prompt])
-    for position in range(1, len(prompt)):
-        salt = str(position)
-        toy.add("before", prompt[:position], max_tokens=1, salt=salt)
+    for first in range(1, len(prompt), AT_ONCE):
+        positions = range(first, min(first + AT_ONCE, len(prompt)))
+        for position in positions:
+            toy.add(f"before {position}", prompt[:position], max_tokens=1, salt=str(position))
         toy.finish_all()
         hits = toy.core.stats().hit_tokens
-        toy.add("whole", prompt, salt=salt)
-        assert toy.finish_all()["whole"] == expected
-        assert toy.core.stats().hit_tokens - hits == position
+        for position in positions:
+            toy.add(f"whole {position}", prompt, salt=str(position))
+        found = toy.finish_all()
+        assert [found[f"whole {position}"] for position in positions] == [expected] * len(positions)
+        # None hits more than its prefix, so that each hits all of it.
+        assert toy.core.stats().hit_tokens - hits == sum(positions)
 
 
 def test_snapshots_taken_within_a_prompt_can_be_resumed(make_toy: MakeToy) -> None:
