@@ -32,8 +32,8 @@ settings.register_profile("fixed", derandomize=True, database=None, deadline=Non
 settings.register_profile("long", database=None, deadline=None, max_examples=1000, print_blob=True)
 
 SHARE_SERVERS = re.compile(
-    r"tests/cpu/bench/test_serving_command.py|tests/cpu/server/test_(anthropic|bad_bodies|cache_page|client_tools|clients"
-    r"|docs|fuzz|grammar_trials|host_check|http|http_process|listener|no_token|openai|responses|slow_client_timeout"
+    r"tests/cpu/bench/test_serving_command.py|tests/cpu/server/test_(anthropic|bad_bodies|cache_page|cache_page_browser"
+    r"|client_tools|clients|docs|fuzz|grammar_trials|host_check|http|http_process|listener|no_token|openai|responses|slow_client_timeout"
     r"|tools).py"
 )
 """Files whose tests ask the servers that session fixtures start; a second worker would start them again."""
