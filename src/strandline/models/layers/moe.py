@@ -31,7 +31,7 @@ EXPERTS: Final = "experts"
 SHARED_CHANNELS: Final = "channels between the shared expert's projections"
 
 STAND_IN_SIZE: Final = 8
-"""Intermediate size of the shared expert of zeros that stands where a family has none: kernels always add one."""
+"""Intermediate size of the shared expert of zeros that stands where a family has none: FP8 kernels always add one."""
 
 PROJECTION_ROWS = 8
 """A fused projection's rows are a multiple of this, so that every row of what it returns starts on 16 bytes."""
