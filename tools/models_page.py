@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 import transformers
 
+from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.operation import Operation
 from strandline.models.causal_lm import CausalLM
@@ -123,7 +124,6 @@ def row(architecture: str) -> tuple[str, ...]:
     token_bytes = spec.raw_block_bytes / BLOCK_TOKENS if any(layer.streams for layer in spec.layers) else 0
     snapshot_bytes = spec.raw_slot_bytes if spec.has_states else 0
     by_state = [x for x in model.operations if x.name.endswith(("_prefill", "_decode", "_update", "attention"))]
-    in_torch = [operation.name for operation in model.operations if operation.reads_device]
     is_float32 = all(x.dtype == "float32" for layer in spec.layers for x in layer.states if x.is_recurrent)
     keys_and_values = {stream.name for layer in spec.layers for stream in layer.streams} & {"key", "value"}
     return (
@@ -131,20 +131,31 @@ def row(architecture: str) -> tuple[str, ...]:
         megabytes(snapshot_bytes) if snapshot_bytes else "none",
         f"{token_bytes / 1024:.3g} KiB" if token_bytes else "nothing",
         f"{snapshot_bytes / token_bytes:,.0f} tokens" if snapshot_bytes and token_bytes else "",
-        f"in part: {listed(in_torch)}" if in_torch else "Triton",
-        on_cpu(by_state),
-        "CPU" if spec.can_replay else "no",
+        versions("Triton", model.operations),
+        versions("Numba", by_state),
+        speculation(model),
         "weights, KV" if keys_and_values else "weights",
-        {(True, True): "yes", (False, True): "CPU"}.get((not in_torch, is_float32), "no"),
+        "yes" if is_float32 else "no",
     )
 
 
-def on_cpu(operations: list[Operation[..., Any]]) -> str:
-    """Return which of the operations that advance states, or attend, are Numba kernels."""
-    lacking = [x.name for x in operations if all(backend.name != "Numba" for backend in x.backends)]
+def versions(backend: str, operations: list[Operation[..., Any]]) -> str:
+    """Return the name of a backend, and the operations that it has no version of."""
+    lacking = [x.name for x in operations if all(version.name != backend for version in x.backends)]
     if not lacking:
-        return "Numba"
-    return "torch" if len(lacking) == len(operations) else f"Numba; torch: {listed(lacking)}"
+        return backend
+    return "torch" if len(lacking) == len(operations) else f"{backend}; torch: {listed(lacking)}"
+
+
+def speculation(model: CausalLM) -> str:
+    """Return the methods that can draft tokens; the model gets its draft layer, where the family has one."""
+    if not model.spec.can_replay:
+        return "no"
+    try:
+        model.add_draft_layer()
+    except ConfigError:
+        return "n-gram"
+    return "n-gram, MTP"
 
 
 def listed(names: list[str]) -> str:
