@@ -22,11 +22,15 @@ def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
     return x_TO.mul_(gate_TO.sigmoid())
 
 
-@operation()
-def gelu_glu(gate_up: Tensor) -> Tensor:
-    """Return ``gelu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection."""
+@operation(triton("activation_triton"))
+def geglu(gate_up: Tensor, is_tanh: bool = False) -> Tensor:
+    """Return ``gelu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection.
+
+    Args:
+        is_tanh: whether gelu is approximated by a hyperbolic tangent.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate).mul_(up)
+    return F.gelu(gate, approximate="tanh" if is_tanh else "none").mul_(up)
 
 
 @operation(triton("activation_triton"))

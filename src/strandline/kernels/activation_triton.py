@@ -21,7 +21,25 @@ WARPS = 4
 
 
 @triton.jit
-def _swiglu_kernel(gate_up_ptr, out_ptr, stride_t, F, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    if ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    # 0.5 x (1 + tanh(y)), since (1 + tanh(y)) / 2 is sigmoid(2 y).
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _glu_kernel(
+    gate_up_ptr,
+    out_ptr,
+    stride_t,
+    F,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     col_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask_F = col_F < F
@@ -30,8 +48,8 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, stride_t, F, BLOCK: tl.constexpr, OVERL
     dtype = out_ptr.dtype.element_ty
     gate_F = tl.load(gate_up_ptr + row * stride_t + col_F, mask=mask_F, other=0.0).to(tl.float32)
     up_F = tl.load(gate_up_ptr + row * stride_t + F + col_F, mask=mask_F, other=0.0).to(tl.float32)
-    silu_F = (gate_F * tl.sigmoid(gate_F)).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * F + col_F, (silu_F * up_F).to(dtype), mask=mask_F)
+    activated_F = _activate(gate_F, ACTIVATION).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * F + col_F, (activated_F * up_F).to(dtype), mask=mask_F)
 
 
 @triton.jit
@@ -85,6 +103,15 @@ def relu_squared(x: Tensor) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection."""
+    return _launch_glu(gate_up, "silu")
+
+
+def geglu(gate_up: Tensor, is_tanh: bool = False) -> Tensor:
+    """Return ``gelu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection."""
+    return _launch_glu(gate_up, "gelu_tanh" if is_tanh else "gelu")
+
+
+def _launch_glu(gate_up: Tensor, activation: str) -> Tensor:
     if gate_up.dim() != 2 or gate_up.stride(-1) != 1:
         gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
@@ -92,7 +119,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     stride = gate_up.stride(0) if gate_up.dim() == 2 else 2 * size
     grid = (gate_up.numel() // (2 * size), cdiv(size, BLOCK))
     options = overlap_options(gate_up)
-    _swiglu_kernel[grid](gate_up, out, stride, size, BLOCK=BLOCK, num_warps=WARPS, **options)
+    _glu_kernel[grid](gate_up, out, stride, size, ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS, **options)
     return out
 
 

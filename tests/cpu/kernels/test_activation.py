@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from strandline.kernels import activation
 from tests.bound import bound
 
+geglu = bound(activation.geglu)
 sigmoid_gate = bound(activation.sigmoid_gate)
 swiglu = bound(activation.swiglu)
 
@@ -29,6 +30,20 @@ def test_swiglu_multiplies_the_silu_of_the_first_half(shape: tuple[int, int], dt
     expected = F.silu(gate) * up
     torch.testing.assert_close(swiglu(gate_up), expected)
     torch.testing.assert_close(swiglu(gate_up.contiguous()[None]), expected[None])
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_geglu_multiplies_the_gelu_of_the_first_half(
+    shape: tuple[int, int], dtype: torch.dtype, approximate: str
+) -> None:
+    gate_up = strided(*shape, dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    expected = F.gelu(gate, approximate=approximate) * up
+    is_tanh = approximate == "tanh"
+    torch.testing.assert_close(geglu(gate_up, is_tanh=is_tanh), expected)
+    torch.testing.assert_close(geglu(gate_up.contiguous()[None], is_tanh=is_tanh), expected[None])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

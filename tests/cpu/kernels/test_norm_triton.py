@@ -113,6 +113,8 @@ def check_gates(num_rows: int, size: int, dtype: torch.dtype, device: str) -> No
     gate_up = view_of_wider((num_rows, 2 * size), dtype, device)
     with poisoned_memory():
         near(activation_triton.swiglu(gate_up), activation.swiglu.reference(gate_up))
+        for is_tanh in (False, True):
+            near(activation_triton.geglu(gate_up, is_tanh), activation.geglu.reference(gate_up, is_tanh))
     for name in ("sigmoid_gate", "silu_gate"):
         x_TO, gate_TO = (view_of_wider((num_rows, size), dtype, device) for _ in range(2))
         expected_TO = getattr(activation, name).reference(x_TO.clone(), gate_TO)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strandline.kernels.activation import geglu
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -154,6 +155,8 @@ class GriffinLayer(nn.Module):
 class GeluMlp(nn.Module):
     """A feed-forward part with a gated linear unit of gelu, and biases; its channels are divided among shards."""
 
+    operations = (geglu,)
+
     def __init__(
         self, hidden_size: int, size: int, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
     ) -> None:
@@ -163,9 +166,12 @@ class GeluMlp(nn.Module):
         """Rows: gate, up."""
         self.down = SummedProjection(hidden_size, size, dtype, device, shard, has_bias=True)
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._geglu = kernels[geglu]
+
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        gate_TF, up_TF = self.gate_up.multiply(hidden_TE).chunk(2, dim=-1)
-        return self.down.multiply(F.gelu(gate_TF, approximate="tanh").mul_(up_TF))
+        return self.down.multiply(self._geglu(self.gate_up.multiply(hidden_TE), is_tanh=True))
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""

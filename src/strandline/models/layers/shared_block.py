@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strandline.kernels.activation import gelu_glu
+from strandline.kernels.activation import geglu
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.attention import paged_attention
 from strandline.kernels.batch import KVMemory, StepBatch
@@ -144,7 +144,7 @@ class SharedBlockUse(nn.Module):
         embed: returns the embeddings of tokens.
     """
 
-    operations = (rms_norm, prepare_qkv, paged_attention, gelu_glu)
+    operations = (rms_norm, prepare_qkv, paged_attention, geglu)
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class SharedBlockUse(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._rms_norm, self._gelu_glu = kernels[rms_norm], kernels[gelu_glu]
+        self._rms_norm, self._geglu = kernels[rms_norm], kernels[geglu]
         self._prepare_qkv, self._attend = kernels[prepare_qkv], kernels[paged_attention]
         self._sum = kernels.ranks.sum
 
@@ -195,7 +195,7 @@ class SharedBlockUse(nn.Module):
         attended_TE = self._attention(self._rms_norm(x_TX, block.norm_X, config.eps), rotary, batch, memory)
         normed_TE = self._rms_norm(attended_TE, block.mlp_norm_E, config.eps)
         gate_up_TY = self.mlp_adapter.add_to(block.gate_up.multiply(normed_TE), normed_TE)
-        return self.linear.multiply(self._sum(block.down.multiply(self._gelu_glu(gate_up_TY))))
+        return self.linear.multiply(self._sum(block.down.multiply(self._geglu(gate_up_TY))))
 
     def _attention(self, x_TX: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
         block = self.block
