@@ -118,6 +118,7 @@ def measure_decode(llm: LLM, options: argparse.Namespace) -> None:
     rng = Random(1)
     for batch_size in map(int, options.batch_sizes.split(",")):
         figures = []
+        before = after = llm.engine.core.stats().speculation
         for _ in range(2):
             for index in range(batch_size):
                 llm.engine.add_request(str(index), some_tokens(llm, rng, 1024), params_for(options.output_tokens))

@@ -118,11 +118,12 @@ def fresh_prompts(rng: Random, options: argparse.Namespace, num_clients: int) ->
 def measure(llm: LLM, url: str, rng: Random, options: argparse.Namespace, num_clients: int) -> None:
     """Print a line for one number of clients."""
     timings: dict[str, list[Timing]] = {"offline": [], "http": []}
+    count = 0
     for _ in range(options.repeats):
         prompts = fresh_prompts(rng, options, num_clients)
+        count = len(prompts)
         timings["offline"].append(offline(llm, prompts, num_clients, options.output_tokens))
         timings["http"].append(over_http(url, prompts, num_clients, options.output_tokens))
-    count = len(prompts)
     wall_s = {name: median(timing.wall_s for timing in each) for name, each in timings.items()}
     ttft_s = {name: median(timing.ttft_s for timing in each) for name, each in timings.items()}
     itl_s = {name: median(timing.itl_s for timing in each) for name, each in timings.items()}

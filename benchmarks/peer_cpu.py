@@ -38,8 +38,8 @@ for _name, _value in (
     os.environ.setdefault(_name, _value)
 
 # Below the lines above, because torch and vLLM read the environment when they are imported.
-import throughput  # type: ignore[import-not-found] # noqa: E402
-import vllm  # type: ignore[import-not-found] # noqa: E402
+import throughput  # noqa: E402
+import vllm  # noqa: E402
 
 from strandline import LLM, SamplingParams  # noqa: E402
 from strandline.bench.workloads import Batch  # noqa: E402

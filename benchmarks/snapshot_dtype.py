@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from statistics import fmean
+from typing import Any
 
 from strandline import LLM, SamplingParams
 from strandline.bench.evaluate import make_suite, score
@@ -53,7 +54,8 @@ def take(llm: LLM, suite: Sequence[Task], num_rests: int) -> Replies:
     rng = Random(0)
     replies = Replies()
     for first in range(0, len(suite), BATCH):
-        prompts = [llm.render(task.messages)["prompt_token_ids"] for task in suite[first : first + BATCH]]
+        rendered: list[Any] = [llm.render(task.messages) for task in suite[first : first + BATCH]]
+        prompts = [prompt["prompt_token_ids"] for prompt in rendered]
         cuts = [sorted(rng.sample(range(1, len(ids)), num_rests)) for ids in prompts]
         for piece in range(num_rests):
             pieces = [ids[: cut[piece]] for ids, cut in zip(prompts, cuts, strict=True)]

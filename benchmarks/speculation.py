@@ -10,7 +10,6 @@ warm-up. It says whether tokens are those of plain decoding, as they must be in 
 import argparse
 import platform
 import time
-from collections.abc import Mapping
 from datetime import date
 from statistics import median
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from strandline import LLM, SamplingParams
 from strandline.bench.evaluate import make_suite
 
-SPECULATION: Mapping[str, dict[str, Any] | None] = {
+SPECULATION: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "mtp 1": {"method": "mtp", "num_speculative_tokens": 1, "adaptive": False},
     "mtp 2": {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False},
@@ -36,8 +35,8 @@ TEXT = " ".join(
     for place in ("far away", "in the city")
 )
 
-Prompts = Mapping[str, list[list[int]]]
-Answers = Mapping[str, list[list[int]]]
+Prompts = dict[str, list[list[int]]]
+Answers = dict[str, list[list[int]]]
 
 
 def main() -> None:
@@ -82,7 +81,7 @@ def prompts_of(llm: LLM, per_kind: int) -> Prompts:
     tokenizer = llm.get_tokenizer()
     prompts: dict[str, list[list[int]]] = {}
     for task in make_suite(1, per_kind):
-        rendered = llm.render(task.messages)
+        rendered: Any = llm.render(task.messages)
         prompts.setdefault(task.kind, []).append(list(rendered["prompt_token_ids"]))
     copied = TEXT + " " + TEXT
     prompts["copy"] = [list(tokenizer.encode(copied[: -60 * (index + 1)])) for index in range(4)]

@@ -15,6 +15,7 @@ H value heads (K * R), D head size, E hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +85,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 def l2norm(x: Tensor) -> Tensor:
@@ -95,14 +97,17 @@ class UnitLowerInverse(torch.autograd.Function):
     """The inverse of ``I + strictly lower``; the gradient needs the inverse alone."""
 
     @staticmethod
-    def forward(ctx, strict_CC: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(ctx: Any, strict_CC: Tensor) -> Tensor:
         eye = torch.eye(strict_CC.shape[-1], dtype=strict_CC.dtype, device=strict_CC.device)
-        inverse = torch.linalg.solve_triangular(strict_CC, eye.expand_as(strict_CC), upper=False, unitriangular=True)
+        inverse: Tensor = torch.linalg.solve_triangular(
+            strict_CC, eye.expand_as(strict_CC), upper=False, unitriangular=True
+        )
         ctx.save_for_backward(inverse)
         return inverse
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        inverse: Tensor
         (inverse,) = ctx.saved_tensors
         inverse_T = inverse.transpose(-1, -2)
         return -(inverse_T @ grad @ inverse_T).tril(-1)
@@ -112,7 +117,7 @@ class StateScan(torch.autograd.Function):
     """All states before each chunk of ``S' = M S + D``; ``[B, n, H, D, D]`` in, the same out, zeros first."""
 
     @staticmethod
-    def forward(ctx, factor: Tensor, update: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(ctx: Any, factor: Tensor, update: Tensor) -> Tensor:
         states = torch.empty_like(update)
         batch, chunks, heads, dim, _ = update.shape
         factor_n, update_n = (x.transpose(0, 1).reshape(chunks, batch * heads, dim, dim) for x in (factor, update))
@@ -125,7 +130,7 @@ class StateScan(torch.autograd.Function):
         return states
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         factor, states = ctx.saved_tensors
         batch, chunks, heads, dim, _ = states.shape
         factor_T = factor.transpose(0, 1).reshape(chunks, batch * heads, dim, dim).transpose(-1, -2)
@@ -189,7 +194,7 @@ class GatedDeltaNet(nn.Module):
             ones = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=h_NE.device)
             pair = pair.masked_fill(ones.triu(1), float("-inf")).exp()
             system = ((k_MKCD @ k_MKCD.transpose(-1, -2))[:, :, None] * pair * beta).tril(-1)
-            inverse = UnitLowerInverse.apply(system)
+            inverse: Tensor = UnitLowerInverse.apply(system)  # type: ignore[no-untyped-call]
             grown = total.exp()[..., None]
             value = inverse @ (v_MKRCD * beta)
             read = inverse @ (k_MKCD[:, :, None] * (beta * grown))
@@ -206,7 +211,8 @@ class GatedDeltaNet(nn.Module):
         with torch.autocast(z.device.type, enabled=False):
             out = out + query @ states
         o_NHD = out.transpose(1, 2).reshape(z.shape[0], -1, self.shape.linear_value_head_dim).to(z.dtype)
-        return self.out_proj(self.norm(o_NHD, z.view_as(o_NHD)).flatten(1))
+        projected: Tensor = self.out_proj(self.norm(o_NHD, z.view_as(o_NHD)).flatten(1))
+        return projected
 
 
 class Attention(nn.Module):
@@ -257,7 +263,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def add_mlp(self, x_NE: Tensor) -> Tensor:
-        return x_NE + self.mlp(self.post_attention_layernorm(x_NE))
+        out: Tensor = self.mlp(self.post_attention_layernorm(x_NE))
+        return x_NE + out
 
 
 class DeltaLayer(Layer):
@@ -271,8 +278,8 @@ class DeltaLayer(Layer):
         out, query, factor, update, z = self.before(x_NE, positions_N)
         rows = (batch, -1, *factor.shape[1:])
         with torch.autocast(x_NE.device.type, enabled=False):
-            states = StateScan.apply(factor.view(rows), update.view(rows)).flatten(0, 1)
-        return self.after(x_NE, out, query, states, z)
+            states = StateScan.apply(factor.view(rows), update.view(rows))  # type: ignore[no-untyped-call]
+        return self.after(x_NE, out, query, states.flatten(0, 1), z)
 
 
 class AttentionLayer(Layer):
@@ -300,7 +307,8 @@ class MTP(nn.Module):
 
     def forward(self, hidden_NE: Tensor, next_NE: Tensor, positions_N: Tensor, batch: int) -> Tensor:
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(next_NE), self.pre_fc_norm_hidden(hidden_NE)], dim=-1))
-        return self.norm(self.layers[0](x, positions_N, batch))
+        out: Tensor = self.norm(self.layers[0](x, positions_N, batch))
+        return out
 
 
 class Trunk(nn.Module):
@@ -326,17 +334,19 @@ class DemoModel(nn.Module):
         if length % CHUNK_TOKENS:
             raise ValueError(f"rows of {length} tokens; pad them to a multiple of {CHUNK_TOKENS}")
         positions_N = torch.arange(length, device=ids_BT.device).repeat(batch)
-        x = self.model.embed_tokens(ids_BT.flatten())
+        x: Tensor = self.model.embed_tokens(ids_BT.flatten())
         for layer in self.model.layers:
             x = layer(x, positions_N, batch)
-        return self.model.norm(x)
+        out: Tensor = self.model.norm(x)
+        return out
 
     def draft(self, hidden_NE: Tensor, next_ids_BT: Tensor) -> Tensor:
         """The MTP layer's hidden states; gradients stop at the trunk and the embedding."""
         batch, length = next_ids_BT.shape
         positions_N = torch.arange(length, device=next_ids_BT.device).repeat(batch)
         embedded = F.embedding(next_ids_BT.flatten(), self.model.embed_tokens.weight.detach())
-        return self.mtp(hidden_NE.detach(), embedded, positions_N, batch)
+        out: Tensor = self.mtp(hidden_NE.detach(), embedded, positions_N, batch)
+        return out
 
 
 def initialise(model: DemoModel, seed: int) -> None:

@@ -7,7 +7,7 @@ Source: the models' published configurations.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -139,7 +139,7 @@ def row(architecture: str) -> tuple[str, ...]:
     )
 
 
-def versions(backend: str, operations: list[Operation[..., Any]]) -> str:
+def versions(backend: str, operations: Sequence[Operation[..., Any]]) -> str:
     """Return the name of a backend, and the operations that it has no version of."""
     lacking = [x.name for x in operations if all(version.name != backend for version in x.backends)]
     if not lacking:

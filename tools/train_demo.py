@@ -20,11 +20,12 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -162,7 +163,7 @@ def _draw_batch(step: int, total_steps: int, step_tokens: int) -> tuple[np.ndarr
 class Muon(torch.optim.Optimizer):
     """Momentum, made orthogonal by five Newton-Schulz steps (Jordan et al., 2024); one batch per shape of matrix."""
 
-    def __init__(self, params: list[Tensor], lr: float, momentum: float = 0.95, decay: float = 0.01) -> None:
+    def __init__(self, params: Sequence[Tensor], lr: float, momentum: float = 0.95, decay: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay})
 
     @torch.no_grad()
@@ -172,7 +173,7 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 shapes.setdefault(p.shape, []).append(p)
             for shape, params in shapes.items():
-                grads = torch.stack([p.grad for p in params])
+                grads = torch.stack([p.grad for p in params if p.grad is not None])
                 state = self.state[params[0]]
                 buffer = state.setdefault("momentum", torch.zeros_like(grads))
                 buffer.lerp_(grads, 1 - group["momentum"])
@@ -239,9 +240,10 @@ def train(args: argparse.Namespace) -> None:
     loss_of = head_loss
     if device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64
-        for kind in (DeltaLayer, AttentionLayer):
-            kind.before = torch.compile(kind.before, dynamic=False)  # type: ignore[method-assign]
-            kind.after = torch.compile(kind.after, dynamic=False)  # type: ignore[method-assign]
+        kinds: tuple[Any, ...] = (DeltaLayer, AttentionLayer)
+        for kind in kinds:
+            kind.before = torch.compile(kind.before, dynamic=False)
+            kind.after = torch.compile(kind.after, dynamic=False)
         loss_of = torch.compile(head_loss, dynamic=False)
     optimisers = make_optimisers(model)
     peaks = [[g["lr"] for g in o.param_groups] for o in optimisers]

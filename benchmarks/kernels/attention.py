@@ -9,7 +9,9 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import e, log2
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,10 +87,8 @@ def make_memory(num_kv_heads: int, num_blocks: int = ARENA_BLOCKS) -> KVMemory:
     shape = (num_blocks, 64, num_kv_heads, HEAD_DIM)
     strides = (BLOCK_STRIDE, num_kv_heads * HEAD_DIM, HEAD_DIM, 1)
     between = 64 * num_kv_heads * HEAD_DIM
-    views = [arena.as_strided(shape, strides, layer * between) for layer in range(2)]
-    for view in views:
-        view.normal_()
-    return KVMemory(*views)
+    k_BPGD, v_BPGD = (arena.as_strided(shape, strides, layer * between).normal_() for layer in range(2))
+    return KVMemory(k_BPGD, v_BPGD)
 
 
 def make_work(
@@ -140,7 +140,7 @@ def graph_us(run: Callable[[], object], num_steps: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return do_bench(graph.replay, warmup=10, rep=60, return_mode="median") * 1000 / num_steps
+    return float(do_bench(graph.replay, warmup=10, rep=60, return_mode="median")) * 1000 / num_steps
 
 
 def report(name: str, work: Work, us: float) -> None:
@@ -183,7 +183,7 @@ def verify(model: str) -> None:
             out = attention_triton.paged_attention(
                 q_THD, memory, batch, num_decodes, scale=SCALE, window_tokens=window
             ).float()
-            expected = attention.paged_attention.reference(  # type: ignore[attr-defined]
+            expected = attention.paged_attention.reference(
                 q_THD.float(), wide, batch, num_decodes, scale=SCALE, window_tokens=window
             )
             error = float((out - expected).norm() / expected.norm())
@@ -208,12 +208,11 @@ def time_torch_prefill(work: Work, model: str, ranges: Sequence[tuple[int, int]]
     q = torch.randn(sum(q_lens), num_heads, HEAD_DIM, device="cuda").bfloat16()
     k, v = (torch.randn(sum(k_lens), num_kv_heads, HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
     last_error: Exception | None = None
-    for causal in ({"is_causal": True}, {"window_size": (-1, 0)}):
-        for gqa in ({}, {"enable_gqa": True}):
+    spellings: tuple[dict[str, Any], ...] = ({"is_causal": True}, {"window_size": (-1, 0)})
+    for causal in spellings:
+        for gqa in (dict[str, Any](), {"enable_gqa": True}):
             try:
-                run = lambda c=causal, g=gqa: varlen_attn(  # noqa: E731
-                    q, k, v, q_starts, k_starts, max(q_lens), max(k_lens), **c, **g
-                )
+                run = partial(varlen_attn, q, k, v, q_starts, k_starts, max(q_lens), max(k_lens), **causal, **gqa)
                 run()
             except (TypeError, RuntimeError, ValueError) as error:
                 last_error = error
@@ -236,7 +235,8 @@ def time_prefix(work: Work, model: str, start: int, end: int, memory: KVMemory) 
         )
         report("strandline", prefix, do_bench(run, warmup=20, rep=200, return_mode="median") * 1000)
         shape = (start // 64, 64, num_kv_heads, HEAD_DIM)
-        e4m3 = KVMemory(*(torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for _ in range(2)))
+        k_BPGD, v_BPGD = (torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+        e4m3 = KVMemory(k_BPGD, v_BPGD)
         table = torch.randperm(start // 64, device="cuda").int()
         run = lambda: attention_prefix_triton.attend_prefix(q_THD, e4m3, table, start // 64, scale_log2)  # noqa: E731
         report("strandline, e4m3", prefix, do_bench(run, warmup=20, rep=200, return_mode="median") * 1000)
@@ -256,7 +256,7 @@ def time_all(name: str, works: Sequence[Work], memory: KVMemory, best: dict[str,
     """Time a variant on every shape; one that does not compile or fit says so and is left."""
     for work in works:
         try:
-            us = graph_us(lambda w=work: run_all(w, memory), len(work.steps))
+            us = graph_us(partial(run_all, work, memory), len(work.steps))
         except Exception as error:  # noqa: BLE001 -- a sweep goes on after whatever a variant fails with
             print(f"{work.label} {name}: {type(error).__name__} {str(error).splitlines()[:1]}", flush=True)
             return

@@ -11,10 +11,11 @@ or the multiplications at 1,400 TFLOP/s.
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
-from linear import BYTES_PER_S, time_us  # type: ignore[import-not-found]
+from linear import BYTES_PER_S, time_us
 from torch import Tensor
 
 from strandline.kernels import block_scaled_triton, linear_triton, stacked_linear_triton
@@ -150,13 +151,13 @@ def measure(name: str, num_rows: int, *, is_sweep: bool) -> None:
     """Check and time every way of one product."""
     num_inputs, num_outputs = SHAPES[name]
     count = max(3, -(-200_000_000 // (num_inputs * num_outputs)))
-    options = {"device": "cuda", "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     wide = [torch.randn(num_outputs, num_inputs, **options).mul_(num_inputs**-0.5) for _ in range(count)]
     narrow = [ScaledWeight(*quantize_blocks(weight)) for weight in wide]
     x = torch.randn(num_rows, num_inputs, **options)
     expected = block_scaled_linear.reference(x, narrow[0]).double()
     floor_us = 1e6 * num_inputs * num_outputs * max(1 / BYTES_PER_S, 2 * num_rows / FLOPS)
-    taken_us = time_us([lambda w=weight: linear_triton.linear(x, w) for weight in wide])
+    taken_us = time_us([partial(linear_triton.linear, x, weight) for weight in wide])
     print(f"{name} rows={num_rows} bfloat16: {taken_us:.2f} us", flush=True)
     num_rows_behind = ROWS_BEHIND.get(name, 0)
     found = list(ways(num_rows, num_rows_behind, is_sweep=is_sweep))
@@ -167,7 +168,7 @@ def measure(name: str, num_rows: int, *, is_sweep: bool) -> None:
             # Of all weights, so that what is made once for each is not made while a graph is captured.
             out, *_ = [product(x, weight) for weight in narrow]
             error = float((out.double() - expected).norm() / expected.norm()) if out.shape == expected.shape else 0
-            taken_us = time_us([lambda w=weight, p=product: p(x, w) for weight in narrow])
+            taken_us = time_us([partial(product, x, weight) for weight in narrow])
         except Exception as problem:  # noqa: BLE001 - a way that does not run here must not end the others
             print(f"{name} rows={num_rows} {way}: {type(problem).__name__}: {str(problem)[:80]!r}", flush=True)
             continue

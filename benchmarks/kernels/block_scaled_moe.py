@@ -8,11 +8,12 @@ longer.
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import inf
 
 import torch
-from moe import BYTES_PER_S, EXPERTS, HIDDEN, ROUTING, SIZE, TOP_K, time_us  # type: ignore[import-not-found]
+from moe import BYTES_PER_S, EXPERTS, HIDDEN, ROUTING, SIZE, TOP_K, time_us
 from torch import Tensor
 
 from strandline.kernels import block_scaled_moe_triton, moe_triton
@@ -99,10 +100,11 @@ class Inputs:
         self.gate_up, self.down, self.shared_down = layer
         sizes = [2 * SIZE, EXPERTS, 1, 7]
         self.x_TD, self.shared_TD = torch.randn(2, num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
-        projected = torch.randn(num_tokens, sum(sizes), device="cuda", dtype=torch.bfloat16).split(sizes, dim=-1)
-        self.projected = projected[:3]
+        fused = torch.randn(num_tokens, sum(sizes), device="cuda", dtype=torch.bfloat16)
+        shared_TS, logits_TE, gate_T1, _ = fused.split(sizes, dim=-1)
+        self.projected = (shared_TS, logits_TE, gate_T1)
         self.rows = quantize_rows(self.x_TD)
-        self.chosen = route(projected[1], None, ROUTING)
+        self.chosen = route(logits_TE, None, ROUTING)
 
     def mixture(self) -> Tensor:
         weights = (self.gate_up, self.down, self.shared_down)
@@ -138,6 +140,11 @@ class Inputs:
         return 1e6 * max(weight_bytes / BYTES_PER_S, self.chosen[1].numel() * 6 * SIZE * HIDDEN / FLOPS)
 
 
+def call_few(few: Few, inputs: Inputs) -> Callable[[], object]:
+    """Return a call of the way of few tokens."""
+    return lambda: inputs.few(few)
+
+
 def report(
     name: str, num_tokens: int, make: Callable[[Inputs], Callable[[], object]], *, layers: list[Layer], share: float = 1
 ) -> float:
@@ -168,10 +175,11 @@ def sweep_few(num_tokens: int, layers: list[Layer]) -> None:
     """Time first products in front of the second one in force, then second products behind the fastest of these."""
 
     def taken_us(few: Few) -> float:
-        return report(f"few {tuple(few)}", num_tokens, lambda i: lambda: i.few(few), layers=layers)
+        return report(f"few {tuple(few)}", num_tokens, partial(call_few, few), layers=layers)
 
     in_force = block_scaled_moe_triton.FEW[num_tokens > 1]
-    up = min(FEW_UPS, key=lambda up: taken_us(Few(*up, *in_force[3:])))
+    down_in_force = (in_force.block_down_n, in_force.warps_down)
+    up = min((Few(*up, *down_in_force) for up in FEW_UPS), key=taken_us)[:3]
     best = min((Few(*up, *down) for down in FEW_DOWNS), key=taken_us)
     print(f"tokens={num_tokens} fastest: {tuple(best)}", flush=True)
 
@@ -183,9 +191,9 @@ def sweep(num_tokens: int, layers: list[Layer]) -> None:
         return
     size = "small" if num_tokens <= 64 else "large"
     for tile in UP_TILES[size]:
-        report(f"up {tuple(tile)}", num_tokens, lambda i, t=tile: i.up(t), layers=layers, share=2 / 3)
+        report(f"up {tuple(tile)}", num_tokens, partial(Inputs.up, tile=tile), layers=layers, share=2 / 3)
     for tile in DOWN_TILES[size]:
-        report(f"down {tuple(tile)}", num_tokens, lambda i, t=tile: i.downward(t), layers=layers, share=1 / 3)
+        report(f"down {tuple(tile)}", num_tokens, partial(Inputs.downward, tile=tile), layers=layers, share=1 / 3)
 
 
 def main() -> None:
@@ -195,17 +203,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     arguments = parser.parse_args()
     shapes = ((EXPERTS, 2 * SIZE, HIDDEN), (EXPERTS, HIDDEN, SIZE), (HIDDEN, SIZE))
-    layers = [tuple(scaled(*shape) for shape in shapes) for _ in range(NUM_LAYERS)]
+    layers = [(scaled(*shapes[0]), scaled(*shapes[1]), scaled(*shapes[2])) for _ in range(NUM_LAYERS)]
     check(layers[0])
     wide = [[torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes] for _ in range(NUM_LAYERS)]
     for num_tokens in arguments.tokens:
         report("mixture", num_tokens, lambda i: i.mixture, layers=layers)
         if block_scaled_moe_triton.MAX_TOKENS_FEW < num_tokens <= MOST_TOKENS_FEW:
             few = block_scaled_moe_triton.FEW[1]
-            report("mixture, choice by choice", num_tokens, lambda i, f=few: lambda: i.few(f), layers=layers)
+            report("mixture, choice by choice", num_tokens, partial(call_few, few), layers=layers)
         turn = iter(wide)
 
-        def in_bfloat16(inputs: Inputs, turn=turn) -> Callable[[], object]:
+        def in_bfloat16(inputs: Inputs, turn: Iterator[list[Tensor]] = turn) -> Callable[[], object]:
             gate_up, down, shared = next(turn)
             arguments = (inputs.x_TD, *inputs.projected, gate_up, down, DenseWeight(shared), ROUTING)
             return lambda: moe_triton.mixture(*arguments)

@@ -11,6 +11,7 @@ mean over steps in which all logs are equally full, and the time of one in which
 import argparse
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ VARIANTS = [
     if block_v <= 64 * num_warps
 ]
 
-Call = tuple[Tensor, ...]
+Call = tuple[Any, ...]
+"""Tensors, and what keeps some."""
 
 
 def calls(batch_size: int, state_dtype: torch.dtype) -> list[Call]:
@@ -43,7 +45,7 @@ def calls(batch_size: int, state_dtype: torch.dtype) -> list[Call]:
     A_log_H = torch.empty(VALUE_HEADS, device="cuda").uniform_(0.001, 4).log()
     dt_bias_H = torch.randn(VALUE_HEADS, device="cuda")
     sizes = [KEY_HEADS * HEAD_DIM, KEY_HEADS * HEAD_DIM, VALUE_HEADS * HEAD_DIM, VALUE_HEADS, VALUE_HEADS]
-    found = []
+    found: list[Call] = []
     for layer in range(num_layers):
         q, k, v, a_NH, b_NH = torch.randn(batch_size, sum(sizes), device="cuda").bfloat16().split(sizes, dim=1)
         q_NGK, k_NGK, v_NHV = (x.unflatten(1, (-1, HEAD_DIM)) for x in (q, k, v))
@@ -69,7 +71,7 @@ def time_logged_us(all_calls: list[Call], num_places: int = LOG_TOKENS) -> tuple
         for call in all_calls
     ]
     graph = record(gdn_decode_triton.gdn_decode_logged, logged)
-    times = []
+    times = list[float]()
     for length in range(num_places + 1):
         len_N.fill_(length)
         num_folded_N.fill_(length + 1 if length == num_places else 0)
@@ -92,7 +94,7 @@ def record(operation: Callable[..., Tensor], all_calls: Sequence[tuple[object, .
 
 def replay_us(graph: torch.cuda.CUDAGraph, num_calls: int) -> float:
     """Return the median time of one of a graph's calls."""
-    times = []
+    times = list[float]()
     for _ in range(23):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -105,10 +107,11 @@ def replay_us(graph: torch.cuda.CUDAGraph, num_calls: int) -> float:
 
 def check(batch_size: int, state_dtype: torch.dtype) -> None:
     """Compare one call with the torch version on the same device, in float32."""
-    *inputs, state_SHKV, src_N, dst_N = calls(batch_size, state_dtype)[1]
+    call = calls(batch_size, state_dtype)[1]
+    inputs, (state_SHKV, src_N, dst_N) = call[:-3], call[-3:]
     expected_SHKV = state_SHKV.to(torch.float32, copy=True)
-    expected_NHV = gdn.gdn_decode.reference(*(x.float() for x in inputs), expected_SHKV, src_N, dst_N)
-    out_NHV = gdn_decode_triton.gdn_decode(*inputs, state_SHKV, src_N, dst_N)
+    exact = (*(x.float() for x in inputs), expected_SHKV, src_N, dst_N)
+    expected_NHV, out_NHV = gdn.gdn_decode.reference(*exact), gdn_decode_triton.gdn_decode(*call)
     out, state = error_ratio(out_NHV, expected_NHV), error_ratio(state_SHKV, expected_SHKV)
     is_right = out < 4e-3 and state < (1e-5 if state_dtype == torch.float32 else 4e-3)
     print(f"check batch {batch_size}, state {state_dtype}: {'ok' if is_right else 'WRONG'} ({out:.1e}, {state:.1e})")

@@ -7,8 +7,9 @@ the cache. The floor is the weight's bytes over 4.3 TB/s.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,6 +89,13 @@ def torch_product(shape: Shape) -> Product:
     return torch.nn.functional.linear
 
 
+def launch(
+    launcher: Callable[..., Tensor], tiling: Gemv | Skinny, x: Tensor, weight: Tensor, *, is_gated: bool
+) -> Tensor:
+    """Compute a product without a bias in one way of tiling."""
+    return launcher(x, weight, None, tiling, is_gated=is_gated)
+
+
 def variants(shape: Shape, num_rows: int, *, is_sweep: bool) -> Iterator[tuple[str, Product]]:
     """Yield the ways to compute one product, by name."""
     gated = shape.is_gated
@@ -98,13 +106,13 @@ def variants(shape: Shape, num_rows: int, *, is_sweep: bool) -> Iterator[tuple[s
     if num_rows <= linear_triton.MAX_ROWS_GEMV:
         for gemv in GEMVS:
             if gemv.block_n * gemv.block_k * num_rows <= 8192 * gemv.warps // 2:
-                yield str(tuple(gemv)), lambda x, w, g=gemv: linear_triton.launch_gemv(x, w, None, g, is_gated=gated)
+                yield str(tuple(gemv)), partial(launch, linear_triton.launch_gemv, gemv, is_gated=gated)
     if num_rows > 2:
         for tile in SKINNIES[:3] if gated else SKINNIES:
-            yield str(tuple(tile)), lambda x, w, t=tile: linear_triton.launch_skinny(x, w, None, t, is_gated=gated)
+            yield str(tuple(tile)), partial(launch, linear_triton.launch_skinny, tile, is_gated=gated)
 
 
-def time_us(steps: list[Callable[[], object]]) -> float:
+def time_us(steps: Sequence[Callable[[], object]]) -> float:
     """Return the median time of one step, of replays of a graph of them all."""
     steps[0]()
     torch.cuda.synchronize()
@@ -113,7 +121,7 @@ def time_us(steps: list[Callable[[], object]]) -> float:
         for step in steps:
             step()
     graph.replay()
-    times = []
+    times = list[float]()
     for _ in range(12):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(20_000)
@@ -132,7 +140,7 @@ class Case:
         self.shape = shape
         self.weight_bytes = 2 * shape.num_inputs * shape.num_outputs
         count = max(4, -(-300_000_000 // self.weight_bytes))
-        options = {"device": "cuda", "dtype": torch.bfloat16}
+        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         scale = shape.num_inputs**-0.5
         make = (torch.randn(shape.num_outputs, shape.num_inputs, **options).mul_(scale) for _ in range(count))
         self.weights = list(make)
@@ -146,7 +154,11 @@ class Case:
 
     def time_us(self, product: Product) -> float:
         """Return the time that the product takes behind a norm."""
-        return time_us([lambda w=w: product(self.normed(), w) for w in self.weights * 2]) - self.norm_us
+        steps = [partial(self.step, product, weight) for weight in self.weights * 2]
+        return time_us(steps) - self.norm_us
+
+    def step(self, product: Product, weight: Tensor) -> Tensor:
+        return product(self.normed(), weight)
 
     def error(self, product: Product) -> float:
         actual = product(self.x, self.weights[0]).double()
@@ -184,7 +196,8 @@ def main() -> None:
     parser.add_argument("--compile", metavar="I/N", help="only compile every N-th variant, from the I-th on")
     arguments = parser.parse_args()
     if arguments.compile:
-        compile_share(*map(int, arguments.compile.split("/")), arguments.rows)
+        index, count = map(int, arguments.compile.split("/"))
+        compile_share(index, count, arguments.rows)
         return
     for num_rows in arguments.rows:
         for shape in SHAPES:

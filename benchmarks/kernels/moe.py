@@ -7,7 +7,8 @@ products over 700 TFLOP/s, whichever is longer.
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -101,7 +102,7 @@ DOWN_LARGE = [
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def time_us(functions: list[Callable[[], object]]) -> float:
+def time_us(functions: Sequence[Callable[[], object]]) -> float:
     """Return the median time of one call, of graph replays of one call each."""
     graphs = []
     for function in functions:
@@ -114,7 +115,7 @@ def time_us(functions: list[Callable[[], object]]) -> float:
     turn = cycle(graphs)
     for _ in range(len(graphs)):
         next(turn).replay()
-    times = []
+    times = list[float]()
     for _ in range(24):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(20_000)
@@ -221,7 +222,7 @@ def variants_down(tile: Tile, arguments: Inputs) -> Callable[[], object]:
 def sweep(num_tokens: int) -> None:
     """Time the launch variants that make sense at this size, and print the best of each kernel."""
     if num_tokens <= 16:
-        best = min((report("few", num_tokens, str(tuple(f)), lambda a, f=f: few(a, f)), f) for f in FEWS)
+        best = min((report("few", num_tokens, str(tuple(f)), partial(few, f)), f) for f in FEWS)
         print(f"BEST few tokens={num_tokens}: {best}", flush=True)
     if num_tokens < 8:
         return
@@ -230,20 +231,22 @@ def sweep(num_tokens: int) -> None:
         ("down", variants_down, DOWN_SMALL, DOWN_LARGE, 1 / 3),
     ):
         tiles = small if num_tokens < 256 else large if num_tokens > 1024 else [*small, *large]
-        best_tile = min(
-            (report(name, num_tokens, str(tuple(t)), lambda a, t=t, make=make: make(t, a), share=share), t)
-            for t in tiles
-        )
+        best_tile = min((report(name, num_tokens, str(tuple(t)), partial(make, t), share=share), t) for t in tiles)
         print(f"BEST {name} tokens={num_tokens}: {best_tile}", flush=True)
 
 
-def few(arguments: Inputs, few: Few) -> Callable[[], object]:
+def few(few: Few, arguments: Inputs) -> Callable[[], object]:
     """Return a call of the way of few tokens: the router's and the shared expert's part are in it, too."""
     x_TD, gate_up, down, *_ = arguments
     fused = torch.randn(len(x_TD), 2 * SIZE + EXPERTS + 8, device="cuda", dtype=torch.bfloat16)
     projected = fused.split([2 * SIZE, EXPERTS, 1, 7], dim=-1)[:3]
     shared = Shared(projected[0], projected[2], SHARED_DOWN)
     return lambda: mixture_few(x_TD, projected[1], gate_up, down, shared, ROUTING, few)
+
+
+def many(tiles: tuple[Tile, Tile], arguments: Inputs) -> Callable[[], object]:
+    """Return a call of the way of many tokens."""
+    return lambda: moe_triton.experts_many(*arguments, *tiles)
 
 
 def main() -> None:
@@ -257,16 +260,11 @@ def main() -> None:
         routed = time_us([lambda: route(logits, None, ROUTING)])  # noqa: B023
         print(f"route tokens={num_tokens}: {routed:.1f} us", flush=True)
         report("experts", num_tokens, "chosen", lambda a: lambda: moe_triton.experts(*a))
-        if num_tokens <= 16:
-            report(
-                "experts",
-                num_tokens,
-                "few",
-                lambda a, n=num_tokens: few(a, choose_few(n, TOP_K, SIZE, SIZE, is_gated=True)),
-            )
+        if num_tokens <= 16 and (chosen := choose_few(num_tokens, TOP_K, SIZE, SIZE, is_gated=True)):
+            report("experts", num_tokens, "few", partial(few, chosen))
         for name in ("DECODE", "MIDDLE", "PREFILL"):
             tiles = getattr(moe_triton, f"TILES_{name}")
-            report("experts", num_tokens, name, lambda a, t=tiles: lambda: moe_triton.experts_many(*a, *t))
+            report("experts", num_tokens, name, partial(many, tiles))
         report("experts", num_tokens, "torch grouped_mm", lambda a: lambda: grouped_torch(*a))
         if arguments.sweep:
             sweep(num_tokens)

@@ -19,7 +19,9 @@ TOKENS = (1, 16, 256, 8192)
 NUM_SETS = 4
 EPS = 1e-6
 
-Case = tuple[str, Callable[[int], tuple[Tensor, ...]], Callable[..., object], Callable[..., object], int]
+Outputs = Tensor | tuple[Tensor, ...]
+Make = Callable[[int], tuple[Tensor, ...]]
+Case = tuple[str, Make, Callable[..., Outputs], Callable[..., Outputs], int]
 
 
 def randn(*shape: int) -> Tensor:
@@ -32,29 +34,34 @@ def view(num_tokens: int, size: int, *inner: int) -> Tensor:
     return part.unflatten(1, inner) if inner else part
 
 
+def cases_of_rows(size: int) -> list[Case]:
+    weight = randn(size)
+    return [
+        (
+            f"add_rms_norm {size}",
+            lambda t: (randn(t, size), randn(t, size)),
+            lambda x, r: norm_triton.add_rms_norm_zero_centered(x, r, weight, EPS),
+            lambda x, r: norm.add_rms_norm_zero_centered.reference(x, r, weight, EPS),
+            4 * size * 2,
+        ),
+        (
+            f"rms_norm {size}",
+            lambda t: (randn(t, size),),
+            lambda x: norm_triton.rms_norm_zero_centered(x, weight, EPS),
+            lambda x: norm.rms_norm_zero_centered.reference(x, weight, EPS),
+            2 * size * 2,
+        ),
+    ]
+
+
+def case_of_swiglu(size: int) -> Case:
+    functions = (activation_triton.swiglu, activation.swiglu.reference)
+    return f"swiglu {size}", lambda t: (view(t, 2 * size),), *functions, 3 * size * 2
+
+
 def cases() -> list[Case]:
     """Return name, inputs for a number of tokens, Triton's and torch's function, and bytes moved per token."""
-    found: list[Case] = []
-    for size in (2048, 2560):
-        weight = randn(size)
-        found.append(
-            (
-                f"add_rms_norm {size}",
-                lambda t, s=size: (randn(t, s), randn(t, s)),
-                lambda x, r, w=weight: norm_triton.add_rms_norm_zero_centered(x, r, w, EPS),
-                lambda x, r, w=weight: norm.add_rms_norm_zero_centered.reference(x, r, w, EPS),
-                4 * size * 2,
-            )
-        )
-        found.append(
-            (
-                f"rms_norm {size}",
-                lambda t, s=size: (randn(t, s),),
-                lambda x, w=weight: norm_triton.rms_norm_zero_centered(x, w, EPS),
-                lambda x, w=weight: norm.rms_norm_zero_centered.reference(x, w, EPS),
-                2 * size * 2,
-            )
-        )
+    found = [case for size in (2048, 2560) for case in cases_of_rows(size)]
     weight_V = randn(128)
     found.append(
         (
@@ -65,9 +72,7 @@ def cases() -> list[Case]:
             3 * 4096 * 2,
         )
     )
-    for size in (512, 9216):
-        swiglu = (activation_triton.swiglu, activation.swiglu.reference)
-        found.append((f"swiglu {size}", lambda t, s=size: (view(t, 2 * s),), *swiglu, 3 * size * 2))
+    found += [case_of_swiglu(size) for size in (512, 9216)]
     # Open gates: the values, gated in place again and again, must not fade to zeros.
     gate = (activation_triton.sigmoid_gate, activation.sigmoid_gate.reference)
     found.append(("sigmoid_gate 4096", lambda t: (randn(t, 4096), view(t, 4096).add_(8)), *gate, 3 * 4096 * 2))
@@ -86,7 +91,7 @@ def time_us(function: Callable[..., object], sets: list[tuple[Tensor, ...]]) -> 
                 function(*tensors)
         graphs.append(graph)
     turn = cycle(graphs)
-    times = []
+    times = list[float]()
     for _ in range(24):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(20_000)
@@ -99,7 +104,7 @@ def time_us(function: Callable[..., object], sets: list[tuple[Tensor, ...]]) -> 
     return sorted(times)[len(times) // 2]
 
 
-def report(name: str, num_tokens: int, make: Callable[[int], tuple[Tensor, ...]], function, num_bytes: int) -> float:  # type: ignore[no-untyped-def]
+def report(name: str, num_tokens: int, make: Make, function: Callable[..., Outputs], num_bytes: int) -> float:
     """Time one variant, print a line, and return microseconds."""
     try:
         measured = time_us(function, [make(num_tokens) for _ in range(NUM_SETS)])
@@ -113,13 +118,17 @@ def report(name: str, num_tokens: int, make: Callable[[int], tuple[Tensor, ...]]
     return measured
 
 
+def all_of(outputs: Outputs) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
 def check() -> None:
     """Compare with the torch versions."""
     for name, make, triton_function, torch_function, _ in cases():
         tensors = make(300)
         expected = torch_function(*(x.clone() for x in tensors))
         actual = triton_function(*tensors)
-        pairs = zip(actual, expected, strict=True) if isinstance(actual, tuple) else [(actual, expected)]
+        pairs = zip(all_of(actual), all_of(expected), strict=True)
         error = max(float((a.float() - e.float()).norm() / e.float().norm()) for a, e in pairs)
         print(f"check {name}: error ratio {error:.1e}: {'ok' if error < 1e-3 else 'ERROR'}", flush=True)
 

@@ -88,8 +88,8 @@ def make_work(model: str, num_tokens: int, memory: KVMemory) -> Work:
         write_offsets_T=positions_T % 64,
         is_all_written=True,
     )
-    weights = (torch.randn(HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
-    norm = HeadNorm(*weights, EPS, is_zero_centered=True)
+    q_norm_D, k_norm_D = torch.randn(2, HEAD_DIM, device="cuda").bfloat16()
+    norm = HeadNorm(q_norm_D, k_norm_D, EPS, is_zero_centered=True)
     rotary = rotary_table(positions_T, default_frequencies(1e7, ROTARY_DIM).cuda(), 1.0)
     return Work(model, projections, norm, rotary, memory, batch)
 
@@ -98,7 +98,7 @@ def verify(work: Work) -> None:
     """Compare queries, keys and values with the torch version's."""
     projected_TO = work.projections[0]
     results = []
-    for operation in (qkv_triton.prepare_qkv, qkv.prepare_qkv.reference):  # type: ignore[attr-defined]
+    for operation in (qkv_triton.prepare_qkv, qkv.prepare_qkv.reference):
         work.memory.k_BPGD.zero_()
         work.memory.v_BPGD.zero_()
         q_THD = work.prepare(operation, projected_TO)
@@ -115,7 +115,8 @@ def time_us(work: Work) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work.run()
-    return do_bench(graph.replay, warmup=10, rep=60, return_mode="median") * 1000 / len(work.projections)
+    replay_ms = float(do_bench(graph.replay, warmup=10, rep=60, return_mode="median"))
+    return replay_ms * 1000 / len(work.projections)
 
 
 def report(name: str, work: Work, us: float) -> None:

@@ -45,10 +45,11 @@ def load_kda() -> Peer:
 
     def run(inputs: tuple[Any, ...], state_NHKV: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, f, b, rate, bias = inputs
-        return chunk_kda(
+        out, state = chunk_kda(
             q, k, v, f, b, initial_state=state_NHKV, output_final_state=True, use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, A_log=rate, dt_bias=bias.flatten(),
         )  # fmt: skip
+        return out, state
 
     return run
 
@@ -58,9 +59,10 @@ def load_lightning() -> Peer:
 
     def run(inputs: tuple[Any, ...], state_NHKV: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, log_decay = inputs
-        return chunk_simple_gla(
+        out, state = chunk_simple_gla(
             q, k, v, g_gamma=log_decay, scale=1.0, initial_state=state_NHKV, output_final_state=True
         )
+        return out, state
 
     return run
 
@@ -85,7 +87,7 @@ def load_mamba2() -> Peer:
     return run
 
 
-PEERS = {
+PEERS: dict[str, tuple[str, Callable[[], Peer], Callable[..., Tensor]]] = {
     "mamba2": ("mamba-ssm", load_mamba2, mamba2_prefill.reference),
     "kda": ("flash-linear-attention", load_kda, kda_prefill.reference),
     "lightning": ("flash-linear-attention", load_lightning, lightning_prefill.reference),
@@ -102,7 +104,8 @@ def errors(kind: Kind, reference: Callable[..., Tensor], peer: Peer) -> tuple[fl
     expected = reference(*exact, state.clone(), slots, slots, table)
     ours = kind.prefill(*inputs, state.clone(), slots, slots, table)
     theirs, _ = peer(batched(inputs, ERROR_TOKENS, 1), state[2:])
-    return tuple(float((x.float() - expected).norm() / expected.norm()) for x in (ours, theirs[0]))
+    our_error, their_error = (float((x.float() - expected).norm() / expected.norm()) for x in (ours, theirs[0]))
+    return our_error, their_error
 
 
 def peer_us(kind: Kind, peer: Peer, num_tokens: int, num_sequences: int) -> float:

@@ -188,7 +188,7 @@ def decode_us(kind: Kind, batch_size: int) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             kind.decode(*call)
-    times = []
+    times = list[float]()
     for _ in range(15):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

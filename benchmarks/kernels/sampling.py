@@ -7,6 +7,7 @@ is one pass over the logits at 4.3 TB/s.
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def time_us(function: Callable[[], object], *, in_graph: bool = True) -> float:
             function()
         run = graph.replay
         run()
-    times = []
+    times = list[float]()
     for _ in range(20):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(20_000)
@@ -97,7 +98,7 @@ def measure(num_rows: int) -> None:
     report("sample of torch", logits_NV, lambda: sampling.sample.reference(logits_NV, uniform_N), in_graph=False)
     for name, values in FILTERS.items():
         args = parameters(num_rows, values)
-        report(name, logits_NV, lambda a=args: sampling_triton.mask_top_k_top_p_min_p(logits_NV, *a))
+        report(name, logits_NV, partial(sampling_triton.mask_top_k_top_p_min_p, logits_NV, *args))
     flat_NV = torch.randn_like(logits_NV)
     args = parameters(num_rows, (0, 0.95, 0.0))
     report("top-p 0.95, flat", flat_NV, lambda: sampling_triton.mask_top_k_top_p_min_p(flat_NV, *args))

@@ -6,11 +6,12 @@ layers' weights take turns, so that none is found in the cache. The floor is the
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from moe import BYTES_PER_S, time_us  # type: ignore[import-not-found]
+from moe import BYTES_PER_S, time_us
 from torch import Tensor
 
 from strandline.kernels import linear_and_logits_triton, moe_triton, router
@@ -82,7 +83,7 @@ class Layer:
         return mixture_few(x_TD, projected[1], self.up_EFD, self.down_EDF, shared, ROUTING, few, self.bias_E)
 
 
-def report(name: str, num_tokens: int, functions: list[Callable[[], object]], floor_bytes: float = 0.0) -> float:
+def report(name: str, num_tokens: int, functions: Sequence[Callable[[], object]], floor_bytes: float = 0.0) -> float:
     """Time one variant, print a line, and return microseconds."""
     try:
         measured = time_us(functions)
@@ -105,29 +106,28 @@ def time_tokens(layers: list[Layer], num_tokens: int, *, sweeps: bool) -> None:
     projected = [layer.project(x_TD) for layer in layers]
     logits = [logits_TE for _, logits_TE in projected]
     pairs = list(zip(layers, logits, strict=True))
-    report(
-        "route, torch", num_tokens, [lambda a=a, b=b: router.route.reference(b, a.bias_E, ROUTING) for a, b in pairs]
-    )
-    report("route", num_tokens, [lambda a=a, b=b: route(b, a.bias_E, ROUTING) for a, b in pairs])
+    for name, router_of in {"route, torch": router.route.reference, "route": route}.items():
+        report(name, num_tokens, [partial(router_of, b, a.bias_E, ROUTING) for a, b in pairs])
     first_bytes = HIDDEN * (2.0 * SHARED_SIZE + 4 * EXPERTS)
-    report("projections apart", num_tokens, [lambda a=a: a.project_apart(x_TD) for a in layers], first_bytes)
-    report("projections", num_tokens, [lambda a=a: a.project(x_TD) for a in layers], first_bytes)
+    report("projections apart", num_tokens, [partial(a.project_apart, x_TD) for a in layers], first_bytes)
+    report("projections", num_tokens, [partial(a.project, x_TD) for a in layers], first_bytes)
     if sweeps:
         sweep_projections(layers, x_TD, first_bytes)
     experts_bytes = sum(floor_bytes(b, a.bias_E) for a, b in pairs) / len(pairs)
-    report("mixture", num_tokens, [lambda a=a: a.mixture(x_TD) for a in layers], first_bytes + experts_bytes)
+    report("mixture", num_tokens, [partial(a.mixture, x_TD) for a in layers], first_bytes + experts_bytes)
     out_TO, gate_TO, weight_O = random(num_tokens, INNER_SIZE), random(num_tokens, INNER_SIZE), random(INNER_SIZE)
     for name, norm in {"norm, torch": rms_norm_of_gated.reference, "norm": rms_norm_of_gated_triton}.items():
-        report(name, num_tokens, [lambda f=norm: f(out_TO, gate_TO, weight_O, 1e-5, NUM_GROUPS)])
+        report(name, num_tokens, [partial(norm, out_TO, gate_TO, weight_O, 1e-5, NUM_GROUPS)])
     if num_tokens > 8:
         return
     chosen = choose_few(num_tokens, ROUTING.top_k, SIZE, SHARED_SIZE, is_gated=False)
+    assert chosen is not None
     best = (float("inf"), chosen)
     for few in FEWS if sweeps else [chosen]:
-        functions = [lambda a=a, p=p, f=few: a.few(x_TD, p, f) for a, p in zip(layers, projected, strict=True)]
+        functions = [partial(a.few, x_TD, p, few) for a, p in zip(layers, projected, strict=True)]
         best = min(best, (report(f"experts {tuple(few)}", num_tokens, functions, experts_bytes), few))
     print(f"BEST few tokens={num_tokens}: {best}, chosen {chosen}", flush=True)
-    many = [lambda a=a, p=p: apart(a, x_TD, *p) for a, p in zip(layers, projected, strict=True)]
+    many = [partial(apart, a, x_TD, *p) for a, p in zip(layers, projected, strict=True)]
     report("experts by lists", num_tokens, many, experts_bytes)
 
 
@@ -137,17 +137,21 @@ def sweep_projections(layers: list[Layer], x_TD: Tensor, num_bytes: float) -> No
     if num_tokens > MAX_ROWS_GEMV:
         for gemv in LOGITS:
             functions = [
-                lambda a=a, g=gemv: launch_gemv(x_TD, a.router_ED, None, g, is_gated=False, out_dtype=torch.float32)
+                partial(launch_gemv, x_TD, a.router_ED, None, gemv, is_gated=False, out_dtype=torch.float32)
                 for a in layers
             ]
             report(f"logits {tuple(gemv)}", num_tokens, functions)
-        report("logits, torch", num_tokens, [lambda a=a: F.linear(x_TD.float(), a.router_ED) for a in layers])
+        report("logits, torch", num_tokens, [partial(in_torch, x_TD, a.router_ED) for a in layers])
         return
     chosen = linear_and_logits_triton.PAIR
     for gemv in PAIRS:
         linear_and_logits_triton.PAIR = gemv
-        report(f"projections {tuple(gemv)}", num_tokens, [lambda a=a: a.project(x_TD) for a in layers], num_bytes)
+        report(f"projections {tuple(gemv)}", num_tokens, [partial(a.project, x_TD) for a in layers], num_bytes)
     linear_and_logits_triton.PAIR = chosen
+
+
+def in_torch(x_TD: Tensor, router_ED: Tensor) -> Tensor:
+    return F.linear(x_TD.float(), router_ED)
 
 
 def apart(layer: Layer, x_TD: Tensor, up_TS: Tensor, logits_TE: Tensor) -> Tensor:

@@ -46,11 +46,11 @@ between."""
 SEARCH_BLOCK_N = 64
 """Sequences that a cut's program looks through at a time for the one that it belongs to."""
 
-UPDATE_LAUNCHES = ((16, 1, 128, 4), (64, 1, 1024, 4))
+UPDATE_LAUNCHES: tuple[tuple[int, ...], ...] = ((16, 1, 128, 4), (64, 1, 1024, 4))
 """Largest batch, BLOCK_N, BLOCK_C and warps: at few sequences as many programs as there are, one channel per thread;
 then 16-byte accesses. Elements do not mix, so the choice changes no bit."""
 
-UPDATE_LARGEST = (4, 512, 4)
+UPDATE_LARGEST: tuple[int, ...] = (4, 512, 4)
 """BLOCK_N, BLOCK_C and warps past the last of these: the weights are loaded once for several sequences."""
 
 
