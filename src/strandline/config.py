@@ -69,7 +69,8 @@ class EngineConfig:
     memory: str | int | None = None
     """Budget of the cache and of running requests together: bytes, or a string such as ``4GiB``."""
     host_memory: str | int | None = None
-    """Budget of the host memory below the cache, in which evicted entries rest, as ``memory``; None: there is none."""
+    """Budget of the host memory below the cache, in which evicted entries rest, as ``memory``: with several ranks that
+    of each. None: there is none."""
     disk_cache: str | None = None
     """A directory below host memory, whose files outlive the process; None: nothing does."""
     disk_cache_size: str | int = "100GiB"
@@ -165,8 +166,6 @@ class EngineConfig:
             parse_bytes(self.host_memory, "--host-memory")
             if not self.enable_prefix_caching:
                 raise ConfigError("--host-memory holds what the cache evicts; drop --no-enable-prefix-caching")
-            if self.tensor_parallel_size > 1:
-                raise ConfigError("--host-memory does not go with --tensor-parallel-size yet; drop one of the two")
         _require_type("disk_cache", self.disk_cache, (str, NoneType))
         parse_bytes(self.disk_cache_size, "--disk-cache-size")
         if self.disk_cache is not None:

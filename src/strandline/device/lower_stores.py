@@ -13,11 +13,13 @@ from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig, parse_bytes
 from strandline.device.arena_copies import ArenaCopies
 from strandline.device.disk_store import DISK_STORE, DiskStore
+from strandline.device.dtypes import machine_bytes
 from strandline.device.host_store import HOST_STORE, HostStore, PinnedStore, choose_staging_bytes
 from strandline.device.snapshot_encoding import slot_encoding
 from strandline.device.transfers import Transfers
 from strandline.errors import ConfigError
 from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.specs import ModelSpec
 from strandline.transfer.disk_directory import DiskDirectory
 from strandline.transfer.layout import layout_of
@@ -57,21 +59,29 @@ def lower_device_bytes(config: EngineConfig, spec: ModelSpec, device: torch.devi
 
 
 def attach_stores(
-    config: EngineConfig, arena: ArenaTensors, transfers: Transfers, weights: str, *, progress: bool
+    config: EngineConfig,
+    arena: ArenaTensors,
+    transfers: Transfers,
+    weights: str,
+    ranks: Ranks = ONE_RANK,
+    *,
+    progress: bool,
 ) -> LowerFacts:
-    """Create the stores that a configuration asks for.
+    """Create the stores that a configuration asks for, of this rank.
 
     Args:
         weights: a digest of the model's weights.
 
     Raises:
-        ConfigError: the directory of the disk cache cannot be used, or a size has no room for a snapshot.
+        ConfigError: the directory of the disk cache cannot be used, a size has no room for a snapshot, or there is not
+            so much host memory for all ranks.
     """
     if config.host_memory is None and config.disk_cache is None:
         return LowerFacts()
     spec, num_blocks, num_disk_blocks = arena.spec, BUFFER_SLABS * arena.spec.blocks_per_slab, 0
     if config.host_memory is not None:
         num_blocks = _num_blocks(config.host_memory, "--host-memory", spec, config.snapshot_dtype)
+        _require_host_memory(num_blocks * spec.block_bytes, ranks.size)
     if config.disk_cache is not None:
         num_disk_blocks = _num_blocks(config.disk_cache_size, "--disk-cache-size", spec, config.snapshot_dtype)
     slots = slot_encoding(spec, config.snapshot_dtype)
@@ -117,6 +127,21 @@ def _num_blocks(size: str | int, name: str, spec: ModelSpec, snapshot_dtype: str
             f"{name} of {num_bytes:,} bytes has no room for {kept} of this model; give at least {least_bytes:,} bytes"
         )
     return num_bytes // spec.block_bytes
+
+
+def _require_host_memory(num_bytes: int, num_ranks: int) -> None:
+    """Check that the machine has so much memory for each rank.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    have = machine_bytes()
+    if num_bytes * num_ranks > have:
+        ranks = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+        raise ConfigError(
+            f"--host-memory of {num_bytes:,} bytes{ranks} is more than the {have:,} bytes of memory that there are; "
+            "lower it"
+        )
 
 
 def _layout(config: EngineConfig, spec: ModelSpec, weights: str, device: torch.device) -> dict[str, str]:

@@ -96,7 +96,7 @@ class UniExecutor:
             )
             if device.type == "cpu":
                 self.runner.arena.prefault(PREFAULTED_BYTES)
-            lower = attach_stores(config, self.runner.arena, self.runner.transfers, weights, progress=progress)
+            lower = attach_stores(config, self.runner.arena, self.runner.transfers, weights, ranks, progress=progress)
         self.facts = ExecutorFacts(
             spec,
             model.vocab_size,

@@ -26,7 +26,7 @@ from strandline.engine.hand_over import HandOver
 from strandline.engine.model_identity import weights_digest
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
-from strandline.engine.tiers import describe_tiers, lower_memories, tier_stats
+from strandline.engine.tiers import describe_tiers, lower_memories, on_each_rank, tier_stats
 from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
 from strandline.errors import ConfigError, EngineError
@@ -331,7 +331,7 @@ class EngineCore:
         total = self.cache.memory_use().num_slabs * spec.slab_bytes
         return [
             *_describe_fallbacks(self.executor.facts.fallbacks),
-            f"cache: {total / 2**20:,.0f} MiB{_describe_ranks(self.executor.facts.num_ranks)} for blocks and snapshots "
+            f"cache: {total / 2**20:,.0f} MiB{on_each_rank(self.executor.facts)} for blocks and snapshots "
             "together, prefix caching " + ("on" if self.cache.is_enabled else "off"),
             *describe_tiers(self.executor.facts, self._snapshot_dtype, stats),
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}",
@@ -468,10 +468,6 @@ def _describe_fallbacks(fallbacks: Iterable[Fallback]) -> list[str]:
         f"kernels: slower reference implementations in place of {backend} for {', '.join(names)}: {reason}"
         for (backend, reason), names in operations.items()
     ]
-
-
-def _describe_ranks(num_ranks: int) -> str:
-    return f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
 
 
 def _describe_snapshots(spec: ModelSpec) -> str:

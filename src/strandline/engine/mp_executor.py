@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Final
 from weakref import finalize
 
 from strandline.cache import Action, Completion
 from strandline.config import EngineConfig
 from strandline.device.executor import LaunchedStep
+from strandline.engine.joined_completions import JoinedCompletions
 from strandline.engine.workers import Workers
 from strandline.errors import EngineError
 from strandline.records.plan import StepPlan, StepResult
@@ -22,8 +24,14 @@ class RemoteStep:
 
     is_launch_bound = False
 
-    def __init__(self, workers: Workers, futures: "Sequence[Future[StepResult]]", timeout_s: float) -> None:
-        self._workers, self._futures, self._timeout_s = workers, futures, timeout_s
+    def __init__(
+        self,
+        workers: Workers,
+        joined: JoinedCompletions,
+        futures: "Sequence[Future[StepResult]]",
+        timeout_s: float,
+    ) -> None:
+        self._workers, self._joined, self._futures, self._timeout_s = workers, joined, futures, timeout_s
 
     def result(self) -> StepResult:
         """Wait for all ranks, and return what the step produced.
@@ -31,12 +39,12 @@ class RemoteStep:
         Raises:
             EngineError: a rank chose other tokens than the first.
         """
-        first, *others = self._workers.results(self._futures, self._timeout_s)
+        results: list[StepResult] = self._workers.results(self._futures, self._timeout_s)
+        first, *others = results
         for rank, result in enumerate(others, 1):
             if (result.token_ids, result.drafts) != (first.token_ids, first.drafts):
                 raise EngineError(f"rank {rank} chose other tokens than rank 0: {result.token_ids}, {first.token_ids}")
-        result_of_first: StepResult = first
-        return result_of_first
+        return replace(first, completions=self._joined.add([result.completions for result in results]))
 
 
 class CompiledElsewhere:
@@ -56,6 +64,7 @@ class MpExecutor:
     def __init__(self, config: EngineConfig, *, progress: bool = False, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
         self._step_timeout_s = step_timeout_s
         self._workers = Workers(config.tensor_parallel_size)
+        self._joined = JoinedCompletions(config.tensor_parallel_size)
         self._finalizer = finalize(self, self._workers.close)
         try:
             self.facts = self._workers.start(config, progress=progress)
@@ -71,7 +80,7 @@ class MpExecutor:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Send a plan to the workers."""
         futures = [future for _, future in self._workers.call("launch", plan)]
-        return RemoteStep(self._workers, futures, self._step_timeout_s)
+        return RemoteStep(self._workers, self._joined, futures, self._step_timeout_s)
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Apply the cache's actions, in order, outside a step."""
@@ -79,9 +88,13 @@ class MpExecutor:
             self._call("carry_out", tuple(actions))
 
     def wait_for_transfers(self, timeout_s: float) -> tuple[Completion, ...]:
-        """Return the transfers that have ended and that no result has reported; wait until there is one, or so long."""
-        ended: tuple[Completion, ...] = self._call("wait_for_transfers", timeout_s)[0]
-        return ended
+        """Return the transfers that have ended on all ranks and that no result has reported.
+
+        Wait until each rank that others wait for has reported one, or so long.
+        """
+        arguments = [(wait_s,) for wait_s in self._joined.timeouts_s(timeout_s)]
+        calls = self._workers.call_each("wait_for_transfers", arguments)
+        return self._joined.add(self._workers.results([future for _, future in calls]))
 
     def compile_grammar(self, params: StructuredOutputsParams) -> object:
         """Have the workers compile a grammar beside their steps; any thread may call.

@@ -51,7 +51,7 @@ def describe_tiers(facts: ExecutorFacts, snapshot_dtype: str, stats: CacheStats)
     spec, lower = facts.spec, facts.lower
     if not lower.num_host_blocks:
         return []
-    size = f"{lower.num_host_blocks * spec.block_bytes / 2**20:,.0f} MiB"
+    size = f"{lower.num_host_blocks * spec.block_bytes / 2**20:,.0f} MiB{on_each_rank(facts)}"
     is_buffer = lower.num_spare_blocks == lower.num_host_blocks
     line = f"host memory: {size} " + ("as a buffer before the disk" if is_buffer else "for what the cache evicts")
     if spec.at_rest(snapshot_dtype) != spec:
@@ -66,3 +66,8 @@ def describe_tiers(facts: ExecutorFacts, snapshot_dtype: str, stats: CacheStats)
         f"{used.num_used_blocks * spec.block_bytes / 2**20:,.0f} MiB with {used.num_snapshots:,} snapshots from "
         f"earlier runs, found in {disk.scan_s:.1f} s",
     ]
+
+
+def on_each_rank(facts: ExecutorFacts) -> str:
+    """Return what to say after a size that every rank has; nothing with one rank."""
+    return f" on each of {facts.num_ranks} ranks" if facts.num_ranks > 1 else ""

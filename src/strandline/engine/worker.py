@@ -39,7 +39,7 @@ class Worker:
     """Obeys calls. Steps are launched in order; results and grammars have threads of their own, and hold up no call.
 
     Args:
-        rank: results of the first rank are complete, those of others say what must agree.
+        rank: results of the first rank are complete, those of others say what must agree and what has been transferred.
     """
 
     def __init__(self, executor: Executor, send: Callable[[Reply], None], rank: int = 0) -> None:
@@ -81,7 +81,9 @@ class Worker:
 
     def _result(self, launched: LaunchedStep) -> StepResult:
         result = launched.result()
-        return result if self._rank == 0 else StepResult(result.token_ids, drafts=result.drafts)
+        if self._rank == 0:
+            return result
+        return StepResult(result.token_ids, drafts=result.drafts, completions=result.completions)
 
     def _reply(self, call: Call, function: Callable[[], Any]) -> None:
         try:

@@ -74,9 +74,13 @@ class Workers:
 
     def call(self, method: str, *arguments: Any) -> list[tuple[int, Future[Any]]]:
         """Call a method on all ranks; return, for each, the call's number and what it will return or raise."""
+        return self.call_each(method, [arguments] * len(self._links))
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[int, Future[Any]]]:
+        """Call a method on all ranks, on each with arguments of its own; as ``call``."""
         if self._failure is not None:
             raise EngineError(self._failure)
-        return [link.call(method, *arguments) for link in self._links]
+        return [link.call(method, *own) for link, own in zip(self._links, arguments, strict=True)]
 
     def release(self, numbers: Sequence[int]) -> None:
         """Let the ranks drop the results of a call."""

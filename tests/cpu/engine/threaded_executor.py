@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from strandline.cache import Completion
 from strandline.config import EngineConfig
 from strandline.device.uni_executor import UniExecutor
+from strandline.engine.joined_completions import JoinedCompletions
 from strandline.engine.loading import load_uni_executor
 from strandline.records.plan import StepPlan, StepResult
 from tests.cpu.models.rank_threads import RankThread, RankThreads
@@ -18,13 +21,14 @@ class ThreadedStep:
 
     is_launch_bound = False
 
-    def __init__(self, futures: "list[Future[StepResult]]") -> None:
-        self._futures = futures
+    def __init__(self, futures: "list[Future[StepResult]]", joined: JoinedCompletions) -> None:
+        self._futures, self._joined = futures, joined
 
     def result(self) -> StepResult:
-        first, *others = [future.result() for future in self._futures]
+        results = [future.result() for future in self._futures]
+        first, *others = results
         assert all((other.token_ids, other.drafts) == (first.token_ids, first.drafts) for other in others)
-        return first
+        return replace(first, completions=self._joined.add([result.completions for result in results]))
 
 
 class ThreadedExecutor:
@@ -41,9 +45,17 @@ class ThreadedExecutor:
         facts = {(each.facts.spec, each.facts.num_slabs, each.facts.max_model_len) for each in self.ranks}
         assert len(facts) == 1
         self.facts = self.ranks[0].facts
+        self._joined = JoinedCompletions(group.size)
 
     def launch(self, plan: StepPlan) -> ThreadedStep:
-        return ThreadedStep(self._submit(lambda executor: executor.launch(plan).result()))
+        return ThreadedStep(self._submit(lambda executor: executor.launch(plan).result()), self._joined)
+
+    def wait_for_transfers(self, timeout_s: float) -> tuple[Completion, ...]:
+        futures = [
+            thread.submit(rank.wait_for_transfers, wait_s)
+            for thread, rank, wait_s in zip(self._threads, self.ranks, self._joined.timeouts_s(timeout_s), strict=True)
+        ]
+        return self._joined.add([future.result() for future in futures])
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> Any:

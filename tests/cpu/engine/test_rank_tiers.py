@@ -1,0 +1,122 @@
+"""Memory below the devices of several ranks: what is evicted comes back to all of them, or is computed again."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strandline import LLM
+from strandline.cache import Completion, LoadIn, Reason
+from strandline.device.host_store import HOST_STORE
+from strandline.device.transfers import Store, Transfers
+from strandline.errors import ConfigError
+from strandline.kernels.arena import ArenaTensors
+from tests.cpu.engine.test_exactness import GREEDY, answers
+from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats
+from tests.cpu.engine.test_ranks import MakeLLM, making
+
+
+@pytest.fixture(scope="module")
+def make_threaded(model_dir: Path) -> Iterator[MakeLLM]:
+    """Build LLMs whose two ranks are threads."""
+    with making(model_dir, 2) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def expected(make_threaded: MakeLLM) -> list[list[int]]:
+    """What one rank answers without a cache."""
+    return answers(make_threaded(divided=False, enable_prefix_caching=False), PROMPTS)
+
+
+def with_host_memory(make: MakeLLM, **options: Any) -> LLM:
+    """Build an LLM whose devices have room for few prompts."""
+    return make(memory=slabs(make(), 16), host_memory="8MiB", **options)
+
+
+def serve(llm: LLM, prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int]], list[int]]:
+    """Return answers and hits of prompts that come one after the other."""
+    outputs = [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in prompts]
+    return [output.outputs[0].token_ids for output in outputs], [output.num_cached_tokens for output in outputs]
+
+
+def transfers_of(llm: LLM, rank: int) -> Transfers:
+    executor: Any = llm.engine.core.executor
+    transfers: Transfers = executor.ranks[rank].runner.transfers
+    return transfers
+
+
+def test_evicted_prompts_come_back_to_all_ranks(make_threaded: MakeLLM, expected: list[list[int]]) -> None:
+    llm = with_host_memory(make_threaded)
+    assert serve(llm) == (expected, [0] * len(PROMPTS))
+    assert serve(llm) == (expected, list(LENGTHS))
+    [host] = stats(llm).tiers
+    assert host.num_snapshots_demoted > 0
+    assert host.num_loads >= len(PROMPTS) - 3
+    assert host.num_loaded_bytes >= host.num_loads * llm.engine.core.spec.raw_slot_bytes
+    assert "host memory: 8 MiB on each of 2 ranks" in "\n".join(llm.engine.core.describe())
+
+
+def test_snapshots_of_all_ranks_rest_in_fewer_bits(make_threaded: MakeLLM, expected: list[list[int]]) -> None:
+    llm = with_host_memory(make_threaded, snapshot_dtype="bfloat16")
+    serve(llm)
+    assert serve(llm)[1] == list(LENGTHS)
+    assert stats(llm).loads.num_snapshots > 0
+
+
+class Late:
+    """Ends of a rank's transfers that it reports some calls after they are known."""
+
+    def __init__(self, transfers: Transfers, num_calls: int) -> None:
+        self._take = transfers._take
+        self._known: list[tuple[Completion, ...]] = [()] * num_calls
+
+    def __call__(self, ended: list[Completion]) -> tuple[Completion, ...]:
+        self._known.append(self._take(ended))
+        return self._known.pop(0)
+
+
+def test_requests_wait_for_the_slowest_rank(
+    make_threaded: MakeLLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = with_host_memory(make_threaded)
+    transfers = transfers_of(llm, 1)
+    monkeypatch.setattr(transfers, "_take", Late(transfers, 3))
+    monkeypatch.setattr(transfers, "wait", lambda _: transfers.take())
+    assert serve(llm)[0] == expected
+    assert [answers(llm, PROMPTS) for _ in range(2)] == [expected] * 2
+    assert stats(llm).loads.num_done > 0
+
+
+class FailingLoads:
+    """A store whose loads fail, after they have written a part."""
+
+    def __init__(self, store: Store, transfers: Transfers) -> None:
+        self._store, self._completions = store, transfers.completions
+        self.store, self.drop, self.cancel, self.close = store.store, store.drop, store.cancel, store.close
+        self.num_failed = 0
+
+    def load(self, action: LoadIn, arena: ArenaTensors) -> None:
+        self.num_failed += 1
+        for slot, _ in action.slots:
+            arena.slot(slot).fill_(1)
+        self._completions.put(Completion(action.transfer, is_done=False))
+
+
+def test_a_load_that_fails_on_one_rank_is_computed(make_threaded: MakeLLM, expected: list[list[int]]) -> None:
+    llm = with_host_memory(make_threaded)
+    serve(llm)
+    transfers = transfers_of(llm, 1)
+    failing = FailingLoads(transfers._stores[HOST_STORE], transfers)
+    transfers.attach(HOST_STORE, failing)
+    assert serve(llm)[0] == expected
+    [host] = stats(llm).tiers
+    assert (host.num_loads, host.num_failed_loads) == (0, failing.num_failed)
+    assert failing.num_failed > 0
+    assert stats(llm).missed_tokens[Reason.LOAD_FAILED] > 0
+
+
+def test_host_memory_is_that_of_each_rank(make_threaded: MakeLLM) -> None:
+    with pytest.raises(ConfigError, match=r"--host-memory of .* for each of 2 ranks is more than the"):
+        make_threaded(host_memory="1000GiB")
