@@ -7,7 +7,7 @@ layer alone. Pure Python: dtypes are named by strings so that the cache and the 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
 from strandline.ids import BLOCK_TOKENS
 
@@ -36,6 +36,23 @@ def align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
+class Part(NamedTuple):
+    """A range of a tensor along one dimension that ranks divide among them."""
+
+    size: int
+    """How much of it each rank holds."""
+    num_shares: int
+    """Into how many shares it is divided. Where these are fewer than ranks, neighbours hold the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the ranks of an engine hold a tensor together: in parts along one dimension, each divided for itself."""
+
+    dim: int
+    parts: tuple[Part, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor that a layer keeps, by name: of one token, of one sequence, or of one log."""
@@ -45,10 +62,29 @@ class TensorSpec:
     dtype: str
     is_recurrent: bool = False
     """Whether a state is computed from the state before, rather than a copy of inputs: rounding it adds up."""
+    division: Division | None = field(default=None, compare=False)
+    """Of streams and states, how ranks divide them; None: every rank holds all of it."""
 
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def whole(self) -> "TensorSpec":
+        """What all ranks hold together."""
+        if self.division is None:
+            return self
+        shape = list(self.shape)
+        shape[self.division.dim] = sum(part.size * part.num_shares for part in self.division.parts)
+        return replace(self, shape=tuple(shape), division=None)
+
+    def divided(self, *parts: tuple[int, int], dim: int = 0) -> "TensorSpec":
+        """Return the spec of one rank's share of a tensor that ranks divide.
+
+        Args:
+            parts: the size here, and the number of shares, of each part along the dimension.
+        """
+        return replace(self, division=Division(dim, tuple(Part(*part) for part in parts)))
 
     def at_rest(self, dtype: str) -> "tuple[TensorSpec, ...]":
         """Return what rests of a state below the device: itself, or a recurrent state in float32 in fewer bits.
@@ -112,6 +148,11 @@ class LayerSpec:
         """Whether one of the states is."""
         return any(state.is_recurrent for state in self.states)
 
+    @property
+    def whole(self) -> "LayerSpec":
+        """What all ranks keep together in blocks and slots."""
+        return LayerSpec(tuple(x.whole for x in self.streams), tuple(x.whole for x in self.states))
+
     def at_rest(self, dtype: str) -> "LayerSpec":
         """Return what rests below the device: states as ``TensorSpec.at_rest`` says, streams as they are."""
         return LayerSpec(self.streams, tuple(part for state in self.states for part in state.at_rest(dtype)))
@@ -127,9 +168,14 @@ def state_bytes(state: TensorSpec) -> int:
     return align(state.num_bytes)
 
 
-def kv_spec(num_heads: int, head_dim: int, dtype: str) -> LayerSpec:
-    """Return the spec of softmax attention: streams ``key`` and ``value``, ``[num_heads, head_dim]`` each."""
-    return LayerSpec(streams=tuple(TensorSpec(name, (num_heads, head_dim), dtype) for name in ("key", "value")))
+def kv_spec(num_heads: int, head_dim: int, dtype: str, *, num_shares: int = 1) -> LayerSpec:
+    """Return the spec of softmax attention: streams ``key`` and ``value``, ``[num_heads, head_dim]`` each.
+
+    Args:
+        num_shares: into how many shares, of ``num_heads`` each, ranks divide all heads.
+    """
+    key, value = (TensorSpec(name, (num_heads, head_dim), dtype) for name in ("key", "value"))
+    return LayerSpec((key.divided((num_heads, num_shares)), value.divided((num_heads, num_shares))))
 
 
 @dataclass(frozen=True)
@@ -204,6 +250,11 @@ class ModelSpec:
     def log_bytes(self) -> int:
         """Bytes of one running sequence's log, where logs are kept."""
         return sum(layer.log.num_bytes for layer in self.layers if layer.log)
+
+    @cached_property
+    def whole(self) -> "ModelSpec":
+        """The spec of blocks and slots of the model on one rank."""
+        return replace(self, layers=tuple(layer.whole for layer in self.layers))
 
     def at_rest(self, dtype: str) -> "ModelSpec":
         """Return the spec of blocks and slots as they rest below the device, with snapshots in this dtype."""

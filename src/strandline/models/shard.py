@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from strandline.errors import ConfigError
+from strandline.specs import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,10 @@ class Shard:
         if num % self.count:
             raise ConfigError(f"--tensor-parallel-size {self.count} does not divide the model's {num:,} {what}")
         return num // self.count
+
+    def divided(self, tensor: TensorSpec, dim: int = 0) -> TensorSpec:
+        """Return the spec of one share of a tensor that all shards divide equally along a dimension."""
+        return tensor.divided((tensor.shape[dim], self.count), dim=dim)
 
     def shared(self, num: int, what: str) -> "Shard":
         """Return the shard of ``num`` things that goes with this one; several hold the same if there are too few.

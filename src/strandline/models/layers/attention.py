@@ -153,7 +153,8 @@ class Attention(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        spec = kv_spec(self.config.num_kv_heads, self.config.head_dim, self.kv_dtype)
+        config, num_shares = self.config, self.kv_shard.count
+        spec = kv_spec(config.num_kv_heads, config.head_dim, self.kv_dtype, num_shares=num_shares)
         return replace(spec, window_tokens=self.config.window_tokens)
 
     def use_kernels(self, kernels: Kernels) -> None:

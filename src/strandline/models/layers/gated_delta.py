@@ -127,10 +127,12 @@ class GatedDeltaNet(nn.Module):
     def spec(self) -> LayerSpec:
         channels, taps = self.conv_CW.shape
         dtype = dtype_name(self.dtype)
-        window = TensorSpec("window", (taps - 1, channels), dtype)
+        parts = [(size, self.shard.count) for size in self.conv_sizes]
+        window = TensorSpec("window", (taps - 1, channels), dtype).divided(*parts, dim=1)
+        states = tuple(map(self.shard.divided, self.recurrence.states))
         inputs = {"x": channels, "a": self.num_heads, "b": self.num_heads}
         replay = tuple(TensorSpec(name, (size,), dtype) for name, size in inputs.items())
-        return LayerSpec(states=(*self.recurrence.states, window), log=self.recurrence.log, replay=replay)
+        return LayerSpec(states=(*states, window), log=self.recurrence.log, replay=replay)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

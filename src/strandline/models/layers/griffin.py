@@ -95,7 +95,8 @@ class GriffinLayer(nn.Module):
         size, dtype = len(self.rate_V), dtype_name(self.conv.dtype)
         inputs = {"conv": size, "x": size, "input_gate": size, "decay_gate": size, "first": 1}
         replay = tuple(TensorSpec(name, (channels,), dtype) for name, channels in inputs.items())
-        return LayerSpec(states=(*self.recurrence.states, self.conv.window), log=self.recurrence.log, replay=replay)
+        states = (*map(self.shard.divided, self.recurrence.states), self.shard.divided(self.conv.window, dim=1))
+        return LayerSpec(states=states, log=self.recurrence.log, replay=replay)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

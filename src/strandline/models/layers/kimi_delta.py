@@ -108,7 +108,9 @@ class KimiDeltaAttention(nn.Module):
         dtype, by_head = dtype_name(self.conv.dtype), (self.config.num_heads, self.config.head_dim)
         inputs = {"conv": (3 * by_head[0] * by_head[1],), **dict.fromkeys(("query", "key", "value", "f"), by_head)}
         replay = tuple(TensorSpec(name, shape, dtype) for name, shape in (inputs | {"b": by_head[:1]}).items())
-        return LayerSpec(states=(*self.recurrence.states, self.conv.window), log=self.recurrence.log, replay=replay)
+        window = self.conv.window.divided(*[(by_head[0] * by_head[1], self.shard.count)] * 3, dim=1)
+        states = tuple(map(self.shard.divided, self.recurrence.states))
+        return LayerSpec(states=(*states, window), log=self.recurrence.log, replay=replay)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

@@ -93,7 +93,8 @@ class LightningAttention(nn.Module):
     def spec(self) -> LayerSpec:
         shape, dtype = (self.config.num_heads, self.config.head_dim), dtype_name(self.norm_O.dtype)
         replay = tuple(TensorSpec(name, shape, dtype) for name in ("query", "key", "value"))
-        return LayerSpec(states=self.recurrence.states, log=self.recurrence.log, replay=replay)
+        states = tuple(map(self.shard.divided, self.recurrence.states))
+        return LayerSpec(states=states, log=self.recurrence.log, replay=replay)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

@@ -109,7 +109,8 @@ class Mamba1Layer(nn.Module):
         dtype, (num_channels, state_dim) = dtype_name(self.conv.dtype), self.A_log_VK.shape
         inputs = {"conv": num_channels, "x": num_channels, "z": num_channels, "B": state_dim, "C": state_dim}
         replay = tuple(TensorSpec(name, (size,), dtype) for name, size in (inputs | {"dt": num_channels}).items())
-        return LayerSpec(states=(*self.recurrence.states, self.conv.window), log=self.recurrence.log, replay=replay)
+        states = (*map(self.shard.divided, self.recurrence.states), self.shard.divided(self.conv.window, dim=1))
+        return LayerSpec(states=states, log=self.recurrence.log, replay=replay)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

@@ -173,7 +173,10 @@ class Mamba2Layer(nn.Module):
     def spec(self) -> LayerSpec:
         dtype = dtype_name(self.conv.dtype)
         replay = (TensorSpec("x", (self.sizes[0],), dtype), TensorSpec("dt", (self.sizes[2],), dtype))
-        return LayerSpec(states=(*self.recurrence.states, self.conv.window), log=self.recurrence.log, replay=replay)
+        num_shares = (self.shard.count, self.group_shard.count, self.group_shard.count)
+        window = self.conv.window.divided(*zip(self.conv_sizes, num_shares, strict=True), dim=1)
+        states = tuple(map(self.shard.divided, self.recurrence.states))
+        return LayerSpec(states=(*states, window), log=self.recurrence.log, replay=replay)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

@@ -167,8 +167,9 @@ class SharedBlockUse(nn.Module):
     @property
     def spec(self) -> LayerSpec:
         config, mamba = self.block.config, self.mamba.spec
-        streams = kv_spec(config.num_kv_heads, config.head_dim, dtype_name(self.block.dtype)).streams
-        return LayerSpec(streams, mamba.states, mamba.log, mamba.replay)
+        dtype, num_shares = dtype_name(self.block.dtype), self.block.shards[1].count
+        kept = kv_spec(config.num_kv_heads, config.head_dim, dtype, num_shares=num_shares)
+        return LayerSpec(kept.streams, mamba.states, mamba.log, mamba.replay)
 
     @property
     def recurrence(self) -> Recurrence[Any, Any]:

@@ -76,7 +76,7 @@ class ShortConv(nn.Module):
     @property
     def spec(self) -> LayerSpec:
         replay = TensorSpec("x", (self.conv.weight_CW.shape[0],), dtype_name(self.conv.dtype))
-        return LayerSpec(states=(self.conv.window,), replay=(replay,))
+        return LayerSpec(states=(self.shard.divided(self.conv.window, dim=1),), replay=(replay,))
 
     def bind(self, memory: LayerMemory) -> ShortConvMemory:
         """Return the layer's memory as ``forward`` takes it."""
