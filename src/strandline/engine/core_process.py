@@ -18,6 +18,7 @@ from typing import Final
 import zmq
 
 from strandline.engine.core import EngineCore
+from strandline.engine.left_out import leave_generation_out
 from strandline.engine.loading import load_core
 from strandline.errors import ConfigError, RequestError
 from strandline.gc_policy import freeze_gc
@@ -179,6 +180,7 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
     start = TO_CORE.decode(socket.recv())
     if not isinstance(start, Start):
         return 2
+    leave_generation_out()
     try:
         core = load_core(start.config)
     except ConfigError as error:

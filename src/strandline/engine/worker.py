@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Final
 import strandline.errors
 from strandline.device.executor import Executor, LaunchedStep
 from strandline.device.process_ranks import ProcessRanks
+from strandline.engine.left_out import leave_generation_out
 from strandline.engine.loading import load_uni_executor, resolve_device
 from strandline.engine.worker_link import Call, Reply, Start
 from strandline.errors import EngineError
@@ -112,6 +113,7 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
 
     start: Start = pickle.load(calls)
     rank = 0 if start.place is None else start.place.rank
+    leave_generation_out()
     try:
         ranks = None if start.place is None else ProcessRanks(start.place, resolve_device(start.config, rank))
         executor = load_uni_executor(start.config, ranks=ranks or ONE_RANK, progress=start.progress)
