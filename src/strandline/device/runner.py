@@ -37,7 +37,7 @@ from strandline.device.sampler import (
 from strandline.device.step_in_flight import StepInFlight
 from strandline.device.transfers import Transfers
 from strandline.device.upload import download, upload_together
-from strandline.device.verification import Verified, VerifiedOnDevice, sample_and_verify
+from strandline.device.verification import Verified, VerifiedOnDevice, sample_and_verify, verify_chosen
 from strandline.device.verification_graphs import VerificationGraphs
 from strandline.errors import EngineError
 from strandline.ids import RequestId
@@ -50,6 +50,7 @@ from strandline.kernels.step import locate_rows, resolve_pending, store_hidden
 from strandline.models.protocol import DraftingModel, LanguageModel
 from strandline.records.grammars import GrammarCompiler
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
+from strandline.records.stop_strings import NewStopFinder, StopFinder
 
 RUNNER_OPERATIONS: Final = (
     locate_rows,
@@ -80,6 +81,7 @@ class Runner:
     Args:
         kernels: those of the model, and ``RUNNER_OPERATIONS``; the model uses them.
         grammars: compiles the grammars of structured outputs; None without a tokenizer.
+        new_stop_finder: finds stop strings; None without a tokenizer.
         poison: fill freed memory with NaN, so that tests notice when it is read.
         keeps_logs: let decoding sequences keep logs of decoded tokens; the scheduler must know.
         draft_tokens: most drafts of a sequence in a step, and in a log of drafts.
@@ -95,6 +97,7 @@ class Runner:
         *,
         max_num_seqs: int,
         grammars: GrammarCompiler | None = None,
+        new_stop_finder: NewStopFinder | None = None,
         poison: bool = False,
         keeps_logs: bool = False,
         draft_tokens: int = 0,
@@ -103,7 +106,7 @@ class Runner:
         self.model = model
         self._synthetic_rates = synthetic_rates
         self.device = device
-        self._grammars = grammars
+        self._grammars, self._new_stop_finder = grammars, new_stop_finder
         if device.type == "cpu":
             keep_scratch_memory()
         self.arena = ArenaTensors(
@@ -137,7 +140,9 @@ class Runner:
         for request_id in plan.gone:
             del self._states[request_id]
         for new in plan.new:
-            self._states[new.request_id] = SamplingState(new, self.model.vocab_size, self.device, self._matcher(new))
+            self._states[new.request_id] = SamplingState(
+                new, self.model.vocab_size, self.device, self._matcher(new), self._stop_finder(new)
+            )
         self.carry_out(plan.actions)
         launched = StepInFlight(plan.sequences, self.device, self.transfers)
         if self._is_exact_on_cpu:
@@ -156,6 +161,13 @@ class Runner:
         if grammars is None:
             raise EngineError("a request with structured outputs came to a runner without a tokenizer")
         return GuardedMatcher(lambda: grammars.matcher(wanted, new.stop_ids))
+
+    def _stop_finder(self, new: NewRequest) -> StopFinder | None:
+        if not new.params.stop_strings:
+            return None
+        if self._new_stop_finder is None:
+            raise EngineError("a request with stop strings came to a runner without a tokenizer")
+        return self._new_stop_finder(new)
 
     def forget_requests(self) -> None:
         """Drop all sampling states; no step may be in flight."""
@@ -349,7 +361,8 @@ class Runner:
         if self._synthetic_rates is not None:
             verdicts = [verdict for sequence in verified for verdict in sequence.verdicts]
         is_independent = all(state.is_independent for state in states)
-        stops = [state.new.stop_ids if is_independent else NO_STOPS for state in states]
+        is_compared_here = not is_independent or any(state.stop_finder is not None for state in states)
+        stops = [NO_STOPS if is_compared_here else state.new.stop_ids for state in states]
         row_of = self._verified_rows
         pending = [sequence.request_id for sequence in sequences if sequence.pending]
         if not all(request_id in row_of for request_id in pending):
@@ -366,8 +379,11 @@ class Runner:
                 logits_TV = logits_TV.float()
             positions_T = step.batch.positions_T[:num_rows] + 1
             step.tokens_T[:num_rows].copy_(choose_independently(logits_TV, by_row, positions_T, self._kernels))
+            if is_compared_here:
+                verify_chosen(step.tokens_T.tolist(), verified)
         else:
             sample_and_verify(logits_TV, verified, self._kernels)
+        if is_compared_here:
             graphs.take_chosen(step, verified)
         step.drafting.replay()
         count = len(sequences)

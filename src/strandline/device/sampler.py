@@ -7,8 +7,9 @@ logits; then bans and biases, penalties, grammars, temperature, min-p, top-k, to
 Shape suffixes: N rows, V vocabulary.
 """
 
+import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -28,19 +29,30 @@ from strandline.kernels.sampling import (
     sample,
     uniform_from_seed,
 )
+from strandline.records.failures import OUTPUT_FAILED
 from strandline.records.plan import NewRequest, TokenLogprobs
+from strandline.records.stop_strings import StopFinder
 
 BANNED = float("-inf")
+LOGGER: Final = logging.getLogger(__name__)
 
 
 class SamplingState:
     """The sampler's state of one request: its parameters and its tokens so far."""
 
     def __init__(
-        self, new: NewRequest, vocab_size: int, device: torch.device, matcher: GuardedMatcher | None = None
+        self,
+        new: NewRequest,
+        vocab_size: int,
+        device: torch.device,
+        matcher: GuardedMatcher | None = None,
+        stop_finder: StopFinder | None = None,
     ) -> None:
         self.new = new
         self.matcher = matcher
+        self.stop_finder = stop_finder
+        self.stop_string: str | None = None
+        """The stop string that the last token known to the host completes."""
         self.params = new.params
         self.output_ids: list[int] = []
         """As far as the host knows them."""
@@ -74,6 +86,18 @@ class SamplingState:
         self.output_ids.append(token)
         if self.matcher is not None:
             self.matcher.append(token)
+        if self.stop_finder is not None:
+            try:
+                self.stop_string = self.stop_finder.append(token)
+            except Exception:  # the text part meets it at the same token, and ends the output with an error
+                LOGGER.exception(OUTPUT_FAILED)
+                self.stop_finder = self.stop_string = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last token known to the host is a stop token, or completes a stop string."""
+        is_stop_token = self.new.stops_at(self.output_ids[-1], len(self.output_ids))
+        return is_stop_token or self.stop_string is not None
 
 
 class LogprobTensors:

@@ -74,13 +74,18 @@ class StepInFlight:
         if self._verified_on_device is not None:
             self.drafts = self._verified_on_device.read()
         token_ids: list[tuple[int, ...]] = [()] * len(self._sequences)
+        stop_strings = dict[int, str]()
         for verified in self._verified:
             token_ids[verified.index] = tuple(verified.token_ids)
+            if verified.state.stop_string is not None:
+                stop_strings[verified.index] = verified.state.stop_string
         if self._tokens_N is not None:
             for (index, state), token in zip(self._sampled, self._tokens_N.tolist(), strict=True):
                 token_ids[index] = (token,)
                 if token != NO_TOKEN:
                     state.append(token)
+                    if state.stop_string is not None:
+                        stop_strings[index] = state.stop_string
         logprobs, prompt_logprobs = dict[int, list[TokenLogprobs]](), dict[int, list[TokenLogprobs]]()
         for index, entries in self._logprobs.items():
             with catch_failure(self.failures, self._sequences[index].request_id):
@@ -91,4 +96,4 @@ class StepInFlight:
                     parts = self._prompt_logprobs.get(sequence.request_id, ())
                     prompt_logprobs[index] = [entry for tensors in parts for entry in tensors.read()]
         ended = self._transfers.take()
-        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, self.drafts, self.failures, ended)
+        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, self.drafts, self.failures, stop_strings, ended)

@@ -31,6 +31,7 @@ from strandline.models.protocol import LanguageModel
 from strandline.records.grammars import GrammarCompiler
 from strandline.records.plan import StepPlan
 from strandline.records.sampling_params import StructuredOutputsParams
+from strandline.records.stop_strings import NewStopFinder
 
 PREFAULTED_BYTES: Final = 512 * 2**20
 """Of a CPU's memory for the cache, from its beginning, where slots and blocks are allocated first. The system zeroes a
@@ -43,6 +44,7 @@ class UniExecutor:
     Args:
         model: loaded weights on ``device``; with several ranks, this one's shard.
         grammars: compiles the grammars of structured outputs; None: no request may have one.
+        new_stop_finder: finds stop strings; None: no request may have any.
         weights: a digest of the model's weights, for what outlives the process.
         weights_s: how long loading the model took.
         progress: show progress bars while kernels are compiled and graphs captured.
@@ -59,6 +61,7 @@ class UniExecutor:
         grammars: GrammarCompiler | None = None,
         ranks: Ranks = ONE_RANK,
         *,
+        new_stop_finder: NewStopFinder | None = None,
         weights: str = "",
         weights_s: float = 0.0,
         progress: bool = False,
@@ -89,6 +92,7 @@ class UniExecutor:
                 device,
                 max_num_seqs=config.max_num_seqs,
                 grammars=grammars,
+                new_stop_finder=new_stop_finder,
                 poison=is_cache_debugged(),
                 keeps_logs=keeps_logs,
                 draft_tokens=draft_tokens,

@@ -43,7 +43,7 @@ class Verified:
     first_row: int
     """The row of the logits behind the token before the drafts; those behind the drafts follow."""
     token_ids: list[int] = field(default_factory=list)
-    """The drafts that agree, and the token after them; a stop token is the last."""
+    """The drafts that agree, and the token after them. The last may be a stop token, or complete a stop string."""
     logprobs: list[LogprobTensors] = field(default_factory=list)
     """Of these tokens, where asked for."""
     failure: str | None = None
@@ -76,7 +76,7 @@ class Verified:
         if token == NO_TOKEN:
             return False
         self.state.append(token)
-        return agrees and not self.state.new.stops_at(token, len(self.state.output_ids))
+        return agrees and not self.state.has_ended
 
     def take_all(self, tokens: Sequence[int]) -> None:
         """Append all tokens that a step brought; the drafts among them agree."""
@@ -115,6 +115,19 @@ def sample_and_verify(
             if sequence.take(token):
                 agreeing.append(sequence)
         remaining = agreeing
+
+
+def verify_chosen(tokens_R: Sequence[int], sequences: Sequence[Verified]) -> None:
+    """Take the tokens chosen behind each sequence's certain token and its drafts, as far as these agree.
+
+    Args:
+        tokens_R: by row, of sequences whose tokens depend on those before through the logits alone.
+    """
+    for sequence in sequences:
+        for token in tokens_R[sequence.first_row : sequence.first_row + sequence.num_rows]:
+            sequence.state.num_sampled += 1
+            if not sequence.take(token):
+                break
 
 
 @dataclass(slots=True)

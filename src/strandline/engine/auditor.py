@@ -114,7 +114,7 @@ class Auditor:
         for request in advanced:
             if request.is_audit and request.is_finished:
                 self._conclude()
-            elif request.is_finished:
+            elif request.finish_reason is not None:
                 self._end(request.request_id)
 
     def _end(self, request_id: RequestId) -> None:

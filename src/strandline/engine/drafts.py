@@ -55,15 +55,14 @@ class Drafts:
     def propose(self, request: Request, lease: Lease, budget: int) -> tuple[int, ...]:
         """Return drafts for a decoding request: as many as it may still generate, and as memory holds.
 
-        None while a snapshot is due: it would be of tokens that may turn out wrong. None for a request with stop
-        strings, which are found in the text: the request's state would be past its end.
+        None while a snapshot is due: it would be of tokens that may turn out wrong.
         """
         drafter, num_tokens = self.drafter, request.num_tokens
         if drafter is None:
             return NO_DRAFTS
         depth = self._draft_tokens if self.has_layer else self.depth
         most = min(depth, request.max_total - num_tokens - 1, budget - 1)
-        if most < 1 or request.params.stop or self._cache.is_cut_due(lease, num_tokens + most):
+        if most < 1 or self._cache.is_cut_due(lease, num_tokens + most):
             return NO_DRAFTS
         drafts = drafter.propose(request, most)
         return drafts if self._cache.extend(lease, num_tokens + len(drafts)) else NO_DRAFTS
@@ -87,7 +86,7 @@ class Drafts:
     def can_verify_ahead(self, running: Iterable[Request]) -> bool:
         """Whether the next step can verify what is drafted in the last planned one, before that is settled."""
         can_correct = self.corrects_lengths and self._is_verification and not self.must_settle
-        return can_correct and all(request.is_independent for request in running)
+        return can_correct and all(r.is_independent and not r.params.stop_strings for r in running)
 
     def verify_ahead(self, request: Request, lease: Lease, budget: int) -> list[Span]:
         """Return what a sequence does in a step that is planned before the step under way is settled; or nothing.
@@ -117,7 +116,7 @@ class Drafts:
         remaining = request.max_total - num_unsettled
         # The layer's keys and values lie up to one position before the last draft: within the longest request's blocks.
         most = min(self.depth, remaining - request.num_tokens - 2, remaining - end + 1)
-        if end - len(drafts) < request.num_tokens or most < 1 or request.params.stop:
+        if end - len(drafts) < request.num_tokens or most < 1:
             return 0
         return most if self._cache.extend(lease, end + num_unsettled + most - 1) else 0
 

@@ -22,9 +22,8 @@ from strandline.kernels.weights import lay_out, lay_out_in_half
 from strandline.model_config import read_model_config
 from strandline.models.shard import Shard
 from strandline.models.weights import load_model, published_dtype
-from strandline.records.grammars import GrammarCompiler
 from strandline.text.model_files import find_model
-from strandline.text.vocabulary import load_frontend, load_vocabulary
+from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary
 
 LOGGER: Final = logging.getLogger("strandline.engine")
 
@@ -32,13 +31,13 @@ LOGGER: Final = logging.getLogger("strandline.engine")
 def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
     """Load a model and build an engine around it; as ``load_core`` and ``load_vocabulary``."""
     vocabulary = load_vocabulary(config)
-    core = load_core(config, vocabulary.grammars, progress=progress)
+    core = load_core(config, vocabulary, progress=progress)
     return Engine(core, load_frontend(config, core.limits, vocabulary))
 
 
-def load_core(config: EngineConfig, grammars: GrammarCompiler | None = None, *, progress: bool = False) -> EngineCore:
+def load_core(config: EngineConfig, vocabulary: Vocabulary | None = None, *, progress: bool = False) -> EngineCore:
     """Load a model and build a core around it; as ``load_executor``."""
-    executor = load_executor(config, grammars, progress=progress)
+    executor = load_executor(config, vocabulary, progress=progress)
     try:
         return EngineCore(executor, config)
     except BaseException:
@@ -46,11 +45,12 @@ def load_core(config: EngineConfig, grammars: GrammarCompiler | None = None, *, 
         raise
 
 
-def load_executor(config: EngineConfig, grammars: GrammarCompiler | None = None, *, progress: bool = False) -> Executor:
+def load_executor(config: EngineConfig, vocabulary: Vocabulary | None = None, *, progress: bool = False) -> Executor:
     """Load a model into the executor that the configuration names.
 
     Args:
-        grammars: compiles structured outputs where steps run in this process; by default it is made here.
+        vocabulary: for structured outputs and stop strings where steps run in this process; by default it is loaded
+            here.
         progress: show a progress bar while weights load.
 
     Raises:
@@ -58,16 +58,15 @@ def load_executor(config: EngineConfig, grammars: GrammarCompiler | None = None,
     """
     if config.distributed_executor_backend == "mp" or config.tensor_parallel_size > 1:
         return MpExecutor(config, progress=progress)
-    return load_uni_executor(config, grammars, progress=progress)
+    return load_uni_executor(config, vocabulary, progress=progress)
 
 
 def load_uni_executor(
-    config: EngineConfig, grammars: GrammarCompiler | None = None, ranks: Ranks = ONE_RANK, *, progress: bool = False
+    config: EngineConfig, vocabulary: Vocabulary | None = None, ranks: Ranks = ONE_RANK, *, progress: bool = False
 ) -> UniExecutor:
     """Load a model, or this rank's shard of it, into an executor in this process; as ``load_executor``."""
-    if grammars is None:
+    if vocabulary is None:
         vocabulary = load_vocabulary(config)
-        grammars = vocabulary.grammars
         if vocabulary.tokenizer is not None:
             vocabulary.grammars.begin()  # while the weights are read
     directory = find_model(config.model)
@@ -101,7 +100,17 @@ def load_uni_executor(
     model.lay_out(lay_out_in_half if choice.is_widened else lay_out)
     weights = "" if config.disk_cache is None else weights_digest(config)
     weights_s = SYSTEM_CLOCK() - start_s
-    return UniExecutor(model, config, device, grammars, ranks, weights=weights, weights_s=weights_s, progress=progress)
+    return UniExecutor(
+        model,
+        config,
+        device,
+        vocabulary.grammars,
+        ranks,
+        new_stop_finder=vocabulary.stop_finder,
+        weights=weights,
+        weights_s=weights_s,
+        progress=progress,
+    )
 
 
 def resolve_device(config: EngineConfig, rank: int) -> torch.device:

@@ -89,6 +89,8 @@ class Scheduler:
         self._logged_from = logged_from
         """The least number of decodes for which a step uses logs."""
         self.drafts = Drafts(cache, drafter, draft_tokens, draft_depth, corrects_lengths=corrects_lengths)
+        self._stopped: list[Request] = []
+        """Requests that have ended at a stop string, to be ended when the step under way is advanced."""
         self._is_plain = False
         """Whether the last planned step is computed as in an engine without drafts."""
 
@@ -422,6 +424,9 @@ class Scheduler:
                 is_prompt_end = end == request.num_prompt_tokens and end % self._grid_tokens == 0
                 if is_prompt_end and is_computing and request.num_tokens < request.max_total:
                     self.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
+        if self._stopped:
+            stopped, self._stopped = self._stopped, []
+            self._sweep(stopped)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Take the time of a step, from the result of the one before or, if that is later, from its planning on."""
@@ -438,6 +443,7 @@ class Scheduler:
             raise EngineError("a step was settled out of order")
         advanced = []
         has_finished = False
+        under_way = self._planned[-1][1] if self._planned else []
         for index, (request, sampled) in enumerate(zip(planned, result.token_ids, strict=True)):
             if not sampled or request.status is Status.FINISHED:
                 continue
@@ -445,6 +451,11 @@ class Scheduler:
             request.num_new = len(sampled)
             for token in sampled:
                 request.append_sampled(token)
+            if (stop_string := result.stop_strings.get(index)) is not None:
+                if request.finish_reason is None and request in under_way:
+                    # The device does not look for stop strings: the step under way changes the state.
+                    self._stopped.append(request)
+                request.finish_reason, request.stop_reason = FinishReason.STOP, stop_string
             advanced.append(request)
             has_finished |= request.finish_reason is not None
             request.drafts = result.drafts.get(index, NO_DRAFTS)
@@ -465,9 +476,9 @@ class Scheduler:
         return self.settle(plan, result)
 
     def _sweep(self, advanced: Iterable[Request]) -> None:
-        """End the requests that have a finish reason."""
+        """End the requests that have a finish reason, but for those that a step under way still changes."""
         for request in advanced:
-            if request.finish_reason is not None:
+            if request.finish_reason is not None and request not in self._stopped:
                 if request.status is Status.WAITING:
                     self.waiting.remove(request)
                 self._end(request, request.finish_reason, request.stop_reason)

@@ -90,6 +90,8 @@ class NewRequest:
     stop_ids: frozenset[int]
     """Tokens that end the request; banned until ``min_tokens`` are out."""
     bad_words_ids: tuple[tuple[int, ...], ...]
+    hidden_ids: frozenset[int] | None = None
+    """Tokens that the text in which stop strings are searched leaves out; None: as the parameters say."""
 
     def stops_at(self, token_id: int, num_output_tokens: int) -> bool:
         """Whether a token ends the request as its output's token of that number, counted from 1."""
@@ -151,5 +153,7 @@ class StepResult:
     """For the next step, by index of the sequence."""
     failures: Mapping[RequestId, str] = field(default_factory=dict)
     """Requests that an exception concerned alone, and its text. What else the step says of them is not to be shown."""
+    stop_strings: Mapping[int, str] = field(default_factory=dict)
+    """By index: the stop string that the last of the sampled tokens completes."""
     completions: tuple[Completion, ...] = ()
     """Transfers that have ended since the last result, in any order."""

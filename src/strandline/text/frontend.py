@@ -184,9 +184,10 @@ class Frontend:
             max_total = min(max_total, len(prompt_ids) + max(params.max_tokens, 1))
         seed = self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
         bad_words_ids = self._encode_bad_words(params)
+        hidden_ids = request.params.hidden_ids if params.stop_strings else None
         submissions: list[Submission] = []
         for index, name in enumerate(names):
-            new = NewRequest(name, prompt_ids, params, _wrap_seed(seed + index), stop_ids, bad_words_ids)
+            new = NewRequest(name, prompt_ids, params, _wrap_seed(seed + index), stop_ids, bad_words_ids, hidden_ids)
             submissions.append(Submission(new, max_total, salt, marks, transfer))
             if params.prompt_logprobs is not None and params.max_tokens != 0:
                 params = replace(params, prompt_logprobs=None)  # of the first output; the others share its prompt
@@ -216,8 +217,8 @@ class Frontend:
         Events of sequences that are closed or stopped are ignored, since the core may run ahead.
 
         Returns:
-            The requests that got tokens, which are dropped here once finished; and the sequences that ended at a stop
-            string or with an error, for the core to end.
+            The requests that got tokens, which are dropped here once finished; and the sequences that ended here, at a
+            stop string that the core does not know of or with an error, for the core to end.
         """
         outputs = self._outputs
         touched: dict[str, RequestStream] = {}

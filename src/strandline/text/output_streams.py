@@ -59,9 +59,9 @@ class OutputStream:
         return self._logprobs is not None
 
     def append(self, event: TokenEvent) -> bool:
-        """Add a token; return whether the core must end the sequence.
+        """Add a token; return whether the core must end the sequence, which it does not know to have ended.
 
-        It must where the token completes a stop string, which wins over any other reason to end, and after an error.
+        A token that completes a stop string ends it; that wins over any other reason to end.
         """
         if event.account is not None:
             self.request.note_account(self, event.account)
@@ -85,7 +85,7 @@ class OutputStream:
             self._end(FinishReason.STOP, stop)
         elif event.finish_reason is not None:
             self._end(event.finish_reason, event.stop_reason)
-        return stop is not None
+        return stop is not None and event.finish_reason is None
 
     def fail(self, text: str) -> None:
         """End the output with an error, in whatever state an exception has left it."""

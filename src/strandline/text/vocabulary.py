@@ -12,8 +12,10 @@ from strandline.config import EngineConfig
 from strandline.errors import ConfigError, cause_of
 from strandline.model_config import Fields, read_model_config, read_vocab_size
 from strandline.records.events import Limits
+from strandline.records.plan import NewRequest
 from strandline.text.frontend import Frontend
 from strandline.text.model_files import GENERATION_CONFIG, check_files, read_generation_config
+from strandline.text.stop_finder import TextStopFinder
 from strandline.text.structured import Grammars
 
 
@@ -24,6 +26,10 @@ class Vocabulary:
     tokenizer: Any | None
     eos_ids: frozenset[int]
     grammars: Grammars
+
+    def stop_finder(self, new: NewRequest) -> TextStopFinder:
+        """Return what finds a request's stop strings in its output."""
+        return TextStopFinder(self.tokenizer, new)
 
 
 def load_vocabulary(config: EngineConfig) -> Vocabulary:

@@ -12,6 +12,7 @@ from strandline import LLM
 from strandline.config import EngineConfig
 from strandline.engine.loading import load_core
 from strandline.text.structured import Grammars
+from strandline.text.vocabulary import Vocabulary
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.engine.tokenizers import (
     CALLS_IN_JSON,
@@ -98,7 +99,8 @@ def make_loop(bytes_dir: Path) -> Iterator[MakeLoop]:
     with zmq.Context() as context:
 
         def make(grammars: Grammars) -> LoopInThread:
-            loops.append(LoopInThread(load_core(config, grammars), context))
+            vocabulary = Vocabulary(byte_tokenizer(), frozenset(), grammars)
+            loops.append(LoopInThread(load_core(config, vocabulary), context))
             return loops[-1]
 
         yield make

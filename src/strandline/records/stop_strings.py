@@ -1,0 +1,17 @@
+"""What the device needs of stop strings: something per output that finds them."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from strandline.records.plan import NewRequest
+
+
+class StopFinder(Protocol):
+    """The text of one output so far."""
+
+    def append(self, token: int) -> str | None:
+        """Append a token; return the stop string that it completes, if any."""
+
+
+NewStopFinder = Callable[[NewRequest], StopFinder]
+"""Returns what finds a request's stop strings, before its first token."""

@@ -1,0 +1,23 @@
+"""Finds stop strings where tokens are sampled, so that no state gets past the token that completes one.
+
+The text part finds them once more, in order to cut the text; both look with a ``Detokenizer``.
+"""
+
+from typing import Any
+
+from strandline.records.plan import NewRequest
+from strandline.text.detokenizer import Detokenizer
+
+
+class TextStopFinder:
+    """Finds the stop strings of one output; a ``StopFinder``."""
+
+    def __init__(self, tokenizer: Any, new: NewRequest) -> None:
+        self._detokenizer = Detokenizer(tokenizer, new.params, new.hidden_ids)
+        self._min_tokens = new.params.min_tokens
+        self._num_tokens = 0
+
+    def append(self, token: int) -> str | None:
+        """Append a token; return the stop string that it completes, if any."""
+        self._num_tokens += 1
+        return self._detokenizer.append(token, may_stop=self._num_tokens > self._min_tokens)
