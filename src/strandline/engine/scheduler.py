@@ -29,7 +29,7 @@ from strandline.engine.drafts import Drafts
 from strandline.engine.load_queue import LoadQueue, LoadState
 from strandline.engine.long_prefills import LongPrefills
 from strandline.engine.request import Request, Status
-from strandline.engine.spans import NO_DRAFTS, Reservation, Span, sequence_plan, with_next
+from strandline.engine.spans import NO_DRAFTS, Reservation, Span, exact_end, sequence_plan, with_next
 from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
 from strandline.ids import BLOCK_TOKENS, RequestId
@@ -488,17 +488,6 @@ class Scheduler:
 def _decodes(request: Request) -> bool:
     """Whether a running request has sampled a token, and its next step samples another."""
     return request.num_prompt_tokens < request.num_tokens < request.max_total
-
-
-def exact_end(request: Request, start: int, end: int) -> int:
-    """Return where a deterministic step ends that may compute up to ``end``; ``start`` when it can compute nothing.
-
-    A prompt's step ends on the 64-token grid or with the prompt; generated tokens are computed one by one.
-    """
-    num_prompt = request.num_prompt_tokens
-    if start >= num_prompt:
-        return min(start + 1, end)
-    return num_prompt if end >= num_prompt else max(start, end // BLOCK_TOKENS * BLOCK_TOKENS)
 
 
 def _lease(request: Request) -> Lease:

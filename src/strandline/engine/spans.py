@@ -2,7 +2,7 @@
 
 from strandline.cache import Lease, StepGrant
 from strandline.engine.request import Request
-from strandline.ids import NO_TOKEN, PendingToken
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN, PendingToken
 from strandline.records.plan import SequencePlan
 
 Span = tuple[Request, Lease, int, int, tuple[int, ...]]
@@ -12,6 +12,17 @@ NO_DRAFTS: tuple[int, ...] = ()
 
 Reservation = tuple[bool, StepGrant]
 """Whether the prefill kernels compute the sequence even if it is a single token, and what the cache granted."""
+
+
+def exact_end(request: Request, start: int, end: int) -> int:
+    """Return where a deterministic step ends that may compute up to ``end``; ``start`` when it can compute nothing.
+
+    A prompt's step ends on the 64-token grid or with the prompt; generated tokens are computed one by one.
+    """
+    num_prompt = request.num_prompt_tokens
+    if start >= num_prompt:
+        return min(start + 1, end)
+    return num_prompt if end >= num_prompt else max(start, end // BLOCK_TOKENS * BLOCK_TOKENS)
 
 
 def _tokens_between(request: Request, start: int, end: int) -> tuple[int, ...]:
