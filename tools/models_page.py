@@ -104,22 +104,42 @@ MODELS: Final = {
 }
 """By architecture; of those that differ in what they read alone, one."""
 
+SUPER: Final = "MEMEMEM*" + 2 * "EMEMEMEM*" + 4 * "EMEMEMEMEM*" + "EMEMEMEM*" + "EMEMEMEME"
+
+FURTHER: Final = {
+    "NemotronHForCausalLM": Model(
+        "Nemotron-3-Super-120B-A12B",
+        {
+            "hybrid_override_pattern": SUPER,
+            "num_key_value_heads": 2,
+            "n_routed_experts": 512,
+            "num_experts_per_tok": 22,
+            "moe_intermediate_size": 2688,
+            "moe_shared_expert_intermediate_size": 5376,
+            "moe_latent_size": 1024,
+            "num_nextn_predict_layers": 1,
+            "max_position_embeddings": 2**20,
+        },
+    ),
+}
+"""Another model of an architecture, which differs in what it supports."""
+
 HEADER: Final = (
     "model", "snapshot", "per token", "break-even", "CUDA", "CPU", "speculation", "FP8", "determ."
 )  # fmt: skip
 
 
-def build(architecture: str) -> CausalLM:
+def build(architecture: str, model: Model) -> CausalLM:
     """Return a model without weights."""
     config_class = getattr(transformers, architecture).config_class
-    config = config_class(**MODELS[architecture].values)
+    config = config_class(**model.values)
     config.architectures = [architecture]
     return ARCHITECTURES[architecture](config, torch.bfloat16, "meta")
 
 
-def row(architecture: str) -> tuple[str, ...]:
+def row(architecture: str, published: Model) -> tuple[str, ...]:
     """Return a model's row: sizes as the engine lays them out, and what its operations are made for."""
-    model = build(architecture)
+    model = build(architecture, published)
     spec = model.spec
     token_bytes = spec.raw_block_bytes / BLOCK_TOKENS if any(layer.streams for layer in spec.layers) else 0
     snapshot_bytes = spec.raw_slot_bytes if spec.has_states else 0
@@ -127,7 +147,7 @@ def row(architecture: str) -> tuple[str, ...]:
     is_float32 = all(x.dtype == "float32" for layer in spec.layers for x in layer.states if x.is_recurrent)
     keys_and_values = {stream.name for layer in spec.layers for stream in layer.streams} & {"key", "value"}
     return (
-        MODELS[architecture].name,
+        published.name,
         megabytes(snapshot_bytes) if snapshot_bytes else "none",
         f"{token_bytes / 1024:.3g} KiB" if token_bytes else "nothing",
         f"{snapshot_bytes / token_bytes:,.0f} tokens" if snapshot_bytes and token_bytes else "",
@@ -168,7 +188,11 @@ def megabytes(num_bytes: int) -> str:
 
 def table() -> str:
     """Return the table in Markdown."""
-    rows = [HEADER, ("---",) * len(HEADER), *(row(architecture) for architecture in MODELS)]
+    rows = [HEADER, ("---",) * len(HEADER)]
+    for architecture, model in MODELS.items():
+        rows.append(row(architecture, model))
+        if architecture in FURTHER:
+            rows.append(row(architecture, FURTHER[architecture]))
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 

@@ -29,7 +29,7 @@ class CausalLM(nn.Module):
 
     Args:
         published: as ``targets``: the family's names.
-        build_draft_layer: of multi-token prediction; None: the family has none.
+        build_draft_layer: of multi-token prediction; None: the model has none.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class CausalLM(nn.Module):
         """Add the layer that drafts tokens, whose keys and values become part of what the model keeps.
 
         Raises:
-            ConfigError: the family has none.
+            ConfigError: the model has none, or one that is not supported.
         """
         if self._build_draft_layer is None:
             raise ConfigError(
@@ -159,4 +159,4 @@ class CausalLM(nn.Module):
         """Yield where the tensors go that the published weights, which hold ``names``, must have."""
         yield from self._published(names)
         if self.draft_layer is not None:
-            yield from self.draft_layer.targets("mtp.", names)
+            yield from self.draft_layer.targets(names)

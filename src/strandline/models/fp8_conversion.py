@@ -35,7 +35,8 @@ SHARD_BYTES: Final = 2 * 2**30
 """Most bytes of an output file, a larger tensor excepted; as many are in memory at a time."""
 
 UNCONVERTED: Final = re.compile(
-    r"embed|norm|conv1d|visual|vision|\.router(\.|$)|(^|\.)(lm_head|gate|shared_expert_gate|fc|conv|in_proj_(a|b|ba)|[ab]_proj)$"
+    r"embed|norm|conv1d|visual|vision|\.router(\.|$)"
+    r"|(^|\.)(lm_head|gate|shared_expert_gate|fc|eh_proj|conv|in_proj_(a|b|ba)|[ab]_proj)$"
 )
 """In the name of a module: its weights stay as they are."""
 

@@ -1,12 +1,15 @@
 """Nemotron-H and Nemotron 3: layers of one part each, a Mamba-2 layer, attention, or a feed-forward part.
 
 Feed-forward parts have no gate: dense ones, and mixtures of experts, which may work on a projection of the hidden
-state. Positions are not embedded. Draft layers (``mtp.``) are skipped.
+state. Positions are not embedded. The draft layer of Nemotron 3 Super, Ultra and 3.5 Lightning is published as two such
+layers, attention and a feed-forward part.
 
 Time steps keep to ``time_step_limit``, as in the published implementation; in transformers 5.17 to another field's
 minimum, ``time_step_min``, which was meant for training's start.
 
-Source: ``transformers`` (``nemotron_h``).
+Shape suffixes: E hidden size.
+
+Source: ``transformers`` (``nemotron_h``); of the draft layer vLLM (``nemotron_h_mtp``) and NVIDIA's NeMo AutoModel.
 """
 
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from strandline.model_config import (
     DTYPES,
@@ -29,12 +33,17 @@ from strandline.models.layers.attention import Attention, AttentionConfig, Query
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.moe import MAX_EXPERTS
+from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.relu_squared import ReluSquaredMlp, ReluSquaredMoe, ReluSquaredMoeConfig
 from strandline.models.layers.sigmoid_moe import read_routing
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention", "mlp", "moe")
+
+DRAFT_LAYERS: Final = "num_nextn_predict_layers"
+DRAFT_PARTS: Final = "mtp_layers_block_type"
+ALTERNATIVE: Final = 'else try {"method": "ngram"}'
 
 NAMES: Final = Mamba2Names(
     num_heads="mamba_num_heads",
@@ -66,25 +75,46 @@ def build_nemotron_h(config: Any, dtype: torch.dtype, device: torch.device | str
         fields.flag("tie_word_embeddings"),
     )
     max_position = read_max_position(fields)
-    moe = _read_experts(fields) if "moe" in layer_types else None
     norm, hidden_size = plain(eps), attention.hidden_size
 
-    def build_layer(kind: str) -> DecoderLayer:
+    def build_layer(*kinds: str) -> DecoderLayer:
         mixer: Attention | Mamba2Layer | None = None
         mlp: ReluSquaredMlp | ReluSquaredMoe | None = None
-        if kind == "full_attention":
-            mixer = Attention(attention, dtype, device, shard)
-        elif kind == "linear_attention":
-            mixer = Mamba2Layer(mamba2, dtype, device, shard)
-        elif kind == "moe" and moe is not None:
-            mlp = ReluSquaredMoe(moe, dtype, device, shard)
-        else:
-            mlp = ReluSquaredMlp(hidden_size, mlp_size, dtype, device, shard, has_bias=has_bias)
+        for kind in kinds:
+            if kind == "full_attention":
+                mixer = Attention(attention, dtype, device, shard)
+            elif kind == "linear_attention":
+                mixer = Mamba2Layer(mamba2, dtype, device, shard)
+            elif kind == "moe":
+                mlp = ReluSquaredMoe(_read_experts(fields), dtype, device, shard)
+            else:
+                mlp = ReluSquaredMlp(hidden_size, mlp_size, dtype, device, shard, has_bias=has_bias)
         return DecoderLayer(mixer, mlp, norm, hidden_size, dtype, device)
+
+    def build_draft_layer() -> DraftLayer:
+        layer = build_layer(*_read_draft_parts(fields))
+        return DraftLayer(layer, _published_draft_layer, norm, hidden_size, dtype, device)
 
     layers = [build_layer(kind) for kind in layer_types]
     decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
-    return CausalLM(decoder, max_position, partial(_published, decoder, layers))
+    has_draft_layer = fields.size(DRAFT_LAYERS, at_least=0, default=0) > 0
+    published = partial(_published, decoder, layers)
+    return CausalLM(decoder, max_position, published, build_draft_layer if has_draft_layer else None)
+
+
+def _read_draft_parts(fields: Fields) -> tuple[str, ...]:
+    """Return the kinds of the parts that a draft layer is published as.
+
+    Raises:
+        ConfigError: there are several draft layers, or the parts are not attention and at most one feed-forward part.
+            What another one kept of a token would not follow from that token and the hidden state alone.
+    """
+    if fields.size(DRAFT_LAYERS) > 1:
+        fields.reject(DRAFT_LAYERS, f"1, to draft with it; {ALTERNATIVE}")
+    kinds = fields.list_of(DRAFT_PARTS, lambda entries, name: entries.choice(name, LAYER_TYPES))
+    if kinds[:1] != ("full_attention",) or kinds[1:] not in ((), ("mlp",), ("moe",)):
+        fields.reject(DRAFT_PARTS, f"full_attention, then mlp, moe or nothing, to draft with it; {ALTERNATIVE}")
+    return kinds
 
 
 def _read_experts(fields: Fields) -> ReluSquaredMoeConfig:
@@ -105,7 +135,28 @@ def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozense
     """Yield the published tensors."""
     yield from renamed(decoder.targets("backbone.", names), {"embed_tokens": "embeddings", "norm": "norm_f"})
     for index, layer in enumerate(layers):
-        prefix, part = f"backbone.layers.{index}.", layer.mlp if layer.mixer is None else layer.mixer
-        yield f"{prefix}norm.weight", whole(layer.mlp_norm_E if layer.mixer is None else layer.mixer_norm_E)
+        yield from _published_parts(layer, "backbone.layers.", index)
+
+
+def _published_draft_layer(draft: DraftLayer, names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors of a draft layer: those of its inputs with its first part, its norm with its last."""
+    del names  # always the same
+    first, last = "mtp.layers.0.", f"mtp.layers.{int(draft.layer.mlp is not None)}."
+    yield f"{first}enorm.weight", whole(draft.embedding_norm_E)
+    yield f"{first}hnorm.weight", whole(draft.hidden_norm_E)
+    yield f"{first}eh_proj.weight", whole(draft.fc.weight_OI)
+    yield f"{last}final_layernorm.weight", whole(draft.norm_E)
+    yield from _published_parts(draft.layer, "mtp.layers.", 0)
+
+
+def _published_parts(layer: DecoderLayer, prefix: str, first: int) -> NamedTargets:
+    """Yield the published tensors of a layer, each of whose parts is a layer there, numbered from ``first`` on."""
+    parts: list[tuple[object, Tensor]] = []
+    if layer.mixer is not None:
+        parts.append((layer.mixer, layer.mixer_norm_E))
+    if layer.mlp is not None:
+        parts.append((layer.mlp, layer.mlp_norm_E))
+    for index, (part, norm_E) in enumerate(parts, first):
+        yield f"{prefix}{index}.norm.weight", whole(norm_E)
         assert isinstance(part, Attention | Mamba2Layer | ReluSquaredMlp | ReluSquaredMoe)
-        yield from part.targets(f"{prefix}mixer.")
+        yield from part.targets(f"{prefix}{index}.mixer.")

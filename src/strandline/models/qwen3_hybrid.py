@@ -95,7 +95,8 @@ def build(
     def build_draft_layer() -> DraftLayer:
         mlp = _build_mlp(mlps[-1], dtype, device, shard)
         part = _build_layer(config, "full_attention", mlp, norm, in_proj_targets, dtype, device, shard)
-        return DraftLayer(part.layer, part.targets, norm, config.attention.hidden_size, dtype, device)
+        published = partial(_published_draft_layer, part)
+        return DraftLayer(part.layer, published, norm, config.attention.hidden_size, dtype, device)
 
     return CausalLM(
         decoder,
@@ -159,3 +160,12 @@ def _published(decoder: Decoder, layers: Sequence[_Layer], names: frozenset[str]
     yield from decoder.targets(prefix, names)
     for index, layer in enumerate(layers):
         yield from layer.targets(f"{prefix}layers.{index}.", names)
+
+
+def _published_draft_layer(layer: _Layer, draft: DraftLayer, names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors of a draft layer, and of the layer in it."""
+    yield "mtp.fc.weight", whole(draft.fc.weight_OI)
+    yield "mtp.pre_fc_norm_embedding.weight", whole(draft.embedding_norm_E)
+    yield "mtp.pre_fc_norm_hidden.weight", whole(draft.hidden_norm_E)
+    yield "mtp.norm.weight", whole(draft.norm_E)
+    yield from layer.targets("mtp.layers.0.", names)

@@ -83,6 +83,18 @@ class Driver:
         left = dict(zip(map(id, ordered), snapshots, strict=True))
         return [rows[id(part)] for part in parts], [left[id(part)] for part in parts]
 
+    def draft(self, sequence: Running, tokens: Sequence[int], hidden_TE: Tensor) -> Tensor:
+        """Give the draft layer hidden states, and the token after each; return logits.
+
+        Args:
+            sequence: whose blocks keep what the layer does.
+        """
+        part = Part(sequence, tokens)
+        batch = self._batch([part], int(len(tokens) == 1), [self.new_slot()], [{}])
+        sequence.num_tokens += len(tokens)
+        logits: Tensor = self.model.logits(self.model.draft(batch, hidden_TE, self._memory))
+        return logits
+
     def _batch(
         self, parts: Sequence[Part], num_decodes: int, targets: list[int], snapshots: list[dict[int, int]]
     ) -> StepBatch:

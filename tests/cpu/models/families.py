@@ -624,9 +624,13 @@ def oracle(name: str) -> Any:
 
     Not larger: much of a layer's output per input makes rounding errors grow from layer to layer.
     """
-    config = config_of(name)
-    torch.manual_seed(len(name))
-    model = getattr(transformers, CONFIGS[name][0])(config).eval().requires_grad_(False)
+    return random_model(config_of(name), len(name))
+
+
+def random_model(config: Any, seed: int) -> Any:
+    """Return transformers' model of a configuration, as ``oracle`` does."""
+    torch.manual_seed(seed)
+    model = getattr(transformers, config.architectures[0])(config).eval().requires_grad_(False)
     for parameter_name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not parameter_name.endswith("A_log"):
             scale = 1 if "embed" in parameter_name else 0.8 * parameter.shape[-1] ** -0.5

@@ -187,6 +187,7 @@ def test_other_files_are_copied(dense: Path, tmp_path: Path) -> None:
         ("model.layers.0.feed_forward.w1.weight", (2, 2), True),
         ("mtp.layers.0.self_attn.q_proj.weight", (2, 2), True),
         ("mtp.fc.weight", (2, 2), False),
+        ("mtp.layers.0.eh_proj.weight", (2, 2), False),
         ("lm_head.weight", (2, 2), False),
         ("model.embed_tokens.weight", (2, 2), False),
         ("model.layers.0.mlp.gate.weight", (2, 2), False),

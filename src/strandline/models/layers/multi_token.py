@@ -4,7 +4,7 @@ From the final hidden state of a token and the embedding of the token after it, 
 by the model's own head, predict the token after that. It is an attention layer with keys and values of its own, which
 lie at the position of the first of the two tokens. Its own hidden state can stand for the model's, to draft further.
 
-Source: ``mtp.*`` as Qwen publishes it; DeepSeek-AI, "DeepSeek-V3 Technical Report", section 2.2.
+Source: ``mtp.*`` as Qwen and NVIDIA (Nemotron 3) publish it; DeepSeek-AI, "DeepSeek-V3 Technical Report", section 2.2.
 
 Shape suffixes: T tokens of the step, E hidden size.
 """
@@ -23,7 +23,7 @@ from strandline.kernels.weights import Layout
 from strandline.models.layers.decoder import DecoderLayer, Mixer, ResidualNorm
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.targets import NamedTargets
 from strandline.specs import LayerSpec
 
 
@@ -39,13 +39,13 @@ class DraftLayer(nn.Module):
 
     Args:
         layer: whose mixer is a ``KeepingMixer``.
-        layer_targets: as ``targets``, of the layer.
+        published: as ``targets``, given this layer: the family's names.
     """
 
     def __init__(
         self,
         layer: DecoderLayer,
-        layer_targets: Callable[[str, frozenset[str]], NamedTargets],
+        published: Callable[["DraftLayer", frozenset[str]], NamedTargets],
         norm: ResidualNorm,
         hidden_size: int,
         dtype: torch.dtype,
@@ -53,7 +53,7 @@ class DraftLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.layer, self.norm = layer, norm
-        self._layer_targets = layer_targets
+        self._published = published
         self.fc = Projection(hidden_size, 2 * hidden_size, dtype, device)
         """Columns: embedding, hidden state."""
         self.embedding_norm_E, self.hidden_norm_E, self.norm_E = (
@@ -116,10 +116,6 @@ class DraftLayer(nn.Module):
             if isinstance(module, Projection):
                 module.lay_out(layout)
 
-    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
+    def targets(self, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors."""
-        yield f"{prefix}fc.weight", whole(self.fc.weight_OI)
-        yield f"{prefix}pre_fc_norm_embedding.weight", whole(self.embedding_norm_E)
-        yield f"{prefix}pre_fc_norm_hidden.weight", whole(self.hidden_norm_E)
-        yield f"{prefix}norm.weight", whole(self.norm_E)
-        yield from self._layer_targets(f"{prefix}layers.0.", names)
+        yield from self._published(self, names)
