@@ -29,6 +29,8 @@ from strandline.text.vocabulary import load_frontend, load_vocabulary
 ENGINE_CPUS: Final = 0.5
 INGRESS_CPUS: Final = 0.25
 """What Ray reserves for each replica unless told otherwise, so that three engines find room on two cores."""
+FLUSH_GRACE_S: Final = 60.0
+"""How long a replica with a disk cache may take to end unless told otherwise: its requests finish, then it flushes."""
 STATS_PERIOD_S: Final = 1.0
 """How often Ray Serve asks replicas where their events are: a new one is followed after this time at most."""
 
@@ -136,5 +138,6 @@ def _replicas(options: RayOptions) -> serve.Deployment:
         request_routing_stats_period_s=STATS_PERIOD_S,
     )
     reserved = {"ray_actor_options": {"num_cpus": ENGINE_CPUS}}
-    more = {"max_ongoing_requests": options.server_config.max_queue, **reserved, **scale, **options.replica}
+    grace = {} if options.engine_config.disk_cache is None else {"graceful_shutdown_timeout_s": FLUSH_GRACE_S}
+    more = {"max_ongoing_requests": options.server_config.max_queue, **reserved, **grace, **scale, **options.replica}
     return serve.deployment(EngineReplica, name="Engine", request_router_config=router, **more)

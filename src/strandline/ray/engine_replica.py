@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -16,11 +17,26 @@ from strandline.config import EngineConfig
 from strandline.errors import EngineError
 from strandline.ids import RequestId
 from strandline.ray.calls import End, Run
+from strandline.ray.replica_directory import replica_directory
 from strandline.records.events import Limits, StepEvents
-from strandline.records.messages import ENCODER, FROM_CORE, TO_CORE, Died, Finish, Stepped, Submit
+from strandline.records.messages import (
+    ENCODER,
+    FLUSH_S,
+    FROM_CORE,
+    TO_CORE,
+    Died,
+    Finish,
+    Flush,
+    Flushed,
+    FlushReport,
+    Stepped,
+    Submit,
+)
 from strandline.server.supervisor import EngineProcess, engine_process
 
-LOGGER: Final = logging.getLogger("strandline.ray")
+LOGGER: Final = logging.getLogger("ray.serve.strandline")  # to the log files of Ray Serve
+LATE_S: Final = 5.0
+"""How much longer than its time a flush may take, for what it has begun to write."""
 
 
 class EngineReplica:
@@ -29,7 +45,8 @@ class EngineReplica:
     async def __init__(self, engine: EngineConfig) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """
         Args:
-            engine: without a configuration of events: they are published on any port of the node's address.
+            engine: without a configuration of events: they are published on any port of the node's address. The
+                directory of a disk cache is the same for all replicas: each one takes a directory of its own in it.
 
         Raises:
             ConfigError: the configuration does not allow a start.
@@ -43,7 +60,13 @@ class EngineReplica:
         self._receiving: asyncio.Future[None] | None = None
         self._process: EngineProcess
         self._limits: Limits
-        started = engine_process(replace(engine, kv_events_config=events))
+        engine, inherited = replace(engine, kv_events_config=events), []
+        self._flushed: asyncio.Future[FlushReport | None] | None = None
+        if engine.disk_cache is not None:
+            directory, lock = self._stack.enter_context(replica_directory(Path(engine.disk_cache)))
+            engine, inherited = replace(engine, disk_cache=str(directory)), [lock]
+            self._flushed = asyncio.get_running_loop().create_future()
+        started = engine_process(engine, inherited)
         self._process, self._limits = await self._stack.enter_async_context(started)
         self._receiving = asyncio.ensure_future(self._exit_with_engine())
 
@@ -95,8 +118,9 @@ class EngineReplica:
             raise EngineError(f"the engine hangs: {hang}")
 
     async def __del__(self) -> None:
-        """End the engine process."""
+        """Have what only memory has written to the disk cache, if there is one, and end the engine process."""
         if self._receiving is not None:
+            await self._flush()
             self._receiving.cancel()
         await self._stack.aclose()
 
@@ -108,8 +132,21 @@ class EngineReplica:
             match FROM_CORE.decode(await self._process.socket.recv()):
                 case Stepped(events):
                     self._pass_on(events)
+                case Flushed(_, report) if self._flushed is not None:
+                    self._flushed.set_result(report)
                 case Died(reason):
                     LOGGER.error("the engine has failed: %s", reason)
+
+    async def _flush(self) -> None:
+        if self._flushed is None:
+            return
+        self._process.socket.send(ENCODER.encode(Flush(0)))
+        try:
+            report = await asyncio.wait_for(self._flushed, FLUSH_S + LATE_S)
+        except TimeoutError:
+            LOGGER.warning("the disk cache may lack what only memory had: the engine has not answered")
+        else:
+            LOGGER.info("%s", report)
 
     async def _exit_with_engine(self) -> None:
         reason = await self._process.receive_until_exit(self)

@@ -5,7 +5,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -43,14 +43,15 @@ class EngineProcess:
 
     Args:
         address: what the socket is bound to.
+        inherited: file descriptors that the process keeps open.
     """
 
-    def __init__(self, socket: zmq.asyncio.Socket, address: str) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, address: str, inherited: Sequence[int] = ()) -> None:
         loop = asyncio.get_running_loop()
         self.socket = socket
         self.events: EventEndpoints | None = None
         """Where cache events are published; None: nowhere."""
-        self.heartbeat, self._process = _start(address)
+        self.heartbeat, self._process = _start(address, inherited)
         self._exited = loop.create_future()
         self._pidfd = os.pidfd_open(self._process.pid)
         loop.add_reader(self._pidfd, partial(_set_done, self._exited))
@@ -109,8 +110,13 @@ class EngineProcess:
 
 
 @asynccontextmanager
-async def engine_process(engine: EngineConfig) -> AsyncIterator[tuple[EngineProcess, Limits]]:
+async def engine_process(
+    engine: EngineConfig, inherited: Sequence[int] = ()
+) -> AsyncIterator[tuple[EngineProcess, Limits]]:
     """Start an engine process, yield it once it is ready, and end it on exit.
+
+    Args:
+        inherited: file descriptors that the process keeps open.
 
     Raises:
         ConfigError, EngineError: as ``EngineProcess.handshake``.
@@ -122,7 +128,7 @@ async def engine_process(engine: EngineConfig) -> AsyncIterator[tuple[EngineProc
         socket.linger = 0
         address = f"ipc://{folder.name}/core"
         socket.bind(address)
-        process = EngineProcess(socket, address)
+        process = EngineProcess(socket, address, inherited)
         try:
             limits = await process.handshake(engine)
             folder.cleanup()
@@ -150,11 +156,11 @@ async def keep_restarting(engine: EngineConfig, client: EngineClient) -> None:
         delay_s = FIRST_RESTART_DELAY_S if is_stable else min(2 * delay_s, LONGEST_RESTART_DELAY_S)
 
 
-def _start(address: str) -> tuple[Heartbeat, subprocess.Popen[bytes]]:
+def _start(address: str, inherited: Sequence[int]) -> tuple[Heartbeat, subprocess.Popen[bytes]]:
     fd = os.memfd_create("heartbeat")
     try:
         command = [sys.executable, "-m", "strandline.engine.core_process", address, str(fd)]
-        return Heartbeat(fd), subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd])
+        return Heartbeat(fd), subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd, *inherited])
     finally:
         os.close(fd)
 

@@ -25,38 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 import yaml  # noqa: E402  # Ray brings it
 
-ROUTING = Path(__file__).parents[3] / "docs" / "routing.md"
+from tests.cpu.ray.documented import HEADERS, documented, replica_processes  # noqa: E402
+
 SERVE = Path(sys.executable).with_name("serve")
 APP = f"documented-{os.getpid()}"
-HEADERS = {"Authorization": "Bearer change-me"}
 TIMEOUT_S = 400.0
 NUM_STREAMS = 6
-
-
-def documented(port: int) -> dict[str, Any]:
-    """Return the documented YAML for one engine on this machine, with as little memory as it needs."""
-    [example] = re.findall(r"^```yaml\n(.*?)^```$", ROUTING.read_text(), re.MULTILINE | re.DOTALL)
-    config: dict[str, Any] = yaml.safe_load(example)
-    config["http_options"] = {"host": "127.0.0.1", "port": port}
-    [application] = config["applications"]
-    application["name"] = APP
-    application["args"]["num_replicas"] = 1
-    application["args"]["engine"] |= {"memory": "64MiB", "device": "cpu", "dtype": "float32"}
-    application["args"]["replica"]["ray_actor_options"]["num_cpus"] = 0.1
-    return config
-
-
-def replica_processes() -> list[int]:
-    """Return the ids of the processes that are replicas of the engine."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_text()
-        except OSError:
-            continue
-        if command.startswith(f"ray::ServeReplica:{APP}:Engine"):
-            found.append(int(folder.name))
-    return sorted(found)
 
 
 @dataclass
@@ -83,14 +57,14 @@ class Deployment:
     def start(self) -> None:
         """Run it, and wait until it answers."""
         self.process = self.run()
-        self.wait_until(lambda: self._is_serving() and len(replica_processes()) == 1)
+        self.wait_until(lambda: self._is_serving() and len(replica_processes(APP)) == 1)
 
     def scale(self, num_replicas: int) -> None:
         """Change the number of engines as documented, and wait until it is reached."""
         [application] = self.config["applications"]
         application["deployments"] = [{"name": "Engine", "num_replicas": num_replicas}]
         assert self.run("--non-blocking", "--address", "auto").wait(TIMEOUT_S) == 0, self.log
-        self.wait_until(lambda: len(replica_processes()) == num_replicas)
+        self.wait_until(lambda: len(replica_processes(APP)) == num_replicas)
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Poll until something is so."""
@@ -143,7 +117,7 @@ def deployment() -> Iterator[Deployment]:
         port = probe.getsockname()[1]
     # Ray's sockets lie in it, whose paths must be short.
     with TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        made = Deployment(Path(folder), documented(port))
+        made = Deployment(Path(folder), documented(APP, port))
         made.start()
         yield made
         if made.process is not None and made.process.poll() is None:
@@ -163,10 +137,10 @@ def test_the_documented_deployment_answers(deployment: Deployment) -> None:
 def test_replicas_come_and_go_while_answers_stream(deployment: Deployment) -> None:
     expected = deployment.answers()
     assert len(set(expected)) > 1
-    [first] = replica_processes()
+    [first] = replica_processes(APP)
     deployment.scale_under_load(2, expected)
-    assert first in replica_processes(), "those that were there keep their caches"
-    [second] = {*replica_processes()} - {first}
+    assert first in replica_processes(APP), "those that were there keep their caches"
+    [second] = {*replica_processes(APP)} - {first}
 
     def second_has_run() -> bool:
         assert deployment.answers() == expected
@@ -182,4 +156,4 @@ def test_ctrl_c_ends_all_replicas(deployment: Deployment) -> None:
     deployment.process.send_signal(signal.SIGINT)
     deployment.process.wait(TIMEOUT_S)
     deployment.process = None
-    deployment.wait_until(lambda: not replica_processes())
+    deployment.wait_until(lambda: not replica_processes(APP))
