@@ -38,7 +38,7 @@ SHARE_SERVERS = re.compile(
 )
 """Files whose tests ask the servers that session fixtures start; a second worker would start them again."""
 
-STARTED_FIRST = ("server", "bench", "kernels", "cache")
+STARTED_FIRST = ("server", "engine", "bench", "kernels", "models", "cache")
 """Folders of ``tests/cpu`` that take longest, in the order in which several workers take them up."""
 
 # How many threads share a sum changes its last bits; and the tests' tensors are too small to share.

@@ -93,7 +93,7 @@ def traces(llm: LLM, prompts: Any, params: SamplingParams = SAMPLED) -> Trace:
 
 
 def test_answers_are_bitwise_independent_of_cache_and_batch(make_larger: MakeLLM) -> None:
-    prompts = prompts_that_share(5, count=6)
+    prompts = prompts_that_share(5, count=4)
     cold = make_larger(enable_prefix_caching=False)
     expected = [trace for prompt in prompts for trace in traces(cold, [prompt], SHORT)]
     for options in ({}, {"max_num_batched_tokens": 100, "async_scheduling": False}):
@@ -128,7 +128,7 @@ def test_log_probabilities_of_prompts_have_the_same_bits(make_exact: MakeLLM) ->
 
 
 def test_preempted_answers_have_the_same_bits(make_exact: MakeLLM) -> None:
-    prompts = prompts_that_share(6)
+    prompts = prompts_that_share(6, count=7)
     expected = traces(make_exact(enable_prefix_caching=False), prompts)
     slab = make_exact().engine.core.spec.slab_bytes
     for num_slabs in (5, 7, 10, 14, 20, 28):
@@ -145,7 +145,7 @@ def test_preempted_answers_have_the_same_bits(make_exact: MakeLLM) -> None:
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_published_slot_holds_the_bits_of_a_cold_prefill(make_exact: MakeLLM, seed: int) -> None:
     llm = make_exact(max_num_batched_tokens=100)
-    live_through_much(llm, seed)
+    live_through_much(llm, seed, num_requests=16)
     cold = make_exact()
     published = list(llm.engine.cache.snapshots())
     assert len(published) > 5

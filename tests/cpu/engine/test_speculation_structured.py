@@ -16,7 +16,7 @@ NGRAM = {
     "prompt_lookup_min": 1,
 }
 MTP = {"method": "mtp", "adaptive": False, "num_speculative_tokens": 3}
-NUM_ENTRIES = 4
+NUM_ENTRIES = 2
 SCHEMA = {
     "type": "array",
     "items": {

@@ -30,11 +30,11 @@ def contents(llm: LLM, slot: SlotId) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def live_through_much(llm: LLM, seed: int) -> None:
+def live_through_much(llm: LLM, seed: int, num_requests: int = 40) -> None:
     """Run prompts that share, diverge, fork, are aborted and preempt one another."""
     rng = random.Random(seed)
     seen: list[list[int]] = []
-    for index in range(40):
+    for index in range(num_requests):
         head = list(rng.choice(seen))[: rng.randint(0, 200)] if seen else []
         prompt = head + rng.choices(range(VOCAB_SIZE), k=rng.choice([1, 5, 63, 64, 65, 130]))
         seen.append(prompt)
