@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from strandline.device.batch import build_host_batch, to_device
+from strandline.device.divided_sampling import likeliest
 from strandline.device.upload import upload_together
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, PendingToken
 from strandline.kernels.binding import Kernels
-from strandline.kernels.sampling import greedy
 from strandline.models.protocol import DraftingModel, ModelMemory
 from strandline.records.plan import SequencePlan
 
@@ -100,7 +100,7 @@ def make_drafts(
             break
         (rows_N,) = upload_together([[last_rows[place] for place in wanted]], hidden_TE.device)
         hidden_XE = hidden_TE[rows_N]
-        tokens = kernels[greedy](model.logits(hidden_XE)).tolist()
+        tokens = likeliest(model.logits(hidden_XE), kernels).tolist()
         pairs = []
         for row, (place, token) in enumerate(zip(wanted, tokens, strict=True)):
             pair = ordered[place]

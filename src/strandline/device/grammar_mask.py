@@ -1,6 +1,6 @@
 """Masks the logits of structured outputs.
 
-Shape suffixes: N rows, V vocabulary, R rows with a grammar, W words of 32 bits.
+Shape suffixes: N rows, P the rank's part of the vocabulary, R rows with a grammar, W words of 32 bits.
 """
 
 import logging
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strandline.device.upload import upload
+from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.records.failures import OUTPUT_FAILED, failure_text
 from strandline.records.grammars import TokenMatcher
 
@@ -59,23 +60,30 @@ class GuardedMatcher:
             self._matcher = None
 
 
-def mask_logits(logits_NV: Tensor, rows: Sequence[int], matchers: Sequence[TokenMatcher]) -> None:
+def mask_logits(
+    logits_NP: Tensor, rows: Sequence[int], matchers: Sequence[TokenMatcher], ranks: Ranks = ONE_RANK
+) -> None:
     """Set logits of tokens that a row's matcher forbids to minus infinity, in place.
 
     Where the request's own bans leave no allowed token, the matcher's allowed tokens are restored.
 
     Args:
         rows: the row of each matcher.
+        ranks: what has the logits of the rest of the vocabulary.
     """
-    vocab_size = logits_NV.shape[1]
-    words_RW = np.zeros((len(rows), -(-(vocab_size + 1) // 32)), dtype=np.int32)
+    num_columns = logits_NP.shape[1]
+    first_word, first_bit = divmod(ranks.rank * num_columns, 32)
+    words_RW = np.zeros((len(rows), -(-(num_columns * ranks.size + 1) // 32)), dtype=np.int32)
     for index, matcher in enumerate(matchers):
         matcher.fill(words_RW, index)
-    device = logits_NV.device
+    device = logits_NP.device
     bits = torch.arange(32, dtype=torch.int32, device=device)
-    mask_RW = upload(words_RW, device)
-    is_allowed_RV = ((mask_RW[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
+    own_words = slice(first_word, first_word + -(-(first_bit + num_columns) // 32))
+    mask_RW = upload(np.ascontiguousarray(words_RW[:, own_words]), device)
+    own_bits = slice(first_bit, first_bit + num_columns)
+    is_allowed_RP = ((mask_RW[:, :, None] >> bits) & 1).bool().flatten(1)[:, own_bits]
     rows_R = upload(np.array(rows, dtype=np.int64), device)
-    masked_RV = logits_NV[rows_R].masked_fill(~is_allowed_RV, NOT_ALLOWED)
-    is_empty_R1 = (masked_RV == NOT_ALLOWED).all(dim=-1, keepdim=True)
-    logits_NV[rows_R] = masked_RV.masked_fill(is_empty_R1 & is_allowed_RV, 0.0)
+    masked_RP = logits_NP[rows_R].masked_fill(~is_allowed_RP, NOT_ALLOWED)
+    is_left_R1 = (masked_RP != NOT_ALLOWED).any(dim=-1, keepdim=True)
+    is_empty_R1 = ranks.sum(is_left_R1.long()) == 0
+    logits_NP[rows_R] = masked_RP.masked_fill(is_empty_R1 & is_allowed_RP, 0.0)

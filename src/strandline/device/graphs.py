@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from strandline.device.batch import HostBatch
+from strandline.device.divided_sampling import likeliest
 from strandline.device.padded_step import PaddedStep, StepSize
 from strandline.device.padded_verification import VerificationSize
 from strandline.device.pending import PendingTokens
@@ -23,7 +24,6 @@ from strandline.device.upload import upload, upload_together
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.sampling import greedy
 from strandline.kernels.step import store_hidden
 
 PROMPT_ROWS: Final = (64, 128, 256, 512, 1024)
@@ -107,7 +107,7 @@ class StepGraphs:
         self._arena = arena
         self._pending = pending
         self._kernels = kernels
-        self._store_hidden, self._greedy = kernels[store_hidden], kernels[greedy]
+        self._store_hidden = kernels[store_hidden]
         self._forward, self._logits = forward, logits
         self._keep_for_drafts = keep_for_drafts
         self._max_model_len = max_model_len
@@ -166,7 +166,7 @@ class StepGraphs:
             captured.last_NE = hidden_TE.index_select(0, columns.last_row)
         else:
             captured.logits_NV = self._logits(hidden_TE)
-            self._pending.sampled_P[: len(hidden_TE)].copy_(self._greedy(captured.logits_NV))
+            self._pending.sampled_P[: len(hidden_TE)].copy_(likeliest(captured.logits_NV, self._kernels))
 
     def decode(self, host: HostBatch) -> Tensor | None:
         """Replay a step of decodes; return ``logits_NV``, which the next replay overwrites. None: none has room.

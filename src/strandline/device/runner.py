@@ -7,11 +7,11 @@ stored in its slot, so that a slot that becomes a snapshot can give its next tok
 host behind the step.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from strandline.cache import Action
 from strandline.device.batch import HostBatch, build_host_batch, split_by_blocks, to_device
 from strandline.device.cache_actions import CacheActions
+from strandline.device.divided_sampling import SAMPLING_OPERATIONS
 from strandline.device.draft_layer import is_resumed, make_drafts, pairs_of
 from strandline.device.failures import catch_failure
 from strandline.device.grammar_mask import GuardedMatcher
@@ -35,6 +36,7 @@ from strandline.device.sampler import (
     choose_tokens,
 )
 from strandline.device.step_in_flight import StepInFlight
+from strandline.device.threads import one_thread
 from strandline.device.transfers import Transfers
 from strandline.device.upload import download, upload_together
 from strandline.device.verification import Verified, VerifiedOnDevice, sample_and_verify, verify_chosen
@@ -44,22 +46,21 @@ from strandline.ids import RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
+from strandline.kernels.operation import Operation
+from strandline.kernels.ranks import columns_of
 from strandline.kernels.replay import insert_logged
-from strandline.kernels.sampling import greedy, mask_top_k_top_p_min_p, sample
 from strandline.kernels.step import locate_rows, resolve_pending, store_hidden
 from strandline.models.protocol import DraftingModel, LanguageModel
 from strandline.records.grammars import GrammarCompiler
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
 from strandline.records.stop_strings import NewStopFinder, StopFinder
 
-RUNNER_OPERATIONS: Final = (
+RUNNER_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
     locate_rows,
     resolve_pending,
     store_hidden,
     insert_logged,
-    greedy,
-    mask_top_k_top_p_min_p,
-    sample,
+    *SAMPLING_OPERATIONS,
 )
 """What the runner computes with, beside the model's operations."""
 
@@ -123,6 +124,7 @@ class Runner:
         self._actions = CacheActions(self.arena, self._memory, self.transfers, kernels, poison=poison)
         self._pending = PendingTokens(max_num_seqs, device, kernels)
         self._kernels, self._store = kernels, kernels[store_hidden]
+        self._columns = columns_of(model.vocab_size, kernels.ranks.rank, kernels.ranks.size)
         self._is_exact_on_cpu = device.type == "cpu" and kernels.workload.is_deterministic
         self._graphs: StepGraphs | None = None
         self._verification_graphs: VerificationGraphs | None = None
@@ -141,7 +143,7 @@ class Runner:
             del self._states[request_id]
         for new in plan.new:
             self._states[new.request_id] = SamplingState(
-                new, self.model.vocab_size, self.device, self._matcher(new), self._stop_finder(new)
+                new, self._columns, self.device, self._matcher(new), self._stop_finder(new)
             )
         self.carry_out(plan.actions)
         launched = StepInFlight(plan.sequences, self.device, self.transfers)
@@ -320,7 +322,7 @@ class Runner:
             hidden_1E = [self._hidden_of_part(part, launched) for part in split_by_blocks(sequence)][-1]
             if sequence.is_sampled:
                 state = self._states[sequence.request_id]
-                with _one_thread():
+                with one_thread():
                     chosen.append(choose_tokens(self.model.logits(hidden_1E), [state], self._kernels))
                 sampled.append((index, state))
         if sampled:
@@ -332,7 +334,7 @@ class Runner:
 
     def _threads(self, num_tokens: int) -> AbstractContextManager[None]:
         """Return a context in which operations run on the threads that a step of this size takes."""
-        return _one_thread() if self.device.type == "cpu" and num_tokens <= SERIAL_STEP_TOKENS else nullcontext()
+        return one_thread() if self.device.type == "cpu" and num_tokens <= SERIAL_STEP_TOKENS else nullcontext()
 
     def _replay_decodes(self, sequences: Sequence[SequencePlan], num_decodes: int, launched: StepInFlight) -> bool:
         """Replay a step of decodes that are all sampled; whether it was one, and a graph had room for it."""
@@ -465,7 +467,8 @@ class Runner:
             rows_NE = hidden.hidden_TE[row : row + len(tokens_N)]
             with catch_failure(launched.failures, sequence.request_id):
                 for hidden_NE, token_N in zip(rows_NE.split(LOGPROB_ROWS), tokens_N.split(LOGPROB_ROWS), strict=True):
-                    tensors = LogprobTensors(self.model.logits(hidden_NE), token_N, [num_top] * len(token_N))
+                    logits_NP, tops = self.model.logits(hidden_NE), [num_top] * len(token_N)
+                    tensors = LogprobTensors.of(logits_NP, token_N, tops, self._kernels.ranks)
                     launched.take_prompt_logprobs(sequence.request_id, tensors)
 
     def _sample(
@@ -499,13 +502,3 @@ def _order(sequences: Sequence[SequencePlan]) -> tuple[list[int], int]:
         index for index, sequence in enumerate(sequences) if sequence.end > sequence.start and not sequence.is_decode
     ]
     return decodes + prefills, len(decodes)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)

@@ -4,7 +4,9 @@ A draw depends on the request's seed and the token's position alone, never on th
 happened before (preemption, forks), so it needs no state. Order, as in vLLM: log-probabilities are of the raw
 logits; then bans and biases, penalties, grammars, temperature, min-p, top-k, top-p.
 
-Shape suffixes: N rows, V vocabulary.
+Each rank has the logits of its part of the vocabulary, and of each request's tokens counts those that lie there.
+
+Shape suffixes: N rows, P the rank's part of the vocabulary (``columns_of``).
 """
 
 import logging
@@ -15,20 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from strandline.device.divided_sampling import (
+    Filters,
+    draw_rows,
+    likeliest,
+    num_candidates,
+)
 from strandline.device.failures import catch_failure
 from strandline.device.grammar_mask import GuardedMatcher, mask_logits
 from strandline.device.upload import download, upload
 from strandline.ids import NO_TOKEN
 from strandline.kernels.binding import Kernels
-from strandline.kernels.sampling import (
-    apply_penalties,
-    apply_temperature,
-    gather_logprobs,
-    greedy,
-    mask_top_k_top_p_min_p,
-    sample,
-    uniform_from_seed,
-)
+from strandline.kernels.ranks import Ranks
+from strandline.kernels.sampling import apply_penalties, apply_temperature, gather_logprobs, uniform_from_seed
 from strandline.records.failures import OUTPUT_FAILED
 from strandline.records.plan import NewRequest, TokenLogprobs
 from strandline.records.stop_strings import StopFinder
@@ -38,12 +39,16 @@ LOGGER: Final = logging.getLogger(__name__)
 
 
 class SamplingState:
-    """The sampler's state of one request: its parameters and its tokens so far."""
+    """The sampler's state of one request: its parameters and its tokens so far.
+
+    Args:
+        columns: tokens whose logits this rank has.
+    """
 
     def __init__(
         self,
         new: NewRequest,
-        vocab_size: int,
+        columns: range,
         device: torch.device,
         matcher: GuardedMatcher | None = None,
         stop_finder: StopFinder | None = None,
@@ -63,12 +68,14 @@ class SamplingState:
         self.is_plain_greedy = _is_plain_greedy(new)
         self.has_bans_or_biases = bool(new.bad_words_ids or new.params.min_tokens or new.params.logit_bias)
         self.is_independent = new.is_independent
-        self.prompt_mask_V: Tensor | None = None
-        self.output_counts_V: Tensor | None = None
+        self.prompt_mask_P: Tensor | None = None
+        self.output_counts_P: Tensor | None = None
+        self._first_token = columns.start
         if new.params.has_penalties:
-            self.prompt_mask_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self.prompt_mask_V.index_fill_(0, upload(np.array(new.prompt_ids, dtype=np.int64), device), 1)
-            self.output_counts_V = torch.zeros(vocab_size, dtype=torch.int64, device=device)
+            held_ids = [token - columns.start for token in new.prompt_ids if token in columns]
+            self.prompt_mask_P = torch.zeros(len(columns), dtype=torch.bool, device=device)
+            self.prompt_mask_P.index_fill_(0, upload(np.array(held_ids, dtype=np.int64), device), 1)
+            self.output_counts_P = torch.zeros(len(columns), dtype=torch.int64, device=device)
 
     @property
     def position(self) -> int:
@@ -78,8 +85,10 @@ class SamplingState:
     def count(self, token_1: Tensor) -> None:
         """Count a sampled token, which the host need not know yet."""
         self.num_sampled += 1
-        if self.output_counts_V is not None:
-            self.output_counts_V.index_add_(0, token_1.clamp_min(0), torch.ones_like(token_1))
+        if self.output_counts_P is not None:
+            last, column_1 = len(self.output_counts_P) - 1, token_1 - self._first_token
+            is_held_1 = (column_1 >= 0) & (column_1 <= last)
+            self.output_counts_P.index_add_(0, column_1.clamp(0, last), is_held_1.long())
 
     def append(self, token: int) -> None:
         """Append a token that the host knows now."""
@@ -103,15 +112,24 @@ class SamplingState:
 class LogprobTensors:
     """Log-probabilities of some rows' tokens and of their likeliest, being copied to the host."""
 
-    def __init__(self, logits_NV: Tensor, tokens_N: Tensor, num_top: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[Tensor], num_top: Sequence[int]) -> None:
         """
         Args:
-            logits_NV: raw.
+            parts: tokens, and what ``gather_logprobs`` returns of them, on their way to the host.
             num_top: per row, how many of the likeliest are asked for.
         """
-        self._num_top = num_top
-        parts = gather_logprobs(logits_NV, tokens_N, max(num_top, default=0))
-        self._parts = [download(part) for part in (tokens_N, *parts)]
+        self._num_top, self._parts = num_top, parts
+
+    @classmethod
+    def of(cls, logits_NP: Tensor, tokens_N: Tensor, num_top: Sequence[int], ranks: Ranks) -> "LogprobTensors":
+        """Work them out from raw logits."""
+        parts = gather_logprobs(logits_NP, tokens_N, max(num_top, default=0), ranks)
+        return cls([download(part) for part in (tokens_N, *parts)], num_top)
+
+    def split(self) -> "list[LogprobTensors]":
+        """Return those of each row."""
+        parts = zip(*(part.split(1) for part in self._parts), strict=True)
+        return [LogprobTensors(part, [count]) for part, count in zip(parts, self._num_top, strict=True)]
 
     def read(self) -> list[TokenLogprobs]:
         """Return them; the device must be done."""
@@ -145,31 +163,51 @@ class ChosenTokens(NamedTuple):
 
 
 def choose_tokens(
-    logits_NV: Tensor, states: Sequence[SamplingState], kernels: Kernels, greedy_N: Tensor | None = None
+    logits_NP: Tensor, states: Sequence[SamplingState], kernels: Kernels, greedy_N: Tensor | None = None
 ) -> ChosenTokens:
     """Sample one token per row, without waiting for the device.
 
     Args:
-        logits_NV: may be overwritten.
+        logits_NP: may be overwritten.
         states: one per row; each counts its sampled token.
         greedy_N: the likeliest tokens, if they are known; may be overwritten.
     """
-    wants = [row for row, state in enumerate(states) if state.params.logprobs is not None]
     failures: dict[int, str] = {}
-    raw_logits = {row: logits_NV[row : row + 1].clone() for row in wants}
+    raw_logits = [(rows, _rows_of(logits_NP, rows)) for rows in _logprob_groups(states, kernels)]
     if all(state.is_plain_greedy for state in states):
-        tokens_N = kernels[greedy](logits_NV) if greedy_N is None else greedy_N
+        tokens_N = likeliest(logits_NP, kernels) if greedy_N is None else greedy_N
     else:
-        tokens_N = _choose(logits_NV.float(), states, kernels, failures)
+        tokens_N = _choose(logits_NP.float(), states, kernels, failures)
     logprobs: dict[int, LogprobTensors] = {}
-    for row, logits_1V in raw_logits.items():
-        with catch_failure(failures, row):
-            logprobs[row] = LogprobTensors(logits_1V, tokens_N[row : row + 1], [states[row].params.logprobs or 0])
+    for rows, logits_MP in raw_logits:
+        failed: dict[None, str] = {}
+        with catch_failure(failed, None):
+            counts = [states[row].params.logprobs or 0 for row in rows]
+            tensors = LogprobTensors.of(logits_MP, _rows_of(tokens_N, rows), counts, kernels.ranks)
+            logprobs |= dict(zip(rows, tensors.split(), strict=True))
+        failures |= {row: text for text in failed.values() for row in rows}
     if failures:
         tokens_N[list(failures)] = NO_TOKEN
     for row, state in enumerate(states):
         state.count(tokens_N[row : row + 1])
     return ChosenTokens(tokens_N, logprobs, failures)
+
+
+def _logprob_groups(states: Sequence[SamplingState], kernels: Kernels) -> list[list[int]]:
+    """Return the rows whose log-probabilities are wanted, as they are worked out together.
+
+    That is all of them where ranks talk about them, and else each for itself: so an exception concerns one alone, and
+    the bits of a deterministic engine depend on no other row.
+    """
+    rows = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+    if kernels.ranks.size == 1 or kernels.workload.is_deterministic:
+        return [[row] for row in rows]
+    return [rows] if rows else []
+
+
+def _rows_of(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return a copy of some rows."""
+    return torch.cat([x[row : row + 1] for row in rows])
 
 
 def _is_plain_greedy(new: NewRequest) -> bool:
@@ -179,31 +217,30 @@ def _is_plain_greedy(new: NewRequest) -> bool:
     return params.is_greedy and not has_extras
 
 
-def _choose(logits_NV: Tensor, states: Sequence[SamplingState], kernels: Kernels, failures: dict[int, str]) -> Tensor:
-    _apply_bans_and_biases(logits_NV, states, failures)
-    _apply_penalties(logits_NV, states)
+def _choose(logits_NP: Tensor, states: Sequence[SamplingState], kernels: Kernels, failures: dict[int, str]) -> Tensor:
+    _apply_bans_and_biases(logits_NP, states, kernels.ranks, failures)
+    _apply_penalties(logits_NP, states)
     matchers = {row: state.matcher for row, state in enumerate(states) if state.matcher is not None}
     if matchers:
-        mask_logits(logits_NV, list(matchers), list(matchers.values()))
+        mask_logits(logits_NP, list(matchers), list(matchers.values()), kernels.ranks)
         failures |= {row: matcher.error for row, matcher in matchers.items() if matcher.error is not None}
-    return choose_independently(logits_NV, states, [state.position for state in states], kernels)
+    return choose_independently(logits_NP, states, [state.position for state in states], kernels)
 
 
 def choose_independently(
-    logits_NV: Tensor, states: Sequence[SamplingState], positions: Sequence[int] | Tensor, kernels: Kernels
+    logits_NP: Tensor, states: Sequence[SamplingState], positions: Sequence[int] | Tensor, kernels: Kernels
 ) -> Tensor:
     """Sample a token per row by temperature and masks alone; return int64, ``NO_TOKEN`` where none can be.
 
     Args:
-        logits_NV: may be overwritten; float32 unless every state is greedy.
+        logits_NP: may be overwritten; float32 unless every state is greedy.
         states: one per row; nothing is counted.
         positions: of the tokens to sample; int64 on the device, if they are known there alone.
     """
-    device = logits_NV.device
-    greedy_N = kernels[greedy](logits_NV)
-    if all(state.params.is_greedy for state in states):
-        return greedy_N
+    device = logits_NP.device
     params = [state.params for state in states]
+    if all(p.is_greedy for p in params):
+        return likeliest(logits_NP, kernels)
     temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
     floats = np.array([temperatures, [p.top_p for p in params], [p.min_p for p in params]], dtype=np.float32)
     seeds = [state.new.seed for state in states]
@@ -213,26 +250,33 @@ def choose_independently(
     position_N = positions
     if not isinstance(position_N, Tensor):
         position_N = upload(np.array(position_N, dtype=np.int64), device)
-    logits_NV = apply_temperature(logits_NV, temperature_N)
-    logits_NV = kernels[mask_top_k_top_p_min_p](logits_NV, top_k_N, top_p_N, min_p_N)
-    drawn_N = kernels[sample](logits_NV, uniform_from_seed(seed_N, position_N))
+    logits_NP = apply_temperature(logits_NP, temperature_N)
+    filters = Filters(top_k_N, top_p_N, min_p_N, uniform_from_seed(seed_N, position_N))
+    shown = {row: num_candidates(p.top_k, p.top_p, p.min_p) for row, p in enumerate(params) if not p.is_greedy}
+    greedy_N, drawn_N = draw_rows(logits_NP, filters, shown, kernels)
     is_greedy_N = upload(np.array([p.is_greedy for p in params]), device)
     return torch.where(is_greedy_N | (greedy_N == NO_TOKEN), greedy_N, drawn_N)
 
 
-def _apply_bans_and_biases(logits_NV: Tensor, states: Sequence[SamplingState], failures: dict[int, str]) -> None:
+def _apply_bans_and_biases(
+    logits_NP: Tensor, states: Sequence[SamplingState], ranks: Ranks, failures: dict[int, str]
+) -> None:
+    num_columns = logits_NP.shape[1]
+    first = ranks.rank * num_columns
     biases, bans = list[tuple[int, int, float]](), list[tuple[int, int]]()
     for row, state in enumerate(states):
         if state.has_bans_or_biases:
             with catch_failure(failures, row):
                 biases += [(row, token, bias) for token, bias in (state.params.logit_bias or {}).items()]
                 bans += [(row, token) for token in _banned(state)]
+    biases = [(row, token - first, bias) for row, token, bias in biases if 0 <= token - first < num_columns]
+    bans = [(row, token - first) for row, token in bans if 0 <= token - first < num_columns]
     if biases:
-        rows, tokens, values = (upload(np.array(column), logits_NV.device) for column in zip(*biases, strict=True))
-        logits_NV[rows, tokens] += values.float()
+        rows, columns, values = (upload(np.array(entries), logits_NP.device) for entries in zip(*biases, strict=True))
+        logits_NP[rows, columns] += values.float()
     if bans:
-        rows, tokens = (upload(np.array(column), logits_NV.device) for column in zip(*bans, strict=True))
-        logits_NV.index_put_((rows, tokens), logits_NV.new_full((), BANNED))
+        rows, columns = (upload(np.array(entries), logits_NP.device) for entries in zip(*bans, strict=True))
+        logits_NP.index_put_((rows, columns), logits_NP.new_full((), BANNED))
 
 
 def _banned(state: SamplingState) -> list[int]:
@@ -246,19 +290,19 @@ def _banned(state: SamplingState) -> list[int]:
     return banned
 
 
-def _apply_penalties(logits_NV: Tensor, states: Sequence[SamplingState]) -> None:
-    rows = [row for row, state in enumerate(states) if state.prompt_mask_V is not None]
+def _apply_penalties(logits_NP: Tensor, states: Sequence[SamplingState]) -> None:
+    rows = [row for row, state in enumerate(states) if state.prompt_mask_P is not None]
     if not rows:
         return
     penalised = [states[row] for row in rows]
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     factors = np.array([[getattr(s.params, name) for s in penalised] for name in names], dtype=np.float32)
-    repetition_N, presence_N, frequency_N = upload(factors, logits_NV.device)
-    row_N = upload(np.array(rows), logits_NV.device)
-    logits_NV[row_N] = apply_penalties(
-        logits_NV[row_N],
-        torch.stack([s.prompt_mask_V for s in penalised if s.prompt_mask_V is not None]),
-        torch.stack([s.output_counts_V for s in penalised if s.output_counts_V is not None]),
+    repetition_N, presence_N, frequency_N = upload(factors, logits_NP.device)
+    row_N = upload(np.array(rows), logits_NP.device)
+    logits_NP[row_N] = apply_penalties(
+        logits_NP[row_N],
+        torch.stack([s.prompt_mask_P for s in penalised if s.prompt_mask_P is not None]),
+        torch.stack([s.output_counts_P for s in penalised if s.output_counts_P is not None]),
         repetition_N,
         presence_N,
         frequency_N,

@@ -8,12 +8,12 @@ import torch
 
 from strandline.config import EngineConfig, parse_bytes
 from strandline.device.batch import build_host_batch, to_device
+from strandline.device.divided_sampling import likeliest
 from strandline.device.dtypes import count_weights, machine_bytes
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, PendingToken, RequestId, SlotId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.binding import Kernels
-from strandline.kernels.sampling import greedy
 from strandline.models.protocol import LanguageModel
 from strandline.models.shard import WHOLE, Shard
 from strandline.records.plan import SequencePlan
@@ -198,7 +198,7 @@ def measure_scratch_bytes(
     with torch.inference_mode():
         batch = to_device(build_host_batch([sequence], 0), device, kernels)
         hidden_TE = model.forward(batch.step, model.bind(arena))
-        kernels[greedy](model.logits(hidden_TE[:1].expand(num_rows, -1).contiguous()))
+        likeliest(model.logits(hidden_TE[:1].expand(num_rows, -1).contiguous()), kernels)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     del arena, batch, hidden_TE

@@ -7,6 +7,7 @@ and then all of them stand still until the next one.
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -48,3 +49,14 @@ def _quotas() -> Iterator[float]:
         numbers = " ".join(file.read_text() for file in files).split()
         if len(numbers) == 2 and numbers[0].isdigit():
             yield int(numbers[0]) / int(numbers[1])
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Return a context in which torch computes on one thread."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

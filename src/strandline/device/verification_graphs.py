@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from strandline.device.batch import block_tables
+from strandline.device.divided_sampling import likeliest
 from strandline.device.graphs import WARM_UP_RUNS, Forward
 from strandline.device.padded_verification import (
     LastVerification,
@@ -31,7 +32,6 @@ from strandline.ids import NO_TOKEN
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.sampling import greedy
 from strandline.kernels.step import store_hidden
 from strandline.models.protocol import DraftingModel, LanguageModel, ModelMemory
 from strandline.records.plan import SequencePlan
@@ -167,7 +167,7 @@ class VerificationGraphs:
             row_N: each sequence's last row that counts.
             position_N: its position.
         """
-        model, likeliest = cast(DraftingModel, self._model), self._kernels[greedy]
+        model = cast(DraftingModel, self._model)
         batch = step.batch
         pairs = StepBatch(step.tokens_T.clamp_min(0), batch.positions_T, 0, 0, batch.attention, batch.recurrent)
         hidden_NE = model.draft(pairs, step.hidden_TE, self._memory).index_select(0, row_N)
@@ -180,7 +180,7 @@ class VerificationGraphs:
                 position_N = position_N + is_wanted_N
                 single = single_rows(batch, position_N, is_wanted_N, token_N, self._kernels)
                 hidden_NE = model.draft(single, hidden_NE, self._memory)
-            drafts.append(likeliest(model.logits(hidden_NE)))
+            drafts.append(likeliest(model.logits(hidden_NE), self._kernels))
         if drafts:
             step.drafts_ND = torch.stack(drafts, dim=1)
 

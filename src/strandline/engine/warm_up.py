@@ -43,6 +43,8 @@ MAX_STEPS: Final = 4
 SAMPLERS: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 1.0, "top_k": 100},
+    {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 0.0, "logprobs": 5},
     {"temperature": 1.0, "logprobs": 0, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5},
     {"temperature": 0.0, "logit_bias": {0: 1.0}, "min_tokens": 2},

@@ -49,3 +49,9 @@ class OneRank:
 
 
 ONE_RANK: Final = OneRank()
+
+
+def columns_of(vocab_size: int, rank: int, size: int) -> range:
+    """Return the tokens whose logits a rank has: as many as every other, some of them beyond the vocabulary."""
+    num_columns = -(-vocab_size // size)
+    return range(rank * num_columns, (rank + 1) * num_columns)

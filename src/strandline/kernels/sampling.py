@@ -7,9 +7,15 @@ probability zero is never drawn; a row without a finite maximum (NaN, infinity, 
 The order of the filters and their meaning are those of vLLM: temperature, min-p, top-k, top-p. Source of the
 hash: Steele et al., "Fast splittable pseudorandom number generators", section 5 (SplitMix64).
 
-Shape suffixes: N rows, V vocabulary, C candidates (a row's likeliest tokens, likeliest first), B tiles of the
-vocabulary, I tokens of a tile, K reported tokens.
+Several ranks each have the logits of a part of the vocabulary, as wide as the others'. What they tell each other of it
+are keys, sums and candidates, all with the tokens' numbers in the whole vocabulary (``divided_sampling.py``).
+
+Shape suffixes: N rows, V vocabulary, P the part of the vocabulary that a rank has, C candidates (a row's likeliest
+tokens, likeliest first), B tiles of the vocabulary, I tokens of a tile, S chunks of a part, K reported tokens,
+R ranks.
 """
+
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +23,7 @@ from torch import Tensor
 
 from strandline.ids import NO_TOKEN
 from strandline.kernels.operation import operation, triton
+from strandline.kernels.ranks import ONE_RANK, Ranks
 
 NUM_CANDIDATES_CPU = (512, 8192)
 """How many of a row's likeliest tokens a CPU tries to decide by before it sorts the vocabulary, 50 times as slow."""
@@ -28,6 +35,14 @@ TILE_TOKENS = 128
 ROWS_PER_PASS_CPU = 4
 """Rows that a CPU takes through all passes over the vocabulary together, so that they stay in cache."""
 
+KEY_TOKEN_BITS: Final = 31
+"""Of a key of 64 bits; the others are a logit's."""
+
+LAST_TOKEN: Final = (1 << KEY_TOKEN_BITS) - 1
+
+NO_CANDIDATE: Final = ((1 << 31) - 1) << 32
+"""Stands where a row has fewer candidates: behind all others."""
+
 
 @operation(triton("sampling_triton"))
 def greedy(logits_NV: Tensor) -> Tensor:
@@ -35,6 +50,62 @@ def greedy(logits_NV: Tensor) -> Tensor:
     # A CPU finds the largest value of a row with its place in a quarter of the time of argmax.
     top_N, token_N = logits_NV.max(dim=-1)
     return token_N.masked_fill_(~top_N.isfinite(), NO_TOKEN)
+
+
+@operation(triton("sampling_triton"))
+def top_keys(logits_NP: Tensor, first: int) -> Tensor:
+    """Return int64 keys, any number for a row. The largest is that of the row's likeliest token, among all ranks' too.
+
+    A larger key is a larger logit's, and of equal ones a lower token's.
+
+    Args:
+        first: the token of the first column.
+    """
+    top_N, column_N = logits_NP.max(dim=-1)
+    top_N = top_N.float().nan_to_num(torch.inf, torch.inf, -torch.inf)
+    bits_N = torch.where(top_N == 0.0, 0.0, top_N).view(torch.int32)
+    ordered_N = bits_N ^ ((bits_N >> 31) & 0x7FFFFFFF)
+    return ((ordered_N.long() << KEY_TOKEN_BITS) + (LAST_TOKEN - first - column_N)).unsqueeze(-1)
+
+
+@operation(triton("sampling_triton"))
+def token_of_keys(keys_NS: Tensor) -> Tensor:
+    """Return the token (int64) of each row's largest key. ``NO_TOKEN`` where its logit is not finite."""
+    key_N = keys_NS.amax(dim=-1)
+    ordered_N = (key_N >> KEY_TOKEN_BITS).int()
+    top_N = (ordered_N ^ ((ordered_N >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return (LAST_TOKEN - (key_N & LAST_TOKEN)).masked_fill_(~top_N.isfinite(), NO_TOKEN)
+
+
+@operation(triton("sampling_triton"))
+def top_candidates(logits_NP: Tensor, top_k_N: Tensor, first: int, num: int) -> Tensor:
+    """Return each row's ``top_k`` likeliest possible tokens with their logits, by token; see ``unpack_candidates``.
+
+    Args:
+        logits_NP: float32.
+        top_k_N: int64, from 1 to ``num``.
+        first: the token of the first column.
+
+    Returns:
+        ``[N, num]`` int64; ``NO_CANDIDATE`` at the end of rows with fewer.
+    """
+    num_columns = logits_NP.shape[1]
+    value_NK, column_NK = logits_NP.topk(min(num, num_columns), dim=-1)
+    is_left_NK = torch.arange(value_NK.shape[1], device=logits_NP.device) < top_k_N.unsqueeze(-1)
+    is_left_NK &= value_NK != -torch.inf
+    packed_NK = pack_candidates(column_NK + first, value_NK).masked_fill_(~is_left_NK, NO_CANDIDATE)
+    return F.pad(packed_NK.sort(dim=-1).values, (0, num - packed_NK.shape[1]), value=NO_CANDIDATE)
+
+
+def pack_candidates(token_NK: Tensor, logit_NK: Tensor) -> Tensor:
+    """Return int64 numbers that hold tokens, in their upper halves, and float32 logits."""
+    return (token_NK << 32) | (logit_NK.view(torch.int32).long() & 0xFFFFFFFF)
+
+
+def unpack_candidates(packed_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens (int64) and logits (float32) of candidates; minus infinity where there is none."""
+    logit_NK = packed_NK.int().view(torch.float32)
+    return packed_NK >> 32, logit_NK.masked_fill(packed_NK == NO_CANDIDATE, -torch.inf)
 
 
 def apply_penalties(
@@ -100,26 +171,80 @@ def sample(logits_NV: Tensor, uniform_N: Tensor) -> Tensor:
 
     ``NO_TOKEN`` where a row has no finite maximum.
     """
-    if logits_NV.device.type != "cpu":
-        return _draw(logits_NV, uniform_N)
-    groups = zip(logits_NV.split(ROWS_PER_PASS_CPU), uniform_N.split(ROWS_PER_PASS_CPU), strict=True)
-    return torch.cat([_draw(logits, uniform) for logits, uniform in groups])
+    return draw.reference(logits_NV, chunk_sums.reference(logits_NV), uniform_N, 0)
 
 
-def gather_logprobs(logits_NV: Tensor, token_N: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@operation(triton("sampling_triton"))
+def chunk_sums(logits_NP: Tensor) -> Tensor:
+    """Return what ``draw`` needs to know of a part of the vocabulary.
+
+    Returns:
+        ``[N, 2, S]`` float64: of each chunk of the columns a number no smaller than its logits, which need not be its
+        own, and the sum of ``exp(logit - number)``.
+    """
+    if logits_NP.device.type != "cpu":
+        return _sum_tiles(logits_NP)
+    return torch.cat([_sum_tiles(rows) for rows in logits_NP.split(ROWS_PER_PASS_CPU)])
+
+
+@operation(triton("sampling_triton"))
+def draw(logits_NP: Tensor, sums_N2S: Tensor, uniform_N: Tensor, rank: int) -> Tensor:
+    """Return what this rank adds to the tokens (int64) that are drawn as by ``sample``.
+
+    That is the token where it lies in the rank's part, and 0 elsewhere; the first rank adds ``NO_TOKEN``.
+
+    Args:
+        sums_N2S: of the chunks of all ranks, one rank's behind the other's.
+    """
+    top_NS, sum_NS = sums_N2S.unbind(1)
+    top_N1 = top_NS.amax(dim=-1, keepdim=True)
+    weight_NS = sum_NS * (top_NS - top_N1).exp_()
+    tile_N, before_N, total_N = _invert(weight_NS, uniform_N)
+    num_columns = logits_NP.shape[1]
+    num_tiles = -(-num_columns // TILE_TOKENS)
+    own_N = tile_N - rank * num_tiles
+    is_own_N = (own_N >= 0) & (own_N < num_tiles)
+    offset_I = torch.arange(TILE_TOKENS, device=logits_NP.device)
+    column_NI = own_N.clamp(0, num_tiles - 1).unsqueeze(-1) * TILE_TOKENS + offset_I
+    inner_NI = logits_NP.gather(-1, column_NI.clamp_max(num_columns - 1))
+    inner_NI = inner_NI.masked_fill_(column_NI >= num_columns, -torch.inf)
+    inner_NI = (inner_NI - top_NS.gather(-1, tile_N.unsqueeze(-1)).float()).exp_().double()
+    share_N = (uniform_N * total_N - before_N) / weight_NS.gather(-1, tile_N.unsqueeze(-1)).squeeze(-1)
+    offset_N, _, _ = _invert(inner_NI, share_N)
+    token_N = rank * num_columns + own_N * TILE_TOKENS + offset_N
+    token_N = token_N.masked_fill_(~is_own_N, 0)
+    return token_N.masked_fill_(~top_N1.squeeze(-1).isfinite(), NO_TOKEN if rank == 0 else 0)
+
+
+def gather_logprobs(
+    logits_NP: Tensor, token_N: Tensor, num_top: int, ranks: Ranks = ONE_RANK
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return, per row, the token's log-probability, its rank (from 1), and the likeliest tokens with theirs.
 
     Args:
         num_top: how many of the likeliest; no more than the vocabulary has.
+        ranks: what has the logits of the rest of the vocabulary; they talk twice.
 
     Returns:
         float32 ``[N]``, int64 ``[N]``, int64 ``[N, num_top]``, float32 ``[N, num_top]``.
     """
-    logits_NV = logits_NV.float()
-    total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
-    chosen_N1 = logits_NV.gather(-1, token_N.clamp_min(0).unsqueeze(-1))
-    rank_N = (logits_NV > chosen_N1).sum(dim=-1) + 1
-    top_NK, ids_NK = logits_NV.topk(min(num_top, logits_NV.shape[1]), dim=-1)
+    logits_NP = logits_NP.float()
+    num_columns = logits_NP.shape[1]
+    first = ranks.rank * num_columns
+    total_N1 = logits_NP.logsumexp(dim=-1, keepdim=True)
+    column_N1 = (token_N.clamp_min(0) - first).unsqueeze(-1)
+    chosen_N1 = logits_NP.gather(-1, column_N1.clamp(0, num_columns - 1))
+    top_NK, ids_NK = logits_NP.topk(min(num_top, num_columns), dim=-1)
+    if ranks.size > 1:
+        chosen_N1 = chosen_N1.masked_fill((column_N1 < 0) | (column_N1 >= num_columns), -torch.inf)
+        told = torch.cat((total_N1.double(), chosen_N1.double(), top_NK.double(), (ids_NK + first).double()), dim=1)
+        told_NRC = ranks.gather(told).view(len(told), ranks.size, -1)
+        total_N1 = told_NRC[..., 0].logsumexp(-1, keepdim=True).float()
+        chosen_N1 = told_NRC[..., 1].amax(-1, keepdim=True).float()
+        top_NC, ids_NC = (part.flatten(1) for part in told_NRC[..., 2:].chunk(2, dim=2))
+        top_NK, place_NK = top_NC.float().topk(min(num_top, top_NC.shape[1]), dim=-1)
+        ids_NK = ids_NC.gather(-1, place_NK).long()
+    rank_N = ranks.sum((logits_NP > chosen_N1).sum(dim=-1)) + 1
     return (chosen_N1 - total_N1).squeeze(-1), rank_N, ids_NK, top_NK - total_N1
 
 
@@ -176,18 +301,14 @@ def _nucleus(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, num_candidates
     return token_NC, value_NC.masked_fill(~is_kept_NC, -torch.inf), is_decided_N
 
 
-def _draw(logits_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    padding = -logits_NV.shape[1] % TILE_TOKENS
-    top_N1 = logits_NV.amax(dim=-1, keepdim=True)
-    weight_NV = (logits_NV - top_N1).exp_()
-    weight_NV = F.pad(weight_NV, (0, padding)) if padding else weight_NV
-    weight_NBI = weight_NV.view(len(weight_NV), -1, TILE_TOKENS)
-    tile_sum_NB = weight_NBI.sum(dim=-1, dtype=torch.float64)
-    tile_N, before_N, total_N = _invert(tile_sum_NB, uniform_N)
-    inner_NI = weight_NBI[torch.arange(len(tile_N), device=tile_N.device), tile_N].double()
-    target_N = uniform_N * total_N - before_N
-    offset_N, _, _ = _invert(inner_NI, target_N / inner_NI.sum(dim=-1))
-    return (tile_N * TILE_TOKENS + offset_N).masked_fill_(~top_N1.squeeze(-1).isfinite(), NO_TOKEN)
+def _sum_tiles(logits_NP: Tensor) -> Tensor:
+    padding = -logits_NP.shape[1] % TILE_TOKENS
+    top_N1 = logits_NP.amax(dim=-1, keepdim=True)
+    # A part without a possible token has no largest logit to subtract.
+    weight_NP = (logits_NP - top_N1.masked_fill(top_N1 == -torch.inf, 0.0)).exp_()
+    weight_NP = F.pad(weight_NP, (0, padding)) if padding else weight_NP
+    sum_NB = weight_NP.view(len(weight_NP), -1, TILE_TOKENS).sum(dim=-1, dtype=torch.float64)
+    return torch.stack((top_N1.double().expand_as(sum_NB), sum_NB), dim=1)
 
 
 def _invert(weight_NC: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

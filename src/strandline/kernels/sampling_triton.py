@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline import ids
+from strandline.kernels.sampling import KEY_TOKEN_BITS, NO_CANDIDATE, pack_candidates
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 CHUNK = 4096
@@ -37,6 +38,9 @@ MASS_SCALE = tl.constexpr(2.0**44)
 
 
 NO_TOKEN = tl.constexpr(ids.NO_TOKEN)
+
+NO_KEY = -(2**63)
+"""Lower than all keys."""
 
 
 @triton.jit
@@ -59,17 +63,17 @@ def _mass(logit, top):
 
 
 @triton.jit
-def _greedy_kernel(logits_ptr, keys_ptr, stride_n, V, S, INDEX_BITS: tl.constexpr, CHUNK: tl.constexpr):
+def _top_key_kernel(logits_ptr, keys_ptr, first, stride_n, V, S, INDEX_BITS: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token_V = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     logit_V = tl.load(logits_ptr + row * stride_n + token_V, mask=token_V < V, other=float("-inf")).to(tl.float32)
     # A NaN of either sign is the largest, so that the row is seen to have no finite maximum.
-    key_V = _key(tl.where(logit_V != logit_V, float("inf"), logit_V), token_V, INDEX_BITS)
+    key_V = _key(tl.where(logit_V != logit_V, float("inf"), logit_V), first + token_V, INDEX_BITS)
     tl.store(keys_ptr + row * S + tl.program_id(1), tl.max(key_V, axis=0))
 
 
 @triton.jit
-def _greedy_end_kernel(keys_ptr, token_ptr, S, INDEX_BITS: tl.constexpr, BLOCK_S: tl.constexpr):
+def _token_of_keys_kernel(keys_ptr, token_ptr, S, INDEX_BITS: tl.constexpr, BLOCK_S: tl.constexpr):
     row = tl.program_id(0)
     chunk_S = tl.arange(0, BLOCK_S)
     key_S = tl.load(keys_ptr + row * S + chunk_S, mask=chunk_S < S, other=-0x7FFFFFFFFFFFFFFF)
@@ -81,16 +85,17 @@ def _greedy_end_kernel(keys_ptr, token_ptr, S, INDEX_BITS: tl.constexpr, BLOCK_S
 
 
 @triton.jit
-def _chunk_sum_kernel(logits_ptr, max_ptr, sum_ptr, stride_n, V, S, CHUNK: tl.constexpr):
-    """Write a chunk's largest logit, and the sum of ``exp(logit - largest)`` in float64."""
+def _chunk_sum_kernel(logits_ptr, sums_ptr, stride_n, V, S, CHUNK: tl.constexpr):
+    """Write a chunk's largest logit, and the sum of ``exp(logit - largest)``, in float64."""
     row = tl.program_id(0).to(tl.int64)
     token_V = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     logit_V = tl.load(logits_ptr + row * stride_n + token_V, mask=token_V < V, other=float("-inf"))
     top = tl.max(logit_V, axis=0)
     # A chunk without a possible token has no largest one to subtract.
     weight_V = tl.exp(logit_V - tl.where(top == float("-inf"), 0.0, top))
-    tl.store(max_ptr + row * S + tl.program_id(1), top)
-    tl.store(sum_ptr + row * S + tl.program_id(1), tl.sum(weight_V.to(tl.float64), axis=0))
+    sums_ptr += row * 2 * S + tl.program_id(1)
+    tl.store(sums_ptr, top.to(tl.float64))
+    tl.store(sums_ptr + S, tl.sum(weight_V.to(tl.float64), axis=0))
 
 
 @triton.jit
@@ -107,34 +112,41 @@ def _first_above(weight, index, target, num: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["uniform_ptr"])
 def _draw_kernel(
     logits_ptr,
-    max_ptr,
-    sum_ptr,
+    sums_ptr,
     uniform_ptr,
     token_ptr,
+    rank,
     stride_n,
     V,
     S,
+    num_own,
     CHUNK: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk_S = tl.arange(0, BLOCK_S)
-    max_S = tl.load(max_ptr + row * S + chunk_S, mask=chunk_S < S, other=float("-inf"))
-    sum_S = tl.load(sum_ptr + row * S + chunk_S, mask=chunk_S < S, other=0.0)
+    sums_ptr += row * 2 * S
+    max_S = tl.load(sums_ptr + chunk_S, mask=chunk_S < S, other=float("-inf")).to(tl.float32)
+    sum_S = tl.load(sums_ptr + S + chunk_S, mask=chunk_S < S, other=0.0)
     top = tl.max(max_S, axis=0)
-    sum_S = sum_S * tl.exp(max_S - top).to(tl.float64)
-    total = tl.sum(sum_S, axis=0)
+    weight_S = sum_S * tl.exp(max_S - top).to(tl.float64)
+    total = tl.sum(weight_S, axis=0)
     is_possible = (total > 0.0) & (total < float("inf"))  # neither holds where a logit is NaN or infinite
     target = tl.load(uniform_ptr + row) * total
-    chunk, before = _first_above(sum_S, chunk_S, target, BLOCK_S)
+    chunk, before = _first_above(weight_S, chunk_S, target, BLOCK_S)
+    own = chunk - rank * num_own
+    is_own = (own >= 0) & (own < num_own)
     offset_V = tl.arange(0, CHUNK)
-    token_V = chunk * CHUNK + offset_V
-    logit_V = tl.load(logits_ptr + row * stride_n + token_V, mask=token_V < V, other=float("-inf"))
-    weight_V = tl.exp(logit_V - top).to(tl.float64)
+    column_V = own * CHUNK + offset_V
+    is_column_V = is_own & (column_V < V)
+    logit_V = tl.load(logits_ptr + row * stride_n + column_V, mask=is_column_V, other=float("-inf"))
+    is_chunk_S = chunk_S == chunk
+    weight_V = tl.exp(logit_V - tl.max(tl.where(is_chunk_S, max_S, float("-inf")), axis=0)).to(tl.float64)
     # The chunk's own sum, so that rounding in the first sums cannot lead past its end.
-    share = (target - before) / tl.sum(tl.where(chunk_S == chunk, sum_S, 0.0), axis=0)
+    share = (target - before) / tl.sum(tl.where(is_chunk_S, weight_S, 0.0), axis=0)
     offset, _ = _first_above(weight_V, offset_V, share * tl.sum(weight_V, axis=0), CHUNK)
-    tl.store(token_ptr + row, tl.where(is_possible, (chunk * CHUNK + offset).to(tl.int64), NO_TOKEN))
+    token = tl.where(is_own, (rank * V + own * CHUNK + offset).to(tl.int64), 0)
+    tl.store(token_ptr + row, tl.where(is_possible, token, tl.where(rank == 0, NO_TOKEN, 0)))
 
 
 @triton.jit
@@ -320,18 +332,27 @@ def _apply_kernel(logits_ptr, least_ptr, out_ptr, stride_n, V, INDEX_BITS: tl.co
 
 def greedy(logits_NV: Tensor) -> Tensor:
     """Return each row's likeliest token (int64), of equal ones the lowest, in two launches."""
-    logits_NV = _with_dense_rows(logits_NV)
-    num_rows, vocab_size = logits_NV.shape
-    num_chunks, index_bits = cdiv(vocab_size, CHUNK), _index_bits(vocab_size)
-    keys_NS = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits_NV.device)
-    token_N = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)
-    options = {"INDEX_BITS": index_bits, "num_warps": 8}
-    _greedy_kernel[(num_rows, num_chunks)](
-        logits_NV, keys_NS, logits_NV.stride(0), vocab_size, num_chunks, CHUNK=CHUNK, **options
-    )
-    options["num_warps"] = 1
-    block = next_power_of_2(num_chunks)
-    _greedy_end_kernel[(num_rows,)](keys_NS, token_N, num_chunks, BLOCK_S=block, **options)
+    return token_of_keys(top_keys(logits_NV, 0))
+
+
+def top_keys(logits_NP: Tensor, first: int) -> Tensor:
+    """Return the largest key of each chunk."""
+    logits_NP = _with_dense_rows(logits_NP)
+    num_rows, num_columns = logits_NP.shape
+    num_chunks = cdiv(num_columns, CHUNK)
+    keys_NS = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits_NP.device)
+    sizes = (logits_NP.stride(0), num_columns, num_chunks)
+    options = {"INDEX_BITS": KEY_TOKEN_BITS, "CHUNK": CHUNK, "num_warps": 8}
+    _top_key_kernel[(num_rows, num_chunks)](logits_NP, keys_NS, first, *sizes, **options)
+    return keys_NS
+
+
+def token_of_keys(keys_NS: Tensor) -> Tensor:
+    """Return the token (int64) of each row's largest key. ``NO_TOKEN`` where its logit is not finite."""
+    num_rows, num_keys = keys_NS.shape
+    token_N = torch.empty(num_rows, dtype=torch.int64, device=keys_NS.device)
+    options = {"INDEX_BITS": KEY_TOKEN_BITS, "BLOCK_S": next_power_of_2(num_keys), "num_warps": 1}
+    _token_of_keys_kernel[(num_rows,)](keys_NS.contiguous(), token_N, num_keys, **options)
     return token_N
 
 
@@ -341,18 +362,29 @@ def sample(logits_NV: Tensor, uniform_N: Tensor) -> Tensor:
     The same number leads to the torch version's token, but for numbers within rounding (some 1e-7 of a chunk's share)
     of the border between two tokens.
     """
-    logits_NV = _with_dense_rows(logits_NV)
-    num_rows, vocab_size = logits_NV.shape
-    num_chunks, device = cdiv(vocab_size, CHUNK), logits_NV.device
-    max_NS = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
-    sum_NS = torch.empty((num_rows, num_chunks), dtype=torch.float64, device=device)
-    token_N = torch.empty(num_rows, dtype=torch.int64, device=device)
-    sizes = (logits_NV.stride(0), vocab_size, num_chunks)
-    _chunk_sum_kernel[(num_rows, num_chunks)](logits_NV, max_NS, sum_NS, *sizes, CHUNK=CHUNK, num_warps=8)
+    return draw(logits_NV, chunk_sums(logits_NV), uniform_N, 0)
+
+
+def chunk_sums(logits_NP: Tensor) -> Tensor:
+    """Return the largest logit of each chunk, and the sum of ``exp(logit - largest)``: ``[N, 2, S]`` float64."""
+    logits_NP = _with_dense_rows(logits_NP)
+    num_rows, num_columns = logits_NP.shape
+    num_chunks = cdiv(num_columns, CHUNK)
+    sums_N2S = torch.empty((num_rows, 2, num_chunks), dtype=torch.float64, device=logits_NP.device)
+    sizes = (logits_NP.stride(0), num_columns, num_chunks)
+    _chunk_sum_kernel[(num_rows, num_chunks)](logits_NP, sums_N2S, *sizes, CHUNK=CHUNK, num_warps=8)
+    return sums_N2S
+
+
+def draw(logits_NP: Tensor, sums_N2S: Tensor, uniform_N: Tensor, rank: int) -> Tensor:
+    """Return what this rank adds to the tokens that are drawn; the sums are those of all ranks' chunks."""
+    logits_NP = _with_dense_rows(logits_NP)
+    (num_rows, num_columns), num_chunks = logits_NP.shape, sums_N2S.shape[2]
+    token_N = torch.empty(num_rows, dtype=torch.int64, device=logits_NP.device)
+    sizes = (logits_NP.stride(0), num_columns, num_chunks, cdiv(num_columns, CHUNK))
+    tensors = (logits_NP, sums_N2S.contiguous(), uniform_N, token_N)
     block = next_power_of_2(num_chunks)
-    _draw_kernel[(num_rows,)](
-        logits_NV, max_NS, sum_NS, uniform_N, token_N, *sizes, CHUNK=CHUNK, BLOCK_S=block, num_warps=8
-    )
+    _draw_kernel[(num_rows,)](*tensors, rank, *sizes, CHUNK=CHUNK, BLOCK_S=block, num_warps=8)
     return token_N
 
 
@@ -362,6 +394,40 @@ def mask_top_k_top_p_min_p(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, 
     At most 2^18 tokens: masses are counted in 64 bits.
     """
     logits_NV = _with_dense_rows(logits_NV)
+    num_rows, vocab_size = logits_NV.shape
+    _, least_N = _lowest_keys(logits_NV, top_k_N, top_p_N, min_p_N)
+    masked_NV = torch.empty((num_rows, vocab_size), dtype=logits_NV.dtype, device=logits_NV.device)
+    options = {"INDEX_BITS": _index_bits(vocab_size), "CHUNK": CHUNK, "num_warps": 8}
+    chunks = (num_rows, cdiv(vocab_size, CHUNK))
+    _apply_kernel[chunks](logits_NV, least_N, masked_NV, logits_NV.stride(0), vocab_size, **options)
+    return masked_NV
+
+
+def top_candidates(logits_NP: Tensor, top_k_N: Tensor, first: int, num: int) -> Tensor:
+    """Return each row's ``top_k`` likeliest tokens with their logits, by token; of equal logits the lowest tokens."""
+    logits_NP = _with_dense_rows(logits_NP)
+    (num_rows, num_columns), device = logits_NP.shape, logits_NP.device
+    ones_N, zeros_N = (torch.full((num_rows,), value, device=device) for value in (1.0, 0.0))
+    top_N, least_N = _lowest_keys(logits_NP, top_k_N, ones_N, zeros_N)
+    index_bits = _index_bits(num_columns)
+    keys_NK = torch.full((num_rows, num), NO_KEY, dtype=torch.int64, device=device)
+    count_N = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    total_N = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    tensors = (logits_NP, top_N, least_N, least_N, keys_NK, count_N, total_N)
+    sizes = (logits_NP.stride(0), num_columns)
+    options = {"INDEX_BITS": index_bits, "CHUNK": CHUNK, "MAX_CANDIDATES": num, "num_warps": 8}
+    _gather_kernel[(num_rows, cdiv(num_columns, CHUNK))](*tensors, *sizes, **options)
+    last = (1 << index_bits) - 1
+    ordered_NK = (keys_NK >> index_bits).int()
+    logit_NK = (ordered_NK ^ ((ordered_NK >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    is_none_NK = (keys_NK == NO_KEY) | (logit_NK == -torch.inf)
+    packed_NK = pack_candidates(first + last - (keys_NK & last), logit_NK).masked_fill_(is_none_NK, NO_CANDIDATE)
+    # They were appended in any order.
+    return packed_NK.sort(dim=-1).values
+
+
+def _lowest_keys(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's largest logit, and the lowest key that its filters leave, in four launches."""
     # Parameters come as columns of one small tensor.
     top_k_N, top_p_N, min_p_N = (x.contiguous() for x in (top_k_N, top_p_N, min_p_N))
     (num_rows, vocab_size), device = logits_NV.shape, logits_NV.device
@@ -371,7 +437,6 @@ def mask_top_k_top_p_min_p(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, 
     least_N, bound_N, total_N = torch.empty((3, num_rows), dtype=torch.int64, device=device)
     count_N = torch.empty(num_rows, dtype=torch.int32, device=device)
     candidates_NC = torch.empty((num_rows, MAX_CANDIDATES), dtype=torch.int64, device=device)
-    masked_NV = torch.empty((num_rows, vocab_size), dtype=logits_NV.dtype, device=device)
     sizes = (logits_NV.stride(0), vocab_size)
     chunks = (num_rows, cdiv(vocab_size, CHUNK))
     options = {"INDEX_BITS": index_bits, "num_warps": 8}
@@ -395,9 +460,7 @@ def mask_top_k_top_p_min_p(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, 
     options["num_warps"] = 16
     filters = (top_k_N, top_p_N)
     _threshold_kernel[(num_rows,)](logits_NV, *sums, top_N, least_N, bound_N, *filters, *sizes, **limit, **options)
-    options["num_warps"] = 8
-    _apply_kernel[chunks](logits_NV, least_N, masked_NV, *sizes, CHUNK=CHUNK, **options)
-    return masked_NV
+    return top_N, least_N
 
 
 def _with_dense_rows(logits_NV: Tensor) -> Tensor:

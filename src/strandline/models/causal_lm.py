@@ -101,7 +101,7 @@ class CausalLM(nn.Module):
         return hidden_TE
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
+        """Return logits of this rank's part of the vocabulary (``columns_of``), in the dtype of the activations."""
         return self.decoder.logits(hidden_NE)
 
     @torch.no_grad()

@@ -57,7 +57,7 @@ class LanguageModel(Protocol):
         """Return the final, normalised ``hidden_TE`` of every row of the step, and advance the memory."""
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
+        """Return logits of this rank's part of the vocabulary (``columns_of``), in the dtype of the activations."""
 
 
 class DraftingModel(LanguageModel, Protocol):

@@ -55,7 +55,7 @@ def plant_in_bad_words(monkeypatch: pytest.MonkeyPatch) -> SamplingParams:
 
 
 def plant_in_gathering(monkeypatch: pytest.MonkeyPatch) -> SamplingParams:
-    plant(monkeypatch, sampler, "gather_logprobs", lambda _logits, _tokens, num_top: num_top == TOP)
+    plant(monkeypatch, sampler, "gather_logprobs", lambda _logits, _tokens, num_top, _ranks: num_top == TOP)
     return SamplingParams(logprobs=TOP, **FIELDS)
 
 

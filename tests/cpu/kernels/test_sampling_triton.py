@@ -102,6 +102,26 @@ def check_rows_without_a_maximum(vocab: int, device: str) -> None:
         assert [tokens[row] == NO_TOKEN for row in (0, 5)] == [False, False]
 
 
+def check_parts(logits_NV: Tensor, num_ranks: int, num_shown: int) -> None:
+    """Compare what several ranks find in parts of equal width with what is found in whole rows."""
+    device, num_rows = logits_NV.device, len(logits_NV)
+    parts = [part.clone() for part in logits_NV.chunk(num_ranks, dim=-1)]
+    firsts = [rank * parts[0].shape[1] for rank in range(num_ranks)]
+    uniform_N = torch.rand(num_rows, dtype=torch.float64, device=device)
+    top_k_N = torch.randint(1, num_shown + 1, (num_rows,), device=device)
+    with poisoned_memory():
+        keys_NS = torch.cat([sampling_triton.top_keys(*x) for x in zip(parts, firsts, strict=True)], dim=1)
+        token_N = sampling_triton.token_of_keys(keys_NS)
+        sums_N2S = torch.cat([sampling_triton.chunk_sums(part) for part in parts], dim=2)
+        drawn = [sampling_triton.draw(part, sums_N2S, uniform_N, rank) for rank, part in enumerate(parts)]
+        shown = [sampling_triton.top_candidates(x, top_k_N, y, num_shown) for x, y in zip(parts, firsts, strict=True)]
+    assert torch.equal(token_N, sampling_triton.greedy(logits_NV))
+    assert torch.equal(sum(drawn, torch.zeros_like(token_N)), sampling_triton.sample(logits_NV, uniform_N))
+    for part, first, found in zip(parts, firsts, shown, strict=True):
+        expected = sampling.top_candidates.reference(part.cpu(), top_k_N.cpu(), first, num_shown)
+        assert torch.equal(found.cpu(), expected)
+
+
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small rows have several chunks, and more tokens than candidates."""
@@ -162,3 +182,10 @@ def test_a_token_of_probability_zero_is_never_drawn(possible: list[int], uniform
     assert token in possible
     if len(possible) == 1 or uniform >= 0.5:
         assert token == possible[-1]
+
+
+def test_parts_of_ranks_give_what_whole_rows_give() -> None:
+    logits_NV = 3 * torch.randn(4, 530)
+    logits_NV[1, :265] = -torch.inf
+    logits_NV[2, 5:] = -torch.inf
+    check_parts(logits_NV, 2, 16)

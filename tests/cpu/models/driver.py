@@ -41,7 +41,7 @@ class Driver:
     def __init__(
         self, model: Any, num_slabs: int = 40, kernels: Kernels | None = None, ranks: Ranks = ONE_RANK
     ) -> None:
-        self.model = model
+        self.model, self._ranks = model, ranks
         self.arena = ArenaTensors(model.spec, num_slabs)
         model.use_kernels(kernels or choose_kernels(model, "cpu", ranks))
         self._memory = model.bind(self.arena)
@@ -75,7 +75,8 @@ class Driver:
         targets = [self.new_slot() for _ in ordered]
         snapshots = [{position: self.new_slot() for position in part.cuts} for part in ordered]
         batch = self._batch(ordered, len(decodes), targets, snapshots)
-        logits = self.model.logits(self.model.forward(batch, self._memory))
+        logits = self._ranks.gather(self.model.logits(self.model.forward(batch, self._memory)))
+        logits = logits[:, : self.model.vocab_size]
         for part, target in zip(ordered, targets, strict=True):
             part.sequence.slot = target
             part.sequence.num_tokens += len(part.tokens)

@@ -11,6 +11,7 @@ from tests.cpu.kernels.test_sampling_triton import (
     check_draws,
     check_filters,
     check_greedy,
+    check_parts,
     check_rows_without_a_maximum,
     filters,
 )
@@ -29,6 +30,14 @@ def test_ties_keep_the_first_tokens_up_to_top_p() -> None:
     is_kept_NV = sampling_triton.mask_top_k_top_p_min_p(torch.zeros(3, VOCAB, device="cuda"), *parameters).isfinite()
     expected_N = torch.tensor([ceil(float(parameters[1][0]) * VOCAB), 1000, VOCAB], device="cuda")
     assert torch.equal(is_kept_NV, torch.arange(VOCAB, device="cuda") < expected_N.unsqueeze(-1))
+
+
+@pytest.mark.parametrize(("num_ranks", "num_shown"), [(2, 64), (4, 1024)])
+def test_parts_of_ranks_give_what_whole_rows_give(num_ranks: int, num_shown: int) -> None:
+    logits_NV = 3 * torch.randn(9, VOCAB, device="cuda")
+    logits_NV[1, : VOCAB // 2] = -torch.inf
+    logits_NV[2, 50:] = -torch.inf
+    check_parts(logits_NV, num_ranks, num_shown)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -27,6 +27,7 @@ from strandline.kernels.norm import (
 from strandline.kernels.operation import Operation
 from strandline.kernels.quantized_rows import plain_rows
 from strandline.kernels.quantizing import QUANTIZED, with_quantized
+from strandline.kernels.ranks import columns_of
 from strandline.kernels.recurrence import Recurrence, bind_folds
 from strandline.kernels.rotary import rotary_table
 from strandline.kernels.weights import DenseWeight, Layout
@@ -243,10 +244,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.norm, self.dtype = norm, dtype
         self.shard, self.vocab_size = shard, shape[0]
-        # Every rank has as many rows, so that their logits can be gathered; those to spare, at the end, are zeros.
-        num_rows, hidden_size = -(-self.vocab_size // shard.count), shape[1]
-        first, last = (min(index * num_rows, self.vocab_size) for index in (shard.index, shard.index + 1))
-        self.held_tokens = range(first, last)
+        # Those to spare, at the end, are zeros.
+        columns, hidden_size = columns_of(self.vocab_size, shard.index, shard.count), shape[1]
+        num_rows = len(columns)
+        self.held_tokens = range(min(columns.start, self.vocab_size), min(columns.stop, self.vocab_size))
         self.embedding_multiplier, self.logits_multiplier = embedding_multiplier, logits_multiplier
         self.logits_soft_cap = logits_soft_cap
         self.embed_ZE = parameter(num_rows, hidden_size, dtype=dtype, device=device)
@@ -322,13 +323,17 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Return logits ``[N, vocabulary]``, in the dtype of the activations."""
+        """Return logits of the tokens that this rank has, ``columns_of`` the vocabulary, in the activations' dtype.
+
+        They are minus infinity where a column stands for no token.
+        """
         logits_NZ = self._tied_head(hidden_NE) if self.head is None else self.head.multiply(hidden_NE)
-        logits_NZ = self._ranks.gather(logits_NZ)
-        if logits_NZ.shape[1] > self.vocab_size:
-            logits_NZ = logits_NZ[:, : self.vocab_size].contiguous()
         logits_NZ, cap = multiplied(logits_NZ, self.logits_multiplier), self.logits_soft_cap
-        return logits_NZ if cap is None else logits_NZ.div_(cap).tanh_().mul_(cap)
+        if cap is not None:
+            logits_NZ.div_(cap).tanh_().mul_(cap)
+        if logits_NZ.shape[1] > len(self.held_tokens):
+            logits_NZ[:, len(self.held_tokens) :] = -torch.inf
+        return logits_NZ
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors but for the layers'.
