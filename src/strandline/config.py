@@ -74,7 +74,7 @@ class EngineConfig:
     disk_cache: str | None = None
     """A directory below host memory, whose files outlive the process; None: nothing does."""
     disk_cache_size: str | int = "100GiB"
-    """Budget of the files in it, as ``memory``."""
+    """Budget of the files in it, as ``memory``: with several ranks those of each."""
     snapshot_dtype: str = "float32"
     """In what dtype recurrent states rest there: ``float32``: as they are; ``bfloat16`` or ``int8``: in fewer bits, so
     that more rests, and what resumes from them is no longer exact."""
@@ -173,8 +173,6 @@ class EngineConfig:
                 raise ConfigError("--disk-cache must be a directory, got ''")
             if not self.enable_prefix_caching:
                 raise ConfigError("--disk-cache holds what the cache evicts; drop --no-enable-prefix-caching")
-            if self.tensor_parallel_size > 1:
-                raise ConfigError("--disk-cache does not go with --tensor-parallel-size yet; drop one of the two")
         if self.snapshot_dtype != "float32":
             if self.deterministic:
                 raise ConfigError(

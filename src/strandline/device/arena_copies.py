@@ -28,6 +28,11 @@ class ArenaCopies:
         self._device = arena.bytes.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
+    def enter_thread(self) -> None:
+        """Prepare a thread that reads or writes: a rank whose device is not the first one takes no memory of that."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)
+
     def fence(self) -> Fence:
         """Return the present point in the order of what was launched. In the thread that launches."""
         if self._stream is None:

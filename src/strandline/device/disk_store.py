@@ -110,6 +110,16 @@ class DiskStore:
         for thread in self._threads:
             thread.start()
 
+    def rename(self, places: Mapping[int, int]) -> None:
+        """Give new names to the places of what was found, and remove what gets none. Before any action."""
+        unused = [place for place in self._places if place not in places]
+        if unused:
+            text = "%d blocks and snapshots of the disk cache %s are of no use: other ranks lack them"
+            LOGGER.warning(text, len(unused), self._directory.path)
+        self.drop(unused)
+        with self._changed:
+            self._places = {places[place]: located for place, located in self._places.items()}
+
     def load(self, action: LoadIn, arena: ArenaTensors) -> None:
         """Begin to write blocks and slots of the arena."""
         fence = self._copies.fence()
@@ -168,6 +178,7 @@ class DiskStore:
     # In the threads
 
     def _run(self) -> None:
+        self._copies.enter_thread()
         while (task := self._next()) is not None:
             work, is_store = task
             try:

@@ -248,6 +248,7 @@ class PinnedStore:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._pages.bytes.data_ptr()))
 
     def _report(self) -> None:
+        torch.cuda.set_device(self._device)
         while (ended := self._ended.get()) is not None:
             transfer, begun, end = ended
             end.synchronize()

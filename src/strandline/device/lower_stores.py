@@ -36,7 +36,7 @@ class DiskFacts:
     key: bytes
     """Secret that salts are hashed with."""
     kept: list[Kept]
-    """What it holds from earlier processes, in a list of one, which the core empties."""
+    """What it holds from earlier processes, in a list of one, which the core empties. Of a rank: its own part."""
     scan_s: float
     """How long it took to read that."""
 
@@ -66,8 +66,8 @@ def attach_stores(
     ranks: Ranks = ONE_RANK,
     *,
     progress: bool,
-) -> LowerFacts:
-    """Create the stores that a configuration asks for, of this rank.
+) -> tuple[LowerFacts, DiskStore | None]:
+    """Create the stores that a configuration asks for, of this rank; return the disk's, too.
 
     Args:
         weights: a digest of the model's weights.
@@ -77,7 +77,7 @@ def attach_stores(
             so much host memory for all ranks.
     """
     if config.host_memory is None and config.disk_cache is None:
-        return LowerFacts()
+        return LowerFacts(), None
     spec, num_blocks, num_disk_blocks = arena.spec, BUFFER_SLABS * arena.spec.blocks_per_slab, 0
     if config.host_memory is not None:
         num_blocks = _num_blocks(config.host_memory, "--host-memory", spec, config.snapshot_dtype)
@@ -89,16 +89,17 @@ def attach_stores(
     host = new_store(arena, num_blocks, transfers.completions, slots)
     transfers.attach(HOST_STORE, host)
     if config.disk_cache is None:
-        return LowerFacts(num_blocks)
+        return LowerFacts(num_blocks), None
     start_s = SYSTEM_CLOCK()
     slot_bytes = spec.at_rest(config.snapshot_dtype).raw_slot_bytes
-    directory = DiskDirectory(
-        Path(config.disk_cache), _layout(config, spec, weights, arena.bytes.device), spec.raw_block_bytes, slot_bytes
-    )
+    layout = _layout(config, spec, weights, arena.bytes.device, ranks)
+    directory = DiskDirectory(Path(config.disk_cache), layout, spec.raw_block_bytes, slot_bytes, ranks.rank)
+    if ranks.rank == 0:
+        directory.remove_ranks_from(ranks.size)
     with tqdm(desc="disk cache", disable=None if progress else True, unit="file", leave=False, delay=1) as bar:
         found = directory.scan(bar.update)
-    copies = ArenaCopies(arena)
-    transfers.attach(DISK_STORE, DiskStore(directory, found.places, host, copies, transfers.completions, slots))
+    store = DiskStore(directory, found.places, host, ArenaCopies(arena), transfers.completions, slots)
+    transfers.attach(DISK_STORE, store)
     disk = DiskFacts(
         str(directory.path),
         num_disk_blocks,
@@ -107,7 +108,7 @@ def attach_stores(
         SYSTEM_CLOCK() - start_s,
     )
     num_spare_blocks = spare_blocks(num_blocks, spec.blocks_per_slab)
-    return LowerFacts(num_blocks, num_blocks if config.host_memory is None else num_spare_blocks, disk)
+    return LowerFacts(num_blocks, num_blocks if config.host_memory is None else num_spare_blocks, disk), store
 
 
 def _num_blocks(size: str | int, name: str, spec: ModelSpec, snapshot_dtype: str) -> int:
@@ -144,10 +145,12 @@ def _require_host_memory(num_bytes: int, num_ranks: int) -> None:
         )
 
 
-def _layout(config: EngineConfig, spec: ModelSpec, weights: str, device: torch.device) -> dict[str, str]:
+def _layout(config: EngineConfig, spec: ModelSpec, weights: str, device: torch.device, ranks: Ranks) -> dict[str, str]:
     """Return what must be equal for bytes in files to mean the same as in memory."""
     layout = layout_of(spec, weights=weights, is_deterministic=config.deterministic)
     layout |= {"states at rest": config.snapshot_dtype, "weights in": "dtype" if config.dequantize else "as published"}
+    if ranks.size > 1:
+        layout |= {"tensor-parallel size": str(ranks.size), "rank": str(ranks.rank)}
     if config.deterministic:
         # Bits are those of one machine, one installation and one number of threads.
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else os.uname().nodename

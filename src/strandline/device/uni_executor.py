@@ -1,6 +1,6 @@
 """The executor that runs steps in this process."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -100,7 +100,9 @@ class UniExecutor:
             )
             if device.type == "cpu":
                 self.runner.arena.prefault(PREFAULTED_BYTES)
-            lower = attach_stores(config, self.runner.arena, self.runner.transfers, weights, ranks, progress=progress)
+            lower, self._disk = attach_stores(
+                config, self.runner.arena, self.runner.transfers, weights, ranks, progress=progress
+            )
         self.facts = ExecutorFacts(
             spec,
             model.vocab_size,
@@ -128,6 +130,11 @@ class UniExecutor:
     def wait_for_transfers(self, timeout_s: float) -> tuple[Completion, ...]:
         """Return the transfers that have ended and that no result has reported; wait until there is one, or so long."""
         return self.runner.transfers.wait(timeout_s)
+
+    def rename_stored(self, places: Mapping[int, int]) -> None:
+        """Give new names to the places of what the disk cache has kept, and remove what gets none. Before any step."""
+        if self._disk is not None:
+            self._disk.rename(places)
 
     def compile_grammar(self, params: StructuredOutputsParams) -> object:
         """Compile a grammar in the calling thread; any thread may call.

@@ -41,7 +41,7 @@ def flush(
             bar.update(num_sources - writing.num_left - bar.n)
             if writing.num_left:
                 loading.complete(executor.wait_for_transfers(WAIT_S))
-    num_bytes = (_written_blocks(cache) - before) * cache.loads.tiers[-1].block_bytes
+    num_bytes = (_written_blocks(cache) - before) * cache.loads.tiers[-1].block_bytes * executor.facts.num_ranks
     return FlushReport(num_bytes, writing.num_left, SYSTEM_CLOCK() - start_s)
 
 

@@ -10,6 +10,7 @@ from strandline.cache import Action, Completion
 from strandline.config import EngineConfig
 from strandline.device.executor import LaunchedStep
 from strandline.engine.joined_completions import JoinedCompletions
+from strandline.engine.rank_facts import join_facts
 from strandline.engine.workers import Workers
 from strandline.errors import EngineError
 from strandline.records.plan import StepPlan, StepResult
@@ -67,7 +68,10 @@ class MpExecutor:
         self._joined = JoinedCompletions(config.tensor_parallel_size)
         self._finalizer = finalize(self, self._workers.close)
         try:
-            self.facts = self._workers.start(config, progress=progress)
+            self.facts, renames = join_facts(self._workers.start(config, progress=progress))
+            if renames:
+                calls = self._workers.call_each("rename_stored", [(places,) for places in renames])
+                self._workers.results([future for _, future in calls])
         except BaseException:
             self._workers.close()
             raise

@@ -62,7 +62,7 @@ def describe_tiers(facts: ExecutorFacts, snapshot_dtype: str, stats: CacheStats)
     used = stats.tiers[1]
     return [
         line,
-        f"disk cache: {disk.num_blocks * spec.block_bytes / 2**20:,.0f} MiB in {disk.directory}; "
+        f"disk cache: {disk.num_blocks * spec.block_bytes / 2**20:,.0f} MiB{on_each_rank(facts)} in {disk.directory}; "
         f"{used.num_used_blocks * spec.block_bytes / 2**20:,.0f} MiB with {used.num_snapshots:,} snapshots from "
         f"earlier runs, found in {disk.scan_s:.1f} s",
     ]

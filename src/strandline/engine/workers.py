@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,21 +50,17 @@ class Workers:
         """Of the ranks."""
         return [link.process.pid for link in self._links]
 
-    def start(self, config: EngineConfig, *, progress: bool) -> ExecutorFacts:
-        """Have all load the model, and wait for that. Raises what loading raises."""
+    def start(self, config: EngineConfig, *, progress: bool) -> list[ExecutorFacts]:
+        """Have all load the model, and wait for that; return what each has. Raises what loading raises."""
         futures = [
             link.start(config, self._place(rank), progress=progress and rank == 0)
             for rank, link in enumerate(self._links)
         ]
         try:
-            facts: list[ExecutorFacts] = self.results(futures)
+            return self.results(futures)
         except BaseException:
             self._kill()
             raise
-        phases = {phase: max(each.start_s[phase] for each in facts) for phase in facts[0].start_s}
-        if any(replace(each, start_s={}) != replace(facts[0], start_s={}) for each in facts):
-            raise EngineError(f"ranks do not agree on what the engine has: {facts}")
-        return replace(facts[0], start_s=phases)
 
     def _place(self, rank: int) -> RankPlace | None:
         if self.directory is None:

@@ -56,7 +56,7 @@ class FlushReport(msgspec.Struct, frozen=True):
     """What became of a flush."""
 
     num_bytes: int
-    """Written: slots and whole blocks."""
+    """Written: slots and whole blocks, of all ranks."""
     num_left: int
     """Snapshots, or paths of a model that keeps none, for which there was no time."""
     seconds: float

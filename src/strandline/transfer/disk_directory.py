@@ -3,6 +3,9 @@
 One process uses a directory at a time. A key that is drawn once per directory hides salts: a tree is named by the keyed
 hash of its salt. Files of another model, dtype, format or key are removed, as they count towards the size, and so is
 what a process that was killed left unfinished. Files that no disk cache has written are left alone.
+
+Each rank of tensor parallelism is a process with files of its own: the first one's lie in the directory itself, and
+the others' in directories below it.
 """
 
 import fcntl
@@ -44,6 +47,8 @@ BLOCKS: Final = "blocks"
 SNAPSHOT: Final = "snapshot"
 NAME: Final = re.compile(rf"[0-9a-f]{{32}}\.({BLOCKS}|{SNAPSHOT})(\.tmp)?")
 """Names of the files that hold blocks and snapshots."""
+RANK: Final = re.compile(r"rank-([1-9]\d*)")
+"""Names of the directories of ranks after the first."""
 OTHERS: Final = 0o077
 """Permissions of other users."""
 
@@ -80,30 +85,35 @@ class DiskDirectory:
     """An open, locked directory.
 
     Args:
-        path: created if need be, for its owner alone.
+        path: created if need be, for its owner alone, and with it the directory of the rank.
         layout: what must be equal for bytes to mean the same (``transfer/layout.py``).
         block_bytes, slot_bytes: sizes of the items, as they rest.
+        rank: whose files it holds.
+
+    Attributes:
+        path: of the rank's directory.
 
     Raises:
         ConfigError: it cannot be created, read or written, other users have access to it, or it is in use.
     """
 
-    def __init__(self, path: Path, layout: Mapping[str, str], block_bytes: int, slot_bytes: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, layout: Mapping[str, str], block_bytes: int, slot_bytes: int, rank: int = 0) -> None:
+        self.path = path / f"rank-{rank}" if rank else path
         self._layout = dict(layout)
         self._block_bytes = block_bytes
         self._slot_bytes = slot_bytes
         try:
-            os.makedirs(path, mode=0o700, exist_ok=True)
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            for each in (path, self.path):
+                os.makedirs(each, mode=0o700, exist_ok=True)
+            self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise ConfigError(f"--disk-cache {path} cannot be used: {cause_of(error)}") from error
+            raise ConfigError(f"--disk-cache {self.path} cannot be used: {cause_of(error)}") from error
         try:
             self._require_private()
             self._lock = self._take_lock()
             self.key = self._read_key()
         except OSError as error:
-            raise ConfigError(f"--disk-cache {path} cannot be written: {cause_of(error)}") from error
+            raise ConfigError(f"--disk-cache {self.path} cannot be written: {cause_of(error)}") from error
         self._key_id = blake2b(b"name of the key", key=self.key, digest_size=8).hexdigest()
 
     def _require_private(self) -> None:
@@ -111,7 +121,8 @@ class DiskDirectory:
         if status.st_uid != os.geteuid():
             raise ConfigError(f"--disk-cache {self.path} belongs to another user; give a directory of your own")
         if stat.S_IMODE(status.st_mode) & OTHERS:
-            names = os.listdir(self.descriptor)
+            # Other ranks may come first.
+            names = [name for name in os.listdir(self.descriptor) if not RANK.fullmatch(name)]
             if names and LOCK not in names:
                 raise ConfigError(
                     f"--disk-cache {self.path} can be read by other users and holds other files; give a new directory"
@@ -214,6 +225,18 @@ class DiskDirectory:
             text = "%d files of the disk cache %s could not be read and are not used before the next start: %s"
             LOGGER.warning(text, number, self.path, reason)
         return Found(Kept(tuple(blocks), tuple(snapshots)), places)
+
+    def remove_ranks_from(self, num_ranks: int) -> None:
+        """Remove what ranks of this number and higher have left, as they count towards the size. For the first rank."""
+        numbers = [int(match[1]) for match in map(RANK.fullmatch, os.listdir(self.descriptor)) if match]
+        for rank in sorted(number for number in numbers if number >= num_ranks):
+            try:
+                other = DiskDirectory(self.path, self._layout, self._block_bytes, self._slot_bytes, rank)
+            except ConfigError as error:
+                LOGGER.warning("files of rank %d in the disk cache %s are left: %s", rank, self.path, error)
+            else:
+                other.scan()
+                other.close()
 
     def _read(self, name: str, now_s: float) -> tuple[StoredFile, float]:
         """Read a file's header; return the file, and for how many seconds it has not been used.

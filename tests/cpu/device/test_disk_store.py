@@ -44,7 +44,7 @@ class Scene:
         self.transfers = Transfers(self.arena)
         self.host = HostStore(self.arena, 40, self.transfers.completions)
         self.directory = DiskDirectory(path, {"weights": "one"}, SPEC.raw_block_bytes, SPEC.raw_slot_bytes)
-        self.places = self.directory.scan().places
+        self.kept, self.places = self.directory.scan()
         copies = ArenaCopies(self.arena)
         self.disk = DiskStore(self.directory, self.places, self.host, copies, self.transfers.completions)
         self.transfers.attach(HOST_STORE, self.host)
@@ -179,6 +179,26 @@ def test_a_restart_reads_what_was_written(tmp_path: Path) -> None:
     second.arena.block(BlockId(31)).zero_()
     assert second.begin(LoadIn(TransferId(3), DISK_STORE, loads, ())).is_done
     assert torch.equal(second.arena.block(BlockId(31)), first.arena.block(BlockId(21)))
+    second.transfers.close()
+
+
+def test_what_gets_no_new_name_leaves_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Scene(tmp_path / "cache")
+    first.store()
+    first.transfers.close()
+    second = Scene(tmp_path / "cache")
+    [[*blocks]] = [kept.places for kept in second.kept.blocks]
+    second.disk.rename({blocks[0]: 90, blocks[1]: blocks[0]})
+    second.wait_for_drops()
+    assert "3 blocks and snapshots of the disk cache" in caplog.text
+    assert "are of no use: other ranks lack them" in caplog.text
+    [file] = [path for kind in ("blocks", "snapshot") for path in second.files(kind)]
+    assert file.stat().st_size == 4096 + 2 * SPEC.raw_block_bytes
+    loads = ((BlockId(30), 90), (BlockId(31), blocks[0]))
+    assert second.begin(LoadIn(TransferId(3), DISK_STORE, loads, ())).is_done
+    for target, source in ((30, 20), (31, 21)):
+        assert torch.equal(second.arena.block(BlockId(target)), first.arena.block(BlockId(source)))
+    assert second.begin(LoadIn(TransferId(4), DISK_STORE, ((BlockId(32), blocks[1]),), ())).lost == (blocks[1],)
     second.transfers.close()
 
 

@@ -229,8 +229,6 @@ def test_sizes_without_room_for_a_snapshot_are_refused(make_llm: MakeLLM, tmp_pa
 def test_wrong_disk_caches_are_refused(make_llm: MakeLLM, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--disk-cache holds what the cache evicts"):
         make_llm(disk_cache="d", enable_prefix_caching=False)
-    with pytest.raises(ConfigError, match="--disk-cache does not go with --tensor-parallel-size"):
-        make_llm(disk_cache="d", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="--disk-cache-size must be a size"):
         make_llm(disk_cache="d", disk_cache_size="much")
     llm = with_disk(make_llm, tmp_path)

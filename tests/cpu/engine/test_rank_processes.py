@@ -14,14 +14,20 @@ from typing import Any
 
 import pytest
 
-from strandline import SamplingParams
+from strandline import LLM, SamplingParams
+from strandline.cache import Reason
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor
 from strandline.engine.mp_executor import MpExecutor
 from strandline.errors import EngineError, RequestError
 from strandline.records.sampling_params import StructuredOutputsParams
+from tests.cpu.engine.test_exactness import answers
 from tests.cpu.engine.test_executors import EXIT_TIMEOUT_S, config_of, engine_around, is_running, serve
 from tests.cpu.engine.test_executors import chat_dir as chat_dir  # noqa: PLC0414 - a fixture
+from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, stats
+from tests.cpu.engine.test_rank_tiers import loads_pay as loads_pay  # noqa: PLC0414 - a fixture
+from tests.cpu.engine.test_rank_tiers import serve as serve_in_turn
+from tests.cpu.engine.test_ranks import making
 
 HANGS_AFTER_S = 5.0
 
@@ -116,6 +122,45 @@ def test_a_rank_that_hangs_ends_the_engine(chat_dir: Path) -> None:
     text = break_rank_1(MpExecutor(config, step_timeout_s=HANGS_AFTER_S), chat_dir, signal.SIGSTOP)
     assert "rank 1 of 2" in text
     assert "has not finished a step within 5 s" in text
+
+
+def files_of_ranks(directory: Path) -> list[list[Path]]:
+    return [sorted(place.glob("*.snapshot")) for place in (directory, directory / "rank-1")]
+
+
+def flip_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.usefixtures("loads_pay")
+def test_processes_bring_back_what_left_their_devices(model_dir: Path, tmp_path: Path) -> None:
+    """From files of an earlier engine and from host memory; where one rank's file is damaged, it is computed."""
+    cache = tmp_path / "cache"
+    with making(model_dir, 2, disk_cache=str(cache)) as make:
+        expected = answers(make(divided=False, disk_cache=None, enable_prefix_caching=False), PROMPTS)
+        with make() as threads:
+            assert serve_in_turn(threads)[0] == expected
+    options: dict[str, Any] = {"memory": "128KiB", "host_memory": "8MiB", "disk_cache": str(cache), "device": "cpu"}
+    options |= {"skip_tokenizer_init": True, "max_model_len": 512, "tensor_parallel_size": 2}
+    with LLM(str(model_dir), **options) as processes:
+        assert serve_in_turn(processes, PROMPTS[:4]) == (expected[:4], list(LENGTHS[:4]))
+        _, disk = stats(processes).tiers
+        assert (disk.num_loads, disk.num_loaded_bytes > 0, disk.num_failed_loads) == (4, True, 0)
+        before = files_of_ranks(cache)
+        for path in before[1]:
+            flip_last_bit(path)
+        assert serve_in_turn(processes, PROMPTS[4:]) == (expected[4:], [0, 0, 0])
+        assert stats(processes).missed_tokens[Reason.LOAD_FAILED] > 0
+        assert stats(processes).tiers[1].num_failed_loads >= 3
+        for path in filter(Path.exists, before[1]):
+            flip_last_bit(path)
+        assert serve_in_turn(processes) == (expected, list(LENGTHS))
+        host, _ = stats(processes).tiers
+        assert (host.num_loads > 0, host.num_loaded_bytes > 0, host.num_failed_loads) == (True, True, 0)
+    for now, then in zip(files_of_ranks(cache), before, strict=True):
+        assert set(now) - set(then), "an orderly end writes what memory alone had"
 
 
 IS_KILLED = """

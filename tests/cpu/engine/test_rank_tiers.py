@@ -1,4 +1,7 @@
-"""Memory below the devices of several ranks: what is evicted comes back to all of them, or is computed again."""
+"""Memory below the devices of several ranks: what is evicted comes back to all of them, or is computed again.
+
+Ranks are threads here; ``test_rank_processes.py`` has processes.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,14 +10,24 @@ from typing import Any
 import pytest
 
 from strandline import LLM
-from strandline.cache import Completion, LoadIn, Reason
+from strandline.cache import Completion, LoadCosts, LoadIn, Reason
 from strandline.device.host_store import HOST_STORE
 from strandline.device.transfers import Store, Transfers
 from strandline.errors import ConfigError
 from strandline.kernels.arena import ArenaTensors
+from tests.cpu.engine.test_disk_cache import close, disk_of
+from tests.cpu.engine.test_disk_cache import serve as serve_and_settle
 from tests.cpu.engine.test_exactness import GREEDY, answers
 from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats
 from tests.cpu.engine.test_ranks import MakeLLM, making
+
+pytestmark = pytest.mark.usefixtures("loads_pay")
+
+
+@pytest.fixture
+def loads_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load whatever rests, however slow this machine is."""
+    monkeypatch.setattr(LoadCosts, "pays", lambda *_: True)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +52,12 @@ def serve(llm: LLM, prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int]]
     """Return answers and hits of prompts that come one after the other."""
     outputs = [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in prompts]
     return [output.outputs[0].token_ids for output in outputs], [output.num_cached_tokens for output in outputs]
+
+
+def with_disk(make: MakeLLM, directory: Path, *, divided: bool = True) -> LLM:
+    """Build an LLM whose devices have room for few prompts, with files below them."""
+    memory = slabs(make(divided=divided), 16)
+    return make(divided=divided, memory=memory, disk_cache=str(directory / "cache"))
 
 
 def transfers_of(llm: LLM, rank: int) -> Transfers:
@@ -115,6 +134,55 @@ def test_a_load_that_fails_on_one_rank_is_computed(make_threaded: MakeLLM, expec
     assert (host.num_loads, host.num_failed_loads) == (0, failing.num_failed)
     assert failing.num_failed > 0
     assert stats(llm).missed_tokens[Reason.LOAD_FAILED] > 0
+
+
+def test_evicted_prompts_come_back_from_files_of_all_ranks(
+    make_threaded: MakeLLM, expected: list[list[int]], tmp_path: Path
+) -> None:
+    first = with_disk(make_threaded, tmp_path)
+    assert serve_and_settle(first) == (expected, [0] * len(PROMPTS))
+    assert serve_and_settle(first) == (expected, list(LENGTHS))
+    disk = disk_of(first)
+    assert (disk.num_loads > 0, disk.num_loaded_bytes > 0, disk.num_failed_loads) == (True, True, 0)
+    assert f" MiB on each of 2 ranks in {tmp_path}/cache" in "\n".join(first.engine.core.describe())
+    close(first)
+    second = with_disk(make_threaded, tmp_path)
+    assert disk_of(second).num_snapshots > 0
+    found, hits = serve_and_settle(second)
+    assert found == expected
+    assert sum(hit > 0 for hit in hits) >= len(PROMPTS) - 2, hits
+    assert disk_of(second).num_loads >= len(PROMPTS) - 2
+    close(second)
+
+
+def test_files_that_one_rank_lacks_are_of_no_use(
+    make_threaded: MakeLLM, expected: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with with_disk(make_threaded, tmp_path) as first:
+        serve_and_settle(first)
+    for path in (tmp_path / "cache" / "rank-1").glob("*.snapshot"):
+        path.unlink()
+    second = with_disk(make_threaded, tmp_path)
+    assert disk_of(second).num_snapshots == 0
+    assert "other ranks lack them" in caplog.text
+    assert serve_and_settle(second)[0] == expected
+    close(second)
+
+
+def test_files_for_another_number_of_ranks_are_removed(
+    make_threaded: MakeLLM, expected: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_files = []
+    for divided in (True, False, True):
+        llm = with_disk(make_threaded, tmp_path, divided=divided)
+        assert disk_of(llm).num_snapshots == 0
+        assert serve_and_settle(llm) == (expected, [0] * len(PROMPTS))
+        close(llm)
+        num_files.append([len(list((tmp_path / "cache").glob(f"{place}*.snapshot"))) for place in ("", "rank-1/")])
+    assert [[count > 0 for count in counts] for counts in num_files] == [[True, True], [True, False], [True, True]]
+    assert "cache/rank-1: they are another model's, or were computed in another way" in caplog.text
+    assert "tensor-parallel size: 1 here, 2 there" in caplog.text
+    assert "tensor-parallel size: 2 here, 1 there" in caplog.text
 
 
 def test_host_memory_is_that_of_each_rank(make_threaded: MakeLLM) -> None:

@@ -10,6 +10,7 @@ from strandline.config import EngineConfig
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.joined_completions import JoinedCompletions
 from strandline.engine.loading import load_uni_executor
+from strandline.engine.rank_facts import join_facts
 from strandline.records.plan import StepPlan, StepResult
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 
@@ -42,9 +43,9 @@ class ThreadedExecutor:
             for rank, thread in enumerate(self._threads)
         ]
         self.ranks: list[UniExecutor] = [future.result() for future in loading]
-        facts = {(each.facts.spec, each.facts.num_slabs, each.facts.max_model_len) for each in self.ranks}
-        assert len(facts) == 1
-        self.facts = self.ranks[0].facts
+        self.facts, renames = join_facts([each.facts for each in self.ranks])
+        for rank, places in zip(self.ranks, renames, strict=False):
+            rank.rename_stored(places)
         self._joined = JoinedCompletions(group.size)
 
     def launch(self, plan: StepPlan) -> ThreadedStep:
@@ -68,5 +69,7 @@ class ThreadedExecutor:
         return [thread.submit(function, rank) for thread, rank in zip(self._threads, self.ranks, strict=True)]
 
     def close(self) -> None:
-        for thread in self._threads:
+        """End the ranks. A second call does nothing."""
+        for thread, rank in zip(self._threads, self.ranks, strict=True):
+            rank.close()
             thread.shutdown()

@@ -35,8 +35,8 @@ DATA = encode(range(200))
 PATH = StoredPath("tree", DATA, 1, (5, 6), 7, 8, SnapshotKind.PROMPT_END, 3, is_shared=True)
 
 
-def opened(path: Path, layout: dict[str, str] = LAYOUT) -> DiskDirectory:
-    return DiskDirectory(path, layout, BLOCK_BYTES, SLOT_BYTES)
+def opened(path: Path, layout: dict[str, str] = LAYOUT, rank: int = 0) -> DiskDirectory:
+    return DiskDirectory(path, layout, BLOCK_BYTES, SLOT_BYTES, rank)
 
 
 def content(size: int, seed: int = 1) -> bytes:
@@ -241,6 +241,38 @@ def test_open_directories_of_others_are_refused(tmp_path: Path) -> None:
     (tmp_path / "shared" / "file").unlink()
     opened(tmp_path / "shared").close()
     assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o700
+
+
+def test_each_rank_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "shared"
+    path.mkdir(mode=0o755)
+    ranks = [opened(path, rank=rank) for rank in (2, 0, 1)]
+    assert [each.path for each in ranks] == [path / "rank-2", path, path / "rank-1"]
+    assert {stat.S_IMODE(each.path.stat().st_mode) for each in ranks} == {0o700}
+    with pytest.raises(ConfigError, match=rf"--disk-cache {path}/rank-1 is in use by process {os.getpid()}"):
+        opened(path, rank=1)
+    for each in ranks:
+        write(each)
+    assert [len(rescanned(each).kept.blocks) for each in ranks] == [1, 1, 1]
+
+
+def test_files_of_ranks_that_are_no_more_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "cache"
+    ranks = [opened(path, LAYOUT | {"tensor-parallel size": "4"}, rank) for rank in range(4)]
+    for each in ranks:
+        write(each)
+    for each in ranks[:3]:
+        each.close()
+    first = opened(path, LAYOUT | {"tensor-parallel size": "2"})
+    first.remove_ranks_from(2)
+    assert "cache/rank-2: they are another model's, or were computed in another way" in caplog.text
+    assert "tensor-parallel size: 2 here, 4 there" in caplog.text
+    assert "files of rank 3 in the disk cache" in caplog.text
+    assert "is in use by process" in caplog.text
+    left = [len(list((path / f"rank-{rank}").glob("*.*"))) for rank in (1, 2, 3)]
+    assert left == [2, 0, 2], "those of the second rank are its own business, the last one is in use"
+    first.close()
+    ranks[3].close()
 
 
 def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:

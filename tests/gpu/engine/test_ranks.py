@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
+from strandline.cache.evict_all import evict_all
 from tests.cpu.engine.test_exactness import answers, tokens
+from tests.cpu.engine.test_host_memory import PROMPTS, stats
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.gpu.engine.conftest import MAX_NUM_SEQS
 
@@ -40,6 +42,23 @@ def test_two_gpus_give_the_tokens_of_one(tmp_path: Path, changes: dict[str, Any]
     options |= {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 1024, "skip_tokenizer_init": True}
     expected, found = (cached_and_forked(LLM(directory, tensor_parallel_size=size, **options)) for size in (1, 2))
     assert found == expected
+
+
+def test_what_two_gpus_evict_comes_back(tmp_path: Path) -> None:
+    directory, cache = str(save_tiny_model(tmp_path)), str(tmp_path / "cache")
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "memory": "64MiB", "tensor_parallel_size": 2}
+    options |= {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 1024, "skip_tokenizer_init": True}
+    options |= {"host_memory": "64MiB", "disk_cache": cache}
+    with LLM(directory, **options) as first:
+        expected = answers(first, PROMPTS)
+        evict_all(first.engine.core.cache)
+        assert answers(first, PROMPTS) == expected
+        host, _ = stats(first).tiers
+        assert (host.num_loads > 0, host.num_loaded_bytes > 0) == (True, True)
+    with LLM(directory, **options) as second:
+        assert answers(second, PROMPTS) == expected
+        _, disk = stats(second).tiers
+        assert (disk.num_loads > 0, disk.num_loaded_bytes > 0) == (True, True)
 
 
 def test_demo_model_answers_on_two_gpus() -> None:
