@@ -96,6 +96,8 @@ class ReplayBatch:
     """The operation of that name, as it is bound."""
     is_padded: bool = field(default=False, kw_only=True)
     """Whether the last of all rows is of no token: rows that pad the step are copied there, and get zeros."""
+    derived: dict[Hashable, Any] = field(default_factory=dict, kw_only=True)
+    """What one layer has worked out of the tables above, and every layer like it takes again."""
 
 
 @dataclass(frozen=True, slots=True)

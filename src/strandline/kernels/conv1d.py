@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
+from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.operation import FLOATS, numba, operation, triton
+from strandline.kernels.replay import insert_logged
 
 Activation = Literal["silu"] | None
 
@@ -55,6 +57,28 @@ def causal_conv1d_prefill(
             _write_window(window_SRC, chunks.cut_slots[chunk], window_PC)
         _write_window(window_SRC, dst, window_PC)
     return _activate(y_TC, activation)
+
+
+@operation(triton("conv1d_replay_triton"), numba("conv1d_numba", memory={"window": FLOATS}))
+def causal_conv1d_replay(
+    inputs: tuple[Tensor, ...],
+    log: tuple[Tensor, ...],
+    replay: ReplayBatch,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    window_SRC: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    chunks: ChunkTable,
+    activation: Activation,
+) -> tuple[Tensor, ...]:
+    """Put logged inputs before the step's own, as ``insert_logged``, and convolve the first input of all of them.
+
+    Return all inputs, the first convolved; rows outside all chunks hold anything. Windows as in the prefill.
+    """
+    x_TC, *others = insert_logged.reference(replay, log, inputs)
+    convolution = (weight_CW, bias_C, window_SRC, src_N, dst_N, chunks, activation)
+    return causal_conv1d_prefill.reference(x_TC, *convolution), *others
 
 
 @operation(triton("conv1d_triton"), numba("conv1d_numba", memory={"window": FLOATS}))

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
+from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.conv1d import Activation
+from strandline.kernels.replay import insert_logged
 from strandline.kernels.runtime_numba import (
     arguments,
     claim,
@@ -74,6 +76,23 @@ def causal_conv1d_prefill(
         cut_slots=chunks.cut_slots_C.data_ptr(),
     )
     return y_TC
+
+
+def causal_conv1d_replay(
+    inputs: tuple[Tensor, ...],
+    log: tuple[Tensor, ...],
+    replay: ReplayBatch,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    window_SRC: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    chunks: ChunkTable,
+    activation: Activation,
+) -> tuple[Tensor, ...]:
+    """Put logged inputs before the step's own; return all, the first convolved. As in ``conv1d.py``."""
+    x_TC, *others = insert_logged.reference(replay, log, inputs)
+    return causal_conv1d_prefill(x_TC, weight_CW, bias_C, window_SRC, src_N, dst_N, chunks, activation), *others
 
 
 def causal_conv1d_update(

@@ -166,7 +166,7 @@ def _convolve_kernel(
             y_C += tl.load(bias_ptr + channel_C, mask=is_channel_C, other=0.0).to(tl.float32)
         y_ptrs = y_ptr + (first_row + i) * C + channel_C
         is_output_C = is_channel_C & (first_row + i < num_tokens)
-        tl.store(y_ptrs, _activate(y_C, y_ptr.dtype.element_ty, IS_SILU), mask=is_output_C)
+        tl.store(y_ptrs, activate(y_C, y_ptr.dtype.element_ty, IS_SILU), mask=is_output_C)
 
 
 @triton.jit(
@@ -237,7 +237,7 @@ def _edges_kernel(
             if HAS_BIAS:
                 y_C += tl.load(bias_ptr + channel_C, mask=is_channel_C, other=0.0).to(tl.float32)
             y_ptrs = y_ptr + (start + j) * C + channel_C
-            tl.store(y_ptrs, _activate(y_C, y_ptr.dtype.element_ty, IS_SILU), mask=is_channel_C & (j < num_tokens))
+            tl.store(y_ptrs, activate(y_C, y_ptr.dtype.element_ty, IS_SILU), mask=is_channel_C & (j < num_tokens))
 
         for j in tl.static_range(W - 1):
             source = num_tokens - (W - 1) + j
@@ -356,11 +356,11 @@ def _update_kernel(
         new_NC = rows[j + 1].to(window_ptr.dtype.element_ty)
         tl.store(new_ptrs + j * window_row_stride, new_NC, mask=is_tile_NC & (dst_N != 0)[:, None])
     y_ptrs = y_ptr + first_channel + (sequence_N * C)[:, None] + channel_C[None, :]
-    tl.store(y_ptrs, _activate(y_NC, y_ptr.dtype.element_ty, IS_SILU), mask=is_tile_NC)
+    tl.store(y_ptrs, activate(y_NC, y_ptr.dtype.element_ty, IS_SILU), mask=is_tile_NC)
 
 
 @triton.jit
-def _activate(y, dtype: tl.constexpr, IS_SILU: tl.constexpr):
+def activate(y, dtype: tl.constexpr, IS_SILU: tl.constexpr):
     """Round to the outputs' dtype, then activate, as the published models do."""
     y = y.to(dtype)
     if IS_SILU:

@@ -11,8 +11,13 @@ from torch import Tensor, nn
 
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.conv1d import Activation, causal_conv1d_prefill, causal_conv1d_update
-from strandline.kernels.replay import ReplayLog, of_step, with_logged
+from strandline.kernels.conv1d import (
+    Activation,
+    causal_conv1d_prefill,
+    causal_conv1d_replay,
+    causal_conv1d_update,
+)
+from strandline.kernels.replay import ReplayLog, of_step
 from strandline.models.layers.parameters import dtype_name, parameter
 from strandline.models.targets import NamedTargets, Split
 from strandline.specs import TensorSpec
@@ -28,7 +33,7 @@ class CausalConvolution(nn.Module):
         dtype: of activations, the weights and the window.
     """
 
-    operations = (causal_conv1d_update, causal_conv1d_prefill)
+    operations = (causal_conv1d_update, causal_conv1d_prefill, causal_conv1d_replay)
 
     def __init__(
         self,
@@ -54,6 +59,7 @@ class CausalConvolution(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._convolve_one, self._convolve = kernels[causal_conv1d_update], kernels[causal_conv1d_prefill]
+        self._convolve_replayed = kernels[causal_conv1d_replay]
 
     def convolve(self, x_TC: Tensor, batch: StepBatch, window_SRC: Tensor, log: ReplayLog) -> Tensor:
         """Convolve the step's tokens, decodes and prefills; return as many, and advance the windows.
@@ -64,10 +70,9 @@ class CausalConvolution(nn.Module):
         num_rows = batch.num_decode_rows
         if num_rows == len(x_TC) > 0:
             return self.decode(x_TC, batch, window_SRC)
-        replay = batch.recurrent.replay
         x_DC, x_RC = x_TC.split([num_rows, len(x_TC) - num_rows])
-        (x_RC,) = with_logged(replay, log, (x_RC,))
-        y_RC = of_step(replay, self.prefill(x_RC, batch, window_SRC))
+        (y_RC,) = self.prefill((x_RC,), batch, window_SRC, log)
+        y_RC = of_step(batch.recurrent.replay, y_RC)
         return y_RC if num_rows == 0 else torch.cat((self.decode(x_DC, batch, window_SRC), y_RC))
 
     def decode(self, x_DC: Tensor, batch: StepBatch, window_SRC: Tensor) -> Tensor:
@@ -76,11 +81,21 @@ class CausalConvolution(nn.Module):
         window = (window_SRC, slots.src_N[decodes], slots.dst_N[decodes])
         return self._convolve_one(x_DC, self.weight_CW, self.bias_C, *window, self.activation)
 
-    def prefill(self, x_RC: Tensor, batch: StepBatch, window_SRC: Tensor) -> Tensor:
-        """Convolve the prefills' tokens."""
+    def prefill(
+        self, inputs: tuple[Tensor, ...], batch: StepBatch, window_SRC: Tensor, log: ReplayLog
+    ) -> tuple[Tensor, ...]:
+        """Convolve the first of the prefills' inputs; return all, those of replayed tokens before the step's own.
+
+        Args:
+            log: of the inputs.
+        """
         prefills, slots = slice(batch.num_decodes, None), batch.recurrent
         window = (window_SRC, slots.src_N[prefills], slots.dst_N[prefills])
-        return self._convolve(x_RC, self.weight_CW, self.bias_C, *window, slots.chunks, self.activation)
+        convolution = (self.weight_CW, self.bias_C, *window, slots.chunks, self.activation)
+        if slots.replay is not None and log is not None:
+            return self._convolve_replayed(inputs, log, slots.replay, *convolution)
+        x_RC, *others = inputs
+        return self._convolve(x_RC, *convolution), *others
 
     def targets(self, prefix: str, split: Split) -> NamedTargets:
         """Yield the published tensors.

@@ -12,6 +12,7 @@ O rows of a fused projection; of a window's memory R are the rows.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +20,13 @@ from torch import Tensor, nn
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_update
 from strandline.kernels.gdn_recurrence import GatedDelta, GatedDeltaInputs, GatedDeltaMemory
 from strandline.kernels.norm import rms_norm_gated
 from strandline.kernels.quantized_rows import Rows
 from strandline.kernels.quantizing import with_quantized
-from strandline.kernels.replay import ReplayLog, of_step, replay_log, with_logged
+from strandline.kernels.replay import ReplayLog, of_step, replay_log
 from strandline.model_config import DTYPES, MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
-from strandline.models.layers.convolution import MAX_TAPS
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
@@ -94,7 +94,7 @@ class GatedDeltaNet(nn.Module):
         shard: of the heads: key heads, each with its value heads.
     """
 
-    operations = (causal_conv1d_update, causal_conv1d_prefill, *with_quantized(rms_norm_gated), *GatedDelta.operations)
+    operations = (*with_quantized(rms_norm_gated), *GatedDelta.operations)
 
     def __init__(
         self, config: GatedDeltaNetConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -104,7 +104,6 @@ class GatedDeltaNet(nn.Module):
         self.num_key_heads, self.num_heads = config.num_key_heads, config.num_heads
         self.key_dim, self.value_dim = config.key_dim, config.value_dim
         self.eps = config.eps
-        self.dtype = dtype
         sizes = (self.num_key_heads, self.num_heads, self.key_dim, self.value_dim)
         self.recurrence = GatedDelta(*sizes, config.state_dtype, config.max_beta)
         key_rows, value_rows = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
@@ -112,7 +111,7 @@ class GatedDeltaNet(nn.Module):
         self.sizes = [sum(self.conv_sizes), value_rows, self.num_heads, self.num_heads]
         self.in_proj = Projection(sum(self.sizes), config.hidden_size, dtype, device)
         """Rows: query, key, value, output gate (z), write strength (b), decay (a)."""
-        self.conv_CW = parameter(self.sizes[0], config.num_taps, dtype=dtype, device=device)
+        self.conv = CausalConvolution(self.sizes[0], config.num_taps, "silu", dtype, device, has_bias=False)
         self.A_log_H = parameter(self.num_heads, dtype=torch.float32, device=device)
         self.dt_bias_H = parameter(self.num_heads, dtype=torch.float32, device=device)
         self.norm_V = gain(self.value_dim, dtype=dtype, device=device)
@@ -125,19 +124,15 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        channels, taps = self.conv_CW.shape
-        dtype = dtype_name(self.dtype)
         parts = [(size, self.shard.count) for size in self.conv_sizes]
-        window = TensorSpec("window", (taps - 1, channels), dtype).divided(*parts, dim=1)
-        states = tuple(map(self.shard.divided, self.recurrence.states))
-        inputs = {"x": channels, "a": self.num_heads, "b": self.num_heads}
-        replay = tuple(TensorSpec(name, (size,), dtype) for name, size in inputs.items())
-        return LayerSpec(states=(*states, window), log=self.recurrence.log, replay=replay)
+        states = (*map(self.shard.divided, self.recurrence.states), self.conv.window.divided(*parts, dim=1))
+        inputs = {"x": self.sizes[0], "a": self.num_heads, "b": self.num_heads}
+        replay = tuple(TensorSpec(name, (size,), dtype_name(self.conv.dtype)) for name, size in inputs.items())
+        return LayerSpec(states=states, log=self.recurrence.log, replay=replay)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._rms_norm_gated = kernels[self.out_proj.fed_by(rms_norm_gated)]
-        self._convolve_one, self._convolve = kernels[causal_conv1d_update], kernels[causal_conv1d_prefill]
         self.recurrence = self.recurrence.with_kernels(kernels)
 
     def bind(self, memory: LayerMemory) -> GatedDeltaNetMemory:
@@ -147,7 +142,7 @@ class GatedDeltaNet(nn.Module):
 
     def replay(self, batch: StepBatch, memory: GatedDeltaNetMemory) -> None:
         """Advance the states over logged tokens alone."""
-        no_x, no_heads = self.conv_CW.new_empty(0, len(self.conv_CW)), self.conv_CW.new_empty(0, self.num_heads)
+        no_x, no_heads = (self.conv.weight_CW.new_empty(0, size) for size in (self.sizes[0], self.num_heads))
         self._prefill(no_x, no_heads, no_heads, batch, memory)
 
     def forward(self, hidden_TE: Rows, rotary: RotaryTable, batch: StepBatch, memory: GatedDeltaNetMemory) -> Tensor:
@@ -172,7 +167,7 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         decodes, slots = slice(batch.num_decodes), batch.recurrent
         src_N, dst_N = slots.src_N[decodes], slots.dst_N[decodes]
-        y_NC = self._convolve_one(x_NC, self.conv_CW, None, memory.window_SRC, src_N, dst_N, "silu")
+        y_NC = self.conv.decode(x_NC, batch, memory.window_SRC)
         inputs = GatedDeltaInputs(*self._heads(y_NC), a_NH, b_NH, self.A_log_H, self.dt_bias_H)
         return self.recurrence.decode(inputs, memory.recurrent, src_N, dst_N, slots.log)
 
@@ -181,9 +176,7 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         prefills, slots = slice(batch.num_decodes, None), batch.recurrent
         src_N, dst_N = slots.src_N[prefills], slots.dst_N[prefills]
-        x_TC, a_TH, b_TH = with_logged(slots.replay, memory.replay, (x_TC, a_TH, b_TH))
-        window = (memory.window_SRC, src_N, dst_N)
-        y_TC = self._convolve(x_TC, self.conv_CW, None, *window, slots.chunks, "silu")
+        y_TC, a_TH, b_TH = self.conv.prefill((x_TC, a_TH, b_TH), batch, memory.window_SRC, memory.replay)
         inputs = GatedDeltaInputs(*self._heads(y_TC), a_TH, b_TH, self.A_log_H, self.dt_bias_H)
         out_THV = self.recurrence.prefill(inputs, memory.recurrent, src_N, dst_N, slots.chunks)
         return of_step(slots.replay, out_THV)
@@ -199,7 +192,7 @@ class GatedDeltaNet(nn.Module):
     def targets(self, prefix: str) -> NamedTargets:
         """Yield Qwen's published tensors but for the input projections, which differ between its generations."""
         shards = [self.shard] * len(self.conv_sizes)
-        yield f"{prefix}conv1d.weight", stacked_rows(self.conv_CW.unsqueeze(1), self.conv_sizes, shards)
+        yield from self.conv.targets(f"{prefix}conv1d.", partial(stacked_rows, sizes=self.conv_sizes, shards=shards))
         yield f"{prefix}A_log", sharded(self.A_log_H, self.shard)
         yield f"{prefix}dt_bias", sharded(self.dt_bias_H, self.shard)
         yield f"{prefix}norm.weight", whole(self.norm_V)

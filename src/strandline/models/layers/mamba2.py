@@ -26,7 +26,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.mamba2 import Mamba2Inputs, mamba2_decode, mamba2_prefill
 from strandline.kernels.norm import rms_norm_of_gated
-from strandline.kernels.replay import ReplayLog, of_step, replay_log, with_logged
+from strandline.kernels.replay import ReplayLog, of_step, replay_log
 from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
 from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
@@ -227,8 +227,7 @@ class Mamba2Layer(nn.Module):
 
     def _prefill(self, x_RC: Tensor, dt_RH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
         prefills, slots = slice(batch.num_decodes, None), batch.recurrent
-        x_RC, dt_RH = with_logged(slots.replay, memory.replay, (x_RC, dt_RH))
-        inputs = self._inputs(self.conv.prefill(x_RC, batch, memory.window_SRC), dt_RH)
+        inputs = self._inputs(*self.conv.prefill((x_RC, dt_RH), batch, memory.window_SRC, memory.replay))
         sequences = (slots.src_N[prefills], slots.dst_N[prefills], slots.chunks)
         return of_step(slots.replay, self.recurrence.prefill(inputs, memory.state_SHKV, *sequences))
 
