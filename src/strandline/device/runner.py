@@ -238,10 +238,11 @@ class Runner:
         num_decodes = len(sequences)
         if self._replay_decodes(sequences, num_decodes, launched):
             return
-        host, hidden = self._run(list(sequences), num_decodes, launched)
+        host = build_host_batch(sequences, num_decodes, self._pending.locate(sequences, self._states))
+        launched.is_launch_bound = self._is_launch_bound(host)
+        batch, hidden = self._run_eagerly(host)
         self._sample(sequences, self.model.logits(hidden.last_NE), launched)
-        batch = to_device(host, self.device, self._kernels)
-        self._keep_for_drafts(batch.step, hidden.hidden_TE)
+        self._keep_for_drafts(batch, hidden.hidden_TE)
 
     def _keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor) -> None:
         """Make the draft layer's pairs of decodes, each ending with the token that was sampled behind it."""
@@ -424,12 +425,15 @@ class Runner:
         host = build_host_batch(ordered, num_decodes, pending, self.arena.draft_tokens)
         hidden = None if self._graphs is None else self._graphs.prefill(host)
         if hidden is None:
-            launched.is_launch_bound = self.device.type == "cuda" and len(host.token_ids_T) <= LAUNCH_BOUND_TOKENS
-            hidden = self._run_eagerly(host)
+            launched.is_launch_bound = self._is_launch_bound(host)
+            _, hidden = self._run_eagerly(host)
         self._prompt_logprobs(ordered, host, hidden, launched)
         return host, hidden
 
-    def _run_eagerly(self, host: HostBatch) -> StepHidden:
+    def _is_launch_bound(self, host: HostBatch) -> bool:
+        return self.device.type == "cuda" and len(host.token_ids_T) <= LAUNCH_BOUND_TOKENS
+
+    def _run_eagerly(self, host: HostBatch) -> tuple[StepBatch, StepHidden]:
         """Launch the model's kernels one by one; store the hidden states behind the sequences' ends and cuts."""
         batch = to_device(host, self.device, self._kernels)
         if host.has_pending:
@@ -439,7 +443,7 @@ class Runner:
         if any(host.chunks.cut_slots):
             self._store(hidden_TE, batch.cut_rows_C, hidden_SE, batch.step.recurrent.chunks.cut_slots_C)
         last_NE = hidden_TE if len(hidden_TE) == host.num_sequences else hidden_TE[batch.columns.last_row]
-        return StepHidden(hidden_TE, last_NE, host.num_decode_rows)
+        return batch.step, StepHidden(hidden_TE, last_NE, host.num_decode_rows)
 
     def _stored_hidden(self, sequences: Sequence[SequencePlan]) -> Tensor:
         """Return the hidden states that lie in the sequences' source slots."""

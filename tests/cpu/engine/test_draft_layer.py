@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from safetensors.torch import load_file
 import strandline
 from strandline import LLM, SamplingParams
 from strandline.cache import FoldLog
-from strandline.device.batch import HostBatch
+from strandline.device import runner
+from strandline.device.batch import DeviceBatch, HostBatch
 from strandline.device.graphs import StepHidden
 from strandline.device.runner import Runner
 from strandline.device.step_in_flight import StepInFlight
@@ -189,7 +191,7 @@ class PaddedGraphs:
         if host.replay is not None or not 0 < host.num_decodes < host.num_sequences:
             return None
         self.num_padded += 1
-        hidden = self._runner._run_eagerly(host)
+        _, hidden = self._runner._run_eagerly(host)
         first = host.num_decode_rows
         gap = hidden.hidden_TE.new_full((5, hidden.hidden_TE.shape[1]), torch.nan)
         return StepHidden(
@@ -260,6 +262,20 @@ def test_drafts_behind_plain_steps_are_those_of_the_trained_layer(
         found = {count: drafted[0] for count, drafted in drafts.items() if drafted}
         assert found == {count: expected[count - 2] for count in found}
     assert llm.engine.core.stats().hit_tokens > 3 * len(prompt)
+
+
+def test_plain_steps_upload_their_batch_once(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads, to_device = list[int](), runner.to_device
+
+    def counted(host: HostBatch, *args: Any) -> DeviceBatch:
+        uploads.append(host.num_decodes)
+        return to_device(host, *args)
+
+    llm = make(1, **ADAPTIVE)
+    llm.engine.scheduler.drafts.chooser = Alternating((0,))
+    monkeypatch.setattr(runner, "to_device", counted)
+    run(llm, ids(llm), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    assert uploads == [0] + [1] * 8
 
 
 @pytest.mark.parametrize("num_plain", [4, 14])
