@@ -90,6 +90,7 @@ class PaddedVerification:
             "token_ids": size.num_rows,
             **dict.fromkeys((*SequenceColumns._fields, "num_drafts", "next_drafts"), size.num_sequences + 1),
             "query_starts": size.num_sequences + 2,
+            "sequence_of_row": size.num_rows,
             "verdicts": size.num_rows,
         }
         self._places = dict[str, slice]()
@@ -159,8 +160,7 @@ class PaddedVerification:
         parts_N2 = torch.stack((own_row_N - num_logged_N, own_row_N + certain_rows_N), 1)
         lengths_N2 = torch.stack((num_logged_N + certain_rows_N, num_drafts_N), 1)
         cut_N2 = torch.stack((slot_N * has_drafts_N, torch.zeros_like(slot_N)), 1)
-        row_T = torch.arange(size.num_rows, device=starts_N1.device)
-        sequence_T = sequence_of_rows(starts_N1, size.num_rows)
+        row_T, sequence_T = torch.arange(size.num_rows, device=starts_N1.device), named["sequence_of_row"]
         is_logged_ND = place_D < num_logged_N[:, None]
         is_draft_ND = place_D < num_drafts_N[:, None]
         first_place_N1 = (log_N * depth)[:, None]
@@ -192,12 +192,8 @@ class PaddedVerification:
         np.cumsum(planned_NF[:, -2] + 1, out=starts[1 : count + 1])
         starts[count + 1 : -1] = num_rows
         starts[-1] = size.num_rows
+        named["sequence_of_row"][:] = np.repeat(np.arange(size.num_sequences + 1), np.diff(starts))
         named["end"][-1] = size.num_rows - num_rows
-
-
-def sequence_of_rows(query_starts_N1: Tensor, num_rows: int) -> Tensor:
-    """Return the sequence of each row; empty sequences have none."""
-    return torch.searchsorted(query_starts_N1[1:], torch.arange(num_rows, device=query_starts_N1.device), right=True)
 
 
 class LastVerification:
@@ -237,8 +233,7 @@ class LastVerification:
         is_stop_N = (stop_ids_XS[named["stop_set"][:count]] == token_N[:, None]).any(-1) | (token_N == NO_TOKEN)
         named["state_dst"][:count].masked_fill_(is_pending_N & is_stop_N, NULL_SLOT)
         taken_ND = torch.cat((token_N[:, None], self.drafts_PD[source_N][:, :depth]), 1).clamp_min(0)
-        starts_N1, token_ids_T = named["query_starts"], named["token_ids"]
-        sequence_T = sequence_of_rows(starts_N1, size.num_rows)
+        starts_N1, token_ids_T, sequence_T = named["query_starts"], named["token_ids"], named["sequence_of_row"]
         is_real_T, sequence_T = sequence_T < count, sequence_T.clamp_max(count - 1)
         place_T = torch.arange(size.num_rows, device=buffer_I.device) - starts_N1[sequence_T]
         taken_T = taken_ND[sequence_T, place_T.clamp_max(depth)]
