@@ -102,6 +102,30 @@ def test_streams_count_drafts_in_their_usage(server: ServerProcess) -> None:
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
 
+def stopped(server: ServerProcess, stop: list[str]) -> tuple[Any, ...]:
+    """Return the streamed text before a stop string, how it ended, its tokens, and what the next turn hits."""
+    asked = {"prompt": QUESTIONS[1], "max_tokens": 40, "temperature": 0}
+    with server.stream(**asked, stop=stop, stream_options={"include_usage": True}) as events:
+        *chunks, last, _ = [event if event == "[DONE]" else json.loads(event) for event in events]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    text, end = "".join(choice["text"] for choice in choices), choices[-1]
+    turn = post(server, "/v1/completions", **{**asked, "prompt": f"{QUESTIONS[1]}{text}{end['stop_reason']} So"})
+    cached_tokens = turn["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return text, end["finish_reason"], end["stop_reason"], last["usage"]["completion_tokens"], cached_tokens
+
+
+def test_stop_strings_end_streams_as_without_drafts(plain: ServerProcess, server: ServerProcess) -> None:
+    answer = post(plain, "/v1/completions", prompt=QUESTIONS[1], max_tokens=40, temperature=0)["choices"][0]["text"]
+    found = []
+    for start in (5, 21, 38):
+        stop = [answer[start : start + 3], answer[start + 1 : start + 9]]
+        found.append(stopped(server, stop))
+        assert found[-1] == stopped(plain, stop)
+        assert found[-1][1] == "stop"
+    # Longer answers leave more for the next turn.
+    assert found[0][-1] < found[-1][-1]
+
+
 def counted(server: ServerProcess) -> tuple[list[int], list[int]]:
     """Return the server's counts of drafts, and of those accepted; and of these by position."""
     text = server.get("/metrics").text
