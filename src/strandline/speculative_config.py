@@ -31,7 +31,8 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     """Most drafts of a request in a step."""
     prompt_lookup_max: int | None = None
-    """The longest run of last tokens that ``ngram`` searches for; None: ``prompt_lookup_min``, or 5."""
+    """The longest run of last tokens that ``ngram`` searches for; None: ``prompt_lookup_min``, or 5. With ``mtp``, what
+    is found takes the place of the layer's drafts; if both are None, nothing is searched for."""
     prompt_lookup_min: int | None = None
     """The shortest; None: ``prompt_lookup_max``, or 5."""
     rejection_sample_method: str = "standard"
@@ -74,6 +75,11 @@ class SpeculativeConfig:
     def has_draft_layer(self) -> bool:
         """Whether a layer of the model makes the drafts."""
         return self.method == "mtp"
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts are looked up in the prompt and the output."""
+        return not self.has_draft_layer or bool(self.prompt_lookup_max or self.prompt_lookup_min)
 
     @property
     def max_match(self) -> int:

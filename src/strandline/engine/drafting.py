@@ -46,6 +46,23 @@ class DraftLayerDrafter:
         return request.drafts[:max_tokens]
 
 
+class DraftLayerOrNgramDrafter:
+    """Continues a request's last tokens as they were continued before, else hands on what the draft layer drafted.
+
+    N-grams take the place of the layer's drafts where they are as many: how deep drafts go, and what memory they need,
+    is decided when the layer drafts.
+    """
+
+    def __init__(self, ngrams: NgramDrafter) -> None:
+        self._layer, self._ngrams = DraftLayerDrafter(), ngrams
+
+    def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
+        """Return the drafts behind the request's last token."""
+        drafts = self._layer.propose(request, max_tokens)
+        ngrams = self._ngrams.propose(request, len(drafts)) if drafts else ()
+        return ngrams if len(ngrams) == len(drafts) else drafts
+
+
 def _last_place(tokens: TokenBuffer, key: bytes) -> int | None:
     """Return the last token at which a key begins that ends before the last token; None: nowhere."""
     data, end = tokens.data, len(tokens.data) - TOKEN_BYTES
@@ -61,7 +78,10 @@ def new_drafter(config: SpeculativeConfig | None) -> Drafter | None:
     """Return what makes drafts as configured; None: nothing does."""
     if config is None:
         return None
-    return DraftLayerDrafter() if config.has_draft_layer else NgramDrafter(config.max_match, config.min_match)
+    if not config.looks_up:
+        return DraftLayerDrafter()
+    ngrams = NgramDrafter(config.max_match, config.min_match)
+    return DraftLayerOrNgramDrafter(ngrams) if config.has_draft_layer else ngrams
 
 
 def new_draft_depth(config: SpeculativeConfig | None) -> DraftDepth | None:

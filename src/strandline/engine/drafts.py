@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from strandline.cache import Lease, PrefixCache
 from strandline.engine.draft_counters import DraftCounters
 from strandline.engine.draft_depth import DraftDepth
-from strandline.engine.drafting import Drafter, DraftLayerDrafter
+from strandline.engine.drafting import Drafter, DraftLayerDrafter, DraftLayerOrNgramDrafter
 from strandline.engine.request import Request
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span
 from strandline.ids import NULL_LOG, RequestId
@@ -33,13 +33,14 @@ class Drafts:
         corrects_lengths: bool = False,
     ) -> None:
         self._cache, self.drafter, self.chooser = cache, drafter, chooser
-        self.corrects_lengths = corrects_lengths
+        # N-grams are looked up in tokens that the host knows.
+        self.corrects_lengths = corrects_lengths and isinstance(drafter, DraftLayerDrafter)
         self._is_verification = False
         """Whether the last planned step computes certain tokens and drafts alone, and drafts behind all of them."""
         self._draft_tokens = draft_tokens
         self.depth = draft_tokens
         """Drafts that the next step makes or, without a draft layer, verifies."""
-        self.has_layer = isinstance(drafter, DraftLayerDrafter)
+        self.has_layer = isinstance(drafter, (DraftLayerDrafter, DraftLayerOrNgramDrafter))
         self.counters = DraftCounters(draft_tokens)
         self.unsettled: Mapping[RequestId, SequencePlan] = {}
         """While a step is planned: the sequences of the step under way, if that verifies or makes drafts."""

@@ -104,7 +104,7 @@ def test_streams_count_drafts_in_their_usage(server: ServerProcess) -> None:
 
 def stopped(server: ServerProcess, stop: list[str]) -> tuple[Any, ...]:
     """Return the streamed text before a stop string, how it ended, its tokens, and what the next turn hits."""
-    asked = {"prompt": QUESTIONS[1], "max_tokens": 40, "temperature": 0}
+    asked = {"prompt": QUESTIONS[1], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     with server.stream(**asked, stop=stop, stream_options={"include_usage": True}) as events:
         *chunks, last, _ = [event if event == "[DONE]" else json.loads(event) for event in events]
     choices = [chunk["choices"][0] for chunk in chunks]
@@ -115,8 +115,9 @@ def stopped(server: ServerProcess, stop: list[str]) -> tuple[Any, ...]:
 
 
 def test_stop_strings_end_streams_as_without_drafts(plain: ServerProcess, server: ServerProcess) -> None:
-    answer = post(plain, "/v1/completions", prompt=QUESTIONS[1], max_tokens=40, temperature=0)["choices"][0]["text"]
-    found = []
+    asked = {"prompt": QUESTIONS[1], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    answer, found = post(plain, "/v1/completions", **asked)["choices"][0]["text"], list[tuple[Any, ...]]()
+    assert len(answer) > 50
     for start in (5, 21, 38):
         stop = [answer[start : start + 3], answer[start + 1 : start + 9]]
         found.append(stopped(server, stop))
