@@ -145,10 +145,12 @@ class EngineConfig:
         self._require_tiers()
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError("--kv-events-config publishes what the cache holds; drop --no-enable-prefix-caching")
-        if self.kv_transfer is not None and self.tensor_parallel_size > 1:
-            raise ConfigError("--kv-transfer-config does not go with --tensor-parallel-size yet; drop one of the two")
-        if self.kv_transfer is not None and self.distributed_executor_backend != "uni":
-            raise ConfigError("--kv-transfer-config needs --distributed-executor-backend uni")
+        has_workers = self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
+        if self.kv_transfer is not None and self.kv_transfer.kv_connector == "NixlConnector" and has_workers:
+            raise ConfigError(
+                "--kv-transfer-config: NixlConnector reads the memory of the engine's own process, so it goes with "
+                "neither --tensor-parallel-size nor --distributed-executor-backend mp; use SocketConnector"
+            )
         if self.kv_transfer is not None and (not self.enable_prefix_caching or self.mamba_cache_mode == "none"):
             raise ConfigError(
                 "--kv-transfer-config hands over what the cache holds; drop --no-enable-prefix-caching and "

@@ -4,6 +4,7 @@ On a GPU they run on a stream of their own, after what was launched before the *
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,29 @@ from strandline.transfer.nixl_mover import Region
 
 Fence = torch.cuda.Event | None
 """A point in the order of what was launched; None on a CPU, where everything launched is done."""
+
+
+class Copies(Protocol):
+    """Reads and writes blocks and slots as a model on one rank has them, one after the other."""
+
+    @property
+    def region(self) -> Region:
+        """The memory in which all of them lie, if it is in this process."""
+
+    def fence(self) -> Fence:
+        """Return the present point in the order of what was launched. In the thread that launches."""
+
+    def addresses(self, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> list[int]:
+        """Return where blocks and slots begin, once what was launched before the fence is done."""
+
+    def read(self, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> memoryview:
+        """Return the bytes as what was launched before the fence left them. Nothing may write them meanwhile."""
+
+    def write(self, blocks: Sequence[int], slots: Sequence[int], data: bytearray | memoryview, fence: Fence) -> None:
+        """Write the bytes, after what was launched before the fence.
+
+        Nothing may read or write them meanwhile. They are written when this returns.
+        """
 
 
 class ArenaCopies:

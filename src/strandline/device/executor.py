@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from strandline.cache import Action, Completion
+from strandline.device.arena_copies import Copies
 from strandline.device.lower_stores import LowerFacts
+from strandline.device.peer_store import PeerStore
+from strandline.device.transfers import Completions
 from strandline.kernels.binding import Fallback
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
@@ -57,12 +60,31 @@ class LaunchedStep(Protocol):
         """Wait for the device, and return what the step produced. Called once."""
 
 
+class Stores(Protocol):
+    """Where what moves bytes between an engine's devices and others is attached."""
+
+    @property
+    def completions(self) -> Completions:
+        """What it reports the ends of transfers to."""
+
+    def attach(self, name: str, store: PeerStore) -> None:
+        """Carry out transfers that name this store with it."""
+
+
 class Executor(Protocol):
     """Runs steps, in the order in which they are launched."""
 
     @property
     def facts(self) -> ExecutorFacts:
         """What the core must know of model and device."""
+
+    @property
+    def copies(self) -> Copies:
+        """What reads and writes blocks and slots from other threads than the engine's."""
+
+    @property
+    def stores(self) -> Stores:
+        """Where stores of the engine's process are attached."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step without waiting for the device. Its actions and writes come after those of earlier steps."""

@@ -7,7 +7,7 @@ from typing import Final
 
 from strandline.cache import Completion, LoadIn, StoreOut
 from strandline.clock import SYSTEM_CLOCK
-from strandline.device.arena_copies import ArenaCopies, Fence
+from strandline.device.arena_copies import Copies, Fence
 from strandline.device.transfers import Completions
 from strandline.errors import EngineError
 from strandline.ids import TransferId
@@ -28,7 +28,7 @@ PLACES: Final = 2**32
 class PeerStore:
     """Pulls whose prefixes can be loaded. All methods belong to the thread that launches steps."""
 
-    def __init__(self, copies: ArenaCopies, completions: Completions) -> None:
+    def __init__(self, copies: Copies, completions: Completions) -> None:
         self._copies = copies
         self._completions = completions
         self._pulls: dict[int, Pull] = {}
@@ -51,7 +51,7 @@ class PeerStore:
             pull.enough()
             self.counters.count(NOT_NEEDED)
 
-    def load(self, action: LoadIn, arena: ArenaTensors) -> None:
+    def load(self, action: LoadIn, arena: ArenaTensors | None = None) -> None:
         """Begin to fetch what an action names, of one pull."""
         _, place = (*action.blocks, *action.slots)[0]
         pull = self._pulls.pop(place - place % PLACES, None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -9,11 +10,13 @@ import torch
 from strandline.cache import Action, Completion
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
+from strandline.device.arena_copies import ArenaCopies
 from strandline.device.executor import ExecutorFacts, LaunchedStep
 from strandline.device.graphs import graph_sizes, verification_sizes
 from strandline.device.heap import release_free_memory
 from strandline.device.lower_stores import attach_stores, lower_device_bytes
 from strandline.device.runner import RUNNER_OPERATIONS, Runner
+from strandline.device.shared_copies import Copy, SharedCopies
 from strandline.device.sizing import (
     choose_batched_tokens,
     choose_draft_tokens,
@@ -22,6 +25,7 @@ from strandline.device.sizing import (
     keeps_decoded,
     require_determinism,
 )
+from strandline.device.transfers import Transfers
 from strandline.env import is_cache_debugged
 from strandline.errors import EngineError
 from strandline.kernels.binding import Kernels, bind_kernels
@@ -67,7 +71,7 @@ class UniExecutor:
         progress: bool = False,
     ) -> None:
         spec = model.spec
-        self._config = config
+        self._config, self._ranks = config, ranks
         self._grammars = grammars
         self._progress = progress
         start_s = {"weights": weights_s}
@@ -118,6 +122,28 @@ class UniExecutor:
             num_ranks=ranks.size,
             start_s=start_s,
         )
+
+    @cached_property
+    def copies(self) -> ArenaCopies:
+        """What reads and writes blocks and slots from other threads than the engine's."""
+        return ArenaCopies(self.runner.arena)
+
+    @property
+    def stores(self) -> Transfers:
+        """Where stores of the engine's process are attached."""
+        return self.runner.transfers
+
+    @cached_property
+    def _shared(self) -> SharedCopies:
+        return SharedCopies(self.copies, self.facts.spec, self._ranks)
+
+    def begin_read(self, path: str, blocks: Sequence[int], slots: Sequence[int]) -> Copy:
+        """Return what copies this rank's part of blocks and slots to shared memory, in any thread."""
+        return self._shared.begin_read(path, blocks, slots)
+
+    def begin_write(self, path: str, blocks: Sequence[int], slots: Sequence[int]) -> Copy:
+        """Return what copies this rank's part of blocks and slots from shared memory, in any thread."""
+        return self._shared.begin_write(path, blocks, slots)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step without waiting for the device."""

@@ -16,7 +16,6 @@ from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
 from strandline.device.sizing import choose_batched_tokens, choose_logged_from
-from strandline.device.uni_executor import UniExecutor
 from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
 from strandline.engine.disk_flush import flush
@@ -29,7 +28,7 @@ from strandline.engine.scheduler import Scheduler
 from strandline.engine.tiers import describe_tiers, lower_memories, on_each_rank, tier_stats
 from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
-from strandline.errors import ConfigError, EngineError
+from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, RequestId
 from strandline.kernels.binding import Fallback
 from strandline.records.events import (
@@ -446,8 +445,6 @@ def _new_hand_over(config: EngineConfig, executor: Executor, scheduler: Schedule
     """
     if config.kv_transfer is None:
         return None
-    if not isinstance(executor, UniExecutor):
-        raise ConfigError("--kv-transfer-config needs --distributed-executor-backend uni")
     weights = weights_digest(config)
     return HandOver(config.kv_transfer, executor, scheduler, weights=weights, is_deterministic=config.deterministic)
 

@@ -3,9 +3,9 @@
 from secrets import token_hex
 from typing import Final
 
-from strandline.device.arena_copies import ArenaCopies
+from strandline.device.arena_copies import Copies
+from strandline.device.executor import Executor
 from strandline.device.peer_store import PEERS, PeerStore
-from strandline.device.uni_executor import UniExecutor
 from strandline.engine.prefix_pulls import PrefixPulls
 from strandline.engine.prefix_source import PrefixSource
 from strandline.engine.request import Request
@@ -19,7 +19,7 @@ from strandline.transfer.engine_calls import EngineCalls
 from strandline.transfer.layout import layout_of
 from strandline.transfer.messages import Hello
 from strandline.transfer.movers import Mover, SocketMover
-from strandline.transfer.nixl_mover import CONNECTOR, NixlMover, Region
+from strandline.transfer.nixl_mover import CONNECTOR, NixlMover
 from strandline.transfer.server import PullServer
 
 ID_BYTES: Final = 8
@@ -38,31 +38,45 @@ class HandOver:
     def __init__(
         self,
         config: KVTransferConfig,
-        executor: UniExecutor,
+        executor: Executor,
         scheduler: Scheduler,
         *,
         weights: str,
         is_deterministic: bool,
     ) -> None:
-        cache, runner, spec = scheduler.cache, executor.runner, executor.facts.spec
+        cache, copies, facts = scheduler.cache, executor.copies, executor.facts
+        spec, blocks_per_slab = facts.spec.whole, facts.spec.blocks_per_slab
         self.calls = EngineCalls()
         self._config = config
-        copies = ArenaCopies(runner.arena)
         self._engine_id = config.engine_id or token_hex(ID_BYTES)
-        self._mover = self._new_mover(copies.region)
-        layout = layout_of(spec, weights=weights, is_deterministic=is_deterministic, connector=self._mover.connector)
+        self._mover = self._new_mover(copies)
+        layout = layout_of(
+            spec,
+            weights=weights,
+            is_deterministic=is_deterministic,
+            connector=self._mover.connector,
+            # Ranks add up in another order than one, which is all that makes a difference.
+            num_ranks=facts.num_ranks if is_deterministic else 1,
+        )
         hello = Hello(self._engine_id, layout)
         self._source = PrefixSource(
             cache,
             copies,
             lambda: executor.carry_out(cache.take_actions()),
-            blocks_per_slab=spec.blocks_per_slab,
+            blocks_per_slab=blocks_per_slab,
             lease_s=config.lease_s,
         )
-        self._store = PeerStore(copies, runner.transfers.completions)
-        runner.transfers.attach(PEERS, self._store)
+        self._store = PeerStore(copies, executor.stores.completions)
+        executor.stores.attach(PEERS, self._store)
         self._pulls = PrefixPulls(
-            scheduler, self._store, self.calls, hello, spec, self._mover, timeout_s=config.timeout_s
+            scheduler,
+            self._store,
+            self.calls,
+            hello,
+            spec,
+            self._mover,
+            blocks_per_slab=blocks_per_slab,
+            timeout_s=config.timeout_s,
         )
         self._server: PullServer | None = None
         if config.is_producer:
@@ -78,10 +92,10 @@ class HandOver:
                 patience_s=config.lease_s,
             )
 
-    def _new_mover(self, region: Region) -> Mover:
+    def _new_mover(self, copies: Copies) -> Mover:
         if self._config.kv_connector == CONNECTOR:
             # An engine that was restarted has another agent, though it may have the same id.
-            return NixlMover(f"{self._engine_id} {token_hex(ID_BYTES)}", region, self._config.backends)
+            return NixlMover(f"{self._engine_id} {token_hex(ID_BYTES)}", copies.region, self._config.backends)
         return SocketMover()
 
     @property

@@ -9,7 +9,9 @@ from weakref import finalize
 from strandline.cache import Action, Completion
 from strandline.config import EngineConfig
 from strandline.device.executor import LaunchedStep
+from strandline.engine.engine_stores import EngineStores
 from strandline.engine.joined_completions import JoinedCompletions
+from strandline.engine.rank_copies import RankCopies
 from strandline.engine.rank_facts import join_facts
 from strandline.engine.workers import Workers
 from strandline.errors import EngineError
@@ -29,10 +31,12 @@ class RemoteStep:
         self,
         workers: Workers,
         joined: JoinedCompletions,
+        stores: EngineStores,
         futures: "Sequence[Future[StepResult]]",
         timeout_s: float,
     ) -> None:
-        self._workers, self._joined, self._futures, self._timeout_s = workers, joined, futures, timeout_s
+        self._workers, self._joined, self._stores = workers, joined, stores
+        self._futures, self._timeout_s = futures, timeout_s
 
     def result(self) -> StepResult:
         """Wait for all ranks, and return what the step produced.
@@ -45,7 +49,8 @@ class RemoteStep:
         for rank, result in enumerate(others, 1):
             if (result.token_ids, result.drafts) != (first.token_ids, first.drafts):
                 raise EngineError(f"rank {rank} chose other tokens than rank 0: {result.token_ids}, {first.token_ids}")
-        return replace(first, completions=self._joined.add([result.completions for result in results]))
+        ended = self._joined.add([result.completions for result in results])
+        return replace(first, completions=(*ended, *self._stores.take()))
 
 
 class CompiledElsewhere:
@@ -66,6 +71,8 @@ class MpExecutor:
         self._step_timeout_s = step_timeout_s
         self._workers = Workers(config.tensor_parallel_size)
         self._joined = JoinedCompletions(config.tensor_parallel_size)
+        self.stores = EngineStores()
+        """Where stores of the engine's process are attached."""
         self._finalizer = finalize(self, self._workers.close)
         try:
             self.facts, renames = join_facts(self._workers.start(config, progress=progress))
@@ -81,24 +88,37 @@ class MpExecutor:
         """The workers' process ids, by rank."""
         return self._workers.process_ids
 
+    @property
+    def copies(self) -> RankCopies:
+        """What reads and writes blocks and slots of the whole model from any thread."""
+        return RankCopies(self._begin, self.facts.spec.whole)
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Send a plan to the workers."""
-        futures = [future for _, future in self._workers.call("launch", plan)]
-        return RemoteStep(self._workers, self._joined, futures, self._step_timeout_s)
+        own, others = self.stores.split(plan.actions)
+        futures = self._begin("launch", replace(plan, actions=tuple(others)))
+        self.stores.begin(own)
+        return RemoteStep(self._workers, self._joined, self.stores, futures, self._step_timeout_s)
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Apply the cache's actions, in order, outside a step."""
-        if actions:
-            self._call("carry_out", tuple(actions))
+        own, others = self.stores.split(actions)
+        if others:
+            self._call("carry_out", tuple(others))
+        self.stores.begin(own)
 
     def wait_for_transfers(self, timeout_s: float) -> tuple[Completion, ...]:
         """Return the transfers that have ended on all ranks and that no result has reported.
 
-        Wait until each rank that others wait for has reported one, or so long.
+        Wait until each rank that others wait for has reported one, or so long; while stores of this process have
+        transfers, wait for these alone.
         """
+        is_own = len(self.stores) > 0
+        own = self.stores.take(timeout_s)
+        timeout_s = 0.0 if is_own else timeout_s
         arguments = [(wait_s,) for wait_s in self._joined.timeouts_s(timeout_s)]
         calls = self._workers.call_each("wait_for_transfers", arguments)
-        return self._joined.add(self._workers.results([future for _, future in calls]))
+        return (*own, *self._joined.add(self._workers.results([future for _, future in calls])))
 
     def compile_grammar(self, params: StructuredOutputsParams) -> object:
         """Have the workers compile a grammar beside their steps; any thread may call.
@@ -125,8 +145,12 @@ class MpExecutor:
         self._call("release_free_memory")
 
     def close(self) -> None:
-        """End the workers, and wait for their end."""
+        """End transfers and the workers, and wait for their end."""
+        self.stores.close()
         self._finalizer()
 
+    def _begin(self, method: str, *arguments: Any) -> list[Future[Any]]:
+        return [future for _, future in self._workers.call(method, *arguments)]
+
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        return self._workers.results([future for _, future in self._workers.call(method, *arguments)])
+        return self._workers.results(self._begin(method, *arguments))

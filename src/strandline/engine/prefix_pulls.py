@@ -47,6 +47,8 @@ class PrefixPulls:
 
     Args:
         hello: what peers are told of this engine.
+        spec: of the model on one rank, as peers send it.
+        blocks_per_slab: in the memory of a rank.
         timeout_s: how long a peer may send nothing.
     """
 
@@ -59,6 +61,7 @@ class PrefixPulls:
         spec: ModelSpec,
         mover: Mover,
         *,
+        blocks_per_slab: int,
         timeout_s: float,
     ) -> None:
         self._scheduler = scheduler
@@ -68,7 +71,7 @@ class PrefixPulls:
         self._hello = hello
         self._spec = spec
         self._mover = mover
-        self._timeout_s = timeout_s
+        self._blocks_per_slab, self._timeout_s = blocks_per_slab, timeout_s
         self._asking: list[Asked] = []
         """Those without an answer."""
         self._offered: list[Asked] = []
@@ -158,7 +161,7 @@ class PrefixPulls:
 
     def _offer(self, found: messages.Offer, first_place: int) -> Offer:
         memory = self._cache.memory_use()
-        num_wanted = found.num_blocks // self._spec.blocks_per_slab
+        num_wanted = found.num_blocks // self._blocks_per_slab
         num_spare = memory.num_free_slabs - num_wanted - int(RESERVE_SHARE * memory.num_slabs)
         kinds = {position: SnapshotKind(kind) for position, kind in found.snapshots}
         positions = useful_positions(kinds, num_spare)

@@ -16,7 +16,7 @@ from strandline.cache import Lease, PrefixCache, TokenBuffer
 from strandline.cache.holds import slots_at
 from strandline.cache.tokens import TOKEN_BYTES
 from strandline.clock import SYSTEM_CLOCK, Clock
-from strandline.device.arena_copies import ArenaCopies, Fence
+from strandline.device.arena_copies import Copies, Fence
 from strandline.ids import RequestId, SlotId
 from strandline.records.transfer_params import TransferParams
 from strandline.transfer.connection import Cause, TransferError
@@ -64,7 +64,7 @@ class PrefixSource:
     def __init__(
         self,
         cache: PrefixCache,
-        copies: ArenaCopies,
+        copies: Copies,
         carry_out: Callable[[], None],
         *,
         blocks_per_slab: int,

@@ -32,12 +32,18 @@ from strandline.kernels.ranks import ONE_RANK
 from strandline.records.plan import StepResult
 from strandline.text.compiling_threads import CompilingThreads
 
+COPIES: Final = ("begin_read", "begin_write")
+"""Calls that return copies, which have threads of their own."""
+
+MAX_COPIES: Final = 4
+"""Copies at once; they wait for the device, or for memory."""
+
 LEAVE_S: Final = 10.0
 """How long a worker may still compute after the connection has closed: a rank may wait for one that has ended."""
 
 
 class Worker:
-    """Obeys calls. Steps are launched in order; results and grammars have threads of their own, and hold up no call.
+    """Obeys calls. Steps are launched in order; results, copies and grammars have threads of their own.
 
     Args:
         rank: results of the first rank are complete, those of others say what must agree and what has been transferred.
@@ -48,6 +54,7 @@ class Worker:
         self._rank = rank
         self._send = send
         self._results = ThreadPoolExecutor(1, "results")
+        self._copying = ThreadPoolExecutor(MAX_COPIES, "copies")
         self._compiling = CompilingThreads()
         self._grammars: dict[int, object] = {}
         """Compiled grammars by the number of the call; they are kept until the caller releases them."""
@@ -59,7 +66,9 @@ class Worker:
         if call.method == "compile_grammar":
             self._compiling.submit(self._reply, call, lambda: self._compile(call))
         elif call.method == "launch":
-            self._launch(call)
+            self._begin(call, self._results, self._result)
+        elif call.method in COPIES:
+            self._begin(call, self._copying, lambda copy: copy())
         else:
             self._reply(call, lambda: getattr(self._executor, call.method)(*call.arguments))
 
@@ -67,18 +76,20 @@ class Worker:
         """End the threads, and release the device."""
         self._compiling.close()
         self._results.shutdown()
+        self._copying.shutdown()
         self._executor.close()
 
     def _compile(self, call: Call) -> None:
         self._grammars[call.number] = self._executor.compile_grammar(*call.arguments)
 
-    def _launch(self, call: Call) -> None:
+    def _begin(self, call: Call, threads: ThreadPoolExecutor, finish: Callable[[Any], Any]) -> None:
+        """Begin in order what a thread then finishes."""
         try:
-            launched = self._executor.launch(*call.arguments)
+            begun = getattr(self._executor, call.method)(*call.arguments)
         except Exception as error:  # noqa: BLE001 - the process's edge: the caller raises it
             self._send(Reply(call.number, None, portable(error)))
         else:
-            self._results.submit(self._reply, call, lambda: self._result(launched))
+            threads.submit(self._reply, call, lambda: finish(begun))
 
     def _result(self, launched: LaunchedStep) -> StepResult:
         result = launched.result()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import count
 from threading import Lock, Thread
 from typing import Any, Final, NamedTuple
@@ -89,8 +90,11 @@ class WorkerLink:
     def call(self, method: str, *arguments: Any) -> tuple[int, Future[Any]]:
         """Call a method of the worker's executor; return the call's number and what it will return or raise."""
         number = next(self._numbers)
-        released = tuple(self._released.popleft() for _ in range(len(self._released)))
-        return number, self._send(Call(number, method, arguments, released))
+        released = list[int]()
+        with suppress(IndexError):  # other threads take some, too
+            while True:
+                released.append(self._released.popleft())
+        return number, self._send(Call(number, method, arguments, tuple(released)))
 
     def release(self, number: int) -> None:
         """Let the worker drop a call's result, with the next call: a finalizer must not wait for a lock."""

@@ -13,7 +13,12 @@ PIECE_BYTES: Final = 8 * 2**20
 
 
 def layout_of(
-    spec: ModelSpec, *, weights: str, is_deterministic: bool, connector: str = "SocketConnector"
+    spec: ModelSpec,
+    *,
+    weights: str,
+    is_deterministic: bool,
+    connector: str = "SocketConnector",
+    num_ranks: int = 1,
 ) -> dict[str, str]:
     """Return what must be equal in two engines that fetch from each other, by name.
 
@@ -21,6 +26,7 @@ def layout_of(
         connector: what moves the bytes.
         weights: a digest of the model's weights.
         is_deterministic: whether a token's bits depend on the tokens before it alone.
+        num_ranks: on how many ranks the bytes are computed, if that must be equal, too.
     """
     layers = [
         [(t.name, t.shape, t.dtype) for t in (*layer.streams, *layer.states)] + [len(layer.streams)]
@@ -34,7 +40,7 @@ def layout_of(
         "hidden state": f"{spec.hidden_size} of {spec.hidden_dtype}",
         "block": f"{BLOCK_TOKENS} tokens in {spec.raw_block_bytes} bytes",
         "slot": f"{spec.raw_slot_bytes} bytes",
-        "tensor-parallel size": "1",
+        "tensor-parallel size": str(num_ranks),
         "deterministic": str(is_deterministic).lower(),
     }
 

@@ -16,6 +16,7 @@ import torch
 from strandline import LLM, SamplingParams
 from strandline.cache import Account, Reason, TokenBuffer
 from strandline.config import EngineConfig
+from strandline.device.executor import Executor
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_uni_executor
@@ -95,7 +96,7 @@ class Node:
 
     def __init__(
         self,
-        executor: UniExecutor,
+        executor: Executor,
         directory: Path,
         *,
         connector: str = "SocketConnector",
@@ -633,9 +634,6 @@ def test_fingerprints_tell_models_apart(model_dir: Path, tmp_path: Path, changed
     assert fingerprint(tmp_path) != fingerprint(model_dir)
 
 
-def test_hand_over_is_for_servers_with_the_executor_inside(model_dir: Path) -> None:
-    options: dict[str, Any] = {"kv_transfer_config": {"kv_connector": "SocketConnector", "kv_role": "kv_both"}}
+def test_hand_over_is_for_servers(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="is for servers"):
-        LLM(str(model_dir), **options)
-    with pytest.raises(ConfigError, match="needs --distributed-executor-backend uni"):
-        config_of(model_dir, distributed_executor_backend="mp", **options)
+        LLM(str(model_dir), kv_transfer_config={"kv_connector": "SocketConnector", "kv_role": "kv_both"})

@@ -1,15 +1,17 @@
 """An executor whose ranks are threads of this process: as ``MpExecutor`` with several, without starting processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from strandline.cache import Completion
+from strandline.cache import Action, Completion
 from strandline.config import EngineConfig
 from strandline.device.uni_executor import UniExecutor
+from strandline.engine.engine_stores import EngineStores
 from strandline.engine.joined_completions import JoinedCompletions
 from strandline.engine.loading import load_uni_executor
+from strandline.engine.rank_copies import RankCopies
 from strandline.engine.rank_facts import join_facts
 from strandline.records.plan import StepPlan, StepResult
 from tests.cpu.models.rank_threads import RankThread, RankThreads
@@ -22,14 +24,15 @@ class ThreadedStep:
 
     is_launch_bound = False
 
-    def __init__(self, futures: "list[Future[StepResult]]", joined: JoinedCompletions) -> None:
-        self._futures, self._joined = futures, joined
+    def __init__(self, futures: "list[Future[StepResult]]", joined: JoinedCompletions, stores: EngineStores) -> None:
+        self._futures, self._joined, self._stores = futures, joined, stores
 
     def result(self) -> StepResult:
         results = [future.result() for future in self._futures]
         first, *others = results
         assert all((other.token_ids, other.drafts) == (first.token_ids, first.drafts) for other in others)
-        return replace(first, completions=self._joined.add([result.completions for result in results]))
+        ended = self._joined.add([result.completions for result in results])
+        return replace(first, completions=(*ended, *self._stores.take()))
 
 
 class ThreadedExecutor:
@@ -46,12 +49,32 @@ class ThreadedExecutor:
         self.facts, renames = join_facts([each.facts for each in self.ranks])
         for rank, places in zip(self.ranks, renames, strict=False):
             rank.rename_stored(places)
-        self._joined = JoinedCompletions(group.size)
+        self._copying = ThreadPoolExecutor(group.size)
+        self._joined, self.stores = JoinedCompletions(group.size), EngineStores()
+
+    @property
+    def copies(self) -> RankCopies:
+        def call(method: str, *arguments: Any) -> "list[Future[Any]]":
+            begun = self._submit(lambda executor: getattr(executor, method)(*arguments))
+            return [self._copying.submit(lambda future=future: future.result()()) for future in begun]
+
+        return RankCopies(call, self.facts.spec.whole)
 
     def launch(self, plan: StepPlan) -> ThreadedStep:
-        return ThreadedStep(self._submit(lambda executor: executor.launch(plan).result()), self._joined)
+        own, others = self.stores.split(plan.actions)
+        futures = self._submit(lambda executor: executor.launch(replace(plan, actions=tuple(others))).result())
+        self.stores.begin(own)
+        return ThreadedStep(futures, self._joined, self.stores)
+
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        own, others = self.stores.split(actions)
+        for future in self._submit(lambda executor: executor.carry_out(others)):
+            future.result()
+        self.stores.begin(own)
 
     def wait_for_transfers(self, timeout_s: float) -> tuple[Completion, ...]:
+        if self.stores:
+            return self.stores.take(timeout_s)
         futures = [
             thread.submit(rank.wait_for_transfers, wait_s)
             for thread, rank, wait_s in zip(self._threads, self.ranks, self._joined.timeouts_s(timeout_s), strict=True)
@@ -70,6 +93,7 @@ class ThreadedExecutor:
 
     def close(self) -> None:
         """End the ranks. A second call does nothing."""
-        for thread, rank in zip(self._threads, self.ranks, strict=True):
+        for rank in self.ranks:
             rank.close()
+        for thread in (*self._threads, self._copying):
             thread.shutdown()

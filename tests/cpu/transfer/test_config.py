@@ -60,6 +60,13 @@ def test_nixl_takes_its_backends_as_in_vllm(extra: dict[str, Any], backends: tup
     assert tuple(KVTransferConfig(**NIXL, kv_connector_extra_config=extra).backends) == backends
 
 
+@pytest.mark.parametrize("options", [{"distributed_executor_backend": "mp"}, {"tensor_parallel_size": 2}])
+def test_nixl_needs_the_memory_in_the_process_itself(options: dict[str, Any]) -> None:
+    assert EngineConfig(model="demo", kv_transfer_config=BOTH, **options).kv_transfer is not None
+    with pytest.raises(ConfigError, match="use SocketConnector"):
+        EngineConfig(model="demo", kv_transfer_config=NIXL, **options)
+
+
 @pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"mamba_cache_mode": "none"}])
 def test_hand_over_needs_the_cache(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="hands over what the cache holds"):
