@@ -56,7 +56,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "Strandline needs Python 3.11 to 3.13; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 	    "Name another: make setup PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+# pip would compile the modules on one core. Some files are templates, which do not compile.
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 # What docs/clients.md says to install, with the versions of torch and transformers that we have tested.

@@ -4,6 +4,7 @@ With several workers (``-n 2 --dist loadfile``, as ``make test`` runs them) the 
 so do those of files that share servers. Numba's kernels are compiled before the workers start, and not once in each.
 """
 
+import gc
 import importlib.util
 import os
 import random
@@ -105,6 +106,11 @@ def rank(item: pytest.Item) -> int:
     parts = item.path.relative_to(TESTS).parts
     ranks = {("cpu", folder): rank for rank, folder in enumerate(STARTED_FIRST)}
     return ranks.get(parts[:2], len(ranks))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what is loaded by now: each full collection would take half a second."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

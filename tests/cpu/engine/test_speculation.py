@@ -91,22 +91,32 @@ def make_speculating(make: MakeLLM) -> MakeLLM:
     return speculating
 
 
+@pytest.fixture(scope="module")
+def recorded() -> dict[bool, tuple[list[list[int]], Answers]]:
+    """Answers of plain decoding, and what a recorder knows of them, by whether kernels are compiled."""
+    return {}
+
+
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["numba", "torch"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_any_pattern_of_acceptance_gives_the_tokens_of_plain_decoding(
     make: MakeLLM,
     make_speculating: MakeLLM,
     monkeypatch: pytest.MonkeyPatch,
+    recorded: dict[bool, tuple[list[list[int]], Answers]],
     pattern: list[int],
     is_compiled: bool,
 ) -> None:
     monkeypatch.setenv(NUMBA, str(int(is_compiled)))
     prompts = [tokens(count, seed=count) for count in (1, 2, 40, 62, 63, 64, 65, 100)]
-    expected = answers(make(), prompts, GREEDY)
-    recording = make_speculating()
-    recorder = record(recording)
-    assert answers(recording, prompts, GREEDY) == expected
-    llm = force(make_speculating(), recorder.known, pattern)
+    if is_compiled not in recorded:
+        expected = answers(make(), prompts, GREEDY)
+        recording = make_speculating()
+        recorder = record(recording)
+        assert answers(recording, prompts, GREEDY) == expected
+        recorded[is_compiled] = expected, recorder.known
+    expected, known = recorded[is_compiled]
+    llm = force(make_speculating(), known, pattern)
     assert answers(llm, prompts, GREEDY) == expected
     counts = llm.engine.core.stats().speculation
     accepted = [any(num_right > place for num_right in pattern) for place in range(DRAFT_TOKENS)]
