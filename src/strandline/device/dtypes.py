@@ -115,8 +115,6 @@ def choose_fp8(config: EngineConfig, model_config: Any, device: torch.device, dt
         return Fp8Choice(False)
     name = str(dtype).removeprefix("torch.")
     obstacle = "--dequantize" if config.dequantize else why_dequantized(quantization, device)
-    if obstacle is None and config.tensor_parallel_size > 1:
-        obstacle = "the model is divided among ranks"
     if obstacle is None:
         return Fp8Choice(True, f"weights: {quantization}, kept in FP8; those that are not published so are in {name}")
     num_bytes = count_weights(model_config) * dtype.itemsize

@@ -27,6 +27,7 @@ def block_scaled_mixture(
     down: ScaledWeight,
     shared_down: Weight,
     routing: Routing,
+    held: range | None = None,
 ) -> Tensor:
     """As ``mixture``, with experts in FP8: ``gate_up`` of ``[E, 2 F, D]``, ``down`` of ``[E, D, F]``.
 
@@ -34,7 +35,7 @@ def block_scaled_mixture(
     """
     chosen = route.reference(logits_TE, None, routing)
     shared_TD = reference_linear(shared_down)(swiglu.reference(shared_gate_up_TS))
-    return block_scaled_experts_glu.reference(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1)
+    return block_scaled_experts_glu.reference(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, held)
 
 
 @operation(triton("block_scaled_moe_triton", invariant="block_scaled_moe_triton"))
@@ -46,6 +47,7 @@ def block_scaled_experts_glu(
     experts_TK: Tensor,
     shared_TD: Tensor | None,
     shared_gate_T1: Tensor | None,
+    held: range | None = None,
 ) -> Tensor:
     """As ``experts_glu``, with experts in FP8."""
 
@@ -54,5 +56,5 @@ def block_scaled_experts_glu(
         hidden_AF = block_scaled_gated_linear.reference(x_AD, gate_up[expert])
         return block_scaled_linear.reference(hidden_AF, down[expert])
 
-    out_TD = sum_of_experts(apply, len(down.values), plain_rows(x_TD), weights_TK, experts_TK)
+    out_TD = sum_of_experts(apply, len(down.values), plain_rows(x_TD), weights_TK, experts_TK, held)
     return with_shared(out_TD, shared_TD, shared_gate_T1)

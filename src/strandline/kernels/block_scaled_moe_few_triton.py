@@ -48,8 +48,11 @@ def _few_up_kernel(
     D,
     F,
     E,
+    first_expert,
+    num_held,
     ROUTING: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
+    IS_DIVIDED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     NUM_K: tl.constexpr,
@@ -72,6 +75,12 @@ def _few_up_kernel(
     chosen_C, _ = choose(logits_ptr + token * stride_logits, None, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
     is_mine_C = tl.arange(0, BLOCK_C) == choice % TOP_K
     expert = tl.sum(tl.where(is_mine_C, chosen_C, 0), axis=0).to(tl.int64)
+    num_rows = F
+    if IS_DIVIDED:
+        expert = expert - first_expert
+        is_held = (expert >= 0) & (expert < num_held)
+        num_rows = tl.where(is_held, F, 0)
+        expert = tl.where(is_held, expert, 0)
     row_N_ptr = weight_ptr + expert * (2 * F * D) + row_N * D
     gate_scale_ptr = scale_ptr + expert * stride_se + first_N // SCALE_ROWS * stride_sy
     up_scale_ptr = scale_ptr + expert * stride_se + (F + first_N) // SCALE_ROWS * stride_sy
@@ -84,7 +93,7 @@ def _few_up_kernel(
             gate_JRNP = tl.load(weight_JRNP_ptr, eviction_policy="evict_first")
             up_JRNP = tl.load(weight_JRNP_ptr + F * D, eviction_policy="evict_first")
         else:
-            is_JRNP = (row_N < F)[None, None, :, None] & (col_JRP < D)[:, :, None, :]
+            is_JRNP = (row_N < num_rows)[None, None, :, None] & (col_JRP < D)[:, :, None, :]
             gate_JRNP = tl.load(weight_JRNP_ptr, mask=is_JRNP, other=0.0, eviction_policy="evict_first")
             up_JRNP = tl.load(weight_JRNP_ptr + F * D, mask=is_JRNP, other=0.0, eviction_policy="evict_first")
         inputs = (token + tl.arange(0, 1), col_JR, num_tokens, D, stride_x, stride_xs)
@@ -159,7 +168,10 @@ def _few_down_kernel(
     F,
     S,
     E,
+    first_expert,
+    num_held,
     ROUTING: tl.constexpr,
+    IS_DIVIDED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_SHARED_SCALED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -185,6 +197,10 @@ def _few_down_kernel(
     # What was projected is there already, since the kernel before has waited for it; not so the hidden features.
     chosen_C, weight_C = choose(logits_ptr + token * stride_logits, None, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
     expert_C = chosen_C.to(tl.int64)
+    if IS_DIVIDED:
+        expert_C = expert_C - first_expert
+        is_choice_C = is_choice_C & (expert_C >= 0) & (expert_C < num_held)
+        expert_C = tl.where(is_choice_C, expert_C, 0)
     col_JR, col_JRP = piece_columns(0, BLOCK_K, GROUP, PIECE)
     mask_JRCP = is_choice_C[None, None, :, None] & (col_JRP < F)[:, :, None, :]
     offset_CN = (expert_C * (D * F))[:, None] + (row_N * F)[None, :]
@@ -228,16 +244,19 @@ def mixture_few(
     shared_down: DenseWeight | ScaledWeight,
     routing: Routing,
     few: Few,
+    held: range | None = None,
 ) -> Tensor:
     """Compute ``block_scaled_mixture`` choice by choice."""
-    hidden_AF = _hidden(x_TD, logits_TE, gate_up, routing, few)
+    hidden_AF = _hidden(x_TD, logits_TE, gate_up, routing, few, held)
     projected = (shared_gate_up_TS, logits_TE, shared_gate_T1)
-    return _sum(hidden_AF, *projected, down, shared_down, routing, few)
+    return _sum(hidden_AF, *projected, down, shared_down, routing, few, held)
 
 
-def _hidden(x_TD: Rows, logits_TE: Tensor, gate_up: ScaledWeight, routing: Routing, few: Few) -> Tensor:
-    """Return the hidden features of every choice."""
-    num_experts, num_rows, num_channels = gate_up.values.shape
+def _hidden(
+    x_TD: Rows, logits_TE: Tensor, gate_up: ScaledWeight, routing: Routing, few: Few, held: range | None
+) -> Tensor:
+    """Return the hidden features of every choice; of experts that are not held, zeros."""
+    num_experts, (num_held, num_rows, num_channels) = logits_TE.shape[1], gate_up.values.shape
     size = num_rows // 2
     hidden_AF = torch.empty((len(x_TD) * routing.top_k, size), dtype=x_TD.dtype, device=x_TD.device)
     is_quantized = isinstance(x_TD, QuantizedRows)
@@ -259,11 +278,14 @@ def _hidden(x_TD: Rows, logits_TE: Tensor, gate_up: ScaledWeight, routing: Routi
         num_channels,
         size,
         num_experts,
+        0 if held is None else held.start,
+        num_held,
         **choice_options(routing, num_experts),
         GROUP=GROUP,
         PIECE=PIECE,
         IS_QUANTIZED=is_quantized,
-        IS_EVEN=num_channels % block_k == 0 and size % block_n == 0,
+        IS_DIVIDED=held is not None,
+        IS_EVEN=held is None and num_channels % block_k == 0 and size % block_n == 0,
         SCALE_ROWS=gate_up.rows_per_scale,
         NUM_K=cdiv(num_channels, block_k),
         BLOCK_N=block_n,
@@ -283,9 +305,10 @@ def _sum(
     shared_down: DenseWeight | ScaledWeight,
     routing: Routing,
     few: Few,
+    held: range | None,
 ) -> Tensor:
     """Return what the experts make of their hidden features, and the shared one of its projections."""
-    num_tokens, (num_experts, num_channels, size) = len(logits_TE), down.values.shape
+    (num_tokens, num_experts), (num_held, num_channels, size) = logits_TE.shape, down.values.shape
     if isinstance(shared_down, ScaledWeight):
         shared_DS, shared_scales, shared_rows = shared_down.values, shared_down.scales, shared_down.rows_per_scale
     else:
@@ -312,10 +335,13 @@ def _sum(
         size,
         shared_DS.shape[1],
         num_experts,
+        0 if held is None else held.start,
+        num_held,
         **choice,
+        IS_DIVIDED=held is not None,
         GROUP=GROUP,
         PIECE=PIECE,
-        IS_EVEN=size == block_f and num_channels % block_n == 0 and routing.top_k == choice["BLOCK_C"],
+        IS_EVEN=held is None and size == block_f and num_channels % block_n == 0 and routing.top_k == choice["BLOCK_C"],
         IS_SHARED_SCALED=shared_scales is not None,
         SCALE_ROWS=down.rows_per_scale,
         SHARED_SCALE_ROWS=shared_rows,

@@ -247,12 +247,14 @@ def _grouped_down_kernel(
     expert = _first_of_shared(num_experts, HAS_SHARED)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    first = tl.load(starts_ptr + expert) + tl.program_id(1) * BLOCK_M
+    first = tl.load(starts_ptr + expert)
     end = tl.load(starts_ptr + tl.minimum(expert + 1, num_experts))
     weight_ptr += expert * (D * F)
     scale_ptr += expert * stride_se
     if HAS_SHARED:
         is_shared = expert == num_experts
+        # Fewer choices are listed where others are of experts that are not held.
+        first = tl.where(is_shared, num_choices, first)
         end = tl.where(is_shared, num_choices + num_tokens, end)
         weight_ptr = tl.where(is_shared, shared_weight_ptr, weight_ptr)
         scale_ptr = tl.where(is_shared, shared_scale_ptr, scale_ptr)
@@ -261,7 +263,7 @@ def _grouped_down_kernel(
     offset_K = tl.arange(0, GROUP)
     num_groups = tl.cdiv(F, GROUP)
     weight_NK_ptr = weight_ptr + col_N[:, None].to(tl.int64) * F + offset_K[None, :]
-    for row in range(first, end, tl.num_programs(1) * BLOCK_M):
+    for row in range(first + tl.program_id(1) * BLOCK_M, end, tl.num_programs(1) * BLOCK_M):
         row_M = row + tl.arange(0, BLOCK_M)
         read_M = tl.minimum(row_M, end - 1)
         hidden_KM_ptr = hidden_ptr + read_M[None, :].to(tl.int64) * F + offset_K[:, None]
@@ -300,11 +302,12 @@ def block_scaled_mixture(
     down: ScaledWeight,
     shared_down: DenseWeight | ScaledWeight,
     routing: Routing,
+    held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype."""
     if len(x_TD) <= MAX_TOKENS_FEW:
         arguments = (x_TD, shared_gate_up_TS, logits_TE, shared_gate_T1, gate_up, down, shared_down, routing)
-        return mixture_few(*arguments, FEW[len(x_TD) > 1])
+        return mixture_few(*arguments, FEW[len(x_TD) > 1], held)
     chosen = route(logits_TE, None, routing)
     if len(x_TD) <= MAX_TOKENS_JOINED and can_join(shared_gate_up_TS, shared_down, down):
         shared = SharedExpert(shared_gate_up_TS, shared_down)
@@ -312,8 +315,8 @@ def block_scaled_mixture(
         shared = _shared(shared_gate_up_TS, shared_down, multiply_into)
     else:
         shared = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
-    tiles = choose_tiles(chosen[1].numel() // len(down.values))
-    return experts_glu_many(x_TD, gate_up, down, *chosen, shared, shared_gate_T1, *tiles)
+    tiles = choose_tiles(chosen[1].numel() // logits_TE.shape[1])
+    return experts_glu_many(x_TD, gate_up, down, *chosen, shared, shared_gate_T1, *tiles, held)
 
 
 def can_join(gate_up_TS: Tensor, shared_down: DenseWeight | ScaledWeight, down: ScaledWeight) -> bool:
@@ -336,6 +339,7 @@ def block_scaled_mixture_invariant(
     down: ScaledWeight,
     shared_down: DenseWeight | ScaledWeight,
     routing: Routing,
+    held: range | None = None,
 ) -> Tensor:
     """As :func:`block_scaled_mixture`, expert by expert however few tokens there are."""
     chosen = route(logits_TE, None, routing)
@@ -343,7 +347,7 @@ def block_scaled_mixture_invariant(
         shared_TD = _shared(shared_gate_up_TS, shared_down, multiply_into_invariant)
     else:
         shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down.values_OI)
-    return block_scaled_experts_glu_invariant(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1)
+    return block_scaled_experts_glu_invariant(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, held)
 
 
 def _shared(gate_up_TS: Tensor, down: ScaledWeight, multiply: Callable[..., None]) -> Tensor:
@@ -362,10 +366,11 @@ def block_scaled_experts_glu(
     experts_TK: Tensor,
     shared_TD: Tensor | None,
     shared_gate_T1: Tensor | None,
+    held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype."""
     tiles = choose_tiles(experts_TK.numel() // len(down.values))
-    return experts_glu_many(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles)
+    return experts_glu_many(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
 
 
 def block_scaled_experts_glu_invariant(
@@ -376,10 +381,11 @@ def block_scaled_experts_glu_invariant(
     experts_TK: Tensor,
     shared_TD: Tensor | None,
     shared_gate_T1: Tensor | None,
+    held: range | None = None,
 ) -> Tensor:
     """As :func:`block_scaled_experts_glu`, with tiles that all add in one order."""
     tiles = choose_tiles(max(experts_TK.numel() // len(down.values), CHOICES_PER_EXPERT_MIDDLE))
-    return experts_glu_many(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles)
+    return experts_glu_many(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
 
 
 def choose_tiles(choices_per_expert: int) -> tuple[Tile, Tile]:
@@ -398,17 +404,19 @@ def experts_glu_many(
     shared_gate_T1: Tensor | None,
     up_tile: Tile,
     down_tile: Tile,
+    held: range | None = None,
 ) -> Tensor:
     """Compute ``block_scaled_experts_glu`` expert by expert, in four launches, or five if tokens come as they are.
 
     Args:
         shared: what the shared expert made of each token, or what it takes to compute that here; None: there is none.
+        held: as in ``experts_glu``.
     """
     num_tokens, top_k = experts_TK.shape
     num_experts, num_channels, size = down.values.shape
     num_choices, device = num_tokens * top_k, x_TD.device
     rows = quantized(flat_rows(x_TD))
-    listed = list_choices(experts_TK, num_experts)
+    listed = list_choices(experts_TK, num_experts, 0 if held is None else held.start)
     joined = shared if isinstance(shared, SharedExpert) else None
     num_rows = num_choices if joined is None else num_choices + num_tokens
     hidden_AF = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=device)
@@ -417,7 +425,7 @@ def experts_glu_many(
     launch_up(rows, gate_up, listed, (hidden_AF, hidden_scale_XA), top_k, up_tile, joined)
     launch_down((hidden_AF, hidden_scale_XA), down, listed, out_AD, down_tile, joined)
     shared_TD = shared if joined is None else out_AD[num_choices:]
-    return add_choices(out_AD[:num_choices], (weights_TK, experts_TK), shared_TD, shared_gate_T1)
+    return add_choices(out_AD[:num_choices], (weights_TK, experts_TK), shared_TD, shared_gate_T1, held)
 
 
 def launch_up(

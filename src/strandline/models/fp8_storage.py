@@ -6,7 +6,7 @@ quantised, else for its rows in FP8 and for the others apart. Beside the model t
 tensor, and nothing of its size in another dtype.
 
 Experts stay in FP8 if all of a layer do. What cannot stay is dequantised as it loads: rows in too many runs, blocks of
-other than ``GROUP`` columns.
+other than ``GROUP`` columns, and shards of inputs that are no multiple of it.
 
 Shape suffixes: R rows of all matrices of a parameter, I inputs, X groups of inputs, Y blocks of rows; of experts X
 experts, E hidden size, F intermediate size.
@@ -24,7 +24,7 @@ from strandline.kernels.quantized_rows import MIN_SCALE
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight, StackedWeight
 from strandline.models.layers.projection import GatedProjection, Projection
 from strandline.models.quantization import Block, Quantization
-from strandline.models.targets import Piece, Target
+from strandline.models.targets import Piece, Read, Target
 
 MAX_PARTS: Final = 4
 """Runs of rows, in FP8 or not, that a weight may consist of: each is a product of its own."""
@@ -67,6 +67,8 @@ class _Matrix:
     is_fp8_R: Tensor
     is_mixed: bool = False
     """Whether a published tensor goes to this parameter and to another one."""
+    is_cut: bool = False
+    """Whether ``GROUP`` inputs of some shard lie in two blocks."""
     values_RI: Tensor = field(init=False)
     scales_RX: Tensor = field(init=False)
     """On the host, a scale for every row in FP8."""
@@ -134,6 +136,7 @@ class Fp8Storage:
             matrix = self._matrices.get(id(_base(part)))
             if matrix is not None:
                 matrix.is_mixed |= len(bases) > 1
+                matrix.is_cut |= any(_cuts_blocks(piece, target) for piece in target.pieces)
                 if is_fp8:
                     _rows_of(part, matrix.is_fp8_R).fill_(True)
 
@@ -149,6 +152,7 @@ class Fp8Storage:
             and bool(matrix.is_fp8_R.any())
             and len(matrix.runs) <= MAX_PARTS
             and not matrix.is_mixed
+            and not matrix.is_cut
         }
         for module in model.modules():
             if not isinstance(module, HoldsExperts):
@@ -160,27 +164,26 @@ class Fp8Storage:
                 kept -= {matrix for matrix in kept if matrix.owner in module.dense_with_experts}
         return kept
 
-    def fill(self, name: str, published: Tensor, scales: tuple[Block, Tensor] | None) -> None:
-        """Copy a published tensor.
+    def fill(self, name: str, read: Read, scales: tuple[Block, Tensor] | None) -> None:
+        """Copy what is used of a published tensor.
 
         Args:
-            scales: what one scale covers, and the scales ``[..., Y, X]``; None: the tensor is not in FP8.
+            scales: what one scale covers, and the scales ``[..., Y, X]`` of the whole tensor; None: it is not in FP8.
         """
         target = self._targets[name]
         matrix = self._matrix_of(target)
         assert matrix is not None
-        rows_R, source_R = _rows_and_sources(target, len(matrix.is_fp8_R))
-        place_R, num_inputs = matrix.place_R[rows_R], published.shape[-1]
-        published_RI = published.reshape(-1, num_inputs)
-        if scales is None:
-            _copy_rows(matrix.dense_RI, place_R, published_RI.to(matrix.dense_RI.dtype), source_R)
-            return
-        block, scale_YX = scales
-        scales_RX = scale_YX.float().cpu().repeat_interleave(block.rows or published.shape[-2], -2)
-        scales_RX = scales_RX[..., : published.shape[-2], :].flatten(0, -2)
-        scales_RX = scales_RX.expand(-1, matrix.scales_RX.shape[1])
-        _copy_rows(matrix.values_RI.view(torch.uint8), place_R, published_RI.view(torch.uint8), source_R)
-        _copy_rows(matrix.scales_RX, place_R, scales_RX, source_R)
+        for piece in target.pieces:
+            published = read(piece.index)
+            rows_R, source_R = _rows_and_sources(piece, published.shape, len(matrix.is_fp8_R))
+            place_R = matrix.place_R[rows_R]
+            published_RI = published.reshape(-1, published.shape[-1])
+            if scales is None:
+                _copy_rows(matrix.dense_RI, place_R, published_RI.to(matrix.dense_RI.dtype), source_R)
+                continue
+            scales_RX = _scales_of(piece, target, *scales).expand(-1, matrix.scales_RX.shape[1])
+            _copy_rows(matrix.values_RI.view(torch.uint8), place_R, published_RI.view(torch.uint8), source_R)
+            _copy_rows(matrix.scales_RX, place_R, scales_RX, source_R)
 
     def fill_randomly(self, seed: int) -> None:
         """Draw random weights, and scales that vary from block to block."""
@@ -272,17 +275,37 @@ def _rows_of(view: Tensor, rows_R: Tensor) -> Tensor:
     return rows_R.as_strided(view.shape[:-1], strides, view.storage_offset() // num_inputs)
 
 
-def _rows_and_sources(target: Target, num_rows: int) -> tuple[slice | Tensor, slice | Tensor]:
-    """Return which rows of a parameter a published tensor goes to, and which of its own rows each of them is."""
-    first = target.pieces[0].parts[0]
-    if len(target.pieces) == len(target.pieces[0].parts) == 1 and first.is_contiguous():
+def _range(part: slice, size: int) -> range:
+    return range(*part.indices(size))
+
+
+def _cuts_blocks(piece: Piece, target: Target) -> bool:
+    """Return whether ``GROUP`` inputs of a piece, or of another shard's, lie in two blocks of the published tensor."""
+    if len(piece.index) < len(target.shape):
+        return False
+    inputs = _range(piece.index[-1], target.shape[-1])
+    return target.shape[-1] > GROUP and len(inputs) % GROUP > 0
+
+
+def _scales_of(piece: Piece, target: Target, block: Block, scale_YX: Tensor) -> Tensor:
+    """Return a scale for every row and group of inputs of a piece; one column if a scale covers whole rows."""
+    index = (*piece.index, *[slice(None)] * (len(target.shape) - len(piece.index)))
+    rows, inputs = (_range(part, size) for part, size in zip(index[-2:], target.shape[-2:], strict=True))
+    row_R = torch.arange(rows.start, rows.stop) // (block.rows or target.shape[-2])
+    scales_RX = scale_YX[index[:-2]].float().cpu()[..., row_R, :].flatten(0, -2)
+    return scales_RX[:, inputs.start // GROUP : inputs[-1] // GROUP + 1] if block.columns else scales_RX
+
+
+def _rows_and_sources(piece: Piece, shape: torch.Size, num_rows: int) -> tuple[slice | Tensor, slice | Tensor]:
+    """Return which rows of a parameter a piece of a shape goes to, and which of the piece's rows each of them is."""
+    first = piece.parts[0]
+    if len(piece.parts) == 1 and first.is_contiguous():
         start = first.storage_offset() // first.shape[-1]
         return slice(start, start + first.shape[:-1].numel()), slice(None)
-    published = torch.arange(math.prod(target.shape[:-1])).view(*target.shape[:-1], 1)
+    published = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
     source_R = torch.full((num_rows,), -1)
-    for piece in target.pieces:
-        views = tuple(_rows_of(part, source_R).unsqueeze(-1) for part in piece.parts)
-        Piece(piece.index, views).copy_from(published[piece.index])
+    views = tuple(_rows_of(part, source_R).unsqueeze(-1) for part in piece.parts)
+    Piece((), views).copy_from(published)
     rows = (source_R >= 0).nonzero().flatten()
     return rows, source_R[rows]
 

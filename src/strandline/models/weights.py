@@ -102,8 +102,8 @@ def load_model(
         with_draft_layer: load the layer for multi-token prediction, too.
         rounded_to: a narrower dtype than ``dtype``, which dequantised weights are rounded to first; None: they are not.
         kv_cache_dtype: of keys and values, as specs name it; None: ``dtype``.
-        keeps_fp8: leave weights that are published in FP8 as they are where kernels take them so, in models that are
-            not divided; else all are dequantised.
+        keeps_fp8: leave weights that are published in FP8 as they are where kernels take them so; else all are
+            dequantised.
 
     Raises:
         ConfigError: the architecture or a setting is not supported.
@@ -111,7 +111,7 @@ def load_model(
     """
     config = read_model_config(Path(path)) if config is None else config
     quantization = read_quantization(config)
-    keeps_fp8 = keeps_fp8 and quantization is not None and can_keep(quantization) and shard.count == 1
+    keeps_fp8 = keeps_fp8 and quantization is not None and can_keep(quantization)
     with matrices_without_memory() if keeps_fp8 else nullcontext():
         model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device, shard)
         if with_draft_layer:
@@ -220,10 +220,12 @@ def _fill_from_files(
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not progress):
             for name in filter(targets.__contains__, file.names()):
                 _check_tensor(file, name, targets[name], is_quantized=name in scales)
+                if not targets[name].pieces:
+                    continue  # its scales are another rank's, too
                 read: Read = partial(file.get, name)
                 found = {scale: holders[scale].get(scale) for scale in scales.get(name, ())}
                 if storage is not None and name in storage.names:
-                    storage.fill(name, read(()), _read_scales(found, targets[name], quantization) if found else None)
+                    storage.fill(name, read, _read_scales(found, targets[name], quantization) if found else None)
                     continue
                 if quantization is not None and name in scales:
                     read = _dequantized(read, found, targets[name], quantization, rounded_to)

@@ -90,8 +90,7 @@ def test_gpus_keep_what_they_multiply_with(
     choice = dtypes.choose_fp8(options, config, gpu, torch.bfloat16)
     assert choice.keeps_fp8 is (reason is None)
     assert re.search(reason or "kept in FP8; those that are not published so are in bfloat16", choice.note or "")
-    divided = dtypes.choose_fp8(replace(options, tensor_parallel_size=2), config, gpu, torch.bfloat16)
-    assert not divided.keeps_fp8
+    assert dtypes.choose_fp8(replace(options, tensor_parallel_size=2), config, gpu, torch.bfloat16) == choice
     told = dtypes.choose_fp8(replace(options, dequantize=True), config, gpu, torch.bfloat16)
     assert (told.keeps_fp8, "(--dequantize)" in (told.note or "")) == (False, True)
 

@@ -128,6 +128,29 @@ def check_mixture(
     assert max(errors) < limit(dtype, device), errors
 
 
+def check_ranks(num_tokens: int, shape: Shape, dtype: torch.dtype, device: str) -> None:
+    """Compare the sum over two ranks, each with a part of the experts, with float64, in every way."""
+    case = Case(num_tokens, shape, dtype, device, is_shared_dense=False)
+    expected, num_experts = case.expected(), shape[0]
+    x_TD, shared_TS, logits_TE, gate_T1, gate_up, down, shared_down = case.arguments
+    for way in (
+        block_scaled_mixture.reference,
+        block_scaled_moe_triton.block_scaled_mixture,
+        block_scaled_moe_triton.block_scaled_mixture_invariant,
+    ):
+        out_TD = torch.zeros_like(expected)
+        for held in (range(num_experts // 3 + 1), range(num_experts // 3 + 1, num_experts)):
+            # The first rank's shared expert is all of it.
+            own_TS = torch.zeros_like(shared_TS) if held.start else shared_TS
+            experts = [
+                ScaledWeight(x.values[held.start : held.stop], x.scales[held.start : held.stop], x.rows_per_scale)
+                for x in (gate_up, down)
+            ]
+            with poisoned_memory():
+                out_TD += way(x_TD, own_TS, logits_TE, gate_T1, *experts, shared_down, case.routing, held)
+        assert float((out_TD - expected).norm() / expected.norm()) < limit(dtype, device)
+
+
 def check_experts(num_tokens: int, shape: Shape, tiles: tuple[Tile, Tile], dtype: torch.dtype, device: str) -> Tensor:
     """Compare tiles with the reference implementation, and return their result."""
     case = Case(num_tokens, shape, dtype, device, is_shared_dense=False)
@@ -155,6 +178,19 @@ def test_the_mixture_equals_a_loop_in_float64(
 ) -> None:
     monkeypatch.setattr(block_scaled_moe_triton, "FEW", (FEW, FEW))
     check_mixture(num_tokens, shape, dtype, "cpu", is_shared_dense=num_tokens == 3, has_gate=dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "shape", "dtype"),
+    [(1, SHAPES[0], torch.bfloat16), (3, SHAPES[1], torch.float32), (18, (2, 1, 130, 130, 130), torch.float32)],
+)
+def test_the_experts_of_two_ranks_add_up_to_all(
+    num_tokens: int, shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_scaled_moe_triton, "FEW", (FEW, FEW))
+    for name in ("TILES_DECODE", "TILES_MIDDLE"):
+        monkeypatch.setattr(block_scaled_moe_triton, name, TILES[0])
+    check_ranks(num_tokens, shape, dtype, "cpu")
 
 
 def test_shared_expert_of_the_same_size_is_one_more_expert(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.kernels.weights import DenseWeight, ScaledWeight, StackedWeight
 from strandline.model_config import read_model_config
 from strandline.models.layers.projection import Projection
+from strandline.models.shard import WHOLE, Shard
 from strandline.models.weights import load_model
+from strandline.models.weights_files import WeightsFile
+from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families, fp8
 from tests.cpu.models.driver import Driver, Part, Running
+from tests.cpu.models.rank_threads import RankThread, RankThreads
 from tests.cpu.models.test_quantization import block_config, blocks_of, channel, compressed_config, whole
 from tests.cpu.models.test_weights import fuse_experts, unfuse_experts
 
@@ -72,9 +77,9 @@ def assert_same_weights(kept: Any, dequantized: Any) -> None:
         assert torch.equal(found, expected), name
 
 
-def logits(model: Any, num_tokens: int = 20) -> Tensor:
+def logits(model: Any, num_tokens: int = 20, ranks: Ranks = ONE_RANK) -> Tensor:
     tokens, sequence = families.prompt(num_tokens + 1), Running()
-    driver = Driver(model)
+    driver = Driver(model, ranks=ranks)
     (prefilled,), _ = driver.step([Part(sequence, tokens[:-1])])
     (decoded,), _ = driver.step([Part(sequence, tokens[-1:])])
     return torch.cat((prefilled, decoded))
@@ -98,6 +103,70 @@ def test_weights_stay_as_published(name: str, tmp_path: Path) -> None:
     report = check(save(name, tmp_path, BLOCKS)).weights_report
     # Latent attention multiplies with parts of one projection, head by head.
     assert report.num_kept == report.num_quantized - (name == "kimi_linear") > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "kimi_linear", "falcon_h1"])
+@pytest.mark.parametrize("scheme", [BLOCKS, CHANNELS], ids=["blocks", "channels"])
+def test_shards_hold_their_part_of_the_numbers(name: str, scheme: dict[str, Any], tmp_path: Path) -> None:
+    directory = save(name, tmp_path, scheme)
+    for index in range(2):
+        kept, dequantized = (load(directory, keeps_fp8=keeps, shard=Shard(index, 2)) for keeps in (True, False))
+        assert_same_weights(kept, dequantized)
+        assert kept.weights_report.num_kept > 0
+
+
+def wide_model(directory: Path, size: int) -> Path:
+    """Write a model in FP8 whose feed-forward parts have blocks side by side, with different scales."""
+    source = save_tiny_model(directory / "source", intermediate_size=size)
+    return fp8.convert(source, directory, **BLOCKS)[0]
+
+
+def down_of(model: Any) -> Any:
+    return model.decoder.layers[0].mlp.down.weight
+
+
+@pytest.mark.parametrize(("size", "form"), [(512, ScaledWeight), (384, DenseWeight)])
+def test_scales_are_cut_with_inputs_in_whole_blocks(size: int, form: type, tmp_path: Path) -> None:
+    directory = wide_model(tmp_path, size)
+    whole = load(directory, keeps_fp8=True)
+    shards = [load(directory, keeps_fp8=True, shard=Shard(index, 2)) for index in range(2)]
+    assert {type(down_of(shard)) for shard in shards} == {form}
+    assert torch.equal(torch.cat([values_of(down_of(shard)) for shard in shards], dim=1), values_of(down_of(whole)))
+    gate_ups = [values_of(shard.decoder.layers[0].mlp.gate_up.weight).chunk(2) for shard in shards]
+    joined = torch.cat([torch.cat(parts) for parts in zip(*gate_ups, strict=True)])
+    assert torch.equal(joined, values_of(whole.decoder.layers[0].mlp.gate_up.weight))
+
+
+def test_shards_in_fp8_compute_what_the_whole_computes(tmp_path: Path) -> None:
+    """Experts are divided, and their scales."""
+    directory = save("qwen3_5_moe", tmp_path, BLOCKS)
+    expected = logits(load(directory, keeps_fp8=True))
+
+    def run(ranks: RankThread) -> Tensor:
+        return logits(load(directory, keeps_fp8=True, shard=Shard(ranks.rank, ranks.size)), ranks=ranks)
+
+    for found in RankThreads(2).run(run):
+        assert float((found - expected).norm() / expected.norm()) < MAX_ERROR
+
+
+def test_a_shard_in_fp8_reads_its_part_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directories = [wide_model(tmp_path / "dense", 512), save("qwen3_5_moe", tmp_path / "experts", BLOCKS)]
+    num_read, get = 0, WeightsFile.get
+
+    def counting(file: WeightsFile, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        nonlocal num_read
+        tensor = get(file, name, index)
+        num_read += tensor.nbytes
+        return tensor
+
+    monkeypatch.setattr(WeightsFile, "get", counting)
+    for directory in directories:
+        read = []
+        for shard in (WHOLE, Shard(0, 2), Shard(1, 2)):
+            num_read = 0
+            load(directory, keeps_fp8=True, shard=shard)
+            read.append(num_read)
+        assert max(read[1:]) < 0.65 * read[0]
 
 
 @pytest.mark.parametrize("scheme", [CHANNELS, TENSORS], ids=["channels", "tensors"])

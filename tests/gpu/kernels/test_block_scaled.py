@@ -103,6 +103,12 @@ def test_mixture_equals_a_float64_loop_at_model_shape(num_tokens: int) -> None:
     moe.check_mixture(num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda", is_shared_dense=False)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
+def test_the_experts_of_two_ranks_add_up_to_all(num_tokens: int) -> None:
+    moe.check_ranks(num_tokens, (32, 8, 2048, 512, 256), torch.bfloat16, "cuda")
+    moe.check_ranks(num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda")
+
+
 @pytest.mark.parametrize("num_tokens", [5, 16, 64, 70, 256])
 def test_shared_expert_of_the_same_size_is_one_more_expert(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     moe.check_joined(num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda", monkeypatch)

@@ -135,7 +135,7 @@ class SparseMoe(nn.Module):
         projected = (shared_TS, logits_TX, gate_T1 if self.config.is_shared_gated else None)
         if self._scaled_experts is not None:
             weights = (*self._scaled_experts, self.shared_down.weight)
-            return self._scaled_mixture(hidden_TE, *projected, *weights, self.routing)
+            return self._scaled_mixture(hidden_TE, *projected, *weights, self.routing, self.held)
         experts = (self.gate_up_XFE, self.down_XEF, self.shared_down.weight)
         return self._mixture(plain_rows(hidden_TE), *projected, *experts, self.routing, held=self.held)
 

@@ -145,7 +145,7 @@ class SigmoidMoe(nn.Module):
         shared_TE = None
         if self.shared is not None:
             shared_TE = self.shared(hidden_TE if self.shared.takes_quantized else plain_TE)
-        return self._scaled_experts_glu(hidden_TE, *experts, *routed, shared_TE, None)
+        return self._scaled_experts_glu(hidden_TE, *experts, *routed, shared_TE, None, self.held)
 
     def _score(self, plain_TE: Tensor) -> Tensor:
         """Return the router's logits."""
