@@ -139,13 +139,15 @@ def peak_note(device: torch.device) -> str:
     return f"weights: {_size(loaded)}; at most {_size(peak)} while they loaded"
 
 
-def count_weights(model_config: Any, shard: Shard = WHOLE) -> int:
+def count_weights(model_config: Any, shard: Shard = WHOLE, *, with_draft_layer: bool = False) -> int:
     """Return how many weights a model, or a shard of it, has; none are made.
 
     Raises:
-        ConfigError: its architecture is not supported.
+        ConfigError: its architecture is not supported, or has no draft layer.
     """
     model = builder_for(model_config)(model_config, torch.float32, "meta", shard)
+    if with_draft_layer:
+        model.add_draft_layer()
     # A tied head is the embedding once more, and comes once.
     return sum(weight.numel() for weight in model.parameters())
 

@@ -124,7 +124,14 @@ def memory_bytes(device: torch.device) -> int:
     return machine_bytes() if device.type != "cuda" else int(torch.cuda.mem_get_info(device)[1])
 
 
-def require_room_for_weights(model_config: Any, dtype: torch.dtype, device: torch.device, shard: Shard = WHOLE) -> None:
+def require_room_for_weights(
+    model_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard = WHOLE,
+    *,
+    with_draft_layer: bool = False,
+) -> None:
     """Check that the memory of a device holds a model's weights, or those of a shard, before any is allocated.
 
     Shards on CPUs share one memory.
@@ -133,7 +140,8 @@ def require_room_for_weights(model_config: Any, dtype: torch.dtype, device: torc
         ConfigError: it does not, or the configuration is not supported.
     """
     num_shards = 1 if device.type == "cuda" else shard.count
-    num_weights, have = count_weights(model_config, shard) * num_shards, memory_bytes(device)
+    num_weights = count_weights(model_config, shard, with_draft_layer=with_draft_layer) * num_shards
+    have = memory_bytes(device)
     if num_weights * dtype.itemsize > have:
         raise ConfigError(
             f"the {num_weights:,} weights that config.json describes take {num_weights * dtype.itemsize:,} bytes in "

@@ -75,7 +75,8 @@ def load_uni_executor(
     choice = choose_dtype(config, model_config, device)
     fp8 = choose_fp8(config, model_config, device, choice.dtype)
     stored = torch.float8_e4m3fn if fp8.keeps_fp8 else choice.dtype
-    require_room_for_weights(model_config, stored, device, shard)
+    has_drafts = config.speculation is not None and config.speculation.has_draft_layer
+    require_room_for_weights(model_config, stored, device, shard, with_draft_layer=has_drafts)
     notes = [choice.note, fp8.note]
     notes.append(limit_threads(ranks.size) if device.type == "cpu" else None)
     for note in filter(None, notes if shard.is_first else ()):
@@ -90,7 +91,7 @@ def load_uni_executor(
         load_format=config.load_format,
         seed=config.seed,
         progress=progress,
-        with_draft_layer=config.speculation is not None and config.speculation.has_draft_layer,
+        with_draft_layer=has_drafts,
         kv_cache_dtype=choose_kv_cache_dtype(config, device),
         rounded_to=published_dtype(model_config) if choice.is_widened else None,
         keeps_fp8=fp8.keeps_fp8,

@@ -14,6 +14,7 @@ from strandline.device.dtypes import DtypeChoice, choose_dtype, count_weights, m
 from strandline.kernels import linear
 from strandline.kernels.weights import HalfWeight
 from strandline.models.layers.projection import Projection
+from strandline.models.registry import builder_for
 from strandline.models.weights import load_model
 from tests.cpu.engine.tiny import save_tiny_model
 
@@ -92,6 +93,17 @@ def test_weights_are_counted_without_making_them(tmp_path: Path, is_tied: bool) 
     directory = save_tiny_model(tmp_path, tie_word_embeddings=is_tied)
     loaded = load_model(directory)
     assert count_weights(AutoConfig.from_pretrained(directory)) == sum(w.numel() for _, w in loaded.named_parameters())
+
+
+def test_weights_of_the_draft_layer_count_where_it_is_loaded(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(save_tiny_model(tmp_path))
+    model = builder_for(config)(config, torch.float32, "meta")
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    model.add_draft_layer()
+    num_drafting = sum(weight.numel() for weight in model.draft_layer.parameters())
+    assert num_drafting > 0
+    assert count_weights(config) == num_weights
+    assert count_weights(config, with_draft_layer=True) == num_weights + num_drafting
 
 
 def test_container_limit_bounds_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
