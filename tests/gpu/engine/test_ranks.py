@@ -8,7 +8,10 @@ import torch
 
 from strandline import LLM, SamplingParams
 from strandline.cache.evict_all import evict_all
+from strandline.config import EngineConfig
+from strandline.engine.loading import load_executor
 from tests.cpu.engine.test_exactness import answers, tokens
+from tests.cpu.engine.test_hand_over import Node, decode, prefill, prompt_of, run
 from tests.cpu.engine.test_host_memory import PROMPTS, stats
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.gpu.engine.conftest import MAX_NUM_SEQS
@@ -59,6 +62,22 @@ def test_what_two_gpus_evict_comes_back(tmp_path: Path) -> None:
         assert answers(second, PROMPTS) == expected
         _, disk = stats(second).tiers
         assert (disk.num_loads > 0, disk.num_loaded_bytes > 0) == (True, True)
+
+
+def test_prompts_are_handed_over_between_one_gpu_and_two(tmp_path: Path) -> None:
+    directory = save_tiny_model(tmp_path)
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "memory": "64MiB", "max_num_seqs": MAX_NUM_SEQS}
+    options |= {"max_model_len": 1024, "skip_tokenizer_init": True}
+    configs = [EngineConfig(model=str(directory), tensor_parallel_size=size, **options) for size in (1, 2)]
+    one, two = (Node(load_executor(config), directory, **options) for config in configs)
+    for giving, fetching, prompt in ((two, one, prompt_of(700)), (one, two, prompt_of(300, seed=2))):
+        answer = decode(giving, fetching, prompt, prefill(giving, prompt))
+        giving.submit("same", prompt)
+        run([giving])
+        assert (answer.tokens, answer.hit) == (giving.answers["same"].tokens, len(prompt))
+    for node in (one, two):
+        node.check_nothing_leaks()
+        node.core.close()
 
 
 def test_demo_model_answers_on_two_gpus() -> None:
