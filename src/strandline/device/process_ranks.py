@@ -42,13 +42,16 @@ class ProcessRanks:
         self._device, self._meeting = device, Path(place.meeting_file)
         for name in INTERFACES:
             os.environ.setdefault(name, _loopback())
-        backend = "gloo"
-        if device.type == "cuda":
-            backend = "nccl"
-            torch.cuda.set_device(device)
+        self.enter_thread()
+        backend = "nccl" if device.type == "cuda" else "gloo"
         meeting = f"file://{place.meeting_file}"
         dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
         self.least(0)  # connects; NCCL waits for the first call to do it
+
+    def enter_thread(self) -> None:
+        """Prepare a thread that waits for the device: else it would take memory of the first one."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' tensors; ``x`` is overwritten where its memory is dense."""

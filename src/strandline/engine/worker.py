@@ -47,14 +47,21 @@ class Worker:
 
     Args:
         rank: results of the first rank are complete, those of others say what must agree and what has been transferred.
+        enter_thread: prepares the threads of results and copies.
     """
 
-    def __init__(self, executor: Executor, send: Callable[[Reply], None], rank: int = 0) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        send: Callable[[Reply], None],
+        rank: int = 0,
+        enter_thread: Callable[[], object] | None = None,
+    ) -> None:
         self._executor = executor
         self._rank = rank
         self._send = send
-        self._results = ThreadPoolExecutor(1, "results")
-        self._copying = ThreadPoolExecutor(MAX_COPIES, "copies")
+        self._results = ThreadPoolExecutor(1, "results", enter_thread)
+        self._copying = ThreadPoolExecutor(MAX_COPIES, "copies", enter_thread)
         self._compiling = CompilingThreads()
         self._grammars: dict[int, object] = {}
         """Compiled grammars by the number of the call; they are kept until the caller releases them."""
@@ -136,7 +143,9 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
     with ExitStack() as stack:
         if ranks is not None:
             stack.callback(ranks.close)
-        worker = stack.enter_context(closing(Worker(executor, send, rank)))
+        worker = stack.enter_context(
+            closing(Worker(executor, send, rank, None if ranks is None else ranks.enter_thread))
+        )
         while True:
             worker.handle(pickle.load(calls))
 

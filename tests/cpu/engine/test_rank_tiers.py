@@ -155,6 +155,19 @@ def test_evicted_prompts_come_back_from_files_of_all_ranks(
     close(second)
 
 
+def test_what_one_rank_cannot_store_rests_on_none(
+    make_threaded: MakeLLM, expected: list[list[int]], tmp_path: Path
+) -> None:
+    llm = with_disk(make_threaded, tmp_path)
+    executor: Any = llm.engine.core.executor
+    executor.ranks[1]._disk._paused_until_s = float("inf")
+    assert [serve_and_settle(llm)[0] for _ in range(2)] == [expected] * 2
+    disk = disk_of(llm)
+    assert (disk.num_snapshots, disk.num_used_blocks, disk.num_loads) == (0, 0, 0)
+    assert disk.num_snapshots_demoted == 0
+    close(llm)
+
+
 def test_files_that_one_rank_lacks_are_of_no_use(
     make_threaded: MakeLLM, expected: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
