@@ -7,6 +7,8 @@ after the other, those of several files in turns, each call by itself: its promp
 the prompt and the answer and goes on. All engines run the same calls in the same order, each with a cache of its own.
 Prompts that are too long for the model lose their end. After ``--seconds`` no further call begins.
 
+A draft layer adds to a block, so that its engine evicts earlier: memory must be enough that none does.
+
 In float32, tokens and hits must be equal. It exits with an error if they are not, and names the requests.
 """
 
@@ -77,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--memory", default="1GiB")
+    parser.add_argument("--memory", default="3GiB")
     parser.add_argument("--max-tokens", type=int, default=12, help="of an answer (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args()
