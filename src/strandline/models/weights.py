@@ -61,7 +61,7 @@ class WeightsReport:
 
     num_tensors: int = 0
     num_quantized: int = 0
-    """Tensors that are published in FP8; they were dequantised but for ``num_kept``."""
+    """Tensors that are published in FP8, and used here; they were dequantised but for ``num_kept``."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Prefix -> number of tensors that were recognised and skipped."""
     num_kept: int = 0
@@ -230,10 +230,11 @@ def _fill_from_files(
                 if quantization is not None and name in scales:
                     read = _dequantized(read, found, targets[name], quantization, rounded_to)
                 targets[name].copy_from(read)
+        used = {name for name in scales if targets[name].pieces}
         if storage is None:
-            return WeightsReport(len(targets), len(scales), dict(skipped))
+            return WeightsReport(len(targets), len(used), dict(skipped))
         storage.finish()
-        return WeightsReport(len(targets), len(scales), dict(skipped), len(storage.names & scales.keys()))
+        return WeightsReport(len(targets), len(used), dict(skipped), len(storage.names & used))
 
 
 def _fill_fp8_randomly(model: Any, seed: int, device: torch.device | str) -> None:
