@@ -41,8 +41,8 @@ class SimulatedStores:
                     num_bytes = self._num_bytes(len(blocks), len(slots))
                     self.loaded_bytes += num_bytes
                     self._begin(action, num_bytes, now_s)
-                case StoreOut(path=StoredPath(blocks=stored) as path):
-                    num_blocks = len(stored) + (path.tail > 0)
+                case StoreOut(path=StoredPath() as path):
+                    num_blocks = len(path.places) + (path.tail > 0)
                     self._begin(action, self._num_bytes(num_blocks, int(path.slot > 0)), now_s)
                 case _:
                     pass

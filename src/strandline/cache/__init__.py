@@ -17,7 +17,7 @@ from strandline.cache.actions import (
 from strandline.cache.core import PrefixCache
 from strandline.cache.lease import Cut, Lead, Lease, StepGrant
 from strandline.cache.load_costs import LoadCosts
-from strandline.cache.lower_tier import LowerMemory
+from strandline.cache.lower_memory import LowerMemory
 from strandline.cache.offer import Offer, OfferedSnapshot
 from strandline.cache.placement import OnGrid, Placement, placement
 from strandline.cache.resume import ResumeRule, resume_rule

@@ -69,6 +69,19 @@ class LoadIn:
     """Destination and place of each slot."""
 
 
+class StoredBlocks(NamedTuple):
+    """Consecutive blocks of a path that are stored together."""
+
+    first: int
+    """The index of the first one."""
+    places: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The index after the last one."""
+        return self.first + len(self.places)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredPath:
     """What a store that outlives the process has to know of a snapshot and the blocks before it."""
@@ -77,10 +90,10 @@ class StoredPath:
     """Names the salt: a keyed hash of it."""
     data: bytes
     """The tokens before the snapshot, encoded."""
-    first_block: int
-    """The first of the blocks that are stored; the store has those before it."""
-    blocks: tuple[int, ...]
-    """Their places, in order."""
+    blocks: tuple[StoredBlocks, ...]
+    """What is stored of the whole blocks before it: the store has the others, or they are not needed (``has_gaps``)."""
+    has_gaps: bool
+    """Whether the snapshot needs the blocks of its window alone: all tokens before it are stored with it."""
     slot: int
     """Its place; 0: the model keeps no states."""
     tail: int
@@ -88,6 +101,11 @@ class StoredPath:
     kind: SnapshotKind
     interarrival_bin: int
     is_shared: bool
+
+    @property
+    def places(self) -> dict[int, int]:
+        """The places of the blocks, by their indices, in order."""
+        return {index: place for some in self.blocks for index, place in enumerate(some.places, some.first)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Adoption of what a store holds from an earlier process: its tree is built again from what the files say.
 
-What needs blocks that are not there any more is dropped, and so are blocks that nothing needs. Uses are dated back by
-how long the files have not been used.
+What needs blocks that are not there any more is dropped, and so are blocks that nothing needs. Where attention has
+windows, snapshots need those of their windows alone, and have the tokens of the others. Uses are dated back by how long
+the files have not been used.
 """
 
 from collections import defaultdict
@@ -11,7 +12,7 @@ from strandline.cache.account import SnapshotKind
 from strandline.cache.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.cache.lower_tier import CERTAIN, LowerTier
 from strandline.cache.path_hashes import block_hashes, root_hash
-from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot
+from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, nodes_from
 from strandline.cache.reuse import TICKS_PER_S, ReuseHistory
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.use import Use
@@ -31,7 +32,7 @@ def adopt(tier: LowerTier, kept: Kept, reuse: ReuseHistory) -> None:
     sizes = _sizes(kept, tier.slot_blocks)
     tier.num_used = sum(sizes.values())
     nodes = _link(tier, kept)
-    entries = _snapshots(kept, nodes, reuse) if tier.slot_blocks else _ends(kept, nodes, reuse)
+    entries = _snapshots(tier, kept, nodes, reuse) if tier.slot_blocks else _ends(kept, nodes, reuse)
     for resting, tree, block in sorted(entries, key=lambda entry: entry[0].position):
         if resting.key not in block.snapshots:
             resting.saved_tokens -= _position_above(block, resting)
@@ -42,8 +43,10 @@ def adopt(tier: LowerTier, kept: Kept, reuse: ReuseHistory) -> None:
         sizes.pop(snapshot.place, None)
         sizes.pop(snapshot.tail_place, None)
     for node, _ in nodes.values():
-        if node.parent is not None:
+        if tier.is_needed(node):
             sizes.pop(node.place, None)
+        else:
+            node.place = NO_PLACE
     tier.free(sizes)
     tier.make_room(0, CERTAIN)
 
@@ -60,7 +63,7 @@ def _sizes(kept: Kept, slot_blocks: int) -> dict[int, int]:
 def _link(tier: LowerTier, kept: Kept) -> Nodes:
     """Build the trees of blocks, as far as paths are whole."""
     waiting = defaultdict[tuple[str, bytes], list[KeptBlocks]](list)
-    for blocks in kept.blocks:
+    for blocks in (*kept.blocks, *map(_path_without_places, kept.snapshots)):
         waiting[blocks.tree, blocks.before].append(blocks)
     nodes: Nodes = {}
     for tree in dict.fromkeys([*(x.tree for x in kept.blocks), *(x.tree for x in kept.snapshots)]):
@@ -82,25 +85,37 @@ def _append(node: RestingBlock, num_blocks: int, blocks: KeptBlocks) -> Iterator
         child = node.children.get(key)
         if child is None:
             child = node.children[key] = RestingBlock(node, key)
-            child.place = place
+        child.place = child.place or place
         node = child
         yield path_hash, node, num_blocks + index + 1
+
+
+def _path_without_places(snapshot: KeptSnapshot) -> KeptBlocks:
+    """Return the whole blocks that a snapshot has the tokens of, as if they lay nowhere."""
+    num_blocks = len(snapshot.key) // BLOCK_KEY_BYTES
+    tokens = snapshot.key[: num_blocks * BLOCK_KEY_BYTES]
+    return KeptBlocks(snapshot.tree, snapshot.before, tokens, (NO_PLACE,) * num_blocks, 0, 0.0, False)
 
 
 Entry = tuple[RestingSnapshot, str, RestingBlock]
 
 
-def _snapshots(kept: Kept, nodes: Nodes, reuse: ReuseHistory) -> Iterator[Entry]:
-    """Yield the snapshots whose paths are whole, with the tree and the last block of each."""
+def _snapshots(tier: LowerTier, kept: Kept, nodes: Nodes, reuse: ReuseHistory) -> Iterator[Entry]:
+    """Yield the snapshots that have all blocks that they need, with the tree and the last block of each."""
     for snapshot in kept.snapshots:
-        found = nodes.get((snapshot.tree, snapshot.before))
-        if found is None or bool(snapshot.tail) != bool(snapshot.key):
+        before, inside = snapshot.before, len(snapshot.key) % BLOCK_KEY_BYTES
+        found = nodes.get((snapshot.tree, [before, *block_hashes(before, snapshot.key)][-1]))
+        if found is None or bool(snapshot.tail) != bool(inside):
             continue
-        position = found[1] * BLOCK_TOKENS + len(snapshot.key) // TOKEN_BYTES
-        use = _use(snapshot, reuse)
-        resting = RestingSnapshot(position, snapshot.key, snapshot.kind, use, position, is_shared=snapshot.is_shared)
+        block, num_blocks = found
+        position = num_blocks * BLOCK_TOKENS + inside // TOKEN_BYTES
+        num_needed = num_blocks - tier.first_needed(position)
+        if tier.has_windows and num_needed and not all(node.place for node in nodes_from(block, num_needed)):
+            continue
+        key, use = snapshot.key[len(snapshot.key) - inside :], _use(snapshot, reuse)
+        resting = RestingSnapshot(position, key, snapshot.kind, use, position, is_shared=snapshot.is_shared)
         resting.place, resting.tail_place = snapshot.slot, snapshot.tail
-        yield resting, snapshot.tree, found[0]
+        yield resting, snapshot.tree, block
 
 
 def _ends(kept: Kept, nodes: Nodes, reuse: ReuseHistory) -> Iterator[Entry]:

@@ -32,11 +32,11 @@ from strandline.cache.leaders import Leaders
 from strandline.cache.lease import Cut, Lead, Lease, StepGrant
 from strandline.cache.loads import Loads
 from strandline.cache.logs import LogPool
-from strandline.cache.lower_tier import LowerMemory
+from strandline.cache.lower_memory import LowerMemory
 from strandline.cache.memory import CacheMemory
 from strandline.cache.miss_reasons import MissReasons
 from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement, WithoutStates
-from strandline.cache.publish import Publisher, can_publish
+from strandline.cache.publish import Publisher
 from strandline.cache.resume import AT_SNAPSHOTS, Match, ResumeRule
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.slab_allocator import SlabAllocator
@@ -426,7 +426,6 @@ class PrefixCache:
         if not self._leave_last_snapshot(lease, kind) and lease.dst != NULL_SLOT:
             memory.free_slot(lease.dst)
         memory.take_back(lease)
-        self._windows.end(lease)
         self._logs.free(lease.log)
 
     def _leave_last_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
@@ -442,7 +441,7 @@ class PrefixCache:
         if not self.is_enabled or not lease.has_own_state or lease.computed == 0 or not self._placement.keeps(kind):
             return None
         place = find_home(lease.run, lease.tokens.data, lease.computed)
-        return place if snapshot_at(place, lease.computed) is None and can_publish(place) else None
+        return place if snapshot_at(place, lease.computed) is None else None
 
     def take_actions(self) -> list[Action]:
         """Return the actions issued since the last call, in order."""

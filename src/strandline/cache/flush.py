@@ -7,6 +7,7 @@ it has, so no room is needed in host memory.
 Meanwhile no step runs and no request is admitted: what is written stays where it is without being held.
 """
 
+from array import array
 from collections.abc import Iterator
 
 from strandline.cache.account import SnapshotKind
@@ -15,7 +16,7 @@ from strandline.cache.lower_tier import LowerTier
 from strandline.cache.resting import RestingSnapshot
 from strandline.cache.spills import MAX_SPILLS, DeviceEntry, Spills
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
-from strandline.cache.tree import Run, Snapshot, child_with_prefix, num_continuations, path_to, snapshot_above
+from strandline.cache.tree import Run, Snapshot, held_child, num_continuations, path_blocks, path_to, snapshot_above
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
 
 Source = RestingSnapshot | Snapshot | Run
@@ -91,14 +92,14 @@ def _device_entry(entry: Snapshot | Run) -> DeviceEntry:
     whole = resting.position // BLOCK_TOKENS
     run = entry if isinstance(entry, Run) else entry.home
     resting.salt, data = path_to(run)
-    blocks = [block for node in list(run.ancestry())[::-1] for block in node.blocks]
+    blocks = path_blocks(run)
     slot = NULL_SLOT
     if isinstance(entry, Snapshot):
         slot = entry.slot
         if entry.stub_key is not None:
             data += entry.stub_key
-            child = child_with_prefix(run, entry.stub_key)
-            blocks += child.blocks[:1] if child is not None else ()
+            child = held_child(run, entry.stub_key)
+            blocks += child.blocks[:1] if child is not None else array("i")
     data = data[: resting.position * TOKEN_BYTES]
     resting.key = data[whole * BLOCK_KEY_BYTES :]
     tail = BlockId(blocks[whole]) if resting.key else NULL_BLOCK

@@ -6,6 +6,7 @@ are. The last, partly filled block is a copy, so that nothing that happens to th
 Invariant: what a hold keeps is neither written, moved nor freed before ``drop``.
 """
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
@@ -14,10 +15,10 @@ from strandline.cache.actions import CopyTokens
 from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
-from strandline.cache.resume import Match, ResumeRule
+from strandline.cache.resume import ResumeRule
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer
-from strandline.cache.tree import Snapshot, snapshot_above
-from strandline.cache.walk import deepest_snapshot, walk
+from strandline.cache.tree import Snapshot, path_blocks, snapshot_above
+from strandline.cache.walk import Walk, deepest_snapshot, walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BlockId, RequestId, SlotId
 
@@ -34,7 +35,8 @@ class Holds:
         self._index = index
         self._leases = leases
         self._rule = rule
-        self._holds: list[Lease] = []
+        self._holds: dict[RequestId, array[int]] = {}
+        """The blocks of each that are not moved."""
 
     def __len__(self) -> int:
         return len(self._holds)
@@ -59,12 +61,11 @@ class Holds:
         snapshots = tuple(_snapshots_upwards(deepest_snapshot(match.end, prefix.data)))
         lease = Lease(name, prefix, salt, root, self._index.split_at(match.end), UNCOUNTED)
         self._memory.pin_run(lease.run)
-        for run in reversed(list(lease.run.ancestry())):
-            lease.table += run.blocks
+        lease.table = path_blocks(lease.run)
         lease.num_published = len(lease.table)
         for snapshot in snapshots:
             self._memory.pin_snapshot(snapshot)
-        if match.end.partial_run is not None and not self._copy_partial(lease, match):
+        if match.shared.partial_run is not None and not self._copy_partial(lease, match.shared):
             for snapshot in snapshots:
                 self._memory.unpin_snapshot(snapshot)
             self._memory.unpin_run(lease.run)
@@ -86,30 +87,31 @@ class Holds:
             raise CacheInvariantError(f"{name} is to keep {num_blocks} blocks, {end.num_blocks} are cached")
         lease = Lease(name, prefix, salt, root, self._index.split_at(end), UNCOUNTED)
         self._memory.pin_run(lease.run)
-        for run in reversed(list(lease.run.ancestry())):
-            lease.table += run.blocks
+        lease.table = path_blocks(lease.run)
         lease.num_published = len(lease.table)
         self._enter(lease, ())
         return lease
 
     def _enter(self, lease: Lease, snapshots: tuple[Snapshot, ...]) -> None:
-        self._memory.allocator.hold(lease.table)
+        blocks = self._holds[lease.request_id] = array("i", filter(None, lease.table))
+        self._memory.allocator.hold(blocks)
+        lease.num_left = lease.num_published
         lease.held = snapshots
         lease.computed = lease.folded = len(lease.tokens)
         self._leases[lease.request_id] = lease
-        self._holds.append(lease)
 
-    def _copy_partial(self, lease: Lease, match: Match) -> bool:
+    def _copy_partial(self, lease: Lease, end: Walk) -> bool:
         """Give the lease its own copy of the block that the prefix ends in; False when there is no memory for it."""
-        memory, run = self._memory, match.end.partial_run
+        memory, run = self._memory, end.partial_run
         if run is None:
             return True
         memory.add_user(run)
         has_room = memory.can_take(1, 0)
         if has_room:
-            lease.table += memory.take_promised_blocks(1)
+            copy = memory.take_promised_blocks(1)
+            lease.table = path_blocks(lease.run) + copy  # what was evicted for it may have left gaps
             source = BlockId(run.blocks[lease.num_published - run.start_block])
-            memory.actions.append(CopyTokens(source, BlockId(lease.table[-1]), match.end.partial_tokens))
+            memory.actions.append(CopyTokens(source, BlockId(lease.table[-1]), end.partial_tokens))
         memory.remove_user(run)
         return has_room
 
@@ -118,9 +120,8 @@ class Holds:
         if self._leases.get(lease.request_id) is not lease:
             raise CacheInvariantError(f"{lease.request_id} is not held")
         del self._leases[lease.request_id]
-        self._holds.remove(lease)
         lease.is_active = False
-        self._memory.allocator.let_go(lease.table)
+        self._memory.allocator.let_go(self._holds.pop(lease.request_id))
         for snapshot in lease.held or ():
             self._memory.unpin_snapshot(snapshot)
         self._memory.take_back(lease)

@@ -13,7 +13,16 @@ from strandline.cache.resting import NO_PLACE
 from strandline.cache.resume import BehindWindows, first_block_seen
 from strandline.cache.spills import OnTheirWay
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
-from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, first_gap, held_child
+from strandline.cache.tree import (
+    Run,
+    Snapshot,
+    child_with_prefix,
+    find_home,
+    first_gap,
+    held_child,
+    path_blocks,
+    tail_that_begins,
+)
 from strandline.cache.walk import walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT
@@ -41,6 +50,8 @@ def check(checked: PrefixCache) -> None:
     _check_index(cache)
     if isinstance(cache.rule, BehindWindows):
         _check_windows(cache.rule, runs)
+        for lease in cache.leases.values():
+            _check_kept_window(cache.rule, lease)
     _require(all(run.num_gaps == run.blocks.count(NULL_BLOCK) for run in runs), "gaps miscounted")
     for tier in checked.loads.tiers:
         spills = checked.loads.spills if tier.is_persistent else None
@@ -62,8 +73,9 @@ def _runs_below(root: Run) -> list[Run]:
 def _check_run(run: Run) -> None:
     where = f"run [{run.start_block}, {run.end_block})"
     _require(run.child_keys == sorted(run.children), f"{where}: children out of order")
-    for left, right in zip(run.child_keys, run.child_keys[1:], strict=False):
-        _require(not right.startswith(left), f"{where}: a child's key begins another's")
+    for key, child in run.children.items():
+        is_gap = child.blocks[0] == NULL_BLOCK
+        _require(is_gap or tail_that_begins(run, key) is None, f"{where}: a child's key begins another's")
     for key, child in run.children.items():
         _require(child.parent is run and child.first_key == key, f"{where}: child linked under another key")
         _require(child.start_block == run.end_block, f"{where}: child starts at {child.start_block}")
@@ -116,6 +128,7 @@ def _check_owners(cache: Internals, runs: list[Run]) -> None:
     published = set(slot_owners)
     for lease in cache.leases.values():
         block_owners.update(filter(None, lease.table[lease.num_published :]))
+        block_owners.update(lease.fills.values())
         owners = {cache.memory.owner(block) for block in lease.table[lease.num_published :]}
         _require(owners <= {None, lease.tail}, f"{lease.request_id}: a block of its own has an owner in the index")
         writes_slot = cache.rule.needs_slots and lease.transfer is None and lease.held is None
@@ -185,7 +198,9 @@ def _check_lease(lease: Lease) -> None:
     differ = [index for index, (mine, block) in enumerate(zip(table, path, strict=True)) if mine != block]
     are_left = all(index < lease.num_left and table[index] == NULL_BLOCK for index in differ)
     _require(are_left, f"{name}: its table differs from its path")
-    _require(NULL_BLOCK not in lease.table[lease.num_left :], f"{name}: a block in its window was freed")
+    is_request = lease.transfer is None and lease.held is None
+    are_held = not is_request or NULL_BLOCK not in lease.table[lease.num_left :]
+    _require(are_held, f"{name}: a block in its window was freed")
     data = b"".join(bytes(run.tokens) for run in reversed(list(lease.run.ancestry())))
     _require(lease.tokens.data.startswith(data), f"{name}: its path holds other tokens")
     _require(0 <= lease.folded <= lease.computed, f"{name}: folded {lease.folded} of {lease.computed} tokens")
@@ -208,6 +223,17 @@ def _check_windows(rule: BehindWindows, runs: list[Run]) -> None:
             last = run.end_block if key is not None else -(-snapshot.position // BLOCK_TOKENS)
             is_held = first_gap(run, last, first) == last and (key is None or held_child(run, key) is not None)
             _require(is_held, f"a block that the snapshot at {snapshot.position} needs was freed")
+
+
+def _check_kept_window(rule: BehindWindows, lease: Lease) -> None:
+    """Check that a load or a hold has what it takes to resume at its end, and at the snapshots that it keeps."""
+    ends = [snapshot.position for snapshot in lease.held or ()] + [cut.position for cut in lease.cuts]
+    if ends and (lease.transfer is not None or lease.held is not None):
+        path = path_blocks(lease.run)
+        for position in ends:
+            for index in range(first_block_seen(position, rule.window_tokens), -(-position // BLOCK_TOKENS)):
+                is_there = lease.table[index] or index in lease.fills or (lease.held is None and path[index])
+                _require(bool(is_there), f"{lease.request_id} lacks block {index} of the window at {position}")
 
 
 def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) -> None:
@@ -233,18 +259,28 @@ def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) ->
             is_needed = node.parent is None or node.children or node.snapshots
             _require(bool(is_needed), f"{where} is needed by no snapshot")
             if node.parent is not None:
+                index = len(path) // BLOCK_KEY_BYTES - 1
+                needers = [x for x in node.below() if lower.first_needed(x.position) <= index]
+                is_counted = node.num_needers == len(needers) * lower.has_windows
+                _require(is_counted, f"{where} is needed by {len(needers)} snapshots, {node.num_needers} counted")
                 device = None if lower.is_persistent else cache.index.roots.get(salt)
-                num_cached = walk(device, bytearray(path)).num_blocks if device is not None else 0
-                is_there = node.place != NO_PLACE or num_cached * BLOCK_KEY_BYTES >= len(path)
+                is_there = node.place != NO_PLACE or (device is not None and _has_block(device, path))
                 if node in on_their_way.blocks:
-                    is_there = node.place == NO_PLACE
-                _require(is_there, f"{where} is neither at rest nor on the device, or said to rest too early")
+                    is_there = node.place == NO_PLACE or lower.has_windows
+                is_right = is_there if needers else node.place == NO_PLACE
+                _require(is_right, f"{where} is neither at rest nor on the device, or rests too early or too long")
                 num_used += node.place != NO_PLACE
             waiting += [(child, path) for child in node.children.values()]
     _require(num_used == lower.num_used, f"{lower.num_used} blocks at rest counted, {num_used} used")
     _require(lower.num_used <= lower.num_blocks, f"{lower.num_used} blocks at rest in a tier of {lower.num_blocks}")
     num_snapshots = sum(1 for _ in lower.snapshots())
     _require(lower.num_snapshots == num_snapshots, f"{lower.num_snapshots} resting snapshots, not {num_snapshots}")
+
+
+def _has_block(root: Run, path: bytes) -> bool:
+    """Return whether the device holds the last block of a path."""
+    num_blocks, end = len(path) // BLOCK_KEY_BYTES, walk(root, bytearray(path))
+    return end.num_blocks == num_blocks and path_blocks(end.run)[num_blocks - 1] != NULL_BLOCK
 
 
 def _check_index(cache: Internals) -> None:

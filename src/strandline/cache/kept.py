@@ -31,7 +31,7 @@ class KeptSnapshot(NamedTuple):
 
     tree: str
     before: bytes
-    """Hash of the whole blocks before it."""
+    """Hash of whole blocks before it: of all, or of none where attention has windows."""
     key: bytes
     """The tokens from there to its position, encoded."""
     slot: int

@@ -2,14 +2,17 @@
 
 import sys
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from strandline.cache.account import Account, SnapshotKind
 from strandline.cache.tokens import TokenBuffer
 from strandline.cache.tree import Run, Snapshot
 from strandline.cache.use import NO_INTERARRIVAL
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, RequestId, SlotId, TransferId
+
+NO_FILLS: Final[Mapping[int, int]] = {}
 
 
 @dataclass(slots=True)
@@ -53,6 +56,7 @@ class Lease:
         "computed",
         "cuts",
         "dst",
+        "fills",
         "folded",
         "held",
         "holds_drafts",
@@ -92,7 +96,10 @@ class Lease:
         """Its blocks in order: published ones, which are shared and immutable, then its own."""
         self.num_published = 0
         self.num_left = 0
-        """Blocks at the start of the table that lie behind its window: the null block stands for those freed since."""
+        """Blocks at the start of the table that lie behind its window: the null block stands for those freed since.
+
+        Of a load or a hold, any published block may have been freed that nothing needs.
+        """
         self.computed = 0
         """Tokens that have been computed and committed."""
         self.kv_start = 0
@@ -117,6 +124,8 @@ class Lease:
         """Tokens that are folded into the state; those up to ``computed`` are in the log."""
         self.holds_drafts = False
         """Whether the tokens in the log are drafts that were accepted; else they are decoded tokens."""
+        self.fills: Mapping[int, int] = NO_FILLS
+        """Blocks that a load brings for gaps of its published path, by their index in the table."""
         self.transfer: TransferId | None = None
         """The transfer that fills it: no request runs, its blocks and snapshots are being loaded. None: one runs."""
 

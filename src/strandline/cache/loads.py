@@ -8,7 +8,7 @@ nothing of a load is published, and so nothing can be read, before all of it has
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -20,19 +20,20 @@ from strandline.cache.eviction import RestingWorth
 from strandline.cache.flush import Flush
 from strandline.cache.holds import Holds
 from strandline.cache.index import PrefixIndex
-from strandline.cache.lease import Cut, Lead, Lease
-from strandline.cache.lower_tier import LowerMemory, LowerTier
+from strandline.cache.lease import NO_FILLS, Cut, Lead, Lease
+from strandline.cache.lower_memory import LowerMemory
+from strandline.cache.lower_tier import LowerTier
 from strandline.cache.memory import CacheMemory
 from strandline.cache.offer import Offer, OfferedSnapshot
 from strandline.cache.publish import Publisher
-from strandline.cache.resume import NO_MATCH, ResumeRule
+from strandline.cache.resume import NO_MATCH, ResumeRule, first_block_seen
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.spills import Spills
 from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
-from strandline.cache.tree import Run, find_home, snapshot_at
+from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
 from strandline.cache.walk import Walk, walk
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, TransferId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, RequestId, TransferId
 
 
 class Loads:
@@ -54,8 +55,8 @@ class Loads:
         self._leases = leases
         self._num_slots = int(rule.needs_slots)
         """Slots that a request needs beside what is loaded for it."""
-        self._loads: dict[TransferId, tuple[Lease, tuple[int, ...]]] = {}
-        """Each load's lease and the positions at which it brings snapshots; without states, its end."""
+        self._window_tokens = rule.window_tokens
+        self._loads: dict[TransferId, _Load] = {}
         self._num_transfers = 0
         self.tiers: tuple[LowerTier, ...] = ()
         """Those below the device, nearest first."""
@@ -68,7 +69,7 @@ class Loads:
         return len(self._loads)
 
     def __iter__(self) -> Iterator[Lease]:
-        return (lease for lease, _ in self._loads.values())
+        return (load.lease for load in self._loads.values())
 
     def next_transfer(self) -> TransferId:
         """Return a number for a transfer, of any kind."""
@@ -78,7 +79,7 @@ class Loads:
     def find(self, root: Run | None, tokens: TokenBuffer, beyond: int) -> Lead | None:
         """Return the load that brings the longest prefix of a prompt, if longer than ``beyond``. Changes nothing."""
         best: Lead | None = None
-        for lease, positions in self._loads.values():
+        for lease, positions, _ in self._loads.values():
             if lease.root is root:
                 for position in positions:
                     is_longer = position > (best.position if best else beyond)
@@ -91,7 +92,9 @@ class Loads:
         places = partial(next, count(1 + max((last_place(memory.kept) for memory in memories), default=0)))
         issue, next_transfer = self._memory.issue, self.next_transfer
         self.tiers = tuple(
-            LowerTier(memory, RestingWorth(memory.slot_blocks, reuse), issue, next_transfer, places)
+            LowerTier(
+                memory, RestingWorth(memory.slot_blocks, reuse), issue, next_transfer, places, self._window_tokens
+            )
             for memory in memories
         )
         for tier, memory in zip(self.tiers, memories, strict=True):
@@ -141,7 +144,7 @@ class Loads:
         """Return whether a prompt could resume at the end of an offer only after loading it. Changes nothing."""
         data = tokens.data[: offer.position * TOKEN_BYTES]
         root = self._index.roots.get(salt) or Run(None, 0, b"", array("i"))
-        return _lacking(root, data, offer) is not None
+        return _lacking(root, data, offer, self._window_tokens) is not None
 
     def find_shared(self, tokens: TokenBuffer, offer: Offer, salt: str = "", *, beyond: int = 0) -> Lead | None:
         """Find the load that brings most blocks of an offer which the device lacks, to load the rest after it.
@@ -150,7 +153,7 @@ class Loads:
             beyond: ignore loads that share no more tokens of the prompt than this.
         """
         root = self._index.roots.get(salt)
-        same_root = [lease for lease, _ in self._loads.values() if lease.root is root]
+        same_root = [load.lease for load in self._loads.values() if load.lease.root is root]
         if root is None or not same_root:
             return None
         data = tokens.data[: offer.position * TOKEN_BYTES]
@@ -176,7 +179,7 @@ class Loads:
         num_spare_blocks = -(-last // BLOCK_TOKENS) - offer.position // BLOCK_TOKENS
         root = self._index.root(salt)
         data = tokens.data[: offer.position * TOKEN_BYTES]
-        lacking = _lacking(root, data, offer)
+        lacking = _lacking(root, data, offer, self._window_tokens)
         if lacking is None:
             return None
         end, places, missing = lacking
@@ -186,24 +189,24 @@ class Loads:
         if not memory.can_take(len(places) + num_spare_blocks, len(missing) + self._num_slots):
             memory.unpin_run(upper)
             return None
+        # Before memory is taken: what the device evicts for it may push out what rests, and free what it needs here.
         lease = self._new_lease(salt, data, root, upper)
         for tier in self.tiers:
             if tier.store == offer.store:
-                # Before memory is taken: what the device evicts for it may push out what rests.
-                tier.begin_load(lease, [*places, *(snapshot.place for snapshot in missing)])
+                tier.begin_load(lease, [*places.values(), *(snapshot.place for snapshot in missing)])
         lease.cuts = [Cut(x.position, memory.take_promised_slot(), x.kind) for x in missing]
         blocks = memory.take_promised_blocks(len(places))
-        for run in reversed(list(upper.ancestry())):
-            lease.table += run.blocks
-        lease.num_published = len(lease.table)
-        lease.kv_start = lease.num_published * BLOCK_TOKENS
-        lease.table += blocks
+        block_at = dict(zip(places, blocks, strict=True))
+        past = -(-offer.position // BLOCK_TOKENS)
+        lease.table += array("i", [block_at.get(index, NULL_BLOCK) for index in range(lease.num_published, past)])
+        if any(index < lease.num_published for index in places):
+            lease.fills = {index: block for index, block in block_at.items() if index < lease.num_published}
         memory.allocator.hold(blocks)
         transfer = lease.transfer = self.next_transfer()
-        to_blocks = tuple((BlockId(block), place) for block, place in zip(blocks, places, strict=True))
+        to_blocks = tuple((BlockId(block), place) for block, place in zip(blocks, places.values(), strict=True))
         to_slots = tuple((cut.slot, snapshot.place) for cut, snapshot in zip(lease.cuts, missing, strict=True))
         memory.actions.append(LoadIn(transfer, offer.store, to_blocks, to_slots))
-        self._loads[transfer] = lease, tuple(x.position for x in missing) or (offer.position,)
+        self._loads[transfer] = _Load(lease, tuple(x.position for x in missing) or (offer.position,), blocks)
         return Lead(lease, offer.position)
 
     def _new_lease(self, salt: str, data: bytearray, root: Run, upper: Run) -> Lease:
@@ -211,6 +214,9 @@ class Loads:
         tokens.data = bytearray(data)
         name = RequestId(f"load {self._num_transfers + 1}")
         lease = self._leases[name] = Lease(name, tokens, salt, root, upper, UNCOUNTED)
+        lease.table = path_blocks(upper)
+        lease.num_published = lease.num_left = len(lease.table)
+        lease.kv_start = lease.num_published * BLOCK_TOKENS
         return lease
 
     def cancel(self, lead: Lead) -> None:
@@ -235,26 +241,26 @@ class Loads:
             if self.spills is not None:
                 self.spills.complete(completion)
             return None
-        lease, _ = load
+        lease, _, blocks = load
         memory, counters = self._memory, self._counters
-        own = lease.table[lease.num_published :]
-        memory.allocator.let_go(own)
+        memory.allocator.let_go(blocks)
         if completion.is_done:
             counters.num_done += 1
-            counters.num_blocks += len(own)
+            counters.num_blocks += len(blocks)
             lease.computed = lease.folded = len(lease.tokens)
             self._publisher.publish_loaded(lease)
         else:
             counters.num_failed += 1
+            memory.free_blocks(tuple(lease.fills.values()))
         for cut in lease.cuts:
             memory.free_slot(cut.slot)
-        lease.cuts = []
+        lease.cuts, lease.fills = [], NO_FILLS
         del self._leases[lease.request_id]
         lease.is_active = False
-        memory.take_back(lease)
         for tier in self.tiers:
             if tier.is_loading(lease):
-                self._end_in_tier(tier, lease, len(own), completion)
+                self._end_in_tier(tier, lease, len(blocks), completion)
+        memory.take_back(lease)
         return lease
 
     def _end_in_tier(self, tier: LowerTier, lease: Lease, num_blocks: int, completion: Completion) -> None:
@@ -266,30 +272,52 @@ class Loads:
             self._memory.offer(snapshot)
 
 
+class _Load(NamedTuple):
+    """A load under way."""
+
+    lease: Lease
+    positions: tuple[int, ...]
+    """At which it brings snapshots; without states, its end."""
+    blocks: "array[int]"
+    """The blocks that the transfer writes."""
+
+
 class _Lacking(NamedTuple):
     """What the device lacks of an offer."""
 
     end: Walk
-    """How far the device's keys and values reach."""
-    places: tuple[int, ...]
-    """Those of the blocks after the whole ones."""
+    """How far the device's tokens reach."""
+    places: dict[int, int]
+    """Those of the blocks, by their index in the path."""
     snapshots: list[OfferedSnapshot]
 
 
-def _lacking(root: Run, data: bytearray, offer: Offer) -> _Lacking | None:
+def _lacking(root: Run, data: bytearray, offer: Offer, window_tokens: int | None) -> _Lacking | None:
     """Return what the device lacks of an offer; None if it can resume there, or if the offer is not enough for that.
 
     Args:
         data: the tokens that are offered, encoded.
     """
     end = walk(root, data)
-    first, past = end.num_blocks, -(-offer.position // BLOCK_TOKENS)
     missing = [snapshot for snapshot in offer.snapshots if not _is_cached(end, data, snapshot.position)]
     if missing[-1:] != list(offer.snapshots[-1:]) or (not missing and end.kv_tokens >= offer.position):
         return None
-    places = offer.blocks[max(first - offer.first_block, 0) : past - offer.first_block]
-    is_enough = len(data) == offer.position * TOKEN_BYTES and first >= offer.first_block and len(places) == past - first
+    if window_tokens is None:
+        indices: Iterable[int] = range(end.num_blocks, -(-offer.position // BLOCK_TOKENS))
+    else:
+        indices = _lacking_in_windows(end, [snapshot.position for snapshot in missing], window_tokens)
+    places = offer.places(indices)
+    is_enough = len(data) == offer.position * TOKEN_BYTES and all(places.values())
     return _Lacking(end, places, missing) if is_enough else None
+
+
+def _lacking_in_windows(end: Walk, positions: Iterable[int], window_tokens: int) -> list[int]:
+    """Return which blocks the device lacks of those that are read when resuming at some positions."""
+    held = path_blocks(end.run)[: end.num_blocks]
+    needed = set[int]()
+    for position in positions:
+        needed.update(range(first_block_seen(position, window_tokens), -(-position // BLOCK_TOKENS)))
+    return [index for index in sorted(needed) if index >= len(held) or held[index] == NULL_BLOCK]
 
 
 def _is_cached(end: Walk, data: bytearray, position: int) -> bool:

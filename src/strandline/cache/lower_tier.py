@@ -10,21 +10,22 @@ else outlives the process, and keeps what has returned to the device, as reading
 
 Memory is counted in blocks; a slot takes as many as its bytes at rest need. There is no static share of either.
 
-Invariants, held by ``strandline.cache.invariants.check``: every block before a resting snapshot is at rest or on the
-device, in a persistent tier at rest or on its way there; accounting is exact; what is being loaded is not evicted.
+Where attention has windows, a snapshot needs the blocks of its window alone, and no others rest.
+
+Invariants, held by ``strandline.cache.invariants.check``: every block that a resting snapshot needs is at rest or on
+the device, in a persistent tier at rest or on its way there; accounting is exact; what is being loaded is not evicted.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
 from strandline.cache.account import SnapshotKind
 from strandline.cache.actions import Action, Completion, DropStored, StoreOut
 from strandline.cache.eviction import EvictionQueue, RestingWorth
-from strandline.cache.kept import NOTHING, Kept
 from strandline.cache.lease import Lease
-from strandline.cache.load_costs import LoadCosts
+from strandline.cache.lower_memory import LowerMemory
 from strandline.cache.offer import Offer, OfferedSnapshot
 from strandline.cache.resting import (
     NO_PLACE,
@@ -37,34 +38,14 @@ from strandline.cache.resting import (
     nodes_from,
 )
 from strandline.cache.resting_lookups import RestingEnd, find_end
-from strandline.cache.resume import Match
+from strandline.cache.resume import Match, first_block_seen
 from strandline.cache.stats import LowerStats
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
-from strandline.cache.tree import Snapshot
+from strandline.cache.tree import Snapshot, first_gap, path_blocks
 from strandline.cache.use import Use
-from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId, TransferId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, RequestId, SlotId, TransferId
 
 CERTAIN = float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class LowerMemory:
-    """Memory below the device."""
-
-    store: str
-    """The name of the store in actions."""
-    num_blocks: int
-    """Its size in blocks."""
-    block_bytes: int
-    slot_blocks: int
-    """The size of a resting slot in blocks; 0 for models that keep no states."""
-    costs: LoadCosts
-    num_spare_blocks: int = 0
-    """Blocks of it that are kept free, by passing on what is worth least to the tier below."""
-    key: bytes | None = None
-    """Secret that salts are hashed with in its files. None: it ends with the process, and keeps no copies."""
-    kept: Kept = NOTHING
-    """What it holds from an earlier process."""
 
 
 class LowerTier:
@@ -75,6 +56,7 @@ class LowerTier:
         issue: takes actions.
         next_transfer: numbers transfers.
         next_place: numbers places.
+        window_tokens: tokens before a snapshot that resuming there reads, itself among them; None: all.
     """
 
     def __init__(
@@ -84,6 +66,7 @@ class LowerTier:
         issue: Callable[[Action], None],
         next_transfer: Callable[[], TransferId],
         next_place: Callable[[], int],
+        window_tokens: int | None = None,
     ) -> None:
         self.store = memory.store
         self.num_blocks = memory.num_blocks
@@ -102,6 +85,8 @@ class LowerTier:
         self.num_loads = 0
         self.num_loaded_bytes = 0
         self.num_failed_loads = 0
+        self.has_windows = window_tokens is not None
+        self._window_tokens = window_tokens or sys.maxsize
         self._key = memory.key
         self._worth = worth
         self._issue = issue
@@ -120,6 +105,20 @@ class LowerTier:
         if self._key is None:
             return salt
         return blake2b(salt.encode(errors="surrogatepass"), key=self._key, digest_size=16).hexdigest()
+
+    # What is needed
+
+    def first_needed(self, position: int) -> int:
+        """Return the first block that resuming at a position reads."""
+        return first_block_seen(position, self._window_tokens)
+
+    def needed_blocks(self, resting: RestingSnapshot) -> list[RestingBlock]:
+        """Return the whole blocks that a snapshot needs, in order."""
+        return resting.last_blocks(resting.position // BLOCK_TOKENS - self.first_needed(resting.position))
+
+    def is_needed(self, node: RestingBlock) -> bool:
+        """Whether a resting snapshot needs a block."""
+        return node.num_needers > 0 if self.has_windows else node.parent is not None
 
     # Demoting
 
@@ -172,6 +171,7 @@ class LowerTier:
         Args:
             data: the tokens of the path to the end of the blocks, encoded.
             first: the index of the first one in the path.
+            blocks: with null blocks for those that stay on the device, or are not there.
             use, is_shared: of the run that they belong to.
         """
         if not self.slot_blocks and blocks:
@@ -181,35 +181,36 @@ class LowerTier:
             )
             if find_block(self.roots.get(salt), data, first + len(blocks)) is None:
                 self.enter(end, salt, data)
-        missing = self._missing(salt, data, first, len(blocks))
+        missing = self._missing(salt, data, first, blocks)
         if not missing:
             return
         num_evicted = self.num_snapshots_evicted
         self.make_room(len(missing), CERTAIN)
         if self.num_snapshots_evicted > num_evicted:
             # Some may not be needed any more.
-            missing = self._missing(salt, data, first, len(blocks))
+            missing = self._missing(salt, data, first, blocks)
         num_free = self.num_blocks - self.num_used
-        for _, node in missing[num_free:][:1]:
-            self.cut_off(node)
+        for index, node in missing[num_free:]:
+            self.cut_off(node, first + index + 1)
         pairs = []
         for index, node in missing[:num_free]:
-            node.place = self.take(1)
-            pairs.append((BlockId(blocks[index]), node.place))
+            if self.is_needed(node):
+                node.place = self.take(1)
+                pairs.append((BlockId(blocks[index]), node.place))
         self.num_blocks_demoted += len(pairs)
         if pairs:
             self._issue(StoreOut(self._next_transfer(), self.store, tuple(pairs), ()))
 
-    def _missing(self, salt: str, data: bytes, first: int, num_blocks: int) -> list[tuple[int, RestingBlock]]:
+    def _missing(self, salt: str, data: bytes, first: int, blocks: Sequence[int]) -> list[tuple[int, RestingBlock]]:
         """Return the nodes of these blocks that are needed and not at rest, each with its index among them."""
         node = find_block(self.roots.get(salt), data, first)
         missing = []
-        for index in range(num_blocks):
+        for index, block in enumerate(blocks):
             start = (first + index) * BLOCK_KEY_BYTES
             node = None if node is None else node.children.get(data[start : start + BLOCK_KEY_BYTES])
             if node is None:
                 break
-            if node.place == NO_PLACE:
+            if node.place == NO_PLACE and block != NULL_BLOCK and self.is_needed(node):
                 missing.append((index, node))
         return missing
 
@@ -224,6 +225,8 @@ class LowerTier:
         block = add_block(root, data, resting.position // BLOCK_TOKENS)
         resting.block, resting.salt = block, salt
         block.snapshots[resting.key] = resting
+        for node in self.needed_blocks(resting) if self.has_windows else ():
+            node.num_needers += 1
         self.num_snapshots += 1
         self._queue.push(resting)
 
@@ -263,10 +266,15 @@ class LowerTier:
         self.num_snapshots_evicted += 1
         self.remove(resting)
 
-    def cut_off(self, node: RestingBlock) -> None:
-        """Remove what rests below a block that is lost."""
+    def cut_off(self, node: RestingBlock, num_blocks: int) -> None:
+        """Remove the snapshots that need a block which is lost.
+
+        Args:
+            num_blocks: of the path to its end.
+        """
         for snapshot in list(node.below()):
-            self.evict(snapshot)
+            if self.first_needed(snapshot.position) < num_blocks:
+                self.evict(snapshot)
 
     def remove(self, snapshot: RestingSnapshot, *, is_elsewhere: bool = False) -> None:
         """Remove a snapshot and the blocks that it alone needs.
@@ -277,10 +285,14 @@ class LowerTier:
         if block is None:
             return
         del block.snapshots[snapshot.key]
+        freed = {snapshot.place: self.slot_blocks, snapshot.tail_place: 1}
+        for node in self.needed_blocks(snapshot) if self.has_windows else ():
+            node.num_needers -= 1
+            if not node.num_needers:
+                freed[node.place], node.place = 1, NO_PLACE
         snapshot.block = None
         snapshot.last_push = 0
         self.num_snapshots -= 1
-        freed = {snapshot.place: self.slot_blocks, snapshot.tail_place: 1}
         if not is_elsewhere:
             for below in next_below(block, snapshot):
                 below.saved_tokens += snapshot.saved_tokens
@@ -331,14 +343,18 @@ class LowerTier:
         if found is None:
             return None
         node, snapshot, position = found
-        whole = position // BLOCK_TOKENS
-        first = min(match.end.num_blocks, whole)
+        whole, first_needed = position // BLOCK_TOKENS, self.first_needed(position)
+        held = min(match.end.num_blocks, whole)
+        first = max(first_needed, first_gap(match.end.run, held, first_needed))
         num_blocks = whole - first
         if snapshot is not None:
             num_blocks += self.slot_blocks + snapshot.has_tail
         if not self.costs.pays(num_blocks * self.block_bytes, position - match.position):
             return None
         places = [block.place for block in nodes_from(node, whole - first)] if whole > first else []
+        for index, block in enumerate(path_blocks(match.end.run)[first:held] if first < held else ()):
+            if block != NULL_BLOCK:
+                places[index] = NO_PLACE
         offered: tuple[OfferedSnapshot, ...] = ()
         if snapshot is not None:
             offered = (OfferedSnapshot(position, snapshot.place, snapshot.kind),)
@@ -348,7 +364,7 @@ class LowerTier:
 
     def gain_s(self, offer: Offer, match: Match) -> float:
         """Return how much sooner loading an offer ends than computing; infinity before that is known."""
-        num_bytes = (len(offer.blocks) + self.slot_blocks) * self.block_bytes
+        num_bytes = (len(offer.blocks) - offer.blocks.count(NO_PLACE) + self.slot_blocks) * self.block_bytes
         return self.costs.gain_s(num_bytes, offer.position - match.position)
 
     def find(self, salt: str, data: bytearray, match: Match) -> RestingEnd | None:
@@ -356,7 +372,8 @@ class LowerTier:
         root = self.roots.get(self.tree_name(salt))
         if root is None:
             return None
-        return find_end(root, data, match, has_slots=self.slot_blocks > 0, is_persistent=self.is_persistent)
+        window_tokens, has_slots = self._window_tokens, self.slot_blocks > 0
+        return find_end(root, data, match, window_tokens, has_slots=has_slots, is_persistent=self.is_persistent)
 
     def begin_load(self, lease: Lease, places: Iterable[int]) -> None:
         """Keep what a load reads, and needs to resume, until it has ended."""
@@ -420,20 +437,24 @@ class LowerTier:
         block = self._last_block(lease) if lost else None
         if block is None:
             return
-        places = set(lost)
-        nodes = [node for node in block.ancestry() if node.place in places]
+        places, whole = set(lost), len(lease.tokens) // BLOCK_TOKENS
+        nodes = [(node, whole - index) for index, node in enumerate(block.ancestry()) if node.place in places]
         for snapshot in list(block.snapshots.values()):
             if not places.isdisjoint((snapshot.place, snapshot.tail_place)):
                 self.evict(snapshot)
-        if nodes:
-            self.cut_off(nodes[-1])
+        for node, num_blocks in reversed(nodes):
+            if self.is_needed(node):
+                self.cut_off(node, num_blocks)
 
     def _forget_returned(self, lease: Lease) -> None:
         """Free the blocks that the device has again; without states, remove the ends before them too."""
         block = self._last_block(lease)
         path = [] if block is None else list(block.ancestry())
-        freed = {node.place: 1 for node in path}
-        for node in path:
+        returned = [
+            node for node, held in zip(path, reversed(path_blocks(lease.run)[: len(path)]), strict=True) if held
+        ]
+        freed = {node.place: 1 for node in returned}
+        for node in returned:
             node.place = NO_PLACE
         self.free(freed)
         if not self.slot_blocks:

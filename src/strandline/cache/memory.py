@@ -11,6 +11,7 @@ from typing import Final
 from strandline.cache.actions import Action, DropBlocks, DropSlot, MoveBlock
 from strandline.cache.announcer import Announcer
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue
+from strandline.cache.last_blocks import run_of_last_block, stubs_that_need
 from strandline.cache.lease import Lease
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.owners import BlockOwners
@@ -21,9 +22,9 @@ from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import (
     Run,
     Snapshot,
-    child_with_prefix,
     detach_snapshot,
     first_unneeded_block,
+    held_child,
     num_continuations,
     path_to,
     remove_child,
@@ -57,6 +58,8 @@ class CacheMemory:
         self.actions: list[Action] = []
         self.on_dropped: Callable[[Snapshot], None] = _ignore
         """Called with each snapshot that was removed from the index."""
+        self.on_ended: Callable[[Lease], None] = _ignore
+        """Called with each lease that was taken back."""
         self.lower: LowerTier | None = None
         """The tier below the device, which takes in what is evicted; None: there is none."""
         self.num_evictable_blocks = 0
@@ -267,6 +270,7 @@ class CacheMemory:
             tail.is_live = False
             self.remove_user(tail)
         self.unpin_run(lease.run)
+        self.on_ended(lease)
 
     def touch(self, *runs: Run | None) -> None:
         """Count a use of these runs."""
@@ -281,7 +285,7 @@ class CacheMemory:
         if here is not None:
             here.num_waiters -= 1
             self.offer(here)
-            if isinstance(here, Snapshot) and (run := _run_of_last_block(here)) is not None:
+            if isinstance(here, Snapshot) and (run := run_of_last_block(here)) is not None:
                 self.offer(run)
 
     def offer(self, entry: Entry) -> None:
@@ -348,7 +352,7 @@ class CacheMemory:
             self.announcer.remove(snapshot)
         self.revision += 1
         self.num_snapshots_evicted += 1
-        if (unneeded := _run_of_last_block(snapshot)) is not None:
+        if (unneeded := run_of_last_block(snapshot)) is not None:
             self.offer(unneeded)
         if snapshot.num_readers == 0:
             self.num_evictable_slots -= 1
@@ -395,7 +399,7 @@ class CacheMemory:
         parent, key = run.parent, run.first_key
         if self.lower is not None:
             self._demote_blocks(self.lower, run, 0)
-            for stub in _stubs_that_need(run):
+            for stub in stubs_that_need(run):
                 self._demote_snapshot(self.lower, stub)
         remove_child(run, ghost_tokens=BLOCK_TOKENS)
         if self.announcer is not None:
@@ -404,7 +408,7 @@ class CacheMemory:
         if parent is None:
             return
         for stub_key in [k for k in parent.stubs if key.startswith(k)]:
-            if child_with_prefix(parent, stub_key) is None:
+            if held_child(parent, stub_key) is None:
                 self._drop_snapshot(parent.stubs[stub_key])
         self.offer(parent)
         if parent.positions:
@@ -412,7 +416,7 @@ class CacheMemory:
 
     def _demote_snapshot(self, lower: LowerTier, snapshot: Snapshot) -> None:
         """Let a snapshot rest below the device; it is still in the index."""
-        last = _run_of_last_block(snapshot)
+        last = run_of_last_block(snapshot)
         if last is None:
             raise CacheInvariantError(f"the snapshot at {snapshot.position} has no block")
         inside = snapshot.position % BLOCK_TOKENS
@@ -435,21 +439,29 @@ class CacheMemory:
             first = run.start_block + kept
             lower.demote_blocks(salt, data, first, run.blocks[kept:], use=run.use, is_shared=run.is_shared)
 
-    def open_gap(self, run: Run, index: int) -> None:
-        """Free one block of a run, which keeps its tokens."""
-        place = index - run.start_block
-        block, run.blocks[place] = run.blocks[place], NULL_BLOCK
-        run.num_gaps += 1
+    def open_gaps(self, run: Run, indices: Sequence[int]) -> None:
+        """Free these blocks of a run, in order, which keeps their tokens; what rests below the device may need them."""
+        first = indices[0]
+        blocks = array("i", [NULL_BLOCK]) * (indices[-1] + 1 - first)
+        for index in indices:
+            place = index - run.start_block
+            blocks[index - first], run.blocks[place] = run.blocks[place], NULL_BLOCK
+        if self.lower is not None and not run.is_tail:
+            salt, data = path_to(run)
+            self.lower.demote_blocks(salt, data, first, blocks, use=run.use, is_shared=run.is_shared)
+        run.num_gaps += len(indices)
         self.revision += 1
-        self.num_evictable_blocks -= run.num_users == 0
-        self.disown((block,))
-        self.free_blocks((block,))
+        if run.num_users == 0:
+            self.num_evictable_blocks -= len(indices)
+        freed = array("i", filter(None, blocks))
+        self.disown(freed)
+        self.free_blocks(freed)
 
     def fill_gap(self, run: Run, index: int, block: int) -> None:
         """Put a lease's block into a gap of a run that is in use."""
         run.blocks[index - run.start_block] = block
         run.num_gaps -= 1
-        self.own(run, run.blocks)
+        self.own(run, run.blocks[index - run.start_block :])
 
     def _free_indexed(self, blocks: "array[int]") -> None:
         blocks = array("i", filter(None, blocks))
@@ -471,26 +483,7 @@ def resolve(entry: Entry) -> Entry | None:
     return snapshot
 
 
-def _stubs_that_need(run: Run) -> list[Snapshot]:
-    """Return the stubs whose tokens only the one block of a childless run holds."""
-    parent, key = run.parent, run.first_key
-    if parent is None or not parent.stubs:
-        return []
-    others = [child for child in parent.child_keys if child != key]
-    return [
-        stub
-        for stub_key, stub in parent.stubs.items()
-        if key.startswith(stub_key) and not any(other.startswith(stub_key) for other in others)
-    ]
-
-
-def _run_of_last_block(snapshot: Snapshot) -> Run | None:
-    """Return a run that holds the last block that a snapshot needs."""
-    home, key = snapshot.home, snapshot.stub_key
-    return home if key is None else child_with_prefix(home, key)
-
-
-def _ignore(snapshot: Snapshot) -> None:
+def _ignore(gone: Snapshot | Lease) -> None:
     """Do nothing where no windows are."""
 
 

@@ -1,5 +1,6 @@
 """What a store holds of a prompt, as data."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,14 @@ class Offer:
     first_block: int
     """The first block that is offered, counted from the prompt's beginning; the last is that of ``position - 1``."""
     blocks: tuple[int, ...]
-    """The place of each block. Of the last one, only the tokens before ``position`` count."""
+    """The place of each block; 0: it is not offered. Of the last one, only the tokens before ``position`` count.
+
+    Where there are windows, those of the snapshots' windows suffice.
+    """
     snapshots: tuple[OfferedSnapshot, ...] = ()
     """By position; the last lies at ``position``. Empty for models that keep no states."""
+
+    def places(self, indices: Iterable[int]) -> dict[int, int]:
+        """Return the places of blocks, counted from the prompt's beginning; 0: it is not offered."""
+        blocks, first, end = self.blocks, self.first_block, self.first_block + len(self.blocks)
+        return {index: blocks[index - first] if first <= index < end else 0 for index in indices}

@@ -6,6 +6,9 @@ device. The block that a snapshot lies inside is kept with it.
 
 Paths are long, and most of them are known: every ``STRIDE_BLOCKS`` blocks, a node remembers where the last path that
 passed it went on, with the tokens in between, which takes one ``memcmp`` to follow again.
+
+Where attention has windows, a block is kept only if it lies in that of a resting snapshot. The others' nodes have their
+tokens alone.
 """
 
 from collections.abc import Iterator
@@ -33,7 +36,7 @@ class Stride(NamedTuple):
 class RestingBlock:
     """A whole block on the path of a resting snapshot."""
 
-    __slots__ = ("children", "key", "parent", "place", "snapshots", "stride")
+    __slots__ = ("children", "key", "num_needers", "parent", "place", "snapshots", "stride")
 
     def __init__(self, parent: "RestingBlock | None", key: bytes) -> None:
         self.parent = parent
@@ -44,7 +47,10 @@ class RestingBlock:
         self.snapshots: dict[bytes, RestingSnapshot] = {}
         """Those between its end and that of the next block, by the tokens in between."""
         self.place = NO_PLACE
-        """Where the store has it; ``NO_PLACE``: the device has it, or it is on its way to the store."""
+        """Where the store has it; ``NO_PLACE``: the device has it, it is on its way to the store, or nothing needs it.
+        """
+        self.num_needers = 0
+        """Snapshots in whose windows it lies, which are counted if there are windows; else all at its end and below."""
         self.stride: Stride | None = None
         """How the last path went on from here; None: not known, or this is no node that remembers it."""
 

@@ -6,8 +6,9 @@ Both begin at the end of the path and go up no further than the device's hit or 
 from typing import NamedTuple
 
 from strandline.cache.resting import RestingBlock, RestingSnapshot, descend
-from strandline.cache.resume import Match
+from strandline.cache.resume import Match, first_block_seen
 from strandline.cache.tokens import BLOCK_KEY_BYTES
+from strandline.cache.tree import first_gap
 from strandline.ids import BLOCK_TOKENS
 
 
@@ -22,24 +23,29 @@ class RestingEnd(NamedTuple):
 
 
 def find_end(
-    root: RestingBlock, data: bytearray, match: Match, *, has_slots: bool, is_persistent: bool
+    root: RestingBlock, data: bytearray, match: Match, window_tokens: int, *, has_slots: bool, is_persistent: bool
 ) -> RestingEnd | None:
     """Return the deepest position at which a prompt could resume beyond its hit on the device, or None.
 
     Args:
         data: the prompt, encoded.
         match: its hit on the device.
+        window_tokens: tokens before a position that resuming there reads, itself among them.
         has_slots: whether the model keeps states.
         is_persistent: whether blocks may be on their way to the tier; else what does not rest is on the device.
     """
     node, depth = descend(root, data, len(data) // BLOCK_KEY_BYTES)
     best: RestingEnd | None = None
+    first = 0
     while depth >= match.position // BLOCK_TOKENS:
         if best is None:
             best = _end_at(node, depth, data, match, has_slots=has_slots)
+            first = 0 if best is None else first_block_seen(best.position, window_tokens)
         elif not is_persistent:
             break
-        if not node.place and depth > match.end.num_blocks:
+        if depth <= first:
+            break
+        if not node.place and first_gap(match.end.run, min(match.end.num_blocks, depth), depth - 1) < depth:
             best = None
         if node.parent is None:
             break

@@ -8,15 +8,15 @@ takes longer to load than to compute is not stored.
 Invariants: nothing that is on its way can be loaded; a spill that fails leaves nothing behind.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from strandline.cache.actions import Action, Completion, StoredPath, StoreOut
+from strandline.cache.actions import Action, Completion, StoredBlocks, StoredPath, StoreOut
 from strandline.cache.holds import Holds
 from strandline.cache.lease import Lease
 from strandline.cache.lower_tier import LowerTier
-from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, descend, find_block
+from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, descend, find_block, nodes_from
 from strandline.cache.resting_lookups import position_above
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId, TransferId
 
@@ -27,6 +27,8 @@ BUFFER_SLABS: Final = 32
 """Host memory through which everything goes to the persistent tier, where none is configured, in slabs."""
 MAX_SPILLS: Final = 32
 """Most spills at once."""
+MAX_TOGETHER: Final = 8
+"""Where attention has windows, most blocks that are stored together: they are not needed equally long."""
 MAX_BEGUN: Final = 2
 """Most snapshots that are spilled or dropped between two steps: each takes time in proportion to its path."""
 
@@ -44,7 +46,7 @@ class DeviceEntry(NamedTuple):
     data: bytes
     """The tokens before it, encoded."""
     blocks: tuple[BlockId, ...]
-    """The whole blocks before it."""
+    """The whole blocks before it, with null blocks for gaps that it does not need."""
     slot: SlotId
     tail: BlockId
     """The block that it lies inside, or the null block."""
@@ -132,10 +134,10 @@ class Spills:
         data, tree = leaving.path(), self._lower.tree_name(leaving.salt)
         if self._is_known(leaving, tree, data):
             self._upper.remove(leaving, is_elsewhere=True)
-        elif (first := self._make_room(leaving, tree, data)) is None:
+        elif (missing := self._make_room(leaving, tree, data)) is None:
             self._refuse(leaving)
         else:
-            self._begin(leaving, tree, data, first)
+            self._begin(leaving, tree, data, missing)
 
     def save(self, entry: DeviceEntry) -> None:
         """Begin to store what the device has and keeps, unless it is there already, worth too little or too slow.
@@ -146,21 +148,21 @@ class Spills:
         tree = lower.tree_name(resting.salt)
         if not self._pays(resting) or self._is_known(resting, tree, data):
             return
-        first = self._make_room(resting, tree, data)
-        if first is None:
+        missing = self._make_room(resting, tree, data)
+        if missing is None:
             lower.num_snapshots_refused += 1
             return
         transfer = self._next_transfer()
-        arriving, nodes, path = self._enter(resting, tree, data, first)
-        blocks = [*zip(entry.blocks[first:], path.blocks, strict=True), (entry.tail, path.tail)]
+        arriving, nodes, path = self._enter(resting, tree, data, missing)
+        blocks = [*((entry.blocks[index], place) for index, place in path.places.items()), (entry.tail, path.tail)]
         slots = ((entry.slot, path.slot),) if path.slot else ()
         self._spills[transfer] = _Spill(None, (), 0, arriving, nodes, path, None)
         self._issue(StoreOut(transfer, lower.store, tuple(x for x in blocks if x[1]), slots, (), path))
 
     def _pays(self, leaving: RestingSnapshot) -> bool:
         """Return whether a snapshot would be loaded."""
-        lower = self._lower
-        num_blocks = lower.slot_blocks + leaving.position // BLOCK_TOKENS + leaving.has_tail
+        lower, whole = self._lower, leaving.position // BLOCK_TOKENS
+        num_blocks = lower.slot_blocks + whole - lower.first_needed(leaving.position) + leaving.has_tail
         return lower.costs.pays(num_blocks * lower.block_bytes, leaving.position)
 
     def _is_known(self, leaving: RestingSnapshot, tree: str, data: bytes) -> bool:
@@ -175,26 +177,34 @@ class Spills:
         self._lower.num_snapshots_refused += 1
         self._upper.evict(leaving)
 
-    def _make_room(self, leaving: RestingSnapshot, tree: str, data: bytes) -> int | None:
+    def _make_room(self, leaving: RestingSnapshot, tree: str, data: bytes) -> Sequence[int] | None:
         """Evict what is worth less than a snapshot and the blocks that it needs.
 
         Returns:
-            The first block that the persistent tier lacks; None: the snapshot is worth too little.
+            The indices of the blocks that the persistent tier lacks; None: the snapshot is worth too little.
         """
         lower = self._lower
         while True:
-            whole, root = leaving.position // BLOCK_TOKENS, lower.roots.get(tree)
-            first = 0 if root is None else descend(root, data, whole)[1]
-            num_missing = whole - first
-            num_blocks = lower.slot_blocks + leaving.has_tail + num_missing
+            missing = self._missing(leaving, tree, data)
+            num_blocks = lower.slot_blocks + leaving.has_tail + len(missing)
             if lower.num_blocks - lower.num_used >= num_blocks:
-                return first
+                return missing
             # This may evict what had some of the blocks.
             if not lower.make_room(num_blocks, lower.worth(leaving)):
                 return None
 
+    def _missing(self, leaving: RestingSnapshot, tree: str, data: bytes) -> Sequence[int]:
+        """Return which blocks a snapshot needs that the persistent tier neither has nor is getting."""
+        lower, whole = self._lower, leaving.position // BLOCK_TOKENS
+        first, root = lower.first_needed(leaving.position), lower.roots.get(tree)
+        node, depth = (None, 0) if root is None else descend(root, data, whole)
+        if node is None or depth <= first or not lower.has_windows:
+            return range(max(first, depth), whole)
+        known = enumerate(nodes_from(node, depth - first), first)
+        return [*(index for index, block in known if not lower.is_needed(block)), *range(depth, whole)]
+
     def _enter(
-        self, leaving: RestingSnapshot, tree: str, data: bytes, first: int
+        self, leaving: RestingSnapshot, tree: str, data: bytes, missing: Sequence[int]
     ) -> tuple[RestingSnapshot, tuple[RestingBlock, ...], StoredPath]:
         """Put a snapshot into the persistent tier, and allocate memory for it and the blocks that are lacking."""
         lower = self._lower
@@ -204,12 +214,13 @@ class Spills:
         lower.enter(arriving, tree, data)
         for below in lower.next_below(arriving):
             below.saved_tokens -= arriving.saved_tokens
-        nodes = arriving.last_blocks(leaving.position // BLOCK_TOKENS - first)
+        nodes = _nodes_at(arriving, missing)
+        most = MAX_TOGETHER if lower.has_windows else len(missing)
         path = StoredPath(
             tree,
             data,
-            first,
-            tuple(lower.take(1) for _ in nodes),
+            _together([(index, lower.take(1)) for index in missing], most),
+            lower.has_windows,
             lower.take(lower.slot_blocks) if lower.slot_blocks else NO_PLACE,
             lower.take(1) if leaving.has_tail else NO_PLACE,
             leaving.kind,
@@ -218,18 +229,18 @@ class Spills:
         )
         return arriving, tuple(nodes), path
 
-    def _begin(self, leaving: RestingSnapshot, tree: str, data: bytes, first: int) -> None:
+    def _begin(self, leaving: RestingSnapshot, tree: str, data: bytes, missing: Sequence[int]) -> None:
         lower, transfer = self._lower, self._next_transfer()
-        arriving, nodes, path = self._enter(leaving, tree, data, first)
-        sources = leaving.last_blocks(len(nodes))
-        here = [index for index, node in enumerate(sources, first) if node.place == NO_PLACE]
+        arriving, nodes, path = self._enter(leaving, tree, data, missing)
+        places, sources = path.places, _nodes_at(leaving, missing)
+        here = [index for index, node in zip(missing, sources, strict=True) if node.place == NO_PLACE]
         hold = None
         blocks: tuple[tuple[BlockId, int], ...] = ()
         if here:
             name = RequestId(f"spill {transfer}")
             hold = self._holds.keep_blocks(name, leaving.salt, data, here[-1] + 1)
-            blocks = tuple((BlockId(hold.table[index]), path.blocks[index - first]) for index in here)
-        pairs = [(node.place, place) for node, place in zip(sources, path.blocks, strict=True) if node.place]
+            blocks = tuple((BlockId(hold.table[index]), places[index]) for index in here)
+        pairs = [(node.place, place) for node, place in zip(sources, places.values(), strict=True) if node.place]
         pairs += [(leaving.place, path.slot), (leaving.tail_place, path.tail)]
         stored = tuple(pair for pair in pairs if pair[0] != NO_PLACE)
         read = tuple(source for source, _ in stored)
@@ -243,6 +254,9 @@ class Spills:
     def _num_freed_by(self, leaving: RestingSnapshot) -> int:
         """Return how much memory of the tier above a snapshot and the blocks that it alone needs take."""
         num_blocks = self._upper.slot_blocks + leaving.has_tail
+        if self._upper.has_windows:
+            needed = self._upper.needed_blocks(leaving)
+            return num_blocks + sum(node.place != NO_PLACE and node.num_needers == 1 for node in needed)
         for node in leaving.block.ancestry() if leaving.block is not None else ():
             num_needed_by = len(node.children) + len(node.snapshots)
             if num_needed_by > 1:
@@ -280,8 +294,8 @@ class Spills:
         """Let what has been stored be loaded from now on; free what is not needed any more."""
         lower, path, arriving = self._lower, spill.path, spill.arriving
         unneeded = dict[int, int]()
-        for node, place in zip(spill.nodes, path.blocks, strict=True):
-            if node.parent is None:
+        for node, place in zip(spill.nodes, path.places.values(), strict=True):
+            if node.place != NO_PLACE or not lower.is_needed(node):
                 unneeded[place] = 1
             else:
                 node.place = place
@@ -291,19 +305,36 @@ class Spills:
             arriving.place, arriving.tail_place = path.slot, path.tail
             lower.push(arriving)
         lower.num_snapshots_demoted += lower.slot_blocks > 0
-        lower.num_blocks_demoted += len(path.blocks)
+        lower.num_blocks_demoted += len(spill.nodes)
         lower.free(unneeded)
 
     def _fail(self, spill: _Spill) -> None:
         """Remove what did not arrive, and what needs it."""
         lower = self._lower
         lower.remove(spill.arriving)
-        for node in spill.nodes:
-            if node.parent is not None:
-                lower.cut_off(node)
+        for node, index in zip(spill.nodes, spill.path.places, strict=True):
+            if node.place == NO_PLACE and lower.is_needed(node):
+                lower.cut_off(node, index + 1)
         lower.free(self._sizes(spill.path))
 
     def _sizes(self, path: StoredPath) -> dict[int, int]:
-        sizes = dict.fromkeys(path.blocks, 1) | {path.slot: self._lower.slot_blocks, path.tail: 1}
+        sizes = dict.fromkeys(path.places.values(), 1) | {path.slot: self._lower.slot_blocks, path.tail: 1}
         sizes.pop(NO_PLACE, None)
         return sizes
+
+
+def _nodes_at(resting: RestingSnapshot, indices: Sequence[int]) -> tuple[RestingBlock, ...]:
+    """Return the nodes of these whole blocks before a snapshot."""
+    first = indices[0] if indices else 0
+    nodes = resting.last_blocks(resting.position // BLOCK_TOKENS - first) if indices else []
+    return tuple(nodes[index - first] for index in indices)
+
+
+def _together(places: Sequence[tuple[int, int]], most: int) -> tuple[StoredBlocks, ...]:
+    """Group blocks, each given by its index and its place, into consecutive ones, at most ``most`` together."""
+    groups = list[list[tuple[int, int]]]()
+    for index, place in places:
+        if not groups or index != groups[-1][-1][0] + 1 or len(groups[-1]) == most:
+            groups.append([])
+        groups[-1].append((index, place))
+    return tuple(StoredBlocks(group[0][0], tuple(place for _, place in group)) for group in groups)

@@ -1,8 +1,9 @@
 """The prefix index: a tree of runs of whole blocks, with snapshots at any token position.
 
 A *run* is a sequence of 64-token blocks without a branch. Its children begin where it ends, each with a different
-first block. A *tail* is a childless run of one block with fewer than 64 known tokens. No child's key is a proper
-prefix of another's: a tail is removed when a longer run with the same beginning is added.
+first block. A *tail* is a childless run of one block with fewer than 64 known tokens. It is removed when a longer run
+with the same beginning is added, unless that run's first block is a gap: no tail's key is a proper prefix of that of a
+sibling which holds its first block.
 
 A snapshot at a position ``p`` with ``p % 64 == 0`` belongs to the run of the block that ends there. Any other ``p``
 lies inside a block. If that block is the first of its run, sibling runs may share the tokens up to ``p``, so the
@@ -13,12 +14,12 @@ Source: radix trees as in SGLang's RadixAttention; the runs-of-blocks form and s
 """
 
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from typing import TypeVar
 
 from strandline.cache.account import SnapshotKind
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, SlotId
@@ -141,7 +142,7 @@ class Run:
         self.tokens = bytearray(tokens)
         self.blocks = blocks
         """The null block stands for one that was freed because it lies behind every window (``Windows``)."""
-        self.num_gaps = 0
+        self.num_gaps = blocks.count(NULL_BLOCK)
         """How many of its blocks were."""
         self.children: dict[bytes, Run] = {}
         self.child_keys: list[bytes] = []
@@ -201,6 +202,7 @@ class Run:
         """Append whole blocks to a run without children."""
         self.tokens += tokens
         self.blocks += blocks
+        self.num_gaps += blocks.count(NULL_BLOCK)
         self.evicted_children.clear()
 
     def ancestry(self) -> "Iterator[Run]":
@@ -316,11 +318,9 @@ def split(run: Run, at_block: int) -> Run:
     count = at_block - run.start_block
     if not 0 < count < len(run.blocks) or run.parent is None:
         raise CacheInvariantError(f"cannot split blocks [{run.start_block}, {run.end_block}) at {at_block}")
-    upper = Run(run.parent, run.start_block, b"", run.blocks)
+    upper = Run(run.parent, run.start_block, b"", run.blocks[:count])
     upper.tokens, run.tokens = run.tokens, run.tokens[count * BLOCK_KEY_BYTES :]
-    run.blocks = run.blocks[count:]
-    del upper.tokens[count * BLOCK_KEY_BYTES :], upper.blocks[count:]
-    upper.num_gaps = upper.blocks.count(NULL_BLOCK) if run.num_gaps else 0
+    del run.blocks[:count], upper.tokens[count * BLOCK_KEY_BYTES :]
     run.num_gaps -= upper.num_gaps
     upper.hashes, run.hashes = run.hashes[:count], run.hashes[count:]
     upper.num_announced = min(run.num_announced, count)
@@ -468,11 +468,26 @@ def first_gap(run: Run, num_blocks: int, first: int) -> int:
     return found
 
 
+def path_blocks(run: Run) -> "array[int]":
+    """Return the blocks of the path to the end of a run, with null blocks for gaps."""
+    blocks = array("i")
+    for node in list(run.ancestry())[::-1]:
+        blocks += node.blocks
+    return blocks
+
+
 def tail_that_begins(run: Run, key: bytes) -> Run | None:
-    """Return the tail under ``run`` that is a proper prefix of ``key``, or None. There is at most one."""
-    place = bisect_left(run.child_keys, key)
-    if place and len(run.child_keys[place - 1]) < len(key) and key.startswith(run.child_keys[place - 1]):
-        return run.children[run.child_keys[place - 1]]
+    """Return the longest tail under ``run`` that is a proper prefix of ``key``, or None.
+
+    There is at most one, unless the others' blocks or those of longer runs are gaps.
+    """
+    end = bisect_left(run.child_keys, key)
+    while end:
+        before = run.child_keys[end - 1]
+        if len(before) < len(key) and key.startswith(before):
+            return run.children[before]
+        num_same = common_tokens(before, key) * TOKEN_BYTES
+        end = bisect_right(run.child_keys, key[:num_same], hi=end - 1) if num_same else 0
     return None
 
 

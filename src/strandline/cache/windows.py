@@ -13,7 +13,7 @@ from typing import Final
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.resume import first_block_seen
-from strandline.cache.tree import Run, Snapshot
+from strandline.cache.tree import Run, Snapshot, path_blocks
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
 
 
@@ -32,6 +32,7 @@ class Windows:
         self._leases = leases
         if window_tokens is not None:
             memory.on_dropped = self.leave
+            memory.on_ended = self.end
 
     def make_room(self, num_blocks: int) -> bool:
         """Return whether this many blocks can be allocated.
@@ -58,8 +59,9 @@ class Windows:
 
     def end(self, lease: Lease) -> None:
         """Free the blocks of the index that only a lease needed, which has ended."""
-        if self._window_tokens < sys.maxsize:
-            self.free_unneeded(lease.table[lease.num_left : lease.num_published], lease.num_left)
+        is_request = lease.transfer is None and lease.held is None
+        first = lease.num_left if is_request else 0
+        self.free_unneeded(path_blocks(lease.run)[first:], first)
 
     def leave(self, snapshot: Snapshot) -> None:
         """Free the blocks that only a snapshot needed, which was removed from the index."""
@@ -75,6 +77,7 @@ class Windows:
 
     def free_unneeded(self, blocks: Iterable[int], first: int) -> None:
         """Free those of these consecutive blocks of the index that nothing needs; the first has the index ``first``."""
+        unneeded = dict[Run, list[int]]()
         for index, block in enumerate(blocks, first):
             run = self._memory.owner(block) if block else None
             if run is None or run.is_live or self._is_needed(run, index, block):
@@ -82,7 +85,9 @@ class Windows:
             for lease in self._leases():
                 if index < lease.num_published and lease.table[index] == block:
                     lease.table[index] = NULL_BLOCK
-            self._memory.open_gap(run, index)
+            unneeded.setdefault(run, []).append(index)
+        for run, indices in unneeded.items():
+            self._memory.open_gaps(run, indices)
 
     def _is_needed(self, run: Run, index: int, block: int) -> bool:
         for lease in self._leases():

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from strandline.cache import Completion, LoadIn, StoreOut
-from strandline.cache.actions import StoredPath
+from strandline.cache.actions import StoredBlocks, StoredPath
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.arena_copies import ArenaCopies, Fence
 from strandline.device.host_store import AS_IS, StoredBytes
@@ -27,7 +27,7 @@ from strandline.device.transfers import Completions
 from strandline.errors import EngineError, cause_of
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
-from strandline.transfer.disk_directory import BLOCKS, SNAPSHOT, DiskDirectory, Located, StoredFile
+from strandline.transfer.disk_directory import DiskDirectory, Located, StoredFile
 from strandline.transfer.disk_files import DamagedFileError, cut_off, open_for_reading, read_item, write_file
 
 LOGGER: Final = logging.getLogger("strandline.disk_cache")
@@ -282,13 +282,13 @@ class DiskStore:
 
     def _write(self, path: StoredPath, sources: Mapping[int, Pieces]) -> None:
         """Write a path's blocks, then its snapshot: blocks alone are of no use, but do no harm."""
-        parts = [(BLOCKS, path.blocks)] if path.blocks else []
+        parts: list[tuple[StoredBlocks | None, tuple[int, ...]]] = [(blocks, blocks.places) for blocks in path.blocks]
         if path.slot:
-            parts.append((SNAPSHOT, (path.slot, *[path.tail] * bool(path.tail))))
+            parts.append((None, (path.slot, *[path.tail] * bool(path.tail))))
         places = dict[int, Located]()
         try:
-            for kind, numbers in parts:
-                file = self._directory.new_file(path, kind)
+            for blocks, numbers in parts:
+                file = self._directory.new_file(path, blocks)
                 items = [sources[place]() for place in numbers]
                 file.header = write_file(self._directory.descriptor, file.name, file.header, items)
                 places |= {place: Located(file, index) for index, place in enumerate(numbers)}

@@ -103,12 +103,18 @@ class PeerStore:
     def _fetch(self, action: LoadIn, pull: Pull, fence: Fence) -> int:
         block_at = {place % PLACES: block for block, place in action.blocks}
         slot_at = {place % PLACES: slot for slot, place in action.slots}
-        first = min(block_at, default=pull.num_blocks)
-        if sorted(block_at) != list(range(first, pull.num_blocks)):
-            raise TransferError(Cause.GARBLED, "blocks are missing between those that are wanted")
 
         def write(items: Items, data: bytearray | memoryview) -> None:
             blocks = [block_at[index] for index in range(items.start_block, items.end_block)]
             self._copies.write(blocks, [slot_at[position] for position in items.positions], data, fence)
 
-        return pull.fetch(Want(first, sorted(slot_at)), write)
+        return pull.fetch(Want(_ranges(sorted(block_at)), sorted(slot_at)), write)
+
+
+def _ranges(indices: Iterable[int]) -> list[tuple[int, int]]:
+    """Return ascending numbers as ranges ``[start, end)``."""
+    ranges = list[tuple[int, int]]()
+    for index in indices:
+        start = ranges.pop()[0] if ranges and ranges[-1][1] == index else index
+        ranges.append((start, index + 1))
+    return ranges

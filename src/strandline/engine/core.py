@@ -390,14 +390,11 @@ def new_scheduler(
 ) -> Scheduler:
     """Return a scheduler over a cache that is empty on the device."""
     chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
-    # Other memory and other engines take whole prefixes.
-    is_alone = not lower and config.kv_transfer is None
     grid_tokens = BLOCK_TOKENS if config.deterministic else 1
-    window_tokens = facts.spec.window_tokens if is_alone else None
     cache = PrefixCache(
         facts.num_slabs,
         facts.spec.blocks_per_slab,
-        rule=resume_rule(facts.spec, grid_tokens=grid_tokens, window_tokens=window_tokens),
+        rule=resume_rule(facts.spec, grid_tokens=grid_tokens, window_tokens=facts.spec.window_tokens),
         placement=OnGrid(chosen) if config.deterministic else chosen,
         enabled=config.enable_prefix_caching,
         clock=SYSTEM_CLOCK,

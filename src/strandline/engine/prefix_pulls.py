@@ -15,7 +15,7 @@ from strandline.cache.placement import RESERVE_SHARE
 from strandline.device.peer_store import PEERS, PeerStore
 from strandline.engine.request import Request, Status
 from strandline.engine.scheduler import Scheduler
-from strandline.ids import RequestId
+from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.records.transfer_params import TransferParams
 from strandline.specs import ModelSpec
 from strandline.transfer import messages
@@ -160,9 +160,14 @@ class PrefixPulls:
             self._scheduler.add(request)
 
     def _offer(self, found: messages.Offer, first_place: int) -> Offer:
-        memory = self._cache.memory_use()
-        num_wanted = found.num_blocks // self._blocks_per_slab
-        num_spare = memory.num_free_slabs - num_wanted - int(RESERVE_SHARE * memory.num_slabs)
+        memory, window_tokens = self._cache.memory_use(), self._spec.window_tokens
+        num_wanted = found.num_blocks
+        if window_tokens is not None:
+            num_wanted = min(num_wanted, -(-window_tokens // BLOCK_TOKENS) + 1)
+        wanted_slabs = num_wanted // self._blocks_per_slab
+        num_spare = memory.num_free_slabs - wanted_slabs - int(RESERVE_SHARE * memory.num_slabs)
+        if window_tokens is not None:
+            num_spare //= 1 + wanted_slabs  # each snapshot comes with its window
         kinds = {position: SnapshotKind(kind) for position, kind in found.snapshots}
         positions = useful_positions(kinds, num_spare)
         blocks = range(first_place, first_place + found.num_blocks)

@@ -17,7 +17,7 @@ from strandline.cache.holds import slots_at
 from strandline.cache.tokens import TOKEN_BYTES
 from strandline.clock import SYSTEM_CLOCK, Clock
 from strandline.device.arena_copies import Copies, Fence
-from strandline.ids import RequestId, SlotId
+from strandline.ids import NULL_BLOCK, RequestId, SlotId
 from strandline.records.transfer_params import TransferParams
 from strandline.transfer.connection import Cause, TransferError
 from strandline.transfer.layout import Items
@@ -185,9 +185,17 @@ class PrefixSource:
     def _kept_slabs(self) -> float:
         """Return how much memory leases keep, counting what several share several times."""
         size = self._blocks_per_slab
-        return sum(len(kept.hold.table) / size + len(kept.hold.held or ()) for kept in self._kept.values())
+        return sum(_num_blocks(kept.hold) / size + len(kept.hold.held or ()) for kept in self._kept.values())
+
+
+def _num_blocks(hold: Lease) -> int:
+    """Return how many blocks a hold keeps."""
+    return len(hold.table) - hold.table.count(NULL_BLOCK)
 
 
 def _places(hold: Reading, items: Items) -> tuple[list[int], list[SlotId]]:
     """Return the blocks and the slots of a piece."""
-    return list(hold.hold.table[items.start_block : items.end_block]), slots_at(hold.hold, items.positions)
+    blocks = list(hold.hold.table[items.start_block : items.end_block])
+    if NULL_BLOCK in blocks:
+        raise TransferError(Cause.GARBLED, "blocks are wanted that lie behind the windows of all snapshots")
+    return blocks, slots_at(hold.hold, items.positions)

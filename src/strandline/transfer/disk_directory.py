@@ -23,7 +23,7 @@ from secrets import token_bytes, token_hex
 from typing import Final, NamedTuple
 
 from strandline.cache.account import SnapshotKind
-from strandline.cache.actions import StoredPath
+from strandline.cache.actions import StoredBlocks, StoredPath
 from strandline.cache.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.cache.path_hashes import block_hashes, root_hash
 from strandline.cache.tokens import BLOCK_KEY_BYTES
@@ -166,19 +166,18 @@ class DiskDirectory:
         os.close(self._lock)
         os.close(self.descriptor)
 
-    def new_file(self, path: StoredPath, kind: str) -> StoredFile:
-        """Return the file, not written yet, of a path's blocks or of its snapshot."""
-        name = f"{token_hex(16)}.{kind}"
+    def new_file(self, path: StoredPath, blocks: StoredBlocks | None) -> StoredFile:
+        """Return the file, not written yet, of some of a path's blocks; None: of its snapshot."""
+        kind = SNAPSHOT if blocks is None else BLOCKS
         hashes = [root_hash(path.tree)]
         hashes += block_hashes(hashes[0], path.data)
-        whole = len(hashes) - 1
-        if kind == BLOCKS:
-            end = path.first_block + len(path.blocks)
-            tokens = path.data[path.first_block * BLOCK_KEY_BYTES : end * BLOCK_KEY_BYTES]
-            before, sizes = hashes[path.first_block], (self._block_bytes,) * len(path.blocks)
+        if blocks is not None:
+            tokens = path.data[blocks.first * BLOCK_KEY_BYTES : blocks.end * BLOCK_KEY_BYTES]
+            before, sizes = hashes[blocks.first], (self._block_bytes,) * len(blocks.places)
         else:
-            tokens = path.data[whole * BLOCK_KEY_BYTES :]
-            before, sizes = hashes[whole], (self._slot_bytes, *[self._block_bytes] * bool(path.tail))
+            first = 0 if path.has_gaps else len(hashes) - 1
+            tokens = path.data[first * BLOCK_KEY_BYTES :]
+            before, sizes = hashes[first], (self._slot_bytes, *[self._block_bytes] * bool(path.tail))
         description = {
             "layout": self._layout,
             "key": self._key_id,
@@ -189,7 +188,7 @@ class DiskDirectory:
             "interarrival_bin": path.interarrival_bin,
             "is_shared": path.is_shared,
         }
-        return StoredFile(name, new_header(description, tokens, sizes))
+        return StoredFile(f"{token_hex(16)}.{kind}", new_header(description, tokens, sizes))
 
     # What is there
 
@@ -265,7 +264,7 @@ class DiskDirectory:
                 )
                 sizes: tuple[int, ...] = (self._block_bytes,) * num_items
             else:
-                sizes = (self._slot_bytes, *[self._block_bytes] * bool(header.tokens))
+                sizes = (self._slot_bytes, *[self._block_bytes] * (len(header.tokens) % BLOCK_KEY_BYTES > 0))
             if not num_items or header.sizes != sizes or num_items != len(sizes):
                 raise DamagedFileError("they are torn")
             return StoredFile(name, header), max(now_s - os.fstat(file).st_mtime, 0.0)

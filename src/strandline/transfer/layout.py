@@ -1,13 +1,13 @@
 """What two engines must agree on before bytes of one mean anything to the other, and how the bytes are divided."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Final, NamedTuple
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.specs import ModelSpec
 
-PROTOCOL: Final = "1"
+PROTOCOL: Final = "2"
 PIECE_BYTES: Final = 8 * 2**20
 """Pieces are about as large: reading or writing one takes an engine a few milliseconds at most."""
 
@@ -38,6 +38,7 @@ def layout_of(
         "weights": weights,
         "layers": sha256(repr(layers).encode()).hexdigest(),
         "hidden state": f"{spec.hidden_size} of {spec.hidden_dtype}",
+        "window": "all tokens" if spec.window_tokens is None else f"{spec.window_tokens} tokens",
         "block": f"{BLOCK_TOKENS} tokens in {spec.raw_block_bytes} bytes",
         "slot": f"{spec.raw_slot_bytes} bytes",
         "tensor-parallel size": str(num_ranks),
@@ -62,16 +63,22 @@ class Items(NamedTuple):
     num_bytes: int
 
 
-def pieces_of(first_block: int, end_block: int, positions: Sequence[int], spec: ModelSpec) -> Iterator[Items]:
-    """Yield the pieces in which blocks ``[first_block, end_block)`` travel, then those of the snapshots.
+def pieces_of(
+    blocks: Iterable[tuple[int, int]], positions: Sequence[int], spec: ModelSpec, *, past: int
+) -> Iterator[Items]:
+    """Yield the pieces in which ranges ``[start, end)`` of blocks travel, then those of the snapshots.
 
     None has both, so that all parts of a piece are of one size.
+
+    Args:
+        past: the index after a prefix's last block.
     """
     blocks_per_piece = max(PIECE_BYTES // spec.raw_block_bytes, 1)
-    for start in range(first_block, end_block, blocks_per_piece):
-        end = min(start + blocks_per_piece, end_block)
-        yield Items(start, end, (), (end - start) * spec.raw_block_bytes)
+    for first, last in blocks:
+        for start in range(first, last, blocks_per_piece):
+            end = min(start + blocks_per_piece, last)
+            yield Items(start, end, (), (end - start) * spec.raw_block_bytes)
     slots_per_piece = max(PIECE_BYTES // spec.raw_slot_bytes, 1)
     for start in range(0, len(positions), slots_per_piece):
         some = tuple(positions[start : start + slots_per_piece])
-        yield Items(end_block, end_block, some, len(some) * spec.raw_slot_bytes)
+        yield Items(past, past, some, len(some) * spec.raw_slot_bytes)

@@ -134,9 +134,9 @@ class Device:
         sources |= {place: tuple(self._cells[block]) for block, place in action.blocks}
         sources |= {place: self.state(slot) or () for slot, place in action.slots}
         path = action.path
-        assert sources.keys() == {*path.blocks, path.slot, path.tail} - {0}, "what is stored is not what its path says"
+        assert sources.keys() == {*path.places.values(), path.slot, path.tail} - {0}, "what is stored is another path"
         tokens = tuple(decode(path.data))
-        for index, place in enumerate(path.blocks, path.first_block):
+        for index, place in path.places.items():
             assert sources[place] == tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
         assert sources.get(path.slot, tokens) == tokens, "the slot that is stored is not that of its path"
         inside = tokens[len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS :]
@@ -249,9 +249,10 @@ def _by_block(lease: Lease, tokens: Tokens, cache: PrefixCache) -> Iterator[tupl
     """Yield the lease's blocks with the position and the tokens that each should hold, but those behind its window."""
     rule = cache.internals().rule
     first = lease.computed - rule.window_tokens + 1 if isinstance(rule, BehindWindows) else 0
+    may_lack = isinstance(rule, BehindWindows) and (lease.transfer is not None or lease.held is not None)
     for start in range(0, len(tokens), BLOCK_TOKENS):
         block = BlockId(lease.table[start // BLOCK_TOKENS])
-        if block != NULL_BLOCK or start + BLOCK_TOKENS > first:
+        if block != NULL_BLOCK or (start + BLOCK_TOKENS > first and not may_lack):
             yield block, start, tokens[start : start + BLOCK_TOKENS]
 
 

@@ -148,7 +148,7 @@ class Driver:
 
     def _place(self, tokens: Sequence[int]) -> int:
         """Put something into the store; return its place."""
-        place = -1 - len(self.device.stored)
+        place = min(0, *self.device.stored) - 1 if self.device.stored else -1
         self.device.stored[place] = tuple(tokens)
         return place
 

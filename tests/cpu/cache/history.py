@@ -170,7 +170,7 @@ class History:
         had_state, computed = lease.has_own_state, lease.tokens.slice(0, lease.computed)
         self.driver.release(lease, kind)
         self._is_flushed = True
-        if had_state and computed and self.rule.needs_slots and not isinstance(self.rule, BehindWindows):
+        if had_state and computed and self.rule.needs_slots:
             assert (salt, tuple(decode(computed))) in published(self.cache)
         self._check_kept_tokens(salt, lease)
 
@@ -184,8 +184,7 @@ class History:
         assert again is not None or self.running or self.cache.loads or not fits, (
             "a request that is alone can always go on"
         )
-        is_kept = not isinstance(self.rule, BehindWindows) or (salt, tokens[: lease.computed]) in published(self.cache)
-        if had_state and is_kept and again is not None and Reason.NO_ROOM not in reasons(again.account):
+        if had_state and again is not None and Reason.NO_ROOM not in reasons(again.account):
             assert again.computed >= min(lease.computed, self.rule.last(len(tokens))) // self._grid * self._grid
 
     @property

@@ -9,7 +9,7 @@ from strandline.cache.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.path_hashes import block_hashes, root_hash
 from strandline.cache.resting import RestingSnapshot
-from strandline.cache.resume import AT_SNAPSHOTS, NO_MATCH, AtTokens, ResumeRule
+from strandline.cache.resume import AT_SNAPSHOTS, NO_MATCH, AtTokens, BehindWindows, ResumeRule
 from strandline.cache.spills import MAX_BEGUN
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.history import pattern
@@ -61,13 +61,14 @@ def restarted(driver: Driver, *, lose: int = 0) -> Driver:
         while waiting:
             node, path_hash, depth = waiting.pop()
             for key, child in node.children.items():
-                if depth + 1 != lose:
+                if depth + 1 != lose and child.place:
                     blocks.append(KeptBlocks(tree, path_hash, key, (child.place,), 0, 0.0, False))
                 waiting.append((child, block_hashes(path_hash, key)[0], depth + 1))
-            for key, found in node.snapshots.items():
+            for found in node.snapshots.values():
+                before, key = (root_hash(tree), found.path()) if disk.has_windows else (path_hash, found.key)
                 if found.place:
                     snapshots.append(
-                        KeptSnapshot(tree, path_hash, key, found.place, found.tail_place, found.kind, 0, 0.0, False)
+                        KeptSnapshot(tree, before, key, found.place, found.tail_place, found.kind, 0, 0.0, False)
                     )
     rule = driver.cache.internals().rule
     new = Driver(lower_blocks=13, disk_blocks=disk.num_blocks, kept=Kept(tuple(blocks), tuple(snapshots)), rule=rule)
@@ -179,7 +180,7 @@ def test_many_lost_places_are_forgotten_at_once(monkeypatch: pytest.MonkeyPatch)
     assert driver.load_resting(NEXT_TURN) is not None
     [(transfer, action)] = driver.device.loading.items()
     cut, cut_off = list[int](), disk.cut_off
-    monkeypatch.setattr(disk, "cut_off", lambda node: (cut.append(node.place), cut_off(node)))
+    monkeypatch.setattr(disk, "cut_off", lambda node, depth: (cut.append(node.place), cut_off(node, depth)))
     lost = Lost(place for _, place in (*action.blocks[1:], *action.slots))
     driver.fail(transfer, lost)
     assert cut == [lost[0]], "what lies below is lost with the first of the path"
@@ -382,3 +383,26 @@ def test_salts_hold_after_a_restart() -> None:
     assert Reason.DEMOTED not in {miss.reason for miss in driver.lookup(PROMPT, "other").misses}
     assert driver.bring_back(PROMPT, "tenant")
     assert driver.lookup(PROMPT, "tenant").hit == 400
+
+
+@pytest.mark.parametrize(("lose", "is_kept"), [(0, True), (4, True), (5, False), (6, False)])
+def test_a_restart_needs_the_blocks_of_a_window_alone(lose: int, is_kept: bool) -> None:
+    first = spilled(rule=BehindWindows(100))
+    new = restarted(first, lose=lose)
+    _, disk = tiers(new)
+    assert (positions(disk), disk.num_used) == (([400], 2 + 1 + 5) if is_kept else ([], 0))
+    assert new.bring_back([*PROMPT, 1]) == is_kept
+    assert new.serve([*PROMPT, 1]).hit == 400 * is_kept
+
+
+def test_blocks_of_a_window_are_stored_eight_together_at_most() -> None:
+    driver = Driver(100, lower_blocks=60, disk_blocks=100, rule=BehindWindows(700))
+    driver.cache.loads.tiers[0].num_spare_blocks = 60
+    driver.serve(pattern(3, 1200))
+    evict_all(driver)
+    driver.flush()
+    paths = [spill.path for spill in driver.device.spilling.values() if spill.path is not None]
+    assert max(len(some.places) for path in paths for some in path.blocks) == 8
+    assert all(path.has_gaps for path in paths)
+    end_spills(driver)
+    assert driver.bring_back(pattern(3, 1200))

@@ -295,6 +295,13 @@ def test_long_histories_with_loads_agree_with_the_dictionary(shape: tuple[int, i
 def test_long_histories_with_tiers_below_agree_with_the_dictionary(
     shape: tuple[int, int], rule: ResumeRule, lower_blocks: int, disk_blocks: int
 ) -> None:
+    check_long_history_with_tiers(shape, rule, lower_blocks, disk_blocks)
+
+
+def check_long_history_with_tiers(
+    shape: tuple[int, int], rule: ResumeRule, lower_blocks: int, disk_blocks: int
+) -> None:
+    """Apply many random events to a cache with memories of these sizes below the device."""
     choose = random.Random(str(shape))
     history = History(*shape, rule, lower_blocks=lower_blocks, disk_blocks=disk_blocks)
     for _ in range(300):

@@ -10,13 +10,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from strandline.cache import SnapshotKind
+from strandline.cache import SnapshotKind, TokenBuffer
+from strandline.cache.evict_all import evict_all
+from strandline.cache.invariants import check
 from strandline.cache.placement import placement
 from strandline.cache.resume import BehindWindows, first_block_seen
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, RequestId
 from tests.cpu.cache.driver import Driver, published
 from tests.cpu.cache.history import History, pattern
-from tests.cpu.cache.test_state_machine import SHAPES, HungryCacheMachine, random_event
+from tests.cpu.cache.test_state_machine import (
+    SHAPES,
+    DiskCacheMachine,
+    HungryCacheMachine,
+    check_long_history_with_tiers,
+    random_event,
+)
 
 WINDOWS = [1, 2, 63, 64, 65, 100, 130, 200]
 
@@ -29,8 +37,36 @@ class WindowedCacheMachine(HungryCacheMachine):
         self.history = History(*shape, BehindWindows(window_tokens))
 
 
-WindowedCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples, stateful_step_count=50)
+WindowedCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
 TestWindowedCacheMachine = WindowedCacheMachine.TestCase
+
+
+class WindowedDiskCacheMachine(DiskCacheMachine):
+    """The same, with loads from other stores, and with memory and a persistent tier below the device."""
+
+    @initialize(
+        shape=st.sampled_from(SHAPES[::-1]),
+        window_tokens=st.sampled_from(WINDOWS),
+        lower_blocks=st.sampled_from([25, 60, 8, 1]),
+        disk_blocks=st.sampled_from([300, 60, 20, 0]),
+    )
+    def start(
+        self, shape: tuple[int, int], window_tokens: int = 1, lower_blocks: int = 1, disk_blocks: int = 1
+    ) -> None:
+        rule = BehindWindows(window_tokens)
+        self.history = History(*shape, rule, lower_blocks=lower_blocks, disk_blocks=disk_blocks)
+
+
+WindowedDiskCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
+TestWindowedDiskCacheMachine = WindowedDiskCacheMachine.TestCase
+
+
+@pytest.mark.parametrize(("lower_blocks", "disk_blocks"), [(30, 0), (300, 0), (30, 40), (16, 400)])
+@pytest.mark.parametrize(("shape", "window_tokens"), [((16, 1), 65), ((9, 5), 1), ((9, 5), 130)])
+def test_long_histories_with_tiers_below_agree_with_the_dictionary(
+    shape: tuple[int, int], window_tokens: int, lower_blocks: int, disk_blocks: int
+) -> None:
+    check_long_history_with_tiers(shape, BehindWindows(window_tokens), lower_blocks, disk_blocks)
 
 
 @pytest.mark.parametrize("window_tokens", WINDOWS)
@@ -125,3 +161,80 @@ def test_requests_that_share_a_path_keep_what_the_slowest_needs() -> None:
 @pytest.mark.parametrize(("position", "window_tokens", "first"), [(0, 1, 0), (64, 1, 1), (64, 2, 0), (300, 100, 3)])
 def test_first_block_seen_is_that_of_the_oldest_token(position: int, window_tokens: int, first: int) -> None:
     assert first_block_seen(position, window_tokens) == first
+
+
+def test_prompt_that_ends_in_a_gap_leaves_a_snapshot_there() -> None:
+    """Its tokens are in the index, but the keys and values of its last block are not."""
+    talk = driver()
+    first, answer = pattern(0, 700), pattern(1, 600)
+    talk.serve(first, answer)
+    assert talk.lookup(first[:450]).kv_tokens == 450
+    assert (450 not in positions(talk), talk.serve(first[:450]).hit < 450) == (True, True)
+    assert 450 in positions(talk)
+    assert talk.serve(first[:450]).hit == 450
+    talk.serve([*first[:450], 3 - first[450]])
+    assert talk.serve([*first, *answer]).hit == 1300
+
+
+def positions(of: Driver) -> set[int]:
+    return {len(tokens) for _, tokens in published(of.cache)}
+
+
+def test_hold_keeps_the_windows_of_its_snapshots() -> None:
+    talk = driver()
+    talk.serve(pattern(0, 700))
+    hold = talk.cache.holds.keep(RequestId("hold"), TokenBuffer([*pattern(0, 700), 1]))
+    assert hold is not None
+    assert hold.held
+    check(talk.cache)
+    for snapshot in hold.held:
+        window = range(first_block_seen(snapshot.position, 100), -(-snapshot.position // BLOCK_TOKENS))
+        assert all(hold.table[index] for index in window)
+    talk.flush()
+    evict_all(talk.cache)
+    check(talk.cache)
+    talk.flush()
+    assert num_blocks(talk) > 0
+    talk.cache.holds.drop(hold)
+    check(talk.cache)
+    talk.flush()
+    talk.drain()
+
+
+@pytest.mark.parametrize("disk_blocks", [0, 100])
+def test_a_window_rests_and_returns_without_what_lies_behind_it(disk_blocks: int) -> None:
+    talk = Driver(rule=BehindWindows(100), lower_blocks=100, disk_blocks=disk_blocks)
+    for tier in talk.cache.loads.tiers[: disk_blocks > 0]:
+        tier.num_spare_blocks = tier.num_blocks
+    prompt = pattern(0, 700)
+    talk.serve(prompt)
+    evict_all(talk.cache)
+    talk.flush()
+    while talk.end_spill():
+        pass
+    tier = talk.cache.loads.tiers[-1]
+    assert num_blocks(talk) == 0
+    windows = {p: range(first_block_seen(p, 100), p // BLOCK_TOKENS) for p in (s.position for s in tier.snapshots())}
+    resting = set().union(*windows.values())
+    assert tier.num_used == len(resting) + sum(tier.slot_blocks + (p % BLOCK_TOKENS > 0) for p in windows)
+    assert talk.bring_back([*prompt, 1])
+    assert num_blocks(talk) == len(windows[700]) + 1
+    assert talk.serve([*prompt, 1]).hit == 700
+    talk.drain()
+
+
+def test_load_fills_gaps_of_a_path_that_goes_on() -> None:
+    talk = driver()
+    first, answer = pattern(0, 450), pattern(1, 600)
+    talk.serve(first, answer)
+    snapshot = next(s for _, _, s in talk.cache.snapshots() if s.position == 450)
+    talk.cache.internals().memory.drop_snapshot(snapshot)
+    talk.flush()
+    held = num_blocks(talk)
+    lead = talk.load(first, talk.offer(first, [450]))
+    assert lead is not None
+    assert lead.lease.transfer is not None
+    talk.end_load(lead.lease.transfer, is_done=True)
+    assert num_blocks(talk) == held + 450 // BLOCK_TOKENS + 1 - first_block_seen(450, 100)
+    assert talk.serve(first).hit == 450
+    assert talk.serve([*first, *answer]).hit == 1050

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strandline.cache import Completion, LoadIn, SnapshotKind, StoreOut
-from strandline.cache.actions import StoredPath
+from strandline.cache.actions import StoredBlocks, StoredPath
 from strandline.cache.tokens import encode
 from strandline.device import disk_store
 from strandline.device.arena_copies import ArenaCopies
@@ -59,7 +59,8 @@ class Scene:
     def store(self, first: int = 10) -> Completion:
         """Store three blocks, one of them from the device, and the slot with the block that it lies inside."""
         places = range(first, first + 5)
-        path = StoredPath("t", DATA, 0, tuple(places[:3]), places[3], places[4], SnapshotKind.MARK, 0, is_shared=False)
+        blocks = (StoredBlocks(0, tuple(places[:3])),)
+        path = StoredPath("t", DATA, blocks, False, places[3], places[4], SnapshotKind.MARK, 0, is_shared=False)
         stored = ((1, places[1]), (2, places[2]), (3, places[3]), (1, places[4]))
         return self.begin(StoreOut(TransferId(2), DISK_STORE, ((BlockId(20), places[0]),), (), stored, path))
 

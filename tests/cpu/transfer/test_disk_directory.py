@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from strandline.cache import SnapshotKind
-from strandline.cache.actions import StoredPath
+from strandline.cache.actions import StoredBlocks, StoredPath
 from strandline.cache.path_hashes import block_hashes, root_hash
 from strandline.cache.tokens import encode
 from strandline.errors import ConfigError
 from strandline.transfer import disk_files
-from strandline.transfer.disk_directory import BLOCKS, SNAPSHOT, DiskDirectory, Found
+from strandline.transfer.disk_directory import DiskDirectory, Found
 from strandline.transfer.disk_files import (
     DamagedFileError,
     Header,
@@ -32,7 +32,8 @@ from strandline.transfer.disk_files import (
 BLOCK_BYTES, SLOT_BYTES = 512, 3000
 LAYOUT = {"weights": "one", "block": "small"}
 DATA = encode(range(200))
-PATH = StoredPath("tree", DATA, 1, (5, 6), 7, 8, SnapshotKind.PROMPT_END, 3, is_shared=True)
+STORED = StoredBlocks(1, (5, 6))
+PATH = StoredPath("tree", DATA, (STORED,), False, 7, 8, SnapshotKind.PROMPT_END, 3, is_shared=True)
 
 
 def opened(path: Path, layout: dict[str, str] = LAYOUT, rank: int = 0) -> DiskDirectory:
@@ -46,8 +47,8 @@ def content(size: int, seed: int = 1) -> bytes:
 def write(directory: DiskDirectory, path: StoredPath = PATH) -> list[str]:
     """Write a path's two files; return their names."""
     names = []
-    for kind in (BLOCKS, SNAPSHOT):
-        file = directory.new_file(path, kind)
+    for blocks in (*path.blocks, None):
+        file = directory.new_file(path, blocks)
         items = [[content(size, seed)] for seed, size in enumerate(file.header.sizes)]
         write_file(directory.descriptor, file.name, file.header, items)
         names.append(file.name)
@@ -79,6 +80,14 @@ def test_files_are_found_again_with_all_that_they_say(directory: DiskDirectory) 
     assert sorted(found.places) == sorted((*blocks.places, snapshot.slot, snapshot.tail))
 
 
+def test_snapshots_without_what_lies_behind_windows_have_all_tokens(directory: DiskDirectory) -> None:
+    write(directory, replace(PATH, has_gaps=True))
+    write(directory, replace(PATH, has_gaps=True, data=DATA[:768], tail=0))
+    _, snapshots = rescanned(directory).kept
+    found = sorted((len(snapshot.key), snapshot.before, snapshot.key, bool(snapshot.tail)) for snapshot in snapshots)
+    assert found == [(768, root_hash("tree"), DATA[:768], False), (800, root_hash("tree"), DATA, True)]
+
+
 def test_items_read_as_written(directory: DiskDirectory) -> None:
     name, _ = write(directory)
     file = open_for_reading(directory.descriptor, name)
@@ -94,8 +103,8 @@ def test_items_read_as_written(directory: DiskDirectory) -> None:
 def test_headers_take_about_270_bytes_per_block(directory: DiskDirectory) -> None:
     sizes = []
     for num_blocks in (100, 1100):
-        path = replace(PATH, data=encode(range(64 * num_blocks)), first_block=0, blocks=tuple(range(num_blocks)))
-        header = directory.new_file(path, BLOCKS).header
+        path = replace(PATH, data=encode(range(64 * num_blocks)))
+        header = directory.new_file(path, StoredBlocks(0, tuple(range(num_blocks)))).header
         sizes.append(len(disk_files.encode_header(header)))
         assert header.start % 4096 == 0
         assert 0 <= header.start - sizes[-1] < 4096
@@ -282,7 +291,7 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_failed_writes_leave_nothing(directory: DiskDirectory) -> None:
-    file = directory.new_file(PATH, BLOCKS)
+    file = directory.new_file(PATH, STORED)
 
     def items() -> Iterator[list[bytes]]:
         yield [content(BLOCK_BYTES)]

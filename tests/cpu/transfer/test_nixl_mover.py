@@ -21,11 +21,11 @@ from strandline.transfer.connection import Cause, TransferError
 from strandline.transfer.layout import Items
 from strandline.transfer.messages import Hello, Want
 from strandline.transfer.nixl_mover import NixlMover, Region
-from tests.cpu.transfer.test_pull import ASK, LAYOUT, LONG_S, OFFER, SHORT_S, SPEC, Memory, content_of
+from tests.cpu.transfer.test_pull import ASK, LAYOUT, LONG_S, OFFER, SHORT_S, SPEC, WANTED, Memory, wanted_content
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs strandline[nixl]")
 NOWHERE = Region(0, 0, None)
-WANT = Want(0, [100, 4992, 5000])
+WANT = Want([(0, 79)], [100, 4992, 5000])
 """Three pieces."""
 
 
@@ -104,13 +104,13 @@ def check_whole(producer: Producer, mover: NixlMover, want: Want = WANT) -> None
     """Fetch, and check every byte."""
     memory = Memory()
     num_bytes = pull_from(producer, mover).fetch(want, memory.write)
-    expected = content_of(want.first_block, OFFER.num_blocks, tuple(want.positions))
+    expected = wanted_content(want)
     assert b"".join(memory.written.values()) == expected
     assert num_bytes == len(expected)
 
 
 @needs_nixl
-@pytest.mark.parametrize("want", [WANT, Want(3, [100, 5000]), Want(79, [5000]), Want(0, [])])
+@pytest.mark.parametrize("want", WANTED)
 def test_what_is_wanted_arrives_and_nothing_else(producer: Producer, mover: NixlMover, want: Want) -> None:
     check_whole(producer, mover, want)
 
@@ -127,7 +127,7 @@ def test_pulls_that_run_together_do_not_mix(producer: Producer, mover: NixlMover
             failures.append(failure)
             raise
 
-    threads = [Thread(target=run, args=[Want(first, [100, 5000])]) for first in range(0, 60, 20)]
+    threads = [Thread(target=run, args=[Want([(first, 79)], [100, 5000])]) for first in range(0, 60, 20)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -40,12 +40,26 @@ def content_of(start: int, end: int, positions: tuple[int, ...]) -> bytes:
     return b"".join([*map(content, range(start, end)), *(content(position=p) for p in positions)])
 
 
+def wanted_content(want: Want) -> bytes:
+    """Return all bytes of what is wanted, in order."""
+    return b"".join(content_of(*some, ()) for some in want.blocks) + content_of(0, 0, tuple(want.positions))
+
+
+WANTED = [
+    Want([(3, 79)], [100, 5000]),
+    Want([], [5000]),
+    Want([(0, 79)], []),
+    Want([(0, 79)], [100, 4992, 5000]),
+    Want([(0, 2), (70, 79)], [100, 5000]),
+]
+
+
 @dataclass
 class Memory:
     """An engine that has a prefix, and one that lacks it."""
 
     offered: Offer | None = OFFER
-    wanted: Want | None = field(default_factory=lambda: Want(3, [100, 5000]))
+    wanted: Want | None = field(default_factory=lambda: Want([(3, 79)], [100, 5000]))
     asks: list[Ask] = field(default_factory=list)
     ends: list[tuple[str, bool]] = field(default_factory=list)
     written: dict[tuple[int, int, tuple[int, ...]], bytes] = field(default_factory=dict)
@@ -122,12 +136,12 @@ def pull_from(port: int, memory: Memory, *, engine_id: str = "producer", timeout
         pull.close()
 
 
-@pytest.mark.parametrize("wanted", [Want(3, [100, 5000]), Want(79, [5000]), Want(0, []), Want(0, [100, 4992, 5000])])
+@pytest.mark.parametrize("wanted", WANTED)
 def test_what_is_wanted_arrives_and_nothing_else(make_server: MakeServer, wanted: Want) -> None:
     source, sink = Memory(), Memory(wanted=wanted)
     num_bytes = pull_from(make_server(source).port, sink)
     assert source.asks == [ASK]
-    expected = content_of(wanted.first_block, OFFER.num_blocks, tuple(wanted.positions))
+    expected = wanted_content(wanted)
     assert b"".join(sink.written.values()) == expected
     assert num_bytes == len(expected)
     assert all(data == content_of(*items) for items, data in sink.written.items())
@@ -136,11 +150,13 @@ def test_what_is_wanted_arrives_and_nothing_else(make_server: MakeServer, wanted
 
 
 def test_pieces_are_cut_by_size() -> None:
-    pieces = list(pieces_of(3, 79, [100, 4992, 5000], SPEC))
+    pieces = list(pieces_of([(3, 79)], [100, 4992, 5000], SPEC, past=79))
     assert len(pieces) == 3
     assert sum(piece.num_bytes for piece in pieces) == 76 * SPEC.raw_block_bytes + 3 * SPEC.raw_slot_bytes
     assert max(piece.num_bytes for piece in pieces) <= max(8 * 2**20, SPEC.raw_slot_bytes)
-    assert list(pieces_of(79, 79, [], SPEC)) == []
+    assert list(pieces_of([], [], SPEC, past=79)) == []
+    two = list(pieces_of([(3, 5), (70, 79)], [5000], SPEC, past=79))
+    assert [piece[:3] for piece in two] == [(3, 5, ()), (70, 79, ()), (79, 79, (5000,))]
 
 
 @pytest.mark.parametrize("source", [Memory(offered=None), Memory()])
@@ -181,7 +197,17 @@ def test_another_engine_in_a_peers_place_is_not_asked(make_server: MakeServer) -
 
 
 @pytest.mark.parametrize(
-    "want", [Want(80, []), Want(-1, []), Want(0, [99]), Want(0, [5000, 5001]), Piece(0), Hello("", {})]
+    "want",
+    [
+        Want([(0, 80)], []),
+        Want([(-1, 79)], []),
+        Want([(5, 4)], []),
+        Want([(5, 9), (8, 10)], []),
+        Want([], [99]),
+        Want([(0, 79)], [5000, 5001]),
+        Piece(0),
+        Hello("", {}),
+    ],
 )
 def test_more_than_was_offered_is_refused(make_server: MakeServer, want: Any) -> None:
     source = Memory()
@@ -222,7 +248,7 @@ def test_a_consumer_that_dies_or_stalls_ends_its_hold(
 ) -> None:
     source = Memory()
     server = make_server(source, timeout_s=LONG_S if is_killed else SHORT_S)
-    sent = [Hello("consumer", LAYOUT), ASK, Want(0, [5000])]
+    sent = [Hello("consumer", LAYOUT), ASK, Want([(0, 79)], [5000])]
     with Connection.to("127.0.0.1", server.port, LONG_S) as connection:
         for message in sent[:num_messages]:
             connection.send(message)
@@ -239,7 +265,7 @@ def test_a_consumer_that_dies_or_stalls_ends_its_hold(
 @pytest.mark.parametrize("num_answers", range(4))
 @pytest.mark.parametrize("end", ["dies", "stalls", "garbles"])
 def test_a_producer_that_dies_stalls_or_garbles_is_an_error(num_answers: int, end: str) -> None:
-    piece = next(pieces_of(3, OFFER.num_blocks, [100, 5000], SPEC))
+    piece = next(pieces_of([(3, OFFER.num_blocks)], [100, 5000], SPEC, past=OFFER.num_blocks))
     answers: list[tuple[Any, bytes]] = [
         (Hello("producer", LAYOUT), b""),
         (OFFER, b""),

@@ -1,0 +1,26 @@
+"""Memory below the device, as data."""
+
+from dataclasses import dataclass
+
+from strandline.cache.kept import NOTHING, Kept
+from strandline.cache.load_costs import LoadCosts
+
+
+@dataclass(frozen=True, slots=True)
+class LowerMemory:
+    """Memory below the device."""
+
+    store: str
+    """The name of the store in actions."""
+    num_blocks: int
+    """Its size in blocks."""
+    block_bytes: int
+    slot_blocks: int
+    """The size of a resting slot in blocks; 0 for models that keep no states."""
+    costs: LoadCosts
+    num_spare_blocks: int = 0
+    """Blocks of it that are kept free, by passing on what is worth least to the tier below."""
+    key: bytes | None = None
+    """Secret that salts are hashed with in its files. None: it ends with the process, and keeps no copies."""
+    kept: Kept = NOTHING
+    """What it holds from an earlier process."""
