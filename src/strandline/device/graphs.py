@@ -57,6 +57,11 @@ def verification_sizes(max_num_seqs: int, draft_tokens: int) -> list[Verificatio
     return [VerificationSize(count, depth) for count in counts for depth in depths]
 
 
+def capture_error_mode(kernels: Kernels) -> str:
+    """Return which calls end a capture: with several ranks, this thread's alone, as one of NCCL's asks after events."""
+    return "global" if kernels.ranks.size == 1 else "thread_local"
+
+
 class StepHidden(NamedTuple):
     """The final hidden states of a step."""
 
@@ -118,8 +123,6 @@ class StepGraphs:
         self._num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
         captured = dict[StepSize, _Captured]()
         pool = torch.cuda.graph_pool_handle()
-        # With several ranks a thread of NCCL's asks after events at any time, which is no fault of this capture.
-        error_mode = "global" if kernels.ranks.size == 1 else "thread_local"
         # The largest first: the smaller ones then fit into its scratch memory.
         for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
             step = captured[size] = _Captured(size, self._table(size))
@@ -131,7 +134,7 @@ class StepGraphs:
                 for _ in range(WARM_UP_RUNS):
                     run(step)
                 torch.cuda.synchronize(device)
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode=error_mode):
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode=capture_error_mode(kernels)):
                     run(step)
                 # What is captured next may read what this one writes.
                 graph.replay()

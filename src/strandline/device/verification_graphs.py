@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from strandline.device.batch import block_tables
 from strandline.device.divided_sampling import likeliest
-from strandline.device.graphs import WARM_UP_RUNS, Forward
+from strandline.device.graphs import WARM_UP_RUNS, Forward, capture_error_mode
 from strandline.device.padded_verification import (
     LastVerification,
     PaddedVerification,
@@ -124,7 +124,7 @@ class VerificationGraphs:
         for _ in range(WARM_UP_RUNS):
             run()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=capture_error_mode(self._kernels)):
             run()
         # What is captured next may read what this one writes.
         graph.replay()
