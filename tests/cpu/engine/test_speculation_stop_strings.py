@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from strandline import LLM, SamplingParams
+from strandline.engine.request import Request
 from strandline.env import DEBUG_CACHE
 from strandline.records.events import SpeculationStats
 from strandline.records.outputs import RequestOutput
@@ -29,6 +30,18 @@ class Dialogue(NamedTuple):
     prompt: list[int]
     params: SamplingParams
     ends: list[Any]
+    answer: list[int]
+    """Without stop strings."""
+
+
+class Oracle:
+    """Drafts known answers, so that stop strings end among drafts that are right."""
+
+    def __init__(self, dialogues: list[Dialogue]) -> None:
+        self._answers = {tuple(dialogue.prompt): dialogue.answer for dialogue in dialogues}
+
+    def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
+        return tuple(self._answers.get(request.prompt_ids, [])[len(request.output_ids) :][:max_tokens])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,8 +59,9 @@ def dialogues(checked: None) -> list[Dialogue]:
         source = SOURCES[index % len(SOURCES)]
         prompt = list(llm.get_tokenizer().encode(source[rng.randrange(10) :]))
         free = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        params = some_params(rng, run(llm, prompt, free, "free")[0].outputs[0].text)
-        found.append(Dialogue(prompt, params, hold(llm, prompt, params, str(index))[0]))
+        output = run(llm, prompt, free, "free")[0].outputs[0]
+        params = some_params(rng, output.text)
+        found.append(Dialogue(prompt, params, hold(llm, prompt, params, str(index))[0], list(output.token_ids)))
     assert {dialogue.ends[0][2] for dialogue in found} == {"stop", "length"}
     return found
 
@@ -97,13 +111,16 @@ def hold(llm: LLM, prompt: list[int], params: SamplingParams, salt: str) -> tupl
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 4])
-@pytest.mark.parametrize("method", ["mtp", "ngram"])
+@pytest.mark.parametrize("method", ["mtp", "ngram", "oracle"])
 def test_stop_strings_end_requests_as_without_drafts(dialogues: list[Dialogue], method: str, num_drafts: int) -> None:
-    config: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts, "adaptive": False}
+    source = "mtp" if method == "mtp" else "ngram"
+    config: dict[str, Any] = {"method": source, "num_speculative_tokens": num_drafts, "adaptive": False}
     if method == "ngram":
         config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
     llm, total = load(config), SpeculationStats()
-    for index, (prompt, params, expected) in enumerate(dialogues):
+    if method == "oracle":
+        llm.engine.scheduler.drafts.drafter = Oracle(dialogues)
+    for index, (prompt, params, expected, _) in enumerate(dialogues):
         found, speculation = hold(llm, prompt, params, str(index))
         assert found == expected, params
         num_tokens, cached_after = len(found[0][1]), [end[-1] for end in found[1:]]
@@ -117,7 +134,7 @@ def test_stop_string_is_found_while_the_next_step_runs(
     dialogues: list[Dialogue], speculation: dict[str, Any] | None
 ) -> None:
     llm = load(speculation, async_scheduling=True)
-    for index, (prompt, params, expected) in enumerate(dialogues):
+    for index, (prompt, params, expected, _) in enumerate(dialogues):
         found, _ = hold(llm, prompt, params, str(index))
         # The step under way may have computed the last token, too: the next turn hits it, or lacks a state before it.
         assert found[0] == expected[0], params
