@@ -46,7 +46,7 @@ from numba import carray, cfunc, from_dtype, njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from strandline import env, ids, specs
+from strandline import env, errors, ids, specs
 
 LOGGER: Final = logging.getLogger("strandline.kernels")
 
@@ -60,6 +60,7 @@ MEMORY_KINDS: Final = {**KINDS, torch.float8_e4m3fn: E4M3}
 
 SOURCES: Final = (
     Path(env.__file__),
+    Path(errors.__file__),
     Path(ids.__file__),
     Path(specs.__file__),
     *sorted(path for path in Path(__file__).parent.glob("*.py") if not path.stem.endswith("_triton")),

@@ -76,6 +76,7 @@ def build_nemotron_h(config: Any, dtype: torch.dtype, device: torch.device | str
     )
     max_position = read_max_position(fields)
     norm, hidden_size = plain(eps), attention.hidden_size
+    experts = _read_experts(fields) if "moe" in layer_types else None
 
     def build_layer(*kinds: str) -> DecoderLayer:
         mixer: Attention | Mamba2Layer | None = None
@@ -86,7 +87,7 @@ def build_nemotron_h(config: Any, dtype: torch.dtype, device: torch.device | str
             elif kind == "linear_attention":
                 mixer = Mamba2Layer(mamba2, dtype, device, shard)
             elif kind == "moe":
-                mlp = ReluSquaredMoe(_read_experts(fields), dtype, device, shard)
+                mlp = ReluSquaredMoe(experts or _read_experts(fields), dtype, device, shard)
             else:
                 mlp = ReluSquaredMlp(hidden_size, mlp_size, dtype, device, shard, has_bias=has_bias)
         return DecoderLayer(mixer, mlp, norm, hidden_size, dtype, device)
