@@ -29,9 +29,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("mode", "kv_cache_dtype"),
     [
-        ("resumed", "auto"),
         ("resumed", "fp8"),
-        *(pytest.param(mode, "auto", marks=pytest.mark.long) for mode in exam.MODES if mode != "resumed"),
+        *(pytest.param(mode, "auto", marks=pytest.mark.long) for mode in exam.MODES),
     ],
 )
 def test_demo_model_keeps_its_exam_within_a_point(converted: Path, mode: str, kv_cache_dtype: str) -> None:

@@ -237,7 +237,7 @@ class StatelessCacheMachine(HungryCacheMachine):
 
 CacheMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=50)
 HungryCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples, stateful_step_count=50)
-StatelessCacheMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=50)
+StatelessCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples, stateful_step_count=50)
 LoadingCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
 StatelessLoadingCacheMachine.TestCase.settings = settings(
     max_examples=settings().max_examples // 4, stateful_step_count=50

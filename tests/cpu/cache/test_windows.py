@@ -70,7 +70,7 @@ def test_long_histories_with_tiers_below_agree_with_the_dictionary(
 
 
 @pytest.mark.parametrize("window_tokens", WINDOWS)
-@pytest.mark.parametrize("shape", [(12, 2), (9, 5), (40, 5)])
+@pytest.mark.parametrize("shape", [(12, 2), pytest.param((9, 5), marks=pytest.mark.long), (40, 5)])
 def test_long_histories_agree_with_the_dictionary(shape: tuple[int, int], window_tokens: int) -> None:
     choose = random.Random(f"{shape} {window_tokens}")
     history = History(*shape, BehindWindows(window_tokens))

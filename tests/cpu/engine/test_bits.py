@@ -47,7 +47,7 @@ MIXTURE: dict[str, Any] = {
 Trace = list[tuple[list[int], list[float]]]
 
 
-@pytest.fixture(params=["Numba", "torch"])
+@pytest.fixture(params=["Numba", pytest.param("torch", marks=pytest.mark.long)])
 def backend(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setenv(env.NUMBA, str(int(request.param == "Numba")))
 
@@ -160,7 +160,7 @@ def test_a_published_slot_holds_the_bits_of_a_cold_prefill(make_exact: MakeLLM, 
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "half"])
+@pytest.mark.parametrize("weights", [pytest.param("float32", marks=pytest.mark.long), "bfloat16", "half"])
 def test_the_demo_model_gives_the_same_bits(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if weights == "half":
         if not can_halve(torch.zeros(1, 1)):

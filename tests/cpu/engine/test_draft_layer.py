@@ -242,7 +242,9 @@ ADAPTIVE = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
-@pytest.mark.parametrize("depths", [(0, 2), (0,) * 9 + (1, 2, 2), (0,) * 20 + (2,)], ids=str)
+@pytest.mark.parametrize(
+    "depths", [(0, 2), pytest.param((0,) * 9 + (1, 2, 2), marks=pytest.mark.long), (0,) * 20 + (2,)], ids=str
+)
 def test_drafts_behind_plain_steps_are_those_of_the_trained_layer(
     make: Callable[..., LLM], trained: demo_network.DemoModel, depths: tuple[int, ...], is_overlapped: bool
 ) -> None:

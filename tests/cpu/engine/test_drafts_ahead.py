@@ -196,7 +196,7 @@ def serve(llm: LLM, seed: int, stop: Sequence[str] = ()) -> dict[str, Answer]:
     return answers
 
 
-@pytest.mark.parametrize(("seed", "num_drafts"), [(1, 1), (2, 2), (3, 4)])
+@pytest.mark.parametrize(("seed", "num_drafts"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.long), (3, 4)])
 def test_steps_planned_ahead_give_the_same_answers_and_hits(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, seed: int, num_drafts: int
 ) -> None:
@@ -285,7 +285,9 @@ def test_preempted_requests_give_the_same_answers(make: Callable[..., LLM], seed
     assert llm.engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("num_steps", range(2, 8))
+@pytest.mark.parametrize(
+    "num_steps", [2, 5, *(pytest.param(num_steps, marks=pytest.mark.long) for num_steps in (3, 4, 6, 7))]
+)
 def test_aborted_request_leaves_a_true_snapshot(make: Callable[..., LLM], num_steps: int) -> None:
     llm = make(2)
     [(prompt, _), *_] = some_requests(llm, 7)

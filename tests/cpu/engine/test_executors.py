@@ -160,7 +160,9 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=pytest.mark.long if name == "small steps" else []) for name in PROGRAMS]
+)
 def test_worker_gives_the_same_answers(executor_of: MakeExecutor, chat_dir: Path, program: str) -> None:
     options = PROGRAMS[program]
     deterministic = options.get("deterministic", False)

@@ -1,7 +1,7 @@
 """The engine's promises hold for every family: resumed anywhere, forked, preempted, in steps of any size (contract 6).
 
 ``test_exactness.py`` tests more of them, on Qwen3.5. Forks, preemption, published states and drafts are tested on one
-family for each kind of layer; on the others only with ``--long``.
+family for each kind of layer; on the others, and in torch where there are Numba kernels, only with ``--long``.
 """
 
 from pathlib import Path
@@ -53,10 +53,12 @@ NUM_REQUESTS = 16
 
 CASES = [*((name, "numba") for name in FAMILIES), *((name, "torch") for name in ALSO_IN_TORCH)]
 
+EACH_KIND = [(name, "numba") for name in REPRESENTATIVES]
+
 each_case = pytest.mark.parametrize("case", CASES, indirect=True, ids="-".join, scope="module")
 each_kind = pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case[0] in REPRESENTATIVES else pytest.mark.long) for case in CASES],
+    [pytest.param(case, marks=[] if case in EACH_KIND else pytest.mark.long) for case in CASES],
     indirect=True,
     ids="-".join,
     scope="module",

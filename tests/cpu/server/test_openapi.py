@@ -27,7 +27,7 @@ def test_no_request_makes_a_5xx(bytes_dir: Path, tmp_path: Path) -> None:
             modes = list(GenerationMode) if len(operation.body) else [GenerationMode.POSITIVE]
             for mode in modes:
 
-                @settings(max_examples=15, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+                @settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
                 @given(case=operation.as_strategy(generation_mode=mode))
                 def check(case: schemathesis.Case) -> None:
                     case.call_and_validate(checks=[not_a_server_error, content_type_conformance], timeout=TIMEOUT_S)

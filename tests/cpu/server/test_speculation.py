@@ -209,7 +209,10 @@ def test_stop_strings_end_answers_where_they_do_without_drafts(plain: ServerProc
         assert found["choices"] == post(plain, "/v1/completions", **asked, stop=[stop])["choices"]
 
 
-@pytest.mark.parametrize("command", re.findall(r"^(strandline serve .*)$", PAGE, re.MULTILINE))
+FIRST, *OTHERS = re.findall(r"^(strandline serve .*)$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", [FIRST, *(pytest.param(command, marks=pytest.mark.long) for command in OTHERS)])
 def test_the_commands_of_the_page_serve_and_end_in_order(command: str, tmp_path: Path) -> None:
     _, _, model, *flags = shlex.split(command)
     assert model == "demo"
