@@ -205,19 +205,22 @@ class DiskStore:
 
     def _load(self, transfer: TransferId, wanted: Sequence[_Wanted], fence: Fence) -> None:
         """Read and report."""
-        start_s, reason = SYSTEM_CLOCK(), "it could not be written to the device"
+        start_s, is_done = SYSTEM_CLOCK(), False
         lost: tuple[int, ...] = ()
         try:
             self._read(wanted, fence)
-            reason = ""
+            is_done = True
         except _LostError as error:
-            lost, reason = error.places, str(error)
+            lost = error.places
+            self._warn_of_load(str(error))
         except OSError as error:
-            reason = cause_of(error)
+            self._warn_of_load(cause_of(error))
         finally:
             # Without a completion, requests would wait for ever.
-            self._completions.put(Completion(transfer, not reason, SYSTEM_CLOCK() - start_s, lost))
-        if reason and SYSTEM_CLOCK() >= self._logged_s + LOG_EVERY_S:
+            self._completions.put(Completion(transfer, is_done, SYSTEM_CLOCK() - start_s, lost))
+
+    def _warn_of_load(self, reason: str) -> None:
+        if SYSTEM_CLOCK() >= self._logged_s + LOG_EVERY_S:
             self._logged_s = SYSTEM_CLOCK()
             LOGGER.warning("a prefix could not be read from the disk cache and is computed: %s", reason)
 

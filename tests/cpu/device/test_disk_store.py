@@ -3,8 +3,9 @@
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -72,10 +73,12 @@ class Scene:
     def files(self, kind: str) -> list[Path]:
         return sorted(self.path.glob(f"*.{kind}"))
 
-    def wait_for_drops(self) -> None:
-        """Wait until what was asked for before is done: loads are done in order by then."""
-        for _ in range(2 * disk_store.NUM_THREADS):
-            self.begin(LoadIn(TransferId(9), DISK_STORE, ((BlockId(40), 99),), ()))
+    def wait_until(self, is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Poll until the threads have done something."""
+        deadline_s = monotonic() + timeout_s
+        while not is_so():
+            assert monotonic() < deadline_s, f"not so within {timeout_s} s: {sorted(self.path.iterdir())}"
+            sleep(0.005)
 
 
 @pytest.fixture
@@ -131,12 +134,9 @@ def test_dropped_places_leave_the_disk(scene: Scene) -> None:
     [blocks] = scene.files("blocks")
     size = blocks.stat().st_size
     scene.disk.drop([12, 13, 14])
-    scene.wait_for_drops()
-    assert blocks.stat().st_size == size - SPEC.raw_block_bytes
-    assert scene.files("snapshot") == []
+    scene.wait_until(lambda: blocks.stat().st_size == size - SPEC.raw_block_bytes and not scene.files("snapshot"))
     scene.disk.drop([10, 11])
-    scene.wait_for_drops()
-    assert scene.files("blocks") == []
+    scene.wait_until(lambda: not scene.files("blocks"))
     assert scene.load().lost == (10,)
 
 
@@ -190,11 +190,12 @@ def test_what_gets_no_new_name_leaves_the_disk(tmp_path: Path, caplog: pytest.Lo
     second = Scene(tmp_path / "cache")
     [[*blocks]] = [kept.places for kept in second.kept.blocks]
     second.disk.rename({blocks[0]: 90, blocks[1]: blocks[0]})
-    second.wait_for_drops()
+    size = 4096 + 2 * SPEC.raw_block_bytes
+    second.wait_until(
+        lambda: not second.files("snapshot") and [x.stat().st_size for x in second.files("blocks")] == [size]
+    )
     assert "3 blocks and snapshots of the disk cache" in caplog.text
     assert "are of no use: other ranks lack them" in caplog.text
-    [file] = [path for kind in ("blocks", "snapshot") for path in second.files(kind)]
-    assert file.stat().st_size == 4096 + 2 * SPEC.raw_block_bytes
     loads = ((BlockId(30), 90), (BlockId(31), blocks[0]))
     assert second.begin(LoadIn(TransferId(3), DISK_STORE, loads, ())).is_done
     for target, source in ((30, 20), (31, 21)):
