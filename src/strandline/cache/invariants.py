@@ -131,7 +131,7 @@ def _check_owners(cache: Internals, runs: list[Run]) -> None:
         block_owners.update(lease.fills.values())
         owners = {cache.memory.owner(block) for block in lease.table[lease.num_published :]}
         _require(owners <= {None, lease.tail}, f"{lease.request_id}: a block of its own has an owner in the index")
-        writes_slot = cache.rule.needs_slots and lease.transfer is None and lease.held is None
+        writes_slot = cache.rule.needs_slots and lease.is_request
         _require((lease.dst != NULL_SLOT) == writes_slot, f"{lease.request_id} writes slot {lease.dst}")
         slot_owners[lease.dst] += writes_slot
         slot_owners.update(cut.slot for cut in lease.cuts)
@@ -198,8 +198,7 @@ def _check_lease(lease: Lease) -> None:
     differ = [index for index, (mine, block) in enumerate(zip(table, path, strict=True)) if mine != block]
     are_left = all(index < lease.num_left and table[index] == NULL_BLOCK for index in differ)
     _require(are_left, f"{name}: its table differs from its path")
-    is_request = lease.transfer is None and lease.held is None
-    are_held = not is_request or NULL_BLOCK not in lease.table[lease.num_left :]
+    are_held = not lease.is_request or NULL_BLOCK not in lease.table[lease.num_left :]
     _require(are_held, f"{name}: a block in its window was freed")
     data = b"".join(bytes(run.tokens) for run in reversed(list(lease.run.ancestry())))
     _require(lease.tokens.data.startswith(data), f"{name}: its path holds other tokens")

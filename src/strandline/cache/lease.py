@@ -130,6 +130,11 @@ class Lease:
         """The transfer that fills it: no request runs, its blocks and snapshots are being loaded. None: one runs."""
 
     @property
+    def is_request(self) -> bool:
+        """Whether a request runs; otherwise its path is being loaded, or held."""
+        return self.transfer is None and self.held is None
+
+    @property
     def num_logged(self) -> int:
         """Tokens in the log, the last ones before ``computed``."""
         return self.computed - self.folded

@@ -59,8 +59,7 @@ class Windows:
 
     def end(self, lease: Lease) -> None:
         """Free the blocks of the index that only a lease needed, which has ended."""
-        is_request = lease.transfer is None and lease.held is None
-        first = lease.num_left if is_request else 0
+        first = lease.num_left if lease.is_request else 0
         self.free_unneeded(path_blocks(lease.run)[first:], first)
 
     def leave(self, snapshot: Snapshot) -> None:

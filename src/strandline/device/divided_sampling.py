@@ -1,12 +1,12 @@
 """Choosing tokens where each rank has the logits of its own part of the vocabulary (``Ranks.columns``).
 
-No rank sees all logits. For each row the ranks tell each other a few numbers: the keys of their likeliest tokens, the
-sums of their chunks, from which follows whose part a draw falls into and where in it, and, for a row with top-k, their
-``top_k`` likeliest tokens, among which are those of the whole vocabulary. So a token is that of a single rank, up to
-rounding of sums.
+No rank sees all logits. For each row the ranks exchange a few numbers: the keys of their likeliest tokens; the sums of
+their chunks, which determine the part and the place that a draw falls into; and, for a row with top-k, their ``top_k``
+likeliest tokens, which include those of the whole vocabulary. So the ranks choose the token that a single rank would,
+up to the rounding of sums.
 
-A row is whole on every rank only where its filters may leave any number of tokens: top-p and min-p without top-k, or
-with a large one. With one rank all rows are.
+Whole rows are gathered only where filters may leave any number of tokens: top-p and min-p without top-k, or with a
+large one. A single rank has whole rows anyway.
 
 Shape suffixes: as in ``sampling.py``; R ranks.
 """
@@ -48,8 +48,8 @@ SAMPLING_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
 """What tokens are chosen with."""
 
 NUM_CANDIDATES: Final = (64, 1024)
-"""How many of a row's likeliest tokens each rank shows the others: as few as the step allows. Rows with a larger top-k
-are whole on every rank."""
+"""How many of a row's likeliest tokens each rank may send: the least that suffices for the step. Rows with a larger
+top-k are gathered whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def likeliest(logits_NP: Tensor, kernels: Kernels) -> Tensor:
 
 
 def num_candidates(top_k: int, top_p: float, min_p: float) -> int | None:
-    """Return how many of its likeliest tokens each rank must show, to draw by these filters.
+    """Return how many of its likeliest tokens each rank must send, to draw by these filters.
 
     0: none, since all tokens are left. None: filters leave any number of tokens, and the row must be whole.
     """
@@ -86,20 +86,20 @@ def num_candidates(top_k: int, top_p: float, min_p: float) -> int | None:
 
 
 def draw_rows(
-    logits_NP: Tensor, filters: Filters, shown: Mapping[int, int | None], kernels: Kernels
+    logits_NP: Tensor, filters: Filters, candidates: Mapping[int, int | None], kernels: Kernels
 ) -> tuple[Tensor, Tensor]:
     """Return each row's likeliest token, and a drawn one; int64, ``NO_TOKEN`` where none can be.
 
     Args:
         logits_NP: float32, temperature applied.
-        shown: ``num_candidates`` of the rows from which is drawn; for others anything is returned as drawn.
+        candidates: ``num_candidates`` by row to draw from; what is returned as drawn for other rows is undefined.
     """
     if kernels.ranks.size == 1:
         return kernels[greedy](logits_NP), _draw_from_whole(logits_NP, filters, kernels)
     greedy_N, drawn_N = _draw_from_parts(
-        logits_NP, filters, {num for num in shown.values() if num is not None}, kernels
+        logits_NP, filters, {num for num in candidates.values() if num is not None}, kernels
     )
-    rows = [row for row, num in shown.items() if num is None]
+    rows = [row for row, num in candidates.items() if num is None]
     if rows:
         row_M = upload(np.array(rows), logits_NP.device)
         whole_MV = kernels.ranks.gather(logits_NP[row_M])
@@ -113,31 +113,35 @@ def _draw_from_whole(logits_NV: Tensor, filters: Filters, kernels: Kernels) -> T
 
 
 def _draw_from_parts(
-    logits_NP: Tensor, filters: Filters, shown: Collection[int], kernels: Kernels
+    logits_NP: Tensor, filters: Filters, candidates: Collection[int], kernels: Kernels
 ) -> tuple[Tensor, Tensor]:
-    """As ``draw_rows``. The ranks talk once, and once more to draw where there is no filter."""
+    """Draw as ``draw_rows`` in one exchange, and a second one where a row has no filter.
+
+    Args:
+        candidates: the numbers of candidates that rows need; 0 stands for rows without a filter.
+    """
     ranks, first = kernels.ranks, kernels.ranks.rank * logits_NP.shape[1]
-    is_any_open, num_shown = 0 in shown, max(shown, default=0)
-    told = [kernels[top_keys](logits_NP, first)]
-    if is_any_open:
-        told.append(kernels[chunk_sums](logits_NP).view(torch.int64).flatten(1))
-    if num_shown:
-        told.append(kernels[top_candidates](logits_NP, filters.top_k_N.clamp(1, num_shown), first, num_shown))
-    keys_NS, *told = _tell(told, ranks)
+    is_any_unfiltered, num_sent = 0 in candidates, max(candidates, default=0)
+    sent = [kernels[top_keys](logits_NP, first)]
+    if is_any_unfiltered:
+        sent.append(kernels[chunk_sums](logits_NP).view(torch.int64).flatten(1))
+    if num_sent:
+        sent.append(kernels[top_candidates](logits_NP, filters.top_k_N.clamp(1, num_sent), first, num_sent))
+    keys_NS, *received = _exchange(sent, ranks)
     greedy_N = drawn_N = kernels[token_of_keys](keys_NS)
-    if is_any_open:
-        sums_N2S = told.pop(0).view(torch.float64)
+    if is_any_unfiltered:
+        sums_N2S = received.pop(0).view(torch.float64)
         sums_N2S = sums_N2S.view(len(sums_N2S), ranks.size, 2, -1).transpose(1, 2).flatten(2)
         drawn_N = ranks.sum(kernels[draw](logits_NP, sums_N2S, filters.uniform_N, ranks.rank))
-    if num_shown:
-        token_NC, logit_NC = unpack_candidates(told[0])
+    if num_sent:
+        token_NC, logit_NC = unpack_candidates(received[0])
         # Columns in the order of their tokens, as in a whole row.
         column_N1 = _draw_from_whole(logit_NC, filters, kernels).clamp_min(0).unsqueeze(-1)
         drawn_N = torch.where(filters.top_k_N > 0, token_NC.gather(-1, column_N1).squeeze(-1), drawn_N)
     return greedy_N, drawn_N
 
 
-def _tell(told: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """Return all ranks' matrices of int64, each kind side by side, in one exchange."""
-    all_NRC = ranks.gather(torch.cat(list(told), dim=1)).view(len(told[0]), ranks.size, -1)
-    return [part_NRC.flatten(1) for part_NRC in all_NRC.split([part.shape[1] for part in told], dim=2)]
+def _exchange(sent: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
+    """Return all ranks' int64 matrices, each kind concatenated along its columns, by one all-gather."""
+    all_NRC = ranks.gather(torch.cat(list(sent), dim=1)).view(len(sent[0]), ranks.size, -1)
+    return [part_NRC.flatten(1) for part_NRC in all_NRC.split([part.shape[1] for part in sent], dim=2)]

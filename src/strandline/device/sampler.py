@@ -252,8 +252,8 @@ def choose_independently(
         position_N = upload(np.array(position_N, dtype=np.int64), device)
     logits_NP = apply_temperature(logits_NP, temperature_N)
     filters = Filters(top_k_N, top_p_N, min_p_N, uniform_from_seed(seed_N, position_N))
-    shown = {row: num_candidates(p.top_k, p.top_p, p.min_p) for row, p in enumerate(params) if not p.is_greedy}
-    greedy_N, drawn_N = draw_rows(logits_NP, filters, shown, kernels)
+    candidates = {row: num_candidates(p.top_k, p.top_p, p.min_p) for row, p in enumerate(params) if not p.is_greedy}
+    greedy_N, drawn_N = draw_rows(logits_NP, filters, candidates, kernels)
     is_greedy_N = upload(np.array([p.is_greedy for p in params]), device)
     return torch.where(is_greedy_N | (greedy_N == NO_TOKEN), greedy_N, drawn_N)
 

@@ -32,7 +32,7 @@ MAX_OTHERS = 2
 MAX_COLUMNS = 256
 """Of these: a program has all of them."""
 
-NO_PLACE = -1
+NO_PLACE = tl.constexpr(-1)
 
 TABLES = "conv1d_replay_triton"
 
@@ -72,7 +72,7 @@ def _row_tables(replay: ReplayBatch) -> tuple[Tensor, Tensor]:
         source_R = rows_T.new_empty(replay.num_rows)
         source_R.index_copy_(0, rows_T, torch.arange(len(rows_T), device=rows_T.device))
         source_R.index_copy_(0, replay.logged_rows_Q, -1 - replay.logged_places_Q)
-        place_R = rows_T.new_full((replay.num_rows,), NO_PLACE)
+        place_R = rows_T.new_full((replay.num_rows,), NO_PLACE.value)
         place_R.index_copy_(0, rows_T.index_select(0, replay.draft_rows_K), replay.draft_places_K)
         found = replay.derived[TABLES] = source_R, place_R
     return found
@@ -189,8 +189,7 @@ def _replay_kernel(
                 row = first_row + (i - (W - 1))
                 row_C = _load_row(x_ptr, log_ptr, source_ptr, row, start, end, x_row_stride, channel_C, C)
                 if i < W - 1:
-                    for j in tl.static_range(W - 1):
-                        row_C = tl.where(row + (W - 1) - start == j, old[j], row_C)
+                    row_C = _row_or_old(row_C, old, row - start, W)
                 rows += (row_C,)
             for i in tl.static_range(ROWS):
                 y_C = tl.zeros([BLOCK_C], tl.float32)
@@ -213,8 +212,7 @@ def _replay_kernel(
                 for j in tl.static_range(W - 1):
                     row = stop - (W - 1) + j
                     row_C = _load_row(x_ptr, log_ptr, source_ptr, row, start, end, x_row_stride, channel_C, C)
-                    for i in tl.static_range(W - 1):
-                        row_C = tl.where(row + (W - 1) - start == i, old[i], row_C)
+                    row_C = _row_or_old(row_C, old, row - start, W)
                     new_ptrs = window_ptr + slot * slot_stride + j * window_row_stride + channel_C
                     tl.store(new_ptrs, row_C.to(window_ptr.dtype.element_ty), mask=is_channel_C)
 
@@ -222,7 +220,7 @@ def _replay_kernel(
         for first_row in range(start, end, ROWS):
             for i in tl.static_range(ROWS):
                 is_row = first_row + i < end
-                place = tl.load(place_ptr + first_row + i, mask=is_row, other=-1)
+                place = tl.load(place_ptr + first_row + i, mask=is_row, other=NO_PLACE)
                 source = tl.load(source_ptr + first_row + i, mask=is_row, other=0)
                 is_draft_C = is_channel_C & (place >= 0)
                 row_C = tl.load(x_ptr + source * x_row_stride + channel_C, mask=is_draft_C)
@@ -238,6 +236,14 @@ def _load_row(x_ptr, log_ptr, source_ptr, row, start, end, x_row_stride, channel
     step_C = tl.load(x_ptr + source * x_row_stride + channel_C, mask=is_row_C & (source >= 0), other=0.0)
     logged_C = tl.load(log_ptr + (-1 - source) * C + channel_C, mask=is_row_C & (source < 0), other=0.0)
     return tl.where(source >= 0, step_C, logged_C)
+
+
+@triton.jit
+def _row_or_old(row_C, old, index, W: tl.constexpr):
+    """Return a row of a sequence; before its first one, that of the old window."""
+    for j in tl.static_range(W - 1):
+        row_C = tl.where(index + (W - 1) == j, old[j], row_C)
+    return row_C
 
 
 @triton.jit
@@ -271,7 +277,7 @@ def _order_rows(
     tl.debug_barrier()
     for first_row in range(start, end, ROWS):
         row_R = first_row + tl.arange(0, ROWS)
-        place_R = tl.load(place_ptr + row_R, mask=row_R < end, other=-1)
+        place_R = tl.load(place_ptr + row_R, mask=row_R < end, other=NO_PLACE)
         source_R = tl.load(source_ptr + row_R, mask=row_R < end, other=0)
         is_tile_RD = (place_R >= 0)[:, None] & is_column_D[None, :]
         x_RD = tl.load(x_ptr + (source_R * x_row_stride)[:, None] + column_D[None, :], mask=is_tile_RD)

@@ -7,8 +7,8 @@ probability zero is never drawn; a row without a finite maximum (NaN, infinity, 
 The order of the filters and their meaning are those of vLLM: temperature, min-p, top-k, top-p. Source of the
 hash: Steele et al., "Fast splittable pseudorandom number generators", section 5 (SplitMix64).
 
-Several ranks each have the logits of a part of the vocabulary, as wide as the others'. What they tell each other of it
-are keys, sums and candidates, all with the tokens' numbers in the whole vocabulary (``divided_sampling.py``).
+With several ranks each has the logits of a part of the vocabulary; all parts are equally wide. The ranks exchange keys,
+sums and candidates, which number tokens by the whole vocabulary (``divided_sampling.py``).
 
 Shape suffixes: N rows, V vocabulary, P the part of the vocabulary that a rank has, C candidates (a row's likeliest
 tokens, likeliest first), B tiles of the vocabulary, I tokens of a tile, S chunks of a part, K reported tokens,
@@ -223,7 +223,7 @@ def gather_logprobs(
 
     Args:
         num_top: how many of the likeliest; no more than the vocabulary has.
-        ranks: what has the logits of the rest of the vocabulary; they talk twice.
+        ranks: those that have the logits of the rest of the vocabulary. Two exchanges.
 
     Returns:
         float32 ``[N]``, int64 ``[N]``, int64 ``[N, num_top]``, float32 ``[N, num_top]``.
@@ -237,11 +237,11 @@ def gather_logprobs(
     top_NK, ids_NK = logits_NP.topk(min(num_top, num_columns), dim=-1)
     if ranks.size > 1:
         chosen_N1 = chosen_N1.masked_fill((column_N1 < 0) | (column_N1 >= num_columns), -torch.inf)
-        told = torch.cat((total_N1.double(), chosen_N1.double(), top_NK.double(), (ids_NK + first).double()), dim=1)
-        told_NRC = ranks.gather(told).view(len(told), ranks.size, -1)
-        total_N1 = told_NRC[..., 0].logsumexp(-1, keepdim=True).float()
-        chosen_N1 = told_NRC[..., 1].amax(-1, keepdim=True).float()
-        top_NC, ids_NC = (part.flatten(1) for part in told_NRC[..., 2:].chunk(2, dim=2))
+        own = torch.cat((total_N1.double(), chosen_N1.double(), top_NK.double(), (ids_NK + first).double()), dim=1)
+        parts_NRC = ranks.gather(own).view(len(own), ranks.size, -1)
+        total_N1 = parts_NRC[..., 0].logsumexp(-1, keepdim=True).float()
+        chosen_N1 = parts_NRC[..., 1].amax(-1, keepdim=True).float()
+        top_NC, ids_NC = (part.flatten(1) for part in parts_NRC[..., 2:].chunk(2, dim=2))
         top_NK, place_NK = top_NC.float().topk(min(num_top, top_NC.shape[1]), dim=-1)
         ids_NK = ids_NC.gather(-1, place_NK).long()
     rank_N = ranks.sum((logits_NP > chosen_N1).sum(dim=-1)) + 1

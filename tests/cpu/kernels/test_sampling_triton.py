@@ -102,23 +102,23 @@ def check_rows_without_a_maximum(vocab: int, device: str) -> None:
         assert [tokens[row] == NO_TOKEN for row in (0, 5)] == [False, False]
 
 
-def check_parts(logits_NV: Tensor, num_ranks: int, num_shown: int) -> None:
+def check_parts(logits_NV: Tensor, num_ranks: int, num_sent: int) -> None:
     """Compare what several ranks find in parts of equal width with what is found in whole rows."""
     device, num_rows = logits_NV.device, len(logits_NV)
     parts = [part.clone() for part in logits_NV.chunk(num_ranks, dim=-1)]
     firsts = [rank * parts[0].shape[1] for rank in range(num_ranks)]
     uniform_N = torch.rand(num_rows, dtype=torch.float64, device=device)
-    top_k_N = torch.randint(1, num_shown + 1, (num_rows,), device=device)
+    top_k_N = torch.randint(1, num_sent + 1, (num_rows,), device=device)
     with poisoned_memory():
         keys_NS = torch.cat([sampling_triton.top_keys(*x) for x in zip(parts, firsts, strict=True)], dim=1)
         token_N = sampling_triton.token_of_keys(keys_NS)
         sums_N2S = torch.cat([sampling_triton.chunk_sums(part) for part in parts], dim=2)
         drawn = [sampling_triton.draw(part, sums_N2S, uniform_N, rank) for rank, part in enumerate(parts)]
-        shown = [sampling_triton.top_candidates(x, top_k_N, y, num_shown) for x, y in zip(parts, firsts, strict=True)]
+        shown = [sampling_triton.top_candidates(x, top_k_N, y, num_sent) for x, y in zip(parts, firsts, strict=True)]
     assert torch.equal(token_N, sampling_triton.greedy(logits_NV))
     assert torch.equal(sum(drawn, torch.zeros_like(token_N)), sampling_triton.sample(logits_NV, uniform_N))
     for part, first, found in zip(parts, firsts, shown, strict=True):
-        expected = sampling.top_candidates.reference(part.cpu(), top_k_N.cpu(), first, num_shown)
+        expected = sampling.top_candidates.reference(part.cpu(), top_k_N.cpu(), first, num_sent)
         assert torch.equal(found.cpu(), expected)
 
 

@@ -32,12 +32,12 @@ def test_ties_keep_the_first_tokens_up_to_top_p() -> None:
     assert torch.equal(is_kept_NV, torch.arange(VOCAB, device="cuda") < expected_N.unsqueeze(-1))
 
 
-@pytest.mark.parametrize(("num_ranks", "num_shown"), [(2, 64), (4, 1024)])
-def test_parts_of_ranks_give_what_whole_rows_give(num_ranks: int, num_shown: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "num_sent"), [(2, 64), (4, 1024)])
+def test_parts_of_ranks_give_what_whole_rows_give(num_ranks: int, num_sent: int) -> None:
     logits_NV = 3 * torch.randn(9, VOCAB, device="cuda")
     logits_NV[1, : VOCAB // 2] = -torch.inf
     logits_NV[2, 50:] = -torch.inf
-    check_parts(logits_NV, num_ranks, num_shown)
+    check_parts(logits_NV, num_ranks, num_sent)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
