@@ -1,6 +1,7 @@
 """Mixed load on a server for minutes, and what must hold all the while: nothing leaks, and every answer is right.
 
     python benchmarks/soak.py --minutes 5 --memory 16MiB
+    python benchmarks/soak.py --server-flags "--host-memory 64MiB --tensor-parallel-size 2"
 
 Clients complete, stream, chat over several turns, ask for two outputs, for JSON, for calls of tools, through OpenAI's
 newer API and Anthropic's, go away in the middle of a stream, and send requests that have to be refused. The memory is
@@ -17,11 +18,12 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -80,18 +82,19 @@ NAMES = ("Ada", "Max", "Lea", "Tom", "Mia", "Ben")
 
 @dataclass
 class Server:
-    """``strandline serve`` in a process of its own."""
+    """``strandline serve`` in processes of its own."""
 
     process: subprocess.Popen[str]
     url: str
-    core_pid: int
+    pids: tuple[int, ...]
+    """Of the HTTP process, the engine's and, with several ranks, theirs."""
     log: Path
 
     def open_files(self) -> int:
-        return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in (self.process.pid, self.core_pid))
+        return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in self.pids)
 
     def resident_mib(self) -> float:
-        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (self.process.pid, self.core_pid))
+        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids)
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -423,14 +426,22 @@ def start(options: argparse.Namespace, log: Path) -> Server:
     command = [sys.executable, "-m", "strandline", "serve", options.model, "--port", "0", "--device", "cpu"]
     command += ["--chat-template", TEMPLATE, "--tool-call-parser", "hermes"]
     command += ["--dtype", "float32", "--memory", options.memory, "--max-model-len", "2048", "--max-num-seqs", "16"]
+    command += shlex.split(options.server_flags)
     environment = {**os.environ, "STRANDLINE_DEBUG_CACHE": "1" if options.debug_cache else "0"}
     process = subprocess.Popen(command, stderr=log.open("w"), text=True, env=environment)
     while (found := LISTENING.search(log.read_text())) is None:
         if process.poll() is not None:
             raise RuntimeError(f"the server did not start:\n{log.read_text()}")
         time.sleep(0.1)
-    [core] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return Server(process, found[1], int(core), log)
+    return Server(process, found[1], tuple(descendants(process.pid)), log)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield a process and all that it has started, directly or not."""
+    yield pid
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        for child in (thread / "children").read_text().split():
+            yield from descendants(int(child))
 
 
 def parse() -> argparse.Namespace:
@@ -446,6 +457,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--debug-cache", action="store_true", help="check the cache's invariants after every step (slow)"
     )
+    parser.add_argument("--server-flags", default="", help="further flags of the server, as in a shell")
     parser.add_argument("--log", default="soak-server.log", help="what the server says")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -453,8 +465,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    print(f"strandline {VERSION} · {options.clients} clients · {options.minutes:g} minutes · "
-          f"{options.memory} · model {options.model} · seed {options.seed}", flush=True)  # fmt: skip
+    print(f"strandline {VERSION} · {options.clients} clients · {options.minutes:g} minutes · {options.memory} · "
+          f"model {options.model} · seed {options.seed} · {options.server_flags}", flush=True)  # fmt: skip
     server = start(options, Path(options.log))
     try:
         soak = asyncio.run(run(options, server, make_prompts(Random(options.seed), options.num_prompts)))
