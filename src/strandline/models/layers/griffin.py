@@ -21,6 +21,7 @@ from strandline.kernels.activation import geglu
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
+from strandline.kernels.linear import head_linear
 from strandline.kernels.replay import ReplayLog, replay_log
 from strandline.kernels.rglru import GatedUnitInputs, rglru_decode, rglru_prefill
 from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
@@ -68,7 +69,7 @@ class GriffinLayer(nn.Module):
         shard: of the blocks.
     """
 
-    operations = (rglru_prefill, rglru_decode)
+    operations = (rglru_prefill, rglru_decode, head_linear)
 
     def __init__(
         self, config: GriffinConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -101,6 +102,7 @@ class GriffinLayer(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self.recurrence = self.recurrence.with_kernels(kernels)
+        self._head_linear = kernels[head_linear]
 
     def bind(self, memory: LayerMemory) -> GriffinMemory:
         """Return the layer's memory as ``forward`` takes it."""
@@ -125,8 +127,7 @@ class GriffinLayer(nn.Module):
         return self.out_proj.multiply(out_TV.mul_(F.gelu(y_TV, approximate="tanh")))
 
     def _gate(self, x_TV: Tensor, weight_HWW: Tensor, bias_HW: Tensor) -> Tensor:
-        x_HTW = x_TV.unflatten(-1, bias_HW.shape).transpose(0, 1)
-        return torch.baddbmm(bias_HW.unsqueeze(1), x_HTW, weight_HWW).transpose(0, 1).flatten(1)
+        return (self._head_linear(x_TV.unflatten(-1, bias_HW.shape), weight_HWW.mT) + bias_HW).flatten(1)
 
     def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: GriffinMemory) -> Tensor:
         return advance(self.recurrence, self._inputs, tokens, batch, memory.state_SV, memory.recurrent_log)
