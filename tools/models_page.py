@@ -101,6 +101,7 @@ MODELS: Final = {
     "Qwen3_5MoeForCausalLM": benchmark("Qwen3.5-35B-A3B", "qwen3.5-35b-a3b"),
     "RecurrentGemmaForCausalLM": Model("RecurrentGemma-2B", {"num_key_value_heads": 1}),
     "Zamba2ForCausalLM": Model("Zamba2-2.7B", {"mamba_headdim": 64, "n_mamba_heads": 80}),
+    "ZayaForCausalLM": Model("ZAYA1-8B, transformers' default"),
 }
 """By architecture; of those that differ in what they read alone, one."""
 

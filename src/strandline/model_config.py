@@ -41,6 +41,7 @@ ARCHITECTURES: Final = (
     "Qwen3_5MoeForConditionalGeneration",
     "RecurrentGemmaForCausalLM",
     "Zamba2ForCausalLM",
+    "ZayaForCausalLM",
 )
 """What can be served. ``models/registry.py`` has a builder for each; the names are here to be checked without torch."""
 

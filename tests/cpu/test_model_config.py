@@ -112,6 +112,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
      r"layer_types\[1\] 'sliding_attention' is not supported; supported: full_attention"),
     ("qwen3", rope(partial_rotary_factor=4.0), "rope_parameters.partial_rotary_factor is 4.0; it must be a number"),
+    ("zaya", {"cca_time0": 5}, f"cca_time0 is 5; {WHOLE} 1 to 4"),
+    ("zaya", {"cca_time0": 4, "cca_time1": 3}, "cca_time1 is 3; it must be such that both convolutions together have"),
+    ("zaya", {"attention_bias": True}, "attention_bias is True; it must be false"),
+    ("zaya", {"lm_head_bias": True}, "lm_head_bias is True; it must be false"),
+    ("zaya", {"layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 8},
+     r"layer_types\[1\] 'hybrid_sliding' is not supported; supported: hybrid"),
+    ("zaya", {"rope_parameters": {"hybrid": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}},
+     "rope_parameters.hybrid.rope_type 'linear' is not supported; supported: default"),
     ("qwen3_next", {"mlp_only_layers": [-1]}, rf"mlp_only_layers\[0\] is -1; {WHOLE} 0 to "),
 ]  # fmt: skip
 

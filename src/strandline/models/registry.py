@@ -24,6 +24,7 @@ from strandline.models.qwen3_next import build_qwen3_next
 from strandline.models.recurrent_gemma import build_recurrent_gemma
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.zamba2 import build_zamba2
+from strandline.models.zaya import build_zaya
 
 
 class Builder(Protocol):
@@ -65,6 +66,7 @@ ARCHITECTURES: dict[str, Builder] = {
     "Qwen3_5MoeForConditionalGeneration": build_qwen3_5,
     "RecurrentGemmaForCausalLM": build_recurrent_gemma,
     "Zamba2ForCausalLM": build_zamba2,
+    "ZayaForCausalLM": build_zaya,
 }
 
 

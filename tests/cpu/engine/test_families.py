@@ -37,6 +37,7 @@ FAMILIES = [
     "qwen3_moe",
     "recurrent_gemma",
     "zamba2",
+    "zaya",
 ]
 """Names of ``tests.cpu.models.families``."""
 
@@ -45,7 +46,7 @@ ALSO_IN_TORCH = ["lfm2", "llama", "nemotron_h", "olmo_hybrid"]
 """One family for each kind of layer that has Numba kernels; other recurrences are computed by torch in any case."""
 
 REPRESENTATIVES = ["jamba", "kimi_linear", "lfm2", "llama", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"]
-REPRESENTATIVES += ["recurrent_gemma"]
+REPRESENTATIVES += ["recurrent_gemma", "zaya"]
 """One family for each kind of layer, and one without attention."""
 
 NUM_REQUESTS = 16

@@ -34,6 +34,7 @@ from transformers import (
     Qwen3NextConfig,
     RecurrentGemmaConfig,
     Zamba2Config,
+    ZayaConfig,
 )
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
@@ -120,6 +121,15 @@ ATTENTION_ONLY: dict[str, Any] = {
 OLMO: dict[str, Any] = {
     **{name: value for name, value in TEXT.items() if name != "head_dim"},
     "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    "pad_token_id": None,
+    "eos_token_id": None,
+}
+ZAYA: dict[str, Any] = {
+    **{name: value for name, value in ATTENTION_ONLY.items() if name != "intermediate_size"},
+    "num_experts": 5,
+    "moe_intermediate_size": 12,
+    "router_hidden_size": 16,
+    "rope_parameters": {"hybrid": rope(0.5)},
     "pad_token_id": None,
     "eos_token_id": None,
 }
@@ -597,6 +607,12 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "add_bias_linear": True,
         },
     ),
+    "zaya": ("ZayaForCausalLM", ZayaConfig, ZAYA),
+    "zaya-odd": (
+        "ZayaForCausalLM",
+        ZayaConfig,
+        {**ZAYA, "num_key_value_heads": 4, "cca_time0": 3, "cca_time1": 1, "tie_word_embeddings": False},
+    ),
     "qwen3-odd-tied": (
         "Qwen3ForCausalLM",
         Qwen3Config,
@@ -635,10 +651,12 @@ def random_model(config: Any, seed: int) -> Any:
         if parameter.dim() > 1 and not parameter_name.endswith("A_log"):
             scale = 1 if "embed" in parameter_name else 0.8 * parameter.shape[-1] ** -0.5
             parameter.normal_(0, scale)
-        elif parameter_name.endswith(("norm.weight", "norm_f.weight", "bias", ".D", "A_log")):
+        elif parameter_name.endswith(("norm.weight", "norm_f.weight", "bias", ".D", "A_log", "s_scale", "l_scale")):
             parameter.add_(torch.randn_like(parameter) * 0.2)
+        elif parameter_name.endswith("qk_norm.temp"):
+            parameter.normal_(1, 0.2)
     for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith(("expert_bias", "correction_bias")):
+        if buffer_name.endswith(("expert_bias", "correction_bias", "balancing_biases")):
             buffer.normal_(0, 0.2)
     if config.tie_word_embeddings:
         # The embedding is as large as the residual stream has to be; the logits of it need not be.

@@ -134,6 +134,7 @@ def test_one_token_prompts_with_a_cut_run_as_prefills(load: Loader) -> None:
         "qwen3_5_moe",
         "qwen3_next",
         "recurrent_gemma",
+        "zaya",
     ],
 )
 def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
@@ -165,6 +166,7 @@ def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
         "qwen3_next",
         "recurrent_gemma",
         "zamba2",
+        "zaya",
     ],
 )
 def test_a_wrong_tensor_anywhere_shows_in_the_logits(name: str, tmp_path: Any) -> None:

@@ -31,19 +31,25 @@ class RotaryFrequencies(NamedTuple):
     attention_factor: float
 
 
-def rotary_frequencies(config: Any, *, rotary_dim: int | None = None) -> RotaryFrequencies:
+def rotary_frequencies(
+    config: Any, *, rotary_dim: int | None = None, layer_type: str | None = None
+) -> RotaryFrequencies:
     """Return the frequencies of a text configuration.
 
     Args:
         rotary_dim: rotated channels of a head, where the configuration names them elsewhere.
+        layer_type: whose frequencies to return, where layers of each type have their own; they must be default ones.
 
     Raises:
         ConfigError: its kind of rotary embedding is unknown or depends on the prompt's length, or a parameter is wrong.
     """
-    if not isinstance(config.rope_parameters, dict):
-        Fields(config).reject("rope_parameters", "an object")
-    rope, head_dim = Fields(config.rope_parameters, "config.json: rope_parameters."), read_head_dim(Fields(config))
-    kind = rope.choice("rope_type", KINDS, default="default")
+    parameters, prefix = config.rope_parameters, "config.json: rope_parameters."
+    if layer_type is not None and isinstance(parameters, dict):
+        parameters, prefix = parameters.get(layer_type), f"{prefix}{layer_type}."
+    if not isinstance(parameters, dict):
+        Fields(config).reject("rope_parameters", "an object" if layer_type is None else f"one with {layer_type!r}")
+    rope, head_dim = Fields(parameters, prefix), read_head_dim(Fields(config))
+    kind = rope.choice("rope_type", KINDS if layer_type is None else ["default"], default="default")
     theta = rope.number("rope_theta", at_least=1, at_most=1e15)
     if rotary_dim is None:
         rotary_dim = int(head_dim * rope.number("partial_rotary_factor", at_least=0, at_most=1, default=1.0))

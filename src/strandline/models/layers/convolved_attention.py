@@ -1,0 +1,201 @@
+"""Attention whose queries and keys are convolved over time, and half of whose values are the previous token's (ZAYA).
+
+Queries and keys pass a depthwise convolution, then one that mixes the channels of each head. The second reads the first
+at several delays: a single depthwise convolution of copies of the channels, one for each delay, computes all of them,
+and delays the values. Its window is the layer's state.
+
+Source: Figliolia et al., "Compressed Convolutional Attention"; ``transformers`` (``zaya``).
+
+Shape suffixes: T tokens of the step, E hidden size, H query heads, G key/value heads, A all heads of queries and keys,
+D head dim, O channels of the heads of one kind, C channels of a convolution, I inputs of a head in the second one, W
+taps of both convolutions together, K taps of the second, S slots; of a window's memory R are the rows.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from strandline.errors import ConfigError
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import KVMemory, StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.linear import head_linear
+from strandline.kernels.qkv import HeadNorm
+from strandline.kernels.replay import ReplayLog, replay_log
+from strandline.model_config import Fields
+from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
+from strandline.models.layers.parameters import dtype_name, parameter
+from strandline.models.layers.rotary import RotaryTable
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, whole
+from strandline.specs import LayerSpec, TensorSpec
+
+NORM_EPS: Final = 1e-12
+"""Of the norm of heads, so that one of zeros divides nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolvedAttentionConfig:
+    """Sizes of the layer."""
+
+    attention: AttentionConfig
+    num_depthwise_taps: int
+    num_grouped_taps: int
+
+    @classmethod
+    def read(cls, fields: Fields) -> "ConvolvedAttentionConfig":
+        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        if fields.flag("attention_bias"):
+            fields.reject("attention_bias", "false")
+        taps = [fields.size(name, at_most=MAX_TAPS - 1) for name in ("cca_time0", "cca_time1")]
+        if not 2 <= sum(taps) - 1 <= MAX_TAPS:
+            fields.reject("cca_time1", f"such that both convolutions together have 2 to {MAX_TAPS} taps")
+        return cls(AttentionConfig.read(fields, QueryKeyNorm.NONE), *taps)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolvedAttentionMemory:
+    """A layer's share of all blocks, slots and logs."""
+
+    kv: KVMemory
+    window_SRC: Tensor
+    log: ReplayLog
+
+
+class DelayedConvolution(CausalConvolution):
+    """The depthwise convolution at each delay, of copies of the channels, and other channels delayed by one token.
+
+    Args:
+        num_channels: to be convolved.
+        num_delays: of the convolved channels: 0 and more.
+        num_others: channels that are only delayed; they follow the copies.
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        num_taps: int,
+        num_delays: int,
+        num_others: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        all_channels, all_taps = num_delays * num_channels + num_others, num_taps + num_delays - 1
+        super().__init__(all_channels, all_taps, None, dtype, device, has_bias=True)
+        self.num_delays = num_delays
+        self.taps_CK = parameter(num_channels, num_taps, dtype=dtype, device=device)
+        self.shift_C = parameter(num_channels, dtype=dtype, device=device)
+        # Composed of the published ones: these are no parameters.
+        for name in ("weight_CW", "bias_C"):
+            values = torch.zeros_like(getattr(self, name))
+            delattr(self, name)
+            self.register_buffer(name, values, persistent=False)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().use_kernels(kernels)
+        assert self.bias_C is not None
+        num_channels, num_taps = self.taps_CK.shape
+        for copy in range(self.num_delays):
+            rows = slice(copy * num_channels, (copy + 1) * num_channels)
+            self.weight_CW[rows, copy : copy + num_taps] = self.taps_CK
+            self.bias_C[rows] = self.shift_C
+        self.weight_CW[self.num_delays * num_channels :, -2] = 1.0
+
+
+class ConvolvedAttention(Attention):
+    """The layer. Its halves of values are not divided by head: it runs on one rank."""
+
+    operations = (*Attention.operations, head_linear)
+
+    def __init__(
+        self, config: ConvolvedAttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
+        if shard.count > 1:
+            raise ConfigError(f"--tensor-parallel-size {shard.count}: convolved attention is computed on one rank")
+        super().__init__(config.attention, dtype, device)
+        head_dim, num_kv_heads = config.attention.head_dim, config.attention.num_kv_heads
+        num_taps, num_delays = config.num_depthwise_taps, config.num_grouped_taps
+        self.num_convolved, self.num_delayed = sum(self.sizes[:2]), self.sizes[2] // 2
+        self.conv = DelayedConvolution(self.num_convolved, num_taps, num_delays, self.num_delayed, dtype, device)
+        self.grouped_CDK = parameter(self.num_convolved, head_dim, num_delays, dtype=dtype, device=device)
+        self.grouped_bias_C = parameter(self.num_convolved, dtype=dtype, device=device)
+        self.key_scale_G = parameter(num_kv_heads, dtype=dtype, device=device)
+        self.register_buffer("ones_D", torch.ones(head_dim, dtype=dtype, device=device), persistent=False)
+
+    ones_D: Tensor
+
+    @property
+    def spec(self) -> LayerSpec:
+        replay = TensorSpec("x", self.conv.weight_CW.shape[:1], dtype_name(self.dtype))
+        return replace(super().spec, states=(self.conv.window,), replay=(replay,))
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().use_kernels(kernels)
+        self._head_linear = kernels[head_linear]
+        # Of a head, the inputs are its channels at one delay after another.
+        weight_ADDK = self.grouped_CDK.unflatten(0, (-1, self.config.head_dim))
+        self._mix_ADI = weight_ADDK.transpose(2, 3).flatten(2)
+
+    def bind(self, memory: LayerMemory) -> Any:
+        """Return the layer's memory as ``forward`` takes it."""
+        return ConvolvedAttentionMemory(super().bind(memory), memory.states["window"], replay_log(memory))
+
+    def replay(self, batch: StepBatch, memory: ConvolvedAttentionMemory) -> None:
+        """Advance the window over logged tokens alone."""
+        no_x = self.conv.weight_CW.new_empty(0, len(self.conv.weight_CW))
+        self.conv.convolve(no_x, batch, memory.window_SRC, memory.log)
+
+    def forward(self, hidden_TE: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
+        q_TO, k_TO, v_TO = self._convolved(hidden_TE, batch, memory)
+        norm = HeadNorm(self.ones_D, self.ones_D, NORM_EPS, is_zero_centered=False)
+        q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, norm, rotary, memory.kv, batch.attention)
+        # The published scale is of keys: as part of the queries it leaves what is stored alone.
+        scale_H = self.key_scale_G.repeat_interleave(self.config.num_heads // self.config.num_kv_heads)
+        q_THD = q_THD * scale_H.unsqueeze(-1)
+        out_THD = self._attend(q_THD, memory.kv, batch.attention, batch.num_decodes, scale=self.config.scale)
+        return self.out_proj.multiply(out_THD.flatten(1))
+
+    def _convolved(
+        self, hidden_TE: Any, batch: StepBatch, memory: ConvolvedAttentionMemory
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values."""
+        parts = [*self.sizes[:2], self.num_delayed, self.num_delayed]
+        q_TO, k_TO, v_TO, delayed_TO = self.in_proj.multiply(hidden_TE).split(parts, dim=-1)
+        x_TC = torch.cat((*(q_TO, k_TO) * self.conv.num_delays, delayed_TO), dim=-1)
+        y_TC = self.conv.convolve(x_TC, batch, memory.window_SRC, memory.log)
+        y_TC, delayed_TO = y_TC.split([y_TC.shape[1] - self.num_delayed, self.num_delayed], dim=-1)
+        mixed_TC = self._mixed(y_TC)
+        q_TGHD, k_TG1D = self._residuals(q_TO, k_TO)
+        mixed_q_TO, mixed_k_TO = mixed_TC.split(self.sizes[:2], dim=-1)
+        return mixed_q_TO + q_TGHD.flatten(1), mixed_k_TO + k_TG1D.flatten(1), torch.cat((v_TO, delayed_TO), dim=-1)
+
+    def _mixed(self, y_TC: Tensor) -> Tensor:
+        """Return the second convolution of queries and keys, given the first at each delay, the longest first."""
+        head_dim, num_delays = self.config.head_dim, self.conv.num_delays
+        y_TAI = y_TC.unflatten(-1, (num_delays, -1, head_dim)).transpose(1, 2).flatten(2)
+        return self._head_linear(y_TAI, self._mix_ADI).flatten(1) + self.grouped_bias_C
+
+    def _residuals(self, q_TO: Tensor, k_TO: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is added to the convolved: means of queries and their keys, and of these for each key."""
+        config = self.config
+        q_TGHD = q_TO.unflatten(-1, (config.num_kv_heads, -1, config.head_dim))
+        q_TGHD = (q_TGHD + k_TO.unflatten(-1, (config.num_kv_heads, 1, config.head_dim))) * 0.5
+        return q_TGHD, q_TGHD.mean(dim=2, keepdim=True)
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        parts = self.in_proj.weight_OI.split([*self.sizes[:2], self.num_delayed, self.num_delayed])
+        names = ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed")
+        for name, rows in zip(names, parts, strict=True):
+            yield f"{prefix}qkv_proj.{name}.weight", whole(rows)
+        yield f"{prefix}qkv_proj.conv_qk_depthwise.weight", whole(self.conv.taps_CK.unsqueeze(1))
+        yield f"{prefix}qkv_proj.conv_qk_depthwise.bias", whole(self.conv.shift_C)
+        yield f"{prefix}qkv_proj.conv_qk_grouped.weight", whole(self.grouped_CDK)
+        yield f"{prefix}qkv_proj.conv_qk_grouped.bias", whole(self.grouped_bias_C)
+        yield f"{prefix}qk_norm.temp", whole(self.key_scale_G)
+        yield from self.out_proj.targets(f"{prefix}o_proj.")

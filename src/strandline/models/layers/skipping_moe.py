@@ -1,0 +1,131 @@
+"""A mixture of experts that gives each token one expert or none, behind a router with a state (ZAYA).
+
+The router is a small network. It reads, beside the token, its own state in the layer before: routers of one model share
+a :class:`RouterState`. Its last choice is no expert at all.
+
+Source: ``transformers`` (``zaya``).
+
+Shape suffixes: T tokens of the step, E hidden size, Q size of the router's state, F intermediate size, X experts and
+the choice of none.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strandline.kernels.binding import Kernels
+from strandline.kernels.moe import mixture
+from strandline.kernels.norm import rms_norm
+from strandline.kernels.router import Routing
+from strandline.model_config import Fields, read_eps
+from strandline.models.layers.moe import EXPERTS, MAX_EXPERTS, expert_targets
+from strandline.models.layers.parameters import gain, parameter
+from strandline.models.layers.projection import Projection
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, whole
+
+ROUTING = Routing(top_k=1, is_normalised=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SkippingMoeConfig:
+    """Sizes of the layer."""
+
+    hidden_size: int
+    size: int
+    num_experts: int
+    router_size: int
+    eps: float
+
+    @classmethod
+    def read(cls, fields: Fields) -> "SkippingMoeConfig":
+        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        fields.choice("hidden_act", ["silu"])
+        fields.size("num_experts_per_tok", at_most=1)
+        return cls(
+            fields.size("hidden_size"),
+            fields.size("moe_intermediate_size"),
+            fields.size("num_experts", at_most=MAX_EXPERTS),
+            fields.size("router_hidden_size"),
+            read_eps(fields),
+        )
+
+
+class RouterState:
+    """The state of a model's routers, which each layer hands to the next one within a step."""
+
+    def __init__(self) -> None:
+        self.state_TQ: Tensor | None = None
+
+
+class SkippingMoe(nn.Module):
+    """The layer. Experts are divided among shards; all route every token.
+
+    Args:
+        state: of all routers of the model.
+        is_first: whether it is the first of the model's layers, whose router reads no state.
+    """
+
+    operations = (mixture, rms_norm)
+
+    def __init__(
+        self,
+        config: SkippingMoeConfig,
+        state: RouterState,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shard: Shard = WHOLE,
+        *,
+        is_first: bool,
+    ) -> None:
+        super().__init__()
+        self.config, self.state = config, state
+        self.held = shard.span(config.num_experts, EXPERTS)
+        hidden_size, size, router_size = config.hidden_size, config.size, config.router_size
+        self.down_proj = Projection(router_size, hidden_size, dtype, device, has_bias=True)
+        self.state_scale_Q = None if is_first else parameter(router_size, dtype=dtype, device=device)
+        self.norm_Q = gain(router_size, dtype=dtype, device=device)
+        self.fc1 = Projection(router_size, router_size, dtype, device, has_bias=True)
+        self.fc2 = Projection(router_size, router_size, dtype, device, has_bias=True)
+        self.choose = Projection(config.num_experts + 1, router_size, dtype, device)
+        self.bias_X = parameter(config.num_experts + 1, dtype=torch.float32, device=device)
+        self.gate_up_XFE = parameter(len(self.held), 2 * size, hidden_size, dtype=dtype, device=device)
+        self.down_XEF = parameter(len(self.held), hidden_size, size, dtype=dtype, device=device)
+
+    @property
+    def expert_share(self) -> float:
+        """Part of the experts that a token takes."""
+        return 1 / self.config.num_experts
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._mixture, self._rms_norm = kernels[mixture], kernels[rms_norm]
+
+    def forward(self, hidden_TE: Tensor) -> Tensor:
+        # The last choice is that of an expert which no shard holds: it adds nothing.
+        experts = (self.gate_up_XFE, self.down_XEF, None)
+        return self._mixture(hidden_TE, None, self._logits(hidden_TE), None, *experts, ROUTING, self.bias_X, self.held)
+
+    def _logits(self, hidden_TE: Tensor) -> Tensor:
+        state_TQ = self.down_proj.multiply(hidden_TE)
+        if self.state_scale_Q is not None:
+            assert self.state.state_TQ is not None
+            state_TQ = torch.addcmul(state_TQ, self.state.state_TQ, self.state_scale_Q)
+        self.state.state_TQ = state_TQ
+        x_TQ = self._rms_norm(state_TQ, self.norm_Q, self.config.eps)
+        x_TQ = F.gelu(self.fc2.multiply(F.gelu(self.fc1.multiply(x_TQ))))
+        return self.choose.multiply(x_TQ)
+
+    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
+        """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
+        yield from self.down_proj.targets(f"{prefix}gate.down_proj.")
+        if self.state_scale_Q is not None:
+            yield f"{prefix}gate.router_states_scale", whole(self.state_scale_Q)
+        yield f"{prefix}gate.balancing_biases", whole(self.bias_X)
+        yield f"{prefix}gate.router_mlp.norm.weight", whole(self.norm_Q)
+        for name, projection in {"fc1": self.fc1, "fc2": self.fc2, "out_proj": self.choose}.items():
+            yield from projection.targets(f"{prefix}gate.router_mlp.{name}.")
+        weights = (self.gate_up_XFE, self.down_XEF)
+        yield from expert_targets(*weights, self.held, self.config.num_experts, f"{prefix}experts.", names)
