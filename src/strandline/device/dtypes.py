@@ -18,7 +18,7 @@ from strandline.errors import ConfigError
 from strandline.kernels.binding import why_unavailable
 from strandline.kernels.linear import has_fast_gemms
 from strandline.models.fp8_storage import can_keep
-from strandline.models.quantization import Quantization, read_quantization
+from strandline.models.quantization_config import FourBit, Quantization, read_quantization
 from strandline.models.registry import builder_for
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.weights import published_dtype
@@ -114,7 +114,11 @@ def choose_fp8(config: EngineConfig, model_config: Any, device: torch.device, dt
     if quantization is None:
         return Fp8Choice(False)
     name = str(dtype).removeprefix("torch.")
-    obstacle = "--dequantize" if config.dequantize else why_dequantized(quantization, device)
+    if isinstance(quantization, FourBit):
+        obstacle: str | None = "products take weights in FP8 or --dtype"
+    else:
+        obstacle = why_dequantized(quantization, device)
+    obstacle = "--dequantize" if config.dequantize else obstacle
     if obstacle is None:
         return Fp8Choice(True, f"weights: {quantization}, kept in FP8; those that are not published so are in {name}")
     num_bytes = count_weights(model_config) * dtype.itemsize

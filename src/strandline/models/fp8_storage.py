@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from strandline.kernels.quantized_rows import MIN_SCALE
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight, StackedWeight
 from strandline.models.layers.projection import GatedProjection, Projection
-from strandline.models.quantization import Block, Quantization
+from strandline.models.quantization_config import Block, Quantization
 from strandline.models.targets import Piece, Read, Target
 
 MAX_PARTS: Final = 4

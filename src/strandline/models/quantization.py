@@ -1,7 +1,7 @@
-"""Quantised weights, as ``config.json`` announces them and as their files hold them: FP8 (e4m3) with scales.
+"""FP8 weights (e4m3) as files hold them, beside their scales.
 
-Which tensors are quantised is decided by the files, tensor by tensor: lists of exceptions in configurations are written
-for other loaders' module names, and are wrong for some published models. The configuration says what one scale covers.
+Which tensors are quantised is decided by the files, tensor by tensor. The configuration says what one scale covers
+(``quantization_config.py``).
 
 Source: the published layouts ``fp8`` (``transformers``, ``finegrained_fp8``) and ``float-quantized`` of
 ``compressed-tensors``.
@@ -10,20 +10,15 @@ Shape suffixes: N rows, K columns, Y and X rows and columns of the grid of scale
 """
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NoReturn
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from strandline.errors import ConfigError, WeightsError
-from strandline.model_config import Fields
-
-SUPPORTED: Final = (
-    'quant_method "fp8" (e4m3, one scale per block, channel or tensor), and "compressed-tensors" in format '
-    '"float-quantized" with 8-bit float weights'
-)
+from strandline.errors import WeightsError
+from strandline.models.quantization_config import Block, Quantization
 
 QUANTIZED_DTYPE: Final = "F8_E4M3"
 """What safetensors calls the dtype of quantised weights."""
@@ -43,97 +38,6 @@ KV_SCALE: Final = re.compile(
 
 CHUNK_ELEMENTS = 2**22
 """Weights that are dequantised at a time: bounds what float32 takes beside the result."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """What one scale covers; None: all rows, or all columns."""
-
-    rows: int | None
-    columns: int | None
-
-    def __str__(self) -> str:
-        if self.rows is None:
-            return "one scale per tensor"
-        return "one scale per channel" if self.columns is None else f"blocks of {self.rows} × {self.columns}"
-
-    def grid(self, num_rows: int, num_columns: int) -> tuple[int, int]:
-        """Return how many scales a matrix has downwards and across."""
-        return -(-num_rows // (self.rows or num_rows)), -(-num_columns // (self.columns or num_columns))
-
-
-TENSOR: Final = Block(None, None)
-CHANNEL: Final = Block(1, None)
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """How a model's FP8 weights are scaled: each in one of these ways."""
-
-    blocks: tuple[Block, ...]
-
-    def __str__(self) -> str:
-        return f"FP8 ({', '.join(map(str, self.blocks))})"
-
-
-def read_quantization(config: Any) -> Quantization | None:
-    """Return how the weights of a ``PretrainedConfig`` are quantised; None: they are not.
-
-    Raises:
-        ConfigError: they are, in a way that is not supported.
-    """
-    sources = (config, config.get_text_config())
-    values = next((found for x in sources if (found := getattr(x, "quantization_config", None))), None)
-    if values is None:
-        return None
-    if not isinstance(values, Mapping):
-        values = values.to_dict() if hasattr(values, "to_dict") else _reject("is no JSON object")
-    if values.get("quant_method") == "fp8":
-        return _read_fp8(Fields(values, "config.json: quantization_config."))
-    if values.get("quant_method") == "compressed-tensors":
-        return _read_compressed_tensors(values)
-    _reject(f"quant_method {values.get('quant_method')!r} is not supported")
-
-
-def _reject(fault: str) -> NoReturn:
-    raise ConfigError(f"config.json: quantization_config: {fault}; supported: {SUPPORTED}")
-
-
-def _read_fp8(fields: Fields) -> Quantization:
-    fields.choice("fmt", ["e4m3"], default="e4m3")
-    fields.choice("activation_scheme", ["dynamic", "static"], default="dynamic")
-    if fields.value("weight_block_size") is None:
-        return Quantization((CHANNEL, TENSOR))
-    return Quantization((_read_block(fields, "weight_block_size"),))
-
-
-def _read_block(fields: Fields, name: str) -> Block:
-    sizes = fields.list_of(name, lambda entries, entry: entries.size(entry))
-    if len(sizes) != 2:
-        fields.reject(name, "two sizes, rows and columns")
-    return Block(*sizes)
-
-
-def _read_compressed_tensors(values: Mapping[str, Any]) -> Quantization:
-    groups = values.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        _reject("config_groups names no group of weights")
-    blocks = [_read_group(name, group, values.get("format")) for name, group in groups.items()]
-    return Quantization(tuple(dict.fromkeys(blocks)))
-
-
-def _read_group(name: str, group: Any, default_format: object) -> Block:
-    weights = group.get("weights") if isinstance(group, Mapping) else None
-    if not isinstance(weights, Mapping):
-        _reject(f"config_groups.{name} names no weights")
-    found = (group.get("format") or default_format, weights.get("type"), weights.get("num_bits"))
-    if found != ("float-quantized", "float", 8):
-        _reject(f"config_groups.{name} has format {found[0]!r} and {found[2]}-bit weights of type {found[1]!r}")
-    fields = Fields(weights, f"config.json: quantization_config.config_groups.{name}.weights.")
-    strategy = fields.choice("strategy", ["block", "channel", "tensor"], default="tensor")
-    if strategy == "block":
-        return _read_block(fields, "block_structure")
-    return CHANNEL if strategy == "channel" else TENSOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ beside the model there is never more than one of them.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,22 +22,27 @@ from tqdm import tqdm
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import DTYPES, Fields, read_model_config
+from strandline.models.four_bit import (
+    PackedNames,
+    companions,
+    find_packed,
+    is_empty_bias,
+    read_packed,
+)
 from strandline.models.fp8_conversion import is_converted
 from strandline.models.fp8_storage import Fp8Storage, can_keep
 from strandline.models.layers.parameters import Gain, matrices_without_memory
 from strandline.models.protocol import LoadableModel
 from strandline.models.quantization import (
     QUANTIZED_DTYPE,
-    Block,
-    Quantization,
     check_scale,
     dequantize,
     find_kv_scale,
     find_scales,
     read_kv_scale,
-    read_quantization,
     scale_grid,
 )
+from strandline.models.quantization_config import Block, FourBit, Quantization, read_quantization
 from strandline.models.registry import builder_for
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import Index, Read, Target
@@ -61,7 +66,7 @@ class WeightsReport:
 
     num_tensors: int = 0
     num_quantized: int = 0
-    """Tensors that are published in FP8, and used here; they were dequantised but for ``num_kept``."""
+    """Weights that are published in FP8 or 4 bits, and used here; they were dequantised but for ``num_kept``."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Prefix -> number of tensors that were recognised and skipped."""
     num_kept: int = 0
@@ -111,7 +116,7 @@ def load_model(
     """
     config = read_model_config(Path(path)) if config is None else config
     quantization = read_quantization(config)
-    keeps_fp8 = keeps_fp8 and quantization is not None and can_keep(quantization)
+    keeps_fp8 = keeps_fp8 and isinstance(quantization, Quantization) and can_keep(quantization)
     with matrices_without_memory() if keeps_fp8 else nullcontext():
         model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device, shard)
         if with_draft_layer:
@@ -195,7 +200,7 @@ def published_dtype(config: Any) -> torch.dtype:
 def _fill_from_files(
     model: Any,
     directory: Path,
-    quantization: Quantization | None,
+    quantization: Quantization | FourBit | None,
     rounded_to: torch.dtype | None,
     fp8_device: torch.device | str | None,
     *,
@@ -205,32 +210,42 @@ def _fill_from_files(
     with ExitStack() as stack:
         files = open_files(directory, stack)
         holders = {name: file for file in files for name in file.names()}
-        names = frozenset(holders)
+        packed = find_packed(holders, quantization.packing) if isinstance(quantization, FourBit) else {}
+        names = frozenset(holders).difference(companions(packed)).union(packed)
+        _check_packed(directory, packed, holders)
         targets = dict(model.targets(names))
-        quantized = [x for x in targets if x in names and quantization and holders[x].dtype(x) == QUANTIZED_DTYPE]
+        in_fp8 = isinstance(quantization, Quantization)
+        quantized = [x for x in targets if x in holders and in_fp8 and holders[x].dtype(x) == QUANTIZED_DTYPE]
         scales = {name: find_scales(name, names) for name in quantized}
         kv_scales = _set_kv_scales(model, holders)
-        known = {*targets, *kv_scales, *(scale for found in scales.values() for scale in found)}
+        read_whole = _reader(holders)
+        empty_biases = [name for name in names - targets.keys() if is_empty_bias(name, packed, read_whole)]
+        known = {*targets, *kv_scales, *empty_biases, *(scale for found in scales.values() for scale in found)}
         skipped = Counter(prefix for name in names - known for prefix in SKIPPED_PREFIXES if name.startswith(prefix))
         _check_names(directory, names, targets, known)
         storage = None
         if fp8_device is not None:
             storage = Fp8Storage(model, targets, quantized, fp8_device)
             targets = dict(model.targets(names))  # where memory now is
+        held = {names["codes"]: name for name, names in packed.items()}
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not progress):
-            for name in filter(targets.__contains__, file.names()):
+            for name in filter(targets.__contains__, (held.get(published, published) for published in file.names())):
+                if isinstance(quantization, FourBit) and name in packed:
+                    _unpack_to(targets[name], packed[name], read_whole, quantization, rounded_to)
+                    continue
                 _check_tensor(file, name, targets[name], is_quantized=name in scales)
                 if not targets[name].pieces:
                     continue  # its scales are another rank's, too
                 read: Read = partial(file.get, name)
                 found = {scale: holders[scale].get(scale) for scale in scales.get(name, ())}
                 if storage is not None and name in storage.names:
+                    assert isinstance(quantization, Quantization)
                     storage.fill(name, read, _read_scales(found, targets[name], quantization) if found else None)
                     continue
-                if quantization is not None and name in scales:
+                if isinstance(quantization, Quantization) and name in scales:
                     read = _dequantized(read, found, targets[name], quantization, rounded_to)
                 targets[name].copy_from(read)
-        used = {name for name in scales if targets[name].pieces}
+        used = {name for name in (*scales, *packed) if name in targets and targets[name].pieces}
         if storage is None:
             return WeightsReport(len(targets), len(used), dict(skipped))
         storage.finish()
@@ -257,11 +272,8 @@ def _set_kv_scales(model: LoadableModel, holders: Mapping[str, WeightsFile]) -> 
     return names
 
 
-def _read_scales(
-    scales: Mapping[str, Tensor], target: Target, quantization: Quantization | None
-) -> tuple[Block, Tensor]:
+def _read_scales(scales: Mapping[str, Tensor], target: Target, quantization: Quantization) -> tuple[Block, Tensor]:
     """Return what one of a tensor's scales covers, and the scales, the first of ``scales``; all are checked."""
-    assert quantization is not None
     (name, scale), *activation = scales.items()
     for extra, value in activation:
         check_scale(extra, value)
@@ -286,6 +298,32 @@ def _dequantized(
         return dequantize(read(index).to(place.device), block, scale_YX, dtype, target.shape, index)
 
     return read_dequantized
+
+
+def _reader(holders: Mapping[str, WeightsFile]) -> Callable[[str], Tensor]:
+    """Return what reads a published tensor, whichever file holds it."""
+    return lambda name: holders[name].get(name)
+
+
+def _unpack_to(
+    target: Target,
+    names: PackedNames,
+    read: Callable[[str], Tensor],
+    quantization: FourBit,
+    rounded_to: torch.dtype | None,
+) -> None:
+    """Dequantise a weight in 4 bits, on the device of its target."""
+    place = target.place
+    if place is None:
+        return
+    matrix, dtype = read_packed(names, target.shape, quantization, read, place.device), rounded_to or place.dtype
+    target.copy_from(lambda index: matrix.part(index).dequantize(dtype))
+
+
+def _check_packed(directory: Path, packed: Mapping[str, PackedNames], holders: Collection[str]) -> None:
+    for name, names in packed.items():
+        if name in holders:
+            raise WeightsError(f"{directory}: {name} is published twice, as it is and as {names['codes']}")
 
 
 def _check_tensor(file: WeightsFile, name: str, target: Target, *, is_quantized: bool) -> None:

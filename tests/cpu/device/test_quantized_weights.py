@@ -19,7 +19,7 @@ from strandline.kernels.weights import DenseWeight, HalfWeight
 from strandline.models.layers.projection import Projection
 from strandline.models.shard import Shard
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.models import fp8
+from tests.cpu.models import four_bit, fp8
 
 CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -64,6 +64,17 @@ def test_start_says_that_weights_are_dequantised(
     caplog.clear()
     start(quantized[1], dtype="float32")
     assert not caplog.records
+
+
+def test_start_says_that_weights_in_4_bits_are_dequantised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = save_tiny_model(tmp_path / "source")
+    directory, plain = four_bit.convert(source, tmp_path, four_bit.SCHEMES["gptq"])
+    answers = [
+        start(x, dtype="float32").generate([list(range(40))], GREEDY, use_tqdm=False) for x in (directory, plain)
+    ]
+    assert answers[0][0].outputs[0].token_ids == answers[1][0].outputs[0].token_ids
+    (message,) = [record.message for record in caplog.records]
+    assert message.startswith("weights: 4 bits (gptq, groups of 16), dequantised to float32 one by one as they load (")
 
 
 @pytest.mark.parametrize(

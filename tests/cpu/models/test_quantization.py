@@ -284,8 +284,8 @@ def test_fp8_without_a_quantization_config_is_refused(converted: Callable[..., A
     ("config", "message"),
     [
         (
-            {"quant_method": "awq", "bits": 4},
-            r"""quant_method 'awq' is not supported; supported: quant_method "fp8" """,
+            {"quant_method": "bitsandbytes", "bits": 4},
+            r"""quant_method 'bitsandbytes' is not supported; supported: quant_method "fp8" """,
         ),
         ({"bits": 4}, "quant_method None is not supported"),
         (block_config(128, 128, fmt="e5m2"), "quantization_config.fmt 'e5m2' is not supported; supported: e4m3"),

@@ -1,0 +1,231 @@
+"""Four-bit weights as files hold them: integers in int32, eight to a number, beside scales and zero points of groups.
+
+A weight is ``(code - zero) * scale``; code and zero are numbers from 0 to 15. Inputs of a group follow one another, or
+a published index says to which group each belongs. The files decide, tensor by tensor, what is quantised: in place of
+``M.weight`` they hold
+
+| packing | codes | scales | zero points | index |
+| --- | --- | --- | --- | --- |
+| compressed-tensors | ``M.weight_packed`` ``[N, K/8]`` | ``M.weight_scale`` ``[N, X]`` | ``M.weight_zero_point``
+``[N/8, X]`` | ``M.weight_g_idx`` |
+| gptq | ``M.qweight`` ``[K/8, N]`` | ``M.scales`` ``[X, N]`` | ``M.qzeros`` ``[X, N/8]`` | ``M.g_idx`` |
+| awq | ``M.qweight`` ``[K, N/8]``, columns in another order | ``M.scales`` ``[X, N]`` | ``M.qzeros`` ``[X, N/8]`` | |
+
+Zero points of the first version of gptq are published less one, modulo 16.
+
+Source: the published layouts ``pack-quantized`` of ``compressed-tensors``, ``gptq`` and ``gptq_v2`` of GPTQModel and
+``gemm`` of AutoAWQ.
+
+Shape suffixes: N rows, K inputs, X groups of inputs.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from strandline.errors import WeightsError
+from strandline.models.quantization import CHUNK_ELEMENTS, check_scale
+from strandline.models.quantization_config import FourBit, Packing
+from strandline.models.targets import Index
+
+PER_NUMBER: Final = 8
+"""Codes in an int32."""
+
+SYMMETRIC_ZERO: Final = 8
+
+AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""In which four bits of an int32 of AWQ, counted from the lowest, each of eight columns is."""
+
+SUFFIXES: Final[Mapping[Packing, Mapping[str, str]]] = {
+    "compressed-tensors": {
+        "codes": "weight_packed",
+        "scales": "weight_scale",
+        "zeros": "weight_zero_point",
+        "groups": "weight_g_idx",
+        "shape": "weight_shape",
+    },
+    "gptq": {"codes": "qweight", "scales": "scales", "zeros": "qzeros", "groups": "g_idx"},
+    "awq": {"codes": "qweight", "scales": "scales", "zeros": "qzeros"},
+}
+
+PackedNames = Mapping[str, str]
+"""The published names of what a weight consists of, by the keys of ``SUFFIXES``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FourBitMatrix:
+    """A matrix in 4 bits, unpacked; all on one device."""
+
+    code_NK: Tensor
+    """uint8."""
+    scale_NX: Tensor
+    """Finite and positive, in the published dtype."""
+    zero_NX: Tensor
+    """uint8."""
+    group_K: Tensor
+    """int64, the group of each input."""
+
+    def part(self, index: Index) -> "FourBitMatrix":
+        """Return a range of rows and of inputs, with all groups."""
+        rows, inputs = (*index, *[slice(None)] * (2 - len(index)))
+        return FourBitMatrix(self.code_NK[rows, inputs], self.scale_NX[rows], self.zero_NX[rows], self.group_K[inputs])
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights, computed in float32, ``CHUNK_ELEMENTS`` at a time."""
+        out_NK = torch.empty_like(self.code_NK, dtype=dtype)
+        step = max(1, CHUNK_ELEMENTS // max(1, self.code_NK.shape[1]))
+        for start in range(0, len(out_NK), step):
+            rows = slice(start, start + step)
+            shifted_NK = self.code_NK[rows].float().sub_(self.zero_NX[rows][:, self.group_K])
+            out_NK[rows] = shifted_NK.mul_(self.scale_NX[rows].float()[:, self.group_K])
+        return out_NK
+
+
+def find_packed(published: Collection[str], packing: Packing) -> dict[str, PackedNames]:
+    """Return what each 4-bit weight consists of, by the weight's name in a model that is not quantised."""
+    suffixes, found = SUFFIXES[packing], dict[str, PackedNames]()
+    for name in published:
+        module, _, kind = name.rpartition(".")
+        if kind == suffixes["codes"] and module:
+            names = {key: f"{module}.{suffix}" for key, suffix in suffixes.items()}
+            found[f"{module}.weight"] = {key: part for key, part in names.items() if part in published}
+    return found
+
+
+def is_empty_bias(name: str, packed: Mapping[str, PackedNames], read: Callable[[str], Tensor]) -> bool:
+    """Return whether a tensor is a bias of zeros beside a 4-bit weight: some files have it for layers without one."""
+    module, _, kind = name.rpartition(".")
+    return kind == "bias" and f"{module}.weight" in packed and not bool(read(name).any())
+
+
+def read_packed(
+    names: PackedNames,
+    shape: tuple[int, ...],
+    quantization: FourBit,
+    read: Callable[[str], Tensor],
+    device: torch.device | str,
+) -> FourBitMatrix:
+    """Read one weight.
+
+    Args:
+        shape: that the model asks for.
+        read: returns a published tensor.
+        device: of the result.
+
+    Raises:
+        WeightsError: something is missing, misshapen, of another dtype or out of range.
+    """
+    codes, suffixes = names["codes"], SUFFIXES[quantization.packing]
+    if len(shape) != 2:
+        raise WeightsError(f"{codes} stands for a weight of shape {list(shape)}; only matrices have 4 bits")
+    required = {"scales": True, "zeros": quantization.has_zeros, "groups": quantization.is_ordered}
+    for key in (key for key, is_required in required.items() if is_required and key not in names):
+        raise WeightsError(f"{codes.removesuffix(suffixes['codes'])}{suffixes[key]} is missing beside {codes}")
+    read_all = _Parts(names, shape, quantization, read)
+    scale_NX = read_all.scales().to(device)
+    zero_NX = read_all.zeros(scale_NX.shape[1], device)
+    group_K = read_all.groups(scale_NX.shape[1])
+    read_all.check_shape()
+    return FourBitMatrix(read_all.codes(device), scale_NX, zero_NX, group_K.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Reads and checks what a weight consists of."""
+
+    names: PackedNames
+    shape: tuple[int, ...]
+    quantization: FourBit
+    read: Callable[[str], Tensor]
+
+    def _read(self, key: str, *shapes: tuple[int, ...]) -> Tensor:
+        name = self.names[key]
+        tensor = self.read(name)
+        if tuple(tensor.shape) not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            asks = f"a weight of {list(self.shape)} in {self.quantization} asks for {wanted}"
+            raise WeightsError(f"{name} has shape {list(tensor.shape)}; {asks}")
+        return tensor
+
+    def _packed(self, key: str, shape: tuple[int, int]) -> Tensor:
+        tensor = self._read(key, shape)
+        if tensor.dtype != torch.int32:
+            raise WeightsError(f"{self.names[key]} is stored as {tensor.dtype}; 4-bit weights are packed into int32")
+        return tensor
+
+    def codes(self, device: torch.device | str) -> Tensor:
+        num_rows, num_inputs = self.shape
+        match self.quantization.packing:
+            case "compressed-tensors":
+                packed = self._packed("codes", (num_rows, _numbers(num_inputs))).to(device)
+                return _unpack(packed)[:, :num_inputs]
+            case "gptq":
+                packed = self._packed("codes", (_numbers(num_inputs), num_rows)).to(device)
+                return _unpack(packed.t().contiguous())[:, :num_inputs]
+            case "awq":
+                packed = self._packed("codes", (num_inputs, _numbers(num_rows))).to(device)
+                return _unpack(packed, AWQ_PLACES)[:, :num_rows].t()
+
+    def scales(self) -> Tensor:
+        """Return ``[N, X]``."""
+        num_rows, num_inputs = self.shape
+        counts = [-(-num_inputs // (size or num_inputs)) for size in self.quantization.group_sizes]
+        is_by_row = self.quantization.packing == "compressed-tensors"
+        scales = self._read("scales", *((num_rows, count) if is_by_row else (count, num_rows) for count in counts))
+        check_scale(self.names["scales"], scales)
+        return scales if is_by_row else scales.t()
+
+    def zeros(self, num_groups: int, device: torch.device | str) -> Tensor:
+        """Return ``[N, X]``."""
+        num_rows = self.shape[0]
+        if "zeros" not in self.names:
+            return torch.full((num_rows, num_groups), SYMMETRIC_ZERO, dtype=torch.uint8, device=device)
+        if self.quantization.packing == "compressed-tensors":
+            packed = self._packed("zeros", (_numbers(num_rows), num_groups)).to(device).t().contiguous()
+        else:
+            packed = self._packed("zeros", (num_groups, _numbers(num_rows))).to(device)
+        zero_XN = _unpack(packed, AWQ_PLACES if self.quantization.packing == "awq" else None)[:, :num_rows]
+        return (zero_XN + self.quantization.zero_offset).bitwise_and_(15).t()
+
+    def groups(self, num_groups: int) -> Tensor:
+        """Return the group of each input."""
+        num_inputs = self.shape[1]
+        sizes = [size or num_inputs for size in self.quantization.group_sizes]
+        size = next(size for size in sizes if -(-num_inputs // size) == num_groups)
+        in_order_K = torch.arange(num_inputs) // size
+        if "groups" not in self.names:
+            return in_order_K
+        group_K, name = self._read("groups", (num_inputs,)), self.names["groups"]
+        if group_K.is_floating_point():
+            raise WeightsError(f"{name} is stored as {group_K.dtype}; groups are whole numbers")
+        if self.quantization.packing == "compressed-tensors" and bool((group_K == -1).all()):
+            return in_order_K  # written where inputs have not been sorted
+        for wrong in group_K[(group_K < 0) | (group_K >= num_groups)].tolist():
+            raise WeightsError(f"{name} names group {wrong}; there are {num_groups}")
+        return group_K.long()
+
+    def check_shape(self) -> None:
+        if "shape" in self.names:
+            found = tuple(self._read("shape", (2,)).tolist())
+            if found != self.shape:
+                raise WeightsError(f"{self.names['shape']} says {list(found)}, the model asks for {list(self.shape)}")
+
+
+def _numbers(num_codes: int) -> int:
+    return -(-num_codes // PER_NUMBER)
+
+
+def _unpack(packed: Tensor, places: Collection[int] | None = None) -> Tensor:
+    """Return the codes of each row of int32, those of a number in the order of ``places``."""
+    pairs = packed.contiguous().view(torch.uint8)  # little-endian, as safetensors
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+    return codes if places is None else codes.unflatten(1, (-1, PER_NUMBER))[..., list(places)].flatten(1)
+
+
+def companions(packed: Mapping[str, PackedNames]) -> Iterator[str]:
+    """Yield the published names of all that 4-bit weights consist of."""
+    for names in packed.values():
+        yield from names.values()

@@ -1,0 +1,173 @@
+"""How the weights of a model are quantised, as ``quantization_config`` in its ``config.json`` announces it.
+
+It says what one scale covers, not which tensors have scales: lists of exceptions in configurations are written for
+other loaders' module names, and are wrong for some published models.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NoReturn
+
+from strandline.errors import ConfigError
+from strandline.model_config import Fields
+
+SUPPORTED: Final = (
+    'quant_method "fp8" (e4m3, one scale per block, channel or tensor); "compressed-tensors" in format '
+    '"float-quantized" with 8-bit float weights, or "pack-quantized" with 4-bit integers; "gptq" (checkpoint_format '
+    '"gptq" or "gptq_v2") and "awq" (version "gemm"), both with 4 bits'
+)
+
+ORDERED: Final = ("group", "dynamic")
+"""What ``actorder`` says if the group of each input is published."""
+
+Packing = Literal["compressed-tensors", "gptq", "awq"]
+"""How published files hold 4-bit weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one scale covers; None: all rows, or all columns."""
+
+    rows: int | None
+    columns: int | None
+
+    def __str__(self) -> str:
+        if self.rows is None:
+            return "one scale per tensor"
+        return "one scale per channel" if self.columns is None else f"blocks of {self.rows} × {self.columns}"
+
+    def grid(self, num_rows: int, num_columns: int) -> tuple[int, int]:
+        """Return how many scales a matrix has downwards and across."""
+        return -(-num_rows // (self.rows or num_rows)), -(-num_columns // (self.columns or num_columns))
+
+
+TENSOR: Final = Block(None, None)
+CHANNEL: Final = Block(1, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a model's FP8 weights are scaled: each in one of these ways."""
+
+    blocks: tuple[Block, ...]
+
+    def __str__(self) -> str:
+        return f"FP8 ({', '.join(map(str, self.blocks))})"
+
+
+@dataclass(frozen=True, slots=True)
+class FourBit:
+    """How a model's 4-bit weights are published: integers from 0 to 15, with zero points and scales per group."""
+
+    packing: Packing
+    group_sizes: tuple[int | None, ...]
+    """Inputs that share a scale, in one of these ways; None: all inputs."""
+    zero_offset: int = 0
+    """What is added to published zero points."""
+    has_zeros: bool = True
+    """Whether zero points must be published; else weights without are symmetric."""
+    is_ordered: bool = False
+    """Whether the group of each input must be published; else those of weights without follow one another."""
+
+    def __str__(self) -> str:
+        sizes = ("one scale per channel" if size is None else f"groups of {size}" for size in self.group_sizes)
+        return f"4 bits ({self.packing}, {', '.join(sizes)})"
+
+
+def read_quantization(config: Any) -> Quantization | FourBit | None:
+    """Return how the weights of a ``PretrainedConfig`` are quantised; None: they are not.
+
+    Raises:
+        ConfigError: they are, in a way that is not supported.
+    """
+    sources = (config, config.get_text_config())
+    values = next((found for x in sources if (found := getattr(x, "quantization_config", None))), None)
+    if values is None:
+        return None
+    if not isinstance(values, Mapping):
+        values = values.to_dict() if hasattr(values, "to_dict") else _reject("is no JSON object")
+    fields = Fields(values, "config.json: quantization_config.")
+    match values.get("quant_method"):
+        case "fp8":
+            return _read_fp8(fields)
+        case "compressed-tensors":
+            return _read_compressed_tensors(values)
+        case "gptq":
+            _require_four_bits(values)
+            format = fields.choice("checkpoint_format", ["gptq", "gptq_v2"], default="gptq")
+            offset, is_ordered = 1 if format == "gptq" else 0, fields.flag("desc_act", default=False)
+            return FourBit("gptq", (_read_group_size(fields),), offset, is_ordered=is_ordered)
+        case "awq":
+            _require_four_bits(values)
+            fields.choice("version", ["gemm", "GEMM"], default="gemm")
+            return FourBit("awq", (_read_group_size(fields),))
+        case method:
+            _reject(f"quant_method {method!r} is not supported")
+
+
+def _reject(fault: str) -> NoReturn:
+    raise ConfigError(f"config.json: quantization_config: {fault}; supported: {SUPPORTED}")
+
+
+def _require_four_bits(values: Mapping[str, Any]) -> None:
+    if values.get("bits", values.get("w_bit")) != 4:
+        _reject(f"{values['quant_method']} with {values.get('bits', values.get('w_bit'))} bits is not supported")
+
+
+def _read_group_size(fields: Fields) -> int | None:
+    return None if fields.value("group_size") == -1 else fields.size("group_size")
+
+
+def _read_fp8(fields: Fields) -> Quantization:
+    fields.choice("fmt", ["e4m3"], default="e4m3")
+    fields.choice("activation_scheme", ["dynamic", "static"], default="dynamic")
+    if fields.value("weight_block_size") is None:
+        return Quantization((CHANNEL, TENSOR))
+    return Quantization((_read_block(fields, "weight_block_size"),))
+
+
+def _read_block(fields: Fields, name: str) -> Block:
+    sizes = fields.list_of(name, lambda entries, entry: entries.size(entry))
+    if len(sizes) != 2:
+        fields.reject(name, "two sizes, rows and columns")
+    return Block(*sizes)
+
+
+def _read_compressed_tensors(values: Mapping[str, Any]) -> Quantization | FourBit:
+    groups = values.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        _reject("config_groups names no group of weights")
+    kinds = {name: _check_group(name, group, values.get("format")) for name, group in groups.items()}
+    if len({is_four_bit for _, is_four_bit in kinds.values()}) > 1:
+        _reject("config_groups mixes weights in FP8 and in 4 bits")
+    fields = [group for group, _ in kinds.values()]
+    if any(is_four_bit for _, is_four_bit in kinds.values()):
+        has_zeros = not any(group.flag("symmetric", default=True) for group in fields)
+        is_ordered = all(group.value("actorder") in (True, *ORDERED) for group in fields)
+        sizes = tuple(dict.fromkeys(map(_read_group, fields)))
+        return FourBit("compressed-tensors", sizes, has_zeros=has_zeros, is_ordered=is_ordered)
+    return Quantization(tuple(dict.fromkeys(map(_read_float_group, fields))))
+
+
+def _check_group(name: str, group: Any, default_format: object) -> tuple[Fields, bool]:
+    """Return what a group says of weights, and whether they have 4 bits."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        _reject(f"config_groups.{name} names no weights")
+    found = (group.get("format") or default_format, weights.get("type"), weights.get("num_bits"))
+    is_four_bit = found == ("pack-quantized", "int", 4)
+    if not is_four_bit and found != ("float-quantized", "float", 8):
+        _reject(f"config_groups.{name} has format {found[0]!r} and {found[2]}-bit weights of type {found[1]!r}")
+    return Fields(weights, f"config.json: quantization_config.config_groups.{name}.weights."), is_four_bit
+
+
+def _read_group(fields: Fields) -> int | None:
+    strategy = fields.choice("strategy", ["group", "channel"], default="group")
+    return None if strategy == "channel" else _read_group_size(fields)
+
+
+def _read_float_group(fields: Fields) -> Block:
+    strategy = fields.choice("strategy", ["block", "channel", "tensor"], default="tensor")
+    if strategy == "block":
+        return _read_block(fields, "block_structure")
+    return CHANNEL if strategy == "channel" else TENSOR
