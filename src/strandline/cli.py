@@ -24,14 +24,14 @@ MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
 
 SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "0 is greedy"),
-    ("top-p", float, "keep the likeliest tokens up to this probability"),
-    ("top-k", int, "keep this many of the likeliest tokens; 0 keeps all"),
-    ("min-p", float, "keep tokens at least this likely, as a share of the likeliest"),
-    ("repetition-penalty", float, "above 1 discourages what was said before"),
-    ("presence-penalty", float, "above 0 discourages tokens that occurred"),
-    ("frequency-penalty", float, "above 0 discourages tokens by how often they occurred"),
-    ("max-tokens", int, "most tokens to generate"),
-    ("min-tokens", int, "fewest tokens to generate"),
+    ("top-p", float, "sample from the most likely tokens up to this cumulative probability"),
+    ("top-k", int, "sample from this number of most likely tokens; 0: all"),
+    ("min-p", float, "minimum probability of a token, relative to the most likely one"),
+    ("repetition-penalty", float, "above 1 penalises tokens of the prompt and the output"),
+    ("presence-penalty", float, "above 0 penalises tokens that have been generated"),
+    ("frequency-penalty", float, "above 0 penalises tokens by how often they have been generated"),
+    ("max-tokens", int, "maximum number of tokens to generate"),
+    ("min-tokens", int, "minimum number of tokens to generate"),
 )
 
 
@@ -41,11 +41,11 @@ PLANNED_FLAGS: Mapping[str, str] = {
     "--quantization": "quantising weights at start is",
     "--kv-transfer-config": "prefill and decode on separate engines are",
 }
-"""Flags of vLLM whose features are missing."""
+"""vLLM's flags of features that are not supported yet."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations, and whose errors name the nearest flag."""
+    """A parser that rejects abbreviations and suggests the nearest flag in errors."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
@@ -100,38 +100,38 @@ def build_parser() -> Parser:
 
 
 def _add_serve(commands: Any) -> None:
-    text = "Serve a model over HTTP, with OpenAI's API."
+    text = "Serve a model over HTTP, with the OpenAI and Anthropic APIs."
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=text)
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help=MODEL_HELP)
     add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")
-    add("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
-    text = "host names that requests may use; '*': any (default: local names, any if it listens on another address)"
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
+    add("--port", type=int, default=8000, help="port to listen on; 0: any free one (default: %(default)s)")
+    text = "allowed Host names; '*': any (default: local names; any name if --host is not a loopback address)"
     add("--allowed-hosts", nargs="+", default=(), metavar="NAME", help=text)
-    add("--served-model-name", nargs="+", default=(), metavar="NAME", help="names that requests may use")
-    add("--api-key", nargs="+", default=(), metavar="KEY", help="require one of these keys")
-    add("--salt-per-key", action="store_true", help="share cached prefixes only among requests of the same key")
-    add("--chat-template", metavar="FILE", help="a Jinja file, or the template itself")
-    text = "read control tokens in the text of users and tools as such, not as plain text"
+    add("--served-model-name", nargs="+", default=(), metavar="NAME", help="model names that requests may use")
+    add("--api-key", nargs="+", default=(), metavar="KEY", help="API keys, one of them required in each request")
+    add("--salt-per-key", action="store_true", help="share cached prefixes only among requests with the same API key")
+    add("--chat-template", metavar="FILE", help="Jinja template: a file, or the text itself")
+    text = "parse control tokens in user and tool messages instead of treating them as plain text"
     add("--parse-special-tokens", action="store_true", help=text)
-    text = "format of tool calls; auto: by the chat template (default: %(default)s)"
+    text = "format of tool calls; auto: detect it from the chat template (default: %(default)s)"
     add("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", metavar="NAME", help=text)
-    text = "format of reasoning; auto: by the chat template (default: %(default)s)"
+    text = "format of reasoning; auto: detect it from the chat template (default: %(default)s)"
     add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", metavar="NAME", help=text)
     add("--enable-auto-tool-choice", action="store_true", help="accepted for compatibility; not needed")
-    add("--restart", action="store_true", help="restart the engine when its process has died")
-    add("--max-queue", type=int, default=1024, metavar="N", help="outputs that may wait (default: %(default)s)")
+    add("--restart", action="store_true", help="restart the engine if its process dies")
+    add("--max-queue", type=int, default=1024, metavar="N", help="maximum queued outputs (default: %(default)s)")
     add(
         "--max-body-bytes",
         type=int,
         default=8 * 2**20,
         metavar="N",
-        help="size of a request's body (default: %(default)s)",
+        help="maximum size of a request body (default: %(default)s)",
     )
-    text = "how long a client may take to send or read a part of a message; 0: no limit (default: %(default)s)"
+    text = "time limit for a client to send or read a part of a message; 0: none (default: %(default)s)"
     add("--client-timeout-s", type=float, default=60.0, metavar="S", help=text)
-    add("--request-timeout-s", type=float, metavar="S", help="how long a request may take (default: no limit)")
-    text = "what /cache shows; auto: prompt text if the server listens on this machine only, else counts"
+    add("--request-timeout-s", type=float, metavar="S", help="time limit of a request (default: none)")
+    text = "content of /cache; auto: prompt text if the server listens on this machine only, else counts"
     add("--cache-page", choices=("auto", "text", "counts", "off"), default="auto", help=text)
     _add_engine_flags(parser)
     parser.set_defaults(run=_run_serve, parser=parser)
@@ -139,19 +139,19 @@ def _add_serve(commands: Any) -> None:
 
 def _add_generate(commands: Any) -> None:
     parser = commands.add_parser(
-        "generate", help="continue texts", description="Continue texts as they are, without the chat template."
+        "generate", help="continue texts", description="Continue texts without the chat template."
     )
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; none: read it from stdin")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue (default: read from stdin)")
     parser.add_argument("--model", default="demo", help=MODEL_HELP)
     _add_engine_flags(parser)
     _add_sampling_flags(parser)
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text (may be given again)")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text (may be repeated)")
     parser.add_argument("--n", type=int, default=1, help="outputs per prompt")
     parser.set_defaults(run=_run_generate, parser=parser)
 
 
 def _add_chat(commands: Any) -> None:
-    parser = commands.add_parser("chat", help="talk with a model", description="Talk with a model; Ctrl-D ends.")
+    parser = commands.add_parser("chat", help="chat with a model", description="Talk with a model; Ctrl-D ends.")
     parser.add_argument("--system-prompt", metavar="TEXT", help="system message that precedes the conversation")
     parser.add_argument("--model", default="demo", help=MODEL_HELP)
     _add_engine_flags(parser)
@@ -161,7 +161,7 @@ def _add_chat(commands: Any) -> None:
 
 def _add_demo(commands: Any) -> None:
     text = "Run a conversation and a shared-prefix workload with the cache off and on, side by side."
-    parser = commands.add_parser("demo", help="see what the prefix cache does", description=text)
+    parser = commands.add_parser("demo", help="demonstrate the prefix cache", description=text)
     parser.add_argument("--model", default="demo", help="default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
     parser.set_defaults(run=_run_demo, parser=parser)
@@ -170,8 +170,8 @@ def _add_demo(commands: Any) -> None:
 def _add_eval(commands: Any) -> None:
     text = "Score a model on held-out recall and arithmetic, with the cache off and on."
     parser = commands.add_parser("eval", help="score a model on tasks with known answers", description=text)
-    parser.add_argument("--per-kind", type=int, default=100, help="tasks of each kind (default: %(default)s)")
-    parser.add_argument("--task-seed", type=int, default=0, help="which tasks to draw (default: %(default)s)")
+    parser.add_argument("--per-kind", type=int, default=100, help="number of tasks of each kind (default: %(default)s)")
+    parser.add_argument("--task-seed", type=int, default=0, help="seed of the tasks (default: %(default)s)")
     parser.add_argument("--model", default="demo", help=MODEL_HELP)
     _add_engine_flags(parser)
     parser.set_defaults(run=_run_eval, parser=parser)
@@ -179,34 +179,37 @@ def _add_eval(commands: Any) -> None:
 
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure", description="Measure.")
-    text = "Replay recorded traffic through the real cache and scheduler, with a cost model in place of the device."
+    text = "Replay recorded traffic through the real cache and scheduler, with a cost model instead of a device."
     kinds = bench.add_subparsers(metavar="WHAT", required=True, parser_class=Parser)
-    parser = kinds.add_parser("replay", help="what a cache would hit", description=text)
+    parser = kinds.add_parser("replay", help="simulate the hits of a cache", description=text)
     add = parser.add_argument
-    add("traces", nargs="+", metavar="TRACE", help="a file, the name of a workload, or 'synthetic' for all of those")
-    add("--geometry", default="Qwen3.5-35B-A3B", help="a name, or a model's config.json (default: %(default)s)")
-    add("--memory", default="40GiB", metavar="SIZES", help="budgets, separated by commas (default: %(default)s)")
-    add("--policy", default="auto", metavar="NAMES", help="separated by commas (default: %(default)s)")
-    add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")
-    add("--max-num-batched-tokens", type=int, default=8192, help="most tokens per step (default: %(default)s)")
-    add("--host-memory", metavar="SIZE", help="host memory below the device, in simulated time (default: none)")
-    add("--disk-cache-size", metavar="SIZE", help="a disk below the device or that (default: none)")
-    text = "in GB/s, of reads and of writes (default: %(default)s)"
+    add("traces", nargs="+", metavar="TRACE", help="a trace file, a workload, or 'synthetic' for all workloads")
+    add("--geometry", default="Qwen3.5-35B-A3B", help="a model's name or config.json (default: %(default)s)")
+    add("--memory", default="40GiB", metavar="SIZES", help="memory budgets, separated by commas (default: %(default)s)")
+    add("--policy", default="auto", metavar="NAMES", help="cache policies, separated by commas (default: %(default)s)")
+    add("--max-num-seqs", type=int, default=256, help="maximum number of running requests (default: %(default)s)")
+    add("--max-num-batched-tokens", type=int, default=8192, help="maximum tokens per step (default: %(default)s)")
+    add("--host-memory", metavar="SIZE", help="size of the simulated host memory (default: none)")
+    add("--disk-cache-size", metavar="SIZE", help="size of the simulated disk cache (default: none)")
+    text = "read and write bandwidth of the disk in GB/s (default: %(default)s)"
     add("--disk-bandwidth", type=float, default=6.0, metavar="RATE", help=text)
-    add("--snapshot-dtype", choices=SNAPSHOT_DTYPES, default="float32", help="of snapshots there (default: float32)")
+    add(
+        "--snapshot-dtype",
+        choices=SNAPSHOT_DTYPES,
+        default="float32",
+        help="dtype of snapshots in lower tiers (default: float32)",
+    )
     add("--max-sessions", type=int, metavar="N", help="replay only the first N sessions")
     add("--session-gap", type=float, default=10.0, help="seconds between sessions' starts (default: %(default)s)")
-    add("--speed", type=float, default=1.0, help="how many times as fast as one H200 (default: %(default)s)")
-    add("--replicas", type=int, default=1, metavar="N", help="engines with that memory each (default: %(default)s)")
-    text = "who sends requests to one of several replicas: strandline, prefix-tree, power-of-two, round-robin or random"
+    add("--speed", type=float, default=1.0, help="speed of the device relative to an H200 (default: %(default)s)")
+    add("--replicas", type=int, default=1, metavar="N", help="engines, each with that memory (default: %(default)s)")
+    text = "router of requests to replicas: strandline, prefix-tree, power-of-two, round-robin or random"
     add("--router", default="strandline", metavar="NAMES", help=f"{text}; separated by commas (default: %(default)s)")
-    add("--plot", metavar="FILE", help="draw hits and recomputed tokens over the memory to FILE.svg or FILE.html")
-    add("--json", action="store_true", help="print JSON in place of a table")
+    add("--plot", metavar="FILE", help="plot hits and recomputed tokens by memory size to FILE.svg or FILE.html")
+    add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run_replay, parser=parser)
-    text = (
-        "Put load on a server that speaks OpenAI's API, and measure; flags and results are those of vLLM's benchmark."
-    )
-    parser = kinds.add_parser("serve", help="how fast a server answers", description=text)
+    text = "Benchmark a server with an OpenAI-compatible API; flags and results are those of vLLM's benchmark."
+    parser = kinds.add_parser("serve", help="benchmark a server", description=text)
     add_serve_flags(parser)
     parser.set_defaults(run=_run_bench_serve, parser=parser)
     parser = kinds.add_parser("report", help="compare runs of 'bench serve'", description="Draw a page of charts.")
@@ -215,22 +218,27 @@ def _add_bench(commands: Any) -> None:
 
 
 def _add_explain(commands: Any) -> None:
-    text = "Show why a request missed, or what a prompt would hit, and what would help. Changes nothing."
-    parser = commands.add_parser("explain", help="why did it miss?", description=text)
-    parser.add_argument("request_id", nargs="?", metavar="REQUEST_ID", help="one of the server's last requests")
+    text = "Show why a request missed, or what a prompt would hit, and how to improve it. The cache is not changed."
+    parser = commands.add_parser("explain", help="explain cache misses", description=text)
+    parser.add_argument("request_id", nargs="?", metavar="REQUEST_ID", help="id of one of the server's last requests")
     ask = parser.add_argument_group("on a running server")
-    ask.add_argument("--prompt", metavar="TEXT", help="what would this text hit?")
-    ask.add_argument("--prompt-file", metavar="FILE", help="as --prompt, from a file; - is standard input")
-    ask.add_argument("--tokens", metavar="IDS", help="as --prompt, as token ids, separated by commas")
-    ask.add_argument("--messages", metavar="FILE", help="as --prompt, a conversation in JSON; - is standard input")
+    ask.add_argument("--prompt", metavar="TEXT", help="a prompt, as text")
+    ask.add_argument("--prompt-file", metavar="FILE", help="a prompt, as a text file; - is standard input")
+    ask.add_argument("--tokens", metavar="IDS", help="a prompt, as token ids separated by commas")
+    ask.add_argument("--messages", metavar="FILE", help="a conversation, as a JSON file; - is standard input")
     ask.add_argument("--salt", metavar="TEXT", help="the cache_salt of the request")
     ask.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
     ask.add_argument("--api-key", metavar="KEY", help="default: the environment variable STRANDLINE_API_KEY")
     replay = parser.add_argument_group("in a replayed trace")
     replay.add_argument("--trace", metavar="TRACE", help="a file or the name of a workload, as in 'bench replay'")
-    replay.add_argument("--request", type=int, metavar="N", help="the N-th to start; none: list those that missed most")
-    replay.add_argument("--geometry", default="Qwen3.5-35B-A3B", help="whose blocks and slots (default: %(default)s)")
-    replay.add_argument("--memory", default="40GiB", metavar="SIZE", help="the budget (default: %(default)s)")
+    replay.add_argument(
+        "--request",
+        type=int,
+        metavar="N",
+        help="N-th request to start (default: list those with most misses)",
+    )
+    replay.add_argument("--geometry", default="Qwen3.5-35B-A3B", help="block and slot sizes (default: %(default)s)")
+    replay.add_argument("--memory", default="40GiB", metavar="SIZE", help="memory budget (default: %(default)s)")
     replay.add_argument("--policy", default="auto", metavar="NAME", help="default: %(default)s")
     replay.add_argument("--max-sessions", type=int, metavar="N", help="replay only the first N sessions")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -238,7 +246,7 @@ def _add_explain(commands: Any) -> None:
 
 
 def _add_quantize(commands: Any) -> None:
-    text = "Write a model with its projections in FP8, one scale per block of 128 × 128, in the published layout."
+    text = "Write a model with its projections in FP8, one scale per block of 128 × 128, in Hugging Face layout."
     parser = commands.add_parser("quantize", help="write a model in FP8", description=text)
     parser.add_argument("model", metavar="MODEL", help="a directory, a hub name, or 'demo'")
     parser.add_argument("output", metavar="OUT", help="a new directory")
@@ -248,63 +256,63 @@ def _add_quantize(commands: Any) -> None:
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     add = group.add_argument
-    add("--tokenizer", metavar="PATH", help="where the tokenizer is, if not with the model")
-    text = "of weights and activations; auto: the model's, or float32 on a CPU that is slow in it"
+    add("--tokenizer", metavar="PATH", help="path of the tokenizer (default: the model's directory)")
+    text = "dtype of weights and activations; auto: the model's, or float32 on a CPU where that is faster"
     add("--dtype", choices=DTYPES, default="auto", help=text)
-    text = "of keys and values; auto: as activations, fp8: e4m3, in half the memory (default: %(default)s)"
+    text = "dtype of keys and values; auto: as activations; fp8: e4m3, in half the memory (default: %(default)s)"
     add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help=text)
     add("--device", choices=DEVICES, default="auto")
     text = "where steps run: in the engine's process, or in a worker process (default: %(default)s)"
     add("--distributed-executor-backend", choices=EXECUTORS, default="uni", help=text)
-    text = "ranks that the model is divided among, each on a GPU of its own (default: %(default)s)"
+    text = "number of ranks to divide the model among, one GPU each (default: %(default)s)"
     add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help=text)
     add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights")
-    add("--max-model-len", type=int, metavar="TOKENS", help="longest request, prompt and output together")
-    add("--max-num-seqs", type=int, default=256, help="most requests at once (default: %(default)s)")
-    add("--max-num-batched-tokens", type=int, help="most tokens per step (default: 2048, on GPUs 8192)")
-    text = "limit for long prefills per step while others decode; 0: none (default: a quarter of a step)"
+    add("--max-model-len", type=int, metavar="TOKENS", help="maximum length of a request, prompt and output together")
+    add("--max-num-seqs", type=int, default=256, help="maximum number of running requests (default: %(default)s)")
+    add("--max-num-batched-tokens", type=int, help="maximum number of tokens per step (default: 2048, on GPUs 8192)")
+    text = "tokens per step of long prefills while others decode; 0: no limit (default: a quarter of a step)"
     add("--long-prefill-token-threshold", type=int, metavar="TOKENS", help=text)
-    add("--memory", metavar="SIZE", help="for the cache and running requests together, such as 4GiB")
-    add("--host-memory", metavar="SIZE", help="host memory for what the cache evicts, such as 64GiB (default: none)")
-    add("--disk-cache", metavar="DIR", help="files for what does not fit there, kept over restarts (default: none)")
-    add("--disk-cache-size", default="100GiB", metavar="SIZE", help="for these files (default: %(default)s)")
-    text = "dtype of snapshots there; all but float32 lose exactness (default: %(default)s)"
+    add("--memory", metavar="SIZE", help="memory of the cache and running requests, such as 4GiB")
+    add("--host-memory", metavar="SIZE", help="host memory for evicted entries, such as 64GiB (default: none)")
+    add("--disk-cache", metavar="DIR", help="directory for evicted entries, kept across restarts (default: none)")
+    add("--disk-cache-size", default="100GiB", metavar="SIZE", help="size of the disk cache (default: %(default)s)")
+    text = "dtype of snapshots in host memory and on disk; only float32 is exact (default: %(default)s)"
     add("--snapshot-dtype", choices=SNAPSHOT_DTYPES, default="float32", help=text)
     add(
         "--gpu-memory-utilization",
         type=float,
         default=0.9,
         metavar="SHARE",
-        help="share of the GPU's memory, without --memory (default: %(default)s)",
+        help="fraction of GPU memory to use without --memory (default: %(default)s)",
     )
-    add("--dequantize", action="store_true", help="turn FP8 weights into --dtype as they load")
+    add("--dequantize", action="store_true", help="convert FP8 weights to --dtype as they load")
     add("--enforce-eager", action="store_true", help="disable CUDA graphs")
     add(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
-        help="plan each step while the one before runs (default: on GPUs)",
+        help="plan each step while the previous one runs (default: on GPUs)",
     )
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     text = "where snapshots are taken; modes other than auto are for comparison (default: %(default)s)"
     add("--mamba-cache-mode", choices=CACHE_MODES, default="auto", help=text)
-    text = "between snapshots of align and all (default: %(default)s)"
+    text = "distance between snapshots in the modes align and all (default: %(default)s)"
     add("--mamba-block-size", type=int, default=1024, metavar="TOKENS", help=text)
     add("--deterministic", action="store_true", help="bit-identical results, cached or not and in any batch; slower")
-    text = "replay this share of the hits cold, and measure the difference (default: %(default)s)"
+    text = "fraction of hits to replay without the cache, to measure the difference (default: %(default)s)"
     add("--audit-rate", type=float, default=0.0, metavar="SHARE", help=text)
-    text = 'how drafts are made, such as {"method": "ngram", "num_speculative_tokens": 3} (default: no drafts)'
+    text = 'speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 3} (default: none)'
     add("--speculative-config", metavar="JSON", help=text)
-    text = 'where cache events are published, such as {"enable_kv_cache_events": true} (default: nowhere)'
+    text = 'publication of cache events, such as {"enable_kv_cache_events": true} (default: none)'
     add("--kv-events-config", metavar="JSON", help=text)
     text = (
-        'hand-over between engines, such as {"kv_connector": "SocketConnector", "kv_role": "kv_both"} (default: none)'
+        'transfers between engines, such as {"kv_connector": "SocketConnector", "kv_role": "kv_both"} (default: none)'
     )
     add("--kv-transfer-config", metavar="JSON", help=text)
-    add("--seed", type=int, default=0, help="of sampling without a seed, and of dummy weights (default: %(default)s)")
+    add("--seed", type=int, default=0, help="default seed of requests and of dummy weights (default: %(default)s)")
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling (default: what the model's generation_config.json says)")
+    group = parser.add_argument_group("sampling (default: from the model's generation_config.json)")
     for name, kind, text in SAMPLING_FLAGS:
         group.add_argument(f"--{name}", type=kind, help=text)
 
@@ -315,7 +323,7 @@ def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _checked_engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine's options, checked as far as that goes before torch is imported.
+    """Return the engine's options, with those checks done that do not need torch.
 
     Raises:
         ConfigError: a value is out of range, or there is no such model.
@@ -328,7 +336,7 @@ def _checked_engine_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sampling_params(options: argparse.Namespace, **more: Any) -> Any:
-    """Return the model's defaults, with what the flags say.
+    """Return the model's default sampling parameters, overridden by the flags.
 
     Raises:
         ConfigError: there is no such model, or a value is out of range.
@@ -362,7 +370,7 @@ def _run_generate(options: argparse.Namespace) -> int:
     params = _sampling_params(options, n=options.n, stop=options.stop)
     prompts = options.prompts or [_read_prompt()]
     if not all(prompts):
-        raise ConfigError("there is no prompt: give one, as an argument or on standard input")
+        raise ConfigError("there is no prompt: pass one as an argument or on standard input")
     from strandline import LLM
 
     llm = LLM(**engine_options)
@@ -412,7 +420,7 @@ def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> str:
 
 
 def _report(output: Any) -> None:
-    """Say on stderr what the cache saved."""
+    """Print to stderr what the cache saved."""
     ttft_s = output.times.ttft_s or 0.0
     print(
         f"[{len(output.prompt_token_ids)} prompt tokens, {output.num_cached_tokens} from the cache; "

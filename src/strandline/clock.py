@@ -1,11 +1,11 @@
-"""Time as a dependency: seconds from an arbitrary start, so that tests and replays can bring their own."""
+"""Time as a dependency: seconds from an arbitrary start, so that tests and replays can replace the clock."""
 
 from time import perf_counter
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Anything that tells the time in seconds."""
+    """A clock that returns the time in seconds."""
 
     def __call__(self) -> float: ...
 

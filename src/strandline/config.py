@@ -1,4 +1,4 @@
-"""The engine's configuration: names and meanings are vLLM's where it has them."""
+"""The engine's configuration: names and meanings are vLLM's where vLLM has the option."""
 
 import re
 from collections.abc import Mapping
@@ -27,20 +27,21 @@ _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that is decided before the first request.
+    """Options that are fixed before the first request.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     model: str
-    """A directory in the published layout, a hub name, or ``demo`` for the bundled model."""
+    """A directory in Hugging Face layout, a hub name, or ``demo`` for the bundled model."""
     tokenizer: str | None = None
-    """Where the tokenizer lies, if not with the model."""
+    """Path of the tokenizer; None: the model's directory."""
     skip_tokenizer_init: bool = False
-    """Work with token ids alone."""
+    """Accept and return token ids only."""
     dtype: str = "auto"
-    """Dtype of weights and activations; ``auto``: the model configuration's, or float32 on a CPU that is slow in it."""
+    """Dtype of weights and activations; ``auto``: the model configuration's, or float32 on a CPU where that is
+    faster."""
     kv_cache_dtype: str = "auto"
     """Dtype of keys and values: ``auto``: that of activations; ``fp8`` or ``fp8_e4m3``: e4m3, in half the memory."""
     device: str = "auto"
@@ -51,54 +52,53 @@ class EngineConfig:
     load_format: str = "auto"
     """``dummy``: random weights from the configuration alone."""
     max_model_len: int | None = None
-    """Most tokens of one request, prompt and output; None takes the model configuration's, as memory allows."""
+    """Maximum length of a request, prompt and output; None: the model configuration's, as memory allows."""
     max_num_seqs: int = 256
-    """Most requests that run at once."""
+    """Maximum number of running requests."""
     max_num_batched_tokens: int | None = None
-    """Most tokens computed in one step. Longer prompts are computed over several steps. None: 2,048, on GPUs 8,192."""
+    """Maximum number of tokens per step; longer prompts take several steps. None: 2,048, on GPUs 8,192."""
     long_prefill_token_threshold: int | None = None
     """Prefills of more tokens are long. While other requests decode, long prefills together compute at most this number
     of tokens, in every third to ninth step. 0: no limit. None: a quarter of ``max_num_batched_tokens``."""
     async_scheduling: bool | None = None
-    """Plan each step while the device runs the one before; None: on GPUs."""
+    """Plan each step while the device runs the previous one; None: on GPUs."""
     enforce_eager: bool = False
     """Disable CUDA graphs."""
     gpu_memory_utilization: float = 0.9
-    """The share of a GPU's memory for weights, scratch memory and the cache together, unless ``memory`` says how much
-    the cache gets."""
+    """The share of a GPU's memory for weights, scratch memory and the cache together; unused if ``memory`` is set."""
     memory: str | int | None = None
     """Budget of the cache and of running requests together: bytes, or a string such as ``4GiB``."""
     host_memory: str | int | None = None
-    """Budget of the host memory below the cache, in which evicted entries rest, as ``memory``: with several ranks that
-    of each. None: there is none."""
+    """Budget of host memory for evicted entries, in the format of ``memory``; with several ranks, the budget of each.
+    None: no host memory."""
     disk_cache: str | None = None
-    """A directory below host memory, whose files outlive the process; None: nothing does."""
+    """Directory for evicted entries, whose files outlive the process; None: no disk cache."""
     disk_cache_size: str | int = "100GiB"
-    """Budget of the files in it, as ``memory``: with several ranks those of each."""
+    """Budget of the disk cache, in the format of ``memory``; with several ranks, the budget of each."""
     snapshot_dtype: str = "float32"
-    """In what dtype recurrent states rest there: ``float32``: as they are; ``bfloat16`` or ``int8``: in fewer bits, so
-    that more rests, and what resumes from them is no longer exact."""
+    """Dtype of recurrent states in host memory and on disk: ``float32``: unchanged; ``bfloat16`` or ``int8``: smaller,
+    but requests that resume from them are no longer exact."""
     enable_prefix_caching: bool = True
     mamba_cache_mode: str = "auto"
     """Where snapshots are taken: ``auto``, or for comparison ``align``, ``all``, ``none``."""
     mamba_block_size: int = 1024
-    """Tokens between the boundaries that ``align`` and ``all`` take snapshots at; a multiple of 64."""
+    """Tokens between snapshots in the modes ``align`` and ``all``; a multiple of 64."""
     deterministic: bool = False
-    """Compute every token to the same bits, cached or not and whatever is computed beside it: cuts and steps of prompts
-    on the 64-token grid, batch-invariant kernels on GPUs. Slower."""
+    """Compute bit-identical results, cached or not and in any batch: cuts and steps of prompts on the 64-token grid,
+    batch-invariant kernels on GPUs. Slower."""
     audit_rate: float = 0.0
-    """Share of the hits that are replayed cold when they have ended, to measure how far log-probabilities differ."""
+    """Share of hits that are replayed without the cache, to measure the difference in log-probabilities."""
     speculative_config: str | Mapping[str, Any] | None = None
-    """How drafts are made (``SpeculativeConfig``), as a mapping or as JSON; None: no speculative decoding."""
+    """Speculative decoding (``SpeculativeConfig``), as a mapping or as JSON; None: off."""
     kv_events_config: str | Mapping[str, Any] | None = None
-    """Where cache events are published (``KVEventsConfig``), as a mapping or as JSON; None: nowhere."""
+    """Publication of cache events (``KVEventsConfig``), as a mapping or as JSON; None: off."""
     kv_transfer_config: str | Mapping[str, Any] | None = None
-    """How prefixes are handed over between engines (``KVTransferConfig``), as a mapping or as JSON; None: not at all.
-    A server takes part in it, ``LLM`` does not."""
+    """Transfer of prefixes between engines (``KVTransferConfig``), as a mapping or as JSON; None: off. Supported by the
+    server, not by ``LLM``."""
     dequantize: bool = False
-    """Turn weights that are published in FP8 into ``dtype`` as they load, on GPUs, too."""
+    """Convert weights published in FP8 to ``dtype`` as they load, also on GPUs."""
     seed: int = 0
-    """Seed of sampling without a seed, and of dummy weights."""
+    """Seed for requests without a seed, and for dummy weights."""
 
     def __post_init__(self) -> None:
         _require_choice("dtype", self.dtype, DTYPES)
@@ -163,7 +163,7 @@ class EngineConfig:
             )
 
     def _require_tiers(self) -> None:
-        """Check what rests below the device."""
+        """Check the options of host memory and the disk cache."""
         if self.host_memory is not None:
             parse_bytes(self.host_memory, "--host-memory")
             if not self.enable_prefix_caching:
@@ -178,29 +178,29 @@ class EngineConfig:
         if self.snapshot_dtype != "float32":
             if self.deterministic:
                 raise ConfigError(
-                    f"--deterministic does not go with --snapshot-dtype {self.snapshot_dtype}: a state that rests in "
-                    "fewer bits does not come back as it was; drop one of the two"
+                    f"--deterministic does not go with --snapshot-dtype {self.snapshot_dtype}: a state stored in "
+                    "fewer bits is not restored exactly; drop one of the two"
                 )
             if self.host_memory is None and self.disk_cache is None:
                 raise ConfigError(
-                    f"--snapshot-dtype {self.snapshot_dtype} is for what rests below the device; add --host-memory or "
-                    "--disk-cache"
+                    f"--snapshot-dtype {self.snapshot_dtype} applies to host memory and the disk cache; add "
+                    "--host-memory or --disk-cache"
                 )
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How drafts are made; None: there are none."""
+        """Speculative decoding; None: off."""
         return None if self.speculative_config is None else read_speculative_config(self.speculative_config)
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """Where cache events are published; None: nowhere."""
+        """Publication of cache events; None: off."""
         config = None if self.kv_events_config is None else read_kv_events_config(self.kv_events_config)
         return config if config is not None and config.is_published else None
 
     @property
     def kv_transfer(self) -> KVTransferConfig | None:
-        """How prefixes are handed over between engines; None: not at all."""
+        """Transfer of prefixes between engines; None: off."""
         return None if self.kv_transfer_config is None else read_kv_transfer_config(self.kv_transfer_config)
 
     @classmethod
@@ -215,7 +215,7 @@ class EngineConfig:
 
 
 def reject_unknown(options: Mapping[str, Any], known: list[str]) -> None:
-    """Raise a ConfigError for the first option that is not known, naming the nearest that is."""
+    """Raise a ConfigError for the first unknown option, naming the nearest known one."""
     for name in options:
         if name not in known:
             nearest = get_close_matches(name, known, n=1, cutoff=0.4)
@@ -224,7 +224,7 @@ def reject_unknown(options: Mapping[str, Any], known: list[str]) -> None:
 
 
 def flag(name: str) -> str:
-    """Return the flag that sets a field: messages name flags, which ``LLM`` takes as options without the dashes."""
+    """Return the flag that sets a field, for messages; ``LLM`` takes the same name without the dashes."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -232,7 +232,7 @@ def parse_bytes(text: str | int, name: str = "--memory") -> int:
     """Read a number of bytes such as ``512MiB``, ``4G`` or ``1000000``; units are powers of 1,024.
 
     Args:
-        name: the flag that it is given to, for messages.
+        name: the flag, for messages.
 
     Raises:
         ConfigError: it is not a positive size.

@@ -1,4 +1,4 @@
-"""The environment variables that Strandline reads, all of them."""
+"""All environment variables that Strandline reads."""
 
 import os
 from typing import Final
@@ -16,20 +16,20 @@ def is_cache_debugged() -> bool:
 
 
 def is_triton_off() -> bool:
-    """Whether to run the torch versions of all operations on GPUs too (slow): to tell a kernel's fault from others."""
+    """Whether to run reference implementations on GPUs (slow), to isolate faults of kernels."""
     return os.environ.get(TRITON, "1") == "0"
 
 
 def is_numba_off() -> bool:
-    """Whether to run the torch versions of all operations on CPUs (slower): to tell a kernel's fault from others."""
+    """Whether to run reference implementations on CPUs (slower), to isolate faults of kernels."""
     return os.environ.get(NUMBA, "1") == "0"
 
 
 def read_api_key() -> str | None:
-    """Return the key that clients of the server must bring, besides those that its flags name."""
+    """Return the API key that the server accepts in addition to those given by flags."""
     return os.environ.get(API_KEY) or None
 
 
 def read_client_key() -> str | None:
-    """Return the key that our own clients bring to a server: the one that OpenAI's clients take, or the server's."""
+    """Return the API key that Strandline's clients send: the variable of OpenAI's clients, or the server's."""
     return os.environ.get(CLIENT_KEY) or read_api_key()

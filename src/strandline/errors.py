@@ -1,11 +1,11 @@
 """The errors that Strandline raises on purpose.
 
-A message says what was asked, what was found, the limit, and the knob that moves it.
+A message states what was requested, what was found, the limit, and the setting that changes it.
 """
 
 
 def cause_of(error: Exception) -> str:
-    """Return what an error of a library says, in one line."""
+    """Return a library error's message in one line."""
     return " ".join(str(error).split()) or repr(error)
 
 
@@ -22,12 +22,12 @@ class WeightsError(ConfigError):
 
 
 class RequestError(StrandlineError, ValueError):
-    """The caller's fault (HTTP 4xx). No other request is affected."""
+    """A fault of the caller (HTTP 4xx). No other request is affected."""
 
 
 class EngineError(StrandlineError, RuntimeError):
-    """Our fault (HTTP 5xx)."""
+    """A fault of the engine (HTTP 5xx)."""
 
 
 class CacheInvariantError(EngineError):
-    """The cache contradicts itself. The process must end: a doubtful state is never served."""
+    """The cache contradicts itself. The process must end: a state that may be wrong is never used."""

@@ -1,4 +1,4 @@
-"""Tunes the garbage collector of a serving process."""
+"""Garbage collection settings of a serving process."""
 
 import gc
 from typing import Final

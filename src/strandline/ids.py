@@ -1,6 +1,6 @@
-"""Identifiers and marks that every room shares.
+"""Identifiers and constants that every room shares.
 
-Ids are integers with a type of their own, so that a block id cannot be passed where a slot id is meant.
+Ids are integers with distinct types, so that a block id cannot be passed where a slot id is meant.
 Index 0 is the *null* block, slot or log: it stands for fresh zeros, is never read from memory and never written.
 """
 
@@ -8,30 +8,30 @@ from enum import IntEnum
 from typing import Final, NewType
 
 BlockId = NewType("BlockId", int)
-"""A place for 64 tokens of keys and values of all attention layers."""
+"""Memory for the keys and values of 64 tokens in all attention layers."""
 
 SlotId = NewType("SlotId", int)
-"""A place for the recurrent state of all layers of one sequence."""
+"""Memory for the recurrent state of one sequence in all layers."""
 
 LogId = NewType("LogId", int)
-"""A place for the log of one running sequence: tokens that its recurrent layers have not folded into their state."""
+"""Memory for the log of one running sequence: tokens that are not folded into its recurrent state yet."""
 
 RequestId = NewType("RequestId", str)
 
 TransferId = NewType("TransferId", int)
-"""A copy between the device's memory and a store: below the device, or of another engine."""
+"""A copy between device memory and a store: host memory, a disk or another engine."""
 
 AUDIT_PREFIX: Final = "audit of "
-"""Ids of requests that replay others begin with it; users' may not."""
+"""Prefix of the ids of audit replays; reserved."""
 
 
 class PendingToken(IntEnum):
-    """Whether a sequence's one token is what the step before samples, which runs still."""
+    """Whether a sequence's token is being sampled by the previous step, which still runs."""
 
     NONE = 0
     GOES_ON = 1
     MAY_STOP = 2
-    """If it is one of the request's stop tokens, the request has ended there and its state stays as it is."""
+    """If the token is one of the request's stop tokens, the request has ended and its state must not advance."""
 
 
 BLOCK_TOKENS: Final = 64
@@ -42,4 +42,4 @@ NULL_SLOT: Final = SlotId(0)
 NULL_LOG: Final = LogId(0)
 
 NO_TOKEN: Final = -1
-"""Sampled where no token can be: the row's logits have no finite maximum."""
+"""The sampled token of a row whose logits have no finite maximum."""

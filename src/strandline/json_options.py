@@ -1,4 +1,4 @@
-"""Options of several fields: a mapping in Python, JSON on the command line."""
+"""Options with several fields: a mapping in Python, JSON on the command line."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ def read_json_option(
         example: a valid value, for messages.
 
     Raises:
-        ConfigError: it is no such mapping, or a field is unknown.
+        ConfigError: the value is not a mapping, or a field is unknown.
     """
     if isinstance(value, str):
         try:

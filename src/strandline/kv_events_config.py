@@ -27,13 +27,13 @@ class KVEventsConfig:
     """The PUB socket binds to it if it contains ``*`` or ``::`` or begins with ``ipc://`` or ``inproc://``; else it
     connects to it."""
     replay_endpoint: str | None = None
-    """Where missed messages can be asked for; None: nowhere."""
+    """Endpoint for requests to replay missed messages; None: no replay."""
     buffer_steps: int = 10_000
-    """Most messages kept for replays."""
+    """Maximum number of messages kept for replay."""
     hwm: int = 100_000
-    """Most messages that wait for one slow subscriber; further ones are not sent to it."""
+    """Maximum number of messages queued for one slow subscriber; further ones are not sent to it."""
     max_queue_size: int = 100_000
-    """Most steps whose events wait to be sent; those of further ones are dropped."""
+    """Maximum number of steps with unsent events; events of further steps are dropped."""
     topic: str = ""
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ def read_kv_events_config(value: str | Mapping[str, Any]) -> KVEventsConfig:
     """Read the configuration from a mapping, or from JSON.
 
     Raises:
-        ConfigError: it is no such mapping, a field is unknown, or a value is out of range.
+        ConfigError: the value is not a mapping, a field is unknown, or a value is out of range.
     """
     known = (field.name for field in fields(KVEventsConfig))
     return KVEventsConfig(**read_json_option(FLAG, value, known=known, example=EXAMPLE))

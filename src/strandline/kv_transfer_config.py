@@ -1,4 +1,4 @@
-"""The configuration of hand-over between engines: names and meanings are vLLM's where it has them."""
+"""The configuration of transfers between engines: names and meanings are vLLM's where vLLM has the field."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -22,25 +22,25 @@ DEFAULT_BACKENDS: Final = ("UCX",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig:
-    """Whether an engine gives what it has computed to others, takes it from them, or both, and where it listens.
+    """Whether an engine sends prefixes to other engines, fetches prefixes from them, or both, and where it listens.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     kv_connector: str
-    """What moves the bytes: ``SocketConnector``, by TCP, or ``NixlConnector``."""
+    """The transport: ``SocketConnector`` (TCP) or ``NixlConnector``."""
     kv_role: str
     kv_ip: str = "127.0.0.1"
-    """The address that the engine listens on, and that others are told."""
+    """The address that the engine listens on and advertises to other engines."""
     kv_port: int = 0
-    """0: any free port, which others are told."""
+    """The port, also advertised; 0: any free port."""
     engine_id: str | None = None
-    """None: a random one at each start."""
+    """None: a random id at each start."""
     kv_connector_extra_config: Mapping[str, Any] | None = None
-    """``lease_s``: how long a prompt is kept for the engine that continues it. ``timeout_s``: how long a peer may send
-    nothing. ``peers``: hosts to fetch from, as names, patterns or networks; by default this machine alone.
-    ``backends``: plugins of NIXL."""
+    """``lease_s``: how long a prompt is held for the engine that continues it. ``timeout_s``: how long a peer may be
+    silent. ``peers``: hosts to fetch from, as names, patterns or networks; by default this machine only. ``backends``:
+    NIXL plugins."""
 
     def __post_init__(self) -> None:
         if self.kv_connector not in CONNECTORS:
@@ -52,7 +52,7 @@ class KVTransferConfig:
             if (type(value) is not str or not value) and (name, value) != ("engine_id", None):
                 raise ConfigError(f"{FLAG}: {name} must be a string, got {value!r}")
         if self.kv_ip in ("0.0.0.0", "::", "*"):
-            raise ConfigError(f"{FLAG}: kv_ip is what other engines are told: give an address of this machine")
+            raise ConfigError(f"{FLAG}: kv_ip is advertised to other engines: set it to an address of this machine")
         if type(self.kv_port) is not int or not 0 <= self.kv_port <= 65535:
             raise ConfigError(f"{FLAG}: kv_port must be a port or 0, got {self.kv_port!r}")
         extra: object = self.kv_connector_extra_config
@@ -70,7 +70,7 @@ class KVTransferConfig:
             if not isinstance(texts, list | tuple) or not all(type(text) is str for text in texts):
                 raise ConfigError(f"{FLAG}: {name} must be a list of {what}, got {texts!r}")
         if "backends" in self._extra and (self.kv_connector != "NixlConnector" or not self.backends):
-            raise ConfigError(f"{FLAG}: backends are those of NixlConnector, one at least")
+            raise ConfigError(f"{FLAG}: backends is for NixlConnector, and needs at least one entry")
 
     @property
     def _extra(self) -> Mapping[str, Any]:
@@ -88,22 +88,22 @@ class KVTransferConfig:
 
     @property
     def lease_s(self) -> float:
-        """How long a prompt is kept for the engine that continues it."""
+        """How long a prompt is held for the engine that continues it."""
         return float(self._extra.get("lease_s", DEFAULT_LEASE_S))
 
     @property
     def timeout_s(self) -> float:
-        """How long a peer may send nothing."""
+        """How long a peer may be silent."""
         return float(self._extra.get("timeout_s", DEFAULT_TIMEOUT_S))
 
     @property
     def backends(self) -> Sequence[str]:
-        """The plugins that NIXL moves bytes with."""
+        """NIXL's transport plugins."""
         backends: Sequence[str] = self._extra.get("backends", DEFAULT_BACKENDS)
         return backends
 
     def may_fetch_from(self, host: str) -> bool:
-        """Whether requests may name this host to fetch from: what a wrong host sends would be served to all."""
+        """Whether requests may fetch from this host. Data from a malicious host would be served to all users."""
         peers: Sequence[str] = self._extra.get("peers", ("localhost", "127.0.0.0/8", "::1"))
         return any(fnmatch(host, peer) or _is_in(host, peer) for peer in peers)
 
@@ -119,7 +119,7 @@ def read_kv_transfer_config(value: str | Mapping[str, Any]) -> KVTransferConfig:
     """Read the configuration from a mapping, or from JSON.
 
     Raises:
-        ConfigError: it is no such mapping, a field is unknown or missing, or a value is out of range.
+        ConfigError: the value is not a mapping, a field is unknown or missing, or a value is out of range.
     """
     known = [field.name for field in fields(KVTransferConfig)]
     given = read_json_option(FLAG, value, known=known, example=EXAMPLE)

@@ -43,33 +43,33 @@ ARCHITECTURES: Final = (
     "Zamba2ForCausalLM",
     "ZayaForCausalLM",
 )
-"""What can be served. ``models/registry.py`` has a builder for each; the names are here to be checked without torch."""
+"""Supported architectures. ``models/registry.py`` has a builder for each; this list can be checked without torch."""
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
-"""Of published weights, and of recurrent states."""
+"""Dtypes of published weights and of recurrent states."""
 
 MAX_LAYERS: Final = 1024
 LISTED: Final = {"num_hidden_layers": MAX_LAYERS, "num_labels": 2**16}
-"""Counts that transformers expands into lists while it reads a configuration, and the most of each."""
+"""Counts that transformers expands into lists while it reads a configuration, and their maximum values."""
 
 MAX_HEADS: Final = 1024
 MAX_HEAD_DIM: Final = 256
-"""Channels of a head: kernels hold whole rows of them in registers."""
+"""Maximum channels of a head: kernels hold whole rows of them in registers."""
 MAX_SIZE: Final = 2**20
-"""Channels of the hidden and intermediate states."""
+"""Maximum channels of the hidden and intermediate states."""
 MAX_VOCAB: Final = 2**24
 MAX_POSITION: Final = 2**31 - 1
 UNLIMITED_POSITION: Final = 2**20
-"""Most tokens of a context where a model has no limit: every sequence has a table of blocks."""
+"""Maximum context length of a model without a limit: every sequence has a table of blocks."""
 MIN_EPS: Final = 1e-12
-"""Norms of zeros are not numbers without it."""
+"""Prevents NaN from norms of zeros."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        ConfigError: it cannot be read, or is something else.
+        ConfigError: it cannot be read, or is not a JSON object.
     """
     try:
         values = json.loads(path.read_text())
@@ -102,7 +102,7 @@ def read_model_config(path: Path) -> "PretrainedConfig":
 def _read_file(path: Path) -> tuple[Path, dict[str, Any]]:
     file = path if path.is_file() else path / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{path} has no config.json: is it a model's directory in the published layout?")
+        raise ConfigError(f"{path} has no config.json: is it a model directory in Hugging Face layout?")
     return file, read_json_object(file)
 
 
@@ -110,7 +110,7 @@ def check_architecture(path: Path) -> None:
     """Check that a ``config.json`` names a supported architecture; takes milliseconds, as transformers is not imported.
 
     Raises:
-        ConfigError: it does not, or it is missing.
+        ConfigError: the architecture is unsupported, or the file is missing.
     """
     find_architecture(_read_file(path)[1].get("architectures"))
 
@@ -119,7 +119,7 @@ def find_architecture(names: Sequence[str] | None) -> str:
     """Return the first of a model's ``architectures`` that is supported.
 
     Raises:
-        ConfigError: none is; the message gives all that are, and the nearest by name.
+        ConfigError: none is supported; the message lists the supported ones and the nearest by name.
     """
     names = [str(name) for name in names] if isinstance(names, list) else []
     for name in names:
@@ -131,13 +131,13 @@ def find_architecture(names: Sequence[str] | None) -> str:
 
 
 def _find_nearest(name: str) -> str:
-    """Return the supported architecture whose name is most like another one's; what all names end in does not count."""
+    """Return the supported architecture with the most similar name, ignoring the suffix that all names share."""
     families = {architecture.partition("For")[0]: architecture for architecture in reversed(ARCHITECTURES)}
     return families[get_close_matches(name.partition("For")[0], families, n=1, cutoff=0)[0]]
 
 
 class Fields:
-    """The fields of a configuration, checked as they are read: what is returned has the type and range asked for.
+    """The fields of a configuration, checked for type and range as they are read.
 
     Every method raises a ConfigError that names the field, its value and what is allowed. A field that is missing or
     null has the default, if there is one.
@@ -184,7 +184,7 @@ class Fields:
         return value
 
     def list_of(self, name: str, read: "Callable[[Fields, str], T]") -> tuple[T, ...]:
-        """Return a list, each entry as ``read`` returns it, which is called as a method is."""
+        """Return a list whose entries are read by ``read``, a method of this class."""
         values = self.value(name)
         if not isinstance(values, list | tuple):
             self.reject(name, "a list")
@@ -193,7 +193,7 @@ class Fields:
         return tuple(read(entries, entry) for entry in named)
 
     def tokens(self, name: str, vocab_size: int) -> frozenset[int]:
-        """Return one token id or a list of them as a set; empty: it is missing."""
+        """Return one token id or a list of them as a set, which is empty if the field is missing."""
 
         def token(fields: Fields, name: str) -> int:
             return fields.size(name, at_least=0, at_most=vocab_size - 1)
@@ -204,7 +204,7 @@ class Fields:
         return frozenset(self.list_of(name, token) if isinstance(value, list) else [token(self, name)])
 
     def reject(self, name: str, allowed: str) -> NoReturn:
-        """Raise a ConfigError for a field that must be ``allowed``."""
+        """Raise a ConfigError that names a field, its value and what is ``allowed``."""
         value = self.value(name)
         found = "is missing" if value is None else f"is {reprlib.repr(value)}"
         raise ConfigError(f"{self._prefix}{name} {found}; it must be {allowed}")
@@ -224,16 +224,16 @@ def read_layer_types(fields: Fields, kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_head_dim(fields: Fields) -> int:
-    """Return the channels of an attention head: its share of the hidden size where there is no ``head_dim``."""
+    """Return the channels of an attention head: ``head_dim``, or the hidden size divided by the number of heads."""
     share = fields.size("hidden_size") // fields.size("num_attention_heads", at_most=MAX_HEADS)
     return fields.size("head_dim", at_most=MAX_HEAD_DIM, default=share)
 
 
 def read_eps(fields: Fields, name: str = "rms_norm_eps") -> float:
-    """Return what norms add to a mean square."""
+    """Return the epsilon of norms."""
     return fields.number(name, at_least=MIN_EPS, at_most=1)
 
 
 def read_max_position(fields: Fields) -> int:
-    """Return the most tokens of a context."""
+    """Return the maximum context length in tokens."""
     return fields.size("max_position_embeddings", at_most=MAX_POSITION)

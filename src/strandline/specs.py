@@ -1,7 +1,7 @@
-"""What one layer keeps between tokens, as named tensors, and the sizes of blocks and slots that follow from it.
+"""Tensors that layers keep between tokens, and the block and slot sizes derived from them.
 
-A model declares one spec per layer; every size in the engine is derived from these. What a name means is known to the
-layer alone. Pure Python: dtypes are named by strings so that the cache and the replay tools need no tensor library.
+A model declares one spec per layer; every size in the engine is derived from these. Only the layer interprets the
+names. Pure Python: dtypes are named by strings so that the cache and the replay tools need no tensor library.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ ITEM_BYTES: Final = {
 }
 
 SNAPSHOT_DTYPES: Final = ("float32", "bfloat16", "int8")
-"""Dtypes in which recurrent states can rest below the device. Only the first gives them back as they were."""
+"""Dtypes of recurrent states in host memory and on disk. Only the first one is exact."""
 
 ALIGN_BYTES: Final = 256
 """Every tensor in a block or slot starts on this boundary, so that vector loads and typed views are legal."""
@@ -40,14 +40,14 @@ class Part(NamedTuple):
     """A range of a tensor along one dimension that ranks divide among them."""
 
     size: int
-    """How much of it each rank holds."""
+    """Size of the part on each rank."""
     num_shares: int
-    """Into how many shares it is divided. Where these are fewer than ranks, neighbours hold the same."""
+    """Number of shares. If there are fewer shares than ranks, neighbouring ranks hold the same one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How the ranks of an engine hold a tensor together: in parts along one dimension, each divided for itself."""
+    """How ranks divide a tensor: parts along one dimension, each divided separately."""
 
     dim: int
     parts: tuple[Part, ...]
@@ -55,15 +55,16 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor that a layer keeps, by name: of one token, of one sequence, or of one log."""
+    """A named tensor that a layer keeps per token, per sequence or per log."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     is_recurrent: bool = False
-    """Whether a state is computed from the state before, rather than a copy of inputs: rounding it adds up."""
+    """Whether a state is computed from the previous one rather than copied from inputs, so that rounding
+    accumulates."""
     division: Division | None = field(default=None, compare=False)
-    """Of streams and states, how ranks divide them; None: every rank holds all of it."""
+    """How ranks divide a stream or state; None: every rank holds all of it."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +72,7 @@ class TensorSpec:
 
     @property
     def whole(self) -> "TensorSpec":
-        """What all ranks hold together."""
+        """The spec of the whole tensor, over all ranks."""
         if self.division is None:
             return self
         shape = list(self.shape)
@@ -87,10 +88,10 @@ class TensorSpec:
         return replace(self, division=Division(dim, tuple(Part(*part) for part in parts)))
 
     def at_rest(self, dtype: str) -> "tuple[TensorSpec, ...]":
-        """Return what rests of a state below the device: itself, or a recurrent state in float32 in fewer bits.
+        """Return the tensors that store a state in host memory and on disk: itself, or a recurrent state in fewer bits.
 
-        In int8 these are the codes, and a scale for all values along the last dimension, as a rule one for each head
-        and key channel. A state of one dimension rests in bfloat16 instead.
+        In int8 these are the codes and a scale for all values along the last dimension, usually one per head and key
+        channel. A one-dimensional state is stored in bfloat16 instead.
 
         Args:
             dtype: one of ``SNAPSHOT_DTYPES``.
@@ -104,10 +105,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class LogSpec:
-    """What a layer can keep of tokens before they are folded into its states."""
+    """The tensors that a layer keeps for tokens that are not folded into its states yet."""
 
     num_tokens: int
-    """Most tokens before a fold."""
+    """Maximum number of tokens before a fold."""
     tensors: tuple[TensorSpec, ...]
     """Each holds ``num_tokens`` tokens."""
 
@@ -118,20 +119,20 @@ class LogSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer keeps. One without memory keeps nothing."""
+    """The tensors that one layer keeps; none for a layer without memory."""
 
     streams: tuple[TensorSpec, ...] = ()
-    """Kept of every token (keys, values, a latent), in blocks; the shapes are those of one token."""
+    """Kept for every token (keys, values, a latent), in blocks; the shapes are per token."""
     states: tuple[TensorSpec, ...] = ()
-    """Kept of every sequence (a recurrent state, the last inputs of a convolution), in slots."""
+    """Kept for every sequence (a recurrent state, the last inputs of a convolution), in slots."""
     log: LogSpec | None = field(default=None, compare=False)
-    """None: every token goes into the states at once. Blocks and slots do not depend on it: specs that differ here are
-    equal."""
+    """None: every token is folded into the states at once. Blocks and slots do not depend on the log, and specs that
+    differ only here compare equal."""
     replay: tuple[TensorSpec, ...] = field(default=(), compare=False)
-    """Of one token, the inputs that its states are computed from: kept of drafts, so that those that are accepted can
-    be folded into the states later. Empty: the layer has no states, or cannot compute drafts."""
+    """Inputs of one token that the states are computed from, kept for drafts so that accepted ones can be folded into
+    the states later. Empty: the layer has no states, or cannot compute drafts."""
     window_tokens: int | None = field(default=None, compare=False)
-    """Tokens whose streams a token reads, the last ones, itself among them; None: those of all tokens before it."""
+    """Number of last tokens whose streams a token reads, itself included; None: all tokens before it."""
 
     @property
     def block_bytes(self) -> int:
@@ -150,11 +151,11 @@ class LayerSpec:
 
     @property
     def whole(self) -> "LayerSpec":
-        """What all ranks keep together in blocks and slots."""
+        """The spec of the whole layer, over all ranks."""
         return LayerSpec(tuple(x.whole for x in self.streams), tuple(x.whole for x in self.states))
 
     def at_rest(self, dtype: str) -> "LayerSpec":
-        """Return what rests below the device: states as ``TensorSpec.at_rest`` says, streams as they are."""
+        """Return the spec in host memory and on disk: states as in ``TensorSpec.at_rest``, streams unchanged."""
         return LayerSpec(self.streams, tuple(part for state in self.states for part in state.at_rest(dtype)))
 
 
@@ -172,7 +173,7 @@ def kv_spec(num_heads: int, head_dim: int, dtype: str, *, num_shares: int = 1) -
     """Return the spec of softmax attention: streams ``key`` and ``value``, ``[num_heads, head_dim]`` each.
 
     Args:
-        num_shares: into how many shares, of ``num_heads`` each, ranks divide all heads.
+        num_shares: number of shares, of ``num_heads`` each, that ranks divide all heads into.
     """
     key, value = (TensorSpec(name, (num_heads, head_dim), dtype) for name in ("key", "value"))
     return LayerSpec((key.divided((num_heads, num_shares)), value.divided((num_heads, num_shares))))
@@ -198,7 +199,7 @@ class ModelSpec:
 
     @cached_property
     def hidden_offset(self) -> int:
-        """Where in a slot the final hidden state of the last token lies, in bytes."""
+        """Offset of the final hidden state of the last token in a slot, in bytes."""
         return sum(layer.slot_bytes for layer in self.layers)
 
     @cached_property
@@ -208,9 +209,9 @@ class ModelSpec:
 
     @cached_property
     def window_tokens(self) -> int | None:
-        """Tokens whose streams a token reads in any layer; None: one reads those of all tokens, or none has any.
+        """Number of last tokens whose streams any layer reads; None: a layer reads all tokens, or no layer has streams.
 
-        Blocks are shared by all layers, so that one without a window keeps those of the others too.
+        Blocks are shared by all layers, so a layer without a window keeps the blocks of the others too.
         """
         windows = [layer.window_tokens for layer in self.layers if layer.streams]
         found = [window for window in windows if window is not None]
@@ -218,7 +219,7 @@ class ModelSpec:
 
     @cached_property
     def blocks_per_slab(self) -> int:
-        """How many blocks fill one slab (the room of one slot)."""
+        """Number of blocks in one slab, which is the size of one slot."""
         return max(1, -(-self.raw_slot_bytes // self.block_bytes))
 
     @property
@@ -233,17 +234,17 @@ class ModelSpec:
 
     @cached_property
     def log_tokens(self) -> int:
-        """Most tokens that all recurrent layers can keep before a fold; 0: one of them keeps no log."""
+        """Maximum number of tokens before a fold that all recurrent layers support; 0: one of them keeps no log."""
         return min((layer.log.num_tokens if layer.log else 0 for layer in self.layers if layer.is_recurrent), default=0)
 
     @property
     def can_replay(self) -> bool:
-        """Whether drafts can be computed: every layer with states keeps what they are computed from."""
+        """Whether drafts can be computed: every layer with states keeps the inputs for them."""
         return all(layer.replay for layer in self.layers if layer.states)
 
     @cached_property
     def replay_bytes(self) -> int:
-        """Bytes that all layers keep of one draft token."""
+        """Bytes that all layers keep per draft token."""
         return sum(tensor.num_bytes for layer in self.layers for tensor in layer.replay)
 
     @cached_property
@@ -257,9 +258,9 @@ class ModelSpec:
         return replace(self, layers=tuple(layer.whole for layer in self.layers))
 
     def at_rest(self, dtype: str) -> "ModelSpec":
-        """Return the spec of blocks and slots as they rest below the device, with snapshots in this dtype."""
+        """Return the spec of blocks and slots in host memory and on disk, with snapshots in this dtype."""
         return replace(self, layers=tuple(layer.at_rest(dtype) for layer in self.layers))
 
     def resting_slot_blocks(self, dtype: str) -> int:
-        """Return how many blocks' room a snapshot takes below the device; 0: the model keeps no states."""
+        """Return the size of a stored snapshot in blocks; 0: the model has no states."""
         return self.at_rest(dtype).blocks_per_slab if self.has_states else 0

@@ -1,4 +1,4 @@
-"""The configuration of speculative decoding: names and meanings are vLLM's where it has them."""
+"""The configuration of speculative decoding: names and meanings are vLLM's where vLLM has the field."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -19,26 +19,26 @@ FLAG: Final = "--speculative-config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How drafts are made.
+    """How drafts are generated.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     method: str
-    """``mtp``: drafts come from the layer for multi-token prediction that is published with the model. ``ngram``: they
-    continue the last tokens as they were continued before, in the prompt or the output."""
+    """``mtp``: drafts come from the layer for multi-token prediction that is published with the model. ``ngram``:
+    drafts repeat the tokens that followed an earlier occurrence of the last tokens, in the prompt or the output."""
     num_speculative_tokens: int
-    """Most drafts of a request in a step."""
+    """Maximum number of drafts of a request per step."""
     prompt_lookup_max: int | None = None
-    """The longest run of last tokens that ``ngram`` searches for; None: ``prompt_lookup_min``, or 5. With ``mtp``, what
-    is found takes the place of the layer's drafts; if both are None, nothing is searched for."""
+    """The longest run of last tokens that ``ngram`` searches for; None: ``prompt_lookup_min``, or 5. With ``mtp``,
+    matches replace the layer's drafts; if both are None, there is no search."""
     prompt_lookup_min: int | None = None
     """The shortest; None: ``prompt_lookup_max``, or 5."""
     rejection_sample_method: str = "standard"
     """``standard``, or for benchmarks ``synthetic``: drafts are accepted by chance, whatever the model samples."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None
-    """By place of a draft, the share of steps in which it is accepted; they do not rise. Only with ``synthetic``."""
+    """Share of steps in which a draft is accepted, by position; not increasing. Only with ``synthetic``."""
     adaptive: bool = True
     """Draft fewer tokens, or none, where that gives more tokens per second, by the drafts accepted so far and measured
     step times. False: always ``num_speculative_tokens``."""
@@ -68,12 +68,12 @@ class SpeculativeConfig:
         if rates is not None and not _are_rates(rates, self.num_speculative_tokens):
             raise ConfigError(
                 f"{FLAG}: synthetic_acceptance_rates must be {self.num_speculative_tokens} numbers from 0 to 1, none "
-                f"above the one before, as num_speculative_tokens says; got {rates!r}"
+                f"above the one before, as many as num_speculative_tokens; got {rates!r}"
             )
 
     @property
     def has_draft_layer(self) -> bool:
-        """Whether a layer of the model makes the drafts."""
+        """Whether drafts come from a layer of the model."""
         return self.method == "mtp"
 
     @property
@@ -94,7 +94,7 @@ def read_speculative_config(value: str | Mapping[str, Any]) -> SpeculativeConfig
     """Read the configuration from a mapping, or from JSON.
 
     Raises:
-        ConfigError: it is no such mapping, a field is unknown or missing, or a value is out of range.
+        ConfigError: the value is not a mapping, a field is unknown or missing, or a value is out of range.
     """
     known = (field.name for field in fields(SpeculativeConfig))
     value = read_json_option(FLAG, value, known=known, example=EXAMPLE)

@@ -1,4 +1,4 @@
-"""Which Strandline this is: its version, and the commit where that is known. No installed metadata is needed."""
+"""Strandline's version, and its commit if known. No installed metadata is needed."""
 
 import json
 import subprocess
@@ -9,13 +9,13 @@ from typing import Final
 VERSION: Final = "0.1.0"
 
 CHECKOUT: Final = Path(__file__).parents[2]
-"""Where the repository is, if the package runs from a checkout."""
+"""The repository, if the package runs from a checkout."""
 
 GIT_TIMEOUT_S: Final = 5.0
 
 
 def find_commit() -> str | None:
-    """Return the commit of a git checkout, with ``-dirty`` where files differ from it, or that pip installed from."""
+    """Return the commit of the git checkout, with ``-dirty`` if files differ, or the commit that pip installed from."""
     return _checked_out_commit() if (CHECKOUT / ".git").exists() else _installed_commit()
 
 

@@ -35,7 +35,8 @@ MAX_TEXTS: Final = 8192
 class ExplainBody(BaseModel):
     """Body of ``/cache/explain``: a request's id, or a prompt as text, token ids or conversation.
 
-    A conversation with ``system``, ``thinking`` or Anthropic's form of tools is one of its API, others of OpenAI's.
+    A conversation with ``system``, ``thinking`` or Anthropic's form of tools is read as Anthropic's, others as
+    OpenAI's.
     """
 
     model_config = ConfigDict(strict=True)
@@ -62,7 +63,7 @@ class ExplainBody(BaseModel):
 
 
 class CachePage:
-    """The page's data. Where no text is shown, the caller's own prompt is the exception."""
+    """The page's data. If texts are hidden, the caller's own prompt is still shown."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -102,7 +103,7 @@ class CachePage:
         """Explain a request or a prompt under a salt.
 
         Raises:
-            RequestError: the request is not known any more, or the prompt cannot be served.
+            RequestError: the request is no longer known, or the prompt cannot be served.
         """
         self._service.require_model(body.model)
         tokens = await self._tokens(body)
@@ -153,7 +154,7 @@ class CachePage:
             raise RequestError(f"prompt token {wrong[0]} is not in the vocabulary [0, {limits.vocab_size})")
 
     def text_of(self, tokens: Sequence[int]) -> str | None:
-        """Return the text of tokens, from a cache: pages ask for the same ones repeatedly."""
+        """Return the text of tokens, cached because pages request the same texts repeatedly."""
         tokenizer = self._service.client.frontend.tokenizer
         if tokenizer is None:
             return " ".join(map(str, tokens))
@@ -179,7 +180,7 @@ def add_cache_page(app: FastAPI, service: Service, mode: str) -> None:
     headers = {"Content-Security-Policy": _policy(html), "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
 
     def text_of(request: Request) -> TextOf:
-        # A foreign page whose host name resolves to this machine (DNS rebinding) asks by that name.
+        # A foreign page whose host name resolves to this machine (DNS rebinding) sends that name.
         name = host_of(request.scope)
         shows_text = mode == "text" or (mode == "local" and name is not None and is_local(name))
         return page.text_of if shows_text else _no_text
@@ -208,7 +209,7 @@ def _fresh(data: Json) -> Response:
 
 
 def _policy(html: bytes) -> str:
-    """Return a policy that runs the page's own script and style, and lets it talk to this server alone."""
+    """Return a policy that allows only the page's own script and style, and connections to this server."""
 
     def hashes(tag: bytes) -> str:
         found = re.findall(rb"<%s>(.*?)</%s>" % (tag, tag), html, re.DOTALL)

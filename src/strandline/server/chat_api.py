@@ -45,7 +45,7 @@ class Chat:
         }
         self._parsers = [service.output_format.parser(prompt.text or "", box.schemas) for _ in range(params.params.n)]
         self._token_ids: list[list[int]] = [[] for _ in self._parsers]
-        """Of each output, those that the client has not been shown."""
+        """Token ids of each output that have not been sent yet."""
         self.job = service.client.submit(str(self._head["id"]), [prompt], params, salt, transfer)
 
     async def answer(self) -> Json:
@@ -88,7 +88,7 @@ class Chat:
             yield {**self._head, "choices": [], "usage": self._usage()}
 
     def _choices(self, output: OutputDelta, parser: OutputParser) -> list[Json]:
-        """Return a delta of one output as choices, one per part; the last says why it ended, if it did."""
+        """Return a delta of one output as choices, one per part; the last has the finish reason, if any."""
         token_ids = self._token_ids[output.index]
         token_ids += output.token_ids
         if not output.is_visible:

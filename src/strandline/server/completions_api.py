@@ -31,12 +31,12 @@ from strandline.text.output_streams import RequestStream
 
 @dataclass(slots=True)
 class _Shown:
-    """What a client has been shown of one output."""
+    """The part of one output that has been sent to the client."""
 
     is_empty: bool = True
     num_characters: int = 0
     token_ids: list[int] = field(default_factory=list)
-    """Those that it has not been shown."""
+    """Token ids that have not been sent yet."""
 
 
 class Completion:
@@ -100,11 +100,11 @@ class Completion:
         return choice
 
     def _part(self, place: int, output: OutputDelta, echo: bool, offset: int) -> Json:
-        """Return one choice, or a piece of it.
+        """Return one choice, or a part of it.
 
         Args:
             echo: begin with the prompt.
-            offset: characters of the output before this piece.
+            offset: characters of the output before this part.
         """
         stream = self.job.streams[place]
         prompt = stream.prompt or "" if self._body.echo else ""
@@ -137,7 +137,7 @@ class Completion:
 
 
 def _num_prompt_logprobs(body: CompletionBody) -> int | None:
-    """Return how many log-probabilities the prompt's tokens need. A prompt that is only echoed is run for them."""
+    """Return the number of log-probabilities per prompt token. A prompt that is only echoed is also run for them."""
     if not body.echo:
         return None
     return 0 if body.max_tokens == 0 and body.logprobs is None else body.logprobs

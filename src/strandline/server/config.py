@@ -20,7 +20,8 @@ class ServerConfig:
     port: int = 8000
     """0: any free port."""
     allowed_hosts: Sequence[str] = ()
-    """Host names that requests may use beside local ones; ``*`` is any. Empty: on a loopback address none, else any."""
+    """Host names that requests may use in addition to local ones; ``*``: any. Empty: none on a loopback address, else
+    any."""
     served_model_name: Sequence[str] = ()
     """Names that requests may use; empty: the model's."""
     api_key: Sequence[str] = ()
@@ -29,15 +30,15 @@ class ServerConfig:
     chat_template: str | None = None
     """A file, or the template itself."""
     parse_special_tokens: bool = False
-    """Control tokens in the text of users and tools are read as such, as vLLM does, and not as plain text."""
+    """Parse control tokens in user and tool messages, as vLLM does, instead of treating them as plain text."""
     tool_call_parser: str = "auto"
-    """How the model writes tool calls; ``auto`` derives it from the chat template."""
+    """Format of tool calls; ``auto`` detects it from the chat template."""
     reasoning_parser: str = "auto"
-    """How it writes reasoning; ``auto`` derives it from the chat template."""
+    """Format of reasoning; ``auto`` detects it from the chat template."""
     enable_auto_tool_choice: bool = False
     """No effect, for compatibility with vLLM: requests with tools may always call them."""
     max_queue: int = 1024
-    """Most outputs that are queued besides those that run."""
+    """Maximum number of queued outputs, in addition to those that run."""
     max_body_bytes: int = 8 * 2**20
     request_timeout_s: float | None = None
     client_timeout_s: float = 60.0
@@ -45,7 +46,7 @@ class ServerConfig:
     restart: bool = False
     """Restart the engine when its process has exited."""
     cache_page: str = "auto"
-    """What ``/cache`` shows. ``auto``: prompts' text if the server listens on this machine alone, else counts."""
+    """Content of ``/cache``. ``auto``: prompts' text if the server listens on this machine only, else counts."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -68,7 +69,7 @@ class ServerConfig:
         """Return the valid keys, the environment's included, each with the prefix of its requests' salts.
 
         Raises:
-            ConfigError: each key is to have a salt, and there is no key.
+            ConfigError: ``salt_per_key`` is set and there is no key.
         """
         key = read_api_key()
         keys = [*self.api_key, *([key] if key else [])]
@@ -79,13 +80,13 @@ class ServerConfig:
         return {key: salt_of_key(key) if self.salt_per_key else "" for key in keys}
 
     def allowed_names(self, address: str) -> frozenset[str]:
-        """Return the names that requests to a server on an address may use beside local ones, as ``HostCheck`` does."""
+        """Return the names allowed besides local ones for a server on an address, in the form of ``HostCheck``."""
         if not self.allowed_hosts and not is_local(address):
             return frozenset({"*"})
         return frozenset(name.lower().strip("[]").rstrip(".") for name in (self.host, *self.allowed_hosts))
 
     def page_mode(self, address: str) -> str:
-        """Return what the cache page of a server on an address shows; ``auto`` shows text to this machine alone."""
+        """Return the content of the cache page for a server on an address; ``auto`` shows text only to this machine."""
         if self.cache_page != "auto":
             return self.cache_page
         return "local" if is_local(address) else "counts"

@@ -1,4 +1,4 @@
-"""Client of the engine process: submits jobs, receives their outputs, and keeps track of whether the engine runs."""
+"""The HTTP process's side of the engine: submission of jobs, their outputs, and detection of failures."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -56,7 +56,7 @@ class NoTokenError(EngineError):
 
 
 class OutputFailedError(EngineError):
-    """An exception that concerned one output has ended it."""
+    """An exception ended a single output."""
 
 
 class RequestTimeoutError(EngineError):
@@ -70,7 +70,7 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None
     marks: tuple[int, ...] = ()
-    """Token positions worth a snapshot."""
+    """Token positions where a snapshot is requested."""
 
 
 class Job:
@@ -96,7 +96,7 @@ class Job:
         self._client.close(self)
 
     def note(self, request_id: str) -> None:
-        """Note that a request has new output."""
+        """Record that a request has new output."""
         self._dirty[request_id] = None
         self._changed.set()
 
@@ -106,7 +106,7 @@ class Job:
         self._changed.set()
 
     async def deltas(self) -> AsyncIterator[tuple[int, RequestDelta]]:
-        """Yield a prompt's index and what its outputs gained, whenever they have, until all are finished.
+        """Yield each prompt's index and the new output of its sequences, as it arrives, until all are finished.
 
         Raises:
             EngineDeadError: the engine has exited.
@@ -125,7 +125,7 @@ class Job:
                 yield place, delta
 
     async def whole(self) -> list[RequestDelta]:
-        """Return the whole outputs of all prompts, as one delta each, when all are finished. Raises as ``deltas``."""
+        """Wait for all outputs and return them, one delta per prompt. Raises as ``deltas``."""
         while not self.is_finished:
             await self._wait()
         return [_checked(stream.take()) for stream in self.streams]
@@ -155,13 +155,13 @@ def _checked(delta: RequestDelta) -> RequestDelta:
             raise OutputFailedError(f"the output has failed and cannot be continued: {output.stop_reason}")
         raise NoTokenError(
             "no token could be sampled, as the logits have no finite maximum: every token is banned, a parameter is "
-            "extreme for this model, its grammar has become too complex, or the model's weights give NaN"
+            "too extreme for this model, its grammar has become too complex, or the model's weights produce NaN"
         )
     return delta
 
 
 class CoreSocket(Protocol):
-    """Carries messages to an engine and back."""
+    """A socket for messages to and from an engine."""
 
     def send(self, data: bytes) -> object:
         """Queue a message."""
@@ -170,23 +170,23 @@ class CoreSocket(Protocol):
         """Return the next message from the engine."""
 
 
-class Watch(Protocol):
-    """Tells whether an engine hangs."""
+class HangDetector(Protocol):
+    """Detects whether an engine hangs."""
 
     def find_hang(self) -> str | None:
         """Return why the engine seems to hang; None if it does not."""
 
 
 class EngineClient:
-    """Talks to the engine process.
+    """Client of the engine process: submits jobs, and receives their outputs and the engine's state.
 
     Args:
         socket: connected to an engine that is ready.
-        heartbeat: that of the engine's process.
+        heartbeat: detects whether the engine hangs.
         frontend: turns requests into sequences and tokens into text.
-        max_unfinished: most sequences that run or are queued; more are refused.
+        max_unfinished: maximum number of sequences that run or are queued; more are rejected.
         timeout_s: time limit of a job.
-        advice: what to do, or what will happen, once the engine has exited.
+        advice: text added to errors after the engine has exited.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class EngineClient:
         frontend: Frontend,
         metrics: Metrics,
         *,
-        heartbeat: Watch,
+        heartbeat: HangDetector,
         max_unfinished: int,
         timeout_s: float | None = None,
         advice: str = "restart the server",
@@ -230,10 +230,10 @@ class EngineClient:
         """Start a job.
 
         Args:
-            transfer: what the prompts hand over to another engine, or fetch from one.
+            transfer: transfer of the prompts to or from another engine.
 
         Raises:
-            RequestError: a prompt cannot be served; none is run.
+            RequestError: a prompt cannot be served; then none is run.
             QueueFullError: too many sequences are queued.
             EngineDeadError: the engine has exited.
         """
@@ -263,7 +263,7 @@ class EngineClient:
     def expect(self, num_sequences: int) -> Iterator[None]:
         """Reserve room for outputs while their prompt is tokenized and their grammar compiled.
 
-        If they are submitted right after, with no await in between, the room is still free.
+        The room is still free if they are submitted right after, without an await in between.
 
         Raises: as ``require_room``.
         """
@@ -275,7 +275,7 @@ class EngineClient:
             self._num_expected -= num_sequences
 
     def require_room(self, num_sequences: int) -> None:
-        """Raise a RequestError if the sequences never fit into the queue, a QueueFullError if they do not fit now."""
+        """Raise a RequestError if the sequences exceed the queue's size, a QueueFullError if they do not fit now."""
         limit = self._max_unfinished
         if num_sequences > limit:
             raise RequestError(
@@ -289,7 +289,7 @@ class EngineClient:
             )
 
     def close(self, job: Job) -> None:
-        """Abort what is unfinished of a job, and drop it."""
+        """Abort the unfinished requests of a job, and drop it."""
         names: list[RequestId] = []
         for stream in job.streams:
             self._jobs.pop(stream.request_id, None)
@@ -307,7 +307,7 @@ class EngineClient:
             raise EngineDeadError(f"the engine has stopped: {self.failure}")
 
     def fail(self, reason: str) -> None:
-        """Note that the engine has exited and fail all jobs. The first reason is kept."""
+        """Mark the engine as exited and fail all jobs. The first reason is kept."""
         if self.failure is not None:
             return
         self.failure = f"{reason}; {self._advice}"
@@ -324,7 +324,7 @@ class EngineClient:
         """Return why the engine seems to hang; None if it does not, or has exited."""
         return self._heartbeat.find_hang() if self.failure is None else None
 
-    def reconnect(self, socket: CoreSocket, limits: Limits, heartbeat: Watch) -> None:
+    def reconnect(self, socket: CoreSocket, limits: Limits, heartbeat: HangDetector) -> None:
         """Use a new engine process; all jobs of the old one have failed."""
         self._socket = socket
         self._heartbeat = heartbeat
@@ -369,7 +369,7 @@ class EngineClient:
         return answer
 
     async def flush(self) -> FlushReport | None:
-        """Have the engine write what only memory has to the disk cache; it takes no requests any more.
+        """Have the engine write entries that are only in memory to the disk cache; it accepts no more requests.
 
         Raises as ``ask_stats``.
         """

@@ -1,4 +1,4 @@
-"""Middleware that checks API keys, and how long bodies are."""
+"""Middleware that checks API keys and the size of bodies."""
 
 import hmac
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from strandline.server.error_responses import error_response
 
 OPEN_PATHS: Final = frozenset({"/health", "/version", "/metrics", "/cache"})
-"""Paths without a key: health checks, metrics, and the cache page, which asks for the key itself."""
+"""Paths without a key: health checks, metrics, and the cache page, which prompts for the key."""
 
 KEY_SALT: Final = "strandline.key_salt"
 """The scope's field for the prefix of the key's salts."""
 
 
 def salt_of(request: Request, given: str | None) -> str:
-    """Return the salt of a request: the prefix of its key, and the salt that the request gives."""
+    """Return the salt of a request: the prefix of its key, followed by the request's own salt."""
     return str(request.scope.get(KEY_SALT, "")) + (given or "")
 
 
@@ -27,7 +27,7 @@ class Gate:
 
     Args:
         api_keys: valid keys, each with the prefix of its requests' salts; empty: no key is needed.
-        max_body_bytes: larger bodies are refused without being read to the end.
+        max_body_bytes: larger bodies are rejected without being read to the end.
     """
 
     def __init__(self, app: ASGIApp, *, api_keys: Mapping[str, str], max_body_bytes: int) -> None:
@@ -41,7 +41,7 @@ class Gate:
             return
         headers = dict(scope["headers"])
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            # A proxy may take another of the two than this server, and then sees other requests (RFC 9112, 6.1).
+            # A proxy may use the other of the two fields and so split requests differently (RFC 9112, 6.1).
             message = "a request has a Content-Length or a Transfer-Encoding, not both"
             await error_response(scope["path"], 400, message, headers={"Connection": "close"})(scope, receive, send)
             return

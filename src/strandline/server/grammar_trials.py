@@ -1,9 +1,9 @@
-"""Compiles grammars on trial, in processes that can be killed, before the engine compiles them.
+"""Trial compilation of grammars in processes that can be killed, before the engine compiles them.
 
 A few hundred bytes can keep llguidance busy for minutes, fill the memory or overflow the stack, and a thread that
-compiles them cannot be stopped. A grammar is therefore compiled in a process of its own first. The system ends that
-process when it has taken too much time or memory, and it ends itself when the request has ended. What passes takes the
-engine about as much as it took the trial.
+compiles them cannot be stopped. A grammar is therefore first compiled in a separate process. The system ends that
+process when it exceeds its time or memory, and it exits when the request has ended. The engine needs about the same
+time and memory as the trial.
 
 The processes are forked from a *template*: a process that was forked when the server had one thread, and that holds the
 prepared vocabulary. Its only work is to fork.
@@ -30,27 +30,27 @@ from strandline.text.structured import Grammars, compile_source, refusal
 
 MAX_CPU_S: Final = 3
 MAX_BYTES: Final = 256 * 2**20
-"""Address space that a trial may take. A compiled grammar takes some tens of MiB at most."""
+"""Maximum address space of a trial. A compiled grammar takes at most a few tens of MiB."""
 STACK_BYTES: Final = compiling_threads.STACK_BYTES // 2
-"""Of a trial: what passes does not overflow the engine's stack."""
+"""Stack of a trial, as large as the engine's: a grammar that passes does not overflow it there either."""
 NUM_TRIALS: Final = 4
-"""At a time, so that one that takes long does not delay all others."""
+"""Maximum number of concurrent trials, so that a slow one does not delay all others."""
 TOO_MUCH: Final = (
     f"it takes more than {MAX_CPU_S} s of processor time or {MAX_BYTES >> 20} MiB to compile, or its rules are nested "
     "too deeply"
 )
 MAX_REMEMBERED: Final = 1024
 NICENESS: Final = 5
-"""Trials slow the engine and the server as little as they can."""
+"""Low priority, so that trials slow the engine and the server as little as possible."""
 HEADER: Final = struct.Struct("!Q")
 """The length of a grammar in bytes, sent before it."""
 PASSED: Final = b"+"
 REFUSED: Final = b"-"
-"""First bytes of an answer; the reason follows ``REFUSED``. A trial that was ended gives none."""
+"""First bytes of an answer; the reason follows ``REFUSED``. A killed trial sends no answer."""
 
 
 class GrammarTrials:
-    """Tries grammars. Close it at the end, by leaving its context."""
+    """Runs trial compilations. Leave its context to close it."""
 
     def __init__(self, grammars: Grammars, timeout_s: float | None) -> None:
         """Fork the template, which must happen while this process has one thread.
@@ -61,7 +61,7 @@ class GrammarTrials:
         self._grammars = grammars
         self._timeout_s = timeout_s
         self._passed: OrderedDict[int, None] = OrderedDict()
-        """Hashes of the grammars that have passed last."""
+        """Hashes of the grammars that passed most recently."""
         self._slots = asyncio.Semaphore(NUM_TRIALS)
         self._control, theirs = socket.socketpair()
         self._template = os.fork()
@@ -84,9 +84,9 @@ class GrammarTrials:
         """Compile a grammar on trial, unless it has passed before. If this is cancelled, the trial ends.
 
         Raises:
-            RequestError: it is invalid or takes too much; the message says why.
+            RequestError: it is invalid or exceeds a limit; the message has the reason.
             RequestTimeoutError: it was not compiled in time.
-            EngineError: trials are not possible any more.
+            EngineError: trials are no longer possible.
         """
         source = await asyncio.to_thread(self._grammars.source_text, params)
         key = hash(source)
@@ -107,7 +107,7 @@ class GrammarTrials:
             self._passed.popitem(last=False)
 
     async def _ask(self, source: str) -> bytes:
-        """Return a trial's answer; empty if it was ended."""
+        """Return a trial's answer; empty if it was killed."""
         loop = asyncio.get_running_loop()
         data = source.encode()
         ours, theirs = socket.socketpair()
@@ -152,7 +152,7 @@ def _run_template(control: socket.socket, grammars: Grammars) -> Never:
 
 
 def _run_trial(connection: socket.socket, grammars: Grammars) -> Never:
-    """Answer whether the grammar that arrives can be compiled."""
+    """Receive a grammar and report whether it can be compiled."""
     file = connection.makefile("rb")
     (size,) = HEADER.unpack(file.read(HEADER.size))
     source = file.read(size).decode()

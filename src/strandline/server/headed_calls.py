@@ -1,7 +1,7 @@
-"""Parses a section of tool calls, each with its id in tags before its arguments in JSON.
+"""Parser for a section of tool calls, each with its id in tags before its arguments in JSON.
 
-The id, such as ``functions.weather:0``, names the function. It is handed on, because the chat template writes the id
-that the client sends back: another one would be another prompt.
+The id, such as ``functions.weather:0``, names the function. It is passed to the client unchanged, because the chat
+template renders the id that the client sends back, and another id would change the prompt.
 """
 
 import re
@@ -28,9 +28,9 @@ class HeadedCalls:
     def __init__(self, opener: str) -> None:
         self._has_section = opener == OPEN
         self._text = "" if self._has_section else opener
-        """What was not read yet."""
+        """Text that has not been parsed yet."""
         self._raw = [opener] if self._has_section else []
-        """What was read since the last segment."""
+        """Text read since the last segment."""
         self._space = HeldSpace()
         self._step = self._between
         self._call: Segment | None = None

@@ -1,7 +1,7 @@
-"""Middleware that refuses requests to foreign host names.
+"""Middleware that rejects requests to foreign host names.
 
-A web page can point a name of its own at this machine (DNS rebinding). Browsers then send requests to that name without
-the limits of cross-site requests, and the name is the only thing that tells them from a user's own.
+A web page can resolve its own host name to this machine (DNS rebinding). Browsers then send requests to that name
+without the restrictions of cross-site requests, and only the name distinguishes them from the user's own.
 """
 
 from collections.abc import Collection
@@ -16,16 +16,16 @@ MAX_SHOWN: Final = 200
 
 
 def host_of(scope: Scope) -> str | None:
-    """Return the host name that a request gives; None unless it has exactly one ``Host`` field, well formed."""
+    """Return the request's host name; None unless it has exactly one well-formed ``Host`` field."""
     fields = _host_fields(scope)
     return parse_host(fields[0]) if len(fields) == 1 else None
 
 
 class HostCheck:
-    """ASGI middleware. Requests by a local name always pass; others get status 403 unless their name is allowed.
+    """ASGI middleware. Requests with a local name always pass; others get status 403 unless their name is allowed.
 
     Args:
-        allowed: names in lower case; ``*.example.com`` is each name that ends so, ``*`` any.
+        allowed: names in lower case; ``*.example.com`` matches all subdomains, ``*`` any name.
     """
 
     def __init__(self, app: ASGIApp, *, allowed: Collection[str]) -> None:
@@ -39,7 +39,7 @@ class HostCheck:
             return
         shown = ", ".join(repr(field.decode("latin-1")) for field in _host_fields(scope))[:MAX_SHOWN]
         message = (
-            f"requests for the host {shown or '(none given)'} are refused: this server answers to localhost, loopback "
+            f"requests for the host {shown or '(none given)'} are rejected: this server accepts localhost, loopback "
             "addresses and the names in --allowed-hosts"
         )
         await error_response(scope["path"], 403, message, code="host_not_allowed")(scope, receive, send)

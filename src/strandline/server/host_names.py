@@ -1,4 +1,4 @@
-"""Names of hosts, as requests and flags give them, and which of them always mean this machine."""
+"""Host names in requests and flags, and the names that always refer to this machine."""
 
 import re
 from ipaddress import ip_address
@@ -19,7 +19,7 @@ def parse_host(field: bytes) -> str | None:
 
 
 def is_local(name: str) -> bool:
-    """Return whether a name or address is a loopback one, whatever the resolver says."""
+    """Return whether a name or address is a loopback one, without a DNS lookup."""
     if name == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""HTTP connections: uvicorn's, with a time limit on what a client sends outside of a request's body."""
+"""uvicorn's HTTP connections, with a time limit on everything that a client sends outside of a request's body."""
 
 import asyncio
 from typing import Any
@@ -9,9 +9,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 class HttpProtocol(H11Protocol):
     """A connection that is aborted when the head of a request, or the end of a response, takes too long.
 
-    The limit holds for a connection's first head, sent or not, for every later one from its first byte on, and for a
-    client that leaves the rest of a complete response unread. Between requests uvicorn's limit for idle connections
-    holds. ``SlowClientTimeout`` limits the rest: bodies, and responses while they are generated.
+    The limit applies to a connection's first head from the start of the connection, to every later head from its first
+    byte, and to a client that does not read the rest of a complete response. Between requests, uvicorn's limit for idle
+    connections applies. ``SlowClientTimeout`` limits bodies, and responses while they are generated.
 
     Args:
         client_timeout_s: None: no limit.
@@ -36,7 +36,7 @@ class HttpProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # else a request that was sent with the last one runs
+        if self.cycle.response_complete:  # otherwise a pipelined request is running
             self._abort_later(idle_s=self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:

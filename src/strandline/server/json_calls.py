@@ -1,7 +1,7 @@
-"""Parses tool calls written as JSON objects between two tags: one, a list, or one a line; or without tags.
+"""Parser for tool calls written as JSON objects between two tags (one, a list, or one per line) or without tags.
 
-A call is passed on when its arguments begin, and these as they arrive. Whatever is not JSON stays content, with all
-that follows it up to the closing tag.
+A call is emitted when its arguments begin, and the arguments as they arrive. Text that is not JSON remains content,
+together with everything after it up to the closing tag.
 """
 
 import json
@@ -12,13 +12,13 @@ from typing import Any, Final
 from strandline.server.segments import Segment, SegmentKind, split_at_tag
 
 ARGUMENTS: Final = ("arguments", "parameters")
-"""Keys under which models write a call's arguments."""
+"""Keys that models use for a call's arguments."""
 KNOWN: Final = ("name", "id", "type", *ARGUMENTS)
 """Keys of a call. If it has no arguments, they may have been lost under another key."""
 SEPARATORS: Final = "[], \t\r\n"
-"""What may stand between calls."""
+"""Characters allowed between calls."""
 BARE_SEPARATORS: Final = "; \t\r\n"
-"""What may stand between calls that no tags surround."""
+"""Characters allowed between calls without tags."""
 
 
 class JsonCalls:
@@ -26,7 +26,7 @@ class JsonCalls:
 
     Args:
         opener: the tag that was found; empty if calls need none.
-        close: the tag that ends them; in a string it ends nothing. None: they end with what is no call.
+        close: the closing tag, ignored inside strings. None: the calls end at the first text that is not a call.
         names: functions that may be called; None: any.
     """
 
@@ -36,9 +36,9 @@ class JsonCalls:
         self._names = names
         self._separators = SEPARATORS if close else BARE_SEPARATORS
         self._raw = [opener]
-        """What was read since the last segment."""
+        """Text read since the last segment."""
         self._held = ""
-        """What may be the beginning of the closing tag."""
+        """Text that may be the beginning of the closing tag."""
         self._object: JsonCall | None = None
         self._is_lost = False
 
@@ -66,7 +66,7 @@ class JsonCalls:
         self._end("".join(self._raw) + self._held, "", segments)
 
     def _end(self, text: str, tag: str, segments: list[Segment]) -> None:
-        """Pass on what was read since the last segment, unless it is only what may stand between calls."""
+        """Emit the text read since the last segment, unless it is only separators."""
         if text.strip(self._separators):
             segments.append(Segment(SegmentKind.CONTENT, text + tag))
 
@@ -86,7 +86,7 @@ class JsonCalls:
         return not self._is_lost
 
     def _pass_on(self, text: str, segments: list[Segment]) -> str | None:
-        """Pass on text that is not a call as content, up to the closing tag."""
+        """Emit text that is not a call as content, up to the closing tag."""
         raw = "".join(self._raw)
         self._raw.clear()
         if self._close is None:
@@ -100,7 +100,7 @@ class JsonCalls:
 
 
 class JsonCall:
-    """Parses one object, from behind its opening brace.
+    """Parses one object, starting after its opening brace.
 
     Args:
         names: functions that may be called; None: any.
@@ -188,7 +188,7 @@ class JsonCall:
             self._depth += 1
         elif character in "}]":
             self._depth -= 1
-        else:  # neither is JSON; to go on could mean to read all that follows once for each call that begins in it
+        else:  # neither is JSON; continuing could read all following text once for each call that begins in it
             self.is_lost = character in "\\<" and not self._is_streamed
             return
         if self._depth <= 0:
@@ -217,7 +217,7 @@ class JsonCall:
             self._begin(segments, self._arguments)
 
     def _begin(self, segments: list[Segment], arguments: str = "") -> None:
-        """Pass on the call, with its arguments as far as they are known."""
+        """Emit the call, with its arguments so far."""
         self.has_arguments = True
         segments += [Segment(SegmentKind.CALL, self._name or ""), Segment(SegmentKind.ARGUMENTS, arguments)]
 

@@ -1,4 +1,4 @@
-"""Starts and shuts down a server: engine process, socket, signals, drain."""
+"""Startup and shutdown of a server: engine process, socket, signals, draining."""
 
 import asyncio
 import errno
@@ -64,7 +64,7 @@ def _keep_torch_out() -> None:
     seconds and hundreds of megabytes less.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # its warning recommends installing torch
 
 
 async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> int:
@@ -159,8 +159,8 @@ async def _run_http(app: ASGIApp, listener: socket.socket, client_timeout_s: flo
 
 
 async def _flush(client: EngineClient) -> None:
-    """Have the engine write what only memory has to the disk cache, until another signal arrives."""
-    text = "writing what only memory has to the disk cache, for at most %g s; another signal ends that"
+    """Have the engine write entries that are only in memory to the disk cache, until another signal arrives."""
+    text = "writing entries that are only in memory to the disk cache, for at most %g s; another signal stops this"
     LOGGER.info(text, FLUSH_S)
     flushing = asyncio.ensure_future(client.flush())
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -169,7 +169,7 @@ async def _flush(client: EngineClient) -> None:
     if flushing.cancelled():
         LOGGER.info("left the rest")
     elif (error := flushing.exception()) is not None:
-        LOGGER.warning("the disk cache may lack what only memory had: %s", error)
+        LOGGER.warning("the disk cache may lack entries that were only in memory: %s", error)
     else:
         LOGGER.info("%s", flushing.result())
 
@@ -209,7 +209,7 @@ def listen(host: str, port: int) -> Listener:
     """Return a socket that is bound to an address.
 
     Raises:
-        ConfigError: the address is not there, or taken.
+        ConfigError: the address does not exist, or is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # If a socket names its protocol, asyncio turns off Nagle's algorithm, which would delay a response's second write
@@ -244,7 +244,7 @@ async def start_core(engine: EngineConfig, server: ServerConfig, vocabulary: Voc
             heartbeat=process.heartbeat,
             max_unfinished=engine.max_num_seqs + server.max_queue,
             timeout_s=server.request_timeout_s,
-            advice="it is being started again" if server.restart else "restart the server",
+            advice="it is being restarted" if server.restart else "restart the server",
         )
 
         async def keep() -> None:

@@ -16,10 +16,10 @@ LOG_INTERVAL_S: Final = 60.0
 
 
 class Listener(socket.socket):
-    """A listening socket that asyncio tries once a second while there are no file descriptors for connections.
+    """A listening socket from which asyncio accepts once a second while no file descriptors are free.
 
-    By itself asyncio, when ``accept`` fails so, makes as many attempts as the backlog is long, each with a traceback
-    and a timer for as many more (cpython issue 151615).
+    By default, when ``accept`` fails this way, asyncio makes as many attempts as the length of the backlog, each with a
+    traceback and a timer for as many more (cpython issue 151615).
     """
 
     _paused_until_s = 0.0
@@ -47,7 +47,7 @@ class Listener(socket.socket):
 
 
 def log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what an event loop reports as by default, but for errors that a listener has logged already."""
+    """Log an event loop's errors as by default, except those already logged by a listener."""
     error = context.get("exception")
     if not (isinstance(error, OSError) and error.errno in EXHAUSTED and "socket" in context):
         loop.default_exception_handler(context)

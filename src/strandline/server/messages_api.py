@@ -134,7 +134,7 @@ class Message:
         return {"stop_reason": "tool_use" if is_call else reason, "stop_sequence": None}
 
     def _usage(self, delta: RequestDelta) -> Json:
-        """Count tokens up to a delta; those from the cache apart from the others, as Anthropic does."""
+        """Count tokens up to a delta; cached tokens are counted separately, as in Anthropic's API."""
         return {
             "input_tokens": len(self.job.streams[0].prompt_ids) - delta.num_cached_tokens,
             "cache_creation_input_tokens": 0,

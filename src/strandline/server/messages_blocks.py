@@ -1,4 +1,4 @@
-"""Converts between Anthropic's content blocks and the server's messages, tools and segments."""
+"""Conversion between Anthropic's content blocks and the server's messages, tools and segments."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,7 +69,7 @@ def _split(message: Mapping[str, Any], blocks: Sequence[Any]) -> list[dict[str, 
 
 
 def _texts(blocks: Any) -> list[Any]:
-    """Return text blocks as parts; other blocks are refused when messages are rendered."""
+    """Return text blocks as parts; other blocks are rejected when messages are rendered."""
     if not isinstance(blocks, list):
         raise RequestError(f"system must be a text or a list of text blocks, got {str(blocks)[:100]!r}")
     return blocks

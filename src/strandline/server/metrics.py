@@ -1,7 +1,7 @@
-"""Prometheus metrics: vLLM's names where it has them, with the prefix ``strandline:``.
+"""Prometheus metrics: vLLM's names where vLLM has the metric, with the prefix ``strandline:``.
 
-Text and latencies are counted here, in the HTTP process; figures of steps and the cache are read from the engine when
-the metrics are scraped.
+Latencies and finished requests are counted here, in the HTTP process; metrics of steps and the cache are read from the
+engine on each scrape.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -54,7 +54,7 @@ RECOMPUTED: Final = frozenset(
         "demoted",
     }
 )
-"""Reasons of misses whose tokens were computed before, or are being computed."""
+"""Reasons of misses whose tokens had been computed before, or are being computed."""
 
 
 class Metrics:
@@ -145,17 +145,19 @@ class _CoreMetrics:
         yield self._counter("prefix_cache_hits", "Tokens found in the cache.", {"": stats.hit_tokens})
         yield self._counter("prefix_cache_misses", "Tokens not found, by reason.", stats.missed_tokens, "reason")
         recomputed = sum(count for reason, count in stats.missed_tokens.items() if reason in RECOMPUTED)
-        yield self._counter("recomputed_tokens", "Prompt tokens computed though they had been.", {"": recomputed})
+        yield self._counter("recomputed_tokens", "Missed tokens that had been computed before.", {"": recomputed})
         yield self._counter("prefix_cache_hit_requests", "Hits, by kind of snapshot.", stats.hits_by_kind, "kind")
         yield self._counter("snapshots_taken", "Snapshots taken, by kind.", stats.snapshots_taken, "kind")
         yield self._gauge("snapshots_resident", "Snapshots that the cache holds.", {"": stats.num_snapshots})
         yield self._counter("snapshots_evicted", "Snapshots evicted.", {"": stats.num_snapshots_evicted})
         yield self._counter("blocks_evicted", "Blocks evicted.", {"": stats.num_blocks_evicted})
         yield self._counter("kv_events_published", "Cache events published.", {"": stats.num_events_published})
-        yield self._counter("kv_events_dropped", "Cache events that were not.", {"": stats.num_events_dropped})
+        yield self._counter(
+            "kv_events_dropped", "Cache events dropped from a full queue.", {"": stats.num_events_dropped}
+        )
         yield self._counter("audited_requests", "Requests that were replayed cold.", {"": stats.num_audited})
         yield self._counter("audited_tokens", "Tokens of their outputs.", {"": stats.num_audited_tokens})
-        text = "Between a token's log-probability and that of its replay; 0 without --audit-rate."
+        text = "Largest difference between a token's log-probability and that of its replay; 0 without --audit-rate."
         yield self._gauge("audit_largest_difference", text, {"": stats.largest_audit_difference})
         yield self._gauge("cache_memory_bytes", "Memory, by tenant.", stats.tenant_bytes, "tenant")
         yield from self._tiers(stats)
@@ -164,12 +166,12 @@ class _CoreMetrics:
         yield self._fallbacks(stats)
         in_use = stats.tenant_bytes["slots_in_use"] + stats.tenant_bytes["blocks_in_use"]
         share = in_use / max(sum(stats.tenant_bytes.values()), 1)
-        yield self._gauge("kv_cache_usage_perc", "Share of memory that cannot be had; 1 is all.", {"": share})
+        yield self._gauge("kv_cache_usage_perc", "Share of memory used by running requests, 0 to 1.", {"": share})
 
     def _tiers(self, stats: CoreStats) -> Iterator[Metric]:
-        """Yield what rests below the device and what came back; without samples where there is nothing."""
+        """Yield metrics of host memory and the disk cache; without samples if they are not configured."""
         tiers = stats.tiers
-        for name, text in (("host", "Host memory for what the cache evicts."), ("disk", "Disk cache, content alone.")):
+        for name, text in (("host", "Host memory for evicted entries."), ("disk", "Disk cache, content alone.")):
             sizes = [(tier.num_used_bytes, tier.num_bytes - tier.num_used_bytes) for tier in tiers if tier.name == name]
             used = dict(zip(("used", "free"), sizes[0], strict=True)) if sizes else {}
             yield self._gauge("host_memory_bytes" if name == "host" else "disk_cache_bytes", text, used, "state")
@@ -193,23 +195,23 @@ class _CoreMetrics:
             yield self._counter(name, text, {"": value} if tiers else {})
 
     def _hand_over(self, counts: HandOverStats | None) -> Iterator[Metric]:
-        """Yield what was handed over between engines; without samples where this one does not take part."""
+        """Yield metrics of transfers between engines; without samples if they are not configured."""
         pulls, gives, ended = ({}, {}, {}) if counts is None else (counts.pulls, counts.gives, counts.leases_ended)
-        yield self._counter("kv_transfer_pulls", "Prefixes asked of other engines, by outcome.", pulls, "outcome")
-        yield self._counter("kv_transfer_gives", "Prefixes that others asked for, by outcome.", gives, "outcome")
+        yield self._counter("kv_transfer_pulls", "Prefixes requested from other engines, by outcome.", pulls, "outcome")
+        yield self._counter("kv_transfer_gives", "Prefixes requested by other engines, by outcome.", gives, "outcome")
         sizes = {} if counts is None else {"fetched": counts.fetched_bytes, "given": counts.given_bytes}
-        yield self._counter("kv_transfer_bytes", "Bytes of prefixes, by direction.", sizes, "direction")
+        yield self._counter("kv_transfer_bytes", "Bytes of transferred prefixes, by direction.", sizes, "direction")
         times = {} if counts is None else {"fetched": counts.fetched_s, "given": counts.given_s}
-        yield self._counter("kv_transfer_seconds", "Time that these took, by direction.", times, "direction")
+        yield self._counter("kv_transfer_seconds", "Time of transfers, by direction.", times, "direction")
         leases = {} if counts is None else {"": counts.num_leases}
-        yield self._gauge("kv_transfer_leases", "Prompts kept for other engines.", leases)
-        yield self._counter("kv_transfer_leases_ended", "Prompts no longer kept, by their end.", ended, "end")
+        yield self._gauge("kv_transfer_leases", "Prompts held for other engines.", leases)
+        yield self._counter("kv_transfer_leases_ended", "Prompts released, by reason.", ended, "end")
 
     def _drafts(self, counts: SpeculationStats) -> Iterator[Metric]:
-        """Yield the counts of drafts; without samples where there can be no drafts."""
+        """Yield the counts of drafts; without samples if speculative decoding is off."""
         by_place = counts.num_accepted_by_place
         totals = {
-            ("spec_decode_num_drafts", "Steps of a sequence that had drafts."): counts.num_drafts,
+            ("spec_decode_num_drafts", "Steps of a sequence with drafts."): counts.num_drafts,
             ("spec_decode_num_draft_tokens", "Drafts."): counts.num_draft_tokens,
             ("spec_decode_num_accepted_tokens", "Accepted drafts."): counts.num_accepted_tokens,
         }
@@ -220,7 +222,7 @@ class _CoreMetrics:
         yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, accepted, "position")
 
     def _fallbacks(self, stats: CoreStats) -> Metric:
-        text = "Operations that run reference implementations in place of a backend; always 1."
+        text = "Operations that run reference implementations instead of a backend; always 1."
         labels = [LABEL, "operation", "backend", "reason"]
         family = GaugeMetricFamily(f"{PREFIX}kernel_fallback_info", text, labels=labels)
         for fallback in stats.kernel_fallbacks:

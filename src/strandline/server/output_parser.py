@@ -1,4 +1,4 @@
-"""Parses a model's output into content, reasoning and tool calls, and renders them as OpenAI's messages and deltas."""
+"""Parsing of a model's output into content, reasoning and tool calls, rendered as OpenAI's messages and deltas."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ Json = dict[str, Any]
 
 TOOL_CALL_PARSERS: Final = ("auto", *sorted({*TOOL_FORMATS, *ALIASES}), "none")
 OPENED_BY_PROMPT: Final = ("kimi_k2", "minimax_m2", "nemotron_v3", "olmo3", "qwen3")
-"""Names of vLLM's parsers of ``<think>…</think>``, which the prompt may open, as far as models here use them."""
+"""vLLM's names for parsers of ``<think>…</think>``, which the prompt may open."""
 ALWAYS_OPEN: Final = "deepseek_r1"
 REASONING_PARSERS: Final = ("auto", ALWAYS_OPEN, *OPENED_BY_PROMPT, "none")
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How a model writes tool calls and reasoning; ``none`` for what it does not write."""
+    """Formats of a model's tool calls and reasoning, or ``none``."""
 
     tool_calls: str = "none"
     reasoning: str = "none"
@@ -44,7 +44,7 @@ class OutputFormat:
         return OutputParser(think, tools)
 
     def tags(self, *, with_tools: bool) -> frozenset[str]:
-        """Return the tags that the parsers look for, which a detokenizer must not leave out."""
+        """Return the tags that the parsers look for, which the detokenizer must keep."""
         think = () if self.reasoning == "none" else (OPEN, CLOSE)
         tools = tool_format(self.tool_calls).tags if with_tools and self.tool_calls != "none" else ()
         return frozenset((*think, *tools))
@@ -53,10 +53,10 @@ class OutputFormat:
 def choose_output_format(
     tool_calls: str, reasoning: str, template: str, added_tokens: Iterable[str] = ()
 ) -> OutputFormat:
-    """Return the format that the flags name; ``auto`` derives it from the chat template and the tokenizer.
+    """Return the format selected by the flags; ``auto`` detects it from the chat template and the tokenizer.
 
     Args:
-        added_tokens: the tokenizer's; some templates leave it to the model to write a tag that is a token.
+        added_tokens: the tokenizer's; the tags of some formats are tokens that do not occur in the template.
 
     Raises:
         ConfigError: there is no such parser.
@@ -76,7 +76,7 @@ def choose_output_format(
 
 
 def new_call_id() -> str:
-    """Return an id for a call that the model gave none."""
+    """Return an id for a call without one from the model."""
     return f"call_{uuid4().hex}"
 
 
@@ -104,7 +104,7 @@ class OutputParser:
         return self._keep(self._split_calls(self._split_reasoning(text)))
 
     def finish(self) -> list[Segment]:
-        """Return the segments that were held back, at the end of the output."""
+        """End the output; return the segments that were held back."""
         segments = self._split_calls(self._think.finish()) if self._think is not None else []
         return self._keep(segments + (self._tools.finish() if self._tools is not None else []))
 
@@ -153,7 +153,7 @@ def chat_message(parser: OutputParser) -> Json:
 
 
 def chat_deltas(parser: OutputParser, segments: Iterable[Segment]) -> list[Json]:
-    """Return the segments that a parser returned last as deltas of its message."""
+    """Return a parser's latest segments as deltas of its message."""
     segments = list(segments)
     index = len(parser.calls) - sum(segment.kind is SegmentKind.CALL for segment in segments) - 1
     found: list[Json] = []

@@ -1,7 +1,7 @@
-"""Parses tool calls written as Python's: ``[weather(city="Ulm", days=2), clock()]`` between two tags.
+"""Parser for tool calls in Python syntax: ``[weather(city="Ulm", days=2), clock()]`` between two tags.
 
-A call is passed on once it is complete: until then it could be text that is no call. Names that Python reserves, and
-the ``true``, ``false`` and ``null`` of JSON, are accepted, because models write them. Nothing is evaluated.
+A call is emitted once it is complete, because until then it could be plain text. Python's reserved names and JSON's
+``true``, ``false`` and ``null`` are accepted, because models write them. Nothing is evaluated.
 """
 
 import ast
@@ -18,11 +18,11 @@ from strandline.server.tool_calls import Schemas
 
 NAME: Final = re.compile(r"[\w.-]{1,256}")
 MAX_HEAD_CHARACTERS: Final = 512
-"""Of a function's name and the white space behind it."""
+"""Maximum length of a function's name with the white space after it."""
 KEYWORD: Final = re.compile(r"[\w-]+")
-"""Names of parameters that are understood even if the schema does not list them."""
+"""Names of parameters that are accepted even if the schema does not list them."""
 LISTED: Final = re.compile(r"[^\"'()\[\]{}<>,=]+")
-"""Those that are understood if it does."""
+"""Names of parameters that are accepted only if the schema lists them."""
 WORDS: Final = {"true": True, "false": False, "null": None}
 
 
@@ -31,7 +31,7 @@ class PythonCalls:
 
     Args:
         opener: the tag that was found.
-        close: the tag that ends them; in a string it ends nothing.
+        close: the closing tag, ignored inside strings.
         schemas: the parameters' order, for arguments without a name.
     """
 
@@ -39,9 +39,9 @@ class PythonCalls:
         self._close = close
         self._schemas = schemas
         self._raw = [opener]
-        """What was read since the last call."""
+        """Text read since the last call."""
         self._text = ""
-        """What was not read yet."""
+        """Text that has not been parsed yet."""
         self._name = ""
         self._scanner = Scanner()
         self._step = self._between
@@ -96,7 +96,7 @@ class PythonCalls:
         return True
 
     def _lost(self, segments: list[Segment]) -> bool:
-        """Pass on text that is not a call as content, up to the closing tag."""
+        """Emit text that is not a call as content, up to the closing tag."""
         split = split_at_tag(self._text, (self._close,))
         segments.append(Segment(SegmentKind.CONTENT, "".join([*self._raw, split.before, split.tag or ""])))
         self._raw = []
@@ -124,15 +124,15 @@ class Scanner:
 
     def __init__(self) -> None:
         self.is_wrong = False
-        """Whether they end at something that no call contains."""
+        """Whether the arguments contain a character that no call can contain."""
         self._pieces: list[str] = []
         self._num_characters = 0
         self._commas: list[int] = []
         self._brackets: list[str] = []
         self._opening = ""
-        """One or two quotation marks that may begin a string with three."""
+        """One or two quotation marks that may start a triple-quoted string."""
         self._quote = ""
-        """What ends the string; empty outside of strings."""
+        """The closing quotation mark; empty outside of strings."""
         self._num_quotes = 0
         self._is_escaped = False
 
@@ -142,7 +142,7 @@ class Scanner:
         return "".join(self._pieces)
 
     def feed(self, text: str) -> str | None:
-        """Add text; return the text behind the call, or None while it continues."""
+        """Add text; return the text after the call, or None while it continues."""
         for place, character in enumerate(text, 1):
             if self._take(character, self._num_characters + place - 1):
                 self._pieces.append(text[:place])
@@ -152,7 +152,7 @@ class Scanner:
         return None
 
     def parts(self) -> list[str]:
-        """Return the arguments of a complete call, as they are written."""
+        """Return the source text of each argument of a complete call."""
         text = self.text
         cuts = [-1, *self._commas, len(text) - 1]
         parts = [text[start + 1 : end] for start, end in pairwise(cuts)]
@@ -195,10 +195,10 @@ class Scanner:
 
 
 def split_keyword(argument: str, names: Collection[str]) -> tuple[str | None, str]:
-    """Return an argument's name and its value, as they are written. The name is None if there is none.
+    """Return the source text of an argument's name and value. The name is None if there is none.
 
     Args:
-        names: of the parameters that the schema lists.
+        names: names of the parameters that the schema lists.
     """
     before, sign, value = argument.partition("=")
     name = before.strip()
@@ -207,10 +207,10 @@ def split_keyword(argument: str, names: Collection[str]) -> tuple[str | None, st
 
 
 def parse_literal(text: str) -> Any:
-    """Return the value of a literal: text, number, truth value, None, list or dictionary of such.
+    """Return the value of a literal: string, number, boolean, None, or list or dictionary of literals.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it is none.
+        SyntaxError, ValueError, RecursionError, MemoryError: it is not a literal.
     """
     if (value := parse_json(text)) is not None:
         return value
@@ -218,7 +218,7 @@ def parse_literal(text: str) -> Any:
         warnings.simplefilter("ignore")  # of unknown escapes
         try:
             tree = ast.parse(text.strip(), mode="eval")
-        except SyntaxError:  # models write line breaks in strings as they are
+        except SyntaxError:  # models write unescaped line breaks in strings
             tree = ast.parse(text.strip().replace("\n", "\\n"), mode="eval")
     return _value(tree.body)
 

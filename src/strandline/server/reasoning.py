@@ -1,4 +1,4 @@
-"""Parses a model's reasoning, ``<think>…</think>``."""
+"""Parser for a model's reasoning, ``<think>…</think>``."""
 
 from typing import Final
 
@@ -18,7 +18,7 @@ class ThinkParser:
     def __init__(self, *, is_open: bool) -> None:
         self._is_inside = is_open
         self._is_start = True
-        """Only white space has arrived of the text or of the current part."""
+        """Only white space of the text or of the current part has arrived."""
         self._may_open = True
         self._space = HeldSpace()
         self._text = ""

@@ -1,7 +1,7 @@
 """Request bodies: OpenAI's fields, and vLLM's where OpenAI has none.
 
 Types are strict: ``"5"`` is not a number. Unknown fields are ignored, as OpenAI's clients expect of older servers, and
-logged once. Fields that would change the answer but are not supported are refused.
+logged once. Unsupported fields that would change the answer are rejected.
 """
 
 import logging
@@ -26,7 +26,7 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
     "prompt_embeds": (),
     "continue_final_message": (False,),
-    "chat_template": (),  # a program: an endless loop would block tokenization for all clients
+    "chat_template": (),  # a template is a program: an endless loop would block tokenization for all clients
 }
 """Unsupported fields that would change the answer, and the values (besides null) that do not."""
 
@@ -205,7 +205,7 @@ class DetokenizeBody(BaseModel):
 
 
 def check_extra(fields: Mapping[str, Any] | None) -> None:
-    """Refuse unsupported fields that would change the answer; log unknown ones.
+    """Reject unsupported fields that would change the answer; log unknown ones.
 
     Raises:
         RequestError: such a field is set.

@@ -29,7 +29,7 @@ from strandline.text.frontend import CheckedParams
 STORED: Final = ("previous_response_id", "conversation", "background", "prompt")
 """Fields that need stored state."""
 LOGPROBS: Final = "message.output_text.logprobs"
-"""In ``include``: asks for log-probabilities."""
+"""Value of ``include`` that requests log-probabilities."""
 
 
 class ResponsesBody(BaseModel):
@@ -94,7 +94,7 @@ class ResponsesBody(BaseModel):
         return LOGPROBS in (self.include or ())
 
     def require_plain_text(self, service: Service, box: Toolbox) -> None:
-        """Refuse log-probabilities where not every token belongs to the text: of reasoning and of calls."""
+        """Reject log-probabilities if tokens may belong to reasoning or calls rather than to the text."""
         if self.wants_logprobs and (box.schemas is not None or service.output_format.reasoning != "none"):
             raise RequestError(
                 f"{LOGPROBS} is served for models without reasoning and requests without tools; use "
@@ -202,7 +202,7 @@ class ModelResponse:
         return usage
 
     def _count_reasoning(self, output: OutputDelta) -> None:
-        """Count the tokens up to the tag that closes the reasoning, itself included."""
+        """Count the tokens up to and including the tag that closes the reasoning."""
         if self._is_reasoning_closed:
             return
         token_ids = output.token_ids

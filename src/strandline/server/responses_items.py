@@ -1,4 +1,4 @@
-"""Converts between items of OpenAI's Responses API and the server's messages and segments."""
+"""Conversion between items of OpenAI's Responses API and the server's messages and segments."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -109,7 +109,7 @@ class Items:
         self.items: list[Json] = []
         self._is_open = False
         self._logprobs: list[Json] = []
-        """Of tokens whose text is not part of a message yet."""
+        """Log-probabilities of tokens whose text is not part of a message yet."""
 
     def append(self, segments: Iterable[Segment], logprobs: Sequence[Json] = ()) -> list[Json]:
         """Append segments; return their events.
@@ -136,7 +136,7 @@ class Items:
         """Close the last item and return its events. A response has at least one item.
 
         Args:
-            status: of the last item.
+            status: status of the last item.
         """
         events = self._need("message") if not self.items else []
         if self._is_open and self._last["type"] == "message":

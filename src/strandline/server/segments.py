@@ -29,10 +29,10 @@ class SegmentParser(Protocol):
     """Splits text into segments as it arrives."""
 
     def feed(self, text: str) -> list[Segment]:
-        """Add text; return the segments that are certain by now."""
+        """Add text; return the segments that are certain so far."""
 
     def finish(self) -> list[Segment]:
-        """Return what was held back, at the end of the text."""
+        """End the text; return the segments that were held back."""
 
 
 class TagSplit(NamedTuple):
@@ -45,7 +45,7 @@ class TagSplit(NamedTuple):
 
 
 def split_at_tag(text: str, tags: Sequence[str]) -> TagSplit:
-    """Split a text at the tag that comes first."""
+    """Split a text at the first occurrence of a tag."""
     places = [(place, -len(tag), tag) for tag in tags if (place := text.find(tag)) >= 0]
     if places:
         place, _, tag = min(places)
@@ -63,20 +63,20 @@ def _num_tag_characters(text: str, tag: str) -> int:
 
 
 class HeldSpace:
-    """Holds the white space at the end of a text until more text follows. None of it is read twice."""
+    """Holds back white space at the end of a text until more text follows. No character is scanned twice."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
 
     def take(self, text: str) -> str:
-        """Add text; return what is followed by no white space only, with the space that was held before it."""
+        """Add text; return the held white space and the text up to its trailing white space, which is held."""
         kept = text.rstrip()
         before = self.drop() if kept else ""
         self._pieces.append(text[len(kept) :])
         return before + kept
 
     def drop(self) -> str:
-        """Return what is held, and hold it no longer."""
+        """Return the held white space and clear it."""
         text = "".join(self._pieces)
         self._pieces = []
         return text

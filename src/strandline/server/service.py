@@ -1,7 +1,7 @@
-"""What all endpoints share: the engine's client, the model's names and defaults, tokenization and templates.
+"""State and work shared by all endpoints: the engine client, the model's names and defaults, tokenization, templates.
 
-Tokenization and templates run in a thread, one at a time, so that they do not block streams. Long texts have a thread
-of their own and grammars are tried in other processes, so that neither blocks short texts.
+Tokenization and templates run in a thread, one at a time, so that they do not block streams. Long texts have a separate
+thread and grammars are compiled on trial in other processes, so that neither blocks short texts.
 """
 
 import asyncio
@@ -43,11 +43,11 @@ class Service:
     chat_template: str | None = None
     """Replaces the tokenizer's own."""
     output_format: OutputFormat = field(default_factory=OutputFormat)
-    """How the model writes tool calls and reasoning."""
+    """Formats of the model's tool calls and reasoning."""
     parse_special_tokens: bool = False
-    """Control tokens in the text of users and tools are read as such."""
+    """Parse control tokens in user and tool messages."""
     kv_transfer: KVTransferConfig | None = None
-    """How prefixes are handed over between engines; None: not at all."""
+    """Transfer of prefixes between engines; None: off."""
     try_grammar: TryGrammar | None = None
     """Compiles a grammar before it is sent to the engine (``GrammarTrials.check``); by default a thread does."""
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -79,22 +79,22 @@ class Service:
     def require_model(self, name: str | None) -> None:
         """Raise an UnknownModelError unless the name is served, or None."""
         if name is not None and name not in self.model_names:
-            raise UnknownModelError(f"the model {name[:200]!r} does not exist; there is {', '.join(self.model_names)}")
+            raise UnknownModelError(f"the model {name[:200]!r} does not exist; served: {', '.join(self.model_names)}")
 
     async def in_thread(self, work: Callable[[], T], num_characters: int = 0) -> T:
         """Run work in a thread.
 
         Args:
-            num_characters: length of the text; long ones have a thread of their own.
+            num_characters: length of the text; long texts have a separate thread.
         """
         thread = self._thread if num_characters <= LONG_CHARACTERS else self._long_thread
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     async def bind(self, params: SamplingParams, toolbox: Toolbox, prompt: str) -> CheckedParams:
-        """Constrain an answer to the calls that it must make, after the model's reasoning; check the parameters.
+        """Constrain an answer to the required calls, after the model's reasoning; check the parameters.
 
         Raises:
-            RequestError: the parameters, or the structure that they ask for, cannot be served.
+            RequestError: the parameters, or the requested structure, cannot be served.
         """
         grammars = self.client.frontend.grammars
         structure = params.structured_outputs
@@ -111,7 +111,7 @@ class Service:
         return replace(checked, hidden_ids=self.hidden_ids(params, with_tools=toolbox.schemas is not None))
 
     def hidden_ids(self, params: SamplingParams, *, with_tools: bool) -> frozenset[int] | None:
-        """Return the special tokens that an answer's text leaves out, if its parsers need others of them; else None."""
+        """Return the special tokens to leave out of an answer's text, if its parsers need some of them; else None."""
         tokenizer = self.client.frontend.tokenizer
         if tokenizer is None or not params.skip_special_tokens:
             return None
@@ -124,7 +124,7 @@ class Service:
         return self._hidden_ids[with_tools]
 
     async def check(self, params: SamplingParams) -> CheckedParams:
-        """Check parameters, and whether the grammar can be compiled if there is one.
+        """Check parameters and compile the grammar, if any, on trial.
 
         Raises:
             RequestError: they cannot be served.
@@ -138,10 +138,10 @@ class Service:
         return frontend.check_values(params)
 
     def transfer_params(self, value: Mapping[str, Any] | None, num_prompts: int = 1) -> TransferParams | None:
-        """Return what a request hands over to another engine, or fetches from one; None: nothing.
+        """Return a request's transfer to or from another engine; None: there is none.
 
         Raises:
-            RequestError: the server does not do that, or may not fetch from that host.
+            RequestError: the server's role does not allow it, or it may not fetch from that host.
         """
         params = read_transfer_params(value)
         if params is None:

@@ -1,4 +1,4 @@
-"""Times out clients that stop reading or sending, since they hold connections, requests and memory."""
+"""Timeouts for clients that stop reading or sending, since they hold connections, requests and memory."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ class SlowClientTimeout:
                 async with asyncio.timeout(self._timeout_s):
                     await send(message)
             except TimeoutError:
-                LOGGER.warning("a client has read nothing for %g s: its request ends", self._timeout_s)
+                LOGGER.warning("a client has read nothing for %g s: its request is aborted", self._timeout_s)
                 _abort(send)
 
         await self._app(scope, self._in_time(receive), send_in_time)
@@ -52,7 +52,7 @@ class SlowClientTimeout:
             except TimeoutError as error:
                 raise HTTPException(
                     408,
-                    f"the rest of the body has not come for {self._timeout_s:g} s; see --client-timeout-s",
+                    f"the rest of the body has not arrived for {self._timeout_s:g} s; see --client-timeout-s",
                     {"Connection": "close"},
                 ) from error
             is_complete = not message.get("more_body", False)

@@ -61,7 +61,7 @@ async def named_events(path: str, bodies: AsyncIterator[Any]) -> AsyncIterator[b
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Return the response that the work results in; if the client disconnects first, cancel the work."""
+    """Await work and return its response; if the client disconnects first, cancel the work."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_wait_for_disconnect(request))
     try:

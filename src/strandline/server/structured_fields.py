@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's APIs that ask for structured outputs."""
+"""Fields of OpenAI's and vLLM's APIs that request structured outputs."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -16,7 +16,7 @@ GUIDED: Final[Mapping[str, str]] = {
 
 
 def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """Return the structure that a body asks for by ``response_format``, ``structured_outputs`` or ``guided_…``.
+    """Return the structure requested by ``response_format``, ``structured_outputs`` or ``guided_…``.
 
     Raises:
         RequestError: one of them is wrong, or there are several.
@@ -37,7 +37,7 @@ def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
 
 
 def structure_of_format(value: Any) -> StructuredOutputsParams | None:
-    """Return the structure of a ``response_format``; None for plain text. The schema may be beside the type, too.
+    """Return the structure of a ``response_format``; None for plain text. The schema may also be next to the type.
 
     Raises:
         RequestError: it is of an unknown type, or has no schema.

@@ -1,4 +1,4 @@
-"""Supervises the engine process: start, handshake, exit, and restart if the server is configured to."""
+"""Supervision of the engine process: start, handshake, exit, and restart if configured."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ from strandline.server.engine_client import EngineClient
 LOGGER: Final = logging.getLogger("strandline.server")
 STOP_TIMEOUT_S: Final = 5.0
 FIRST_RESTART_DELAY_S: Final = 0.5
-"""Doubled after each restart, up to the longest."""
+"""Doubled after each restart, up to the maximum."""
 LONGEST_RESTART_DELAY_S: Final = 60.0
 STABLE_AFTER_S: Final = 120.0
 """A process that ran longer than this resets the delay."""
@@ -50,7 +50,7 @@ class EngineProcess:
         loop = asyncio.get_running_loop()
         self.socket = socket
         self.events: EventEndpoints | None = None
-        """Where cache events are published; None: nowhere."""
+        """Endpoints of published cache events; None: none."""
         self.heartbeat, self._process = _start(address, inherited)
         self._exited = loop.create_future()
         self._pidfd = os.pidfd_open(self._process.pid)
@@ -148,10 +148,10 @@ async def keep_restarting(engine: EngineConfig, client: EngineClient) -> None:
         try:
             async with engine_process(engine) as (process, limits):
                 client.reconnect(process.socket, limits, process.heartbeat)
-                LOGGER.info("the engine runs again")
+                LOGGER.info("the engine has restarted")
                 client.fail(await process.receive_until_exit(client))
         except (StrandlineError, OSError, zmq.ZMQError) as error:
-            LOGGER.error("the engine does not start: %s", error)
+            LOGGER.error("the engine failed to start: %s", error)
         is_stable = loop.time() - started_s > STABLE_AFTER_S
         delay_s = FIRST_RESTART_DELAY_S if is_stable else min(2 * delay_s, LONGEST_RESTART_DELAY_S)
 

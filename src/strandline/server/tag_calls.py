@@ -1,4 +1,4 @@
-"""Parses tool calls written in tags: one for the function, one for each parameter. The tags contain no types."""
+"""Parser for tool calls in tags: one for the function, one for each parameter. The tags contain no types."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from strandline.server.segments import Segment, SegmentKind, split_at_tag, split
 from strandline.server.tool_calls import Schemas
 
 MAX_NAME_CHARACTERS: Final = 256
-"""Of the name of a function or parameter, with the end of its tag."""
+"""Maximum length of the name of a function or parameter, with the end of its tag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +24,15 @@ class Tags:
     parameter: str
     end_parameter: str
     quote: str = ""
-    """What templates write around names."""
+    """Text that templates write around names."""
     around_value: str = "\n"
-    """What templates write around values."""
+    """Text that templates write around values."""
 
 
 class TagCalls:
-    """Parses the calls between two tags. Strings are streamed, other values are passed on once complete.
+    """Parses the calls between two tags. Strings are streamed, other values are emitted once complete.
 
-    A call is passed on with its first parameter, or when it ends without one. Text between parameters follows the call
+    A call is emitted with its first parameter, or when it ends without one. Text between parameters follows the call
     as content.
 
     Args:
@@ -45,9 +45,9 @@ class TagCalls:
         self._schemas = schemas
         self._has_outer = opener != tags.function
         self._raw = [opener] if self._has_outer else []
-        """What was read of a call, or before it, that may turn out to be none."""
+        """Text of a possible call, which becomes content if it turns out not to be one."""
         self._text = "" if self._has_outer else opener
-        """What was not read yet."""
+        """Text that has not been parsed yet."""
         self._step: Callable[[list[Segment]], bool] = self._at_function
         self._name = ""
         self._key = ""
@@ -99,7 +99,7 @@ class TagCalls:
         return True
 
     def _lost(self, segments: list[Segment]) -> bool:
-        """Pass on text that is not a call as content: up to the closing tag, or only the tag that began the call."""
+        """Emit text that is not a call as content: up to the closing tag, or only the tag that opened the call."""
         text = "".join([*self._raw, *self._stray]) + self._text
         self._raw, self._stray = [], []
         if not self._has_outer:
@@ -243,7 +243,7 @@ def value_as_json(text: str, schema: Any) -> str:
     value = parse_json(text.strip())
     if value is None and text.strip() != "null":
         lowered = text.strip().lower()
-        if lowered in ("true", "false"):  # as Python writes them
+        if lowered in ("true", "false"):  # Python's spellings
             return lowered
         return json.dumps(text, ensure_ascii=False)
     types = schema.get("type") if isinstance(schema, Mapping) else None

@@ -1,4 +1,4 @@
-"""Splits a model's output into content and tool calls, whatever the format of the calls.
+"""Splitting of a model's output into content and tool calls, independent of the format of the calls.
 
 The model's output is not trusted to be well-formed: text that is not a call is content.
 """
@@ -13,13 +13,13 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class Calls(Protocol):
-    """Parses the calls that one opening tag begins, from its end."""
+    """Parses the calls after one opening tag."""
 
     def feed(self, text: str, segments: list[Segment]) -> str | None:
         """Add text; return the text after the calls, or None while they continue."""
 
     def finish(self, segments: list[Segment]) -> None:
-        """Append what is left of calls that the output ends in."""
+        """End the output; append the rest of unfinished calls."""
 
 
 class ToolCallParser:
@@ -30,7 +30,7 @@ class ToolCallParser:
         Args:
             openers: tags that begin calls.
             make_calls: returns a parser of the calls that a tag begins, or, for no tag, the text itself.
-            bare: how calls begin that begin the output without a tag; empty: none do.
+            bare: how calls without a tag, at the beginning of the output, start; empty: there are none.
         """
         self._openers = openers
         self._bare = bare

@@ -1,6 +1,6 @@
-"""The formats of tool calls: how they are recognised, parsed and constrained. A new one is a row of the table.
+"""The formats of tool calls: how they are detected, parsed and constrained. To add one, add a row to the table.
 
-Formats have the names of vLLM's parsers.
+The names are those of vLLM's parsers.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,17 +21,17 @@ class ToolFormat:
     """One format of tool calls."""
 
     signs: tuple[str, ...]
-    """Any of these in a chat template, or among a tokenizer's added tokens, tells the format."""
+    """Strings that identify the format, in a chat template or among a tokenizer's added tokens."""
     openers: tuple[str, ...]
     """Tags that begin calls."""
     other_tags: tuple[str, ...]
-    """Further tags, which the detokenizer must not leave out."""
+    """Further tags that the detokenizer must keep."""
     make_calls: Callable[[str, Schemas], Calls]
     """Returns a parser of the calls that an opener begins."""
     frame: Frame
     rules: CallRules
     bare: str = ""
-    """How calls begin that begin the output without a tag; empty: none do."""
+    """How calls without a tag, at the beginning of the output, start; empty: there are none."""
 
     def parser(self, schemas: Schemas) -> ToolCallParser:
         """Return a parser of one output.
@@ -127,19 +127,19 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ),
     "hermes": _json_format("<tool_call>", "tool_call", _EACH),
 }
-"""In the order in which their signs are looked for: a sign of one may appear in templates of those before it."""
+"""In order of detection: a sign of one format may appear in templates of earlier ones."""
 
 ALIASES: Final[Mapping[str, str]] = {"granite4": "hermes", "qwen3_xml": "qwen3_coder"}
 """Other names of vLLM's parsers for the same formats."""
 
 
 def tool_format(name: str) -> ToolFormat:
-    """Return the format that a parser's name stands for."""
+    """Return the format of a parser's name."""
     return TOOL_FORMATS[ALIASES.get(name, name)]
 
 
 def find_tool_format(template: str, added_tokens: frozenset[str]) -> str:
-    """Return the format that a chat template renders, else one of whose tags the tokenizer has a token; or ``none``."""
+    """Return the format that a chat template renders, or else one with a tag among the added tokens, or ``none``."""
     for has in (template.__contains__, added_tokens.__contains__):
         for name, known in TOOL_FORMATS.items():
             if any(map(has, known.signs)):

@@ -24,7 +24,7 @@ Tag = Callable[[str], str]
 """Returns a tag in Lark's syntax."""
 Schema = Mapping[str, Any]
 CallRules = Callable[[str, str, Schema, Tag], list[str]]
-"""Returns the rules of a call, given the first one's name, the function's name, its parameters' schema, and tags."""
+"""Returns the rules of a call, given the first rule's name, the function's name, its parameters' schema, and tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Frame:
     begin_call: Sequence[str] = ()
     end_call: Sequence[str] = ()
     separator: str = ""
-    """What is written between two calls."""
+    """Text between two calls."""
 
     def rules(self, calls: Sequence[str], tag: Tag, *, is_parallel: bool) -> list[str]:
-        """Return the rules of an answer of one or several of the calls, which are named by their rules."""
+        """Return the rules of an answer of one or several calls, given the names of their rules."""
         separator = f"{json.dumps(self.separator)} " if self.separator else ""
         more = (f"({separator}call)*",) if is_parallel else ()
         one = f"({' | '.join(calls)})"
@@ -128,7 +128,9 @@ def python_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
 
 
 def _unwritable(name: str) -> RequestError:
-    return RequestError(f"calls of this model cannot hold the name {name!r:.100}; rename it, or do not require a call")
+    return RequestError(
+        f"this model's calls cannot contain the name {name!r:.100}; rename it, or do not require a call"
+    )
 
 
 def _python_value(schema: Any, definitions: Schema) -> str:
@@ -141,12 +143,12 @@ def _python_value(schema: Any, definitions: Schema) -> str:
 
 
 def _properties(schema: Schema) -> tuple[Schema | None, Schema]:
-    """Return a function's parameters, None if the schema does not list any; and the definitions that they refer to."""
+    """Return a function's parameters (None if the schema lists none) and the definitions that they refer to."""
     properties = schema.get("properties")
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return (properties if isinstance(properties, Mapping) else None), definitions
 
 
 def _json(schema: Schema) -> str:
-    """Return a schema as text, for values that are written as templates write them."""
+    """Return a schema as text, with the white space that templates write in values."""
     return json.dumps({**close_objects(schema), **AS_TEMPLATES_WRITE})

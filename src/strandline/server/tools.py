@@ -25,7 +25,7 @@ class Toolbox:
 
     @property
     def schemas(self) -> dict[str, Any] | None:
-        """Parameter schemas by function; None if calls are not parsed."""
+        """Return parameter schemas by function; None if calls are not parsed."""
         if not self.tools or self.choice == "none":
             return None
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
@@ -79,7 +79,7 @@ def _checked_name(tool: Any) -> str:
 
 
 def _fault(parameters: Any) -> str | None:
-    """Return what is wrong with parameters, as far as parsers and grammars of calls read them; None if nothing is."""
+    """Return a fault of a parameter schema, in the parts that parsers and grammars read; None if there is none."""
     if not isinstance(parameters, Mapping):
         return f"got {_shown(parameters)}"
     required, properties = parameters.get("required"), parameters.get("properties")

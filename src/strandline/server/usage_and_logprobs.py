@@ -47,7 +47,7 @@ def token_counts(num_prompt: int, num_completion: int, num_cached: int, drafts: 
 
 
 def draft_counts(drafts: SpeculationStats) -> Json:
-    """Return accepted and rejected drafts in the API's fields, and in one of ours by position; none without drafts."""
+    """Return accepted and rejected drafts in the API's fields, and by position in another; empty without drafts."""
     if not drafts.num_drafts:
         return {}
     return {
@@ -58,7 +58,7 @@ def draft_counts(drafts: SpeculationStats) -> Json:
 
 
 def handed_over(streams: Sequence[RequestStream]) -> Json:
-    """Return the field that lets another engine continue a request, if it asked for that and was kept for it."""
+    """Return the field that lets another engine continue the request, if the request is held for it."""
     params = streams[0].handed_over
     return {} if params is None else {"kv_transfer_params": params}
 
@@ -69,7 +69,7 @@ def cache_account(stream: RequestStream) -> Json | None:
 
 
 def completion_logprobs(entries: Iterable[tuple[str, Entry | None]], offset: int) -> Json:
-    """Return log-probabilities in the shape of completions. As in OpenAI's, the sampled token is among the top ones.
+    """Return log-probabilities in the shape of completions. As in OpenAI's API, the sampled token is included.
 
     Args:
         entries: each token's text and log-probabilities, the sampled one first; None for a prompt's first token.
@@ -87,8 +87,8 @@ def completion_logprobs(entries: Iterable[tuple[str, Entry | None]], offset: int
 
 
 def _by_text(found: Iterable[Logprob]) -> dict[str, float]:
-    """Return the tokens' log-probabilities by text. Of tokens with the same text (parts of characters) the most likely
-    counts: clients compare the sampled token's with the largest, to see whether it was the most likely.
+    """Return the tokens' log-probabilities by text. For tokens with the same text (parts of characters), the largest is
+    kept: clients compare it with the sampled token's to see whether that was the most likely.
     """
     top: dict[str, float] = {}
     for item in sorted(found, key=lambda item: item.rank):
@@ -102,7 +102,7 @@ def chat_logprobs(entries: Iterable[Entry], num_top: int) -> Json:
     for entry in entries:
         chosen = next(iter(entry.values()))
         content.append(
-            {**_chat_logprob(chosen), "top_logprobs": [_chat_logprob(e) for e in _likeliest(entry, num_top)]}
+            {**_chat_logprob(chosen), "top_logprobs": [_chat_logprob(e) for e in _most_likely(entry, num_top)]}
         )
     return {"content": content, "refusal": None}
 
@@ -112,7 +112,7 @@ def _chat_logprob(entry: Logprob) -> Json:
     return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(text.encode())}
 
 
-def _likeliest(entry: Entry, num_top: int) -> list[Logprob]:
+def _most_likely(entry: Entry, num_top: int) -> list[Logprob]:
     """Return the ``num_top`` most likely, which may not include the sampled one."""
     return [found for found in entry.values() if found.rank <= num_top]
 

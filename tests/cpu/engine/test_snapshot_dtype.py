@@ -73,7 +73,7 @@ def test_lossy_snapshots_are_refused_where_they_cannot_be_meant(make_llm: MakeLL
     for dtype in ("bfloat16", "int8"):
         with pytest.raises(ConfigError, match=f"--deterministic does not go with --snapshot-dtype {dtype}"):
             make_llm(host_memory="8MiB", snapshot_dtype=dtype, deterministic=True)
-        with pytest.raises(ConfigError, match=f"--snapshot-dtype {dtype} is for what rests .* add --host-memory"):
+        with pytest.raises(ConfigError, match=f"--snapshot-dtype {dtype} applies to host memory .* add --host-memory"):
             make_llm(snapshot_dtype=dtype)
     with pytest.raises(ConfigError, match="--snapshot-dtype must be one of float32, bfloat16, int8; got 'int4'"):
         make_llm(host_memory="8MiB", snapshot_dtype="int4")

@@ -94,7 +94,7 @@ def test_a_restarted_server_hits_what_the_last_one_left(bytes_dir: Path, tmp_pat
             loaded_bytes = server.metric("cache_loaded_bytes_total")
             server.signal(number)
             assert server.exit_code() == 0
-            assert "writing what only memory has to the disk cache, for at most 20 s" in server.log()
+            assert "writing entries that are only in memory to the disk cache, for at most 20 s" in server.log()
             assert " MiB to the disk cache in " in server.log()
             assert "Traceback" not in server.log()
     assert answers[0]["choices"] == answers[1]["choices"]
@@ -130,7 +130,7 @@ def test_restarted_engine_has_an_empty_cache(bytes_dir: Path, tmp_path: Path) ->
             next(events)
             os.kill(first, signal.SIGKILL)
             *_, error, done = events
-        assert "it is being started again" in json.loads(error)["error"]["message"]
+        assert "it is being restarted" in json.loads(error)["error"]["message"]
         assert done == "[DONE]"
         server.wait_until(lambda: server.get("/health").status_code == 200)
         assert server.core_pid() != first

@@ -36,7 +36,7 @@ def test_roles_say_who_gives_and_who_takes(role: str, is_producer: bool, is_cons
         ({"kv_role": "kv_both"}, "kv_connector is missing"),
         ({**BOTH, "kv_rank": 0}, "unknown field 'kv_rank'"),
         ({**BOTH, "kv_connector": "LMCacheConnectorV1"}, "kv_connector must be one of SocketConnector, NixlConnector"),
-        ({**BOTH, "kv_connector_extra_config": {"backends": ["UCX"]}}, "backends are those of NixlConnector"),
+        ({**BOTH, "kv_connector_extra_config": {"backends": ["UCX"]}}, "backends is for NixlConnector"),
         ({**NIXL, "kv_connector_extra_config": {"backends": []}}, "one at least"),
         ({**NIXL, "kv_connector_extra_config": {"backends": "UCX"}}, "backends must be a list of names"),
         ({**BOTH, "kv_role": "both"}, "kv_role must be one of"),
