@@ -90,7 +90,7 @@ def test_stalled_body_gets_error_in_shape_of_its_path() -> None:
     start, body = sent
     assert start["status"] == 408
     assert (b"connection", b"close") in start["headers"]
-    assert "the rest of the body has not come" in json.loads(body["body"])["error"]["message"]
+    assert "the rest of the body has not arrived" in json.loads(body["body"])["error"]["message"]
 
 
 def test_a_client_that_stops_reading_ends_its_request(impatient_server: ServerProcess) -> None:
