@@ -2,8 +2,8 @@
 
 Slot ``s`` starts at byte ``s * slab_bytes``, block ``b`` at byte ``b * block_bytes``; both ranges overlap, and the
 allocator of ids keeps them apart. A block holds stream after stream, layer after layer; a slot holds state after state,
-layer after layer, then the final hidden state. One block or one slot is one contiguous range. What a tensor's name
-means is known to its layer alone.
+layer after layer, then the final hidden state. One block or one slot is one contiguous range. Only a
+tensor's layer interprets its name.
 
 Invariants: a view never copies; the null block and the null slot are never written here.
 
@@ -45,7 +45,7 @@ class LayerMemory:
 
 @dataclass(frozen=True, slots=True)
 class LayerStack:
-    """Equal layers that keep logs: all that each of them sees, as tensors with one more dimension in front."""
+    """Equal layers that keep logs: their tensors, with a leading dimension for the layer."""
 
     layers: tuple[int, ...]
     """Their indices in the model."""
@@ -61,8 +61,9 @@ class LayerStack:
 class ArenaTensors:
     """One allocation of ``num_slabs * spec.slab_bytes`` bytes, zeroed, and the views that layers work on.
 
-    Beside it lie logs, the null log included, which no snapshot takes along: ``num_logs`` of decoded tokens, and
-    ``num_draft_logs`` of the inputs of ``draft_tokens`` drafts each. A sequence's logs of both kinds have the same id.
+    Logs, including the null log, are allocated separately and are not part of snapshots: ``num_logs`` of decoded
+    tokens, and ``num_draft_logs`` of the inputs of ``draft_tokens`` drafts each. A sequence's logs of both kinds have
+    the same id.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ArenaTensors:
         """Per slot, the final hidden state of the last token that a snapshot covers."""
 
     def prefault(self, num_bytes: int) -> None:
-        """Have the system back the first bytes with memory, on a CPU. Nothing may have been written there yet."""
+        """Prefault the first bytes on a CPU. They must not have been written yet."""
         self.bytes[:num_bytes].numpy().fill(0)
 
     def block(self, block: BlockId) -> Tensor:
@@ -108,7 +109,7 @@ class ArenaTensors:
         return self.bytes[start : start + self.spec.raw_slot_bytes]
 
     def copy_block(self, src: BlockId, dst: BlockId, num_tokens: int) -> None:
-        """Copy the first ``num_tokens`` tokens of a block: all streams of all layers, and nothing else."""
+        """Copy the first ``num_tokens`` tokens of a block, in all streams of all layers."""
         if NULL_BLOCK in (src, dst) or not 0 < num_tokens <= BLOCK_TOKENS:
             raise CacheInvariantError(f"asked to copy {num_tokens} tokens of block {src} to block {dst}")
         for run_BLIPX in self._stream_runs:
@@ -121,7 +122,7 @@ class ArenaTensors:
         self.block(dst).copy_(self.block(src))
 
     def poison(self, blocks: Iterable[BlockId], slots: Iterable[SlotId]) -> None:
-        """Fill blocks and slots with NaN, so that reading what is free or unwritten shows."""
+        """Fill blocks and slots with NaN, so that reads of free or unwritten memory are detected."""
         for block in blocks:
             if block == NULL_BLOCK:
                 raise CacheInvariantError("asked to poison the null block")

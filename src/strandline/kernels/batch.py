@@ -21,14 +21,14 @@ from strandline.kernels.chunk_table import ChunkTable
 class KVMemory:
     """One attention layer's share of all blocks: strided views into the arena.
 
-    In e4m3 a number is stored divided by its scale and rounded; beyond 448 scales it is stored as the largest. Kernels
-    compute with what is stored, in the dtype of the queries, and multiply scores and results by the scales.
+    In e4m3, values are divided by their scale, rounded, and clamped to ±448. Kernels compute with the stored values, in
+    the dtype of the queries, and multiply scores and results by the scales.
     """
 
     k_BPGD: Tensor
     v_BPGD: Tensor
     k_scale: float = 1.0
-    """1 in other dtypes than e4m3."""
+    """1 unless the dtype is e4m3."""
     v_scale: float = 1.0
 
 
@@ -45,30 +45,30 @@ class AttentionBatch:
     block_table_NM: Tensor
     """int32; entries past a sequence's context are the null block."""
     write_blocks_T: Tensor
-    """Per row, the block that takes its keys and values; the null block where a shared one has them already."""
+    """Per row, the block to write keys and values to; the null block if a shared block already has them."""
     write_offsets_T: Tensor
     is_all_written: bool
     """Whether no row's block is the null block."""
     most_rows: int | None = None
-    """Of a prefill, where each has a few alone: the certain token of a sequence, and its drafts."""
+    """Maximum rows of a prefill, if all are short: a sequence's certain token and its drafts."""
     gathers: dict[Hashable, Any] = field(default_factory=dict)
-    """What one layer has worked out of the tables above, on a CPU, and every layer like it takes again."""
+    """Values derived from the tables above on a CPU, computed by one layer and reused by others."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogBatch:
-    """The decodes' logs (contract 4), and how much of each the step folds: the plan decides, backends follow it."""
+    """The decodes' logs (contract 4), and the number of tokens that the step folds, as planned by the scheduler."""
 
     log_N: Tensor
-    """int64; the null log is empty, and stays so."""
+    """int64; the null log is always empty."""
     len_N: Tensor
     """int64 tokens in each log before the step."""
     rows: slice | Tensor
-    """``log_N`` again; a slice where it counts up, so that nothing is copied."""
+    """``log_N``, as a slice if its ids are consecutive, to avoid a copy."""
     lens: tuple[int, ...]
     """``len_N`` on the host."""
     num_folded_N: Tensor
-    """int64 tokens that the step folds into ``dst``: 0, and its token is appended to the log; or all, log and token."""
+    """int64 tokens that the step folds into ``dst``: 0 (the token is appended to the log), or all of log and token."""
     num_folded: tuple[int, ...]
     """``num_folded_N`` on the host."""
 
@@ -87,43 +87,43 @@ class ReplayBatch:
     logged_rows_Q: Tensor
     """int64 places of the logged tokens among all."""
     logged_places_Q: Tensor
-    """int64 rows of the layers' logs where their inputs are."""
+    """int64 rows of the layers' logs that hold their inputs."""
     draft_rows_K: Tensor
     """int64 rows of the step that are drafts."""
     draft_places_K: Tensor
     """int64 rows of the layers' logs that take the drafts' inputs."""
     insert_logged: Callable[..., tuple[Tensor, ...]] = field(kw_only=True)
-    """The operation of that name, as it is bound."""
+    """The bound operation of that name."""
     is_padded: bool = field(default=False, kw_only=True)
-    """Whether the last of all rows is of no token: rows that pad the step are copied there, and get zeros."""
+    """Whether the last row belongs to no token: padding rows of the step are copied there, and get zeros."""
     derived: dict[Hashable, Any] = field(default_factory=dict, kw_only=True)
-    """What one layer has worked out of the tables above, and every layer like it takes again."""
+    """Values derived from the tables above, computed by one layer and reused by others."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentBatch:
-    """Where the sequences' states come from and go to (contract 3): read ``src``, write ``dst``."""
+    """Slots of the sequences' states (contract 3): read ``src``, write ``dst``."""
 
     src_N: Tensor
     """int64 slots; the null slot means a fresh state: zeros, and a window of zeros."""
     dst_N: Tensor
     chunks: ChunkTable
-    """Of the prefills only; rows count from the first prefill token."""
+    """Chunks of the prefills; rows count from the first prefill token."""
     log: LogBatch | None = None
-    """Of the decodes only; None: no sequence keeps a log."""
+    """Logs of the decodes; None: no sequence keeps a log."""
     replay: ReplayBatch | None = None
-    """Of the prefills only, whose chunks then count the rows of both; None: nothing is logged."""
+    """Logged tokens of the prefills, whose chunks then include them; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Everything a model's forward pass needs to know about the step."""
+    """All inputs of a model's forward pass that describe the step."""
 
     token_ids_T: Tensor
     positions_T: Tensor
     num_decodes: int
-    """Sequences that decode, the first ones."""
+    """Number of decoding sequences, which come first."""
     num_decode_rows: int
-    """Their rows, the first ones: as many, as long as every sequence decodes one token in a step."""
+    """Number of their rows, which come first: one per sequence."""
     attention: AttentionBatch
     recurrent: RecurrentBatch

@@ -1,8 +1,8 @@
-"""Which function runs each operation of an engine: chosen once, when the engine starts.
+"""The choice of a function for each operation of an engine, made once at start.
 
-On a CUDA device with Triton that is the Triton version, on a CPU the Numba version where there is one, everywhere else
-the reference implementation: this is how a new accelerator starts. ``STRANDLINE_TRITON=0`` and ``STRANDLINE_NUMBA=0``
-choose reference implementations. A backend that cannot run a workload is left out, and the reason is kept to be shown.
+On a CUDA device with Triton this is the Triton version, on a CPU the Numba version if there is one, and otherwise the
+reference implementation, which also serves new accelerators. ``STRANDLINE_TRITON=0`` and ``STRANDLINE_NUMBA=0`` choose
+reference implementations. If a backend cannot run a workload, the reason is recorded and reported.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,9 +27,9 @@ PROGRESS_DELAY_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """An operation that runs its reference implementation, though the device's backend could run it faster.
+    """An operation that runs its reference implementation, although the device has a faster backend for others.
 
-    One that is left to torch on purpose is not counted.
+    Operations left to torch on purpose are not counted.
     """
 
     operation: str
@@ -45,14 +45,14 @@ class Kernels:
     functions: Mapping[Operation[..., Any], Callable[..., Any]]
     fallbacks: tuple[Fallback, ...]
     ranks: Ranks = ONE_RANK
-    """What computes beside this engine's device on the same steps."""
+    """The ranks that compute the same steps as this engine's device."""
 
     def __getitem__(self, operation: Operation[P, R]) -> Callable[P, R]:
         return self.functions[operation]
 
     @property
     def is_compiled_on_gpu(self) -> bool:
-        """Whether all operations are GPU kernels: compiled on first use, and without questions to the host."""
+        """Whether all operations are GPU kernels: compiled on first use, and without synchronization with the host."""
         return self.workload.device_type == "cuda" and not self.fallbacks
 
 
@@ -62,10 +62,10 @@ class UsesKernels(Protocol):
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        """Those that it looks up."""
+        """The operations that it uses."""
 
     def use_kernels(self, kernels: Kernels) -> None:
-        """Look them up."""
+        """Look up its operations."""
 
 
 def bind_kernels(
@@ -98,7 +98,7 @@ def reference_kernels(operations: Iterable[Operation[..., Any]]) -> Kernels:
 
 
 def why_unavailable(backend: str, device_type: str) -> str | None:
-    """Return why no function of a backend can run on devices of this type; None: they can."""
+    """Return why a backend is not available for devices of this type; None: it is."""
     return _why_no_numba() if backend == "Numba" else _why_no_triton(device_type)
 
 

@@ -1,8 +1,8 @@
-"""The chunk table: how prefill tokens are cut into chunks of at most 64.
+"""The chunk table: the partition of prefill tokens into chunks of at most 64.
 
-Chunk boundaries lie on the absolute 64-token grid of each sequence and wherever a cut is wanted, so that the
-partition up to any position does not depend on how the prompt was split into steps. After a chunk that ends
-at a cut, the recurrent kernels store the state into the cut's slot.
+Chunk boundaries lie on the absolute 64-token grid of each sequence and at every cut, so that the partition up to any
+position does not depend on how the prompt was split into steps. After a chunk that ends at a cut, the recurrent kernels
+store the state in the cut's slot.
 
 Shape suffixes: N sequences, C chunks.
 """
@@ -32,13 +32,13 @@ class ChunkTable:
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     cut_slots: tuple[int, ...]
-    """Slot that receives the state after the chunk; 0 where no cut is wanted."""
+    """Slot that receives the state after the chunk; 0 if there is no cut."""
     first_chunks_N1: Tensor
     starts_C: Tensor
     lengths_C: Tensor
     cut_slots_C: Tensor
     is_short: bool = False
-    """Whether every sequence has a few tokens alone, so that they are best computed one after the other."""
+    """Whether every sequence has only a few tokens, so that computing them one by one is fastest."""
 
     @property
     def num_sequences(self) -> int:

@@ -50,7 +50,7 @@ def gdn_prefill(
     """Run the layer over the new tokens of N sequences; return ``out_THV`` in the dtype of ``q_TGK``.
 
     Reads each sequence's initial state from slot ``src``, writes its final state to slot ``dst`` and the state
-    after each chunk with a cut to the cut's slot. ``q`` and ``k`` come raw: they are normalised here.
+    after each chunk with a cut to the cut's slot. ``q`` and ``k`` are not normalised yet.
 
     Args:
         state_SHKV: slots, ``src_N``, ``dst_N`` and ``chunks`` as of ``chunkwise.advance_chunks``.
@@ -81,7 +81,7 @@ def gdn_decode(
 ) -> Tensor:
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``q_NGK``.
 
-    Slots and ``max_beta`` as in :func:`gdn_prefill`. Backends need not bear a ``src`` that is another sequence's
+    Slots and ``max_beta`` as in :func:`gdn_prefill`. Backends need not support a ``src`` that is another sequence's
     ``dst``.
     """
     log_decay_NH, beta_NH = gates(a_NH, b_NH, A_log_H, dt_bias_H, max_beta)
@@ -126,8 +126,8 @@ def gdn_recurrent_reference(
 def gates(a_TH: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, max_beta: int) -> tuple[Tensor, Tensor]:
     """Return the log decay (at most 0) and the write strength, in float32.
 
-    Computed in float64: torch rounds a float32 ``exp`` differently at a tensor's end, where it does not fill a
-    vector, so that the bits of one sequence would depend on the batch around it.
+    Computed in float64: torch rounds a float32 ``exp`` differently in the last, partial vector of a tensor, so the bits
+    of a sequence would depend on the batch around it.
     """
     decay_rate_TH = F.softplus(a_TH.double() + dt_bias_H).mul_(A_log_H.double().exp())
     beta_TH = b_TH.double().sigmoid_().mul_(max_beta)
@@ -135,7 +135,7 @@ def gates(a_TH: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, max_be
 
 
 def normalise(q_TGK: Tensor, k_TGK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries, scaled, and keys as the recurrence takes them, in float32."""
+    """Return l2-normalised, scaled queries and l2-normalised keys, in float32."""
     return l2_norm(q_TGK, L2_NORM_EPS) * q_TGK.shape[-1] ** -0.5, l2_norm(k_TGK, L2_NORM_EPS)
 
 
@@ -150,7 +150,7 @@ def _advance(
     decay_HMM, from_start_HM1, to_end_HM1 = chunk_decays(log_decay_MH)
 
     error_HMV = beta_HM1 * (v_HMV - from_start_HM1 * (k_HMK @ state_HKV))
-    # What is on and above the system's diagonal is not read.
+    # Entries on and above the system's diagonal are not read.
     system_HMM = beta_HM1 * decay_HMM * (k_HMK @ k_HMK.mT)
     written_HMV = torch.linalg.solve_triangular(system_HMM, error_HMV, upper=False, unitriangular=True)
     attend_HMM = decay_HMM * (q_HMK @ k_HMK.mT)

@@ -35,7 +35,7 @@ from strandline.kernels.runtime_numba import (
 )
 
 PREFETCH_BYTES = 4096
-"""How far ahead of where a state is read lines are asked for: a page, at whose end the hardware stops doing so."""
+"""Prefetch distance in a state: a page, since the hardware prefetcher stops at its end."""
 
 CACHE_LINE_BYTES = 64
 
@@ -121,7 +121,7 @@ def layer_arguments(
     """Return the arguments that ``LAYER_FIELDS`` names.
 
     Args:
-        rows: queries, keys, values and what the gates are made of, each token's packed in itself.
+        rows: queries, keys, values and gate inputs; the channels of each token are contiguous.
     """
     q, k, v, a, b = rows
     return {
@@ -213,9 +213,9 @@ def _normalise(key, query):
 
 @helper
 def _read(state, key, query, by_key, by_query):
-    """Add what key and query read of a state, two of its rows at a time, in the order in which they lie in memory.
+    """Add the products of key and query with a state, two of its rows at a time, in memory order.
 
-    Four at a time took 1.6 times as long where the state is in no cache: lines are then asked for out of order.
+    Four at a time took 1.6 times as long when the state is in no cache, because lines are then read out of order.
     """
     num_columns = by_key.size
     whole = key.size // 2 * 2
@@ -239,7 +239,7 @@ def _read(state, key, query, by_key, by_query):
 
 @helper
 def _weigh(log_decays, log_decay, weights):
-    """Say how much is left of each logged token's write by now; return how much is left of the state.
+    """Compute the remaining weight of each logged token's write; return that of the state.
 
     Decays are added, never subtracted: a weak one beside a strong one would be lost.
     """
@@ -252,7 +252,7 @@ def _weigh(log_decays, log_decay, weights):
 
 @helper
 def _read_logged(logged_key, logged_value, weight, key, query, by_key, by_query):
-    """Add what key and query read of a logged token's write."""
+    """Add the products of key and query with a logged token's write."""
     key_score = query_score = np.float32(0.0)
     for i in range(key.size):
         key_score += key[i] * logged_key[i]
@@ -266,7 +266,7 @@ def _read_logged(logged_key, logged_value, weight, key, query, by_key, by_query)
 
 @helper
 def _carry(source, target, carried, is_zero, keys, values, weights, key_dim):
-    """Write to the target what is left of the source, and of what was logged since."""
+    """Write the decayed source and the decayed logged writes to the target."""
     num_columns = target.size // key_dim
     for row in range(key_dim):
         written = target[row * num_columns : (row + 1) * num_columns]

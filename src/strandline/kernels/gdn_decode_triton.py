@@ -2,19 +2,19 @@
 
 A program owns ``BLOCK_V`` value channels of one head of one sequence: it reads its ``[K, BLOCK_V]`` tile of the state
 once, before the launch ahead of it has ended, and keeps it in registers. Columns of a state do not depend on each
-other, so no program reads what another one writes, as long as no sequence's ``src`` is another sequence's ``dst``:
-callers see to that (the torch version copies such a source first). ``src`` may be shared, and may equal the same
+other, so no program reads data that another one writes, as long as no sequence's ``src`` is another sequence's ``dst``:
+callers ensure this (the torch version copies such a source first). ``src`` may be shared, and may equal the same
 sequence's ``dst``.
 
-Without logs the tile is written in every step. With them (``gdn_log.py``) it is written where the plan folds, else the
-channels' share of the token's log entry. Several programs read a log's keys and decays, and one of them writes them: to
-a place that no other one reads, since a step that folds appends nothing.
+Without logs, the tile is written in every step. With logs (``gdn_log.py``), a program writes the tile if the plan
+folds, and otherwise its channels of the token's log entry. Several programs read a log's keys and decays; one of them
+writes the new ones, to an entry that no other program reads, since a step that folds appends nothing.
 
-Both reductions over K are taken from the state as it was: with ``e = beta (v - decay S^T k)`` the output is
+Both reductions over K read the old state: with ``e = beta (v - decay S^T k)`` the output is
 ``decay S^T q + (k . q) e``, which saves a second pass over the new state before the output is known.
 
-Deterministic, the launch does not depend on the batch: a sequence's bits are the same whatever is decoded around it.
-Otherwise there are two launches, each compiled once per dtype and layer shape; the sums over K add in another order.
+In deterministic engines, launch parameters do not depend on the batch, so neither do a sequence's bits. Otherwise there
+are two sets of launch parameters, each compiled once per dtype and layer shape, with different orders of sums over K.
 
 Shape suffixes as in ``kernels/gdn_log.py``.
 """
@@ -37,7 +37,7 @@ from strandline.kernels.sizes import cdiv, next_power_of_2
 
 
 class Launch(NamedTuple):
-    """How the kernel is launched."""
+    """Launch parameters of the kernel."""
 
     block_v: int
     num_warps: int
@@ -227,7 +227,7 @@ def _decode_kernel(
     is_row_K = row_K < K
     is_column_V = first_column + column_V < V
     is_tile_KV = is_row_K[:, None] & is_column_V[None, :]
-    # What a program adds to every address stays in the scalar part: the rest are constants in the instructions.
+    # A program's offset stays in the scalar part of each address: the rest are constants in the instructions.
     tile_KV = row_K[:, None] * V + column_V[None, :]
     tile_ptr = state_ptr + head * (K * V) + first_column
 
@@ -244,7 +244,7 @@ def _decode_kernel(
         decays_ptr += (log * H + head) * L
         logged_LK = load_logged(key_ptrs_K, is_row_K, K, length, L)
         logged_LV = load_logged(value_ptrs_V, is_column_V, V, length, L)
-    # The kernel before makes q, k and v; states and logs are older.
+    # The previous kernel writes q, k and v; states and logs are older.
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     q_K = tl.load(q_ptr + sequence * q_row_stride + key_head * q_head_stride + row_K, mask=is_row_K, other=0.0)
@@ -261,7 +261,7 @@ def _decode_kernel(
     q_K *= SCALE / tl.sqrt(tl.sum(q_K * q_K, 0) + EPS)
     k_K *= 1.0 / tl.sqrt(tl.sum(k_K * k_K, 0) + EPS)
 
-    # The state arrives last; what the log has to say is ready by then.
+    # The state arrives last; the log's contribution is ready by then.
     if L > 0:
         weight_L, carried = weights_of_logged(decays_ptr, length, log_decay, L)
         predicted_log_V = tl.sum((tl.sum(logged_LK * k_K[None, :], 1) * weight_L)[:, None] * logged_LV, 0)
@@ -295,7 +295,7 @@ def _decode_kernel(
 def _log_decay_of(a, A_log, dt_bias, MIN_LOG_DECAY: tl.constexpr):
     """Return the log decay of a head's state, a finite number."""
     log_decay = -tl.exp(A_log.to(tl.float32)) * _softplus(a + dt_bias.to(tl.float32))
-    # A comparison and not a maximum, which would make a number of NaN.
+    # A comparison rather than a maximum, which would not propagate NaN.
     return tl.where(log_decay < MIN_LOG_DECAY, MIN_LOG_DECAY, log_decay)
 
 

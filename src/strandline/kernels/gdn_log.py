@@ -1,16 +1,16 @@
 """Gated DeltaNet decode with a log: the state is read at every token, and written once in ``LOG_TOKENS + 1`` of them.
 
-A running sequence is its *committed* state, after the first ``c`` tokens, and a log of the tokens since: of token
-``i`` the key ``k_i``, the value ``d_i`` that the delta rule writes, and its log decay ``g_i``. Its state after token
-``n`` is ``exp(sum_j g_j) S_c + sum_i exp(sum_{j > i} g_j) k_i d_i``; what a token reads of it comes from ``S_c`` and
-from the log. To *fold* is to form that sum, in ``dst``; the log is empty afterwards.
+A running sequence consists of its *committed* state, after the first ``c`` tokens, and a log of later tokens, which
+holds for token ``i`` the key ``k_i``, the value ``d_i`` that the delta rule writes, and the log decay ``g_i``. The
+state after token ``n`` is ``exp(sum_j g_j) S_c + sum_i exp(sum_{j > i} g_j) k_i d_i``; a token reads it from ``S_c``
+and the log. To *fold* is to write that sum to ``dst``, which empties the log.
 
-A step either appends its token to the log or folds: log and token together, so that no program of a kernel reads what
-another one writes. Which of the two is data (``LogBatch.num_folded_N``); it must fold where the log is full or the null
-log, and where the state moves to another slot.
+A step either appends its token to the log or folds log and token together, so that no program of a kernel reads data
+that another one writes. ``LogBatch.num_folded_N`` selects which; a sequence must fold if its log is full or the null
+log, or if its state moves to another slot.
 
-Invariants: of a log that holds something, the places past its end are zeros (the backends do not read them); a
-sequence that has no ``dst``, because it has ended, changes neither state nor log.
+Invariants: entries past the end of a log that is not empty are zeros (backends do not read them); a sequence without a
+``dst``, because it has ended, changes neither state nor log.
 
 Shape suffixes: N sequences, X two rows per token (key, query), G key heads, H value heads (a multiple of G), K key
 channels, V value channels, S slots, J logs, L places of a log, R layers.
@@ -29,14 +29,14 @@ from strandline.kernels.gdn import gates, normalise
 from strandline.kernels.operation import numba, operation, triton
 
 LOG_TOKENS: Final = 8
-"""More make writes rarer, and each read of the log longer."""
+"""Tokens in a log. A longer log makes writes of the state rarer and reads of the log longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogMemory:
-    """One layer's logs, in float32; log 0 absorbs writes whose result is discarded.
+    """One layer's logs, in float32; log 0 takes writes whose result is discarded.
 
-    Where a function says so, every tensor has one more dimension before these: layers.
+    For functions over several layers, every tensor has a leading dimension: layers.
     """
 
     key_JGLK: Tensor
@@ -50,7 +50,7 @@ class LogMemory:
             tensor.index_fill_(0, log_N, 0)
 
     def of_layer(self, layer: int) -> "LogMemory":
-        """Return one layer's logs of those of several."""
+        """Return one layer's logs out of several layers'."""
         return LogMemory(self.key_JGLK[layer], self.value_JHLV[layer], self.decay_JHL[layer])
 
 
@@ -140,7 +140,7 @@ def _add_logged(state_HKV: Tensor, memory: LogMemory, log: int, weight_HL: Tenso
 
 
 def _weights(decay_XHL: Tensor, log_decay_XH1: Tensor | None = None) -> Tensor:
-    """Return how much is left of each logged token's write, by a token of ``log_decay_XH1`` or else in the state.
+    """Return the remaining weight of each logged token's write, for a token with ``log_decay_XH1`` or for the state.
 
     Decays are added, never subtracted: a weak one beside a strong one would be lost.
     """
@@ -155,7 +155,7 @@ def _weights(decay_XHL: Tensor, log_decay_XH1: Tensor | None = None) -> Tensor:
 def _read_logs(
     read_NHXV: Tensor, key_query_NGXK: Tensor, weight_NHL: Tensor, memory: LogMemory, logs: LogBatch
 ) -> None:
-    """Add what keys and queries read of the logs to what they read of the committed states."""
+    """Add the logs' contribution to the results that keys and queries read from the committed states."""
     _, num_heads, _, value_dim = read_NHXV.shape
     key_NGLK, value_NHLV = memory.key_JGLK[logs.rows], memory.value_JHLV[logs.rows]
     score_NGXL = torch.matmul(key_query_NGXK, key_NGLK.transpose(-1, -2))

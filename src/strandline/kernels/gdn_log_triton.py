@@ -1,6 +1,6 @@
-"""Logs of decoded tokens in Triton: what ``gdn_decode_triton.py`` reads of them, and ``gdn_log.gdn_fold``.
+"""Logs of decoded tokens in Triton: the reads of ``gdn_decode_triton.py``, and ``gdn_log.gdn_fold``.
 
-Of a log, a program reads the keys and decays of one head and some value channels. Places past its end are never read.
+A program reads a log's keys and decays of one head and some value channels. Entries past its end are never read.
 
 Shape suffixes as in ``kernels/gdn_log.py``.
 """
@@ -14,7 +14,7 @@ from strandline.kernels.gdn_log import LogMemory
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 FOLD_BLOCK_V, FOLD_WARPS = 32, 1
-"""As most decode steps with a log."""
+"""As in most decode steps with a log."""
 
 
 def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
@@ -89,7 +89,7 @@ def _fold_kernel(
 
 @triton.jit
 def load_logged(ptrs_X, is_in_X, stride: tl.constexpr, length, L: tl.constexpr):
-    """Return what a log holds of keys or of values, ``[L, X]``, given where its first place lies."""
+    """Return a log's keys or values, ``[L, X]``, given the address of its first entry."""
     place_L = tl.arange(0, L)
     mask_LX = (place_L < length)[:, None] & is_in_X[None, :]
     return tl.load(ptrs_X[None, :] + place_L[:, None] * stride, mask=mask_LX, other=0.0)
@@ -97,7 +97,7 @@ def load_logged(ptrs_X, is_in_X, stride: tl.constexpr, length, L: tl.constexpr):
 
 @triton.jit
 def weights_of_logged(decays_ptr, length, log_decay, L: tl.constexpr):
-    """Return what is left of each logged write and of the committed state, after one more decay."""
+    """Return the remaining weight of each logged write and of the committed state, after one more decay."""
     place_L = tl.arange(0, L)
     decay_L = tl.load(decays_ptr + place_L, mask=place_L < length, other=0.0)
     is_later_LL = place_L[None, :] > place_L[:, None]

@@ -1,11 +1,11 @@
 """Gated DeltaNet prefill on a CPU: the chunkwise form of ``gdn.py``, with each head's state in cache from end to end.
 
 A task is the value heads of one key head of one sequence, or some panels of their channels where there are more threads
-than key heads. It copies the states into scratch memory, walks the chunks, and writes the states wherever they are
-wanted. Nothing is padded: a chunk costs in proportion to its tokens. All large matrix products are tiles of registers
+than key heads. It copies the states into scratch memory, walks the chunks, and writes the states to their slots.
+There is no padding: a chunk costs in proportion to its tokens. All large matrix products are tiles of registers
 (``tile_numba.py``).
 
-The triangular system is solved for the values that are written, row by row, and never inverted.
+The triangular system is solved for the written values, row by row, and never inverted.
 
 Shape suffixes as in ``gdn.py``.
 """
@@ -40,7 +40,7 @@ from strandline.kernels.tile_numba import LANES, PANEL, multiply, multiply_lower
 
 TOKEN_PANELS = cdiv(CHUNK_TOKENS, PANEL)
 MATRIX_ROW = TOKEN_PANELS * PANEL
-"""Numbers of a row of a chunk's own matrices."""
+"""Elements in a row of a chunk's matrices."""
 
 
 def gdn_prefill(
@@ -134,9 +134,9 @@ def _decay(exponent):
 
 @helper
 def _weigh(key_products, query_products, total, beta, num_tokens, system, attend):
-    """Weigh products of keys, and of queries and keys, by what is left of each token's write at a later one.
+    """Scale products of keys, and of queries and keys, by the remaining weight of each token's write at a later token.
 
-    Its own write is none of what a token's key reads. Tiles read past the diagonal, where zeros are.
+    A token's key does not read its own write. Tiles read past the diagonal, where the entries are zeros.
     """
     for token in range(num_tokens):
         strength, here = -beta[token], total[token]
@@ -153,7 +153,7 @@ def _weigh(key_products, query_products, total, beta, num_tokens, system, attend
 
 @helper
 def _read_state(state, first_panel, end_panel, key_dim, value_dim, scratch):
-    """Copy panels of a state in memory; what lies past its last channel is 0."""
+    """Copy panels of a state; channels past the last one are 0."""
     for channel in range(key_dim):
         for panel in range(first_panel, end_panel):
             row = state[channel * value_dim + panel * PANEL :]
@@ -183,7 +183,7 @@ def _write_state(scratch, first_panel, end_panel, key_dim, value_dim, state):
 
 @helper
 def _load_values(address, dtype, first, stride, first_panel, end_panel, value_dim, num_tokens, values):
-    """Fill panels of tokens' values; what lies past the last channel stays as it is."""
+    """Fill panels of tokens' values; channels past the last one are unchanged."""
     for token in range(num_tokens):
         for panel in range(first_panel, end_panel):
             place = first + token * stride + panel * PANEL
@@ -208,7 +208,7 @@ def _store_results(address, dtype, first, stride, first_panel, end_panel, value_
 
 @helper
 def _to_errors(values, left, strength, num_tokens, read):
-    """Put ``strength * (values - left * read)`` in place of what was read."""
+    """Replace ``read`` by ``strength * (values - left * read)``."""
     for token in range(num_tokens):
         value, row = floats(values + 4 * token * PANEL, PANEL), floats(read + 4 * token * PANEL, PANEL)
         for i in range(PANEL):
@@ -226,7 +226,7 @@ def _scale(values, factors, num_tokens, rows):
 
 @helper
 def _load_gates(a, b, strides, dtype, rate, bias, max_beta, total, beta, since_start, until_end):
-    """Say how strongly each token is written, and how much is left of what came before it, and of it at the end.
+    """Compute each token's write strength, the decay of earlier writes at it, and the decay of its write at the end.
 
     Args:
         a, b: address and first number.

@@ -17,9 +17,9 @@ In bfloat16 the operands of matrix products are rounded to bfloat16 (the state t
 inverse to float16: none of its entries exceeds ``max_beta``, for it is built of contractions. Sums are float32. In
 float32 everything is.
 
-Invariants: a cut's state is stored from the registers that carry it on. Of rows past a chunk's end, which belong to
-other chunks, nothing reaches an output or a state, and none is written. No ``src`` may equal the ``dst`` of another
-sequence, nor a cut's slot: programs run in any order.
+Invariants: a cut's state is stored from the registers that carry it on. Rows past a chunk's end, which belong to other
+chunks, affect no output and no state, and are not written. No ``src`` may equal the ``dst`` of another sequence, nor a
+cut's slot: programs run in any order.
 
 One variant of each kernel is compiled per dtype and layer shape (and of the second, one for few
 sequences and one for many): numbers of tokens, chunks and sequences, and where slot tables start, ask for no other.
@@ -54,7 +54,7 @@ PREPARE_REGISTERS: int | None = 168
 
 
 class Advance(NamedTuple):
-    """How the second kernel is launched."""
+    """Launch parameters of the second kernel."""
 
     columns: int
     """Value columns of a program; the matrix units take 64 rows, here columns, per four warps."""
@@ -133,7 +133,7 @@ def _prepare_kernel(
     PRECISION: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """Compute what one chunk needs of one value head."""
+    """Compute the matrices of one chunk and value head."""
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     key_head = head // HEADS_PER_KEY
@@ -267,7 +267,7 @@ def _advance_kernel(
     state_WK = tl.trans(state_KW.to(tl.float32))
     first = tl.load(first_chunks_ptr + sequence).to(tl.int32)
     end = tl.load(first_chunks_ptr + sequence + 1).to(tl.int32)
-    # Where the next chunk lies is known a step ahead, so that its loads wait for no other load.
+    # The next chunk's location is loaded a step ahead, so that its loads wait for no other load.
     start = tl.load(starts_ptr + first, mask=first < end, other=0).to(tl.int32)
     length = tl.load(lengths_ptr + first, mask=first < end, other=0).to(tl.int32)
     for chunk in tl.range(first, end, num_stages=NUM_STAGES):
@@ -315,7 +315,7 @@ def _advance_kernel(
 
 
 class Prepared(NamedTuple):
-    """What the first kernel hands to the second. Keys are padded to a power of two."""
+    """Results of the first kernel for the second. Keys are padded to a power of two."""
 
     attend_CHLL: Tensor
     write_CHLK: Tensor
@@ -365,7 +365,7 @@ def gdn_prefill_invariant(
     chunks: ChunkTable,
     max_beta: int = 1,
 ) -> Tensor:
-    """As :func:`gdn_prefill`, with one kernel that carries a state, whatever other sequences there are."""
+    """As :func:`gdn_prefill`, with the same kernel for any number of other sequences."""
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH, A_log_H, dt_bias_H)
     return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, FEW_PROGRAMS)
 

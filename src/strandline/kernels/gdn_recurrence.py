@@ -19,7 +19,7 @@ from strandline.specs import LogSpec, TensorSpec
 
 
 class GatedDeltaInputs(NamedTuple):
-    """Some tokens' raw queries, keys and values, what their gates are made of, and the layer's part in these."""
+    """Raw queries, keys, values and gate inputs of tokens, and the layer's gate parameters."""
 
     q_TGK: Tensor
     k_TGK: Tensor
@@ -64,7 +64,7 @@ class GatedDelta:
     operations: ClassVar = (gdn_prefill, gdn_decode, gdn_decode_logged, gdn_fold)
 
     def with_kernels(self, kernels: Kernels) -> "GatedDelta":
-        """Return the recurrence as these kernels compute it."""
+        """Return the recurrence bound to these kernels."""
         return replace(self, kernels=GatedDeltaKernels(*(kernels[operation] for operation in self.operations)))
 
     @cached_property
@@ -82,7 +82,7 @@ class GatedDelta:
         return LogSpec(LOG_TOKENS, tuple(TensorSpec(name, shape, "float32") for name, shape in shapes.items()))
 
     def bind(self, states: Mapping[str, Tensor], log: Mapping[str, Tensor] | None) -> GatedDeltaMemory:
-        """Return the layer's memory as the kernels take it."""
+        """Return the layer's memory in the form that the kernels take."""
         return GatedDeltaMemory(states["state"], LogMemory(log["key"], log["value"], log["decay"]) if log else None)
 
     def prefill(

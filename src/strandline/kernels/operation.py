@@ -1,4 +1,4 @@
-"""Operations: what layers compute with, each declared beside its reference implementation.
+"""Operations that layers use, each declared with its reference implementation.
 
 An operation is a torch function that runs on every device, its reference implementation, and the backends that
 implement it faster: functions of the same name and signature in other modules of this package. A backend declares what
@@ -19,21 +19,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 FLOATS: Final = ("float32", "bfloat16")
-"""What Numba kernels load and store."""
+"""Dtypes that Numba kernels load and store."""
 
 KEYS_AND_VALUES: Final = dict.fromkeys(("key", "value"), (*FLOATS, E4M3))
-"""The keys and values that Numba kernels read and write."""
+"""Dtypes of keys and values that Numba kernels read and write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What an engine asks of its kernels."""
+    """An engine's requirements on its kernels."""
 
     device_type: str
     dtype: str
-    """Of activations."""
+    """Dtype of activations."""
     memory: tuple[TensorSpec, ...] = ()
-    """What layers keep, by name; a name may occur with several shapes and dtypes."""
+    """Tensors that layers keep; a name may occur with several shapes and dtypes."""
     is_deterministic: bool = False
     """Whether a row's result must depend on that row alone, to the last bit."""
 
@@ -45,18 +45,18 @@ class Backend:
     name: str
     """``Triton`` or ``Numba``."""
     module: str
-    """In ``strandline.kernels``; has a function of the operation's name."""
+    """Module in ``strandline.kernels``, with a function of the operation's name."""
     dtypes: tuple[str, ...] | None = None
-    """Of activations; None: all."""
+    """Supported dtypes of activations; None: all."""
     memory: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Dtypes of what a layer keeps, by name; all of those that are not named."""
+    """Supported dtypes of tensors that a layer keeps, by name; names not listed support all."""
     channel_multiples: Mapping[str, int] = field(default_factory=dict)
-    """What the last dimension of tensors that a layer keeps must be a multiple of, by name."""
+    """Required multiple of the last dimension of tensors that a layer keeps, by name."""
     invariant_module: str | None = None
-    """Has the function for deterministic engines, ``<operation>_invariant``. None: the ordinary one is invariant."""
+    """Module of ``<operation>_invariant``, for deterministic engines; None: the ordinary function is invariant."""
 
     def limit(self, workload: Workload) -> str | None:
-        """Return what of a workload is beyond this backend; None: nothing."""
+        """Return why this backend does not support a workload; None: it does."""
         if self.dtypes is not None and workload.dtype not in self.dtypes:
             return f"activations are {workload.dtype}, supported: {_either(self.dtypes)}"
         for tensor in workload.memory:
@@ -72,7 +72,7 @@ def triton(module: str, *, invariant: str | None = None) -> Backend:
     """Declare a Triton version, for GPUs.
 
     Args:
-        invariant: module of the version for deterministic engines, where that is another one.
+        invariant: module of the version for deterministic engines, if it differs.
     """
     return Backend("Triton", module, invariant_module=invariant)
 
@@ -88,7 +88,7 @@ def numba(
 
 
 class Operation(Generic[P, R]):
-    """A declared operation. Not called itself: either its ``reference`` is, or what ``Kernels`` binds for it."""
+    """A declared operation. It is not callable: call its ``reference``, or the function that ``Kernels`` binds."""
 
     def __init__(self, reference: Callable[P, R], backends: Iterable[Backend]) -> None:
         self.name, self.__doc__ = reference.__name__, reference.__doc__

@@ -1,10 +1,10 @@
-"""What a linear recurrence offers to layers and to the runner, whatever its mathematics.
+"""The interface of linear recurrences for layers and the runner.
 
-Its *states* lie in slots, by name; slot 0 reads as zeros and is never written. What a decoded token adds may wait in a
-*log* (contract 4): the sequence's states are then those in its slot, advanced over the log. To *fold* is to bring them
-up to date in the slot.
+*States* are stored in slots, by name; slot 0 reads as zeros and is never written. Updates of decoded tokens may be kept
+in a *log* (contract 4): the sequence's states are then those in its slot, advanced over the log. To *fold* is to write
+the advanced states to the slot.
 
-Recurrences are values: those that compare equal do the same, so that equal layers are folded together.
+Recurrences are values: equal ones compute the same, so that equal layers are folded together.
 
 Shape suffixes: N sequences; J slots or logs.
 """
@@ -31,19 +31,19 @@ Fold = Callable[[Tensor, Tensor, Tensor], None]
 class Recurrence(Protocol[Inputs, Memory]):
     """A linear recurrence of one size.
 
-    ``Inputs`` are the tensors of some tokens that it works on; ``Memory`` is what its kernels take of a layer's memory.
+    ``Inputs`` are its input tensors for some tokens; ``Memory`` is a layer's memory in the form that its kernels take.
     """
 
     @property
     def states(self) -> tuple[TensorSpec, ...]:
-        """What it keeps of a sequence."""
+        """Tensors that it keeps per sequence."""
 
     @property
     def log(self) -> LogSpec | None:
-        """What it keeps of tokens that are not folded yet; None: it keeps no log."""
+        """Tensors that it keeps for tokens that are not folded yet; None: it keeps no log."""
 
     def bind(self, states: Mapping[str, Tensor], log: Mapping[str, Tensor] | None) -> Memory:
-        """Return what the kernels take, given the tensors by name; of several layers if each has a dimension more."""
+        """Return the kernels' memory, given the tensors by name; with a leading dimension, that of several layers."""
 
     def prefill(self, inputs: Inputs, memory: Memory, src_N: Tensor, dst_N: Tensor, chunks: ChunkTable) -> Tensor:
         """Run over the new tokens of N sequences; return the output of every token.
@@ -56,15 +56,15 @@ class Recurrence(Protocol[Inputs, Memory]):
         """Advance N sequences by one token each; return the outputs.
 
         Args:
-            log: where the tokens are appended or folded; None: the states go from ``src`` to ``dst``.
+            log: logs to append to or fold; None: the states are advanced from ``src`` to ``dst``.
         """
 
     def fold(self, memory: Memory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
-        """Fold N logs, as a ``Fold``, in several layers at once: the memory has one dimension more."""
+        """Fold N logs, as a ``Fold``, in several layers at once: the memory has a leading dimension."""
 
 
 def bind_folds(recurrences: Sequence[Recurrence[Any, Any] | None], stacks: Sequence[LayerStack]) -> tuple[Fold, ...]:
-    """Return what folds the logs of all layers: one function for each run of equal layers.
+    """Return functions that fold the logs of all layers, one for each run of equal layers.
 
     Args:
         recurrences: per layer of the model.

@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 layers, with attention in a few chosen ones, each with a gated feed-forward part.
+"""Bamba: Mamba-2 layers, with attention in a few configured ones, each with a gated feed-forward part.
 
 Source: ``transformers`` (``bamba``).
 """

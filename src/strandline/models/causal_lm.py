@@ -1,4 +1,4 @@
-"""A decoder as a language model that can be loaded: what families build.
+"""A loadable language model around a decoder, as built by all families.
 
 Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden size.
 """
@@ -28,8 +28,8 @@ class CausalLM(nn.Module):
     """A :class:`strandline.models.protocol.LoadableModel`.
 
     Args:
-        published: as ``targets``: the family's names.
-        build_draft_layer: of multi-token prediction; None: the model has none.
+        published: yields the targets under the family's names, as ``targets``.
+        build_draft_layer: builds the multi-token prediction layer; None: the model has none.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class CausalLM(nn.Module):
         self.draft_layer: DraftLayer | None = None
 
     def add_draft_layer(self) -> None:
-        """Add the layer that drafts tokens, whose keys and values become part of what the model keeps.
+        """Add the layer that drafts tokens; its keys and values become part of the model's spec.
 
         Raises:
             ConfigError: the model has none, or one that is not supported.
@@ -68,20 +68,20 @@ class CausalLM(nn.Module):
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        """What its layers compute with."""
+        """Operations that its layers use."""
         return tuple({operation: None for user in self._users() for operation in user.operations})
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on.
 
         Raises:
-            EngineError: an engine with other kernels has the model already, or the model is not that of a rank.
+            EngineError: the model is already used with other kernels, or is the shard of another rank.
         """
         shard, ranks = self.decoder.shard, kernels.ranks
         if (shard.index, shard.count) != (ranks.rank, ranks.size):
             raise EngineError(f"shard {shard.index} of {shard.count} was given to rank {ranks.rank} of {ranks.size}")
         if self._kernels is not None and self._kernels != kernels:
-            raise EngineError("a model that one engine computes with was given to another one; load it once more")
+            raise EngineError("the model is already used by another engine; load it again")
         self._kernels = kernels
         for user in self._users():
             user.use_kernels(kernels)
@@ -109,8 +109,8 @@ class CausalLM(nn.Module):
         """Return hidden states whose logits predict the token after each of the batch's, by the draft layer.
 
         Args:
-            batch: tokens, and the positions before theirs, where the draft layer keeps what it computes of them.
-            hidden_TE: final, normalised hidden states behind those positions: the model's, or of this function.
+            batch: tokens, and the positions before them, where the draft layer stores its keys and values.
+            hidden_TE: final, normalised hidden states after those positions, from the model or from this function.
         """
         embedded_TE, rotary = self.decoder.embed(batch)
         drafted_TE: Tensor = self._drafting_layer()(embedded_TE, hidden_TE, rotary, batch, memory.draft)
@@ -118,20 +118,20 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:
-        """Keep what ``draft`` would, so that later drafts can follow, and draft nothing. Arguments as there."""
+        """Store the keys and values that ``draft`` would, without drafting. Arguments as in ``draft``."""
         embedded_TE, rotary = self.decoder.embed(batch)
         self._drafting_layer().keep(embedded_TE, hidden_TE, rotary, batch, memory.draft)
 
     def _drafting_layer(self) -> DraftLayer:
         if self.draft_layer is None:
-            raise EngineError("a model without a draft layer was asked for drafts")
+            raise EngineError("the model has no draft layer")
         return self.draft_layer
 
     def use_kv_cache_dtype(self, dtype: str) -> None:
         """Keep keys and values in another dtype than that of activations; called before ``bind``.
 
         Raises:
-            ConfigError: a layer keeps something else of every token.
+            ConfigError: a layer keeps other data per token.
         """
         for module in self.modules():
             if isinstance(module, Attention):
@@ -150,13 +150,13 @@ class CausalLM(nn.Module):
         return {index: part.kv_scales for index, part in parts if isinstance(part, Attention)}
 
     def lay_out(self, layout: Layout) -> None:
-        """Choose the form of its weights; they cannot be loaded or moved afterwards."""
+        """Choose the layout of the weights; they cannot be loaded or moved afterwards."""
         self.decoder.lay_out(layout)
         if self.draft_layer is not None:
             self.draft_layer.lay_out(layout)
 
     def targets(self, names: frozenset[str]) -> NamedTargets:
-        """Yield where the tensors go that the published weights, which hold ``names``, must have."""
+        """Yield the required published tensors with their targets, given the published ``names``."""
         yield from self._published(names)
         if self.draft_layer is not None:
             yield from self.draft_layer.targets(names)

@@ -1,7 +1,7 @@
 """Falcon-H1: attention and a Mamba-2 layer side by side in every layer, then a gated feed-forward part.
 
-The configuration multiplies nearly everything by a number of its own. That of the keys is part of the scale of the
-attention scores here.
+The configuration has a multiplier for nearly every activation. The one for keys is folded into the scale of the
+attention scores.
 
 Source: ``transformers`` (``falcon_h1``).
 """

@@ -1,9 +1,9 @@
-"""Writes a published model with its weights in FP8 (e4m3), one scale per block: the layout of published FP8 models.
+"""Conversion of a published model to FP8 weights (e4m3), one scale per block: the layout of published FP8 models.
 
-Projections are converted, by the rule of those models: not embeddings, the output head, norms, convolutions, routers,
-gates of one output, the narrow projections to decays and write strengths, vision towers, or the projection into draft
-layers. Experts that come in one tensor are written one by one; Granite's, whose names leave no room for that, stay in
-one tensor, with the scales of all in another one.
+As in those models, projections are converted, but not embeddings, the output head, norms, convolutions, routers, gates
+of one output, the narrow projections to decays and write strengths, vision towers, or the projection into draft layers.
+Experts published in one tensor are written one by one, except Granite's, whose naming does not allow it: they stay in
+one tensor, with all scales in another.
 
 Shape suffixes: N rows, K columns, Y and X blocks downwards and across, B rows and columns of a block.
 """
@@ -38,7 +38,7 @@ UNCONVERTED: Final = re.compile(
     r"embed|norm|conv1d|visual|vision|\.router(\.|$)"
     r"|(^|\.)(lm_head|gate|shared_expert_gate|fc|eh_proj|conv|in_proj_(a|b|ba)|[ab]_proj)$"
 )
-"""In the name of a module: its weights stay as they are."""
+"""Matches the names of modules that are not converted."""
 
 FUSED_EXPERTS: Final = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
@@ -49,7 +49,7 @@ COPIED_FILES: Final = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 
 @dataclass
 class ConversionReport:
-    """What a conversion did."""
+    """Summary of a conversion."""
 
     num_tensors: int = 0
     num_converted: int = 0
@@ -58,7 +58,7 @@ class ConversionReport:
     square_error: float = 0.0
     square_sum: float = 0.0
     unconverted: set[str] = field(default_factory=set)
-    """Modules whose matrices stay as they are."""
+    """Modules whose matrices are not converted."""
 
     @property
     def relative_error(self) -> float:
@@ -134,7 +134,7 @@ def _make_directory(path: Path) -> None:
 
 
 def _converted(name: str, tensor: Tensor, report: ConversionReport) -> Iterator[tuple[str, Tensor]]:
-    """Yield what is published in place of a tensor."""
+    """Yield the tensors published instead of a tensor."""
     report.num_tensors += 1
     report.bytes_before += tensor.nbytes
     if not is_converted(name, tuple(tensor.shape)):
@@ -221,11 +221,11 @@ class _ShardWriter:
         path.touch()
         mode = path.stat().st_mode
         save_file(self._tensors, path, metadata={"format": "pt"})
-        path.chmod(mode)  # safetensors lets the owner alone read it
+        path.chmod(mode)  # safetensors makes it readable by the owner only
         self._tensors, self._pending_bytes = {}, 0
 
     def close(self) -> int:
-        """Write what is left; return the bytes of all tensors."""
+        """Write the remaining tensors; return the bytes of all."""
         self._flush()
         count, placed = len(self._files), dict[str, str]()
         for number, names in enumerate(self._files, 1):

@@ -16,7 +16,7 @@ class ModelSize:
 
     spec: ModelSpec
     num_active_weights: int
-    """Without embeddings; of experts the share that the router chooses."""
+    """Active weights, without embeddings; only the experts that the router chooses count."""
     num_query_heads: int
     """0: no layer is attention."""
 

@@ -1,7 +1,7 @@
-"""Granite 4: Mamba-2 layers, with attention in a few chosen ones, each with a feed-forward part, dense or of experts.
+"""Granite 4: Mamba-2 layers, with attention in a few configured ones, each with a dense or MoE feed-forward part.
 
-Four numbers of the configuration multiply embeddings, attention scores, what is added to the residual stream, and
-logits. Experts share a dense part without a gate. Published hybrids embed no positions.
+Four multipliers of the configuration apply to embeddings, attention scores, residual additions, and logits. Experts
+share a dense part without a gate. Published hybrids embed no positions.
 
 Source: ``transformers`` (``granitemoehybrid``).
 """

@@ -1,6 +1,6 @@
 """Jamba: selective state spaces, every few layers attention, and every few layers a mixture of experts.
 
-Attention embeds no positions. What time steps and state projections are made of is normalised.
+Attention embeds no positions. The inputs of time steps and state projections are normalised.
 
 Source: ``transformers`` (``jamba``).
 """
@@ -31,7 +31,7 @@ from strandline.models.targets import NamedTargets, renamed, whole
 
 FINAL_NORM: Final = {"norm": "final_layernorm"}
 ROUTER: Final = {"gate": "router"}
-"""Its own names for what other families have, too."""
+"""Published names that differ from other families'."""
 
 
 def build_jamba(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
@@ -66,7 +66,7 @@ def build_jamba(config: Any, dtype: torch.dtype, device: torch.device | str, sha
 
 
 def _is_chosen(fields: Fields, kind: str, index: int) -> bool:
-    """Return whether a layer is one of every few."""
+    """Return whether a layer is one of those given by a period and an offset."""
     period = fields.size(f"{kind}_layer_period", at_most=MAX_LAYERS)
     return index % period == fields.size(f"{kind}_layer_offset", at_least=0, at_most=period - 1)
 

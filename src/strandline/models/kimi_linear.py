@@ -26,7 +26,7 @@ LAYER_TYPES: Final = ("full_attention", "linear_attention")
 MLP_LAYER_TYPES: Final = ("dense", "sparse")
 
 EXPERTS: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-"""Its own names for what other families have, too."""
+"""Published names that differ from other families'."""
 
 
 def build_kimi_linear(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
@@ -91,7 +91,7 @@ def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozense
             yield from _expert_targets(mlp, f"{prefix}block_sparse_moe.", names)
             continue
         assert isinstance(mlp, GatedMlp)
-        # Where transformers saves a model, dense parts have the experts' name.
+        # In models saved by transformers, dense parts have the experts' name.
         is_resaved = f"{prefix}block_sparse_moe.gate_proj.weight" in names
         yield from mlp.targets(f"{prefix}{'block_sparse_moe' if is_resaved else 'mlp'}.", names)
 

@@ -37,7 +37,7 @@ PUBLISHED: Final = {
     "down_proj": "w2",
     "up_proj": "w3",
 }
-"""Its own names for what other families have, too."""
+"""Published names that differ from other families'."""
 
 
 def build_lfm2(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:

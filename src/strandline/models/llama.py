@@ -1,4 +1,4 @@
-"""Llama: attention and a feed-forward part in every layer, without recurrence. Others are built alike.
+"""Llama: attention and a feed-forward part in every layer, without recurrence. Other families reuse ``build``.
 
 Source: ``transformers`` (``llama``).
 """
@@ -41,7 +41,7 @@ def build(
     device: torch.device | str,
     shard: Shard,
 ) -> CausalLM:
-    """Build the model of a configuration that names its fields as Llama's does.
+    """Build the model of a configuration with Llama's field names.
 
     Args:
         mlps: per layer, its feed-forward part.

@@ -1,7 +1,7 @@
 """Mamba and Falcon Mamba: a selective state space in every layer, without attention and feed-forward parts.
 
-What they keep of a context is a state of one size: prefix caching needs snapshots alone, and positions have no limit.
-Falcon Mamba also normalises what time steps and state projections are made of.
+The state of a context has a fixed size: prefix caching needs only snapshots, and positions have no limit. Falcon Mamba
+also normalises the inputs of time steps and state projections.
 
 Source: ``transformers`` (``mamba``, ``falcon_mamba``).
 """
@@ -28,7 +28,7 @@ from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 PUBLISHED: Final = {"embed_tokens": "embeddings", "norm": "norm_f"}
-"""Its own names for what other families have, too."""
+"""Published names that differ from other families'."""
 
 
 def build_mamba(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:

@@ -1,7 +1,7 @@
 """Mamba-2: a state space model in every layer, without attention and feed-forward parts.
 
-What it keeps of a context is a state of one size: prefix caching needs snapshots alone, and positions have no limit.
-The residual stream has the dtype of the activations, also where the configuration asks for float32.
+The state of a context has a fixed size: prefix caching needs only snapshots, and positions have no limit. The residual
+stream has the dtype of the activations, even if the configuration requests float32.
 
 Source: ``transformers`` (``mamba2``).
 """

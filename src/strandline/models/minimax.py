@@ -1,6 +1,6 @@
 """MiniMax: lightning attention, every few layers softmax attention, and a mixture of experts in every layer.
 
-What a part adds to is not the residual stream but what it read, the normalised stream; both are scaled.
+Each part adds its output to its normalised input rather than to the residual stream; both are scaled.
 
 Source: ``transformers`` (``minimax``).
 """
@@ -30,7 +30,7 @@ from strandline.models.targets import NamedTargets, renamed, whole
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 
 PUBLISHED: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-"""Its own names for what other families have, too."""
+"""Published names that differ from other families'."""
 
 MAX_BLOCK_SIZE: Final = 2**14
 MAX_FACTOR: Final = 1e4
@@ -50,7 +50,7 @@ def build_minimax(config: Any, dtype: torch.dtype, device: torch.device | str, s
     attention = AttentionConfig.read(fields, QueryKeyNorm.NONE, has_bias=False)
     moe, mlp_scale = _read_experts(fields), _read_scale(fields, "mlp")
     norm, hidden_size = plain(attention.eps), attention.hidden_size
-    # Rotated channels of a head: published configurations have a field of their own for it.
+    # Rotated channels of a head: published configurations have a separate field for them.
     has_rotary_dim = fields.value("rotary_dim") is not None
     rotary_dim = fields.size("rotary_dim", at_least=2, at_most=attention.head_dim) if has_rotary_dim else None
     rotary = rotary_frequencies(config, rotary_dim=rotary_dim)

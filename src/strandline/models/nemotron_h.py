@@ -1,11 +1,11 @@
-"""Nemotron-H and Nemotron 3: layers of one part each, a Mamba-2 layer, attention, or a feed-forward part.
+"""Nemotron-H and Nemotron 3: each layer is a Mamba-2 layer, attention, or a feed-forward part.
 
-Feed-forward parts have no gate: dense ones, and mixtures of experts, which may work on a projection of the hidden
-state. Positions are not embedded. The draft layer of Nemotron 3 Super, Ultra and 3.5 Lightning is published as two such
+Feed-forward parts, dense or mixtures of experts, have no gate; experts may work on a projection of the hidden state.
+Positions are not embedded. The draft layer of Nemotron 3 Super, Ultra and 3.5 Lightning is published as two such
 layers, attention and a feed-forward part.
 
-Time steps keep to ``time_step_limit``, as in the published implementation; in transformers 5.17 to another field's
-minimum, ``time_step_min``, which was meant for training's start.
+Time steps are clamped to ``time_step_limit``, as in the published implementation; transformers 5.17 clamps them to
+``time_step_min``, which is meant for initialisation.
 
 Shape suffixes: E hidden size.
 
@@ -104,11 +104,11 @@ def build_nemotron_h(config: Any, dtype: torch.dtype, device: torch.device | str
 
 
 def _read_draft_parts(fields: Fields) -> tuple[str, ...]:
-    """Return the kinds of the parts that a draft layer is published as.
+    """Return the kinds of a draft layer's published parts.
 
     Raises:
         ConfigError: there are several draft layers, or the parts are not attention and at most one feed-forward part.
-            What another one kept of a token would not follow from that token and the hidden state alone.
+            Data kept by other parts would not depend only on the token and the hidden state.
     """
     if fields.size(DRAFT_LAYERS) > 1:
         fields.reject(DRAFT_LAYERS, f"1, to draft with it; {ALTERNATIVE}")

@@ -1,8 +1,8 @@
 """OLMo Hybrid: three Gated DeltaNet layers, then one of attention, and so on, each with a gated feed-forward part.
 
 A Gated DeltaNet layer reads the normalised residual stream; its eigenvalues may be negative. An attention layer reads
-the stream itself, and what it adds is normalised; queries and keys are normalised over all heads at once. Published
-models embed no positions. The separate convolutions of queries, keys and values are one here: none mixes channels.
+the stream itself, and its output is normalised; queries and keys are normalised over all heads at once. Published
+models embed no positions. The convolutions of queries, keys and values are fused, since they do not mix channels.
 
 Source: ``transformers`` (``olmo_hybrid``).
 """
@@ -27,7 +27,7 @@ from strandline.models.targets import NamedTargets, sharded, whole
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 
 OUTPUT_NORM_EPS: Final = 1e-5
-"""Of the gated norm, whatever the other norms add."""
+"""Epsilon of the gated norm, independent of the other norms'."""
 
 
 def build_olmo_hybrid(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
@@ -78,7 +78,7 @@ def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozense
             yield from _gated_delta_targets(mixer, f"{prefix}linear_attn.")
             continue
         assert isinstance(mixer, Attention)
-        # Where transformers saves a model, this norm has the name of the other kind of layer's second one.
+        # In models saved by transformers, this norm has the name of the other layer kind's second norm.
         resaved = f"{prefix}feedforward_layer_norm.weight"
         mixer_norm = resaved if resaved in names else f"{prefix}post_attention_layernorm.weight"
         yield mixer_norm, whole(layer.mixer_norm_E)

@@ -1,4 +1,4 @@
-"""What the engine and the loader ask of a model.
+"""The interfaces of a model for the engine and the loader.
 
 Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden size.
 """
@@ -23,16 +23,16 @@ from strandline.specs import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """An arena as one model's kernels take it: bound once, read at every step."""
+    """An arena bound to one model's kernels, once, and used in every step."""
 
     layers: tuple[Any, ...]
     """Per layer, what its ``bind`` returned."""
     folds: tuple[Fold, ...]
-    """Between them they fold the logs of all layers."""
+    """Functions that together fold the logs of all layers."""
     draft: Any = None
     """What the draft layer's ``bind`` returned; None: there is none."""
     replays: tuple[Replay, ...] = ()
-    """Between them they advance the states of all layers over logged tokens, where drafts are logged."""
+    """Functions that together advance the states of all layers over logged drafts; empty: drafts are not logged."""
 
 
 class LanguageModel(Protocol):
@@ -45,7 +45,7 @@ class LanguageModel(Protocol):
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        """What it computes with."""
+        """Operations that it uses."""
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels; called once, before ``bind`` and ``forward``."""
@@ -67,7 +67,7 @@ class DraftingModel(LanguageModel, Protocol):
         """Return hidden states whose logits predict the token after each of the batch's, by the draft layer."""
 
     def keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:
-        """Keep what ``draft`` would, so that later drafts can follow, and draft nothing."""
+        """Store the keys and values that ``draft`` would, without drafting."""
 
 
 class LoadableModel(LanguageModel, Protocol):
@@ -78,10 +78,10 @@ class LoadableModel(LanguageModel, Protocol):
         """Scales of keys and values, by layer; to be set before ``bind``."""
 
     def lay_out(self, layout: Layout) -> None:
-        """Choose the form of its weights; they cannot be loaded or moved afterwards."""
+        """Choose the layout of the weights; they cannot be loaded or moved afterwards."""
 
     def targets(self, names: frozenset[str]) -> NamedTargets:
-        """Yield where the tensors go that the published weights, which hold ``names``, must have."""
+        """Yield the required published tensors with their targets, given the published ``names``."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As of ``torch.nn.Module``."""

@@ -1,4 +1,4 @@
-"""Qwen3, dense and mixture of experts: as Llama, with normalised heads of queries and keys.
+"""Qwen3, dense and mixture of experts: Llama with normalised query and key heads.
 
 Source: ``transformers`` (``qwen3``, ``qwen3_moe``).
 """

@@ -1,7 +1,7 @@
 """Qwen3.5, dense and mixture of experts: three Gated DeltaNet layers, then one of gated attention, and so on.
 
-Of the models that also see images the text part is built; the vision tower's tensors are recognised and skipped.
-Projections into a Gated DeltaNet layer are published one by one.
+For multimodal models only the text part is built; the vision tower's tensors are recognised and skipped. Input
+projections of a Gated DeltaNet layer are published separately.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What Qwen3-Next and Qwen3.5 have in common: Gated DeltaNet layers, and gated attention every few layers.
+"""Shared parts of Qwen3-Next and Qwen3.5: Gated DeltaNet layers, and gated attention every few layers.
 
 Source: ``transformers`` (``qwen3_next``, ``qwen3_5``).
 """
@@ -34,7 +34,7 @@ MlpConfig = GatedMlpConfig | SparseMoeConfig
 
 @dataclass(frozen=True, slots=True)
 class HybridConfig:
-    """What the text configurations of both families say."""
+    """The settings of both families' text configurations."""
 
     layer_types: tuple[str, ...]
     vocab_size: int
@@ -43,7 +43,7 @@ class HybridConfig:
     gated_delta: GatedDeltaNetConfig
     rotary: RotaryFrequencies
     has_draft_layer: bool
-    """Whether a layer of multi-token prediction that shares the embedding may be published."""
+    """Whether a multi-token prediction layer that shares the embedding may be published."""
 
     @classmethod
     def read(cls, text: Any) -> "HybridConfig":
@@ -81,7 +81,7 @@ def build(
 
     Args:
         mlps: per layer, its feed-forward part.
-        in_proj_targets: of the family, which publishes them in its own order.
+        in_proj_targets: the family's input projections, which differ in their published order.
         dtype: of activations, and of the weights until they are packed.
     """
     norm = zero_centered(config.attention.eps)

@@ -1,7 +1,7 @@
 """Qwen3-Next: three Gated DeltaNet layers, then one of gated attention, and so on; mostly mixtures of experts.
 
-Projections into a Gated DeltaNet layer are published as two tensors whose rows are grouped by key head; here they
-are one, in the order that the layer wants.
+Input projections of a Gated DeltaNet layer are published as two tensors whose rows are grouped by key head; they are
+fused into one, in the layer's order.
 """
 
 from typing import Any

@@ -63,7 +63,7 @@ def build_recurrent_gemma(
         device,
         is_tied=fields.flag("tie_word_embeddings"),
         shard=shard,
-        # Published models were trained with a factor that is rounded.
+        # Published models were trained with a rounded factor.
         embedding_multiplier=float(torch.tensor(hidden_size**0.5, dtype=torch.bfloat16)),
         logits_soft_cap=fields.number("logits_soft_cap", at_least=1e-3, at_most=1e6),
     )

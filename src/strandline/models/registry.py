@@ -1,4 +1,4 @@
-"""The architectures that Strandline serves, by their published names."""
+"""The supported architectures, by their published names."""
 
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ class Builder(Protocol):
             shard: which part of the model to build.
 
         Raises:
-            ConfigError: a setting is not supported, or the model cannot be divided like that.
+            ConfigError: a setting is not supported, or the model cannot be divided into these shards.
         """
 
 
@@ -71,7 +71,7 @@ ARCHITECTURES: dict[str, Builder] = {
 
 
 def builder_for(config: Any) -> Builder:
-    """Return what builds the model of a configuration, with unfilled parameters.
+    """Return the builder for a configuration's architecture.
 
     Raises:
         ConfigError: its architecture is not supported.

@@ -1,6 +1,6 @@
-"""Which part of a model a rank holds: one of several equal ones, in tensor and expert parallelism.
+"""Shards of a model for tensor and expert parallelism: one of several equal parts for each rank.
 
-Layers are built with the sizes of their shard, and say of every published tensor which part of it is theirs
+Layers are built with the sizes of their shard, and their targets select its part of every published tensor
 (``targets.py``).
 """
 
@@ -20,14 +20,14 @@ class Shard:
 
     @property
     def is_first(self) -> bool:
-        """Whether it adds what must be added once, such as biases of sums over shards."""
+        """Whether it adds the terms that must be added once, such as biases of sums over shards."""
         return self.index == 0
 
     def part_of(self, num: int, what: str) -> int:
-        """Return how many of ``num`` things, heads for example, each shard holds.
+        """Return the number of items, for example heads, in each shard out of ``num``.
 
         Args:
-            what: the plural of their name, for the message.
+            what: plural name of the items, for messages.
 
         Raises:
             ConfigError: they cannot be divided equally.
@@ -41,7 +41,7 @@ class Shard:
         return tensor.divided((tensor.shape[dim], self.count), dim=dim)
 
     def shared(self, num: int, what: str) -> "Shard":
-        """Return the shard of ``num`` things that goes with this one; several hold the same if there are too few.
+        """Return this shard's part of ``num`` items; if there are fewer items than shards, shards share them.
 
         Raises:
             ConfigError: they can neither be divided nor replicated equally.
@@ -55,10 +55,10 @@ class Shard:
         return Shard(self.index * num // self.count, num)
 
     def span(self, num: int, what: str) -> range:
-        """Return which of ``num`` things are held here: as many as elsewhere, or one more.
+        """Return this shard's range of ``num`` items; sizes differ by at most one.
 
         Raises:
-            ConfigError: there are fewer than shards.
+            ConfigError: there are fewer items than shards.
         """
         if num < self.count:
             raise ConfigError(f"--tensor-parallel-size {self.count} is more than the model's {num:,} {what}")

@@ -1,7 +1,7 @@
-"""Where a published tensor goes: views of the model's own, often fused, parameters.
+"""Targets of published tensors: views of the model's own, often fused, parameters.
 
-A model lists its published tensors by name, each with a target; loading is copying into the views. Of a tensor that is
-divided among shards (``shard.py``) only the own part is read. A published tensor whose rows alternate between
+A model lists its published tensors by name, each with a target; loading copies them into the views. If a tensor is
+divided among shards (``shard.py``), only this shard's part is read. A published tensor whose rows alternate between
 parameters (per head: query, then gate) has several parts.
 """
 
@@ -26,7 +26,7 @@ class Piece:
 
     index: Index
     parts: tuple[Tensor, ...]
-    """Several: ``[groups, rows of a group, ...]``. The rows of each follow one another, group after group."""
+    """Views; several are ``[groups, rows of a group, ...]``, whose rows alternate group by group."""
 
     def copy_from(self, published: Tensor) -> None:
         """Copy the part; converts dtype and device."""
@@ -45,7 +45,7 @@ class Target:
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    """None: the tensor is known, and not used."""
+    """Empty: the tensor is recognised and not used."""
 
     @property
     def place(self) -> Tensor | None:
@@ -54,7 +54,7 @@ class Target:
 
     @torch.no_grad()
     def copy_from(self, read: Read) -> None:
-        """Copy what is used of the tensor."""
+        """Copy the parts of the tensor that are used."""
         for piece in self.pieces:
             piece.copy_from(read(piece.index))
 
@@ -63,11 +63,11 @@ NamedTargets = Iterator[tuple[str, Target]]
 """Published names with their targets."""
 
 Split = Callable[[Tensor], Target]
-"""Says which published tensor a parameter is, or is a shard of."""
+"""Returns the target for a parameter: the whole published tensor, or a shard of it."""
 
 
 def whole(view: Tensor) -> Target:
-    """Return the target of a tensor that goes to one place."""
+    """Return the target of a tensor that is copied to one view."""
     return Target(tuple(view.shape), (Piece((), (view,)),))
 
 
@@ -106,7 +106,7 @@ def stacked(*targets: Target) -> Target:
 
 
 def stacked_rows(rows: Tensor, sizes: Sequence[int], shards: Sequence[Shard]) -> Target:
-    """Return the target of a tensor whose rows are several parts, each divided for itself.
+    """Return the target of a tensor whose rows are several parts, each divided separately.
 
     Args:
         rows: the parts' shards, one above the other.
@@ -117,7 +117,7 @@ def stacked_rows(rows: Tensor, sizes: Sequence[int], shards: Sequence[Shard]) ->
 
 
 def unused(*shape: int) -> Target:
-    """Return the target of a tensor that is published and not needed."""
+    """Return the target of a published tensor that is not needed."""
     return Target(shape, ())
 
 
@@ -126,7 +126,7 @@ def interleaved(*parts: Tensor, shard: Shard = WHOLE) -> Target:
 
     Args:
         parts: views ``[groups, rows of a group, ...]``; the published tensor is ``[groups * all rows, ...]``.
-        shard: which of the groups ``parts`` are.
+        shard: selects the groups that ``parts`` hold.
     """
     groups, _, *rest = parts[0].shape
     num_rows = groups * sum(part.shape[1] for part in parts)
@@ -138,7 +138,7 @@ def renamed(targets: NamedTargets, names: Mapping[str, str]) -> NamedTargets:
     """Yield targets under a family's own names.
 
     Args:
-        names: of one component of a dotted name each, by the name that it stands for.
+        names: maps a component of a dotted name to the family's name for it.
     """
     for name, target in targets:
         yield ".".join(names.get(component, component) for component in name.split(".")), target

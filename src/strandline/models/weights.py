@@ -1,4 +1,4 @@
-"""Loads published weights (safetensors, in one file or in shards), or draws random ones.
+"""Loading of published weights (safetensors, in one file or in shards), or drawing of random ones.
 
 Every published tensor is accounted for: it is copied to its target, or recognised and skipped, or it is an error. A
 tensor that the model needs and the files lack is an error, too, and so is a shape that differs.
@@ -49,7 +49,7 @@ from strandline.models.targets import Index, Read, Target
 from strandline.models.weights_files import WeightsFile, open_files
 
 SKIPPED_PREFIXES: Final = ("mtp.", "model.visual.")
-"""Parts that are published with the text model and not used: draft layers and the vision tower."""
+"""Prefixes of published tensors that may be unused: draft layers and the vision tower."""
 
 STORED_DTYPES: Final = ("F32", "BF16", "F16")
 
@@ -57,12 +57,12 @@ MAX_HOST_ELEMENTS = 2**22
 """The largest tensor of random weights that is drawn on the host for a GPU."""
 
 MAX_NAMES = 5
-"""Tensors that an error lists; further ones are counted."""
+"""Maximum number of tensors listed in an error; further ones are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """What was found in the weights files."""
+    """Summary of the weights files."""
 
     num_tensors: int = 0
     num_quantized: int = 0

@@ -19,7 +19,7 @@ SAMPLED_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightsFile:
-    """An open file. Its tensors are read when they are asked for."""
+    """An open file. Tensors are read on demand."""
 
     path: Path
     _opened: Any
@@ -35,7 +35,7 @@ class WeightsFile:
         return shape
 
     def dtype(self, name: str) -> str:
-        """Return what safetensors calls a tensor's dtype; does not read it."""
+        """Return safetensors' name of a tensor's dtype; does not read the tensor."""
         return str(self._opened.get_slice(name).get_dtype())
 
     def get(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
