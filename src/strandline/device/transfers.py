@@ -4,10 +4,10 @@ A *store* is a place for blocks and slots outside the device's memory: host memo
 its places itself. Transfers begin in the order of the cache's actions and end in any order.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 from strandline.cache import CancelTransfer, Completion, DropStored, LoadIn, StoreOut
 from strandline.errors import EngineError
@@ -48,6 +48,20 @@ class Store(Protocol):
 
 Completions = SimpleQueue[Completion]
 """Where stores report the end of transfers."""
+
+
+def drain(
+    completions: Completions, under_way: MutableMapping[TransferId, Any], timeout_s: float = 0.0
+) -> tuple[Completion, ...]:
+    """Take all transfers that have ended out of both; wait until there is one, but at most this long."""
+    ended = list[Completion]()
+    with suppress(Empty):
+        ended.append(completions.get(timeout=timeout_s))
+        while True:
+            ended.append(completions.get_nowait())
+    for completion in ended:
+        under_way.pop(completion.transfer, None)
+    return tuple(ended)
 
 
 class Transfers:
@@ -95,22 +109,11 @@ class Transfers:
 
     def take(self) -> tuple[Completion, ...]:
         """Return the transfers that have ended since the last call, without waiting."""
-        return self._take([])
+        return drain(self.completions, self._store_of)
 
     def wait(self, timeout_s: float) -> tuple[Completion, ...]:
         """Return the transfers that have ended since the last call; wait until there is one, but at most this long."""
-        try:
-            return self._take([self.completions.get(timeout=timeout_s)])
-        except Empty:
-            return ()
-
-    def _take(self, ended: list[Completion]) -> tuple[Completion, ...]:
-        with suppress(Empty):
-            while True:
-                ended.append(self.completions.get_nowait())
-        for completion in ended:
-            self._store_of.pop(completion.transfer, None)
-        return tuple(ended)
+        return drain(self.completions, self._store_of, timeout_s)
 
     def close(self) -> None:
         """Close all stores."""

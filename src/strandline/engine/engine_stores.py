@@ -1,12 +1,11 @@
 """Stores in the engine's process, where steps run in workers: transfers of these are begun here, and not by workers."""
 
 from collections.abc import Sequence
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from strandline.cache import Action, CancelTransfer, Completion, LoadIn
 from strandline.device.peer_store import PeerStore
-from strandline.device.transfers import Completions
+from strandline.device.transfers import Completions, drain
 from strandline.ids import TransferId
 
 
@@ -56,15 +55,7 @@ class EngineStores:
 
     def take(self, timeout_s: float = 0.0) -> tuple[Completion, ...]:
         """Return the transfers that have ended since the last call; if any is under way, wait for one, or so long."""
-        ended = list[Completion]()
-        with suppress(Empty):
-            if self._store_of and timeout_s:
-                ended.append(self.completions.get(timeout=timeout_s))
-            while True:
-                ended.append(self.completions.get_nowait())
-        for completion in ended:
-            self._store_of.pop(completion.transfer, None)
-        return tuple(ended)
+        return drain(self.completions, self._store_of, timeout_s if self._store_of else 0.0)
 
     def close(self) -> None:
         """Close all stores."""
