@@ -11,6 +11,7 @@ from strandline.config import EngineConfig
 from strandline.device.executor import LaunchedStep
 from strandline.engine.engine_stores import EngineStores
 from strandline.engine.joined_completions import JoinedCompletions
+from strandline.engine.packed_plan import PlanPacker
 from strandline.engine.rank_copies import RankCopies
 from strandline.engine.rank_facts import join_facts
 from strandline.engine.workers import Workers
@@ -70,6 +71,7 @@ class MpExecutor:
     def __init__(self, config: EngineConfig, *, progress: bool = False, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
         self._step_timeout_s = step_timeout_s
         self._workers = Workers(config.tensor_parallel_size)
+        self._packer = PlanPacker()
         self._joined = JoinedCompletions(config.tensor_parallel_size)
         self.stores = EngineStores()
         """Where stores of the engine's process are attached."""
@@ -77,8 +79,7 @@ class MpExecutor:
         try:
             self.facts, renames = join_facts(self._workers.start(config, progress=progress))
             if renames:
-                calls = self._workers.call_each("rename_stored", [(places,) for places in renames])
-                self._workers.results([future for _, future in calls])
+                self._workers.results(self._workers.call_each("rename_stored", [(places,) for places in renames]))
         except BaseException:
             self._workers.close()
             raise
@@ -96,7 +97,9 @@ class MpExecutor:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Send a plan to the workers."""
         own, others = self.stores.split(plan.actions)
-        futures = self._begin("launch", replace(plan, actions=tuple(others)))
+        if own:
+            plan = replace(plan, actions=tuple(others))
+        futures = self._begin("launch", self._packer.pack(plan))
         self.stores.begin(own)
         return RemoteStep(self._workers, self._joined, self.stores, futures, self._step_timeout_s)
 
@@ -117,8 +120,8 @@ class MpExecutor:
         own = self.stores.take(timeout_s)
         timeout_s = 0.0 if is_own else timeout_s
         arguments = [(wait_s,) for wait_s in self._joined.timeouts_s(timeout_s)]
-        calls = self._workers.call_each("wait_for_transfers", arguments)
-        return (*own, *self._joined.add(self._workers.results([future for _, future in calls])))
+        futures = self._workers.call_each("wait_for_transfers", arguments)
+        return (*own, *self._joined.add(self._workers.results(futures)))
 
     def compile_grammar(self, params: StructuredOutputsParams) -> object:
         """Have the workers compile a grammar beside their steps; any thread may call.
@@ -126,14 +129,15 @@ class MpExecutor:
         Raises:
             RequestError: the grammar cannot be compiled.
         """
-        calls = self._workers.call("compile_grammar", params)
-        self._workers.results([future for _, future in calls])
+        number, futures = self._workers.call("compile_grammar", params)
+        self._workers.results(futures)
         held = CompiledElsewhere()
-        finalize(held, self._workers.release, [number for number, _ in calls]).atexit = False
+        finalize(held, self._workers.release, number).atexit = False
         return held
 
     def forget_requests(self) -> None:
         """Drop what is known of requests, and the scratch memory of their steps."""
+        self._packer.forget_requests()
         self._call("forget_requests")
 
     def capture_graphs(self) -> None:
@@ -150,7 +154,7 @@ class MpExecutor:
         self._finalizer()
 
     def _begin(self, method: str, *arguments: Any) -> list[Future[Any]]:
-        return [future for _, future in self._workers.call(method, *arguments)]
+        return self._workers.call(method, *arguments)[1]
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         return self._workers.results(self._begin(method, *arguments))

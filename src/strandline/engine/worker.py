@@ -25,6 +25,7 @@ from strandline.device.executor import Executor, LaunchedStep
 from strandline.device.process_ranks import ProcessRanks
 from strandline.engine.left_out import leave_generation_out
 from strandline.engine.loading import load_uni_executor, resolve_device
+from strandline.engine.packed_plan import PackedPlan, PlanUnpacker
 from strandline.engine.worker_link import Call, Reply, Start
 from strandline.errors import EngineError
 from strandline.gc_policy import freeze_gc
@@ -63,6 +64,7 @@ class Worker:
         self._results = ThreadPoolExecutor(1, "results", enter_thread)
         self._copying = ThreadPoolExecutor(MAX_COPIES, "copies", enter_thread)
         self._compiling = CompilingThreads()
+        self._unpacker = PlanUnpacker()
         self._grammars: dict[int, object] = {}
         """Compiled grammars by the number of the call; they are kept until the caller releases them."""
 
@@ -73,10 +75,12 @@ class Worker:
         if call.method == "compile_grammar":
             self._compiling.submit(self._reply, call, lambda: self._compile(call))
         elif call.method == "launch":
-            self._begin(call, self._results, self._result)
+            self._begin(call, self._launch, self._results, self._result)
         elif call.method in COPIES:
-            self._begin(call, self._copying, lambda copy: copy())
+            self._begin(call, getattr(self._executor, call.method), self._copying, lambda copy: copy())
         else:
+            if call.method == "forget_requests":
+                self._unpacker.forget_requests()
             self._reply(call, lambda: getattr(self._executor, call.method)(*call.arguments))
 
     def close(self) -> None:
@@ -89,14 +93,19 @@ class Worker:
     def _compile(self, call: Call) -> None:
         self._grammars[call.number] = self._executor.compile_grammar(*call.arguments)
 
-    def _begin(self, call: Call, threads: ThreadPoolExecutor, finish: Callable[[Any], Any]) -> None:
+    def _begin(
+        self, call: Call, begin: Callable[..., Any], threads: ThreadPoolExecutor, finish: Callable[[Any], Any]
+    ) -> None:
         """Begin in order what a thread then finishes."""
         try:
-            begun = getattr(self._executor, call.method)(*call.arguments)
+            begun = begin(*call.arguments)
         except Exception as error:  # noqa: BLE001 - the process's edge: the caller raises it
             self._send(Reply(call.number, None, portable(error)))
         else:
             threads.submit(self._reply, call, lambda: finish(begun))
+
+    def _launch(self, packed: PackedPlan) -> LaunchedStep:
+        return self._executor.launch(self._unpacker.unpack(packed))
 
     def _result(self, launched: LaunchedStep) -> StepResult:
         result = launched.result()

@@ -1,7 +1,8 @@
 """The connection to a worker process (``engine/worker.py``): calls out, replies back, pickled.
 
-Calls are numbered. Those that change the device are executed in order; a reply may come before an earlier one's. The
-worker ends when the connection closes: when it is closed here, or this process has ended.
+Calls are numbered by the sender (``engine/workers.py``). Those that change the device are executed in order; a reply
+may come before an earlier one's. The worker ends when the connection closes: when it is closed here, or this process
+has ended.
 """
 
 import os
@@ -10,15 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
 from concurrent.futures import Future
-from contextlib import suppress
-from itertools import count
 from threading import Lock, Thread
 from typing import Any, Final, NamedTuple
 
 from strandline.config import EngineConfig
-from strandline.device.executor import ExecutorFacts
 from strandline.device.process_ranks import RankPlace
 from strandline.errors import EngineError
 
@@ -72,9 +69,7 @@ class WorkerLink:
         """The end of what the worker has written to its standard error."""
         self._replies = self._socket.makefile("rb")
         self._sending = Lock()
-        self._numbers = count()
         self._waiting: dict[int, Future[Any]] = {}
-        self._released: deque[int] = deque()
         self._has_ended = False
         self._threads = [
             Thread(target=self._receive, name="replies of the worker", daemon=True),
@@ -83,22 +78,18 @@ class WorkerLink:
         for thread in self._threads:
             thread.start()
 
-    def start(self, config: EngineConfig, place: RankPlace | None = None, *, progress: bool) -> Future[ExecutorFacts]:
-        """Have the worker load the model; the future raises what loading raises."""
-        return self._send(Start(next(self._numbers), config, progress, place))
-
-    def call(self, method: str, *arguments: Any) -> tuple[int, Future[Any]]:
-        """Call a method of the worker's executor; return the call's number and what it will return or raise."""
-        number = next(self._numbers)
-        released = list[int]()
-        with suppress(IndexError):  # other threads take some, too
-            while True:
-                released.append(self._released.popleft())
-        return number, self._send(Call(number, method, arguments, tuple(released)))
-
-    def release(self, number: int) -> None:
-        """Let the worker drop a call's result, with the next call: a finalizer must not wait for a lock."""
-        self._released.append(number)
+    def send(self, number: int, message: bytes) -> Future[Any]:
+        """Send a pickled ``Start`` or ``Call`` of this number; return what the worker will return or raise."""
+        future = Future[Any]()
+        with self._sending:
+            self._waiting[number] = future
+            try:
+                if self._has_ended:
+                    raise BrokenPipeError
+                self._socket.sendall(message)
+            except OSError:
+                self._fail(number)
+        return future
 
     def hang_up(self) -> None:
         """Close the connection, which ends the worker in order. A second call does nothing."""
@@ -125,20 +116,6 @@ class WorkerLink:
             return None
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
-    def _send(self, message: Start | Call) -> Future[Any]:
-        # Pickled before anything is sent: an error leaves the connection as it was.
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        future = Future[Any]()
-        with self._sending:
-            if self._has_ended:
-                raise self._ended()
-            self._waiting[message.number] = future
-            try:
-                self._socket.sendall(data)
-            except OSError as error:
-                raise self._ended() from error
-        return future
-
     def _receive(self) -> None:
         try:
             while True:
@@ -152,7 +129,7 @@ class WorkerLink:
             with self._sending:
                 self._has_ended = True
             for number in list(self._waiting):
-                self._waiting.pop(number).set_exception(self._ended())
+                self._fail(number)
 
     def _repeat_words(self) -> None:
         """Pass on what the worker writes to its standard error."""
@@ -162,5 +139,8 @@ class WorkerLink:
                 self.last_words = (self.last_words + chunk)[-LAST_BYTES:]
                 os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, chunk)
 
-    def _ended(self) -> EngineError:
-        return EngineError(f"the worker process {self.process.pid} has ended; its own log says why")
+    def _fail(self, number: int) -> None:
+        """Let a call raise that the worker has ended, unless another thread has done so."""
+        future = self._waiting.pop(number, None)
+        if future is not None:
+            future.set_exception(EngineError(f"the worker process {self.process.pid} has ended; its own log says why"))

@@ -4,20 +4,23 @@ If a rank ends, fails or hangs, the others wait for it in vain: all are killed, 
 last words.
 """
 
+import pickle
 import shutil
 import signal
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
 from strandline.config import EngineConfig
 from strandline.device.executor import ExecutorFacts
 from strandline.device.process_ranks import RankPlace
-from strandline.engine.worker_link import WorkerLink
+from strandline.engine.worker_link import Call, Start, WorkerLink
 from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
 
 GRACE_S: Final = 2.0
@@ -43,6 +46,9 @@ class Workers:
     def __init__(self, num_ranks: int) -> None:
         self.directory = tempfile.mkdtemp(prefix="strandline-ranks-") if num_ranks > 1 else None
         self._links = [WorkerLink() for _ in range(num_ranks)]
+        self._numbers = count()
+        self._released: deque[int] = deque()
+        """Calls whose results the ranks need not keep."""
         self._failure: str | None = None
 
     @property
@@ -52,12 +58,10 @@ class Workers:
 
     def start(self, config: EngineConfig, *, progress: bool) -> list[ExecutorFacts]:
         """Have all load the model, and wait for that; return what each has. Raises what loading raises."""
-        futures = [
-            link.start(config, self._place(rank), progress=progress and rank == 0)
-            for rank, link in enumerate(self._links)
-        ]
+        number = next(self._numbers)
+        starts = [Start(number, config, progress and rank == 0, self._place(rank)) for rank in range(len(self._links))]
         try:
-            return self.results(futures)
+            return self.results(self._send(number, [_pickled(start) for start in starts]))
         except BaseException:
             self._kill()
             raise
@@ -67,20 +71,32 @@ class Workers:
             return None
         return RankPlace(rank, len(self._links), str(Path(self.directory) / "meeting"))
 
-    def call(self, method: str, *arguments: Any) -> list[tuple[int, Future[Any]]]:
-        """Call a method on all ranks; return, for each, the call's number and what it will return or raise."""
-        return self.call_each(method, [arguments] * len(self._links))
+    def call(self, method: str, *arguments: Any) -> tuple[int, list[Future[Any]]]:
+        """Call a method on all ranks; return the call's number and what each will return or raise."""
+        number = next(self._numbers)
+        message = _pickled(Call(number, method, arguments, self._take_released()))
+        return number, self._send(number, [message] * len(self._links))
 
-    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[int, Future[Any]]]:
-        """Call a method on all ranks, on each with arguments of its own; as ``call``."""
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Future[Any]]:
+        """Call a method on all ranks, on each with arguments of its own; return what each will return or raise."""
+        number, released = next(self._numbers), self._take_released()
+        return self._send(number, [_pickled(Call(number, method, own, released)) for own in arguments])
+
+    def release(self, number: int) -> None:
+        """Let the ranks drop the results of a call, with the next call: a finalizer must not wait for a lock."""
+        self._released.append(number)
+
+    def _take_released(self) -> tuple[int, ...]:
+        released = list[int]()
+        with suppress(IndexError):  # other threads take some, too
+            while True:
+                released.append(self._released.popleft())
+        return tuple(released)
+
+    def _send(self, number: int, messages: Sequence[bytes]) -> list[Future[Any]]:
         if self._failure is not None:
             raise EngineError(self._failure)
-        return [link.call(method, *own) for link, own in zip(self._links, arguments, strict=True)]
-
-    def release(self, numbers: Sequence[int]) -> None:
-        """Let the ranks drop the results of a call."""
-        for link, number in zip(self._links, numbers, strict=True):
-            link.release(number)
+        return [link.send(number, message) for link, message in zip(self._links, messages, strict=True)]
 
     def results(self, futures: Sequence[Future[Any]], timeout_s: float | None = None) -> list[Any]:
         """Wait for all ranks' results.
@@ -151,3 +167,8 @@ class Workers:
             link.close()
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _pickled(message: Start | Call) -> bytes:
+    """Return a message's bytes, before any of it is sent: an error leaves the connections as they were."""
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)

@@ -27,7 +27,7 @@ from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor
 from strandline.engine.mp_executor import MpExecutor
-from strandline.engine.worker_link import WorkerLink
+from strandline.engine.worker_link import Call, WorkerLink
 from strandline.env import DEBUG_CACHE
 from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
 from strandline.ids import BlockId
@@ -271,7 +271,7 @@ def test_calls_fail_when_the_worker_has_ended() -> None:
     link.process.kill()
     for _ in range(2):
         with pytest.raises(EngineError, match=r"worker process \d+ has ended"):
-            link.call("release_free_memory")[1].result(EXIT_TIMEOUT_S)
+            link.send(0, pickle.dumps(Call(0, "release_free_memory", (), ()))).result(EXIT_TIMEOUT_S)
     link.close()
     link.close()
     assert not is_running(link.process.pid)
