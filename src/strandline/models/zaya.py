@@ -29,7 +29,7 @@ from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, whole
 
 LAYER_TYPE: Final = "hybrid"
-"""The only kind of layer that is supported: others have a window, which all attention of a model must share."""
+"""The only type of layer that is supported: the other has a window, and rotary frequencies of its own."""
 
 
 class ChannelScale(nn.Module):
