@@ -84,7 +84,7 @@ class StoredBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredPath:
-    """What a store that outlives the process has to know of a snapshot and the blocks before it."""
+    """What a persistent store records of a snapshot and the blocks before it."""
 
     tree: str
     """Names the salt: a keyed hash of it."""

@@ -1,4 +1,4 @@
-"""Adoption of what a store holds from an earlier process: its tree is built again from what the files say.
+"""Adoption of what a store holds from an earlier process: its tree is rebuilt from the files' descriptions.
 
 What needs blocks that are not there any more is dropped, and so are blocks that nothing needs. Where attention has
 windows, snapshots need those of their windows alone, and have the tokens of the others. Uses are dated back by how long

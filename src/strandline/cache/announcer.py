@@ -37,7 +37,7 @@ class Announcer:
         return events
 
     def restate(self, roots: Mapping[str, Run]) -> list[CacheEvent]:
-        """Return events that say everything anew, in place of those that were not taken yet."""
+        """Return events that announce everything anew, and discard those not taken yet."""
         self._events = []
         events: list[CacheEvent] = [Cleared()]
         for salt, root in roots.items():
@@ -85,7 +85,7 @@ class Announcer:
         self._events.extend(_blocks_stored([(run, first)], salt))
 
     def remove_blocks(self, run: Run, num_kept: int) -> None:
-        """Announce that the blocks of a run after the first ``num_kept`` are evicted, if no snapshot says so."""
+        """Announce that a run's blocks after the first ``num_kept`` are evicted; no event if a snapshot implies it."""
         if not self._needs_snapshots and num_kept < run.num_announced:
             self._events.append(BlocksRemoved(tuple(run.hashes[num_kept : run.num_announced][::-1])))
             run.num_announced = num_kept

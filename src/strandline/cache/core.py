@@ -457,7 +457,7 @@ class PrefixCache:
         return [] if self._announcer is None else self._announcer.take()
 
     def restate_events(self) -> list[CacheEvent]:
-        """Return events that say everything anew, in place of those that were not taken yet. Linear in the cache."""
+        """Return events that announce everything anew, and discard those not taken yet. Linear in the cache's size."""
         return [] if self._announcer is None else self._announcer.restate(self._index.roots)
 
     # Reading

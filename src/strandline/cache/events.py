@@ -1,4 +1,4 @@
-"""What others need to know of the cache: which prefixes became resumable, and which ceased to be. Frozen records.
+"""Changes of the cache that routers follow: which prefixes became resumable, and which ceased to be. Frozen records.
 
 The hashes are those of ``strandline.cache.path_hashes``. Tokens are encoded; those of salted prompts are masked.
 """
@@ -47,7 +47,7 @@ class SnapshotRemoved:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Nothing is resumable but what later events say."""
+    """Nothing is resumable any more, except what later events announce."""
 
 
 CacheEvent = BlocksStored | BlocksRemoved | SnapshotStored | SnapshotRemoved | Cleared

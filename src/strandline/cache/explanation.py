@@ -1,6 +1,6 @@
 """Explanations of lookups: which snapshots lie on a prompt's path, where it diverges, and what would have helped.
 
-An ``Account`` tells how many tokens were missed and why. An ``Explanation`` adds the cached prompts from which this one
+An ``Account`` counts the missed tokens by reason. An ``Explanation`` adds the cached prompts from which this one
 diverges, and whether it continues like one of them a little later. Changes nothing.
 """
 
@@ -110,7 +110,7 @@ def explain_prompt(cache: PrefixCache, tokens: TokenBuffer, salt: str = "", *, b
     """Explain what a request with these tokens would hit now.
 
     Args:
-        block_bytes: size of a block, to tell how much memory evicted tokens took.
+        block_bytes: size of a block, for the memory that evicted tokens took.
     """
     account = cache.lookup(tokens, salt)
     return _explain(cache, tokens, salt, account, block_bytes, _on_resting(cache, tokens, salt))

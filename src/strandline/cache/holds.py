@@ -45,7 +45,7 @@ class Holds:
         """Keep the deepest prefix of a prompt that can be resumed, and all snapshots on its path.
 
         Returns:
-            A lease whose tokens are the prefix; its ``table`` and ``slots`` say where it lies once the cache's actions
+            A lease whose tokens are the prefix; its ``table`` and ``slots`` locate it once the cache's actions
             are carried out. None: nothing is cached, or there is no memory for the copy of a block.
         """
         if name in self._leases:
@@ -77,7 +77,7 @@ class Holds:
         """Keep the first whole blocks of a path, which are all cached.
 
         Returns:
-            A lease whose ``table`` says where they are.
+            A lease whose ``table`` locates them.
         """
         root = self._index.root(salt)
         prefix = TokenBuffer()

@@ -91,7 +91,7 @@ def _check_snapshots(run: Run, where: str) -> None:
     for position, snapshot in run.snapshots.items():
         inside = run.start_block * BLOCK_TOKENS < position <= run.end_tokens
         in_first = position < (run.start_block + 1) * BLOCK_TOKENS
-        _require(inside and not in_first, f"{where}: snapshot at {position} lives elsewhere")
+        _require(inside and not in_first, f"{where}: snapshot at {position} belongs elsewhere")
         _require(snapshot.home is run and snapshot.is_attached, f"{where}: snapshot at {position} detached")
     for key, snapshot in run.stubs.items():
         _require(child_with_prefix(run, key) is not None, f"{where}: stub at {snapshot.position} has no KV")

@@ -17,7 +17,7 @@ Content = tuple[str, bytes]
 
 
 def join_kept(parts: Sequence[Kept]) -> tuple[Kept, list[dict[int, int]]]:
-    """Return what all ranks hold, under new places; of what else files say, the first rank's is taken.
+    """Return what all ranks hold, under new places; other contents of files are those of the first rank.
 
     Args:
         parts: what each rank holds.

@@ -163,5 +163,5 @@ class Lead:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the request runs and has not computed them yet, or the load goes on."""
+        """Whether the request runs and has not computed them yet, or the load is under way."""
         return self.lease.is_active and self.lease.computed < self.position

@@ -36,7 +36,7 @@ RESERVE_SHARE: Final = 0.25
 
 
 class Admission(NamedTuple):
-    """What a placement knows of a request when it is admitted."""
+    """The facts about a request that a placement can use when it is admitted."""
 
     start: int
     """The position at which it resumes."""

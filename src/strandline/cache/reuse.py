@@ -3,7 +3,7 @@
 A *path* is a sequence that was served and may be continued. It *departs* when its request ends and *returns* when a
 prompt continues it. Its *inter-arrival bin* is the bin, by powers of two, of the time between its last return and the
 departure before (``use.interarrival_bin``); a path that has not returned yet has none. Time is counted in admissions
-plus, where there is a clock, ``TICKS_PER_S`` per second: the first tells how much passes through the cache meanwhile,
+plus, where there is a clock, ``TICKS_PER_S`` per second: the first measures what passes through the cache meanwhile,
 the second how long people and tools take, whatever the load.
 
 ``rate`` is the *reuse rate* of a path with a given inter-arrival bin that has been away for a given time: the

@@ -1,4 +1,4 @@
-"""The core: sequences in, steps, token events out. It knows no text, no users and no ``n``.
+"""The core: sequences in, steps, token events out. It handles no text, no users and no ``n``.
 
 An error inside a step is ours and ends the core: a doubtful state is never served.
 """
@@ -325,7 +325,7 @@ class EngineCore:
         return EventEndpoints(publisher.endpoint, publisher.replay_endpoint)
 
     def describe(self) -> list[str]:
-        """Say in a few lines what the cache has room for, and what makes the engine slow."""
+        """Describe in a few lines what the cache has room for, and what slows the engine down."""
         spec, stats = self.spec, self.cache.stats()
         total = self.cache.memory_use().num_slabs * spec.slab_bytes
         return [

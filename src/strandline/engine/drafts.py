@@ -13,7 +13,7 @@ from strandline.records.plan import SequencePlan, StepPlan
 
 
 class Drafts:
-    """The scheduler's part that knows of drafts.
+    """The part of the scheduler that handles drafts.
 
     Args:
         drafter: proposes tokens that decoding requests may generate next; None: no drafts.
@@ -33,7 +33,7 @@ class Drafts:
         corrects_lengths: bool = False,
     ) -> None:
         self._cache, self.drafter, self.chooser = cache, drafter, chooser
-        # N-grams are looked up in tokens that the host knows.
+        # N-grams are looked up in tokens that have reached the host.
         self.corrects_lengths = corrects_lengths and isinstance(drafter, DraftLayerDrafter)
         self._is_verification = False
         """Whether the last planned step computes certain tokens and drafts alone, and drafts behind all of them."""

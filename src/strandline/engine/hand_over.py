@@ -26,7 +26,7 @@ ID_BYTES: Final = 8
 
 
 class HandOver:
-    """Gives and fetches prefixes, as the configuration says. Belongs to the engine's thread.
+    """Gives and fetches prefixes, depending on the configuration. Belongs to the engine's thread.
 
     Args:
         weights: a digest of the model's weights.

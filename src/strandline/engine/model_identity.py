@@ -1,4 +1,4 @@
-"""What tells one model from another, where bytes that it has computed reach another process."""
+"""The identity of a model, compared before bytes that it has computed are used by another process."""
 
 from strandline.config import EngineConfig
 from strandline.models.weights_files import fingerprint

@@ -1,7 +1,7 @@
 """Requests whose prompts' prefixes other engines have: what those offer is asked before such a request is queued.
 
 A request that asks is not queued yet. Once it is, it has an offer, which is loaded as from any store; or it has none
-and computes its prompt, and its account says that a load has failed if one was promised.
+and computes its prompt; its account reports a failed load if one was promised.
 """
 
 import logging
@@ -46,7 +46,7 @@ class PrefixPulls:
     """The pulls of one engine. All methods belong to its thread, but those that run in a pull's own.
 
     Args:
-        hello: what peers are told of this engine.
+        hello: the description of this engine that peers receive.
         spec: of the model on one rank, as peers send it.
         blocks_per_slab: in the memory of a rank.
         timeout_s: how long a peer may send nothing.
@@ -82,7 +82,7 @@ class PrefixPulls:
         return sum(len(asked.requests) for asked in self._asking)
 
     def begin(self, request: Request, params: TransferParams) -> None:
-        """Ask for a request's prefix, then queue it. One that needs nothing is queued at once, and the peer told so."""
+        """Ask for a request's prefix, then queue it. If it needs none, queue it at once and notify the peer."""
         peer = Peer(params.host, params.port, params.engine_id)
         ask = messages.Ask(params.lease_id, request.salt, bytes(request.tokens.data))
         hit = self._cache.hit_tokens(request.tokens, request.salt)

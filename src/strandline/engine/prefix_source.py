@@ -57,7 +57,7 @@ class PrefixSource:
     """The source of a ``PullServer``. All methods but ``read`` and ``addresses`` belong to the engine's thread.
 
     Args:
-        carry_out: carries out the cache's actions, so that what is kept lies where the cache says.
+        carry_out: carries out the cache's actions, so that what is kept is where the cache expects it.
         lease_s: how long a prompt is kept.
     """
 
@@ -127,11 +127,11 @@ class PrefixSource:
         return True
 
     def drop(self, lease_id: str) -> None:
-        """End a lease that no engine has been told of."""
+        """End a lease that was never announced to an engine."""
         self._end(self._kept[lease_id], GIVEN_UP)
 
     def offer(self, ask: Ask) -> tuple[Reading, Offer] | None:
-        """Keep what there is of a prompt until ``end``, and say what that is; None: nothing."""
+        """Keep what is cached of a prompt until ``end``, and return its description; None: nothing is cached."""
         if not ask.tokens or len(ask.tokens) % TOKEN_BYTES:
             raise TransferError(Cause.GARBLED, f"{len(ask.tokens)} bytes of tokens")
         self.expire()
@@ -158,7 +158,7 @@ class PrefixSource:
         return self._copies.addresses(*_places(hold, items), hold.fence)
 
     def end(self, hold: Reading, is_done: bool) -> None:
-        """Keep it no longer, or, if not everything has arrived, as long as its lease says."""
+        """Release it now or, if not everything has arrived, when its lease expires."""
         kept = hold.kept
         if kept is None:
             self._cache.holds.drop(hold.hold)

@@ -1,4 +1,4 @@
-"""What the core must know of several ranks: what they all have."""
+"""Facts about several ranks that the core plans by: what all of them have."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -111,7 +111,7 @@ class Request:
         self.is_audit = is_audit
         """Whether it repeats another request for the ``Auditor`` and has no sender."""
         self.is_independent = False
-        """Whether the runner, once it knows the request, can choose its tokens together (``NewRequest``)."""
+        """Whether the runner, once the request is registered, can choose its tokens together (``NewRequest``)."""
         self.is_introduced = False
         """Whether a plan has announced it to the runner."""
 

@@ -139,7 +139,7 @@ class Scheduler:
     def append_known(self, request: Request, token_ids: Sequence[int]) -> None:
         """Append tokens to a decoding request as if they had been sampled; the next step computes them together.
 
-        For replays, which know beforehand what a request generates. Between steps only.
+        For replays, where the output of a request is known in advance. Between steps only.
 
         Raises:
             EngineError: a step is not settled yet, or the request has no room left for the token after these.

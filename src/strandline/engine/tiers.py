@@ -1,4 +1,4 @@
-"""The tiers below the device, as the core sees them: what the cache is told of them, and what is told of the cache."""
+"""The tiers below the device in the core: their memory for the cache, and their contents for reports."""
 
 from strandline.cache import LoadCosts, LowerMemory
 from strandline.cache.kept import NOTHING
@@ -69,5 +69,5 @@ def describe_tiers(facts: ExecutorFacts, snapshot_dtype: str, stats: CacheStats)
 
 
 def on_each_rank(facts: ExecutorFacts) -> str:
-    """Return what to say after a size that every rank has; nothing with one rank."""
+    """Return the suffix of a size that every rank has; empty with one rank."""
     return f" on each of {facts.num_ranks} ranks" if facts.num_ranks > 1 else ""

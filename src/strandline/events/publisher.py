@@ -61,7 +61,7 @@ class EventPublisher:
 
     @property
     def endpoint(self) -> str:
-        """Where the events are, with the port that was chosen if the configuration says any."""
+        """The addresses of the events, with the port that was chosen if the configuration allows any."""
         return self._sender.endpoint
 
     @property
@@ -149,7 +149,7 @@ class _Sender:
         try:
             self._loop()
         except Exception:
-            # The edge of the thread. The engine goes on; what it would have sent is counted as dropped.
+            # The edge of the thread. The engine continues; the unsent events are counted as dropped.
             LOGGER.exception("cache events are not published any more")
         finally:
             self.is_running = False

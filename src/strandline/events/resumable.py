@@ -1,4 +1,4 @@
-"""What one engine can resume, as its events say: predicts which part of a prompt it would hit, to the token."""
+"""What one engine can resume, according to its events: predicts the hit of a prompt, to the token."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -96,7 +96,7 @@ class ResumableIndex:
             del self._rests[before]
 
     def matched_blocks(self, prompt: PromptHashes) -> int:
-        """Return how many of the prompt's first blocks are announced: what a router that knows group 0 alone counts."""
+        """Return how many of the prompt's first blocks are announced, as a router that reads group 0 alone would."""
         return bisect_left(prompt.blocks, True, key=lambda block: block not in self._blocks)
 
     def hit_tokens(self, prompt: PromptHashes) -> int:

@@ -67,7 +67,7 @@ class FlushReport(msgspec.Struct, frozen=True):
 
 
 class EventEndpoints(msgspec.Struct, frozen=True):
-    """Where an engine's cache events are, with the ports that were chosen if the configuration says any."""
+    """The addresses of an engine's cache events, with the ports that were chosen if the configuration allows any."""
 
     live: str
     replay: str | None

@@ -36,7 +36,7 @@ class SequencePlan(NamedTuple):
     is_sampled: bool
     """Whether the step ends at the sequence's last token, so that a next one is sampled."""
     pending: PendingToken
-    """Whether ``token_ids`` says nothing, since the token is on the device alone."""
+    """Whether ``token_ids`` is a placeholder, because the token is only on the device."""
     is_prefill: bool
     """Whether the prefill kernels compute it even if it is a single token: deterministic, all of a prompt's are."""
     log: LogId
@@ -81,7 +81,7 @@ class SequencePlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """What an executor must know of a request beyond its tokens in the step."""
+    """What an executor needs of a request beyond its tokens in the step."""
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
@@ -91,7 +91,7 @@ class NewRequest:
     """Tokens that end the request; banned until ``min_tokens`` are out."""
     bad_words_ids: tuple[tuple[int, ...], ...]
     hidden_ids: frozenset[int] | None = None
-    """Tokens that the text in which stop strings are searched leaves out; None: as the parameters say."""
+    """Tokens that the text in which stop strings are searched leaves out; None: those of the parameters."""
 
     def stops_at(self, token_id: int, num_output_tokens: int) -> bool:
         """Whether a token ends the request as its output's token of that number, counted from 1."""
@@ -99,7 +99,7 @@ class NewRequest:
 
     @property
     def needs_host_tokens(self) -> bool:
-        """Whether the host must know every token before the next one can be computed."""
+        """Whether every token must reach the host before the next one can be computed."""
         return self.params.needs_host_tokens or len(self.stop_ids) > MAX_STOP_IDS
 
     @property
@@ -152,7 +152,7 @@ class StepResult:
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """For the next step, by index of the sequence."""
     failures: Mapping[RequestId, str] = field(default_factory=dict)
-    """Requests that an exception concerned alone, and its text. What else the step says of them is not to be shown."""
+    """Requests that an exception concerned alone, and its text. Other results of theirs are discarded."""
     stop_strings: Mapping[int, str] = field(default_factory=dict)
     """By index: the stop string that the last of the sampled tokens completes."""
     completions: tuple[Completion, ...] = ()

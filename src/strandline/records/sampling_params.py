@@ -165,7 +165,7 @@ class SamplingParams:
 
     @property
     def needs_host_tokens(self) -> bool:
-        """Whether the host must know every token before the next can be sampled."""
+        """Whether every token must reach the host before the next can be sampled."""
         return bool(self.bad_words) or self.structured_outputs is not None
 
     @property

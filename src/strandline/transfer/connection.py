@@ -158,7 +158,7 @@ class Connection:
             patience_s: as of ``receive``.
 
         Raises:
-            TransferError: as ``receive``; another frame came; or the peer says that it has failed.
+            TransferError: as ``receive``; another frame came; or the peer reports a failure.
         """
         message, payload = self.receive(payload_bytes, patience_s=patience_s)
         if isinstance(message, Failed):

@@ -241,7 +241,7 @@ class DiskDirectory:
         """Read a file's header; return the file, and for how many seconds it has not been used.
 
         Raises:
-            DamagedFileError: the file is of no use; the message says why.
+            DamagedFileError: the file cannot be used; the message is the reason.
             OSError: it cannot be read.
         """
         if name.endswith(".tmp"):

@@ -1,4 +1,4 @@
-"""The files of a disk cache: a header that says what a file holds and for which model, and the bytes, with checksums.
+"""The files of a disk cache: a header that describes the contents and the model, and the bytes, with checksums.
 
 A file holds consecutive whole blocks of a path, or one snapshot with the block that it lies inside: its *items*. It is
 written under another name and renamed when it is whole. A file of blocks is cut off at its end when its last blocks are
@@ -35,11 +35,11 @@ Buffer = bytes | bytearray | memoryview
 
 
 class DamagedFileError(Exception):
-    """A file does not hold what its name or its header says; the message is the reason."""
+    """A file's contents differ from its name or its header; the message is the reason."""
 
 
 class Header(NamedTuple):
-    """What a file says of itself."""
+    """The description of a file."""
 
     description: Mapping[str, Any]
     tokens: bytes

@@ -21,7 +21,7 @@ class Content(NamedTuple):
 
 
 class Mover(Protocol):
-    """Moves what one engine wants of a prefix that another one keeps. Any thread may call it."""
+    """Moves the requested parts of a prefix from one engine to another. Any thread may call it."""
 
     @property
     def connector(self) -> str:

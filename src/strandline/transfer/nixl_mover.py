@@ -1,6 +1,6 @@
 """Moves bytes by NIXL: the engine that fetches reads the other one's memory, by RDMA where there is a network for it.
 
-The engine that gives says at which addresses of its arena, which its agent has registered, everything lies, and takes
+The engine that gives sends the addresses in its arena, which its agent has registered, and takes
 no further part. What is read arrives in a buffer of the reading engine and is written to its arena from there: a read
 that does not end when its time is over can then overwrite nothing that is used. Such a buffer is never used again.
 
@@ -52,7 +52,7 @@ class Region(NamedTuple):
 
 @dataclass(slots=True)
 class _Peer:
-    """A peer's agent, as this one knows it."""
+    """A peer's agent, as registered with this one."""
 
     name: str
     num_users: int = 0
@@ -100,7 +100,7 @@ class NixlMover:
         """Reads that could not be ended, and their memory."""
 
     def give(self, connection: Connection, pieces: Sequence[Items], content: Content) -> None:
-        """Say where all pieces lie, and wait until the peer has read them. Raises as ``Mover.give``."""
+        """Send the addresses of all pieces, and wait until the peer has read them. Raises as ``Mover.give``."""
         addresses = [address for items in pieces for address in content.addresses(items)]
         connection.send(Placed(self._metadata, self._region.kind, self._region.device or 0, addresses))
         connection.expect(Enough, patience_s=sum(items.num_bytes for items in pieces) / MIN_RATE)
@@ -170,7 +170,7 @@ class NixlMover:
 
     @contextmanager
     def _buffer(self, num_bytes: int) -> Iterator[np.ndarray]:
-        """Yield registered memory that nothing else uses; keep it for the next read, unless this one goes on."""
+        """Yield registered memory that nothing else uses; keep it for the next read, unless this one has not ended."""
         with self._lock:
             found = next((index for index, free in enumerate(self._buffers) if len(free) >= num_bytes), None)
             buffer = None if found is None else self._buffers.pop(found)

@@ -37,7 +37,7 @@ class Source(Protocol[Hold]):
         """Return where each block and each slot of a piece lies, once it may be read. In the connection's thread."""
 
     def end(self, hold: Hold, is_done: bool) -> None:
-        """Keep it no longer, or, if not everything has arrived, as long as its lease says. In the engine's thread."""
+        """Release it now or, if not everything has arrived, when its lease expires. In the engine's thread."""
 
 
 class PullServer:
@@ -62,7 +62,7 @@ class PullServer:
     ) -> None:
         """
         Args:
-            patience_s: how long an engine may take to say what it wants of an offer: its request may be queued.
+            patience_s: how long an engine may take to answer an offer: its request may be queued.
         """
         self._hello, self._calls, self._spec, self._mover = hello, calls, spec, mover
         self.counters = TransferCounters()
@@ -161,7 +161,7 @@ class PullServer:
 
 
 def _tell(connection: Connection, error: TransferError) -> None:
-    """Tell the peer why it gets nothing more, if it still listens."""
+    """Send the peer the reason why it gets nothing more, if it is still connected."""
     with suppress(TransferError):  # it does not
         connection.send(Failed(error.cause, str(error)))
 
