@@ -1,6 +1,6 @@
 """Copies between the arena and the host, in other threads than the one that launches steps.
 
-On a GPU they run on a stream of their own, after what was launched before the *fence* that they are given.
+On a GPU they run on a separate stream, after all work launched before a given *fence*.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from strandline.kernels.arena import ArenaTensors
 from strandline.transfer.nixl_mover import Region
 
 Fence = torch.cuda.Event | None
-"""A point in the order of what was launched; None on a CPU, where everything launched is done."""
+"""A point in the order of launched work; None on a CPU, where launched work is already done."""
 
 
 class Copies(Protocol):
-    """Reads and writes blocks and slots as a model on one rank has them, one after the other."""
+    """Reads and writes blocks and slots in the layout of one rank's model, one after the other."""
 
     @property
     def region(self) -> Region:

@@ -1,8 +1,8 @@
-"""From a plan to the tensors of the step.
+"""Conversion of a plan to the tensors of the step.
 
-Decodes come first (``StepBatch``); every index tensor is made here, once per step, and shared by all layers. What the
-host knows of each sequence travels in ``SequenceColumns``; what follows from that for each row is worked out on the
-device (``locate_rows``).
+Decodes come first (``StepBatch``); every index tensor is made here, once per step, and shared by all layers. The host's
+data of each sequence is passed in ``SequenceColumns``; the values for each row are derived from it on the device
+(``locate_rows``).
 
 Shape suffixes as in ``kernels/batch.py``; D decodes, F columns.
 """
@@ -32,7 +32,7 @@ Column = TypeVar("Column")
 class SequenceColumns(NamedTuple, Generic[Column]):
     """An integer of every sequence by name: int64 ``[N]``, arrays on the host or tensors on the device.
 
-    To add one is to name it here: batches, padded steps and CUDA graphs carry it along.
+    A column named here is included in batches, padded steps and CUDA graphs.
     """
 
     # Fields of a ``SequencePlan``.
@@ -49,7 +49,7 @@ class SequenceColumns(NamedTuple, Generic[Column]):
     last_row: Column
     """The sequence's last row of the step."""
     source_row: Column
-    """Where a pending token is among those that the last step sampled."""
+    """Index of a pending token among the last step's sampled tokens."""
     stop_set: Column
     """Which of the known sets of stop tokens may end it."""
 
@@ -64,9 +64,9 @@ class HostBatch:
     """The step's indices on the host; one-dimensional arrays are int64."""
 
     num_decodes: int
-    """Sequences that decode, the first ones."""
+    """Number of decoding sequences, which come first."""
     num_decode_rows: int
-    """Their rows, the first ones."""
+    """Number of their rows, which come first."""
     columns: SequenceColumns[np.ndarray]
     token_ids_T: np.ndarray
     query_starts_N1: np.ndarray
@@ -88,12 +88,12 @@ class HostBatch:
 
     @property
     def num_prompt_rows(self) -> int:
-        """Rows behind those of the decodes."""
+        """Number of rows after those of the decodes."""
         return len(self.token_ids_T) - self.num_decode_rows
 
     @property
     def most_prefill_rows(self) -> int:
-        """Rows of the prefill with most."""
+        """Number of rows of the longest prefill."""
         return int(np.diff(self.query_starts_N1[self.num_decodes :]).max())
 
     @property

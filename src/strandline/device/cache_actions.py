@@ -1,4 +1,4 @@
-"""Carries out what the cache asks of the device's memory.
+"""Execution of the cache's actions on device memory.
 
 Shape suffixes: N logs.
 """
@@ -31,7 +31,7 @@ class CacheActions:
     """Applies actions to an arena.
 
     Args:
-        memory: what a model makes of the arena.
+        memory: the arena as bound by a model.
         poison: fill freed memory with NaN, so that tests notice when it is read.
     """
 

@@ -1,8 +1,8 @@
 """A disk as a store: threads that write and read the files of a directory.
 
-Loads come before stores, and one thread is kept for them. Waiting for the device or the disk and computing a checksum
-release the interpreter's lock, so that steps go on. What fails is reported, and said in the log; after a store has
-failed, none is tried for a while.
+Loads come before stores, and one thread is reserved for them. Waiting for the device or the disk and computing a
+checksum release the GIL, so that steps continue. Failures are reported and logged; after a failed store, storing pauses
+for a while.
 """
 
 import logging
@@ -37,10 +37,10 @@ NUM_THREADS: Final = 4
 PIECE_BYTES: Final = 8 * 2**20
 """At most this many bytes of blocks are copied to the device at a time."""
 PAUSE_S: Final = 30.0
-"""How long nothing is stored after a store has failed."""
+"""Pause of all stores after one has failed."""
 NO_TRANSFER: Final = TransferId(0)
 LOG_EVERY_S: Final = 60.0
-"""How often failed loads are said in the log."""
+"""Minimum interval between log messages about failed loads."""
 
 
 Pieces = Callable[[], Iterator[memoryview]]
@@ -48,17 +48,17 @@ Pieces = Callable[[], Iterator[memoryview]]
 
 
 class Source(Protocol):
-    """The store that what is stored comes from."""
+    """The store that entries are read from."""
 
     def read(self, place: int) -> StoredBytes:
-        """Return what a place holds; it stays there until the place is dropped."""
+        """Return the content of a place; it stays valid until the place is dropped."""
 
 
 class _Wanted(NamedTuple):
-    """What is to be read: a block or a slot."""
+    """A block or slot to read."""
 
     located: Located | None
-    """None: its place is not known."""
+    """None: its place is unknown."""
     place: int
     block: BlockId | None
     slot: SlotId | None
@@ -76,10 +76,10 @@ class DiskStore:
     """The files of a directory, by place. All methods belong to the thread that launches steps.
 
     Args:
-        places: where everything is that the directory holds.
+        places: locations of all entries in the directory.
         source: the store above.
-        completions: where ends are reported.
-        slots: how slots rest, here as in the store above.
+        completions: queue for the ends of transfers.
+        slots: encoding of slots, the same as in the store above.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class DiskStore:
             thread.start()
 
     def rename(self, places: Mapping[int, int]) -> None:
-        """Give new names to the places of what was found, and remove what gets none. Before any action."""
+        """Rename the places of the entries found, and remove those without a new name. Called before any action."""
         unused = [place for place in self._places if place not in places]
         if unused:
             text = "%d blocks and snapshots of the disk cache %s are of no use: other ranks lack them"
@@ -167,7 +167,7 @@ class DiskStore:
             self._completions.put(Completion(transfer, is_done=False))
 
     def close(self) -> None:
-        """Wait for what is being read and written, leave the rest, and let other processes use the directory."""
+        """Wait for running reads and writes, drop the rest, and release the directory to other processes."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -192,7 +192,7 @@ class DiskStore:
                     self._changed.notify()
 
     def _next(self) -> tuple[Callable[[], None], bool] | None:
-        """Wait for something to do; return it, and whether it is a store. None: all is over."""
+        """Wait for work; return it, and whether it is a store. None: the store is closed."""
         with self._changed:
             while not self._is_closed:
                 if self._loads:
@@ -216,7 +216,7 @@ class DiskStore:
         except OSError as error:
             self._warn_of_load(cause_of(error))
         finally:
-            # Without a completion, requests would wait for ever.
+            # Without a completion, requests would wait forever.
             self._completions.put(Completion(transfer, is_done, SYSTEM_CLOCK() - start_s, lost))
 
     def _warn_of_load(self, reason: str) -> None:
@@ -225,7 +225,7 @@ class DiskStore:
             LOGGER.warning("a prefix could not be read from the disk cache and is computed: %s", reason)
 
     def _read(self, wanted: Sequence[_Wanted], fence: Fence) -> None:
-        """Copy what is wanted from the files to the device.
+        """Copy the requested items from the files to the device.
 
         Raises:
             _LostError: some of it is gone or damaged.

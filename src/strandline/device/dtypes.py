@@ -1,8 +1,8 @@
-"""Which dtype weights and activations have where the user has not said: the model's, or what this CPU multiplies fast.
+"""The default dtype of weights and activations: the model's, or the one that this CPU multiplies fast.
 
-A CPU without instructions for bfloat16 multiplies it many times as slowly as float32. Float32 holds every number of
-the smaller dtypes, so that answers are those of the model, less rounding; the price is memory: twice as much for keys
-and values, and for weights while they are loaded. Then those that lose nothing in float16 are kept in that.
+A CPU without instructions for bfloat16 multiplies it many times as slowly as float32. Float32 represents all numbers of
+the smaller dtypes, so answers are those of the model with less rounding; the price is memory: twice as much for keys
+and values, and for weights while they are loaded. Afterwards, weights that float16 represents exactly are kept in it.
 """
 
 import os
@@ -34,17 +34,17 @@ MAX_WEIGHTS_SHARE: Final = 0.75
 """Of the machine's memory, for weights that are wider than the model's own."""
 
 MEMORY_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Where Linux says what a container may use; without a limit, no number or a huge one."""
+"""Linux's files with the memory limit of a container; without a limit, not a number or a huge one."""
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeChoice:
-    """The dtype to load a model in, and a line for the user where it needs one."""
+    """The dtype to load a model in, and a message for the user if one is needed."""
 
     dtype: torch.dtype
     note: str | None = None
     is_widened: bool = False
-    """Whether the dtype is wider than the model's own, and not because the user said so."""
+    """Whether the dtype is wider than the model's own without being requested."""
 
 
 def choose_dtype(config: EngineConfig, model_config: Any, device: torch.device) -> DtypeChoice:

@@ -1,7 +1,7 @@
-"""What runs the steps that the core plans: the seam between the engine and its devices.
+"""Executors run the steps planned by the core: the interface between the engine and its devices.
 
-An executor owns weights, the memory of blocks and slots, and what is known of running requests on the device. It runs
-plans, its only source of requests; so it may be in this process or in another one.
+An executor owns weights, the memory of blocks and slots, and the per-request data on the device. Plans are its only
+source of requests, so it may run in this process or in another one.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from strandline.specs import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ExecutorFacts:
-    """What the core must know of a model on its device in order to plan steps."""
+    """Facts about a model on its device that the core needs to plan steps."""
 
     spec: ModelSpec
     vocab_size: int
@@ -35,18 +35,18 @@ class ExecutorFacts:
     needs_warm_up: bool
     """Whether kernels are compiled when a step first needs them, so that every kind of step must run once."""
     fallbacks: tuple[Fallback, ...]
-    """Operations that run reference implementations, though their backends should run here."""
+    """Operations that run reference implementations, although their backends should be available here."""
     lower: LowerFacts = field(default_factory=LowerFacts)
-    """Of the memory below the device."""
+    """Facts about host memory and the disk cache."""
     draft_tokens: int = 0
-    """Most drafts of a sequence in a step; 0: none are made."""
+    """Maximum drafts per sequence and step; 0: no drafts."""
     corrects_lengths: bool = False
     """Whether, once graphs are captured, steps in which all sequences verify drafts can be launched before it is known
     how many drafts of the step before are accepted."""
     num_ranks: int = 1
     """Ranks that the model is divided among. Sizes are those of one rank, and the same for all."""
     start_s: dict[str, float] = field(default_factory=dict)
-    """How long each phase of the start took."""
+    """Duration of each phase of the start."""
 
 
 class LaunchedStep(Protocol):
@@ -57,15 +57,15 @@ class LaunchedStep(Protocol):
         """Whether launching the step took longer than the device needs to run it."""
 
     def result(self) -> StepResult:
-        """Wait for the device, and return what the step produced. Called once."""
+        """Wait for the device and return the step's result. Called once."""
 
 
 class Stores(Protocol):
-    """Where what moves bytes between an engine's devices and others is attached."""
+    """Attachment of stores that move bytes between an engine's devices and others."""
 
     @property
     def completions(self) -> Completions:
-        """What it reports the ends of transfers to."""
+        """Queue for the ends of transfers."""
 
     def attach(self, name: str, store: PeerStore) -> None:
         """Carry out transfers that name this store with it."""
@@ -76,11 +76,11 @@ class Executor(Protocol):
 
     @property
     def facts(self) -> ExecutorFacts:
-        """What the core must know of model and device."""
+        """Facts about model and device."""
 
     @property
     def copies(self) -> Copies:
-        """What reads and writes blocks and slots from other threads than the engine's."""
+        """Copies of blocks and slots, for use in other threads than the engine's."""
 
     @property
     def stores(self) -> Stores:
@@ -93,7 +93,7 @@ class Executor(Protocol):
         """Apply the cache's actions, in order, outside a step."""
 
     def wait_for_transfers(self, timeout_s: float) -> tuple[Completion, ...]:
-        """Return the transfers that have ended and that no result has reported; wait until there is one, or so long."""
+        """Return the ended transfers that no result has reported; wait for one, until the timeout."""
 
     def compile_grammar(self, params: StructuredOutputsParams) -> object:
         """Compile a grammar in the calling thread, so that no step has to; any thread may call.

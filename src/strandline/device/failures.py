@@ -1,4 +1,4 @@
-"""What fails in a step: one output, or all of it."""
+"""Failures in a step, of one output or of the whole step."""
 
 import logging
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ Key = TypeVar("Key")
 
 @contextmanager
 def catch_failure(failures: dict[Key, str], key: Key) -> Iterator[None]:
-    """Note why one output fails, in place of raising the exception, unless that concerns the whole step."""
+    """Record an exception as the failure of one output instead of raising it, unless it concerns the whole step."""
     try:
         yield
     except STEP_ERRORS:

@@ -26,13 +26,13 @@ class GuardedMatcher:
     """A matcher whose errors end its own output: once it has raised one, it allows no token.
 
     Args:
-        make: returns the matcher behind it.
+        make: returns the underlying matcher.
     """
 
     def __init__(self, make: Callable[[], TokenMatcher]) -> None:
         self._matcher: TokenMatcher | None = None
         self.error: str | None = None
-        """Why it allows no token any more."""
+        """Why it no longer allows any token."""
         with self._guard():
             self._matcher = make()
 
@@ -54,7 +54,7 @@ class GuardedMatcher:
     def _guard(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever the library raises concerns this output alone
+        except Exception as error:  # any exception of the library concerns only this output
             LOGGER.exception(OUTPUT_FAILED)
             self.error = failure_text(error)
             self._matcher = None
@@ -69,7 +69,7 @@ def mask_logits(
 
     Args:
         rows: the row of each matcher.
-        ranks: what has the logits of the rest of the vocabulary.
+        ranks: the ranks with the logits of the rest of the vocabulary.
     """
     num_columns = logits_NP.shape[1]
     first_word, first_bit = divmod(ranks.rank * num_columns, 32)

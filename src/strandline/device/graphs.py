@@ -1,6 +1,6 @@
 """CUDA graphs of steps, captured once per size and replayed: hundreds of launches become one.
 
-Steps of decodes are captured at a ladder of batch sizes, up to the likeliest tokens; small steps with prompts, which
+Steps of decodes are captured at a ladder of batch sizes, up to the most likely tokens; small steps with prompts, which
 the host takes longer to launch kernel by kernel than a GPU to run, at a ladder of rows beside some decodes, up to the
 hidden states. A step is padded to the size of the graph that is replayed (``PaddedStep``). Captured operations must not
 need the host.
@@ -37,7 +37,7 @@ WARM_UP_RUNS: Final = 2
 Forward = Callable[[StepBatch], Tensor]
 
 KeepForDrafts = Callable[[StepBatch, Tensor], None]
-"""Keeps what a draft layer needs of decodes: the step, whose tokens have been sampled, and its hidden states."""
+"""Stores a draft layer's inputs from decodes: the step, whose tokens have been sampled, and its hidden states."""
 
 
 def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepSize]:
@@ -67,7 +67,7 @@ class StepHidden(NamedTuple):
 
     hidden_TE: Tensor
     last_NE: Tensor
-    """Those of each sequence's last row."""
+    """Hidden states of each sequence's last row."""
     first_prompt_row: int
 
 
@@ -83,7 +83,7 @@ class _Captured:
         self.block_table_NM = block_table_NM
         self.graph = torch.cuda.CUDAGraph()
         self.keeping: torch.cuda.CUDAGraph | None = None
-        """What follows once a step of decodes has sampled its tokens; None: nothing does."""
+        """Graph to replay after a step of decodes has sampled its tokens; None: there is none."""
         self.hidden_TE = self.last_NE = self.logits_NV = torch.empty(0)
 
 

@@ -1,4 +1,4 @@
-"""The C library's heap on a CPU: keep scratch memory instead of handing it back after every operation.
+"""The C library's heap on a CPU: scratch memory is kept instead of being returned after every operation.
 
 By default glibc maps every large tensor afresh and unmaps it when it dies, so that the kernel zeroes the same pages
 again and again. Keeping them made the prefill of a small model 1.3 times as fast (benchmarks/results). An idle engine
@@ -19,7 +19,7 @@ LARGEST_KEPT_BYTES: Final = 32 * 2**20
 
 
 def keep_scratch_memory() -> bool:
-    """Set the heap's thresholds for this process. False where the C library has no such settings."""
+    """Set the heap's thresholds for this process; return False if the C library has no such settings."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
@@ -27,6 +27,6 @@ def keep_scratch_memory() -> bool:
 
 
 def release_free_memory() -> bool:
-    """Return the heap's unused memory to the system. False where there was none, or the C library cannot."""
+    """Return the heap's unused memory to the system; return False if there was none, or the C library cannot."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return malloc_trim is not None and bool(malloc_trim(0))

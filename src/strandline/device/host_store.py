@@ -1,12 +1,12 @@
 """Host memory as a store: one arena of pages, pinned on a GPU's host, into which blocks and slots are copied.
 
-A page has the size of a block; a slot takes as many pages as it needs, wherever they are, so that nothing is ever moved
-together. The cache counts pages exactly as this store does, so that room never lacks. Slots may rest in fewer bits
-(``snapshot_encoding.py``).
+A page has the size of a block; a slot takes as many pages as it needs, not necessarily contiguous, so that no
+compaction is needed. The cache counts pages exactly as this store does, so that allocations never fail. Slots may be
+stored in fewer bits (``snapshot_encoding.py``).
 
-On a GPU the copies run on streams of their own. What is stored is first copied aside on the device, on the stream of
-the steps: later steps may overwrite the original while the copy crosses the bus. Stores come before the loads that
-begin after them. On a CPU all copies are done at once.
+On a GPU the copies run on separate streams. Entries are first copied to a staging buffer on the device, on the stream
+of the steps, because later steps may overwrite the original while the copy crosses the bus. Stores complete before
+loads that begin after them. On a CPU all copies are synchronous.
 """
 
 from collections import deque
@@ -45,16 +45,16 @@ def choose_staging_bytes(spec: ModelSpec, snapshot_dtype: str) -> int:
 
 
 class StoredBytes(NamedTuple):
-    """What a place holds."""
+    """The content of a place."""
 
     pieces: list[Tensor]
     """In order."""
     event: torch.cuda.Event | None
-    """After it they are written; None: they are."""
+    """The bytes are valid after this event; None: they are valid."""
 
 
 class HostPages:
-    """The pages, and which place has which.
+    """The pages, and their assignment to places.
 
     Args:
         num_pages: how many.
@@ -76,7 +76,7 @@ class HostPages:
         """Allocate room under a new place; return it as consecutive pieces.
 
         Raises:
-            CacheInvariantError: there is none, or the place is in use.
+            CacheInvariantError: there is no room, or the place is in use.
         """
         num_pages = -(-num_bytes // self.page_bytes)
         if place in self._pages_of or num_pages > len(self._free):

@@ -28,7 +28,7 @@ from strandline.version import VERSION
 
 @dataclass(frozen=True, slots=True)
 class DiskFacts:
-    """What the core must know of a disk cache."""
+    """Facts about a disk cache that the core needs."""
 
     directory: str
     num_blocks: int
@@ -36,19 +36,19 @@ class DiskFacts:
     key: bytes
     """Secret that salts are hashed with."""
     kept: list[Kept]
-    """What it holds from earlier processes, in a list of one, which the core empties. Of a rank: its own part."""
+    """Entries from earlier processes, in a list of one, which the core empties; on a rank, the rank's part."""
     scan_s: float
-    """How long it took to read that."""
+    """Time to read them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowerFacts:
-    """What the core must know of the memory below the device."""
+    """Facts about host memory and the disk cache that the core needs."""
 
     num_host_blocks: int = 0
     """Size of the host memory, in blocks; 0: there is none."""
     num_spare_blocks: int = 0
-    """Blocks of it that are to be kept free."""
+    """Blocks of it to keep free."""
     disk: DiskFacts | None = None
 
 
@@ -67,7 +67,7 @@ def attach_stores(
     *,
     progress: bool,
 ) -> tuple[LowerFacts, DiskStore | None]:
-    """Create the stores that a configuration asks for, of this rank; return the disk's, too.
+    """Create this rank's configured stores; also return the disk's.
 
     Args:
         weights: a digest of the model's weights.
@@ -131,7 +131,7 @@ def _num_blocks(size: str | int, name: str, spec: ModelSpec, snapshot_dtype: str
 
 
 def _require_host_memory(num_bytes: int, num_ranks: int) -> None:
-    """Check that the machine has so much memory for each rank.
+    """Check that the machine has the host memory of all ranks.
 
     Raises:
         ConfigError: it does not.
@@ -146,7 +146,7 @@ def _require_host_memory(num_bytes: int, num_ranks: int) -> None:
 
 
 def _layout(config: EngineConfig, spec: ModelSpec, weights: str, device: torch.device, ranks: Ranks) -> dict[str, str]:
-    """Return what must be equal for bytes in files to mean the same as in memory."""
+    """Return the facts that must be equal for files to be valid in memory."""
     layout = layout_of(spec, weights=weights, is_deterministic=config.deterministic)
     layout |= {"states at rest": config.snapshot_dtype, "weights in": "dtype" if config.dequantize else "as published"}
     if ranks.size > 1:

@@ -27,7 +27,7 @@ NO_STOPS = frozenset[int]()
 
 
 class PendingTokens:
-    """Remembers where on the device each request's last token is. Its tensors stay where they are, for graphs."""
+    """Location of each request's last token on the device. Its tensors have fixed addresses, for graphs."""
 
     def __init__(self, max_num_seqs: int, device: torch.device, kernels: Kernels) -> None:
         self._resolve = kernels[resolve_pending]
@@ -38,7 +38,7 @@ class PendingTokens:
         self._set_of: dict[frozenset[int], int] = {}
 
     def remember(self, tokens_P: Tensor, request_ids: Sequence[RequestId]) -> None:
-        """Keep what a step samples."""
+        """Store the tokens that a step samples."""
         if tokens_P.data_ptr() != self.sampled_P.data_ptr():
             self.sampled_P[: len(tokens_P)].copy_(tokens_P)
         self._row_of = {request_id: row for row, request_id in enumerate(request_ids)}

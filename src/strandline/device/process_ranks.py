@@ -1,6 +1,6 @@
-"""Ranks in processes of their own, which reach each other through ``torch.distributed``: gloo on CPUs, NCCL on GPUs.
+"""Ranks in separate processes, which communicate through ``torch.distributed``: gloo on CPUs, NCCL on GPUs.
 
-Ranks meet at a file, and then connect over the loopback interface alone: all of them are on one machine.
+Ranks rendezvous at a file and connect over the loopback interface only, since all are on one machine.
 """
 
 import os
@@ -18,11 +18,11 @@ TIMEOUT: Final = timedelta(minutes=10)
 """How long a rank waits for the others: some take longer to load their weights."""
 
 INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables that say which network the backends connect over."""
+"""Environment variables that select the backends' network interface."""
 
 
 class RankPlace(NamedTuple):
-    """Which rank a process is, and where it meets the others."""
+    """A process's rank and rendezvous."""
 
     rank: int
     size: int
@@ -31,7 +31,7 @@ class RankPlace(NamedTuple):
 
 
 class ProcessRanks:
-    """The ranks of an engine, as seen by the one in this process. Waits until all have come.
+    """The ranks of an engine, from this process's rank. Construction waits until all have connected.
 
     Args:
         device: this rank's own; on GPUs the only one that the process computes on.
@@ -74,7 +74,7 @@ class ProcessRanks:
         return int(value)
 
     def close(self) -> None:
-        """Leave the others; the first rank removes what they met at. Nothing is computed together afterwards."""
+        """Disconnect; the first rank removes the rendezvous file. No collective operations may follow."""
         dist.destroy_process_group()
         if self.rank == 0:
             shutil.rmtree(self._meeting.parent, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Runs steps on one device: applies the cache's actions, runs the model, samples.
+"""The runner of steps on one device: it applies the cache's actions, runs the model and samples.
 
-The runner follows the plan; of a request it keeps only the sampling state. Every sequence's final hidden state is
+The runner follows the plan and keeps only the sampling state of each request. Every sequence's final hidden state is
 stored in its slot, so that a slot that becomes a snapshot can give its next token without a forward pass.
 
 ``launch`` does not wait for the device: sampled tokens stay there, for the next step to read, and are copied to the
@@ -62,7 +62,7 @@ RUNNER_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
     insert_logged,
     *SAMPLING_OPERATIONS,
 )
-"""What the runner computes with, beside the model's operations."""
+"""Operations that the runner uses in addition to the model's."""
 
 LAUNCH_BOUND_TOKENS = 1024
 """Up to this many tokens a GPU runs a step in less time than its kernels take to launch one by one: 17 ms for the 4B
@@ -334,7 +334,7 @@ class Runner:
             return self._last_hidden([part], *_order([part]), launched)
 
     def _threads(self, num_tokens: int) -> AbstractContextManager[None]:
-        """Return a context in which operations run on the threads that a step of this size takes."""
+        """Return a context that sets the number of threads for a step of this size."""
         return one_thread() if self.device.type == "cpu" and num_tokens <= SERIAL_STEP_TOKENS else nullcontext()
 
     def _replay_decodes(self, sequences: Sequence[SequencePlan], num_decodes: int, launched: StepInFlight) -> bool:

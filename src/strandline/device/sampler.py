@@ -1,4 +1,4 @@
-"""Choosing the next tokens of a step's rows, each by its own request's parameters.
+"""Sampling of the next tokens of a step's rows, each by its own request's parameters.
 
 A draw depends on the request's seed and the token's position alone, never on the batch around it or on what
 happened before (preemption, forks), so it needs no state. Order, as in vLLM: log-probabilities are of the raw
@@ -60,9 +60,9 @@ class SamplingState:
         """The stop string that the last token known to the host completes."""
         self.params = new.params
         self.output_ids: list[int] = []
-        """As far as the host knows them."""
+        """Output tokens that the host has received."""
         self.num_sampled = 0
-        """Tokens sampled, those included that the host does not know yet."""
+        """Number of sampled tokens, including those that the host has not received yet."""
         self.num_verified = 0
         """Steps that verified drafts by chance."""
         self.is_plain_greedy = _is_plain_greedy(new)
@@ -83,7 +83,7 @@ class SamplingState:
         return len(self.new.prompt_ids) + self.num_sampled
 
     def count(self, token_1: Tensor) -> None:
-        """Count a sampled token, which the host need not know yet."""
+        """Count a sampled token, which the host may not have received yet."""
         self.num_sampled += 1
         if self.output_counts_P is not None:
             last, column_1 = len(self.output_counts_P) - 1, token_1 - self._first_token
@@ -91,7 +91,7 @@ class SamplingState:
             self.output_counts_P.index_add_(0, column_1.clamp(0, last), is_held_1.long())
 
     def append(self, token: int) -> None:
-        """Append a token that the host knows now."""
+        """Append a token that the host has received."""
         self.output_ids.append(token)
         if self.matcher is not None:
             self.matcher.append(token)
@@ -143,12 +143,12 @@ class LogprobTensors:
 
 
 class ChosenTokens(NamedTuple):
-    """What was sampled for the rows of a step."""
+    """The tokens sampled for the rows of a step."""
 
     tokens_N: Tensor
     """int64, on the device; ``NO_TOKEN`` where none can be sampled."""
     logprobs: dict[int, LogprobTensors]
-    """By row, where asked for."""
+    """Log-probabilities by row, where requested."""
     failures: dict[int, str]
     """By row, why no token could be chosen for it: an exception concerned it alone."""
 

@@ -1,4 +1,4 @@
-"""How much memory there is, and what fits into it."""
+"""Sizing: available memory, and the limits that follow from it."""
 
 import os
 from array import array
@@ -30,17 +30,17 @@ SLOTS_PER_REQUEST = 2
 
 
 def choose_batched_tokens(config: EngineConfig, device_type: str) -> int:
-    """Return the most tokens of a step."""
+    """Return the maximum number of tokens per step."""
     return config.max_num_batched_tokens or (BATCHED_TOKENS_CPU if device_type == "cpu" else BATCHED_TOKENS_GPU)
 
 
 def choose_logged_from(device_type: str) -> int:
-    """Return the fewest decodes of a step that keep logs."""
+    """Return the minimum number of decodes in a step that keep logs."""
     return LOGGED_FROM_CPU if device_type == "cpu" else LOGGED_FROM_GPU
 
 
 def choose_draft_tokens(config: EngineConfig, spec: ModelSpec, device_type: str) -> int:
-    """Return the most drafts of a sequence in a step; 0: none are made.
+    """Return the maximum number of drafts per sequence and step; 0: no drafts.
 
     Raises:
         ConfigError: the model's layers cannot compute drafts, or the device is not supported.

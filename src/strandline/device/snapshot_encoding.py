@@ -1,8 +1,7 @@
-"""The encoding of what rests below the device: recurrent states of snapshots in fewer bits, all else as it is.
+"""The encoding of entries in host memory and on disk: recurrent states of snapshots in fewer bits, the rest unchanged.
 
-What is encoded, and how large it is, follows from the specs (``ModelSpec.at_rest``). Bytes are encoded and decoded on
-the device that holds them, by operations of torch that the host does not wait for; where they are stored is the
-business of stores.
+Layout and size of the encoded bytes follow from the specs (``ModelSpec.at_rest``). Bytes are encoded and decoded on the
+device that holds them, by asynchronous torch operations; stores decide where they are kept.
 
 - bfloat16: off by at most ``2**-8`` of the value; the few float32 values beyond its range become its largest.
 - int8: codes from -127 to 127 times a scale that all values along a state's last dimension share, which is a 127th of
@@ -31,20 +30,20 @@ MAX_BFLOAT16: Final = torch.finfo(torch.bfloat16).max
 
 
 class Encoding(Protocol):
-    """How an entry's bytes rest."""
+    """The encoding of stored entries."""
 
     def encode(self, entry_X: Tensor) -> Tensor:
-        """Return an entry's bytes as they rest, in memory of their own or the entry's."""
+        """Return an entry's encoded bytes, in new memory or the entry's."""
 
     def room(self, entry_X: Tensor) -> Tensor:
-        """Return memory for an entry's bytes as they rest, on the entry's device; ``decode`` follows."""
+        """Return memory for an entry's encoded bytes, on the entry's device, to be passed to ``decode``."""
 
     def decode(self, rest_X: Tensor, entry_X: Tensor) -> None:
-        """Write an entry from its bytes as they rest, which lie in the ``room`` for it."""
+        """Write an entry from its encoded bytes, which are in its ``room``."""
 
 
 class AsIs:
-    """Bytes rest as they are."""
+    """Bytes are stored unchanged."""
 
     def encode(self, entry_X: Tensor) -> Tensor:
         return entry_X
@@ -81,7 +80,7 @@ class _Run(NamedTuple):
 
 
 class InFewerBits:
-    """The recurrent states of a slot rest in fewer bits.
+    """The recurrent states of a slot are stored in fewer bits.
 
     Args:
         spec: of the slots.
@@ -110,7 +109,7 @@ class InFewerBits:
 
 
 def slot_encoding(spec: ModelSpec, dtype: str) -> Encoding:
-    """Return how slots rest where snapshots rest in a dtype."""
+    """Return the encoding of slots for a snapshot dtype."""
     return AsIs() if spec.at_rest(dtype) == spec else InFewerBits(spec, dtype)
 
 
@@ -130,7 +129,7 @@ def _encode(state_LM: Tensor, codes_LM: Tensor, scale_LM: Tensor | None = None) 
 
 
 def _decode(state_LM: Tensor, codes_LM: Tensor, scale_LM: Tensor | None = None) -> None:
-    """Write a state from what rests of it."""
+    """Write a state from its encoded parts."""
     state_LM.copy_(codes_LM)
     if scale_LM is not None:
         state_LM.masked_fill_(codes_LM == NOT_FINITE, float("nan")).mul_(scale_LM.unsqueeze(-1))

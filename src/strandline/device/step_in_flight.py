@@ -1,4 +1,4 @@
-"""A step on its way: what it samples is copied to the host behind it, and read once the device is done."""
+"""A step in flight: sampled tokens are copied to the host after it, and read once the device is done."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ class StepInFlight:
         self._done: torch.cuda.Event | None = None
 
     def take_tokens(self, chosen: ChosenTokens, sampled: list[tuple[int, SamplingState]]) -> None:
-        """Fetch what was sampled.
+        """Fetch the sampled tokens.
 
         Args:
             sampled: index of the sequence in the plan and its state, per row of what was chosen.
@@ -68,7 +68,7 @@ class StepInFlight:
             self._done.record()
 
     def result(self) -> StepResult:
-        """Wait for the device, and return what the step produced."""
+        """Wait for the device and return the step's result."""
         if self._done is not None:
             self._done.synchronize()
         if self._verified_on_device is not None:

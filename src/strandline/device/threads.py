@@ -1,8 +1,8 @@
-"""How many threads operations on a CPU take: no more than the container may run at once.
+"""The number of threads of CPU operations: no more than the container may run at once.
 
-OpenMP takes one for each core that the process may run on. A quota of processor time (Docker's ``--cpus``, Kubernetes'
-limits) says nothing of cores: threads beyond it use up a period's share together, most of it waiting for each other,
-and then all of them stand still until the next one.
+OpenMP starts one thread for each core that the process may use. A quota of processor time (Docker's ``--cpus``,
+Kubernetes' limits) does not limit cores: too many threads exhaust the quota of a period, mostly by waiting for each
+other, and are then all suspended until the next period.
 """
 
 import os
@@ -19,7 +19,7 @@ own; without a quota, no number or a negative one."""
 PERIOD_FILE: Final = "cpu.cfs_period_us"
 
 NUM_THREADS: Final = "OMP_NUM_THREADS"
-"""The environment variable by which users choose."""
+"""The environment variable with the user's choice."""
 
 
 def limit_threads(num_ranks: int = 1) -> str | None:
@@ -42,7 +42,7 @@ def limit_threads(num_ranks: int = 1) -> str | None:
 
 
 def _quotas() -> Iterator[float]:
-    """Yield how many cores' time may be used, by every limit that there is."""
+    """Yield each quota, in cores."""
     for path in QUOTAS:
         period = path.with_name(PERIOD_FILE)
         files = [file for file in (path, period) if file.is_file()]

@@ -1,7 +1,7 @@
-"""Transfers between the device's memory and stores: which store carries out which, and which have ended.
+"""Transfers between device memory and stores: dispatch to stores, and collection of completions.
 
-A *store* is a place for blocks and slots outside the device's memory: host memory, a disk, another engine. It numbers
-its places itself. Transfers begin in the order of the cache's actions and end in any order.
+A *store* keeps blocks and slots outside device memory: host memory, a disk, another engine. It numbers its own
+places. Transfers begin in the order of the cache's actions and end in any order.
 """
 
 from collections.abc import Iterable, MutableMapping
@@ -19,8 +19,8 @@ class Store(Protocol):
     """Copies blocks and slots to places of its own, and back.
 
     ``load`` and ``store`` are called between steps, in the order of the cache's actions, and return without waiting for
-    the copies. Each transfer is reported by exactly one completion, from any thread, when it touches the device's
-    memory no more. What goes wrong is reported by a completion, too, and not raised.
+    the copies. Each transfer is reported by exactly one completion, from any thread, when it no longer
+    accesses device memory. Errors are also reported by a completion, not raised.
     """
 
     def load(self, action: LoadIn, arena: ArenaTensors) -> None:
@@ -43,11 +43,11 @@ class Store(Protocol):
         """End a transfer early, if it is under way and that is possible."""
 
     def close(self) -> None:
-        """End all transfers; none is reported any more."""
+        """End all transfers; no more completions are reported."""
 
 
 Completions = SimpleQueue[Completion]
-"""Where stores report the end of transfers."""
+"""Queue on which stores report the end of transfers."""
 
 
 def drain(
@@ -68,7 +68,7 @@ class Transfers:
     """The stores of one device.
 
     Attributes:
-        completions: what stores report to.
+        completions: queue of completions from the stores.
     """
 
     def __init__(self, arena: ArenaTensors) -> None:

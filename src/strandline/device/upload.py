@@ -1,4 +1,4 @@
-"""Small arrays to the device and back, without waiting for it.
+"""Copies of small arrays to the device and back, without waiting for it.
 
 On a GPU everything passes through pinned memory; the caching allocator behind it keeps a buffer until its copy is done.
 """

@@ -1,4 +1,4 @@
-"""Which drafts agree with what the model samples.
+"""Verification of drafts against the tokens that the model samples.
 
 A token is sampled behind the last certain token and then, as long as what is sampled is the draft that stands there,
 behind that draft. Each is sampled exactly as without drafts: with the seed of its position, after penalties, bans and
@@ -24,17 +24,17 @@ from strandline.kernels.binding import Kernels
 
 
 class Verdict(IntEnum):
-    """What becomes of the draft behind a row."""
+    """How the draft after a row is accepted or rejected."""
 
     COMPARE = 0
-    """It is accepted if it is what was chosen."""
+    """Accepted if it equals the chosen token."""
     ACCEPT = 1
     REJECT = 2
 
 
 @dataclass(slots=True)
 class Verified:
-    """A sequence's drafts, and what was sampled."""
+    """A sequence's drafts, and the sampled tokens."""
 
     index: int
     """The sequence's place in the plan."""
@@ -45,9 +45,9 @@ class Verified:
     token_ids: list[int] = field(default_factory=list)
     """The drafts that agree, and the token after them. The last may be a stop token, or complete a stop string."""
     logprobs: list[LogprobTensors] = field(default_factory=list)
-    """Of these tokens, where asked for."""
+    """Log-probabilities of these tokens, where requested."""
     failure: str | None = None
-    """Why no token could be chosen: an exception concerned this sequence alone."""
+    """Why no token could be chosen: the exception of this sequence."""
     synthetic_rates: Sequence[float] | None = None
     """By place, how often drafts are accepted whatever is sampled, for benchmarks; None: those that agree are."""
     verdicts: list[Verdict] = field(init=False)

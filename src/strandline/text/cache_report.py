@@ -10,7 +10,7 @@ from strandline.records.cache_questions import CacheAnswer
 
 Json = dict[str, Any]
 TextOf = Callable[[Sequence[int]], str | None]
-"""Detokenizes; returns None where prompts' text must not be shown."""
+"""Detokenizes; returns None if prompts' text must not be shown."""
 
 
 def account_data(account: Account) -> Json:
@@ -63,7 +63,7 @@ def answer_data(answer: CacheAnswer, text_of: TextOf) -> Json:
 
 
 def excerpt_text(excerpt: Excerpt | None, text_of: TextOf) -> str | None:
-    """Return the text of an excerpt from the beginning of its first word; None where it must not be shown."""
+    """Return the text of an excerpt from the beginning of its first word; None if it must not be shown."""
     if excerpt is None:
         return None
     before, text = text_of(excerpt.before), text_of([*excerpt.before, *excerpt.tokens])

@@ -1,8 +1,8 @@
-"""Closes the objects of a JSON schema that says nothing of other properties.
+"""Closing of objects in a JSON schema that does not mention additional properties.
 
-JSON Schema then allows any other property, which small models go on to invent. An object with the listed properties
-alone fulfils the schema as well. Where schemas are combined it may not, as each part lists properties of its own: such
-a schema is left open.
+JSON Schema then allows any additional property, and small models invent some. An object with only the listed properties
+also satisfies the schema, unless the schema combines others, each with its own properties: such a schema is not
+changed.
 """
 
 from typing import Any, Final
@@ -16,11 +16,11 @@ COMBINED: Final = ("properties", "patternProperties", "$ref", "anyOf", "oneOf")
 SPOKEN_OF: Final = frozenset(
     {"additionalProperties", "unevaluatedProperties", "propertyNames", "minProperties", "maxProperties"}
 )
-"""Keywords that say something of other properties."""
+"""Keywords that concern additional properties."""
 
 
 def close_objects(schema: Any) -> Any:
-    """Return a schema whose objects have only the properties that it lists, unless it says something of others."""
+    """Return a schema whose objects have only the listed properties, unless it mentions additional ones."""
     try:
         return _closed(schema)
     except (_CombinedError, RecursionError):

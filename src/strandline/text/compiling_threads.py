@@ -1,4 +1,4 @@
-"""Threads that compile grammars. The process does not wait for them at its end."""
+"""Threads that compile grammars. The process does not wait for them when it exits."""
 
 import threading
 from collections.abc import Callable
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class CompilingThreads:
-    """Runs calls in daemon threads, in the order in which they come."""
+    """Runs calls in daemon threads, in the order of submission."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()

@@ -1,6 +1,6 @@
-"""Keeps control tokens out of what users and tools write.
+"""Prevention of control tokens in the text of users and tools.
 
-A chat template joins messages to one text, in which ``<|im_end|>`` written by a user cannot be told from the
+A chat template joins messages into one text, in which ``<|im_end|>`` written by a user cannot be distinguished from the
 template's own. Messages are therefore split inside every such string before they are rendered; the pieces of the
 rendered text are tokenized one by one, so that the string becomes ordinary tokens that decode to it.
 """
@@ -14,7 +14,7 @@ from typing import Any, Final
 from strandline.errors import RequestError
 
 PLAIN_ROLES: Final = frozenset({"user", "tool", "function"})
-"""Whose messages hold no control tokens. System prompts and the model's own answers may."""
+"""Roles whose messages have no control tokens. System prompts and the model's own answers may have some."""
 SPLITS: Final = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Characters that Unicode reserves for internal use; the first one that no message contains marks the splits."""
 ROLE: Final = re.compile(r"[\w.-]{1,64}")
@@ -24,7 +24,7 @@ class ControlTokens:
     """Finds a tokenizer's added tokens in messages.
 
     Args:
-        is_parsed: leave all messages as they are, so that such strings become control tokens.
+        is_parsed: leave all messages unchanged, so that such strings become control tokens.
     """
 
     def __init__(self, tokenizer: Any, *, is_parsed: bool = False) -> None:
@@ -32,7 +32,7 @@ class ControlTokens:
         self._found = re.compile("|".join(map(re.escape, reversed(names)))) if names else None
 
     def split(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """Return messages whose users' and tools' strings are split inside every control token, and what splits them.
+        """Return messages with user and tool strings split inside every control token, and the split mark.
 
         Raises:
             RequestError: a role is no plain word.
@@ -71,11 +71,11 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 
 class SplitText:
-    """A rendered text as tokens, each piece between two splits tokenized by itself.
+    """A rendered text as tokens, with each piece between two splits tokenized separately.
 
     Args:
         rendered: the text, with the mark at every split.
-        mark: what marks a split; empty if there are none.
+        mark: the split mark; empty if there are no splits.
     """
 
     def __init__(self, tokenizer: Any, rendered: str, mark: str = "") -> None:
@@ -92,7 +92,7 @@ class SplitText:
 
     @property
     def knows_characters(self) -> bool:
-        """Whether the tokenizer tells which characters a token covers."""
+        """Whether the tokenizer reports which characters a token covers."""
         return bool(self._tokenizer.is_fast)
 
     def token_at(self, character: int) -> int | None:
@@ -108,7 +108,7 @@ class SplitText:
         return self._first_character[piece] + start
 
     def encode(self, first: int, last: int) -> list[int]:
-        """Return the tokens of a part of the text, split where the text is."""
+        """Return the tokens of a part of the text, with the same splits."""
         inner = self._first_character[
             bisect_right(self._first_character, first) : bisect_left(self._first_character, last)
         ]

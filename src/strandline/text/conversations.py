@@ -1,7 +1,7 @@
-"""Renders conversations to prompts: text, tokens, and the positions where snapshots are worthwhile.
+"""Rendering of conversations to prompts: text, tokens, and the positions where snapshots are worthwhile.
 
 ``cache_control`` on a message, on a part of one or on a tool marks its end. The template is rendered a second time
-with a sentinel after every mark; the mark lies where the two renderings diverge, whatever the template does.
+with a sentinel after every mark; the mark is where the two renderings diverge, for any template.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from strandline.text.prompts import check_length, check_messages, check_text, re
 
 MARK: Final = "cache_control"
 MAX_MARKS: Final = 4
-"""Per request; Anthropic's limit."""
+"""Maximum marks per request; Anthropic's limit."""
 SYSTEM_ROLES: Final = ("system", "developer")
 SENTINEL: Final = "Zq7strandlinemark9x"
 MIN_TOOLS_TOKENS: Final = 64
@@ -60,7 +60,7 @@ class ChatRenderer:
 
     Args:
         chat_template: replaces the tokenizer's own.
-        parse_special_tokens: read control tokens in the text of users and tools as such.
+        parse_special_tokens: parse control tokens in user and tool messages.
     """
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None, *, parse_special_tokens: bool = False) -> None:
@@ -107,7 +107,7 @@ class ChatRenderer:
         """
         if tools and not self.renders_tools:
             raise RequestError(
-                "the model's chat template does not support tools; leave tools out, or give --chat-template"
+                "the model's chat template does not support tools; remove tools, or pass --chat-template"
             )
         marked = [_without_marks(message) for message in messages]
         plain = [entry.message for entry in marked]
@@ -176,14 +176,16 @@ def _similar(messages: Messages, *, with_answer: bool) -> list[list[Mapping[str,
     """Return conversations that are likely to share a prefix with one: another with its system prompt, its next turn.
 
     Args:
-        with_answer: its prompt ends with an answer's opening, which the next turn may render in another way.
+        with_answer: the prompt ends with an answer's opening, which the next turn may render differently.
     """
     answer, question = ({"role": role, "content": SENTINEL} for role in ("assistant", "user"))
     system = [message for message in messages[:1] if message.get("role") in SYSTEM_ROLES]
     found: list[list[Mapping[str, Any]]] = [[*system, question]]
     if with_answer:
         found.append([*messages, answer, question])
-        if messages[-1].get("role") != "user":  # the answer to a tool's result may drop less than the next question
+        if (
+            messages[-1].get("role") != "user"
+        ):  # an answer to a tool's result may drop less reasoning than the next question
             found.append([*messages, answer])
     return found
 
@@ -209,9 +211,9 @@ def _is_marked(thing: Mapping[str, Any]) -> bool:
 
 
 def _without_marks(message: Any) -> _MarkedMessage:
-    """Join a message's text parts by newlines, as vLLM does for templates that take text alone; remove the marks."""
+    """Join a message's text parts by newlines, as vLLM does for text-only templates; remove the marks."""
     if not isinstance(message, Mapping):
-        return _MarkedMessage(message)  # refused where messages are checked
+        return _MarkedMessage(message)  # rejected where messages are checked
     plain = {name: value for name, value in message.items() if name != MARK}
     entry = _MarkedMessage(plain)
     content = message.get("content")

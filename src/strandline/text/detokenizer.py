@@ -31,13 +31,13 @@ class Detokenizer:
         self._token_ids: list[int] = []
         self._text = ""
         self._num_taken = 0
-        """Characters returned by ``take``."""
+        """Number of characters returned by ``take``."""
         self._is_done = False
 
     def take(self) -> str:
-        """Return the text that can be shown and was not returned before.
+        """Return the new text that can be shown.
 
-        All of it can be once finished, until then all but what could become a stop string.
+        Until the output is finished, text that may be the beginning of a stop string is held back.
         """
         end = len(self._text) if self._is_done else max(len(self._text) - self._held_back, self._num_taken)
         taken = self._text[self._num_taken : end]

@@ -1,4 +1,4 @@
-"""The text part: turns users' requests into sequences for the core, and the core's token events into outputs.
+"""The text part: conversion of requests into sequences for the core, and of the core's token events into outputs.
 
 It checks requests, chooses seeds, splits a request into ``n`` sequences, and detokenizes. It holds no tensors and does
 not call the core, so the offline ``Engine`` and a server in another process share it.
@@ -50,7 +50,7 @@ class Frontend:
 
     Args:
         limits: of the core that will run the requests.
-        tokenizer: a transformers tokenizer, or None to work with token ids alone.
+        tokenizer: a transformers tokenizer, or None to work with token ids only.
         eos_ids: tokens that end a request unless it sets ``ignore_eos``.
         grammars: for the same tokenizer; created by default.
         seed: for requests without one.
@@ -98,7 +98,7 @@ class Frontend:
         return self.check_values(params)
 
     def check_values(self, params: SamplingParams) -> CheckedParams:
-        """Check parameters as ``check_params``, but for the grammar."""
+        """Check parameters as ``check_params``, except the grammar."""
         vocab_size = self.limits.vocab_size
         for token in (*(params.stop_token_ids or ()), *(params.logit_bias or ())):
             if token >= vocab_size:
@@ -146,13 +146,13 @@ class Frontend:
         marks: tuple[int, ...] = (),
         transfer: TransferParams | None = None,
     ) -> list[Submission]:
-        """Start a request; return what the core is to run for it.
+        """Start a request; return its sequences for the core.
 
         Args:
-            prompt: the text behind the prompt's tokens, to be handed back with the output.
+            prompt: the text of the prompt's tokens, to be returned with the output.
             salt: requests share cached prefixes only with requests of the same salt.
             marks: token positions up to which other prompts are likely to share this one's prefix.
-            transfer: what it hands over to another engine, or fetches from one.
+            transfer: its transfer to or from another engine.
 
         Raises:
             RequestError: the id, or that of one of its outputs, is in use or reserved; nothing has changed.
@@ -217,8 +217,8 @@ class Frontend:
         Events of sequences that are closed or stopped are ignored, since the core may run ahead.
 
         Returns:
-            The requests that got tokens, which are dropped here once finished; and the sequences that ended here, at a
-            stop string that the core does not know of or with an error, for the core to end.
+            The requests with new tokens, which are dropped here once finished; and the sequences that ended here, at a
+            stop string or with an error, and that the core still has to end.
         """
         outputs = self._outputs
         touched: dict[str, RequestStream] = {}

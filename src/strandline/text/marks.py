@@ -1,9 +1,9 @@
-"""Finds where conversations are likely to share a prefix: at the ends of tools, system prompt and turns.
+"""Positions where conversations are likely to share a prefix: the ends of tools, system prompt and turns.
 
-A mark is a token position where a snapshot is worthwhile. It never changes an answer, so a wrong one only costs
-memory. Where other conversations, and the next turn of this one, part from a prompt is found by rendering them:
-templates merge system prompts into the first turn, move tools, and drop earlier reasoning. The special tokens that
-begin a template's turns are found once, by a probe; a mark in the opening of a turn moves to the turn's start.
+A mark is a token position where a snapshot is worthwhile. It never changes an answer, so a wrong mark only costs
+memory. The positions where other conversations, and the next turn of this one, diverge from a prompt are found by
+rendering them: templates merge system prompts into the first turn, move tools, and drop earlier reasoning. The special
+tokens that begin a template's turns are found once, by a probe; a mark in the opening of a turn moves to its start.
 """
 
 import contextlib
@@ -59,7 +59,10 @@ def start_before(position: int, starts: Sequence[int]) -> int:
 
 def find_turns(tokenizer: Any, render: Render) -> Turns:
     """Probe a template. Returns no turns if it has no special tokens between them, or rejects the probe."""
-    for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):  # some take no system prompt
+    for roles in (
+        ("system", "user", "assistant", "user"),
+        ("user", "assistant", "user"),
+    ):  # some templates accept no system prompt
         with contextlib.suppress(RequestError):
             return _probe(tokenizer, render, roles)
     return Turns()

@@ -1,4 +1,4 @@
-"""A model's directory and the files in it that are plain JSON: no library is needed to read them."""
+"""A model's directory and its plain JSON files, which can be read without other libraries."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ GENERATION_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetit
 
 
 def check_files(config: EngineConfig) -> Path:
-    """Return the model's directory, and check what of it and its tokenizer takes no library to check.
+    """Return the model's directory; check the parts of it and of its tokenizer that need no library.
 
     Raises:
         ConfigError: there is no such model or tokenizer, or the model's architecture is not supported.

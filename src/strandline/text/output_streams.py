@@ -1,7 +1,7 @@
-"""Streams of what a request's outputs gain: text, tokens, log-probabilities, finish reasons.
+"""Streams of a request's outputs: text, tokens, log-probabilities, finish reasons.
 
-A stream keeps what has not been taken. One that is taken after every step yields deltas; one that is taken when its
-request has finished yields the whole output.
+A stream accumulates output until it is taken. Taken after every step, it yields deltas; taken when the request has
+finished, it yields the whole output.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,9 +59,9 @@ class OutputStream:
         return self._logprobs is not None
 
     def append(self, event: TokenEvent) -> bool:
-        """Add a token; return whether the core must end the sequence, which it does not know to have ended.
+        """Add a token; return whether the sequence has ended here and the core must still end it.
 
-        A token that completes a stop string ends it; that wins over any other reason to end.
+        A token that completes a stop string ends the output; this takes precedence over other reasons.
         """
         if event.account is not None:
             self.request.note_account(self, event.account)
@@ -70,7 +70,7 @@ class OutputStream:
         if event.finish_reason is FinishReason.ERROR:
             self._end(FinishReason.ERROR, event.stop_reason)
             return True
-        if self._is_mute:  # the core samples one token even if none was asked for
+        if self._is_mute:  # the core samples one token even if none was requested
             self._end(FinishReason.LENGTH, None)
             return False
         self._token_ids.append(event.token_id)
@@ -88,7 +88,7 @@ class OutputStream:
         return stop is not None and event.finish_reason is None
 
     def fail(self, text: str) -> None:
-        """End the output with an error, in whatever state an exception has left it."""
+        """End the output with an error, whatever state an exception has left it in."""
         if self.finish_reason is None:
             self.request.num_unfinished -= 1
         self.finish_reason, self._stop_reason = FinishReason.ERROR, text
@@ -100,7 +100,7 @@ class OutputStream:
             self._detokenizer.finish()
 
     def take(self) -> OutputDelta:
-        """Return what the output gained since the last call."""
+        """Return the new output since the last call."""
         token_ids, self._token_ids = self._token_ids, []
         logprobs = self._logprobs
         if logprobs is not None:
@@ -140,9 +140,10 @@ class RequestStream:
         self.num_unfinished = len(self.outputs)
         self.times = RequestTimes(arrival_s)
         self.account: Account | None = None
-        """What the first output's lookup found; the others share its prompt."""
+        """Account of the first output's lookup; the others share its prompt."""
         self.handed_over: dict[str, Any] | None = None
-        """What another engine needs to continue it (``kv_transfer_params``); None: it is not to, or cannot."""
+        """Parameters for another engine to continue the request (``kv_transfer_params``); None: not requested or
+        held."""
         self._tokenizer = tokenizer
         if news[0].params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(self.prompt_ids)
@@ -162,7 +163,7 @@ class RequestStream:
         return sum((output.speculation for output in self.outputs), SpeculationStats())
 
     def note_account(self, output: OutputStream, account: Account) -> None:
-        """Keep what an output's lookup found if it is the first output."""
+        """Record the account of the first output's lookup."""
         if output is self.outputs[0]:
             self.account = account
 
@@ -173,14 +174,14 @@ class RequestStream:
                 self.prompt_logprobs[position] = decode_logprobs(entry, self._tokenizer)
 
     def note_token(self, clock: Callable[[], float]) -> None:
-        """Keep the times of the first token and of the end."""
+        """Record the times of the first token and of the end."""
         if self.times.first_token_s is None:
             self.times.first_token_s = clock()
         if not self.num_unfinished:
             self.times.finished_s = clock()
 
     def take(self) -> RequestDelta:
-        """Return what the outputs gained since the last call."""
+        """Return the new output of all sequences since the last call."""
         return RequestDelta([output.take() for output in self.outputs], self.is_finished, self.account)
 
     def empty_output(self) -> RequestOutput:
@@ -203,7 +204,7 @@ class RequestStream:
 
 
 def decode_logprobs(entry: TokenLogprobs, tokenizer: Any | None) -> dict[int, Logprob]:
-    """Return vLLM's form: the token itself, then the likeliest, by token id."""
+    """Return vLLM's format: by token id, the token itself, then the most likely ones."""
 
     def text(token: int) -> str | None:
         return tokenizer.decode([token]) if tokenizer is not None else None

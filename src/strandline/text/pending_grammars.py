@@ -1,4 +1,4 @@
-"""Sequences whose grammar is being compiled, in threads beside the core's steps."""
+"""Sequences whose grammar is being compiled, in threads, while the core runs steps."""
 
 import os
 from collections.abc import Callable
@@ -18,7 +18,8 @@ class PendingGrammars:
     def __init__(self, compile_grammar: Callable[[StructuredOutputsParams], object]) -> None:
         """
         Args:
-            compile_grammar: returns what keeps the compiled grammar (``Executor.compile_grammar``); threads call it.
+            compile_grammar: returns an object that keeps the compiled grammar (``Executor.compile_grammar``); called in
+                threads.
         """
         self._compile_grammar = compile_grammar
         self._threads = CompilingThreads()
@@ -44,9 +45,9 @@ class PendingGrammars:
         future.add_done_callback(self._wake)
 
     def take(self) -> list[tuple[Submission, object | RequestError]]:
-        """Return the sequences whose grammars are compiled by now, each with what keeps its grammar compiled.
+        """Return the sequences whose grammars have been compiled, each with the object that keeps its grammar.
 
-        A sequence whose grammar cannot be compiled comes with the error. Other errors are raised.
+        A sequence whose grammar cannot be compiled is returned with the error. Other errors are raised.
         """
         os.eventfd_read(self._done)
         ready = [name for name, (_, future) in self._waiting.items() if future.done()]
@@ -60,7 +61,7 @@ class PendingGrammars:
             found[1].cancel()
 
     def close(self) -> None:
-        """Drop what waits; compilations that run are not waited for."""
+        """Drop all sequences, without waiting for running compilations."""
         self._waiting.clear()
         self._threads.close()
         with self._lock:

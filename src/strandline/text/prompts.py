@@ -1,4 +1,4 @@
-"""Turns text into token ids, and conversations into text by the chat template."""
+"""Conversion of text to token ids, and of conversations to text by the chat template."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

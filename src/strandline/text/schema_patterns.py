@@ -1,8 +1,8 @@
-"""Refuses JSON schemas that bind one string to several patterns.
+"""Rejection of JSON schemas that bind one string to several patterns.
 
-llguidance intersects them, and both compiling and every step then take time that is exponential in their number. It
-intersects two schemas that hold for the same value: through ``allOf``, through keywords beside ``$ref``, ``anyOf`` and
-``oneOf``, and for what such schemas say of the same property or item.
+llguidance intersects the patterns, and both compiling and every step then take time that is exponential in their
+number. It intersects two schemas that apply to the same value: through ``allOf``, through keywords next to ``$ref``,
+``anyOf`` and ``oneOf``, and for properties or items of such schemas.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from strandline.errors import RequestError
 
 MAX_STEPS: Final = 200_000
-"""Of comparing subschemas: some tenths of a second."""
+"""Maximum comparisons of subschemas: some tenths of a second."""
 IN_PLACE: Final = ("allOf", "anyOf", "oneOf")
 DATA: Final = ("const", "enum", "default", "examples")
 
@@ -30,7 +30,7 @@ def check_patterns(schema: Any) -> None:
 
 
 def _nodes(schema: Any) -> Iterator[Node]:
-    """Yield all objects in a schema, those included that are no schemas, such as ``properties``."""
+    """Yield all objects in a schema, including objects that are not schemas, such as ``properties``."""
     pending = [schema]
     while pending:
         value = pending.pop()
@@ -63,14 +63,14 @@ class _Intersections:
             self._compare(*self._pending.pop())
 
     def _require_plain_references(self) -> None:
-        """Refuse names of inner schemas: a reference beside one would not mean what ``_resolve`` finds."""
+        """Reject names of inner schemas, since ``_resolve`` would not resolve references relative to them."""
         if any("$ref" in node for node in self._nodes):
             for node in self._nodes:
                 if node is not self._root and any(isinstance(node.get(name), str) for name in ("$id", "id")):
                     raise RequestError("in a JSON schema with a $ref only the outermost schema may have an $id")
 
     def _applicators(self, node: Node) -> Iterator[list[Any]]:
-        """Yield the schemas that hold beside a node's own keywords; of each list, one at a time."""
+        """Yield the schemas that apply together with a node's own keywords; of each list, one at a time."""
         if isinstance(node.get("$ref"), str):
             yield [self._resolve(node["$ref"])]
         for name in IN_PLACE:
@@ -79,7 +79,7 @@ class _Intersections:
                 yield from ([part] for part in parts) if name == "allOf" else [parts]
 
     def _meet(self, ones: Sequence[Any], others: Sequence[Any]) -> None:
-        """Note that a schema of the first and one of the second may hold for the same value."""
+        """Record that a schema of the first and one of the second may apply to the same value."""
         self._add(self._reach_all(ones), self._reach_all(others))
 
     def _add(self, ones: Sequence[Node], others: Sequence[Node]) -> None:
@@ -115,7 +115,7 @@ class _Intersections:
         return [node for schema in schemas for node in self._reach(schema)]
 
     def _reach(self, schema: Any) -> list[Node]:
-        """Return the schemas that hold for the same value as this one, itself included."""
+        """Return the schemas that apply to the same value as this one, itself included."""
         if not isinstance(schema, dict):
             return []
         found = self._reachable.get(id(schema))
@@ -132,7 +132,7 @@ class _Intersections:
         return found
 
     def _resolve(self, ref: str) -> Any:
-        """Return what a reference points to; None if there is nothing, which llguidance reports."""
+        """Return the target of a reference; None if it does not exist, which llguidance reports."""
         if ref != "#" and not ref.startswith("#/"):
             raise RequestError(f"the $ref {ref[:100]!r} must be '#' or begin with '#/'")
         value = self._root

@@ -1,6 +1,6 @@
-"""Finds stop strings where tokens are sampled, so that no state gets past the token that completes one.
+"""Detection of stop strings during sampling, so that no state advances past the token that completes one.
 
-The text part finds them once more, in order to cut the text; both look with a ``Detokenizer``.
+The text part detects them again to truncate the text; both use a ``Detokenizer``.
 """
 
 from typing import Any

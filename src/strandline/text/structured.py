@@ -1,9 +1,9 @@
 """Structured outputs: JSON schemas, regular expressions, lists of choices and grammars.
 
-The text part compiles a grammar before a request is admitted, so that a wrong one is refused there. The core keeps one
-matcher per output beside its sampling state; before a token is chosen, the matcher says which ones may come, and
-all others are banned in that row. llguidance compiles and matches. It releases the GIL while it compiles, so that a
-server compiles beside its steps and streams.
+The text part compiles a grammar before a request is admitted, so that an invalid one is rejected there. The core keeps
+one matcher per output with its sampling state; before a token is chosen, the matcher computes the allowed tokens, and
+all others are banned in that row. llguidance compiles and matches. It releases the GIL while it compiles, so that steps
+and streams continue.
 """
 
 import json
@@ -29,10 +29,10 @@ from strandline.text.schema_patterns import check_patterns
 
 MAX_GRAMMAR_CHARACTERS: Final = 512 * 1024
 MAX_KEPT_BYTES: Final = 64 * 2**20
-"""Size of the compiled grammars that are kept for the next request with the same one, though no request holds them."""
+"""Maximum size of the compiled grammars that are cached for later requests."""
 BYTES_PER_GRAMMAR: Final = 100_000
 BYTES_PER_CHARACTER: Final = 200
-"""What a compiled grammar takes besides: an object of 5,000 optional properties 25 MiB, other large ones less."""
+"""Estimated size of a compiled grammar: an object of 5,000 optional properties takes 25 MiB, other large ones less."""
 
 LIMITS: Final = LLParserLimits(max_items_in_row=50_000, precompute_large_lexemes=False, verbose_errors=False)
 """Precomputing large lexemes takes llguidance seconds and saves milliseconds. A row may have as many items as a step:
@@ -52,7 +52,7 @@ WHITE_SPACE_OPTIONS: Final = frozenset({"whitespace_flexible", "whitespace_patte
 TERMINAL: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
 """A string, comment or regular expression in Lark's syntax."""
 SET_OPERATION: Final = re.compile(r"&|~(?!\s*\d)")
-"""Intersection and complement of terminals; a ``~`` before a number is a repetition count."""
+"""Intersection and complement of terminals; a ``~`` before a number starts a repetition count."""
 INNER_SCHEMA: Final = re.compile(r"%json\s*")
 
 Source = Callable[[], tuple[Any, frozenset[int]]]
@@ -104,7 +104,7 @@ class CompiledGrammar:
 
 
 class _Words:
-    """The tokens of a tokenizer as bytes, in the form that llguidance asks for.
+    """The tokens of a tokenizer as bytes, in the form that llguidance requires.
 
     Text in a grammar never matches a special token, even if it is spelled like one.
     """
@@ -148,7 +148,7 @@ class Grammars:
         try:
             self.load()
         except RequestError:
-            return  # every request that needs it gets the error
+            return  # raised for every request that needs it
 
     def load(self) -> LLTokenizer:
         """Prepare the vocabulary, which takes seconds for the largest, unless that is done.
@@ -216,7 +216,7 @@ class Grammars:
         return compiled
 
     def _keep(self, grammar: str, compiled: CompiledGrammar) -> None:
-        """Mark a grammar as used; release those least recently used that there is no room for."""
+        """Mark a grammar as used; release the least recently used ones beyond the size limit."""
         if grammar not in self._recent:
             self._kept_bytes += _estimate_bytes(grammar)
         self._recent[grammar] = compiled
@@ -229,7 +229,7 @@ class Grammars:
         """Return the grammar in llguidance's format.
 
         Raises:
-            RequestError: it is no grammar, too long, or may take hours to compile.
+            RequestError: it is not a grammar, too long, or may take hours to compile.
         """
         for part in (params.regex, params.grammar, params.after):
             check_text(part or "")
@@ -245,11 +245,11 @@ class Grammars:
     def tag(self, text: str) -> str:
         """Return a tag such as ``<tool_call>`` in Lark's syntax: as a special token if it is one, else as a string."""
         tokenizer, _ = self._load_tokenizer()
-        is_tag = text.startswith("<") and text.endswith(">")  # then llguidance takes it for a special token
+        is_tag = text.startswith("<") and text.endswith(">")  # llguidance then treats it as a special token
         return text if is_tag and text in tokenizer.get_added_vocab() else json.dumps(text)
 
     def _preamble(self, end: str) -> str:
-        """Return a grammar of any text up to ``end``, and then the body."""
+        """Return a grammar of any text up to ``end``, followed by the body."""
         if self.tag(end) == end:
             return f"start: /(?s:.*)/ {end} SPACE @body\nSPACE: /[ \\n]{{0,4}}/"
         return f"start: free SPACE @body\nfree[suffix={json.dumps(end)}]: /(?s:.*)/\nSPACE: /[ \\n]{{0,4}}/"
@@ -264,7 +264,7 @@ def compile_source(source: str, vocabulary: LLTokenizer) -> LLMatcher:
     start = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
     begun = start.deep_copy()
     if not begun.is_error():
-        begun.compute_bitmask()  # only now are some grammars found too large
+        begun.compute_bitmask()  # some grammars are found too large only here
     if begun.is_error():
         reason = _first_lines(begun.get_error())
         raise RequestError("nothing can fulfil it" if reason.startswith(UNSATISFIABLE) else reason)
@@ -277,7 +277,7 @@ def refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
 
 
 def _estimate_bytes(grammar: str) -> int:
-    """Return what a compiled grammar takes."""
+    """Return the estimated size of a compiled grammar."""
     return BYTES_PER_GRAMMAR + BYTES_PER_CHARACTER * len(grammar)
 
 
@@ -304,7 +304,7 @@ def _schema(params: StructuredOutputsParams) -> Any:
     schema = {} if schema is True else close_objects(schema)
     own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
     if not isinstance(own, dict):
-        return schema  # llguidance says what is wrong with it
+        return schema  # llguidance reports the fault
     if params.disable_any_whitespace:
         own = {**own, "whitespace_flexible": False, "whitespace_pattern": None}
     elif params.whitespace_pattern is not None:

@@ -1,4 +1,4 @@
-"""Loads the tokenizer, end-of-sequence tokens and grammars of a model.
+"""Loading of a model's tokenizer, end-of-sequence tokens and grammars.
 
 transformers is imported by the functions that need it, so that importing the text part loads no tensor library.
 """
