@@ -38,6 +38,11 @@ AVOIDED: Mapping[str, str] = {
     "stands? [a]side": "is queued",
     "[m]end(?:s|ed|ing)?": "fix",
     "[o]f which": "two sentences",
+    "[i]n place of": "instead of",
+    "[t]alks? (?:to|through)|[t]ells? whether|(?:are|is|be) [t]old": "connects to, sends, reports, is notified",
+    "[s]eems? to": "the condition that is checked",
+    "[k]nown of|[a]sked of": "the data of, requested from",
+    "what only [m]emory": "entries that are only in memory",
 }
 """Phrases that translate back into another language rather than say what happens, and what to write instead."""
 

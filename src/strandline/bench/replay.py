@@ -1,4 +1,4 @@
-"""Replays recorded traffic through the real cache and scheduler, with a cost model in place of the device.
+"""Replays recorded traffic through the real cache and scheduler, with a cost model instead of the device.
 
 Time is simulated: requests come when the trace says (and after the call before them in their lane has ended), run
 together as the scheduler decides, and each step takes what the cost model says. Nothing is drawn at random, and no

@@ -1,4 +1,4 @@
-"""One engine in simulated time: the real cache and scheduler, with a cost model in place of the device.
+"""One engine in simulated time: the real cache and scheduler, with a cost model instead of the device.
 
 While no sequence prefills, all decode several tokens at a stretch, up to the next arrival or end.
 """

@@ -1,6 +1,6 @@
 """What a store that outlives the process holds from an earlier one, as data.
 
-Blocks and snapshots name the blocks before them by the hashes of ``path_hashes``, with the name of their tree in place
+Blocks and snapshots name the blocks before them by the hashes of ``path_hashes``, with the name of their tree instead
 of a salt.
 """
 

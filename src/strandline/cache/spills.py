@@ -42,7 +42,7 @@ class DeviceEntry(NamedTuple):
     """A snapshot of the device or, without states, the end of a path, with what it needs."""
 
     resting: RestingSnapshot
-    """As it would rest, with the salt in place of the name of its tree."""
+    """As it would rest, with the salt instead of the name of its tree."""
     data: bytes
     """The tokens before it, encoded."""
     blocks: tuple[BlockId, ...]

@@ -34,7 +34,7 @@ MAX_GHOSTS = 64
 class Snapshot:
     """A published slot: the state of all recurrent layers after exactly ``position`` tokens.
 
-    The slot is never written. What changes is the snapshot's place in the tree, and what is known of its use.
+    The slot is never written. What changes is the snapshot's place in the tree, and its recorded use.
     """
 
     __slots__ = (

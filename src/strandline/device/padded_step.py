@@ -111,7 +111,7 @@ class PaddedStep:
         return SequenceColumns(*(buffer_I[self._places[name]] for name in SequenceColumns._fields))
 
     def batch(self, buffer_I: Tensor, block_table_NM: Tensor, max_context: int, kernels: Kernels) -> StepBatch:
-        """Return the step whose integers lie in a buffer; its rows' places are worked out on the device.
+        """Return the step whose integers lie in a buffer; its rows' places are computed on the device.
 
         What it has on the host says how much room there is: it is for kernels that look there for numbers of programs,
         not for those that loop over sequences.

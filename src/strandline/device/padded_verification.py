@@ -109,7 +109,7 @@ class PaddedVerification:
         return buffer_I[self._places[name]]
 
     def batch(self, buffer_I: Tensor, block_table_NM: Tensor, max_context: int, kernels: Kernels) -> StepBatch:
-        """Return the step whose integers lie in a buffer; its rows' places are worked out on the device.
+        """Return the step whose integers lie in a buffer; its rows' places are computed on the device.
 
         Args:
             max_context: of any sequence, in tokens.
@@ -143,7 +143,7 @@ class PaddedVerification:
         return StepBatch(named["token_ids"], rows.positions_T, 0, 0, attention, recurrent)
 
     def _tables(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tables of chunks and of replayed rows, made of what is known of each sequence.
+        """Return the tables of chunks and of replayed rows, made from the data of each sequence.
 
         A sequence that has ended, whose ``state_dst`` is the null slot, stores neither a state nor drafts.
         """

@@ -194,7 +194,7 @@ def choose_tokens(
 
 
 def _logprob_groups(states: Sequence[SamplingState], kernels: Kernels) -> list[list[int]]:
-    """Return the rows whose log-probabilities are wanted, as they are worked out together.
+    """Return the rows whose log-probabilities are wanted, grouped as they are computed together.
 
     That is all of them where ranks talk about them, and else each for itself: so an exception concerns one alone, and
     the bits of a deterministic engine depend on no other row.

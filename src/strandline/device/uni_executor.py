@@ -173,7 +173,7 @@ class UniExecutor:
         return self._grammars.compile(params)
 
     def forget_requests(self) -> None:
-        """Drop what is known of requests, and the scratch memory of their steps."""
+        """Drop all data of requests, and the scratch memory of their steps."""
         self.runner.forget_requests()
         if self.facts.device_type == "cuda":
             torch.cuda.empty_cache()

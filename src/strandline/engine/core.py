@@ -156,7 +156,7 @@ class EngineCore:
             self.hand_over.drop(handed_over)
 
     def flush(self, is_stopped: Callable[[], bool] = lambda: False) -> FlushReport | None:
-        """End all sequences, and write what only memory has to the disk cache, for a limited time; no step follows.
+        """End all sequences and write entries only in memory to the disk cache, for a limited time; no step follows.
 
         Args:
             is_stopped: asked now and then whether to leave the rest.
@@ -459,7 +459,7 @@ def _describe_fallbacks(fallbacks: Iterable[Fallback]) -> list[str]:
     for fallback in fallbacks:
         operations.setdefault((fallback.backend, fallback.reason), []).append(fallback.operation)
     return [
-        f"kernels: slower reference implementations in place of {backend} for {', '.join(names)}: {reason}"
+        f"kernels: slower reference implementations instead of {backend} for {', '.join(names)}: {reason}"
         for (backend, reason), names in operations.items()
     ]
 

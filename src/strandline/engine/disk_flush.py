@@ -1,4 +1,4 @@
-"""Writes what only memory has to the disk cache, before the process ends."""
+"""Writes entries that are only in memory to the disk cache, before the process ends."""
 
 from collections.abc import Callable
 from typing import Final

@@ -75,8 +75,8 @@ class LLM:
     def close(self) -> None:
         """Release the device; nothing can be generated afterwards.
 
-        With ``disk_cache``, what only memory has is written to it before, for at most 20 s; Ctrl-C ends that. The same
-        happens without this call when the interpreter exits.
+        With ``disk_cache``, entries that are only in memory are written to it first, for at most 20 s; Ctrl-C ends
+        that. The same happens without this call when the interpreter exits.
         """
         self._close()
 
@@ -267,7 +267,7 @@ def _close(core: EngineCore) -> None:
         if (report := core.flush()) is not None:
             LOGGER.info("%s", report)
     except KeyboardInterrupt:
-        LOGGER.info("left the rest of what only memory has")
+        LOGGER.info("the rest was not written to the disk cache")
     finally:
         core.close()
 

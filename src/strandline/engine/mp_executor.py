@@ -136,7 +136,7 @@ class MpExecutor:
         return held
 
     def forget_requests(self) -> None:
-        """Drop what is known of requests, and the scratch memory of their steps."""
+        """Drop all data of requests, and the scratch memory of their steps."""
         self._packer.forget_requests()
         self._call("forget_requests")
 

@@ -89,7 +89,7 @@ class PlanUnpacker:
             EngineError: it is not the plan after the last one, or block tables are not what they were packed from.
         """
         if packed.number != self._num_plans:
-            raise EngineError(f"a worker is out of step: it got plan {packed.number} in place of {self._num_plans}")
+            raise EngineError(f"a worker is out of step: it got plan {packed.number} instead of {self._num_plans}")
         try:
             plan = self._apply(packed)
         except KeyError as error:

@@ -35,7 +35,7 @@ class Subscriber:
         endpoint: where the engine publishes.
         replay_endpoint: where it answers requests for missed messages; None: nowhere, and missed messages are lost.
         topic: the engine's.
-        sink: takes the events in place of ``index``, which stays empty then.
+        sink: takes the events instead of ``index``, which stays empty then.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Gates, of feed-forward layers and of attention's output, and what stands in place of a gate.
+"""Gates, of feed-forward layers and of attention's output, and what replaces a gate.
 
 Shape suffixes: T tokens, F intermediate size, O features; the dimensions before F and O are free.
 """

@@ -1,7 +1,7 @@
 """Four-bit weights as files hold them: integers in int32, eight to a number, beside scales and zero points of groups.
 
 A weight is ``(code - zero) * scale``; code and zero are numbers from 0 to 15. Inputs of a group follow one another, or
-a published index says to which group each belongs. The files decide, tensor by tensor, what is quantised: in place of
+a published index says to which group each belongs. The files decide, tensor by tensor, what is quantised: instead of
 ``M.weight`` they hold
 
 | packing | codes | scales | zero points | index |

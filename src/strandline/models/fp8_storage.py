@@ -45,7 +45,7 @@ class HoldsExperts(Protocol):
         """Of the products before and behind the activation, ``[X, F, E]`` and ``[X, E, F]``."""
 
     def keep_experts(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:
-        """Compute with these in place of the parameters, which are freed."""
+        """Compute with these instead of the parameters, which are freed."""
 
     @property
     def dense_with_experts(self) -> tuple[Projection, ...]:

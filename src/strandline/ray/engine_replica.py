@@ -118,7 +118,7 @@ class EngineReplica:
             raise EngineError(f"the engine hangs: {hang}")
 
     async def __del__(self) -> None:
-        """Have what only memory has written to the disk cache, if there is one, and end the engine process."""
+        """Write entries that are only in memory to the disk cache, if there is one, and end the engine process."""
         if self._receiving is not None:
             await self._flush()
             self._receiving.cancel()
@@ -144,7 +144,7 @@ class EngineReplica:
         try:
             report = await asyncio.wait_for(self._flushed, FLUSH_S + LATE_S)
         except TimeoutError:
-            LOGGER.warning("the disk cache may lack what only memory had: the engine has not answered")
+            LOGGER.warning("the disk cache may lack entries that were only in memory: the engine has not answered")
         else:
             LOGGER.info("%s", report)
 

@@ -118,7 +118,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class KernelFallback:
-    """An operation that runs its reference implementation in place of a backend."""
+    """An operation that runs its reference implementation instead of a backend."""
 
     operation: str
     backend: str

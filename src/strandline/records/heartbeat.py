@@ -42,7 +42,7 @@ class Heartbeat:
         self._times[1] = 0.0
 
     def find_hang(self) -> str | None:
-        """Return why the engine seems to hang; None if it does not."""
+        """Return why the engine is considered hung; None if it is not."""
         now_s = monotonic()
         last_beat_s, turn_s = self._times
         if now_s - last_beat_s > MAX_SILENCE_S:

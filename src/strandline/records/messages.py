@@ -47,7 +47,7 @@ class AskWhy(msgspec.Struct, tag=True):
 
 
 class Flush(msgspec.Struct, tag=True):
-    """Write what only memory has to the disk cache, and answer with ``Flushed`` of the same number. No step follows."""
+    """Write entries only in memory to the disk cache; answer with ``Flushed`` of the same number. No step follows."""
 
     number: int
 

@@ -1,4 +1,4 @@
-"""What routers have in common: they choose a replica for each request, and are told what becomes of both."""
+"""What routers have in common: they choose a replica for each request, and are notified of changes to both."""
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol

@@ -174,7 +174,7 @@ class HangDetector(Protocol):
     """Detects whether an engine hangs."""
 
     def find_hang(self) -> str | None:
-        """Return why the engine seems to hang; None if it does not."""
+        """Return why the engine is considered hung; None if it is not."""
 
 
 class EngineClient:
@@ -321,7 +321,7 @@ class EngineClient:
         self._stats_wanted.clear()
 
     def find_hang(self) -> str | None:
-        """Return why the engine seems to hang; None if it does not, or has exited."""
+        """Return why the engine is considered hung; None if it is not, or has exited."""
         return self._heartbeat.find_hang() if self.failure is None else None
 
     def reconnect(self, socket: CoreSocket, limits: Limits, heartbeat: HangDetector) -> None:

@@ -167,7 +167,7 @@ async def _flush(client: EngineClient) -> None:
         asyncio.get_running_loop().add_signal_handler(number, flushing.cancel)
     await asyncio.wait((flushing,))
     if flushing.cancelled():
-        LOGGER.info("left the rest")
+        LOGGER.info("interrupted; the remaining entries were not written")
     elif (error := flushing.exception()) is not None:
         LOGGER.warning("the disk cache may lack entries that were only in memory: %s", error)
     else:

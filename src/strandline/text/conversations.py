@@ -183,9 +183,8 @@ def _similar(messages: Messages, *, with_answer: bool) -> list[list[Mapping[str,
     found: list[list[Mapping[str, Any]]] = [[*system, question]]
     if with_answer:
         found.append([*messages, answer, question])
-        if (
-            messages[-1].get("role") != "user"
-        ):  # an answer to a tool's result may drop less reasoning than the next question
+        # An answer to a tool's result may drop less reasoning than the next question.
+        if messages[-1].get("role") != "user":
             found.append([*messages, answer])
     return found
 

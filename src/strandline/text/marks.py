@@ -59,10 +59,8 @@ def start_before(position: int, starts: Sequence[int]) -> int:
 
 def find_turns(tokenizer: Any, render: Render) -> Turns:
     """Probe a template. Returns no turns if it has no special tokens between them, or rejects the probe."""
-    for roles in (
-        ("system", "user", "assistant", "user"),
-        ("user", "assistant", "user"),
-    ):  # some templates accept no system prompt
+    # Some templates accept no system prompt.
+    for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
         with contextlib.suppress(RequestError):
             return _probe(tokenizer, render, roles)
     return Turns()

@@ -2,7 +2,7 @@
 
 A frame is a head (``HEAD``: magic, length of the message, length of the bytes, CRC-32 of both), the message as msgpack,
 and the bytes. What is not a frame, is too long or does not have its checksum ends the connection: nothing that follows
-it could be told apart.
+it could be distinguished.
 """
 
 import socket
@@ -166,7 +166,7 @@ class Connection:
         if not isinstance(message, kind) or len(payload) != payload_bytes:
             raise TransferError(
                 Cause.GARBLED,
-                f"{type(message).__name__} with {len(payload)} bytes came in place of {kind.__name__} with "
+                f"{type(message).__name__} with {len(payload)} bytes came instead of {kind.__name__} with "
                 f"{payload_bytes}",
             )
         return message, payload

@@ -2,7 +2,7 @@
 
 The engine that fetches a prefix connects. Both send ``Hello``. It sends ``Ask``, gets an ``Offer``, and sends ``Want``,
 or ``Enough`` if there is nothing to fetch. Then come as many ``Piece`` frames as ``pieces_of`` yields, and ``Enough``
-ends it. With NIXL, ``Placed`` comes in place of the pieces, and ``Enough`` is answered by ``Enough``. Either side sends
+ends it. With NIXL, ``Placed`` comes instead of the pieces, and ``Enough`` is answered by ``Enough``. Either side sends
 ``Failed`` where it cannot go on.
 """
 

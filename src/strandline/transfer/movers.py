@@ -62,7 +62,7 @@ class SocketMover:
         for index, items in enumerate(pieces):
             piece, data = connection.expect(Piece, items.num_bytes)
             if piece.index != index:
-                raise TransferError(Cause.GARBLED, f"piece {piece.index} came in place of {index}")
+                raise TransferError(Cause.GARBLED, f"piece {piece.index} came instead of {index}")
             write(items, data)
             num_bytes += len(data)
         connection.send(Enough())

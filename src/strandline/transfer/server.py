@@ -147,7 +147,7 @@ class PullServer:
         elif isinstance(want, Enough):
             self.counters.count(NOT_NEEDED)
         else:
-            raise TransferError(Cause.GARBLED, f"{type(want).__name__} came in place of Want")
+            raise TransferError(Cause.GARBLED, f"{type(want).__name__} came instead of Want")
         return True
 
     def _give(self, connection: Connection, source: Source[Hold], hold: Hold, offer: Offer, want: Want) -> None:

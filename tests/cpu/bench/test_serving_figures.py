@@ -1,4 +1,4 @@
-"""Figures of the load generator, worked out by hand; the table and the file in vLLM's words."""
+"""Figures of the load generator, computed by hand; the table and the file in vLLM's words."""
 
 import json
 from math import inf

@@ -1,4 +1,4 @@
-"""A simulated device, whose memory holds tokens in place of tensors.
+"""A simulated device, whose memory holds tokens instead of tensors.
 
 A block holds 64 cells, each the token whose keys and values it stands for. A slot holds the tokens whose state it
 claims to be, a log those that are not folded into one yet. Blocks and slots are views of the same slabs, as on a real

@@ -268,7 +268,7 @@ class History:
         self._is_flushed |= self.driver.end_spill(index, is_done=is_done)
 
     def flush(self) -> None:
-        """Write what only memory has to the persistent tier, and go on as if the process had not ended."""
+        """Write entries that are only in memory to the persistent tier, and go on as if the process had not ended."""
         loads = self.cache.loads
         flush = loads.begin_flush()
         self.driver.flush()

@@ -31,7 +31,7 @@ Answer = tuple[list[int], str | None, int]
 
 
 class Rerun:
-    """A function in place of a CUDA graph."""
+    """A function instead of a CUDA graph."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.replay = run

@@ -357,7 +357,7 @@ def test_fallbacks_are_described_and_counted(
         rounded = save_tiny_model(tmp_path, mamba_ssm_dtype="bfloat16")
         (line,) = described(LLM(str(rounded), device="cpu", memory="8MiB", skip_tokenizer_init=True))
         operations = "gdn_prefill, gdn_decode, gdn_decode_logged, gdn_fold"
-        assert line.endswith(f" in place of Numba for {operations}: the state is bfloat16, supported: float32")
+        assert line.endswith(f" instead of Numba for {operations}: the state is bfloat16, supported: float32")
     monkeypatch.setenv(env.NUMBA, "0")
     (line,) = described(make_llm())
     assert line.endswith(": STRANDLINE_NUMBA is 0")

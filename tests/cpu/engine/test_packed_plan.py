@@ -139,7 +139,7 @@ def test_a_worker_that_missed_a_plan_fails_from_then_on() -> None:
     sent(plan_of({"a": [1]}, new="a"))
     sent.packer.pack(plan_of({"a": [1, 2]}))
     for number in (2, 3):
-        with pytest.raises(EngineError, match=f"out of step: it got plan {number} in place of 1"):
+        with pytest.raises(EngineError, match=f"out of step: it got plan {number} instead of 1"):
             sent(plan_of({"a": [1, 2]}))
 
 

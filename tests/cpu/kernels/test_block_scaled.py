@@ -48,7 +48,7 @@ def make_x(num_rows: int, num_inputs: int, dtype: torch.dtype, device: str = "cp
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Return what is multiplied in place of x, row by row and group by group, in float64."""
+    """Return what is multiplied instead of x, row by row and group by group, in float64."""
     out = torch.empty(x.shape, dtype=torch.float64)
     for row in range(len(x)):
         for start in range(0, x.shape[1], GROUP):

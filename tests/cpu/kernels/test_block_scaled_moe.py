@@ -44,7 +44,7 @@ SHAPES: list[Shape] = [(4, 3, 40, 8, 24), (3, 2, 130, 160, 100), (8, 2, 128, 256
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Return what is multiplied in place of x, in float64."""
+    """Return what is multiplied instead of x, in float64."""
     x_TXG, scale_TX = quantize_groups(x.reshape(-1, x.shape[-1]))
     return (x_TXG.double() * scale_TX.double().unsqueeze(-1)).flatten(1)[:, : x.shape[-1]].view(x.shape)
 

@@ -1,4 +1,4 @@
-"""A replica's disk cache: what only memory has is written when the replica ends in order."""
+"""A replica's disk cache: entries that are only in memory are written when the replica ends in order."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Formats of tool calls: each is told from a template, parses what its models write, and accepts what its grammar does.
+"""Formats of tool calls: each is detected from a template, parses its models' calls, and accepts what its grammar does.
 
 Templates are shortened to the lines that tell a format.
 """

@@ -185,9 +185,9 @@ def test_what_is_no_message_is_refused(pair: tuple[Connection, socket.socket]) -
 def test_another_message_than_expected_is_refused(pair: tuple[Connection, socket.socket]) -> None:
     connection, peer = pair
     peer.sendall(frame(Enough()) + frame(Piece(1), b"abc") + frame(Failed("no_room", "full")) + frame(Failed("?", "")))
-    with pytest.raises(TransferError, match="Enough with 0 bytes came in place of Piece with 3"):
+    with pytest.raises(TransferError, match="Enough with 0 bytes came instead of Piece with 3"):
         connection.expect(Piece, 3)
-    with pytest.raises(TransferError, match="Piece with 3 bytes came in place of Piece with 4"):
+    with pytest.raises(TransferError, match="Piece with 3 bytes came instead of Piece with 4"):
         connection.expect(Piece, 4)
     for cause in (Cause.NO_ROOM, Cause.GARBLED):
         with pytest.raises(TransferError) as failure:

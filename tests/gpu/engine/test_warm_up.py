@@ -1,4 +1,4 @@
-"""Once an engine has started, no kernel is compiled any more, whatever is asked of it."""
+"""Once an engine has started, no kernel is compiled any more, whatever its requests are."""
 
 import random
 import sys

@@ -42,7 +42,7 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
-    add("--base-url", metavar="URL", help="where the server is, in place of host and port")
+    add("--base-url", metavar="URL", help="where the server is, instead of host and port")
     add("--host", default="127.0.0.1", help="default: %(default)s")
     add("--port", type=int, default=8000, help="default: %(default)s")
     add("--endpoint", metavar="PATH", help="default: /v1/completions, or /v1/chat/completions with openai-chat")
@@ -63,7 +63,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--request-rate", type=float, default=float("inf"), metavar="R", help="arrivals per second (default: all at 0)")
     add("--burstiness", type=float, default=1.0, metavar="K", help="of arrivals: 1 is Poisson, less is burstier")
     add("--max-concurrency", type=int, metavar="N", help="most requests at once; the others wait here")
-    add("--ramp-up-strategy", choices=RAMPS, help="how the rate grows; in place of --request-rate")
+    add("--ramp-up-strategy", choices=RAMPS, help="how the rate grows; instead of --request-rate")
     add("--ramp-up-start-rps", type=float, metavar="R")
     add("--ramp-up-end-rps", type=float, metavar="R")
     add("--seed", type=int, default=0, help="of prompts and arrivals (default: %(default)s)")
@@ -93,7 +93,7 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
     add("--prefix-repetition-suffix-len", type=int, default=256, metavar="N", help="default: %(default)s")
     add("--prefix-repetition-num-prefixes", type=int, default=10, metavar="N", help="default: %(default)s")
     add("--prefix-repetition-output-len", type=int, default=128, metavar="N", help="default: %(default)s")
-    add("--sharegpt-output-len", type=int, metavar="N", help="in place of the recorded answer's length")
+    add("--sharegpt-output-len", type=int, metavar="N", help="instead of the recorded answer's length")
     add("--custom-output-len", type=int, default=256, metavar="N", help="-1: each line's output_tokens")
     add("--multi-turn-num-turns", type=int, default=6, metavar="N", help="per conversation (default: %(default)s)")
     add("--multi-turn-system-len", type=int, default=512, metavar="N", help="the same for all (default: %(default)s)")

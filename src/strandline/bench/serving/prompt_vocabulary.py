@@ -14,8 +14,8 @@ class Vocabulary:
     """The tokens that random prompts are drawn from.
 
     Args:
-        ids: tokens that random prompts are drawn from; none when nothing is known of the model.
-        tokenizer: turns text into tokens; None: text is sent as text, and nothing is known of its tokens.
+        ids: tokens that random prompts are drawn from; none if the model is unknown.
+        tokenizer: turns text into tokens; None: text is sent as text, and its tokens are unknown.
     """
 
     def __init__(self, ids: Sequence[int], tokenizer: Any | None = None) -> None:
@@ -69,7 +69,7 @@ class Vocabulary:
 
 
 def load_vocabulary(tokenizer_name: str | None, vocab_size: int | None) -> Vocabulary:
-    """Return what is known of the model's tokens.
+    """Return the known facts about the model's tokens.
 
     Args:
         tokenizer_name: a directory, a hub name or ``demo``; only asked when ``vocab_size`` is None.

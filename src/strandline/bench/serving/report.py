@@ -97,7 +97,7 @@ def _quantiles(run: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def _quantiles_of_details(run: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Work out from vLLM's detailed lists what our files hold anyway. Failed requests are left out."""
+    """Compute from vLLM's detailed lists what our files hold anyway. Failed requests are left out."""
     if not all(run.get(name) for name in ("ttfts", "itls", "output_lens")):
         return {}
     rows = [

@@ -120,7 +120,7 @@ class SparseMoe(nn.Module):
         return self.gate_up_XFE, self.down_XEF
 
     def keep_experts(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:
-        """Compute with these in place of the parameters, which are freed."""
+        """Compute with these instead of the parameters, which are freed."""
         del self.gate_up_XFE, self.down_XEF
         self._scaled_experts = (gate_up, down)
 
