@@ -102,6 +102,7 @@ def test_plans_of_a_scheduler_arrive_as_they_were_sent() -> None:
                 break
             assert sent(plan) == plan
             scheduler.commit(plan, answer(plan))
+    assert scheduler.cache.stats().hit_tokens > 0
 
 
 def test_what_is_sent_does_not_grow_with_the_context() -> None:

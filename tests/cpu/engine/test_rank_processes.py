@@ -20,6 +20,7 @@ from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor
 from strandline.engine.mp_executor import MpExecutor
 from strandline.errors import EngineError, RequestError
+from strandline.records.plan import StepPlan
 from strandline.records.sampling_params import StructuredOutputsParams
 from tests.cpu.engine.test_exactness import answers
 from tests.cpu.engine.test_executors import EXIT_TIMEOUT_S, config_of, engine_around, is_running, serve
@@ -122,6 +123,19 @@ def test_a_rank_that_hangs_ends_the_engine(chat_dir: Path) -> None:
     text = break_rank_1(MpExecutor(config, step_timeout_s=HANGS_AFTER_S), chat_dir, signal.SIGSTOP)
     assert "rank 1 of 2" in text
     assert f"has not finished a step within {HANGS_AFTER_S:.0f} s" in text
+
+
+def test_ranks_that_missed_a_plan_end_the_engine(pair: Pair, chat_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strandline.engine.workers.GRACE_S", 0.1)
+    executor = pair.take()
+    engine = engine_around(executor, chat_dir)
+    engine.add_request("first", [1, 2, 3], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    engine.step()
+    executor._packer.pack(StepPlan((), (), (), ()))
+    with pytest.raises(EngineError, match=r"rank 0 of 2 .* has failed: a worker is out of step"):
+        run_to_the_end(engine)
+    executor.close()
+    assert not any(map(is_running, executor.process_ids))
 
 
 def files_of_ranks(directory: Path) -> list[list[Path]]:
