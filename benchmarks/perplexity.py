@@ -30,7 +30,7 @@ class Comparison:
     perplexity: float
     other_perplexity: float
     mean_difference: float
-    """Of log-probabilities, second less first."""
+    """Mean difference of log-probabilities, second less first."""
     largest_difference: float
 
     def __str__(self) -> str:

@@ -87,7 +87,7 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     pids: tuple[int, ...]
-    """Of the HTTP process, the engine's and, with several ranks, theirs."""
+    """The HTTP process, the engine and, if there are several, the ranks."""
     log: Path
 
     def open_files(self) -> int:

@@ -34,7 +34,7 @@ class Model:
 
     name: str
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Of its configuration, where they are not transformers' defaults and matter for what it keeps."""
+    """Values of its configuration that differ from transformers' defaults and matter for what it keeps."""
 
 
 def benchmark(name: str, directory: str) -> Model:

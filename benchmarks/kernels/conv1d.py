@@ -21,7 +21,7 @@ from strandline.kernels.operation import Operation
 CHANNELS, TAPS, ROW = 8192, 4, 12_352
 BYTES_PER_S = 4.28e12
 TOUCHED_BYTES = 200 << 20
-"""Of all calls of one graph: several times the cache."""
+"""Bytes of all calls of one graph: several times the cache."""
 
 PREFILLS = ((128, 1), (2048, 1), (2048, 16), (8192, 1), (8192, 8), (32_768, 4))
 """Tokens in all, and sequences."""

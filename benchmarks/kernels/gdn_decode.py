@@ -24,7 +24,7 @@ KEY_HEADS, VALUE_HEADS, HEAD_DIM = 16, 32, 128
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BYTES_PER_S = 4.28e12
 TOUCHED_BYTES = 400 << 20
-"""Of the states of all calls of one graph: several times the cache."""
+"""Bytes of the states of all calls of one graph: several times the cache."""
 
 VARIANTS = [
     (block_v, num_warps)

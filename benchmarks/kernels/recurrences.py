@@ -32,7 +32,7 @@ from strandline.kernels.sizes import NUM_SMS
 COPY_BYTES_PER_S = {"H200": 4.28e12, "H100": 2.9e12}
 BF16_FLOPS_PER_S = 700e12
 TOUCHED_BYTES = 400 << 20
-"""Of the states of all calls of one graph: several times the cache."""
+"""Bytes of the states of all calls of one graph: several times the cache."""
 
 BATCHES = (1, 4, 8, 16, 64, 256)
 PROMPTS = ((8192, 1, 0), (8192, 1, 8), (8192, 8, 0), (65536, 8, 0), (512, 1, 0))
@@ -65,7 +65,7 @@ class Kind:
     parameters: Callable[[], tuple[Any, ...]]
     state: tuple[int, ...]
     chunk_flops: int
-    """Of the matrix products of a chunk."""
+    """Operations of the matrix products of a chunk."""
     launches: tuple[tuple[Any, str, tuple[Any, ...]], ...] = ()
     """Module, constant, and the values that a sweep tries."""
 

@@ -46,6 +46,9 @@ AVOIDED: Mapping[str, str] = {
 }
 """Phrases that translate back into another language rather than say what happens, and what to write instead."""
 
+FRAGMENT = re.compile(r'^\s*"""Of ', re.MULTILINE)
+"""A docstring that continues the name above it instead of a phrase that stands alone."""
+
 MAX_NAME_WORDS = 10
 
 
@@ -103,6 +106,10 @@ def test_module_avoids_phrases(name: str) -> None:
     assert avoided_phrases(MODULES[name]) == []
 
 
+def test_no_docstring_continues_the_name_above_it() -> None:
+    assert [name for name, text in MODULES.items() if FRAGMENT.search(text)] == []
+
+
 def test_names_of_tests_have_at_most_ten_words() -> None:
     tests = {name: text for name, text in MODULES.items() if name.startswith("tests/")}
     found = {name: sorted(long_test_names(text)) for name, text in tests.items()}
@@ -110,6 +117,10 @@ def test_names_of_tests_have_at_most_ten_words() -> None:
 
 
 # The checks themselves: each finds a fault that was put in.
+
+
+def test_docstring_that_continues_a_name_is_found() -> None:
+    assert FRAGMENT.search('size: int\n    """' + 'Of the items."""')
 
 
 @pytest.mark.parametrize("text", ["word " * 30, "- " + "word " * 30, "```\nx\n```\n" + "word " * 30])

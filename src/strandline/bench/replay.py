@@ -57,7 +57,7 @@ class Result:
     prompt_tokens: int = 0
     hit_tokens: int = 0
     ideal_tokens: int = 0
-    """Of prompts: the longest common prefix with anything sent or generated before."""
+    """Prompt tokens within the longest common prefix with anything sent or generated before."""
     prefilled_tokens: int = 0
     """Prompt tokens that were computed, those of preempted requests again."""
     missed_tokens: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))

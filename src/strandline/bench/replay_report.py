@@ -45,7 +45,7 @@ class ReplayOptions:
     host_memory: str | None = None
     """Size of the host memory below the device; None: there is none."""
     snapshot_dtype: str = "float32"
-    """Of snapshots that rest below the device."""
+    """The dtype of snapshots that rest below the device."""
     disk_cache_size: str | None = None
     """Size of the disk below that; None: there is none."""
     disk_bandwidth_gbps: float = 6.0

@@ -38,7 +38,7 @@ class Machine:
     host_bytes: int = 0
     """Host memory below the device."""
     snapshot_dtype: str = "float32"
-    """Of snapshots that rest there."""
+    """The dtype of snapshots that rest there."""
     disk_bytes: int = 0
     """A disk below that, or below a buffer where there is no host memory."""
     disk_bytes_per_s: float = DISK_BYTES_PER_S

@@ -12,7 +12,7 @@ from strandline.specs import ModelSpec
 HOST_BYTES_PER_S: Final = 5.5e10
 """Pinned host memory to an H200, measured."""
 LATENCY_S: Final = 2e-4
-"""Of one load: to begin its copies, and to notice their end."""
+"""The time to begin the copies of one load, and to notice their end."""
 
 
 class SimulatedStores:

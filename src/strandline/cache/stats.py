@@ -86,4 +86,4 @@ class CacheStats:
     snapshots_taken: Mapping[SnapshotKind, int]
     loads: LoadCounters
     tiers: tuple[LowerStats, ...]
-    """Of the tiers below the device, nearest first."""
+    """Statistics of the tiers below the device, nearest first."""

@@ -137,7 +137,7 @@ class Run:
     def __init__(self, parent: "Run | None", start_block: int, tokens: bytes, blocks: "array[int]") -> None:
         self.parent = parent
         self.salt = ""
-        """Of a root: the salt of its tree."""
+        """The salt of the tree, if this is its root."""
         self.start_block = start_block
         self.tokens = bytearray(tokens)
         self.blocks = blocks
@@ -164,7 +164,7 @@ class Run:
         self.evicted_snapshots: dict[int | bytes, None] = {}
         """Snapshots evicted here, by position or stub key; an ordered set."""
         self.hashes: list[bytes] = []
-        """Of the paths to its blocks; to the first ones only, as far as events needed them."""
+        """Hashes of the paths to its blocks, computed as far as events need them."""
         self.num_announced = 0
         """How many of its blocks, from the first, events have announced."""
         self.use = Use(0, NO_INTERARRIVAL)

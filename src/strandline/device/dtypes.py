@@ -31,7 +31,7 @@ PRODUCT_CAPABILITY: Final = (9, 0)
 """The lowest compute capability for products in FP8: their tiles need the shared memory of Hopper GPUs."""
 
 MAX_WEIGHTS_SHARE: Final = 0.75
-"""Of the machine's memory, for weights that are wider than the model's own."""
+"""The share of the machine's memory for weights that are wider than published."""
 
 MEMORY_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Linux's files with the memory limit of a container; without a limit, not a number or a huge one."""

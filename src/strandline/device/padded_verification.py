@@ -64,7 +64,7 @@ class VerificationSize:
 
     @property
     def num_chunks(self) -> int:
-        """Of all sequences, and one that stays empty: empty sequences begin there."""
+        """Chunks of all sequences, and one that stays empty, at which empty sequences begin."""
         return self.num_sequences * CHUNKS_OF_SEQUENCE + 1
 
     def num_blocks(self, max_model_len: int) -> int:

@@ -35,7 +35,7 @@ class PeerStore:
         self._num_opened = 0
         self._pull_of: dict[TransferId, Pull] = {}
         self.counters = TransferCounters()
-        """Of pulls that have ended."""
+        """Counters of pulls that have ended."""
 
     def open(self, pull: Pull) -> int:
         """Take a pull that has an offer; return the place that its places begin at."""

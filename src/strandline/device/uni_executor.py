@@ -38,8 +38,8 @@ from strandline.records.sampling_params import StructuredOutputsParams
 from strandline.records.stop_strings import NewStopFinder
 
 PREFAULTED_BYTES: Final = 512 * 2**20
-"""Of a CPU's memory for the cache, from its beginning, where slots and blocks are allocated first. The system zeroes a
-page before it hands it out, a virtual machine asks its host for it besides: 2 to 12 ms per slot of 3 MiB."""
+"""Prefaulted beginning of a CPU's memory for the cache, where slots and blocks are allocated first. The system zeroes a
+page before it hands it out, and a virtual machine requests it from its host: 2 to 12 ms per slot of 3 MiB."""
 
 
 class UniExecutor:

@@ -51,7 +51,7 @@ class Verified:
     synthetic_rates: Sequence[float] | None = None
     """By place, how often drafts are accepted whatever is sampled, for benchmarks; None: those that agree are."""
     verdicts: list[Verdict] = field(init=False)
-    """Of each row: what becomes of the draft behind it."""
+    """For each row, the verdict on the draft after it."""
 
     def __post_init__(self) -> None:
         self.verdicts = [Verdict.COMPARE] * self.num_rows

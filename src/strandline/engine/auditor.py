@@ -41,7 +41,7 @@ class _Audited:
 
     request: Request
     logprobs: list[float] = field(default_factory=list)
-    """Of its output's tokens, while it ran."""
+    """Log-probabilities of its output tokens, while it ran."""
     cold: dict[int, float] = field(default_factory=dict)
     """By index in the output, from the replay. A preempted replay repeats some."""
 

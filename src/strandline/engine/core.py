@@ -99,7 +99,7 @@ class EngineCore:
         self._begun_s = self._settled_s = 0.0
         """When the device could begin the step in flight, and when the last one was settled."""
         self._late_events = StepEvents()
-        """Of a step that had to be settled between two calls."""
+        """Events of a step that had to be settled between two calls."""
         self._is_closing = False
         """Whether nothing is added any more."""
 

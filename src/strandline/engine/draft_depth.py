@@ -21,7 +21,7 @@ from typing import Final
 from strandline.records.plan import StepPlan
 
 NEWEST_TIMES: Final = 8
-"""Of a depth, that count."""
+"""How many measured times of a depth count, the newest ones."""
 
 ACCEPTANCE_FADING: Final = 0.02
 """Weight of the newest draft in an average."""
@@ -41,7 +41,7 @@ STEPS_BETWEEN_TRIALS: Final = 64
 TRIAL_STEPS: Final = 2
 
 TRIAL_SHARE: Final = 0.005
-"""Of the time, that trials may cost."""
+"""The share of time that trials may cost."""
 
 LEAST_GAIN: Final = 1.03
 """What another depth must gain in tokens per second before the best one is left: to change takes time, too."""

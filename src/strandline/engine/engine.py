@@ -21,7 +21,7 @@ class Engine:
         self.core = core
         self.frontend = frontend
         self._outputs: dict[str, RequestOutput] = {}
-        """Of unfinished requests."""
+        """Outputs of unfinished requests."""
 
     @property
     def cache(self) -> PrefixCache:

@@ -26,7 +26,7 @@ class LongPrefills:
         self._threshold = threshold or step_tokens
         self._step_tokens = step_tokens
         self._share = self._left = 0
-        """Of the planned step's tokens, for long prefills; and what is left of them."""
+        """The planned step's tokens for long prefills, and how many of them are left."""
         self._steps_since_share = max(STEPS_BETWEEN_SHARES)
         """Steps of decodes since the last in which long prefills got a share."""
 

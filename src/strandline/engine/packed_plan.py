@@ -29,7 +29,7 @@ class TableChange(NamedTuple):
     added: bytes
     """What comes behind that."""
     checksum: int
-    """Of the whole table."""
+    """Checksum of the whole table."""
 
 
 class PackedPlan(NamedTuple):

@@ -24,7 +24,7 @@ from strandline.transfer.layout import Items
 from strandline.transfer.messages import Ask, Offer
 
 MAX_KEPT_SHARE: Final = 0.5
-"""Of the memory, for leases; the oldest are given up for new ones."""
+"""The share of memory for leases; the oldest are given up for new ones."""
 FETCHED: Final = "fetched"
 EXPIRED: Final = "expired"
 GIVEN_UP: Final = "given_up"

@@ -75,9 +75,9 @@ class Request:
         self.num_new = 0
         """Tokens of the output that the last step brought."""
         self.drafts: tuple[int, ...] = ()
-        """Of the model's draft layer, behind the last token."""
+        """Drafts of the model's draft layer for the tokens after the last one."""
         self.counted_drafts: DraftCounters | None = None
-        """Of its drafts that were verified; None before the first."""
+        """Counters of its verified drafts; None before the first."""
         self.max_total = max_total
         """Most tokens of prompt and output together, by ``max_tokens`` or ``max_model_len``."""
         self.salt = salt

@@ -53,7 +53,7 @@ class Workers:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the ranks."""
+        """Process ids of the ranks."""
         return [link.process.pid for link in self._links]
 
     def start(self, config: EngineConfig, *, progress: bool) -> list[ExecutorFacts]:

@@ -42,7 +42,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     position: int | None = None
-    """Of a snapshot: the exact number of tokens before it."""
+    """The exact number of tokens before a snapshot; None for blocks."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):

@@ -67,7 +67,7 @@ SPAN_BLOCKS = 256
 the result once more."""
 
 WIDEN_ELEMENTS = 4096
-"""Of keys, and of values, that one program widens."""
+"""Elements of keys, and of values, that one program widens."""
 
 STAGGER_BLOCKS = 4
 """Blocks between the eight places at which programs that run together begin, so that they do not all read the same

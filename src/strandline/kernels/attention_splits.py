@@ -59,7 +59,7 @@ class PrefillPlan(NamedTuple):
 
     num_tokens: int
     num_tiles: int
-    """Of rows."""
+    """Tiles of rows."""
     num_splits: int
     max_prefills: int
     """What the kernel is compiled for: few sizes, so that a server compiles few kernels."""

@@ -83,10 +83,10 @@ MIN_PREFIX_BLOCKS = 32
 """Shorter prefixes are not worth a launch of their own."""
 
 MAX_PREFIX_DIFFERENCE = 1e-2
-"""Of the check before the first use of the kernel for prefixes, relative: results are rounded to bfloat16."""
+"""Relative tolerance of the check before the first use of the prefix kernel: results are rounded to bfloat16."""
 
 COMBINE_ELEMENTS = 4096
-"""Of partial results that one program combines: 32 per thread."""
+"""Elements of partial results that one program combines: 32 per thread."""
 
 
 @triton.jit

@@ -72,7 +72,7 @@ class Tile(NamedTuple):
 
     block_m: int
     block_n: int
-    """Of the first product: ``GROUP``."""
+    """Columns of a tile; ``GROUP`` in the first product."""
     warps: int
     stages: int
     split_m: int = 1

@@ -42,7 +42,7 @@ PADDED_ROWS = 4
 """Quantised rows are a multiple of this, as torch's product asks; those behind the last one hold anything."""
 
 MIN_ROWS_HOPPER = 64
-"""Of a tile of x, for the instructions of Hopper's tensor cores. In smaller ones outputs take the place of rows."""
+"""Fewest rows of a tile of x for Hopper's tensor cores. In smaller tiles, outputs take the place of rows."""
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

@@ -39,7 +39,7 @@ from strandline.kernels.sizes import cdiv
 
 BLOCK_CHANNELS = 512
 STRETCH_TOKENS = 8
-"""Of a block, which fit the first cache in float32."""
+"""Channels and tokens of a block, which fits the first-level cache in float32."""
 
 
 def causal_conv1d_prefill(

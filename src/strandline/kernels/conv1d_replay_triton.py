@@ -30,7 +30,7 @@ MAX_OTHERS = 2
 """Inputs of a launch behind the first."""
 
 MAX_COLUMNS = 256
-"""Of these: a program has all of them."""
+"""Most columns of such an input: one program handles all of them."""
 
 NO_PLACE = tl.constexpr(-1)
 

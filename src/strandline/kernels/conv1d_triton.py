@@ -30,11 +30,11 @@ from strandline.kernels.overlap_triton import overlap_options, release_next, wai
 from strandline.kernels.sizes import cdiv
 
 BLOCK_T, BLOCK_C, NUM_WARPS = 16, 512, 2
-"""Of the pass over a prefill: each thread loads 16 bytes of ``BLOCK_T + W - 1`` rows, all under way at once, and
+"""Tile of the pass over a prefill: each thread loads 16 bytes of ``BLOCK_T + W - 1`` rows, all under way at once, and
 converts each input once: with a load per tap of a tile, 36 instructions per output took longer than the memory."""
 
 EDGE_BLOCK_C, EDGE_NUM_WARPS = 512, 4
-"""Of the sequences' first rows and windows: little data, so few programs of short chains."""
+"""Tile of the sequences' first rows and windows: little data, so few programs of short chains."""
 
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter knows no assembly."""

@@ -59,7 +59,7 @@ MIN_LOG2_DECAY = tl.constexpr(-160.0)
 """A token's decay that leaves nothing of a float32 state. Less would make the sums of a chunk less accurate."""
 
 MAX_CHANGE = tl.constexpr(60.0)
-"""Of the log2 decay from a block's middle: the product of two such factors, and a sum of these, is a float32."""
+"""Most log2 decay from a block's middle: products of two such factors, and their sums, are finite in float32."""
 
 PREPARE_WARPS = 4
 """One warpgroup per 64 x 64 matrix."""

@@ -19,7 +19,7 @@ from strandline.kernels.qkv import MAX_E4M3
 from strandline.kernels.weights import GROUP
 
 MIN_SCALE: Final = torch.finfo(torch.float32).tiny
-"""Of a group of zeros."""
+"""The scale of a group of zeros."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class QuantizedRows:
     """float32."""
     num_rows: int
     dtype: torch.dtype
-    """Of the rows that were quantised, and of products with them."""
+    """The dtype of the rows before quantisation, and of products with them."""
     plain_TI: Tensor | None = None
     """The rows that were quantised, where they are kept."""
 

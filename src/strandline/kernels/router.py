@@ -24,11 +24,11 @@ class Routing:
     is_normalised: bool
     """Whether the weights of a token add up to ``scale``; else they are scaled scores."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Of the logits, in float32: over all experts, or of each by itself."""
+    """Function of the logits, in float32: over all experts, or of each by itself."""
     eps: float = 0.0
     """Added to the sum that normalised weights are divided by."""
     scale: float = 1.0
-    """Of the weights."""
+    """Factor of the weights."""
     num_groups: int = 1
     top_groups: int = 1
     """How many of them a token's experts are taken from: those whose two best experts add up to most."""

@@ -36,7 +36,7 @@ ROWS_PER_PASS_CPU = 4
 """Rows that a CPU takes through all passes over the vocabulary together, so that they stay in cache."""
 
 KEY_TOKEN_BITS: Final = 31
-"""Of a key of 64 bits; the others are a logit's."""
+"""Bits of a 64-bit key that hold the token; the others hold the logit."""
 
 LAST_TOKEN: Final = (1 << KEY_TOKEN_BITS) - 1
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 FLOAT32_PRECISION = "tf32x3"
-"""Of all matrix products of float32 inputs: three GEMMs of tf32 parts keep 21 bits. With plain float32 GEMMs of this
-size, kernels compile for minutes and spill thousands of registers."""
+"""Precision of matrix products of float32 inputs: three GEMMs of tf32 parts keep 21 bits. With plain float32 GEMMs of
+this size, kernels compile for minutes and spill thousands of registers."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

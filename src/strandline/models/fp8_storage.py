@@ -42,7 +42,7 @@ class HoldsExperts(Protocol):
 
     @property
     def expert_weights(self) -> tuple[Tensor, Tensor]:
-        """Of the products before and behind the activation, ``[X, F, E]`` and ``[X, E, F]``."""
+        """Weights of the products before and after the activation, ``[X, F, E]`` and ``[X, E, F]``."""
 
     def keep_experts(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:
         """Compute with these instead of the parameters, which are freed."""

@@ -14,7 +14,7 @@ from strandline.errors import WeightsError
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SAMPLED_BYTES: Final = 4096
-"""Of each tensor's bytes, how many its model's fingerprint is made of: training changes them all."""
+"""Bytes of each tensor that enter the model's fingerprint: training changes them all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

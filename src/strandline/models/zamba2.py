@@ -34,7 +34,7 @@ NAMES: Final = Mamba2Names(
     has_conv_bias="use_conv_bias",
 )
 GATED_NORM_EPS: Final = 1e-5
-"""Of the Mamba-2 layers' norm, whatever the other norms add."""
+"""Epsilon of the Mamba-2 layers' norm, independent of the other norms'."""
 
 
 def build_zamba2(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:

@@ -52,7 +52,7 @@ class _Output:
 
     token_ids: list[int] = field(default_factory=list)
     num_replayed: int = 0
-    """Of these, those that the current attempt has sampled too."""
+    """Tokens among these that the current attempt has sampled, too."""
     num_prompt_entries: int = 0
 
     def is_new(self, event: TokenEvent) -> bool:
@@ -129,7 +129,7 @@ class _Call:
         self._submissions = submissions
         self._deliver = deliver
         self._outputs = {submission.new.request_id: _Output() for submission in submissions}
-        """Of unfinished sequences."""
+        """Outputs of unfinished sequences."""
         self._replica: str | None = None
         self._request_id = submissions[0].new.request_id
         self._task: asyncio.Task[None] | None = None

@@ -105,7 +105,7 @@ class StepEvents:
     tokens: list[TokenEvent] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
     handed_over: list[HandedOver] = field(default_factory=list)
-    """Of sequences that end in this step."""
+    """Results of sequences that end in this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class HandOverStats:
     """Other engines' pulls from it, in the same way."""
     fetched_bytes: int
     fetched_s: float
-    """Of the pulls that are done, from the first to the last byte of each, summed."""
+    """The time from the first to the last byte, summed over completed pulls."""
     given_bytes: int
     given_s: float
     num_leases: int

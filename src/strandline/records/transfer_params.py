@@ -24,7 +24,7 @@ class TransferParams:
     host: str = ""
     port: int = 0
     engine_id: str = ""
-    """Of the other engine; empty: any."""
+    """The identity of the other engine; empty: any."""
     lease_id: str = ""
     """Under which it keeps the prefix; empty: whatever it has cached."""
     num_tokens: int = 0

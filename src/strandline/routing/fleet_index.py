@@ -37,7 +37,7 @@ class FleetIndex:
         """By hash: the replicas that hold it."""
         self._snapshots: dict[int, int] = {}
         self._places: dict[int, tuple[int | None, int]] = {}
-        """Of each snapshot: the hash before its last block, and the number of tokens from there."""
+        """For each snapshot, the hash before its last block and the number of tokens from there."""
         self._rests: dict[int | None, dict[int, int]] = {}
         """By hash before a last block: numbers of tokens from there, each with its number of snapshots."""
         self._stateless = 0

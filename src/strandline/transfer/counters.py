@@ -17,7 +17,7 @@ class Counts(NamedTuple):
     outcomes: dict[str, int]
     """Pulls that have ended, by outcome: one of the above, or the ``Cause`` of a failure."""
     num_bytes: int
-    """Of completed transfers."""
+    """Bytes of completed transfers."""
     seconds: float
     """From the first to the last byte of each of them, summed."""
 

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from zlib import crc32
 
 FORMAT: Final = 1
-"""Of the files. A file of another one is of no use."""
+"""Format of the files. Files of other formats cannot be used."""
 MAGIC: Final = b"strandln"
 PREFIX: Final = Struct("<8sIIIII")
 """Magic, format, lengths of description and tokens, number of items, CRC-32."""
@@ -44,7 +44,7 @@ class Header(NamedTuple):
     description: Mapping[str, Any]
     tokens: bytes
     sizes: tuple[int, ...]
-    """Of the items."""
+    """Sizes of the items in bytes."""
     checksums: tuple[int, ...]
     start: int
     """Where the items begin."""

@@ -59,7 +59,7 @@ class Items(NamedTuple):
     end_block: int
     """Blocks ``[start_block, end_block)`` of the prefix."""
     positions: tuple[int, ...]
-    """Of snapshots."""
+    """Positions of snapshots."""
     num_bytes: int
 
 

@@ -61,7 +61,7 @@ class Want(msgspec.Struct, tag=True):
     blocks: list[tuple[int, int]]
     """Ranges ``[start, end)`` of its blocks, in order."""
     positions: list[int]
-    """Of snapshots."""
+    """Positions of snapshots."""
 
     def is_consistent(self, num_blocks: int) -> bool:
         """Whether the ranges lie in a prefix of this many blocks, apart and in order."""
@@ -84,7 +84,7 @@ class Placed(msgspec.Struct, tag=True):
     """NIXL's name of the kind of memory."""
     device: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     addresses: list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
-    """Of each block and each slot, in the order of the pieces."""
+    """The address of each block and each slot, in the order of the pieces."""
 
 
 class Enough(msgspec.Struct, tag=True):

@@ -66,7 +66,7 @@ class PullServer:
         """
         self._hello, self._calls, self._spec, self._mover = hello, calls, spec, mover
         self.counters = TransferCounters()
-        """Of the pulls of peers."""
+        """Counters of the peers' pulls."""
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._serve_one: Callable[[Connection], None] = lambda connection: self._serve(connection, source)
         try:

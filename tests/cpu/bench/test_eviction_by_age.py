@@ -17,7 +17,7 @@ MEMORY_GIB = (0.5, 1, 2, 4)
 FEW_SLOTS = (6, 7, 8, 9, 10, 12)
 """Slots in total; a running request holds two or three."""
 NOISE = 0.003
-"""Of the prompt tokens, in a single replay."""
+"""The share of prompt tokens by which a single replay may differ."""
 
 Turn = tuple[float, bytes, bytes]
 """Seconds since the turn before it, prompt, answer."""

@@ -1,4 +1,4 @@
-"""Of what several ranks' files hold, that is of use which all of them have."""
+"""Files of several ranks: what all of them hold can be used."""
 
 from collections.abc import Sequence
 

@@ -130,7 +130,7 @@ def hit_tokens(trace: list[list[int]], num_slabs: int, order: EvictionOrder | No
 
 
 def test_chats_never_hit_less_than_with_lru() -> None:
-    """Of twelve draws together; in a single one either may win."""
+    """The sum over twelve draws decides; in a single one either may win."""
     traces = [chats(seed, 40) for seed in range(12)]
     budgets = (14, 18, 24, 32, 48)
     by_worth = [sum(hit_tokens(trace, num_slabs) for trace in traces) for num_slabs in budgets]

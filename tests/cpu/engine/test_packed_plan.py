@@ -46,7 +46,7 @@ class Sent:
     def __init__(self) -> None:
         self.packer, self.unpacker = PlanPacker(), PlanUnpacker()
         self.num_bytes = 0
-        """Of the last plan."""
+        """Size of the last plan."""
 
     def __call__(self, plan: StepPlan) -> StepPlan:
         data = pickle.dumps(self.packer.pack(plan))

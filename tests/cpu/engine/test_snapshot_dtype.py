@@ -17,8 +17,8 @@ PROMPTS = [tokens(count, seed=count) for count in (300, 191, 65)]
 LONGER = [prompt + tokens(9, seed=1) for prompt in PROMPTS]
 NEXT_TOKEN = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
 BOUNDS = {"float32": 1e-5, "bfloat16": 0.004, "int8": 0.012}
-"""Of the difference of a log-probability. Measured: 1.4e-6, 1.2e-3 and 3.5e-3; random models' states are small beside
-the rest of what is added up, so that the same relative error of a state makes more in one family than in another."""
+"""Bounds of the difference of a log-probability. Measured: 1.4e-6, 1.2e-3 and 3.5e-3. The states of random models are
+small beside the other summands, so that the effect of the same relative error differs between families."""
 
 
 def next_logprobs(llm: LLM, prompts: list[list[int]]) -> list[dict[int, float]]:

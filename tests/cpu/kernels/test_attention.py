@@ -218,7 +218,7 @@ def test_prefills_without_room_for_their_scores_equal_the_oracle(
 
 
 SCALES = [(1.0, 1.0), (0.01, 0.02)]
-"""Of keys and of values. With the second, numbers of 4 and more are limited."""
+"""Scales of keys and of values. With the second, numbers of 4 and more are limited."""
 
 
 @pytest.mark.parametrize("scales", SCALES)

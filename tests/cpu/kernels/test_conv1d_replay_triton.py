@@ -24,7 +24,7 @@ from strandline.kernels.conv1d_replay_triton import causal_conv1d_replay
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
 
 Lengths = list[tuple[int, int, int]]
-"""Of each sequence: its logged tokens, its rows of the step, and how many of these are drafts."""
+"""For each sequence, its logged tokens, its rows of the step, and how many of these are drafts."""
 
 LENGTHS: list[Lengths] = [
     [(0, 1, 0)],

@@ -30,7 +30,7 @@ class DraftOracle:
 
     model: Any
     layers: Any
-    """Of the draft layer: a model of two layers whose final norm is the draft layer's."""
+    """The draft layer: a model of two layers whose final norm is the draft layer's."""
     tensors: dict[str, Tensor]
     """Published with its first layer: ``enorm``, ``hnorm``, ``eh_proj``."""
 

@@ -58,7 +58,7 @@ class AttentionConfig:
     has_bias: bool
     norm: QueryKeyNorm
     scale: float
-    """Of the products of queries and keys."""
+    """Factor of the products of queries and keys."""
     is_rotated: bool = True
     """Whether positions are embedded."""
     has_out_bias: bool | None = None

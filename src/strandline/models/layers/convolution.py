@@ -23,7 +23,7 @@ from strandline.models.targets import NamedTargets, Split
 from strandline.specs import TensorSpec
 
 MAX_TAPS: Final = 5
-"""Of the filter: the most that kernels are tested with."""
+"""Most taps of a filter: kernels are tested with up to this many."""
 
 
 class CausalConvolution(nn.Module):

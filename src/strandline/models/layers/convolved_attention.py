@@ -34,7 +34,7 @@ from strandline.models.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
 
 NORM_EPS: Final = 1e-12
-"""Of the norm of heads, so that one of zeros divides nothing."""
+"""Epsilon of the heads' norm, which keeps a head of zeros finite."""
 
 
 @dataclass(frozen=True, slots=True)

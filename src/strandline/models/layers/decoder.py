@@ -67,9 +67,9 @@ class ResidualNorm:
     """How a family normalises its residual stream."""
 
     norm: Operation[[Tensor, Tensor, float], Tensor]
-    """Of the stream, a weight and ``eps``."""
+    """Normalises the stream, given a weight and ``eps``."""
     add_norm: Operation[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    """Of what a part adds, the stream, a weight and ``eps``; also returns the new stream."""
+    """Adds a part's output to the stream and normalises it, given a weight and ``eps``; also returns the new stream."""
     eps: float
     weight: Callable[..., Tensor]
     """Makes the weight of a norm: ``gain``, or ``parameter`` where it is added to 1."""

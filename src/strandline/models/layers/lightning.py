@@ -46,7 +46,7 @@ class LightningConfig:
     depth: float
     """Position among the layers, from 0 to 1: the deeper, the slower the decays."""
     block_size: int
-    """Of the tables that are published beside the weights."""
+    """Block size of the tables that are published beside the weights."""
     state_dtype: str = "float32"
 
 

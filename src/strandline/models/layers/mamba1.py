@@ -56,7 +56,7 @@ class Mamba1Config:
     has_conv_bias: bool
     norm: InnerNorm = InnerNorm.NONE
     eps: float = 1e-6
-    """Of the norm."""
+    """Epsilon of the norm."""
     state_dtype: str = "float32"
 
 
@@ -102,7 +102,7 @@ class Mamba1Layer(nn.Module):
         self.norms = nn.ParameterList(
             gain(num_rows, dtype=dtype, device=device) for num_rows in self.sizes if config.norm is InnerNorm.WEIGHTED
         )
-        """Of what time steps are made of, of B and of C."""
+        """Gains of the norms of the time step's low-rank input, of B and of C."""
 
     @property
     def spec(self) -> LayerSpec:

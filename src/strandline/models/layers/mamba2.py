@@ -64,7 +64,7 @@ class Mamba2Config:
     num_groups: int
     num_taps: int
     has_bias: bool
-    """Of the input projection."""
+    """Whether the input projection has a bias."""
     has_out_bias: bool
     has_conv_bias: bool
     dt_limit: tuple[float, float]
@@ -73,7 +73,7 @@ class Mamba2Config:
     has_norm: bool = True
     """Whether what the gate lets through is normalised."""
     multipliers: tuple[float, float, float, float, float] | None = None
-    """Of what the input projection returns: output gate (z), values (x), B, C, time step (dt). None: all are 1."""
+    """Factors of the input projection's outputs: gate (z), values (x), B, C, time step (dt). None: all are 1."""
 
     @classmethod
     def read(cls, fields: Fields, names: Mamba2Names, eps: float) -> "Mamba2Config":

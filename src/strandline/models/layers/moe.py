@@ -116,7 +116,7 @@ class SparseMoe(nn.Module):
 
     @property
     def expert_weights(self) -> tuple[Tensor, Tensor]:
-        """Of the products before and behind the activation."""
+        """Weights of the products before and after the activation."""
         return self.gate_up_XFE, self.down_XEF
 
     def keep_experts(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:

@@ -20,7 +20,7 @@ from strandline.specs import LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Of what each of the two reads, and of what it makes."""
+    """Factors of the inputs and outputs of both parts."""
 
     attention_in: float = 1.0
     attention_out: float = 1.0

@@ -66,7 +66,7 @@ class ReluSquaredMoeConfig:
     size: int
     shared_size: int
     has_bias: bool
-    """Of all but the experts and the router."""
+    """Whether all projections but those of experts and the router have a bias."""
     num_experts: int
     routing: Routing
 

@@ -45,10 +45,10 @@ class SharedBlockConfig:
     head_dim: int
     intermediate_size: int
     has_bias: bool
-    """Of the feed-forward part."""
+    """Whether the feed-forward part has one."""
     eps: float
     scale: float
-    """Of the products of queries and keys."""
+    """Factor of the products of queries and keys."""
     rank: int
     has_attention_adapters: bool
 
@@ -78,7 +78,7 @@ class SharedBlock(nn.Module):
         self.shard, self.dtype = shard, dtype
         kv_shard = shard.shared(config.num_kv_heads, KV_HEADS)
         self.shards = [shard, kv_shard, kv_shard]
-        """Of queries, keys and values."""
+        """Shards of queries, keys and values."""
         self.config = config = config.of(shard)
         hidden_size, size, has_bias = config.hidden_size, config.intermediate_size, config.has_bias
         query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

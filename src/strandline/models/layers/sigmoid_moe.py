@@ -26,10 +26,10 @@ from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, whole
 
 ROUTER_EPS: Final = 1e-20
-"""Of DeepSeek-V3's router, so that a sum of zeros divides nothing."""
+"""Epsilon of DeepSeek-V3's router, which keeps the quotient of a sum of zeros finite."""
 
 MAX_SCALE: Final = 1e6
-"""Of weights."""
+"""Largest factor of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class SigmoidMoe(nn.Module):
 
     @property
     def expert_weights(self) -> tuple[Tensor, Tensor]:
-        """Of the products before and behind the activation."""
+        """Weights of the products before and after the activation."""
         return self.gate_up_XFE, self.down_XEF
 
     def keep_experts(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:

@@ -13,7 +13,7 @@ from strandline.kernels.ranks import Ranks
 from strandline.models.shard import WHOLE, Shard
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
-"""Of what is normalised, a weight and ``eps``."""
+"""Normalises the first tensor, given a weight and ``eps``."""
 
 
 def rms_norm_over_ranks(kernels: Kernels) -> Norm:
