@@ -1,4 +1,4 @@
-"""The Ray Serve application: an ingress that speaks HTTP and knows text, and replicas that run engines."""
+"""The Ray Serve application: an ingress for HTTP and text, and replicas that run engines."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
@@ -28,11 +28,11 @@ from strandline.text.vocabulary import load_frontend, load_vocabulary
 
 ENGINE_CPUS: Final = 0.5
 INGRESS_CPUS: Final = 0.25
-"""What Ray reserves for each replica unless told otherwise, so that three engines find room on two cores."""
+"""Default CPU reservation of an ingress, so that three engines fit on two cores."""
 FLUSH_GRACE_S: Final = 60.0
-"""How long a replica with a disk cache may take to end unless told otherwise: its requests finish, then it flushes."""
+"""Default shutdown timeout of a replica with a disk cache: its requests finish, then it flushes."""
 STATS_PERIOD_S: Final = 1.0
-"""How often Ray Serve asks replicas where their events are: a new one is followed after this time at most."""
+"""Interval at which Ray Serve queries the replicas' event endpoints: the longest delay for a new replica."""
 
 
 class Handle:
@@ -61,7 +61,7 @@ class Handle:
 
 
 class NeverHangs:
-    """Ray Serve checks the replicas' health itself."""
+    """A hang detector that never reports one: Ray Serve checks the replicas' health."""
 
     def find_hang(self) -> str | None:
         """Return None."""
@@ -78,7 +78,7 @@ def current_app() -> ASGIApp:
 
 
 class Ingress:
-    """Speaks HTTP, renders and tokenizes prompts once, and turns tokens into text."""
+    """Serves HTTP, renders and tokenizes prompts once, and converts tokens to text."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, handle: DeploymentHandle, engine: EngineConfig, server: ServerConfig, fleet: str, router: str
@@ -108,7 +108,7 @@ class Ingress:
         _APPS.append(app)
 
     def check_health(self) -> None:
-        """Raise an error if nothing is received any more."""
+        """Raise an error if the receiver has stopped."""
         if self._receiving.done():
             self._receiving.result()
 

@@ -1,4 +1,4 @@
-"""What the ingress asks replicas for: plain data, which the request router reads too."""
+"""Calls of the ingress to replicas: plain data, which the request router also reads."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class Run:
     """Run the sequences of one prompt."""
 
     request_id: RequestId
-    """The first sequence's."""
+    """Id of the first sequence."""
     prompt: bytes
     """Token ids, encoded."""
     salt: str

@@ -1,4 +1,4 @@
-"""One replica: an engine process, whose sequences are run for the ingress. Knows no text."""
+"""One replica: an engine process that runs sequences for the ingress. It handles no text."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ from strandline.server.supervisor import EngineProcess, engine_process
 
 LOGGER: Final = logging.getLogger("ray.serve.strandline")  # to the log files of Ray Serve
 LATE_S: Final = 5.0
-"""How much longer than its time a flush may take, for what it has begun to write."""
+"""Extra time of a flush beyond its limit, for the write in progress."""
 
 
 class EngineReplica:
@@ -45,8 +45,9 @@ class EngineReplica:
     async def __init__(self, engine: EngineConfig) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """
         Args:
-            engine: without a configuration of events: they are published on any port of the node's address. The
-                directory of a disk cache is the same for all replicas: each one takes a directory of its own in it.
+            engine: must not configure events, which are published on any port of the node's address. The directory of a
+            disk
+                cache is the same for all replicas: each one uses a separate subdirectory.
 
         Raises:
             ConfigError: the configuration does not allow a start.
@@ -55,7 +56,7 @@ class EngineReplica:
         events = {"enable_kv_cache_events": True, "endpoint": any_port, "replay_endpoint": any_port}
         self.name = serve.get_replica_context().replica_id.unique_id
         self._runs: dict[RequestId, asyncio.Queue[StepEvents]] = {}
-        """By sequence: what is sent to the call that runs it."""
+        """By sequence: events for the call that runs it."""
         self._stack = AsyncExitStack()
         self._receiving: asyncio.Future[None] | None = None
         self._process: EngineProcess
@@ -107,7 +108,7 @@ class EngineReplica:
     # Hooks of Ray Serve
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Return where the cache's events are."""
+        """Return the endpoints of the cache's events."""
         events = self._process.events
         return {} if events is None else {"events": (events.live, events.replay)}
 
@@ -127,7 +128,7 @@ class EngineReplica:
     # The engine
 
     async def receive(self) -> None:
-        """Receive the engine's messages, and pass events on to the calls that they concern."""
+        """Receive the engine's messages, and forward events to their calls."""
         while True:
             match FROM_CORE.decode(await self._process.socket.recv()):
                 case Stepped(events):
@@ -150,7 +151,7 @@ class EngineReplica:
 
     async def _exit_with_engine(self) -> None:
         reason = await self._process.receive_until_exit(self)
-        LOGGER.error("the engine has stopped, and its replica ends: %s", reason)
+        LOGGER.error("the engine has stopped, so its replica exits: %s", reason)
         os._exit(1)
 
     def _pass_on(self, events: StepEvents) -> None:

@@ -1,6 +1,6 @@
-"""What one process knows of the replicas: a router, and for each replica a thread that follows its events.
+"""One process's view of the replicas: a router, and for each replica a thread that follows its events.
 
-The request router, which Ray runs in a thread of its own, and the ingress share one fleet per deployment.
+The request router, which Ray runs in a separate thread, and the ingress share one fleet per deployment.
 """
 
 from collections import deque
@@ -18,10 +18,10 @@ from strandline.routing.names import make_router
 from strandline.routing.router import Router
 
 POLL_S: Final = 0.5
-"""Longest time for a thread to notice that its replica is gone."""
+"""Longest time for a thread to detect that its replica is gone."""
 CATCH_UP_INTERVAL_S: Final = 5.0
 EVENT_DELAY_S: Final = 1.0
-"""Longest time that an event takes from a busy engine: a next turn may come sooner."""
+"""Longest delay of an event from a busy engine; the next turn may arrive sooner."""
 
 
 class Fleet:
@@ -33,10 +33,10 @@ class Fleet:
         self._replicas: dict[str, EventEndpoints | None] = {}
         self._followers: dict[str, Follower] = {}
         self._ended: deque[tuple[float, str]] = deque()
-        """Requests, and when their events have come for sure."""
+        """Ended requests, and the time when their events have certainly arrived."""
 
     def set_replicas(self, replicas: Mapping[str, EventEndpoints | None]) -> None:
-        """Add replicas that are new, forget those that are gone, and follow the events of those that have endpoints."""
+        """Add new replicas, remove those that are gone, and follow the events of those with endpoints."""
         with self._lock:
             for name in self._replicas.keys() - replicas.keys():
                 self._drop(name)
@@ -48,13 +48,13 @@ class Fleet:
                     self._followers[name] = Follower(self, name, endpoints)
 
     def remove(self, name: str) -> None:
-        """Forget a replica that has died. Unknown ones are ignored."""
+        """Remove a failed replica. Unknown ones are ignored."""
         with self._lock:
             if name in self._replicas:
                 self._drop(name)
 
     def route(self, request_id: str, prompt: PromptHashes) -> list[str]:
-        """Return all replicas, the one that was chosen for a request first. A choice made before is given up.
+        """Return all replicas, starting with the one chosen for a request. An earlier choice is dropped.
 
         Raises:
             NoReplicaError: there is none.
@@ -72,7 +72,7 @@ class Fleet:
             self._router.begin(request_id)
 
     def finish(self, request_id: str) -> None:
-        """Record that a request has ended. The events that it caused may still be on their way."""
+        """Record that a request has ended. Its events may still be in transit."""
         with self._lock:
             self._router.finish(request_id)
             self._ended.append((monotonic() + EVENT_DELAY_S, request_id))
@@ -83,7 +83,7 @@ class Fleet:
             self._router.apply(name, (event,))
 
     def clear(self, name: str) -> None:
-        """Forget what a replica's events have said."""
+        """Clear the state built from a replica's events."""
         with self._lock:
             self._router.clear(name)
 
@@ -116,7 +116,7 @@ class ReplicaSink:
         self.fleet.apply(self.name, event)
 
     def clear(self) -> None:
-        """Forget what the replica's events have said."""
+        """Clear the state built from the replica's events."""
         self.fleet.clear(self.name)
 
 
@@ -151,7 +151,7 @@ def fleet_named(name: str, router: str) -> Fleet:
     """Return this process's fleet of that name, with a router by name if it is new.
 
     Raises:
-        ConfigError: no router is called so.
+        ConfigError: there is no router of that name.
     """
     with _FLEETS_LOCK:
         if name not in _FLEETS:

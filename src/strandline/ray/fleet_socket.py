@@ -1,8 +1,8 @@
-"""Carries an engine client's messages to replicas and back: to the client, all of them together are one engine.
+"""Socket of an engine client to a fleet of replicas, which the client uses as one engine.
 
-The sequences of a prompt run on one replica. If it dies, they run anew on another one: with the same seeds they come
-out the same, so the tokens that the client has already are left out, and only the wait is noticed. Should one
-differ, which rounding on other hardware can cause, the output ends with an error.
+The sequences of a prompt run on one replica. If it dies, they are restarted on another one: with the same seeds the
+output is the same, so the tokens that the client already has are skipped, and it sees only a delay. If a token differs,
+for example because of rounding on other hardware, the output ends with an error.
 """
 
 import asyncio
@@ -48,15 +48,15 @@ class Replicas(Protocol):
 
 @dataclass(slots=True)
 class _Output:
-    """What the client has of a sequence."""
+    """The part of a sequence that the client has."""
 
     token_ids: list[int] = field(default_factory=list)
     num_replayed: int = 0
-    """Tokens among these that the current attempt has sampled, too."""
+    """Number of these tokens that the current attempt has sampled too."""
     num_prompt_entries: int = 0
 
     def is_new(self, event: TokenEvent) -> bool:
-        """Return whether a token comes after what the client has, and count it.
+        """Return whether a token is new to the client, and count it.
 
         Raises:
             EngineError: it is not the token that an earlier attempt has sampled here.
@@ -70,7 +70,7 @@ class _Output:
         return False
 
     def is_new_entry(self, entry: PromptLogprobs) -> bool:
-        """Return whether log-probabilities of the prompt come after those that the client has, and count them."""
+        """Return whether log-probabilities of the prompt are new to the client, and count them."""
         if entry.start < self.num_prompt_entries:
             return False
         self.num_prompt_entries = entry.start + len(entry.entries)
@@ -78,7 +78,7 @@ class _Output:
 
 
 class FleetSocket:
-    """Sends and receives as the socket to one engine does."""
+    """Sends and receives like the socket to one engine."""
 
     def __init__(self, replicas: Replicas, fleet: Fleet) -> None:
         self._replicas = replicas
@@ -117,10 +117,10 @@ class FleetSocket:
 
 
 class _Call:
-    """The sequences of one prompt, on whatever replica runs them.
+    """The sequences of one prompt, on the replica that runs them.
 
     Args:
-        deliver: takes what the client is to get.
+        deliver: takes messages for the client.
     """
 
     def __init__(self, replicas: Replicas, fleet: Fleet, submissions: list[Submission], deliver: Any) -> None:
@@ -168,14 +168,14 @@ class _Call:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            # The edge of the task: what it does not answer would wait for ever.
+            # Outermost handler of the task: an unanswered output would wait forever.
             LOGGER.exception("request %s", self._request_id)
             self._fail(f"{type(error).__name__}: {error}")
         finally:
             self._fleet.finish(self._request_id)
 
     async def _attempt(self) -> None:
-        """Run what is unfinished on one replica, to its end."""
+        """Run the unfinished sequences on one replica, to their end."""
         unfinished = [each for each in self._submissions if each.new.request_id in self._outputs]
         new = unfinished[0].new
         submit = ENCODER.encode(Submit(unfinished))

@@ -22,7 +22,7 @@ class RayOptions:
     num_replicas: int = 1
     """Engines. Without effect where ``replica`` has an ``autoscaling_config``."""
     num_ingresses: int = 1
-    """Processes that speak HTTP and know text. Each routes for itself."""
+    """Processes for HTTP and text. Each routes independently."""
     router: str = "strandline"
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Options of ``LLM`` and of ``strandline serve``, with underscores."""
@@ -37,7 +37,7 @@ class RayOptions:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         make_router(self.router)
         if "model" in self.engine or "kv_events_config" in self.engine:
-            raise ConfigError("model stands outside of engine, and each replica chooses its own kv_events_config")
+            raise ConfigError("model is set outside of engine, and each replica chooses its own kv_events_config")
 
     @property
     def engine_config(self) -> EngineConfig:

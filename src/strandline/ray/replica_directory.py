@@ -1,7 +1,7 @@
-"""Directories of the replicas' disk caches, which one directory of the configuration holds: one process uses one each.
+"""Directories of the replicas' disk caches: subdirectories of the configured one, each used by one process.
 
-Replicas have new names each time, so a directory belongs to whichever replica has locked it: one that starts takes over
-what one that has ended left.
+Replicas have new names at each start, so a directory belongs to the replica that has locked it: a new replica takes
+over the directory of one that has ended.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ MODE: Final = 0o600
 def replica_directory(parent: Path) -> Iterator[tuple[Path, int]]:
     """Lock the first of the directories ``0``, ``1``, … in ``parent`` that is free; yield it and the lock.
 
-    The lock is a file descriptor. To hold it until the engine's process has ended, too, let that inherit it.
+    The lock is a file descriptor. Let the engine's process inherit it, to hold the lock until that has ended too.
 
     Raises:
         ConfigError: ``parent`` cannot be created or written.

@@ -1,4 +1,4 @@
-"""Ray Serve's request router: tells the fleet which replicas there are, and asks it where a request goes."""
+"""Ray Serve's request router: it passes the current replicas to the fleet, which chooses the replica of a request."""
 
 from typing import Any
 
@@ -13,28 +13,28 @@ Ranks = list[list[RunningReplica]]
 
 
 class FleetRequestRouter(RequestRouter):  # type: ignore[misc]  # ray is not typed where it is not installed
-    """Sends ``Run`` where the fleet says, and ``End`` to the replica that it names. Anything else may go anywhere."""
+    """Sends ``Run`` to the replica that the fleet chooses, and ``End`` to the one it names; other calls to any."""
 
     _fleet: Fleet
 
     def initialize_state(self, **options: Any) -> None:
-        """Take the name of the fleet and of its router."""
+        """Set the name of the fleet and of its router."""
         self._fleet = fleet_named(options["fleet"], options["router"])
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Tell the fleet which replicas there are, and where their events are."""
+        """Pass the current replicas and their event endpoints to the fleet."""
         super().update_replicas(replicas)
         self._fleet.set_replicas({replica.replica_id.unique_id: _endpoints(replica) for replica in replicas})
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Tell the fleet that a replica is gone."""
+        """Remove a replica from the fleet."""
         super().on_replica_actor_died(replica_id)
         self._fleet.remove(replica_id.unique_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> Ranks:
-        """Return the candidates in order of preference, each in a rank of its own."""
+        """Return the candidates in order of preference, each in a separate rank."""
         candidates = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         call = pending_request.args[0] if pending_request is not None and pending_request.args else None
         match call:

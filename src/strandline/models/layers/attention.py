@@ -1,4 +1,4 @@
-"""Softmax attention over all tokens before, plain and behind an output gate (Qwen3-Next, Qwen3.5).
+"""Softmax attention over all earlier tokens, with or without an output gate (Qwen3-Next, Qwen3.5).
 
 Projections that read the same input are one matrix (comments name the order of its rows); the published tensors are
 split into it while loading.
@@ -48,7 +48,7 @@ class QueryKeyNorm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Sizes of the layer, and what it leaves out."""
+    """Sizes and options of the layer."""
 
     hidden_size: int
     num_heads: int
@@ -58,13 +58,13 @@ class AttentionConfig:
     has_bias: bool
     norm: QueryKeyNorm
     scale: float
-    """Factor of the products of queries and keys."""
+    """Scale of the attention scores."""
     is_rotated: bool = True
-    """Whether positions are embedded."""
+    """Whether positions are embedded by rotation."""
     has_out_bias: bool | None = None
     """Whether the output projection has a bias; None: as the others."""
     window_tokens: int | None = None
-    """Tokens that each token sees, the last ones, itself among them; None: all."""
+    """Number of last tokens that each token attends to, itself included; None: all."""
 
     @classmethod
     def read(
@@ -96,7 +96,7 @@ class AttentionConfig:
 
 @dataclass(slots=True)
 class KVScales:
-    """What keys and values are divided by before they are kept in e4m3. Published with some weights."""
+    """Scales that divide keys and values before they are stored in e4m3. Published with some weights."""
 
     key: float = 1.0
     value: float = 1.0
@@ -105,12 +105,12 @@ class KVScales:
 class Attention(nn.Module):
     """Softmax attention.
 
-    Its recurrence is None: it keeps streams alone. ``kv_dtype``, theirs, may be changed before it is bound.
+    Its recurrence is None: it keeps only streams. Their ``kv_dtype`` may be changed before it is bound.
 
     Args:
         dtype: of activations, keys and values, and of the weights until they are packed.
-        shard: of the heads; where there are fewer of keys and values than shards, several hold the same.
-        is_gated: whether the input projection has rows behind the values for a gate, as many as for queries.
+        shard: of the heads; if there are fewer key/value heads than shards, several shards hold the same ones.
+        is_gated: whether the input projection has gate rows after the values, as many as for queries.
     """
 
     recurrence = None
@@ -183,7 +183,7 @@ class Attention(nn.Module):
         return out_THD.flatten(1), gate_TO
 
     def keep(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> None:
-        """Store the step's keys and values, and compute nothing else."""
+        """Store the step's keys and values only."""
         self._prepared(hidden_TE, rotary, batch, memory)
 
     def _prepared(
@@ -221,13 +221,13 @@ class Attention(nn.Module):
             yield f"{prefix}k_norm.weight", whole(self.k_norm_D)
 
     def _query_target(self, query: Tensor, gate: Tensor) -> Target:
-        """Return where the published query projection goes."""
+        """Return the target of the published query projection."""
         del gate
         return sharded(query, self.shard)
 
 
 class GatedAttention(Attention):
-    """Softmax attention behind a sigmoid gate of as many channels."""
+    """Softmax attention with a sigmoid gate per output channel."""
 
     operations = (*Attention.operations, *with_quantized(sigmoid_gate))
 
@@ -246,6 +246,6 @@ class GatedAttention(Attention):
         return self.out_proj.multiply(self._sigmoid_gate(out_TO, gate_TO))
 
     def _query_target(self, query: Tensor, gate: Tensor) -> Target:
-        """Return where the published query projection goes: a head's gate rows follow its query rows there."""
+        """Return the target of the published query projection, where a head's gate rows follow its query rows."""
         by_head = (self.config.num_heads, self.config.head_dim)
         return interleaved(query.unflatten(0, by_head), gate.unflatten(0, by_head), shard=self.shard)

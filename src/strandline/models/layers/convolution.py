@@ -23,7 +23,7 @@ from strandline.models.targets import NamedTargets, Split
 from strandline.specs import TensorSpec
 
 MAX_TAPS: Final = 5
-"""Most taps of a filter: kernels are tested with up to this many."""
+"""Maximum taps of the filter: the most that kernels are tested with."""
 
 
 class CausalConvolution(nn.Module):
@@ -52,7 +52,7 @@ class CausalConvolution(nn.Module):
 
     @property
     def window(self) -> TensorSpec:
-        """What is kept of a sequence: its last inputs."""
+        """Spec of the window: the last inputs of a sequence."""
         num_channels, num_taps = self.weight_CW.shape
         return TensorSpec("window", (num_taps - 1, num_channels), dtype_name(self.dtype))
 

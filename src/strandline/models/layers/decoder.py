@@ -45,21 +45,21 @@ class Mixer(Protocol):
 
     @property
     def spec(self) -> LayerSpec:
-        """What it keeps."""
+        """Tensors that it keeps."""
 
     @property
     def recurrence(self) -> Recurrence[Any, Any] | None:
-        """What its log is folded by; None: it keeps no log."""
+        """Recurrence that folds its log; None: it keeps no log."""
 
     def bind(self, memory: LayerMemory) -> Any:
         """Return the layer's memory as a call takes it."""
 
     def __call__(self, hidden_TE: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
-        """Mix the step's tokens, and advance the memory; quantised rows are taken if ``takes_quantized`` says so."""
+        """Mix the step's tokens, and advance the memory; takes quantised rows if ``takes_quantized`` is set."""
 
 
 FeedForward = Callable[[Any], Tensor]
-"""The part of a layer that works on every token by itself; quantised rows are taken if ``takes_quantized`` says so."""
+"""The part of a layer that works on each token separately; takes quantised rows if ``takes_quantized`` is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ class ResidualNorm:
     """Adds a part's output to the stream and normalises it, given a weight and ``eps``; also returns the new stream."""
     eps: float
     weight: Callable[..., Tensor]
-    """Makes the weight of a norm: ``gain``, or ``parameter`` where it is added to 1."""
+    """Creates the weight of a norm: ``gain``, or ``parameter`` if it is added to 1."""
 
 
 def plain(eps: float) -> ResidualNorm:
-    """Return the RMS norm whose weight multiplies what was rounded."""
+    """Return the RMS norm whose weight multiplies the rounded result."""
     return ResidualNorm(rms_norm, add_rms_norm, eps, gain)
 
 
@@ -86,7 +86,7 @@ def zero_centered(eps: float) -> ResidualNorm:
 
 
 class ReplayingMixer(Mixer, Protocol):
-    """A mixer with states, whose spec says what it replays."""
+    """A mixer with states that can be replayed, as described by its spec."""
 
     def replay(self, batch: StepBatch, memory: Any) -> None:
         """Advance the states over logged tokens alone; the batch has no rows of its own."""
@@ -95,7 +95,7 @@ class ReplayingMixer(Mixer, Protocol):
 class DecoderLayer(nn.Module):
     """A mixer, a feed-forward part, or one and then the other, each on the normalised residual stream.
 
-    What the parts return on all ranks is added up here.
+    The parts' results are summed over all ranks here.
 
     Args:
         mixer: a module; None: the layer has none.
@@ -157,7 +157,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, normed_TE: Any, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return what the layer's last part adds to the residual stream, and the stream without that.
+        """Return the last part's addition to the residual stream, and the stream without it.
 
         Args:
             normed_TE: plain, or quantised if ``first_part`` takes that.
@@ -184,7 +184,7 @@ def multiplied(x: Tensor, multiplier: float) -> Tensor:
 
 
 class PostNormLayer(DecoderLayer):
-    """A mixer, then a feed-forward part, on the residual stream itself: what they add to it is normalised."""
+    """A mixer, then a feed-forward part, on the residual stream itself: their outputs are normalised."""
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
@@ -201,7 +201,7 @@ class PostNormLayer(DecoderLayer):
     def forward(
         self, normed_TE: Tensor, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return what the feed-forward part adds to the residual stream, and the stream without that."""
+        """Return the feed-forward part's addition to the residual stream, and the stream without it."""
         del normed_TE  # the stream itself
         mixer, mlp, eps = self.mixer, self.mlp, self.norm.eps
         assert mixer is not None
@@ -336,7 +336,7 @@ class Decoder(nn.Module):
         return logits_NZ
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
-        """Yield the published tensors but for the layers'.
+        """Yield the published tensors, except the layers'.
 
         A tied head may be published all the same: it is the embedding once more.
         """
@@ -347,7 +347,7 @@ class Decoder(nn.Module):
             yield "lm_head.weight", spanned(rows_ZE, self.held_tokens, self.vocab_size)
 
     def lay_out(self, layout: Layout) -> None:
-        """Choose the form of all weights that are only multiplied with; they cannot be loaded or moved afterwards."""
+        """Choose the layout of all GEMM weights; they cannot be loaded or moved afterwards."""
         for module in self.modules():
             if isinstance(module, Projection):
                 module.lay_out(layout)

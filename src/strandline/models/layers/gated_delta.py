@@ -190,7 +190,7 @@ class GatedDeltaNet(nn.Module):
         )
 
     def targets(self, prefix: str) -> NamedTargets:
-        """Yield Qwen's published tensors but for the input projections, which differ between its generations."""
+        """Yield Qwen's published tensors, except the input projections, which differ between its generations."""
         shards = [self.shard] * len(self.conv_sizes)
         yield from self.conv.targets(f"{prefix}conv1d.", partial(stacked_rows, sizes=self.conv_sizes, shards=shards))
         yield f"{prefix}A_log", sharded(self.A_log_H, self.shard)
