@@ -65,7 +65,7 @@ class FakeClient(EngineClient):
         (FlushReport(3 * 2**20, 0, 1.25), "wrote 3.0 MiB to the disk cache in 1.2 s"),
         (FlushReport(0, 4, 20.0), "wrote 0.0 MiB to the disk cache in 20.0 s; there was no time for 4 snapshots"),
         (EngineError("it hangs"), "the disk cache may lack entries that were only in memory: it hangs"),
-        (None, "the remaining entries were not written"),
+        (None, "interrupted; the remaining entries were not written"),
     ],
     ids=["done", "late", "error", "second signal"],
 )

@@ -1,4 +1,4 @@
-"""``strandline bench serve``: put load on a server, print the table, write the result."""
+"""``strandline bench serve``: load a server, print the table, write the result."""
 
 import asyncio
 import sys
@@ -40,14 +40,14 @@ class Measured:
     tokenizer: str | None
     num_skipped: int
     drafts: Figures
-    """What became of the server's drafts during the run; empty: there were none, or it does not say."""
+    """Acceptance of the server's drafts during the run; empty: there were none, or it is not reported."""
 
 
 def run_serving_benchmark(options: Namespace) -> int:
     """Run a benchmark; return 0, 1 when a request failed, or 130 when Ctrl-C ended it.
 
     Raises:
-        ConfigError: a flag is wrong, a file is missing, or the server is not there.
+        ConfigError: a flag is wrong, a file is missing, or the server cannot be reached.
     """
     pace, wanted = pace_of(options), wanted_of(options)
     measured = asyncio.run(_measure(options, pace))
@@ -96,7 +96,7 @@ def _names(options: Namespace, cards: Sequence[Mapping[str, Any]]) -> tuple[str,
 
 
 async def _warm_up(server: ServerUnderLoad, maker: Maker, sessions: Sequence[Session]) -> None:
-    """Send requests as long as the first, of tokens of their own, so that the cache learns nothing of the run's.
+    """Send requests as long as the first, with separate tokens, so that the run cannot hit them.
 
     Raises:
         ConfigError: one fails.
@@ -121,7 +121,7 @@ async def _warm_up(server: ServerUnderLoad, maker: Maker, sessions: Sequence[Ses
 
 
 def _expected(sessions: Sequence[Session], options: Namespace) -> int | None:
-    """Return how many requests there will be, None if only the trace knows."""
+    """Return the expected number of requests; None if it depends on the trace."""
     if options.dataset_name == "trace":
         return None
     return int(options.num_prompts) if options.dataset_name == "multi-turn" else len(sessions)

@@ -1,4 +1,4 @@
-"""Sends a dataset's sessions at a pace, and notes what comes back."""
+"""The load generator: sends a dataset's sessions at a pace, and records the answers."""
 
 import asyncio
 import time
@@ -24,12 +24,12 @@ class Run:
     """Outcomes in the order in which requests ended."""
     duration_s: float = 0.0
     num_interrupted: int = 0
-    """Requests that were on their way when the run was ended."""
+    """Requests that were in flight when the run was ended."""
     is_interrupted: bool = False
 
 
 def arrival_times(num_sessions: int, pace: Pace) -> list[float]:
-    """Return when each session begins, in seconds from the start, ascending.
+    """Return the start of each session, in seconds from the start of the run, ascending.
 
     At a constant rate the gaps are scaled so that all arrive within exactly ``num_sessions / rate``: otherwise the
     real rate of a run would differ by a few per cent from seed to seed.
@@ -61,12 +61,12 @@ class Gate:
         self._places = None if limit is None else asyncio.Semaphore(limit)
 
     async def enter(self) -> None:
-        """Wait for a place and take it."""
+        """Wait for a free place and take it."""
         if self._places is not None:
             await self._places.acquire()
 
     def leave(self) -> None:
-        """Give a place back."""
+        """Release a place."""
         if self._places is not None:
             self._places.release()
 
@@ -99,7 +99,7 @@ class Load:
         self._begin_s = 0.0
 
     async def execute(self, sessions: Sequence[Session]) -> Run:
-        """Send everything; when cancelled, end what is under way and return what there is."""
+        """Send all requests; if cancelled, abort those in flight and return the results so far."""
         times = arrival_times(len(sessions), self._pace)
         starts = [
             at_s if session.start_s is None else session.start_s for at_s, session in zip(times, sessions, strict=True)
@@ -111,7 +111,7 @@ class Load:
                 await self._wait_until(self._begin_s + start_s)
                 if self._is_spent.is_set():
                     break
-                # Sessions wait here, not in tasks of their own: there may be very many of them.
+                # Sessions wait here, not in separate tasks, since there may be very many.
                 if session.holds_its_place:
                     await self._gate.enter()
                 tasks.add(asyncio.create_task(self._talk(session, self._begin_s + start_s)))
@@ -176,7 +176,7 @@ class Load:
         return answer
 
     def _remember(self, ask: Ask, answer: Answer) -> None:
-        """Note what was generated: a next turn may contain it."""
+        """Record generated text, which a later turn may contain."""
         ids = answer.token_ids or self._vocabulary.encode(answer.text)
         if ask.tokens is not None and ids:
             self._seen.add(bytearray(ask.tokens + encode(ids)))

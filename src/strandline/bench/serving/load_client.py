@@ -1,4 +1,4 @@
-"""One request to a server that speaks OpenAI's API, streamed and timed."""
+"""Client of OpenAI-compatible servers: streamed requests with timestamps."""
 
 import asyncio
 import time
@@ -42,7 +42,7 @@ class Choice(msgspec.Struct):
         return self.text or "" if delta is None else delta.content or delta.reasoning_content or delta.reasoning or ""
 
     def is_token(self) -> bool:
-        """Whether the piece stands for a token. That which names a chat's role, and that which ends, do not.
+        """Whether the piece represents a token, unlike the first piece of a chat, with the role, and the last.
 
         A completion's piece may be without text: a token that is part of a character.
         """
@@ -76,7 +76,7 @@ ENCODER: Final = msgspec.json.Encoder()
 
 
 class ServerUnderLoad:
-    """Sends requests, over connections that are kept. Use it as an async context.
+    """Sends requests over persistent connections. Use it as an async context.
 
     Args:
         transport: what carries the requests; None: HTTP.
@@ -113,7 +113,7 @@ class ServerUnderLoad:
         return ENCODER.encode({**self.target.body, names[0]: ask.prompt, names[1]: ask.max_tokens, **ask.body})
 
     async def send(self, ask: Ask) -> Answer:
-        """Send a request and take in its answer. What goes wrong on the way is the answer's ``error``."""
+        """Send a request and return its answer. Errors are recorded in the answer's ``error``."""
         body = self.body(ask)
         answer = Answer()
         answer.start_s = start = self._clock()
@@ -167,7 +167,7 @@ class ServerUnderLoad:
             answer.error = "the stream ended before the answer did"
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until the server answers at all; not at all when the time is 0.
+        """Wait until the server responds; do not wait if the timeout is 0.
 
         Raises:
             ConfigError: it does not within that time.
@@ -186,7 +186,7 @@ class ServerUnderLoad:
         """Return the descriptions of the models that are served; none if the server has no such list.
 
         Raises:
-            ConfigError: the server cannot be reached, or refuses.
+            ConfigError: the server cannot be reached, or rejects the request.
         """
         url = self.target.base_url + "/v1/models"
         try:

@@ -1,4 +1,4 @@
-"""What a run was asked to do, checked: the flags as typed records."""
+"""The options of a run, checked: the flags as typed records."""
 
 import math
 from argparse import Namespace
@@ -22,7 +22,7 @@ GOODPUT_METRICS: Final = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Target of the requests, and the fields that each has besides its prompt."""
+    """Target of the requests, and their fields in addition to the prompt."""
 
     base_url: str
     endpoint: str
@@ -54,7 +54,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which figures to show."""
+    """Metrics to show."""
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
     percentiles: tuple[float, ...] = (99.0,)
@@ -63,7 +63,7 @@ class Wanted:
 
 
 def pace_of(options: Namespace) -> Pace:
-    """Return when requests come.
+    """Return the arrival process.
 
     Raises:
         ConfigError: a value is out of range, or values contradict each other.
@@ -138,10 +138,10 @@ def key_values(name: str, pairs: Iterable[str]) -> dict[str, str]:
 
 
 def target_of(options: Namespace, key: str | None, salt: str | None) -> Target:
-    """Return where requests go; the model's name has still to be added to their body.
+    """Return the target of requests; the caller adds the model's name to the body.
 
     Args:
-        key: for servers that ask for one.
+        key: for servers that require one.
         salt: ``cache_salt`` of all requests; None sends none.
 
     Raises:

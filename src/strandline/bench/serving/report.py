@@ -44,7 +44,7 @@ path.mark { stroke: var(--ink); stroke-width: 2.5; fill: none; }
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One run, as the page knows it."""
+    """One run on the page."""
 
     label: str
     data: Mapping[str, Any]

@@ -72,7 +72,7 @@ def _cache_rows(figures: Figures) -> list[tuple[str, str]]:
 
 
 def warnings(figures: Figures, num_skipped: int) -> list[str]:
-    """Return what a reader of the table should know."""
+    """Return warnings about the results."""
     lines = []
     failures = [error for error in figures["errors"] if error]
     if failures:
@@ -89,7 +89,7 @@ def warnings(figures: Figures, num_skipped: int) -> list[str]:
 
 
 def record(options: Namespace, model: str, tokenizer: str | None, figures: Figures) -> dict[str, Any]:
-    """Return what a result file holds: how the run was made, and its figures.
+    """Return the content of a result file: the run's options and metrics.
 
     Raises:
         ConfigError: ``--metadata`` is malformed.
