@@ -1,4 +1,4 @@
-"""Sizing: available memory, and the limits that follow from it."""
+"""Available memory, and the limits derived from it."""
 
 import os
 from array import array

@@ -27,7 +27,7 @@ PROGRESS_DELAY_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """An operation that runs its reference implementation, although the device has a faster backend for others.
+    """An operation that runs its reference implementation, although the device's backend has a faster version.
 
     Operations left to torch on purpose are not counted.
     """
