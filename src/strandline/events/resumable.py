@@ -5,7 +5,15 @@ from collections.abc import Iterable
 
 from strandline.cache.path_hashes import block_hashes, root_hash, snapshot_hash
 from strandline.cache.tokens import TOKEN_BYTES, encode
-from strandline.events.wire import BLOCK_GROUP, SNAPSHOT_GROUP, BlockRemoved, BlockStored, WireEvent, wire_hash
+from strandline.events.wire import (
+    BLOCK_GROUP,
+    SNAPSHOT_GROUP,
+    BlockRemoved,
+    BlockStored,
+    WireEvent,
+    wire_hash,
+    wire_hashes,
+)
 from strandline.ids import BLOCK_TOKENS
 
 
@@ -22,7 +30,7 @@ class PromptHashes:
         root = root_hash(salt)
         self._hashes = [root, *block_hashes(root, self._data)]
         self.num_tokens = len(self._data) // TOKEN_BYTES
-        self.blocks = [wire_hash(path_hash) for path_hash in self._hashes[1:]]
+        self.blocks = wire_hashes(self._hashes[1:])
         """The hash of each whole block, as it travels."""
 
     def snapshot(self, num_before: int, num_rest: int) -> int:

@@ -6,7 +6,9 @@ an unsigned integer. The one field that is not vLLM's is ``position``, of group 
 Source of the schema: ``vllm/distributed/kv_events.py``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from struct import Struct
 from typing import Any, Final, assert_never
 
 import msgspec
@@ -26,6 +28,7 @@ BLOCK_GROUP: Final = 0
 SNAPSHOT_GROUP: Final = 1
 GPU: Final = "GPU"
 WIRE_HASH_BYTES: Final = 8
+WIRE_HASHES: Final = Struct(f">{sha256().digest_size - WIRE_HASH_BYTES}xQ")
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
@@ -92,6 +95,11 @@ def wire_hash(path_hash: bytes) -> int:
     return int.from_bytes(path_hash[-WIRE_HASH_BYTES:], "big")
 
 
+def wire_hashes(path_hashes: Sequence[bytes]) -> list[int]:
+    """Return hashes as they travel."""
+    return [number for (number,) in WIRE_HASHES.iter_unpack(b"".join(path_hashes))]
+
+
 def to_wire(event: CacheEvent) -> WireEvent:
     """Return an event in the schema of the wire."""
     match event:
@@ -101,7 +109,7 @@ def to_wire(event: CacheEvent) -> WireEvent:
             num_tokens = len(tokens) // TOKEN_BYTES
             return _stored((path_hash,), before, tokens, num_tokens, SNAPSHOT_GROUP, "mamba", position)
         case BlocksRemoved(hashes):
-            return BlockRemoved(block_hashes=[*map(wire_hash, hashes)], medium=GPU, group_idx=BLOCK_GROUP)
+            return BlockRemoved(block_hashes=wire_hashes(hashes), medium=GPU, group_idx=BLOCK_GROUP)
         case SnapshotRemoved(path_hash):
             return BlockRemoved(block_hashes=[wire_hash(path_hash)], medium=GPU, group_idx=SNAPSHOT_GROUP)
         case Cleared():
@@ -120,7 +128,7 @@ def _stored(
     position: int | None = None,
 ) -> BlockStored:
     return BlockStored(
-        block_hashes=[*map(wire_hash, hashes)],
+        block_hashes=wire_hashes(hashes),
         parent_block_hash=None if before is None else wire_hash(before),
         token_ids=decode(tokens),
         block_size=block_size,

@@ -8,6 +8,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from heapq import merge
+from itertools import chain, compress, groupby
 
 from strandline.events.resumable import PromptHashes
 from strandline.events.wire import BLOCK_GROUP, SNAPSHOT_GROUP, BlockRemoved, BlockStored, WireEvent
@@ -108,20 +110,21 @@ class FleetIndex:
         No replica is in two masks; those that would hit nothing are in none. Take what is yielded before the index
         changes.
         """
-        unseen = self.replicas
-        for num_before in range(self._matched_blocks(prompt), -1, -1):
+        unseen = self.replicas & ~self._stateless
+        depths = range(self._matched_blocks(prompt), -1, -1)
+        hashes = chain(reversed(prompt.blocks[: depths.start]), (None,))
+        has_snapshots = compress(depths, map(self._rests.__contains__, hashes))
+        stateless = dict(self._depths(prompt, self._stateless))
+        for num_before, _ in groupby(merge(has_snapshots, stateless, reverse=True)):
             before = prompt.blocks[num_before - 1] if num_before else None
-            rests = self._rests.get(before)
-            if rests is not None:
-                for num_hit, mask in self._snapshot_hits(prompt, num_before, rests):
+            # A replica that has a snapshot has the blocks before it.
+            if before is None or self._blocks[before] & unseen:
+                for num_hit, mask in self._snapshot_hits(prompt, num_before, self._rests.get(before, {})):
                     if mask & unseen:
                         yield num_hit, mask & unseen
                         unseen &= ~mask
-            if self._stateless and before is not None:
-                mask = self._blocks[before] & self._stateless & unseen
-                if mask:
-                    yield min(num_before * BLOCK_TOKENS, prompt.num_tokens - 1), mask
-                    unseen &= ~mask
+            if num_before in stateless:
+                yield min(num_before * BLOCK_TOKENS, prompt.num_tokens - 1), stateless[num_before]
 
     def _snapshot_hits(
         self, prompt: PromptHashes, num_before: int, rests: Mapping[int, int]
@@ -137,17 +140,24 @@ class FleetIndex:
 
         No replica is in two masks; those that have announced no block of the prompt are in none.
         """
-        seen, num_blocks = 0, self._matched_blocks(prompt)
-        while num_blocks:
-            mask = self._blocks[prompt.blocks[num_blocks - 1]]
-            yield num_blocks * BLOCK_TOKENS, mask & ~seen
-            seen |= mask
-            # A replica that has announced a block has announced those before it.
-            num_blocks = bisect_left(prompt.blocks, True, hi=num_blocks, key=partial(self._is_within, seen))
+        for num_blocks, mask in self._depths(prompt, self.replicas):
+            yield num_blocks * BLOCK_TOKENS, mask
 
-    def _is_within(self, mask: int, block: int) -> bool:
-        """Return whether no other replicas have announced a block."""
-        return not self._blocks[block] & ~mask
+    def _depths(self, prompt: PromptHashes, replicas: int) -> Iterator[tuple[int, int]]:
+        """Yield numbers of first blocks of a prompt, and masks of the replicas that have announced them; most first.
+
+        Replicas that are not in the given mask are left out. Depths are found by bisection: a replica that has
+        announced a block has announced those before it.
+        """
+        left, num_blocks = replicas, len(prompt.blocks)
+        while num_blocks := bisect_left(prompt.blocks, True, hi=num_blocks, key=partial(self._is_missing, left)):
+            mask = self._blocks[prompt.blocks[num_blocks - 1]] & left
+            yield num_blocks, mask
+            left &= ~mask
+
+    def _is_missing(self, replicas: int, block: int) -> bool:
+        """Return whether none of some replicas has announced a block."""
+        return not self._blocks.get(block, 0) & replicas
 
     def _matched_blocks(self, prompt: PromptHashes) -> int:
         """Return how many of the prompt's first blocks any replica has announced."""

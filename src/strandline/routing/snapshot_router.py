@@ -88,7 +88,7 @@ class SnapshotRouter:
             raise NoReplicaError("there is no replica")
         number, num_hit = self._choose(prompt)
         self._loads.reserve(request_id, number, prompt.num_tokens - num_hit + self._decode_tokens)
-        self._pending.add(request_id, number, prompt.blocks[num_hit // BLOCK_TOKENS :])
+        self._pending.add(request_id, number, prompt.blocks, num_hit // BLOCK_TOKENS)
         return self._names.name(number)
 
     def begin(self, request_id: str) -> None:
