@@ -1,6 +1,7 @@
 """A replica's disk cache: entries that are only in memory are written when the replica ends in order."""
 
 import asyncio
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -71,7 +72,10 @@ def test_a_new_replica_hits_what_an_ended_one_left(config: EngineConfig, monkeyp
         return tokens
 
     cold, warm = (asyncio.run(answer_and_end()) for _ in range(2))
-    monkeypatch.delattr(type(replicas[0]), "__del__")  # Python would call it, and not await it
+    with monkeypatch.context() as patch:
+        patch.delattr(type(replicas[0]), "__del__")  # Python would call it, and not await it
+        replicas.clear()
+        gc.collect()
     assert [token.token_id for token in warm] == [token.token_id for token in cold]
     hits = [tokens[0].account.hit for tokens in (cold, warm) if tokens[0].account is not None]
     assert hits == [0, len(PROMPT)]
