@@ -117,7 +117,9 @@ def deployment() -> Iterator[Deployment]:
         port = probe.getsockname()[1]
     # Ray's sockets lie in it, whose paths must be short.
     with TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        made = Deployment(Path(folder), documented(APP, port))
+        config = documented(APP, port)
+        config["applications"][0]["args"]["engine"]["disk_cache"] = f"{folder}/cache"
+        made = Deployment(Path(folder), config)
         made.start()
         yield made
         if made.process is not None and made.process.poll() is None:
@@ -151,9 +153,11 @@ def test_replicas_come_and_go_while_answers_stream(deployment: Deployment) -> No
     assert deployment.answers() == expected
 
 
-def test_ctrl_c_ends_all_replicas(deployment: Deployment) -> None:
+def test_ctrl_c_ends_all_replicas_and_leaves_their_caches(deployment: Deployment) -> None:
     assert deployment.process is not None
+    left = {*deployment.folder.glob("cache/*/*.snapshot")}
     deployment.process.send_signal(signal.SIGINT)
     deployment.process.wait(TIMEOUT_S)
     deployment.process = None
     deployment.wait_until(lambda: not replica_processes(APP))
+    assert {*deployment.folder.glob("cache/*/*.snapshot")} > left
