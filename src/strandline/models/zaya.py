@@ -121,6 +121,7 @@ def build_zaya(config: Any, dtype: torch.dtype, device: torch.device | str, shar
         fields.reject("lm_head_bias", "false")
     num_layers = len(read_layer_types(fields, [LAYER_TYPE]))
     attention, moe = ConvolvedAttentionConfig.read(fields), SkippingMoeConfig.read(fields)
+    rotary = rotary_frequencies(config, layer_type=LAYER_TYPE)
     norm, hidden_size, state = plain(moe.eps), moe.hidden_size, RouterState()
 
     def build_layer(index: int) -> ScaledStreamLayer:
@@ -130,7 +131,6 @@ def build_zaya(config: Any, dtype: torch.dtype, device: torch.device | str, shar
         return ScaledStreamLayer(mixer, experts, norm, hidden_size, dtype, device, is_first=is_first)
 
     layers = [build_layer(index) for index in range(num_layers)]
-    rotary = rotary_frequencies(config, layer_type=LAYER_TYPE)
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
     decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))

@@ -88,11 +88,11 @@ class Late:
     """Ends of a rank's transfers that it reports some calls after they are known."""
 
     def __init__(self, transfers: Transfers, num_calls: int) -> None:
-        self._take = transfers._take
+        self._take = transfers.take
         self._known: list[tuple[Completion, ...]] = [()] * num_calls
 
-    def __call__(self, ended: list[Completion]) -> tuple[Completion, ...]:
-        self._known.append(self._take(ended))
+    def __call__(self, timeout_s: float = 0.0) -> tuple[Completion, ...]:
+        self._known.append(self._take())
         return self._known.pop(0)
 
 
@@ -101,8 +101,9 @@ def test_requests_wait_for_the_slowest_rank(
 ) -> None:
     llm = with_host_memory(make_threaded)
     transfers = transfers_of(llm, 1)
-    monkeypatch.setattr(transfers, "_take", Late(transfers, 3))
-    monkeypatch.setattr(transfers, "wait", lambda _: transfers.take())
+    late = Late(transfers, 3)
+    monkeypatch.setattr(transfers, "take", late)
+    monkeypatch.setattr(transfers, "wait", late)
     assert serve(llm)[0] == expected
     assert [answers(llm, PROMPTS) for _ in range(2)] == [expected] * 2
     assert stats(llm).loads.num_done > 0

@@ -258,7 +258,7 @@ def test_an_unknown_architecture_lists_the_supported_ones(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("quantization_config", {"quant_method": "gptq"}, "quant_method 'gptq' is not supported"),
+        ("quantization_config", {"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
         ("hidden_act", "gelu", "hidden_act 'gelu' is not supported; supported: silu"),
     ],
 )
