@@ -54,7 +54,7 @@ def verification_sizes(max_num_seqs: int, draft_tokens: int) -> list[Verificatio
     """Return the sizes of steps that verify or make drafts: few, or as many as there may be."""
     depths = sorted({1, min(2, draft_tokens), draft_tokens})
     counts = sorted({size.num_sequences for size in graph_sizes(max_num_seqs, 1) if not size.num_prompt_rows})
-    return [VerificationSize(count, depth) for count in counts for depth in depths]
+    return [VerificationSize(count, depth, draft_tokens) for count in counts for depth in depths]
 
 
 def capture_error_mode(kernels: Kernels) -> str:

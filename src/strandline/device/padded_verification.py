@@ -14,7 +14,8 @@ Where a step is smaller than the size,
 - the filler's rows, and unused places of logged tokens, are copied from the last of the replayed rows, which gives
   zeros; unused places of drafts go to the null log.
 
-Shape suffixes as in ``kernels/batch.py``; I integers of the buffer, C chunks, D drafts of a sequence.
+Shape suffixes as in ``kernels/batch.py``; I integers of the buffer, C chunks, D drafts of a sequence,
+L places of its log.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +52,9 @@ class VerificationSize:
 
     num_sequences: int
     draft_tokens: int
-    """Drafts of each, and tokens in its log."""
+    """Drafts of each."""
+    log_tokens: int
+    """Places of a log: the step before may have verified more drafts than this one."""
 
     @property
     def num_rows(self) -> int:
@@ -60,7 +63,7 @@ class VerificationSize:
     @property
     def num_replayed_rows(self) -> int:
         """Logged and computed ones, and one of no token."""
-        return self.num_rows + self.num_sequences * self.draft_tokens + 1
+        return self.num_rows + self.num_sequences * self.log_tokens + 1
 
     @property
     def num_chunks(self) -> int:
@@ -75,10 +78,7 @@ class VerificationSize:
         """Whether a step of sequences that all verify drafts, and draft behind these, fits in."""
         if len(sequences) > self.num_sequences:
             return False
-        return all(
-            max(sequence.num_drafts, sequence.num_logged, sequence.next_drafts) <= self.draft_tokens
-            for sequence in sequences
-        )
+        return all(max(sequence.num_drafts, sequence.next_drafts) <= self.draft_tokens for sequence in sequences)
 
 
 class PaddedVerification:
@@ -148,22 +148,24 @@ class PaddedVerification:
         A sequence that has ended, whose ``state_dst`` is the null slot, stores neither a state nor drafts.
         """
         size = self.size
-        count, depth, end = size.num_sequences, size.draft_tokens, size.num_replayed_rows
+        count, end = size.num_sequences, size.num_replayed_rows
         starts_N1 = named["query_starts"]
         first_row_N, num_rows_N = starts_N1[:count], starts_N1[1 : count + 1] - starts_N1[:count]
         num_logged_N, num_drafts_N = named["num_logged"][:count], named["num_drafts"][:count]
         slot_N, log_N = named["state_dst"][:count], named["log"][:count]
-        place_D, index_N = (torch.arange(number, device=starts_N1.device) for number in (depth, count + 2))
-        own_row_N = first_row_N + (index_N[:count] + 1) * depth
+        place_D, place_L, index_N = (
+            torch.arange(number, device=starts_N1.device) for number in (size.draft_tokens, size.log_tokens, count + 2)
+        )
+        own_row_N = first_row_N + (index_N[:count] + 1) * size.log_tokens
         is_real_N, has_drafts_N = num_rows_N > 0, num_drafts_N > 0
         certain_rows_N = num_rows_N - num_drafts_N
         parts_N2 = torch.stack((own_row_N - num_logged_N, own_row_N + certain_rows_N), 1)
         lengths_N2 = torch.stack((num_logged_N + certain_rows_N, num_drafts_N), 1)
         cut_N2 = torch.stack((slot_N * has_drafts_N, torch.zeros_like(slot_N)), 1)
         row_T, sequence_T = torch.arange(size.num_rows, device=starts_N1.device), named["sequence_of_row"]
-        is_logged_ND = place_D < num_logged_N[:, None]
+        is_logged_NL = place_L < num_logged_N[:, None]
         is_draft_ND = place_D < num_drafts_N[:, None]
-        first_place_N1 = (log_N * depth)[:, None]
+        first_place_N1 = (log_N * size.log_tokens)[:, None]
         is_kept_ND = is_draft_ND & (slot_N != NULL_SLOT)[:, None]
         return {
             "first_chunks": CHUNKS_OF_SEQUENCE * index_N.minimum(is_real_N.sum()),
@@ -171,9 +173,9 @@ class PaddedVerification:
             "lengths": F.pad(lengths_N2.flatten(), (0, 1)),
             "cut_slots": F.pad(cut_N2.flatten(), (0, 1)),
             "state_dst": F.pad(slot_N * ~has_drafts_N, (0, 1)),
-            "step_rows": torch.where(sequence_T < count, row_T + (sequence_T + 1) * depth, end - 1),
-            "logged_rows": torch.where(is_logged_ND, parts_N2[:, :1] + place_D, end - 1).flatten(),
-            "logged_places": ((first_place_N1 + place_D) * is_logged_ND).flatten(),
+            "step_rows": torch.where(sequence_T < count, row_T + (sequence_T + 1) * size.log_tokens, end - 1),
+            "logged_rows": torch.where(is_logged_NL, parts_N2[:, :1] + place_L, end - 1).flatten(),
+            "logged_places": ((first_place_N1 + place_L) * is_logged_NL).flatten(),
             "draft_rows": ((first_row_N[:, None] + 1 + place_D) * is_draft_ND).flatten(),
             "draft_places": (first_place_N1 * is_kept_ND + place_D).flatten(),
         }

@@ -42,6 +42,7 @@ from strandline.device.upload import download, upload_together
 from strandline.device.verification import Verified, VerifiedOnDevice, sample_and_verify, verify_chosen
 from strandline.device.verification_graphs import VerificationGraphs
 from strandline.errors import EngineError
+from strandline.gc_policy import gc_paused
 from strandline.ids import RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
@@ -184,7 +185,7 @@ class Runner:
         progress: bool = False,
     ) -> None:
         """Capture CUDA graphs of steps of these sizes, to replay them from now on."""
-        with torch.inference_mode():
+        with torch.inference_mode(), gc_paused():
             if verifications:
                 self._verification_graphs = VerificationGraphs(
                     self.model,

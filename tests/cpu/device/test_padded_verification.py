@@ -55,8 +55,7 @@ def as_planned_before(sequence: SequencePlan, num_accepted: int) -> SequencePlan
 @given(verifications(), st.integers(0, 3), st.data())
 def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int, data: st.DataObject) -> None:
     assert all(sequence.is_verification for sequence in sequences)
-    deepest = max(max(plan.num_drafts, plan.num_logged) for plan in sequences)
-    size = VerificationSize(len(sequences) + num_spare, deepest)
+    size = VerificationSize(len(sequences) + num_spare, max(plan.num_drafts for plan in sequences), DEPTH)
     assert size.has_room_for(sequences)
     padded = PaddedVerification(size)
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
@@ -113,14 +112,14 @@ def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int
         start = int(chunks.starts_C[first])
         lengths = chunks.lengths_C[first:end]
         assert int(lengths.sum()) == plan.num_logged + num_rows
-        logged = before_JX[plan.log * size.draft_tokens :][: plan.num_logged]
+        logged = before_JX[plan.log * DEPTH :][: plan.num_logged]
         own_RX = rows_RX[start : start + plan.num_logged + num_rows]
         assert torch.equal(own_RX, torch.cat((logged, inputs_TX[rows])))
-        drafts = log_JX[plan.log * size.draft_tokens :][: plan.num_drafts]
+        drafts = log_JX[plan.log * DEPTH :][: plan.num_drafts]
         if plan.state_dst:
             assert torch.equal(drafts, inputs_TX[rows][1:] if plan.num_drafts else drafts[:0])
         else:
-            assert torch.equal(drafts, before_JX[plan.log * size.draft_tokens :][: plan.num_drafts])
+            assert torch.equal(drafts, before_JX[plan.log * DEPTH :][: plan.num_drafts])
         cuts = {
             int(lengths[: place + 1].sum()): int(slot)
             for place, slot in enumerate(chunks.cut_slots_C[first:end])
@@ -142,7 +141,7 @@ def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int
 
 
 def test_all_rows_of_an_empty_step_are_the_fillers() -> None:
-    padded = PaddedVerification(VerificationSize(3, 2))
+    padded = PaddedVerification(VerificationSize(3, 2, 4))
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
     padded.fill(buffer_I.numpy(), [])
     batch = padded.batch(
@@ -158,10 +157,10 @@ def test_all_rows_of_an_empty_step_are_the_fillers() -> None:
 
 def test_steps_that_are_larger_do_not_fit() -> None:
     plan = sequence(0, 70, 73, log=1)._replace(num_drafts=2, num_logged=0)
-    assert VerificationSize(1, 2).has_room_for([plan])
-    assert not VerificationSize(1, 1).has_room_for([plan])
-    assert not VerificationSize(1, 2).has_room_for([plan._replace(next_drafts=3)])
-    assert not VerificationSize(1, 2).has_room_for([plan, plan._replace(log=LogId(2))])
+    assert VerificationSize(1, 2, 2).has_room_for([plan])
+    assert not VerificationSize(1, 1, 2).has_room_for([plan])
+    assert not VerificationSize(1, 2, 2).has_room_for([plan._replace(next_drafts=3)])
+    assert not VerificationSize(1, 2, 2).has_room_for([plan, plan._replace(log=LogId(2))])
 
 
 def test_prompts_resumed_sequences_and_cuts_are_no_verification() -> None:
@@ -211,7 +210,7 @@ def test_drafts_count_up_to_the_first_that_differs_or_stops(data: st.DataObject)
 @pytest.mark.parametrize("is_written", [True, False])
 def test_single_rows_write_where_there_is_room(is_written: bool) -> None:
     plans = [sequence(index, 62 + index, 63 + index) for index in range(4)]
-    padded = PaddedVerification(VerificationSize(4, DEPTH))
+    padded = PaddedVerification(VerificationSize(4, DEPTH, DEPTH))
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
     padded.fill(buffer_I.numpy(), plans)
     table_NM = torch.arange(10).to(torch.int32).view(5, 2)

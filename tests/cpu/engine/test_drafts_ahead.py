@@ -115,7 +115,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
                 runner.arena,
                 runner._pending.stop_ids_XI,
                 runner._kernels,
-                sizes=[VerificationSize(n, d) for n in range(1, 1 + MAX_NUM_SEQS) for d in (0, num_drafts)],
+                sizes=[
+                    VerificationSize(n, depth, num_drafts)
+                    for n in range(1, 1 + MAX_NUM_SEQS)
+                    for depth in range(1 + num_drafts)
+                ],
                 max_model_len=llm.engine.core.limits.max_model_len,
             )
             llm.engine.scheduler.drafts.corrects_lengths = True

@@ -32,10 +32,12 @@ FEW = Few(32, 128, 1, 64, 1)
 TILES = ((Tile(16, GROUP, 1, 1, 2), Tile(16, 32, 1, 1)), (Tile(64, GROUP, 1, 1), Tile(64, 64, 1, 1, 2)))
 """Small, so that small shapes have several tiles; of both orientations."""
 
-TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 3e-2}
 TOLERANCES_INTERPRETER = {torch.float32: 3e-3, torch.bfloat16: 6e-2}
 """``|out - expected| / |expected|``: a feature that lies between two e4m3 numbers may be rounded to either. The
-interpreter cuts bfloat16 off where a GPU rounds it."""
+interpreter cuts bfloat16 off where a GPU rounds it. Where the largest feature of a group is rounded to another
+bfloat16, the group's scale changes by 2**-8, and with it what a twentieth of its features are rounded to: in the 32
+groups of one token, that was seen to make 2.3e-2."""
 
 Shape = tuple[int, int, int, int, int]
 """Experts, choices of a token, channels, features, features of the shared expert."""

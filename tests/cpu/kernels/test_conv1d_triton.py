@@ -80,8 +80,8 @@ def make_arena(
 def near(actual: Tensor, expected: Tensor, device: str) -> None:
     ratio = FLOAT32_RATIO if expected.dtype == torch.float32 else BFLOAT16_RATIO[device]
     assert actual.dtype == expected.dtype
-    difference = actual.double().cpu() - expected.double()
-    assert float(difference.norm() / expected.double().norm()) < ratio
+    exact = expected.double().cpu()
+    assert float((actual.double().cpu() - exact).norm() / exact.norm()) < ratio
 
 
 def check_prefill(

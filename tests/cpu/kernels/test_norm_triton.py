@@ -23,8 +23,10 @@ EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def near(actual: Tensor, expected: Tensor) -> None:
+def near(actual: Tensor, expected: Tensor, num_roundings: int = 1) -> None:
     """Compare; on a GPU bfloat16 may differ by a unit in the last place, where another order of a sum flips a rounding.
+
+    A product of what is rounded itself may differ by half a unit more.
 
     Triton's interpreter cuts bfloat16 off instead of rounding it: there several units are let pass.
     """
@@ -33,7 +35,7 @@ def near(actual: Tensor, expected: Tensor) -> None:
     elif not expected.is_cuda:
         torch.testing.assert_close(actual, expected, rtol=2**-5, atol=1e-6)
     else:
-        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(actual, expected, rtol=2**-7 * (1 + num_roundings) / 2, atol=1e-6)
         assert (actual != expected).float().mean() < 0.01
 
 
@@ -114,7 +116,7 @@ def check_gates(num_rows: int, size: int, dtype: torch.dtype, device: str) -> No
     with poisoned_memory():
         near(activation_triton.swiglu(gate_up), activation.swiglu.reference(gate_up))
         for is_tanh in (False, True):
-            near(activation_triton.geglu(gate_up, is_tanh), activation.geglu.reference(gate_up, is_tanh))
+            near(activation_triton.geglu(gate_up, is_tanh), activation.geglu.reference(gate_up, is_tanh), 2)
     for name in ("sigmoid_gate", "silu_gate"):
         x_TO, gate_TO = (view_of_wider((num_rows, size), dtype, device) for _ in range(2))
         expected_TO = getattr(activation, name).reference(x_TO.clone(), gate_TO)

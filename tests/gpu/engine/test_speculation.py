@@ -123,7 +123,7 @@ def test_steps_of_changing_depth_change_no_token(
 
     monkeypatch.setattr(StepGraphs, "decode", counting)
     turns = cycle(depths)
-    monkeypatch.setattr(DraftDepth, "choose", lambda *_: next(turns))
+    monkeypatch.setattr(DraftDepth, "choose", lambda *_, **__: next(turns))
     speculation = {"method": "mtp", "num_speculative_tokens": 2}
     assert demo(speculation, least_accepted=20 if any(depths) else 0) == demo_answers
     assert sum(decodes) > 20
