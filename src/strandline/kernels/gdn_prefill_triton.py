@@ -43,7 +43,7 @@ from strandline.kernels.chunkwise import MIN_LOG_DECAY
 from strandline.kernels.gdn import L2_NORM_EPS
 from strandline.kernels.gdn_short_triton import gdn_prefill_short
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
-from strandline.kernels.state_triton import FLOAT32_PRECISION, LOG2_E, fast_exp2, softplus
+from strandline.kernels.state_triton import FLOAT32_PRECISION, LOG2_E, fast_exp2, softplus, without_empty
 
 PREPARE_WARPS = 4
 """One warpgroup per 64 x 64 matrix."""
@@ -266,7 +266,7 @@ def _advance_kernel(
     state_KW = tl.load(state_ptr + src * stride_ss + in_slot_KW, mask=is_state_KW & (src != 0), other=0.0)
     state_WK = tl.trans(state_KW.to(tl.float32))
     first = tl.load(first_chunks_ptr + sequence).to(tl.int32)
-    end = tl.load(first_chunks_ptr + sequence + 1).to(tl.int32)
+    end = without_empty(first, tl.load(first_chunks_ptr + sequence + 1).to(tl.int32), lengths_ptr)
     # The next chunk's location is loaded a step ahead, so that its loads wait for no other load.
     start = tl.load(starts_ptr + first, mask=first < end, other=0).to(tl.int32)
     length = tl.load(lengths_ptr + first, mask=first < end, other=0).to(tl.int32)

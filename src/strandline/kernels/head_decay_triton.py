@@ -60,6 +60,7 @@ from strandline.kernels.state_triton import (
     load_state,
     softplus,
     store_state,
+    without_empty,
 )
 
 
@@ -266,7 +267,7 @@ def _advance_kernel(
         skip = tl.load(skip_ptr + head).to(tl.float32)
 
     first = tl.load(first_chunks_ptr + sequence).to(tl.int32)
-    end = tl.load(first_chunks_ptr + sequence + 1).to(tl.int32)
+    end = without_empty(first, tl.load(first_chunks_ptr + sequence + 1).to(tl.int32), lengths_ptr)
     if IS_DIVIDED:
         partial_ptr += sequence.to(tl.int64) * num_segments * (H * K * V)
         left_ptr += sequence * num_segments * H + head

@@ -36,6 +36,13 @@ def store_state(state_ptr, slot, slot_stride, place_X, is_part_X, state_X):
 
 
 @triton.jit
+def without_empty(first, end, lengths_ptr):
+    """Return the end of a sequence's chunks without the last one, where that has no tokens."""
+    last_length = tl.load(lengths_ptr + end - 1, mask=end > first, other=1)
+    return end - (last_length == 0).to(tl.int32)
+
+
+@triton.jit
 def softplus(x):
     """``log(1 + exp(x))``, exact to float32 where it is small: the hardware's ``log`` is not, near 1."""
     y = tl.exp(-tl.abs(x))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels.chunk_table import build_chunk_table
+from strandline.kernels.chunk_table import Chunks, build_chunk_table, plan_chunks
 from tests.cpu.kernels import test_chunkwise
 from tests.cpu.kernels.test_chunkwise import Kind, Prompt, decay_rates
 from tests.poison import poisoned_memory
@@ -222,6 +222,32 @@ def check_segments(kind: Kind, device: str, dtype: torch.dtype, limit: float) ->
         check_mixed_batch(kind, device, dtype, limit)
 
 
+def check_empty_chunks(kind: Kind, device: str, dtype: torch.dtype) -> None:
+    """Assert that an empty chunk at the end of sequences changes no bit, whatever lies in scratch memory."""
+    prompts = [Prompt(3, 10, 1, 1), Prompt(0, 70, 0, 2, ((64, 3),)), Prompt(64, 65, 7, 4)]
+    layer, ends = make_layer(kind, 78, dtype, device), (7, 77, 78)
+    plain = plan_chunks([(p.start, p.end) for p in prompts], [p.cuts for p in prompts])
+    columns = [list[int](), list[int](), list[int]()]
+    for first, last, end in zip(plain.first_chunks, plain.first_chunks[1:], ends, strict=False):
+        for column, values, empty in zip(columns, plain.columns[1:], (end, 0, 0), strict=True):
+            column += [*values[first:last], empty]
+    starts, lengths, cuts = map(tuple, columns)
+    padded = Chunks(tuple(first + n for n, first in enumerate(plain.first_chunks)), starts, lengths, cuts)
+    state_SX = make_slots(kind, [1, 7], device)
+    results = []
+    for chunks in (plain, padded):
+        own_SX = make_slots(kind, [], device)
+        own_SX.copy_(state_SX)
+        table = chunks.with_tensors([torch.tensor(column, device=device) for column in chunks.columns])
+        with poisoned_memory():
+            prefill = version(kind, "prefill_invariant")
+            out_T = prefill(*layer.tokens, *layer.parameters, own_SX, *slots_of(prompts, device), table)
+        results.append((out_T, own_SX.nan_to_num(99.0)))
+    (out_T, found_SX), (padded_T, padded_SX) = results
+    assert torch.equal(padded_T, out_T)
+    assert torch.equal(padded_SX, found_SX)
+
+
 def check_nan_stays(kind: Kind, device: str) -> None:
     layer, state_SX = make_layer(kind, 40, torch.float32, device), make_slots(kind, [4, 5], device)
     for tokens in layer.tokens:
@@ -305,6 +331,10 @@ def test_states_of_smaller_dtypes_are_rounded_where_stored(kind: Kind, state_dty
 
 def test_prompt_in_steps_on_the_grid_is_bitwise_equal(kind: Kind) -> None:
     check_steps_on_the_grid(kind, "cpu", torch.float32)
+
+
+def test_an_empty_chunk_at_the_end_changes_no_bit(kind: Kind) -> None:
+    check_empty_chunks(kind, "cpu", torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")

@@ -55,6 +55,11 @@ def test_prefill_equals_torchs_at_any_length(kind: Kind, dtype: torch.dtype, lim
     cases.check_lengths(kind, "cuda", dtype, limit)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_empty_chunk_at_the_end_changes_no_bit(kind: Kind, dtype: torch.dtype) -> None:
+    cases.check_empty_chunks(kind, "cuda", dtype)
+
+
 @pytest.mark.parametrize(("dtype", "limit"), DTYPES)
 def test_a_mixed_batch_treats_each_sequence_alone(kind: Kind, dtype: torch.dtype, limit: float) -> None:
     cases.check_mixed_batch(kind, "cuda", dtype, limit)
