@@ -161,6 +161,11 @@ class EngineConfig:
                 "--deterministic does not go with --speculative-config: drafts are computed in other steps than the "
                 "tokens of plain decoding, and round differently; drop one of the two"
             )
+        if self.speculation is not None and self.speculation.draft_vocab_size and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "--speculative-config: draft_vocab_size is for one rank, which has the whole vocabulary; drop it, or "
+                f"--tensor-parallel-size, which is {self.tensor_parallel_size}"
+            )
 
     def _require_tiers(self) -> None:
         """Check the options of host memory and the disk cache."""

@@ -35,6 +35,8 @@ class SpeculativeConfig:
     matches replace the layer's drafts; if both are None, there is no search."""
     prompt_lookup_min: int | None = None
     """The shortest; None: ``prompt_lookup_max``, or 5."""
+    draft_vocab_size: int | None = None
+    """With ``mtp``: draft only tokens whose ids are below this, which takes less time; None: any token."""
     rejection_sample_method: str = "standard"
     """``standard``, or for benchmarks ``synthetic``: drafts are accepted by chance, whatever the model samples."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None
@@ -50,6 +52,10 @@ class SpeculativeConfig:
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name), None)
+        if self.draft_vocab_size is not None:
+            _require_count("draft_vocab_size", self.draft_vocab_size, None)
+            if not self.has_draft_layer:
+                raise ConfigError(f"{FLAG}: draft_vocab_size is for method mtp; got method {self.method!r}")
         if self.rejection_sample_method not in SAMPLE_METHODS:
             names = ", ".join(SAMPLE_METHODS)
             raise ConfigError(

@@ -27,6 +27,8 @@ FAULTS = {
         for rates in ("[0.5]", "[0.5, 0.6]", "[1.5, 0.6]", '["a", 0.6]', "0.5")
     },
     '{"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 0}': "at least 1, got 0",
+    '{"method": "mtp", "num_speculative_tokens": 1, "draft_vocab_size": 0}': "draft_vocab_size .* at least 1, got 0",
+    '{"method": "ngram", "num_speculative_tokens": 1, "draft_vocab_size": 9}': "draft_vocab_size is for method mtp",
 }
 
 
@@ -34,6 +36,12 @@ FAULTS = {
 def test_faults_are_named(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"--speculative-config.*{message}"):
         EngineConfig(model="demo", speculative_config=text)
+
+
+def test_a_reduced_vocabulary_of_drafts_is_for_one_rank() -> None:
+    speculation = {"method": "mtp", "num_speculative_tokens": 1, "draft_vocab_size": 9}
+    with pytest.raises(ConfigError, match=r"draft_vocab_size is for one rank.*which is 2"):
+        EngineConfig(model="demo", speculative_config=speculation, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(

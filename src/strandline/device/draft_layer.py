@@ -100,7 +100,7 @@ def make_drafts(
             break
         (rows_N,) = upload_together([[last_rows[place] for place in wanted]], hidden_TE.device)
         hidden_XE = hidden_TE[rows_N]
-        tokens = likeliest(model.logits(hidden_XE), kernels).tolist()
+        tokens = likeliest(model.draft_logits(hidden_XE), kernels).tolist()
         pairs = []
         for row, (place, token) in enumerate(zip(wanted, tokens, strict=True)):
             pair = ordered[place]

@@ -180,7 +180,7 @@ class VerificationGraphs:
                 position_N = position_N + is_wanted_N
                 single = single_rows(batch, position_N, is_wanted_N, token_N, self._kernels)
                 hidden_NE = model.draft(single, hidden_NE, self._memory)
-            drafts.append(likeliest(model.logits(hidden_NE), self._kernels))
+            drafts.append(likeliest(model.draft_logits(hidden_NE), self._kernels))
         if drafts:
             step.drafts_ND = torch.stack(drafts, dim=1)
 

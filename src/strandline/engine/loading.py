@@ -96,6 +96,8 @@ def load_uni_executor(
         rounded_to=published_dtype(model_config) if choice.is_widened else None,
         keeps_fp8=fp8.keeps_fp8,
     )
+    if config.speculation is not None and config.speculation.draft_vocab_size is not None:
+        model.limit_drafts(config.speculation.draft_vocab_size)
     if fp8.keeps_fp8:
         LOGGER.warning(peak_note(device))
     model.lay_out(lay_out_in_half if choice.is_widened else lay_out)

@@ -31,7 +31,7 @@ class ChunkTable:
     Padded steps have sequences without tokens, which own none; ``first_chunks[i]`` is an empty chunk, then."""
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
-    """Of padded steps that verify drafts, a sequence's last chunk may be empty; nothing is computed of it."""
+    """A sequence's last chunk may be empty in padded steps that verify drafts; nothing is computed of it."""
     cut_slots: tuple[int, ...]
     """Slot that receives the state after the chunk; 0 if there is no cut."""
     first_chunks_N1: Tensor

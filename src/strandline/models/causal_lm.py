@@ -62,6 +62,10 @@ class CausalLM(nn.Module):
         self.draft_layer = self._build_draft_layer()
         self.spec = self._whole_spec()
 
+    def limit_drafts(self, num_tokens: int) -> None:
+        """Draft only tokens whose ids are below ``num_tokens``; called before ``use_kernels``."""
+        self.decoder.num_draftable = min(num_tokens, self.vocab_size)
+
     def _whole_spec(self) -> ModelSpec:
         spec, draft_layer = self.decoder.spec, self.draft_layer
         return spec if draft_layer is None else replace(spec, layers=(*spec.layers, draft_layer.spec))
@@ -103,6 +107,10 @@ class CausalLM(nn.Module):
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits of this rank's part of the vocabulary (``columns_of``), in the dtype of the activations."""
         return self.decoder.logits(hidden_NE)
+
+    def draft_logits(self, hidden_NE: Tensor) -> Tensor:
+        """Return logits of this rank's part of the tokens that are drafted, up to a monotonic function."""
+        return self.decoder.draft_logits(hidden_NE)
 
     @torch.no_grad()
     def draft(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> Tensor:

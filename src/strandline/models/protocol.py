@@ -66,6 +66,9 @@ class DraftingModel(LanguageModel, Protocol):
     def draft(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> Tensor:
         """Return hidden states whose logits predict the token after each of the batch's, by the draft layer."""
 
+    def draft_logits(self, hidden_NE: Tensor) -> Tensor:
+        """Return logits of this rank's part of the tokens that are drafted, up to a monotonic function."""
+
     def keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:
         """Store the keys and values that ``draft`` would, without drafting."""
 
@@ -76,6 +79,9 @@ class LoadableModel(LanguageModel, Protocol):
     @property
     def kv_scales(self) -> Mapping[int, KVScales]:
         """Scales of keys and values, by layer; to be set before ``bind``."""
+
+    def limit_drafts(self, num_tokens: int) -> None:
+        """Draft only tokens whose ids are below ``num_tokens``; called before ``use_kernels``."""
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the layout of the weights; they cannot be loaded or moved afterwards."""

@@ -84,11 +84,11 @@ def trained() -> demo_network.DemoModel:
 
 
 @torch.no_grad()
-def first_drafts(trained: demo_network.DemoModel, tokens: list[int]) -> list[int]:
-    """Return what the trained layer drafts behind each pair of tokens."""
+def first_drafts(trained: demo_network.DemoModel, tokens: list[int], vocab_size: int | None = None) -> list[int]:
+    """Return what the trained layer drafts behind each pair of tokens, of those with ids below ``vocab_size``."""
     padded = torch.tensor([tokens + [0] * (-len(tokens) % 64)])
     hidden_NE = trained.draft(trained(padded), padded.roll(-1, 1))
-    return F.linear(hidden_NE, trained.model.embed_tokens.weight).argmax(-1).tolist()
+    return F.linear(hidden_NE, trained.model.embed_tokens.weight)[..., :vocab_size].argmax(-1).tolist()
 
 
 def test_first_drafts_are_those_of_the_trained_layer(make: Callable[..., LLM], trained: demo_network.DemoModel) -> None:
@@ -100,6 +100,21 @@ def test_first_drafts_are_those_of_the_trained_layer(make: Callable[..., LLM], t
     found = {count: drafted[0] for count, drafted in drafts.items() if drafted}
     # The pair of the last two of ``count`` tokens lies at the first of them.
     assert found == {count: expected[count - 2] for count in found}
+
+
+def test_drafts_of_a_reduced_vocabulary_change_no_token(
+    make: Callable[..., LLM], trained: demo_network.DemoModel
+) -> None:
+    vocab_size = 700
+    speculation = {"method": "mtp", "num_speculative_tokens": 1, "adaptive": False, "draft_vocab_size": vocab_size}
+    llm, plain = make(speculative_config=speculation), make(0)
+    prompt = ids(llm)
+    answer, drafts = run(llm, prompt)
+    assert answer == run(plain, prompt)[0]
+    expected, unlimited = (first_drafts(trained, prompt + answer, size) for size in (vocab_size, None))
+    found = {count: drafted[0] for count, drafted in drafts.items() if drafted}
+    assert found == {count: expected[count - 2] for count in found}
+    assert any(unlimited[count - 2] >= vocab_size for count in found)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.linear import bind_linear, linear
+from strandline.kernels.linear import Linear, bind_linear, linear
 from strandline.kernels.norm import (
     add_rms_norm,
     add_rms_norm_zero_centered,
@@ -257,6 +257,8 @@ class Decoder(nn.Module):
         for weight in (self.embed_ZE, None if self.head is None else self.head.weight_OI):
             if weight is not None:
                 weight[len(self.held_tokens) :].zero_()
+        self.num_draftable: int | None = None
+        """The first tokens, which alone are drafted; None: all. To be set before ``use_kernels``."""
         self.attention_factor = 1.0 if rotary is None else rotary.attention_factor
         inv_freq_F = None if rotary is None else rotary.inv_freq_F.to(device)
         self.register_buffer("inv_freq_F", inv_freq_F, persistent=False)
@@ -273,6 +275,11 @@ class Decoder(nn.Module):
         self._add_norms = [kernels[_fed_by(self.norm.add_norm, part)] for part in (*rest, None)]
         self._ranks = kernels.ranks
         self._tied_head = bind_linear(kernels, DenseWeight(self.embed_ZE))
+        head = DenseWeight(self.embed_ZE) if self.head is None else self.head.weight
+        self._draft_head: Linear | None = None
+        # Rows of other forms cannot be sliced.
+        if self.num_draftable is not None and isinstance(head, DenseWeight):
+            self._draft_head = bind_linear(kernels, DenseWeight(head.values_OI[: self.num_draftable]))
 
     @property
     def spec(self) -> ModelSpec:
@@ -334,6 +341,13 @@ class Decoder(nn.Module):
         if logits_NZ.shape[1] > len(self.held_tokens):
             logits_NZ[:, len(self.held_tokens) :] = -torch.inf
         return logits_NZ
+
+    @torch.no_grad()
+    def draft_logits(self, hidden_NE: Tensor) -> Tensor:
+        """Return logits of the tokens that are drafted, up to a monotonic function."""
+        if self._draft_head is not None:
+            return self._draft_head(hidden_NE)
+        return self.logits(hidden_NE)[:, : self.num_draftable]
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors, except the layers'.
