@@ -51,6 +51,7 @@ from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import columns_of
 from strandline.kernels.replay import insert_logged
 from strandline.kernels.step import locate_rows, resolve_pending, store_hidden
+from strandline.kernels.verification import accept_drafts, complete_verification
 from strandline.models.protocol import DraftingModel, LanguageModel
 from strandline.records.grammars import GrammarCompiler
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
@@ -61,6 +62,8 @@ RUNNER_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
     resolve_pending,
     store_hidden,
     insert_logged,
+    complete_verification,
+    accept_drafts,
     *SAMPLING_OPERATIONS,
 )
 """Operations that the runner uses in addition to the model's."""

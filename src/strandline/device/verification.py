@@ -13,7 +13,6 @@ Shape suffixes: R rows, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from random import Random
 
 from torch import Tensor
@@ -21,15 +20,7 @@ from torch import Tensor
 from strandline.device.sampler import LogprobTensors, SamplingState, choose_tokens
 from strandline.ids import NO_TOKEN
 from strandline.kernels.binding import Kernels
-
-
-class Verdict(IntEnum):
-    """How the draft after a row is accepted or rejected."""
-
-    COMPARE = 0
-    """Accepted if it equals the chosen token."""
-    ACCEPT = 1
-    REJECT = 2
+from strandline.kernels.verification import Verdict
 
 
 @dataclass(slots=True)

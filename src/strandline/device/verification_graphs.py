@@ -1,12 +1,11 @@
 """CUDA graphs of steps that verify drafts: what makes such a step a few launches, and lets the host wait for it once.
 
-A step is two graphs. The first completes what the host did not know yet (``LastVerification``), and runs the model over
-certain tokens and drafts, up to the final hidden states. Then tokens are chosen behind all of them. The second counts
-on the device which drafts agree, stores the hidden state behind the last of them, and drafts for the next step with the
-model's draft layer. So the next step may be launched before the host knows what this one found.
+A step is two graphs. The first completes what the host did not know yet (``complete_verification``), and runs the model
+over certain tokens and drafts, up to the final hidden states. Then tokens are chosen behind all of them. The second
+counts on the device which drafts agree, stores the hidden state behind the last of them, and drafts for the next step
+with the model's draft layer. So the next step may be launched before the host knows what this one found.
 
-Shape suffixes as in ``kernels/batch.py``; I integers of a buffer, D drafts of a sequence, E hidden size, X sets of stop
-tokens, S their tokens.
+Shape suffixes as in ``kernels/batch.py`` and ``kernels/verification.py``; I integers of a buffer, E hidden size.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,19 +19,21 @@ from tqdm import tqdm
 from strandline.device.batch import block_tables
 from strandline.device.divided_sampling import likeliest
 from strandline.device.graphs import WARM_UP_RUNS, Forward, capture_error_mode
-from strandline.device.padded_verification import (
-    LastVerification,
-    PaddedVerification,
-    VerificationSize,
-    single_rows,
-)
+from strandline.device.padded_verification import PaddedVerification, VerificationSize, single_rows
 from strandline.device.upload import upload, upload_together
-from strandline.device.verification import Verdict, Verified
+from strandline.device.verification import Verified
 from strandline.ids import NO_TOKEN
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.step import store_hidden
+from strandline.kernels.verification import (
+    AcceptedDrafts,
+    LastVerification,
+    VerificationTables,
+    accept_drafts,
+    complete_verification,
+)
 from strandline.models.protocol import DraftingModel, LanguageModel, ModelMemory
 from strandline.records.plan import SequencePlan
 
@@ -57,6 +58,7 @@ class VerificationStep:
         self.padded.fill(empty_I.numpy(), [])
         self.buffer_I = empty_I.to(device)
         self.named = self.padded.named(self.buffer_I)
+        self.planned = self.padded.planned(self.buffer_I)
         self.block_table_NM = block_table_NM
         self.verifying: Graph
         self.drafting: Graph
@@ -65,6 +67,8 @@ class VerificationStep:
         """Set by the first graph; its tables lie in the graphs' memory."""
         self.tokens_T = torch.zeros(size.num_rows, dtype=torch.int64, device=device)
         """What was chosen behind every row; to be filled in between the graphs."""
+        self.single_starts_N1 = torch.arange(size.num_sequences + 1, device=device)
+        """Where rows begin in a step of one token of each sequence."""
         self.drafts_ND = torch.full((size.num_sequences, 0), NO_TOKEN, dtype=torch.int64, device=device)
         """For the next step; as many columns as the model drafts."""
         self.num_accepted_N = torch.zeros(size.num_sequences, dtype=torch.int64, device=device)
@@ -99,7 +103,7 @@ class VerificationGraphs:
         device = arena.bytes.device
         by_rows = sorted(sizes, key=lambda size: (size.num_rows, size.num_sequences))
         most, deepest = max(size.num_sequences for size in by_rows), max(size.draft_tokens for size in by_rows)
-        self._last = LastVerification(most, deepest, device)
+        self._last = LastVerification.empty(most, deepest, device)
         num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
         tables = dict[int, Tensor]()
         captured = list[VerificationStep]()
@@ -130,59 +134,41 @@ class VerificationGraphs:
         graph.replay()
         return graph
 
-    def _batch(self, step: VerificationStep) -> StepBatch:
-        return step.padded.batch(step.buffer_I, step.block_table_NM, self._max_model_len, self._kernels)
+    def _batch(self, step: VerificationStep, tables: VerificationTables) -> StepBatch:
+        return step.padded.batch(step.buffer_I, tables, step.block_table_NM, self._max_model_len, self._kernels)
 
     def _verify(self, step: VerificationStep) -> None:
-        self._last.correct(step.padded, step.buffer_I, self._stop_ids_XS)
-        step.batch = self._batch(step)
+        complete = self._kernels[complete_verification]
+        tables = complete(step.planned, self._last, self._stop_ids_XS, step.padded.size.log_tokens)
+        step.batch = self._batch(step, tables)
         step.hidden_TE = self._forward(step.batch)
 
     def _draft(self, step: VerificationStep) -> None:
-        size, named = step.padded.size, step.named
-        num_sequences = size.num_sequences
-        first_row_N = named["query_starts"][:num_sequences]
-        num_accepted_N = accept(
-            step.tokens_T,
-            named["token_ids"],
-            first_row_N,
-            named["num_drafts"][:num_sequences],
-            self._stop_ids_XS[named["stop_set"][:num_sequences]],
-            named["verdicts"],
-            size.draft_tokens,
-        )
-        step.num_accepted_N = num_accepted_N
-        row_N = (first_row_N + num_accepted_N).clamp_max(size.num_rows - 1)
-        self._kernels[store_hidden](step.hidden_TE, row_N, self._arena.hidden_SE, named["state_dst"][:num_sequences])
+        accept = self._kernels[accept_drafts]
+        accepted = accept(step.planned, step.tokens_T, self._last, self._stop_ids_XS, step.block_table_NM)
+        step.num_accepted_N = accepted.num_accepted_N
+        self._kernels[store_hidden](step.hidden_TE, accepted.last_row_N, self._arena.hidden_SE, step.planned.state_dst)
         if self._memory.draft is not None:
-            self._make_pairs(step, row_N, named["start"][:num_sequences] + num_accepted_N)
-        self._last.store(num_accepted_N, step.tokens_T[row_N], step.drafts_ND)
+            self._make_pairs(step, accepted)
 
-    def _make_pairs(self, step: VerificationStep, row_N: Tensor, position_N: Tensor) -> None:
+    def _make_pairs(self, step: VerificationStep, accepted: AcceptedDrafts) -> None:
         """Make the pairs of all rows, and draft behind the last of each sequence (``draft_layer.py``).
 
         Pairs behind rejected drafts are made, too; the next step overwrites their keys and values.
-
-        Args:
-            row_N: each sequence's last row that counts.
-            position_N: its position.
         """
         model = cast(DraftingModel, self._model)
         batch = step.batch
-        pairs = StepBatch(step.tokens_T.clamp_min(0), batch.positions_T, 0, 0, batch.attention, batch.recurrent)
-        hidden_NE = model.draft(pairs, step.hidden_TE, self._memory).index_select(0, row_N)
-        next_drafts_N = step.named["next_drafts"][: len(row_N)]
+        pairs = StepBatch(accepted.next_tokens_T, batch.positions_T, 0, 0, batch.attention, batch.recurrent)
+        hidden_NE = model.draft(pairs, step.hidden_TE, self._memory).index_select(0, accepted.last_row_N)
         drafts = list[Tensor]()
         for place in range(step.padded.size.draft_tokens):
             if drafts:
-                is_wanted_N, token_N = next_drafts_N > place, drafts[-1].clamp_min(0)
-                # Not beyond the blocks that are reserved for the drafts which are wanted.
-                position_N = position_N + is_wanted_N
-                single = single_rows(batch, position_N, is_wanted_N, token_N, self._kernels)
+                single = single_rows(batch, accepted, place - 1, step.single_starts_N1, drafts[-1].clamp_min(0))
                 hidden_NE = model.draft(single, hidden_NE, self._memory)
             drafts.append(likeliest(model.draft_logits(hidden_NE), self._kernels))
         if drafts:
             step.drafts_ND = torch.stack(drafts, dim=1)
+            self._last.drafts_PD[: len(step.drafts_ND), : len(drafts)].copy_(step.drafts_ND)
 
     def verify(
         self,
@@ -229,35 +215,3 @@ class VerificationGraphs:
         tokens_T, num_accepted_N = upload_together([tokens, num_accepted], step.buffer_I.device)
         step.tokens_T[: len(tokens)].copy_(tokens_T)
         step.named["num_drafts"][: len(verified)].copy_(num_accepted_N)
-
-
-def accept(
-    tokens_T: Tensor,
-    token_ids_T: Tensor,
-    first_row_N: Tensor,
-    num_drafts_N: Tensor,
-    stop_ids_NS: Tensor,
-    verdicts_T: Tensor,
-    most_drafts: int,
-) -> Tensor:
-    """Return how many drafts of each sequence agree with what was chosen, before the first that does not.
-
-    A stop token is not counted: nothing is chosen behind it.
-
-    Args:
-        tokens_T: chosen behind each row; a draft that is accepted by force takes its place.
-        token_ids_T: each row's token: a sequence's drafts are behind its first row.
-        stop_ids_NS: ``NO_TOKEN`` where there are fewer.
-        verdicts_T: a ``Verdict`` for each row.
-        most_drafts: of a sequence.
-    """
-    if most_drafts == 0:
-        return torch.zeros_like(first_row_N)
-    draft_T = token_ids_T.roll(-1)
-    tokens_T.copy_(torch.where(verdicts_T == Verdict.ACCEPT, draft_T, tokens_T))
-    agrees_T = (tokens_T == draft_T) & (verdicts_T != Verdict.REJECT)
-    place_D = torch.arange(most_drafts, device=tokens_T.device)
-    row_ND = (first_row_N[:, None] + place_D).clamp_max(len(tokens_T) - 1)
-    is_stop_ND = (tokens_T[row_ND][:, :, None] == stop_ids_NS[:, None, :]).any(-1)
-    agrees_ND = agrees_T[row_ND] & (place_D < num_drafts_N[:, None]) & ~is_stop_ND
-    return agrees_ND.long().cumprod(1).sum(1)

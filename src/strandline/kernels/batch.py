@@ -1,7 +1,7 @@
 """The tensors of one step that every layer shares, and an attention layer's memory.
 
 Shape suffixes: T tokens of the step, N sequences, M blocks per table, B blocks, P tokens in a block (64), G key/value
-heads, D channels of a head; Q logged tokens, K drafts.
+heads, D channels of a head; Q logged tokens, K drafts, R the rows of the step's prefills and those of logged tokens.
 
 The sequences of a step are ordered: first the *decodes* (one token each, no cut), whose tokens are rows
 ``[0, num_decodes)``; then the *prefills* (one token or more), whose tokens are the rows after. Tensors live on the
@@ -96,6 +96,11 @@ class ReplayBatch:
     """The bound operation of that name."""
     is_padded: bool = field(default=False, kw_only=True)
     """Whether the last row belongs to no token: padding rows of the step are copied there, and get zeros."""
+    source_R: Tensor | None = field(default=None, kw_only=True)
+    """int64 row of the step that each row is, or ``-1 - place`` of a logged one; None: follows from the tables above.
+    Rows in no chunk may have any value here and in ``place_R``."""
+    place_R: Tensor | None = field(default=None, kw_only=True)
+    """int64 row of the layers' logs that takes each row's inputs; -1: none does."""
     derived: dict[Hashable, Any] = field(default_factory=dict, kw_only=True)
     """Values derived from the tables above, computed by one layer and reused by others."""
 

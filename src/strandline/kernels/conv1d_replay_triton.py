@@ -66,6 +66,8 @@ def _row_tables(replay: ReplayBatch) -> tuple[Tensor, Tensor]:
     Returns:
         int64 rows of the step, or ``-1 - place`` of the log; and places, or ``NO_PLACE``.
     """
+    if replay.source_R is not None and replay.place_R is not None:
+        return replay.source_R, replay.place_R
     found = replay.derived.get(TABLES)
     if found is None:
         rows_T = replay.step_rows_T

@@ -1,28 +1,35 @@
 """Steps that verify drafts, padded: rows, logs and drafts are in their places; what agrees is counted on the device."""
 
+import os
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strandline.device.batch import block_tables
-from strandline.device.padded_verification import (
-    CHUNKS_OF_SEQUENCE,
-    LastVerification,
-    PaddedVerification,
-    VerificationSize,
-    single_rows,
-)
-from strandline.device.verification import Verdict
-from strandline.device.verification_graphs import accept
+from strandline.device.padded_verification import PaddedVerification, VerificationSize, single_rows
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, LogId, PendingToken, SlotId
 from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.binding import reference_kernels
+from strandline.kernels.operation import Operation
 from strandline.kernels.replay import insert_logged, of_step
 from strandline.kernels.step import locate_rows
+from strandline.kernels.verification import (
+    CHUNKS_OF_SEQUENCE,
+    LastVerification,
+    PlannedVerification,
+    Verdict,
+    VerificationTables,
+    accept_drafts,
+    complete_verification,
+)
 from strandline.records.plan import SequencePlan
 from tests.cpu.device.test_padded_step import sequence
+from tests.interpreter import take_loop_bounds_from_memory
 
 DEPTH = 3
 
@@ -52,15 +59,34 @@ def as_planned_before(sequence: SequencePlan, num_accepted: int) -> SequencePlan
     )
 
 
+def version_of(operation: Operation[..., Any], backend: str) -> Callable[..., Any]:
+    """Return an operation's reference implementation, or its Triton version in the interpreter."""
+    if backend == "torch":
+        return operation.reference
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("runs in Triton's interpreter")
+    from strandline.kernels import verification_triton
+
+    take_loop_bounds_from_memory()
+    function: Callable[..., Any] = getattr(verification_triton, operation.name)
+    return function
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@settings(max_examples=settings().max_examples // 2)
 @given(verifications(), st.integers(0, 3), st.data())
-def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int, data: st.DataObject) -> None:
+def test_every_row_is_in_its_place(
+    backend: str, sequences: list[SequencePlan], num_spare: int, data: st.DataObject
+) -> None:
+    complete = version_of(complete_verification, backend)
     assert all(sequence.is_verification for sequence in sequences)
     size = VerificationSize(len(sequences) + num_spare, max(plan.num_drafts for plan in sequences), DEPTH)
     assert size.has_room_for(sequences)
     padded = PaddedVerification(size)
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
     # What the host does not know of some sequences lies on the device, in rows of any order.
-    last = LastVerification(20, DEPTH, torch.device("cpu"))
+    last = LastVerification.empty(20, DEPTH, torch.device("cpu"))
     rows_before = data.draw(st.permutations(range(20)))
     planned, stop = list(sequences), 9999
     for index, plan in enumerate(sequences):
@@ -76,12 +102,12 @@ def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int
                 sequences[index] = plan._replace(state_dst=SlotId(0), token_ids=token_ids)
     padded.fill(buffer_I.numpy(), planned)
     padded.part(buffer_I.numpy(), "source_row")[: len(sequences)] = rows_before[: len(sequences)]
-    last.correct(padded, buffer_I, torch.tensor([[stop]]))
+    tables = complete(padded.planned(buffer_I), last, torch.tensor([[stop]]), DEPTH)
     kernels = reference_kernels([locate_rows, insert_logged])
     table_NM = torch.zeros(size.num_sequences + 1, size.num_blocks(300), dtype=torch.int32)
-    tables = block_tables(sequences, [len(sequence.block_table) // 4 for sequence in sequences])
-    table_NM[: len(sequences), : tables.shape[1]] = torch.from_numpy(tables)
-    batch = padded.batch(buffer_I, table_NM, 300, kernels)
+    blocks_NM = block_tables(sequences, [len(sequence.block_table) // 4 for sequence in sequences])
+    table_NM[: len(sequences), : blocks_NM.shape[1]] = torch.from_numpy(blocks_NM)
+    batch = padded.batch(buffer_I, tables, table_NM, 300, kernels)
     attention, chunks, replay = batch.attention, batch.recurrent.chunks, batch.recurrent.replay
     assert isinstance(replay, ReplayBatch)
     starts = attention.query_starts_N1.tolist()
@@ -115,6 +141,16 @@ def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int
         logged = before_JX[plan.log * DEPTH :][: plan.num_logged]
         own_RX = rows_RX[start : start + plan.num_logged + num_rows]
         assert torch.equal(own_RX, torch.cat((logged, inputs_TX[rows])))
+        # The same in other words, row by row.
+        assert isinstance(replay.source_R, torch.Tensor)
+        assert isinstance(replay.place_R, torch.Tensor)
+        own_R = slice(start, start + plan.num_logged + num_rows)
+        first_place = plan.log * DEPTH
+        logged_sources = [-1 - place for place in range(first_place, first_place + plan.num_logged)]
+        assert replay.source_R[own_R].tolist() == [*logged_sources, *range(rows.start, rows.stop)]
+        num_certain = plan.num_logged + num_rows - plan.num_drafts
+        kept = [first_place + place if plan.state_dst else -1 for place in range(plan.num_drafts)]
+        assert replay.place_R[own_R].tolist() == [-1] * num_certain + kept
         drafts = log_JX[plan.log * DEPTH :][: plan.num_drafts]
         if plan.state_dst:
             assert torch.equal(drafts, inputs_TX[rows][1:] if plan.num_drafts else drafts[:0])
@@ -140,13 +176,20 @@ def test_every_row_is_in_its_place(sequences: list[SequencePlan], num_spare: int
     assert not chunks.lengths_C[last_chunk:].any()
 
 
+def tables_of(padded: PaddedVerification, buffer_I: torch.Tensor) -> VerificationTables:
+    """Return the tables of a step in which no token is pending."""
+    size = padded.size
+    last = LastVerification.empty(size.num_sequences, size.log_tokens, torch.device("cpu"))
+    none = torch.tensor([[NO_TOKEN]])
+    return complete_verification.reference(padded.planned(buffer_I), last, none, size.log_tokens)
+
+
 def test_all_rows_of_an_empty_step_are_the_fillers() -> None:
     padded = PaddedVerification(VerificationSize(3, 2, 4))
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
     padded.fill(buffer_I.numpy(), [])
-    batch = padded.batch(
-        buffer_I, torch.zeros(4, 2, dtype=torch.int32), 128, reference_kernels([locate_rows, insert_logged])
-    )
+    kernels = reference_kernels([locate_rows, insert_logged])
+    batch = padded.batch(buffer_I, tables_of(padded, buffer_I), torch.zeros(4, 2, dtype=torch.int32), 128, kernels)
     assert batch.attention.query_starts_N1.tolist() == [0, 0, 0, 0, 9]
     assert batch.attention.context_lens_N.tolist() == [0, 0, 0, 9]
     assert batch.positions_T.tolist() == list(range(9))
@@ -172,15 +215,17 @@ def test_prompts_resumed_sequences_and_cuts_are_no_verification() -> None:
     assert not plan._replace(cuts=((71, plan.state_dst),)).is_verification
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@settings(max_examples=settings().max_examples // 2)
 @given(st.data())
-def test_drafts_count_up_to_the_first_that_differs_or_stops(data: st.DataObject) -> None:
+def test_drafts_count_up_to_the_first_that_differs_or_stops(backend: str, data: st.DataObject) -> None:
     drafts = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=DEPTH), min_size=1, max_size=4))
     stop = data.draw(st.sampled_from([NO_TOKEN, 2]))
-    token_ids, chosen, verdicts, first_rows, expected = list[int](), list[int](), list[int](), list[int](), list[int]()
+    token_ids, chosen, verdicts, starts, expected = list[int](), list[int](), list[int](), [0], list[int]()
     for sequence_drafts in drafts:
         count = len(sequence_drafts)
-        first_rows.append(len(token_ids))
         token_ids += [9, *sequence_drafts]
+        starts.append(len(token_ids))
         own = data.draw(st.lists(st.integers(0, 3), min_size=count + 1, max_size=count + 1))
         said = [*data.draw(st.lists(st.sampled_from(Verdict), min_size=count, max_size=count)), Verdict.COMPARE]
         chosen += own
@@ -192,33 +237,49 @@ def test_drafts_count_up_to_the_first_that_differs_or_stops(data: st.DataObject)
                 break
             num_accepted += 1
         expected.append(num_accepted)
-    tokens_T = torch.tensor([*chosen, 0])
-    found = accept(
-        tokens_T,
-        torch.tensor([*token_ids, 0]),
-        torch.tensor([*first_rows, len(token_ids)]),
-        torch.tensor([*map(len, drafts), 0]),
-        torch.full((len(drafts) + 1, 2), stop),
-        torch.tensor([*verdicts, 0]),
-        DEPTH,
-    )
-    assert found.tolist() == [*expected, 0]
+    # As many rows as there may be; one sequence is empty.
+    num_sequences = len(drafts) + 1
+    num_rows = num_sequences * (1 + DEPTH)
+    num_spare = num_rows - len(token_ids)
+    tokens_T = torch.tensor([*chosen, *[0] * num_spare])
+    zero_N = torch.zeros(num_sequences, dtype=torch.int64)
+    columns = dict.fromkeys(PlannedVerification._fields, zero_N)
+    columns |= {
+        "token_ids": torch.tensor([*token_ids, *[0] * num_spare]),
+        "verdicts": torch.tensor([*verdicts, *[0] * num_spare]),
+        "query_starts": torch.tensor([*starts, starts[-1], num_rows]),
+        "num_drafts": torch.tensor([*map(len, drafts), 0]),
+    }
+    last = LastVerification.empty(num_sequences, DEPTH, torch.device("cpu"))
+    table_NM = torch.zeros(num_sequences + 1, 1, dtype=torch.int32)
+    stop_ids_XS = torch.full((1, 2), stop)
+    accept = version_of(accept_drafts, backend)
+    found = accept(PlannedVerification(**columns), tokens_T, last, stop_ids_XS, table_NM)
+    assert found.num_accepted_N.tolist() == last.num_accepted_P.tolist() == [*expected, 0]
+    assert found.last_row_N.tolist() == [start + count for start, count in zip(starts, [*expected, 0], strict=True)]
     forced = np.array([verdict == Verdict.ACCEPT for verdict in verdicts])
-    assert tokens_T[:-1][forced].tolist() == np.array([*token_ids[1:], 0])[forced].tolist()
+    assert tokens_T[: len(token_ids)][forced].tolist() == np.array([*token_ids[1:], 0])[forced].tolist()
+    assert last.tokens_P.tolist() == tokens_T[found.last_row_N].tolist()
+    assert torch.equal(found.next_tokens_T, tokens_T)
 
 
-@pytest.mark.parametrize("is_written", [True, False])
-def test_single_rows_write_where_there_is_room(is_written: bool) -> None:
-    plans = [sequence(index, 62 + index, 63 + index) for index in range(4)]
+@pytest.mark.parametrize("num_wanted", [DEPTH, 1])
+def test_single_rows_write_where_there_is_room(num_wanted: int) -> None:
+    plans = [sequence(index, 62 + index, 63 + index)._replace(next_drafts=num_wanted) for index in range(4)]
     padded = PaddedVerification(VerificationSize(4, DEPTH, DEPTH))
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
     padded.fill(buffer_I.numpy(), plans)
     table_NM = torch.arange(10).to(torch.int32).view(5, 2)
     kernels = reference_kernels([locate_rows, insert_logged])
-    batch = padded.batch(buffer_I, table_NM, 128, kernels)
-    position_N = torch.tensor([62, 63, 64, 65])
-    single = single_rows(batch, position_N, torch.full((4,), is_written), torch.arange(4), kernels)
+    batch = padded.batch(buffer_I, tables_of(padded, buffer_I), table_NM, 128, kernels)
+    last = LastVerification.empty(4, DEPTH, torch.device("cpu"))
+    tokens_T, stop_ids_XS = torch.zeros(padded.size.num_rows, dtype=torch.int64), torch.tensor([[NO_TOKEN]])
+    accepted = accept_drafts.reference(padded.planned(buffer_I), tokens_T, last, stop_ids_XS, table_NM)
+    single = single_rows(batch, accepted, 0, torch.arange(5), torch.arange(4))
+    is_wanted = num_wanted > 1
+    position_N = torch.tensor([62, 63, 64, 65]) + is_wanted
     assert single.positions_T.tolist() == position_N.tolist()
     assert single.attention.context_lens_N.tolist() == (position_N + 1).tolist()
-    blocks = table_NM[torch.arange(4), position_N // BLOCK_TOKENS] if is_written else torch.zeros(4)
+    blocks = table_NM[torch.arange(4), position_N // BLOCK_TOKENS] if is_wanted else torch.zeros(4)
     assert single.attention.write_blocks_T.tolist() == blocks.tolist()
+    assert single.attention.write_offsets_T.tolist() == (position_N % BLOCK_TOKENS).tolist()

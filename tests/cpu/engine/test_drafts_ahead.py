@@ -23,6 +23,7 @@ from strandline.env import DEBUG_CACHE
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import StepBatch
+from strandline.kernels.verification import VerificationTables
 from strandline.records.plan import SequencePlan, StepPlan, StepResult
 from tests.cpu.engine.test_draft_layer import Alternating
 
@@ -50,7 +51,7 @@ class EagerGraphs(VerificationGraphs):
             step.tokens_T = torch.zeros_like(step.tokens_T)
         return step
 
-    def _batch(self, step: VerificationStep) -> StepBatch:
+    def _batch(self, step: VerificationStep, tables: VerificationTables) -> StepBatch:
         named = {name: part.tolist() for name, part in step.named.items()}
         starts = named["query_starts"]
         plans = []

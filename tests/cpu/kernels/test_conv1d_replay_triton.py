@@ -5,6 +5,7 @@ The ``check_`` function runs on any device; tests/gpu runs it at the published m
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +78,18 @@ def make_step(
     return replay, on_device, ends
 
 
+def with_row_tables(replay: ReplayBatch) -> ReplayBatch:
+    """Return a step with its tables row by row; the row of no token, which is in no chunk, has any values there."""
+    source_R, place_R = torch.full((2, replay.num_rows), 10**9, device=replay.step_rows_T.device)
+    for row, step_row in enumerate(replay.step_rows_T[:-1].tolist()):
+        source_R[step_row], place_R[step_row] = row, -1
+    for row, place in zip(replay.logged_rows_Q[:-1].tolist(), replay.logged_places_Q[:-1].tolist(), strict=True):
+        source_R[row], place_R[row] = -1 - place, -1
+    for row, place in zip(replay.draft_rows_K[:-1].tolist(), replay.draft_places_K[:-1].tolist(), strict=True):
+        place_R[replay.step_rows_T[row]] = place
+    return replace(replay, source_R=source_R, place_R=place_R)
+
+
 def check_replay(
     lengths: Lengths,
     sizes: list[int],
@@ -86,9 +99,12 @@ def check_replay(
     activation: Activation = "silu",
     *,
     has_bias: bool = False,
+    has_row_tables: bool = False,
 ) -> None:
     most_drafts = max(max(num_logged, num_drafts) for num_logged, _, num_drafts in lengths) or 1
     replay, chunks, ends = make_step(lengths, most_drafts, device)
+    if has_row_tables:
+        replay = with_row_tables(replay)
     wide = make_tokens(len(replay.step_rows_T), sum(sizes), dtype, device)
     inputs = wide.split(sizes, dim=1)
     num_places = (1 + len(lengths)) * most_drafts
@@ -120,6 +136,11 @@ def test_convolution_logs_and_windows_are_torchs(lengths: Lengths, num_taps: int
 @pytest.mark.parametrize(("sizes", "activation", "has_bias"), [([70], None, True), ([256, 3], "silu", True)])
 def test_inputs_alone_and_with_another_are_torchs(sizes: list[int], activation: Activation, has_bias: bool) -> None:
     check_replay(LENGTHS[1], sizes, 4, torch.bfloat16, "cpu", activation, has_bias=has_bias)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_tables_row_by_row_give_the_same(lengths: Lengths) -> None:
+    check_replay(lengths, [300, 5, 8], 4, torch.float32, "cpu", has_row_tables=True)
 
 
 def test_wide_or_many_inputs_are_convolved_as_a_prompts() -> None:
