@@ -1,6 +1,12 @@
-"""How many drafts each sequence verifies in a step, and makes for the next one; and what became of them."""
+"""How many drafts each sequence verifies in a step, and makes for the next one; and what became of them.
+
+N-grams are looked up before a step, which then waits for the tokens of the one before. So where the depth is chosen,
+and a step finds no n-gram for any of its requests, lookups *rest*: the depth is 0, so that steps are planned ahead, and
+n-grams are looked up behind a step's result instead, in a growing interval of steps, until one is found.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from strandline.cache import Lease, PrefixCache
 from strandline.engine.draft_counters import DraftCounters
@@ -10,6 +16,9 @@ from strandline.engine.request import Request
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span
 from strandline.ids import NULL_LOG, RequestId
 from strandline.records.plan import SequencePlan, StepPlan
+
+MOST_STEPS_BETWEEN_LOOKUPS: Final = 8
+"""While lookups rest. No request gets more tokens in between."""
 
 
 class Drafts:
@@ -41,6 +50,14 @@ class Drafts:
         self.depth = draft_tokens
         """Drafts that the next step makes or, without a draft layer, verifies."""
         self.has_layer = isinstance(drafter, (DraftLayerDrafter, DraftLayerOrNgramDrafter))
+        self._may_rest = chooser is not None and not self.has_layer
+        self.is_resting = False
+        """Whether no n-grams are looked up before steps, because none were found."""
+        self._lookup_steps = 0
+        """While lookups rest: steps from one to the next."""
+        self._steps_to_lookup = 0
+        self._num_lookups = self._num_found = 0
+        """Lookups while a step is planned, and those that found drafts."""
         self.counters = DraftCounters(draft_tokens)
         self.unsettled: Mapping[RequestId, SequencePlan] = {}
         """While a step is planned: the sequences of the step under way, if that verifies or makes drafts."""
@@ -49,8 +66,10 @@ class Drafts:
         self.choose_depth(1, is_timed=False)
 
     def choose_depth(self, num_running: int, *, is_timed: bool) -> None:
-        """Choose the depth of the next step; as of ``DraftDepth.choose``."""
-        if self.chooser is not None:
+        """Choose the depth of the next step; as of ``DraftDepth.choose``, unless lookups rest."""
+        if self.is_resting:
+            self.depth = 0
+        elif self.chooser is not None:
             self.depth = self.chooser.choose(max(num_running, 1), is_timed=is_timed)
 
     def propose(self, request: Request, lease: Lease, budget: int) -> tuple[int, ...]:
@@ -66,6 +85,8 @@ class Drafts:
         if most < 1 or self._cache.is_cut_due(lease, num_tokens + most):
             return NO_DRAFTS
         drafts = drafter.propose(request, most)
+        self._num_lookups += 1
+        self._num_found += len(drafts) > 0
         return drafts if self._cache.extend(lease, num_tokens + len(drafts)) else NO_DRAFTS
 
     def begin_step(self, under_way: StepPlan | None) -> None:
@@ -77,12 +98,35 @@ class Drafts:
         sequences = () if under_way is None else under_way.sequences
         self.unsettled = {sequence.request_id: sequence for sequence in sequences}
         self.must_settle = False
+        self._num_lookups = self._num_found = 0
 
     def end_step(self, sequences: Sequence[SequencePlan], num_running: int) -> None:
         """Note what was planned, and choose the depth of the next step."""
         self._is_verification = all(x.is_verification and x.next_drafts > 0 for x in sequences)
         is_of_decodes = all(x.end - x.start == 1 + x.num_drafts for x in sequences)
+        if self._may_rest and self._num_lookups and not self._num_found:
+            # The next one is behind this step's result: in time for the next step, if that is then planned at all.
+            self.is_resting, self._lookup_steps, self._steps_to_lookup = True, 1, 1
         self.choose_depth(num_running, is_timed=is_of_decodes)
+
+    def look_up(self, advanced: Iterable[Request], num_running: int) -> None:
+        """While lookups rest: look for drafts of requests behind tokens that have come in, if it is time to.
+
+        Requests that got their first token are always looked up. Where there are drafts, the depth of the next step is
+        chosen again; it looks them up itself.
+        """
+        drafter = self.drafter
+        if not self.is_resting or drafter is None:
+            return
+        self._steps_to_lookup -= 1
+        is_due = self._steps_to_lookup <= 0
+        running = [x for x in advanced if x.finish_reason is None and (is_due or len(x.output_ids) == x.num_new)]
+        if any(drafter.propose(request, 1) for request in running):
+            self.is_resting = False
+            self.choose_depth(num_running, is_timed=True)
+        elif is_due:
+            self._steps_to_lookup = self._lookup_steps
+            self._lookup_steps = min(2 * self._lookup_steps, MOST_STEPS_BETWEEN_LOOKUPS)
 
     def can_verify_ahead(self, running: Iterable[Request]) -> bool:
         """Whether the next step can verify what is drafted in the last planned one, before that is settled."""

@@ -468,6 +468,7 @@ class Scheduler:
                     self.cache.commit(request.lease, request.lease.computed + num_accepted, 0)
         if has_finished:
             self._sweep(advanced)
+        self.drafts.look_up(advanced, len(self.running))
         return advanced
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
