@@ -56,11 +56,11 @@ def causal_conv1d_replay(
         x_RC, *others_RD = insert_logged(replay, log, inputs)
         return conv1d_triton.causal_conv1d_prefill(x_RC, *convolution), *others_RD
     outs = tuple(x.new_empty(replay.num_rows, x.shape[1]) for x in inputs)
-    _launch(inputs, log, outs, _row_tables(replay), *convolution)
+    _launch(inputs, log, outs, row_tables(replay), *convolution)
     return outs
 
 
-def _row_tables(replay: ReplayBatch) -> tuple[Tensor, Tensor]:
+def row_tables(replay: ReplayBatch) -> tuple[Tensor, Tensor]:
     """Return where each row comes from, and where of the logs it goes; every layer takes the same.
 
     Returns:

@@ -22,10 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.chunkwise import FLOAT32_STATE, MIN_LOG_DECAY, advance_chunks, advance_tokens, chunk_decays
 from strandline.kernels.norm import l2_norm
 from strandline.kernels.operation import numba, operation, triton
+from strandline.kernels.replay import of_step
 
 L2_NORM_EPS = 1e-6
 
@@ -46,6 +48,7 @@ def gdn_prefill(
     dst_N: Tensor,
     chunks: ChunkTable,
     max_beta: int = 1,
+    replay: ReplayBatch | None = None,
 ) -> Tensor:
     """Run the layer over the new tokens of N sequences; return ``out_THV`` in the dtype of ``q_TGK``.
 
@@ -55,6 +58,7 @@ def gdn_prefill(
     Args:
         state_SHKV: slots, ``src_N``, ``dst_N`` and ``chunks`` as of ``chunkwise.advance_chunks``.
         max_beta: limit of the write strength: 1, or 2 where eigenvalues may be negative.
+        replay: the rows are logged tokens and the step's own, and outputs of the latter are returned, in their order.
     """
     dtype, (q_TGK, k_TGK) = q_TGK.dtype, normalise(q_TGK, k_TGK)
     log_decay_TH, beta_TH = gates(a_TH, b_TH, A_log_H, dt_bias_H, max_beta)
@@ -62,7 +66,8 @@ def gdn_prefill(
     def advance(state_HKV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         return _advance(state_HKV, q_TGK[rows], k_TGK[rows], v_THV[rows], log_decay_TH[rows], beta_TH[rows])
 
-    return advance_chunks(advance, torch.empty_like(v_THV, dtype=dtype), state_SHKV, src_N, dst_N, chunks)
+    out_THV = advance_chunks(advance, torch.empty_like(v_THV, dtype=dtype), state_SHKV, src_N, dst_N, chunks)
+    return of_step(replay, out_THV)
 
 
 @operation(triton("gdn_decode_triton", invariant="gdn_decode_triton"), numba("gdn_decode_numba", memory=FLOAT32_STATE))

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
+from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.chunkwise import MIN_EXPONENT
 from strandline.kernels.gdn import L2_NORM_EPS
 from strandline.kernels.gdn_decode_numba import LAYER_FIELDS, gates, layer_arguments
+from strandline.kernels.replay import of_step
 from strandline.kernels.runtime_numba import (
     arguments,
     claim,
@@ -56,6 +58,7 @@ def gdn_prefill(
     dst_N: Tensor,
     chunks: ChunkTable,
     max_beta: int = 1,
+    replay: ReplayBatch | None = None,
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.gdn.gdn_prefill`."""
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH)
@@ -78,7 +81,7 @@ def gdn_prefill(
         cut_slots=chunks.cut_slots_C.data_ptr(),
     )
     del copies  # which the kernel has read
-    return out_THV
+    return of_step(replay, out_THV)
 
 
 def _sources(

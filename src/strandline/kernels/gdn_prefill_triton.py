@@ -38,10 +38,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.chunkwise import MIN_LOG_DECAY
 from strandline.kernels.gdn import L2_NORM_EPS
 from strandline.kernels.gdn_short_triton import gdn_prefill_short
+from strandline.kernels.replay import of_step
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 from strandline.kernels.state_triton import FLOAT32_PRECISION, LOG2_E, fast_exp2, softplus, without_empty
 
@@ -338,6 +340,7 @@ def gdn_prefill(
     dst_N: Tensor,
     chunks: ChunkTable,
     max_beta: int = 1,
+    replay: ReplayBatch | None = None,
 ) -> Tensor:
     """Run the layer over the new tokens of N sequences; return ``out_THV`` in the dtype of ``q_TGK``.
 
@@ -346,9 +349,9 @@ def gdn_prefill(
     """
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH, A_log_H, dt_bias_H)
     if chunks.is_short:
-        return gdn_prefill_short(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta)
+        return gdn_prefill_short(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, replay)
     launch = choose_launch(chunks.num_sequences, *v_THV.shape[1:])
-    return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, launch)
+    return of_step(replay, _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, launch))
 
 
 def gdn_prefill_invariant(
@@ -364,10 +367,11 @@ def gdn_prefill_invariant(
     dst_N: Tensor,
     chunks: ChunkTable,
     max_beta: int = 1,
+    replay: ReplayBatch | None = None,
 ) -> Tensor:
     """As :func:`gdn_prefill`, with the same kernel for any number of other sequences."""
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH, A_log_H, dt_bias_H)
-    return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, FEW_PROGRAMS)
+    return of_step(replay, _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, FEW_PROGRAMS))
 
 
 def _prefill(

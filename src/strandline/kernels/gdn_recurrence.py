@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from strandline.kernels.batch import LogBatch
+from strandline.kernels.batch import LogBatch, ReplayBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.gdn import gdn_decode, gdn_prefill
@@ -86,10 +86,16 @@ class GatedDelta:
         return GatedDeltaMemory(states["state"], LogMemory(log["key"], log["value"], log["decay"]) if log else None)
 
     def prefill(
-        self, inputs: GatedDeltaInputs, memory: GatedDeltaMemory, src_N: Tensor, dst_N: Tensor, chunks: ChunkTable
+        self,
+        inputs: GatedDeltaInputs,
+        memory: GatedDeltaMemory,
+        src_N: Tensor,
+        dst_N: Tensor,
+        chunks: ChunkTable,
+        replay: ReplayBatch | None = None,
     ) -> Tensor:
-        """Run over the new tokens of N sequences; return ``out_THV``."""
-        return self.kernels.prefill(*inputs, memory.state_SHKV, src_N, dst_N, chunks, self.max_beta)
+        """Run over the new tokens of N sequences; return ``out_THV``, where tokens are replayed without theirs."""
+        return self.kernels.prefill(*inputs, memory.state_SHKV, src_N, dst_N, chunks, self.max_beta, replay)
 
     def decode(
         self, inputs: GatedDeltaInputs, memory: GatedDeltaMemory, src_N: Tensor, dst_N: Tensor, log: LogBatch | None

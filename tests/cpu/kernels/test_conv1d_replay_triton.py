@@ -35,9 +35,9 @@ LENGTHS: list[Lengths] = [
 
 
 def make_step(
-    lengths: Lengths, most_drafts: int, device: str
+    lengths: Lengths, most_drafts: int, device: str, num_fillers: int = 1
 ) -> tuple[ReplayBatch, ChunkTable, dict[str, torch.Tensor]]:
-    """Return a step's tables, padded by a sequence without chunks and a row of no token.
+    """Return a step's tables, padded by a sequence without chunks and rows of no token.
 
     Every second sequence writes its state to the slot that it reads. Where there are drafts, a cut before them does.
     """
@@ -59,8 +59,8 @@ def make_step(
         table["src"].append(src * (index != 3))
         table["dst"].append(dst * (num_drafts == 0))
         first_chunks.append(len(chunks))
+    table["step_rows"] += [row] * num_fillers
     for name, value in {
-        "step_rows": row,
         "logged_rows": row,
         "logged_places": 0,
         "draft_rows": 0,

@@ -24,7 +24,7 @@ from strandline.kernels.gdn_recurrence import GatedDelta, GatedDeltaInputs, Gate
 from strandline.kernels.norm import rms_norm_gated
 from strandline.kernels.quantized_rows import Rows
 from strandline.kernels.quantizing import with_quantized
-from strandline.kernels.replay import ReplayLog, of_step, replay_log
+from strandline.kernels.replay import ReplayLog, replay_log
 from strandline.model_config import DTYPES, MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
@@ -178,8 +178,7 @@ class GatedDeltaNet(nn.Module):
         src_N, dst_N = slots.src_N[prefills], slots.dst_N[prefills]
         y_TC, a_TH, b_TH = self.conv.prefill((x_TC, a_TH, b_TH), batch, memory.window_SRC, memory.replay)
         inputs = GatedDeltaInputs(*self._heads(y_TC), a_TH, b_TH, self.A_log_H, self.dt_bias_H)
-        out_THV = self.recurrence.prefill(inputs, memory.recurrent, src_N, dst_N, slots.chunks)
-        return of_step(slots.replay, out_THV)
+        return self.recurrence.prefill(inputs, memory.recurrent, src_N, dst_N, slots.chunks, slots.replay)
 
     def _heads(self, y_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = y_TC.split(self.conv_sizes, dim=-1)
