@@ -1,7 +1,8 @@
 """Time products in FP8 with block scales at the shapes of Qwen3.5-35B-A3B and 27B on a GPU.
 
 Run: ``PYTHONPATH=src:benchmarks/kernels python3 benchmarks/kernels/block_scaled.py [--sweep] [--rows 1 16 64 8192]``.
-Beside ours, with quantising of the inputs and without: our product in bfloat16, the product with the ordinary rows that
+With ``--behind-norm``, only the ways of one to four rows, each behind the norm that quantises them. Otherwise, beside
+ours, with quantising of the inputs and without: our product in bfloat16, the product with the ordinary rows that
 lie behind these in the model's fused weight, in one launch where there is one, and torch's block-scaled GEMM on Hopper
 GPUs (``torch._scaled_mm`` with scales per row and 128 inputs and per 128 × 128 weights), whose inputs are quantised by
 our launch. Times are medians of graph replays; weights take turns. The floor is the FP8 weight's bytes over 4.3 TB/s,
@@ -22,6 +23,7 @@ from strandline.kernels import block_scaled_triton, linear_triton, stacked_linea
 from strandline.kernels.block_scaled import block_scaled_linear
 from strandline.kernels.block_scaled_tile_triton import quantize_rows
 from strandline.kernels.block_scaled_triton import Beside, Gemv, Tile
+from strandline.kernels.norm_triton import rms_norm_zero_centered_quantized
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight, StackedWeight
 from strandline.models.fp8_conversion import quantize_blocks
 
@@ -54,6 +56,20 @@ GEMVS = [
         (4, 2048, 4),
         (8, 512, 4),
         (8, 1024, 4),
+        # Requested into the second-level cache while the launch before still runs.
+        (2, 1024, 1, 1),
+        (4, 512, 1, 3),
+        (4, 512, 1, 7),
+        (4, 1024, 1, 1),
+        (4, 1024, 4, 3),
+        (4, 2048, 4, 1),
+        # For outputs so few that one warp each fills no multiprocessor.
+        (1, 512, 1, 3),
+        (1, 1024, 1),
+        (1, 1024, 1, 1),
+        (1, 2048, 2),
+        (2, 512, 1, 3),
+        (2, 2048, 4),
     ]
 ]
 TILES = [
@@ -176,16 +192,69 @@ def measure(name: str, num_rows: int, *, is_sweep: bool) -> None:
         print(f"{name} rows={num_rows} {way}: {taken_us:.2f} us, {share}, error {error:.1e}", flush=True)
 
 
+def measure_behind_norm(name: str, num_rows: int) -> None:
+    """Check and time the ways to tile a product of few rows that a norm quantises, as in a layer.
+
+    The norm's time alone is taken off. What a program requests before the norm has ended shows only here.
+    """
+    num_inputs, num_outputs = SHAPES[name]
+    num_behind = ROWS_BEHIND.get(name, 0)
+    count = max(4, -(-200_000_000 // (num_inputs * num_outputs)))
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    wide = (torch.randn(num_outputs, num_inputs, **options).mul_(num_inputs**-0.5) for _ in range(count))
+    weights = [
+        (ScaledWeight(*quantize_blocks(weight)), torch.randn(num_behind, num_inputs, **options)) for weight in wide
+    ]
+    x, gain = torch.randn(num_rows, num_inputs, **options), torch.randn(num_inputs, **options)
+    normed = partial(rms_norm_zero_centered_quantized, x, gain, 1e-6)
+    norm_us = time_us([normed] * count)
+    plain = normed().plain_TI
+    if plain is None:
+        raise RuntimeError("the norm kept no plain rows")
+    expected = block_scaled_linear.reference(plain, weights[0][0]).double()
+
+    def multiply(gemv: Gemv, weight: ScaledWeight, dense: Tensor) -> Tensor:
+        rows, out = normed(), torch.empty(num_rows, num_outputs + num_behind, **options)
+        beside = Beside(rows.plain_TI, dense) if num_behind and rows.plain_TI is not None else None
+        block_scaled_triton.launch_gemv(out, rows, weight, None, gemv, beside=beside)
+        return out[:, :num_outputs]
+
+    floor_us = 1e6 * num_inputs * (num_outputs + 2 * num_behind) / BYTES_PER_S
+    found = []
+    chosen = (block_scaled_triton.GEMV_WIDE, block_scaled_triton.GEMV_NARROW, block_scaled_triton.GEMV_MORE)
+    for gemv in dict.fromkeys((*chosen, *GEMVS)):
+        if gemv.block_n * num_rows > 16:
+            continue
+        try:
+            actual = multiply(gemv, *weights[0])
+            error = float((actual.double() - expected).norm() / expected.norm())
+            taken_us = time_us([partial(multiply, gemv, *weight) for weight in weights]) - norm_us
+        except Exception as problem:  # noqa: BLE001 - a way that does not run here must not end the others
+            print(f"{name} rows={num_rows} {tuple(gemv)}: {type(problem).__name__}: {str(problem)[:80]!r}", flush=True)
+            continue
+        verdict = "" if error < 1e-2 else f" ERROR {error:.1e}"
+        found.append((taken_us, f"{tuple(gemv)}{verdict}"))
+        share = 100 * floor_us / taken_us
+        print(f"{name} rows={num_rows} {tuple(gemv)} behind a norm: {taken_us:.2f} us, {share:.0f} % of floor{verdict}")
+    best = ", ".join(f"{way} {taken_us:.2f}" for taken_us, way in sorted(found)[:4])
+    print(f"BEST {name} rows={num_rows} behind a norm of {norm_us:.2f} us: {best}", flush=True)
+
+
 def main() -> None:
     """Measure all shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
     parser.add_argument("--shapes", default="", help="part of a shape's name")
     parser.add_argument("--sweep", action="store_true", help="try the launch variants")
+    parser.add_argument("--behind-norm", action="store_true", help="try those of one to four rows, each behind a norm")
     arguments = parser.parse_args()
     for num_rows in arguments.rows:
         for name, (num_inputs, num_outputs) in SHAPES.items():
-            if arguments.shapes in name and num_inputs % GROUP == num_outputs % GROUP == 0:
+            if arguments.shapes not in name or num_inputs % GROUP or num_outputs % GROUP:
+                continue
+            if arguments.behind_norm:
+                measure_behind_norm(name, num_rows)
+            else:
                 measure(name, num_rows, is_sweep=arguments.sweep)
 
 

@@ -35,7 +35,7 @@ from strandline.kernels.block_scaled_tile_triton import (
     swiglu_quantized,
 )
 from strandline.kernels.linear_triton import add_spans, silu_times
-from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.overlap_triton import overlap_options, prefetch_rows, release_next, wait_for_previous
 from strandline.kernels.quantized_rows import QuantizedRows, Rows
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 from strandline.kernels.weights import GROUP, ScaledWeight
@@ -49,6 +49,8 @@ class Gemv(NamedTuple):
     block_n: int
     block_k: int
     warps: int
+    prefetched: int = 0
+    """Chunks behind the first that a program requests into the second-level cache before the previous launch ends."""
 
 
 class Tile(NamedTuple):
@@ -68,9 +70,9 @@ class Beside(NamedTuple):
     """Contiguous."""
 
 
-GEMV_WIDE = Gemv(4, 512, 1)
-GEMV_NARROW = Gemv(4, 2048, 4)
-GEMV_MORE = Gemv(4, 512, 4)
+GEMV_WIDE = Gemv(4, 512, 1, prefetched=0)
+GEMV_NARROW = Gemv(4, 2048, 4, prefetched=0)
+GEMV_MORE = Gemv(4, 512, 4, prefetched=0)
 """For one row and many or few outputs, and for two to four rows (benchmarks/kernels/block_scaled.py; the last is not
 tuned). Where a chunk of the rows has 16 numbers per thread, as of one, three and four rows here, sums have the same
 order whether rows come quantised or not."""
@@ -119,22 +121,15 @@ def _load_weight(weight_ptr, row_N, col_JRP, K, N, IS_EVEN: tl.constexpr):
 
 
 @triton.jit
-def _multiply_pieces(
-    weight_JR1NP,
-    x_JRMP,
-    x_scale_JRM,
-    scale_ptr,
-    first_row,
-    col_JR,
-    K,
-    stride_y,
-    stride_x,
-    SCALE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Return the product of every piece times its scales, ``[J, R, M, N]``; the weight's rows share one."""
+def _load_scales(scale_ptr, first_row, col_JR, K, stride_y, stride_x, SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """Load the scales of pieces, ``[J, R, 1]``; the weight's rows share one."""
     scale_JR1_ptr = scale_ptr + first_row // SCALE_ROWS * stride_y + (col_JR // GROUP * stride_x)[:, :, None]
-    scale_JRM = x_scale_JRM * tl.load(scale_JR1_ptr, mask=(col_JR < K)[:, :, None], other=0.0)
+    return tl.load(scale_JR1_ptr, mask=(col_JR < K)[:, :, None], other=0.0)
+
+
+@triton.jit
+def _multiply_pieces(weight_JR1NP, x_JRMP, scale_JRM):
+    """Return the product of every piece times its scales, ``[J, R, M, N]``."""
     return tl.sum(weight_JR1NP.to(tl.float32) * x_JRMP[:, :, :, None, :], axis=4) * scale_JRM[:, :, :, None]
 
 
@@ -206,6 +201,7 @@ def _gemv_scaled(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PIECE: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Multiply rows, as they are after quantising, with a few rows of a weight in FP8."""
@@ -215,8 +211,16 @@ def _gemv_scaled(
     col_JR, col_JRP = piece_columns(0, BLOCK_K, GROUP, PIECE)
     up_ptr = weight_ptr + tl.cast(N, tl.int64) * K
     weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, IS_EVEN)
+    strides = (K, stride_sy, stride_sx)
+    scale_JR1 = _load_scales(scale_ptr, first_N, col_JR, *strides, SCALE_ROWS, GROUP)
     if IS_GATED:
         up_JR1NP = _load_weight(up_ptr, row_N, col_JRP, K, N, IS_EVEN)
+        up_scale_JR1 = _load_scales(scale_ptr, N + first_N, col_JR, *strides, SCALE_ROWS, GROUP)
+    if OVERLAPS and PREFETCHED > 0:
+        prefetch_rows(weight_ptr, first_N, N, K, BLOCK_K, PREFETCHED * BLOCK_K, BLOCK_N)
+        if IS_GATED:
+            prefetch_rows(up_ptr, first_N, N, K, BLOCK_K, PREFETCHED * BLOCK_K, BLOCK_N)
+    # Weights and their scales are older than any launch of a step.
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     acc_JRMN = tl.zeros([GROUP // PIECE, BLOCK_K // GROUP, BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -225,16 +229,15 @@ def _gemv_scaled(
         col_JR, col_JRP = piece_columns(chunk * BLOCK_K, BLOCK_K, GROUP, PIECE)
         if chunk > 0:
             weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, IS_EVEN)
+            scale_JR1 = _load_scales(scale_ptr, first_N, col_JR, *strides, SCALE_ROWS, GROUP)
             if IS_GATED:
                 up_JR1NP = _load_weight(up_ptr, row_N, col_JRP, K, N, IS_EVEN)
+                up_scale_JR1 = _load_scales(scale_ptr, N + first_N, col_JR, *strides, SCALE_ROWS, GROUP)
         inputs = (row_M, col_JR, M, K, stride_x, stride_xs)
         x_JRMP, x_scale_JRM = load_pieces(x_ptr, x_scale_ptr, *inputs, IS_QUANTIZED, GROUP, PIECE)
-        scales = (col_JR, K, stride_sy, stride_sx)
-        acc_JRMN += _multiply_pieces(weight_JR1NP, x_JRMP, x_scale_JRM, scale_ptr, first_N, *scales, SCALE_ROWS, GROUP)
+        acc_JRMN += _multiply_pieces(weight_JR1NP, x_JRMP, x_scale_JRM * scale_JR1)
         if IS_GATED:
-            acc_up_JRMN += _multiply_pieces(
-                up_JR1NP, x_JRMP, x_scale_JRM, scale_ptr, N + first_N, *scales, SCALE_ROWS, GROUP
-            )
+            acc_up_JRMN += _multiply_pieces(up_JR1NP, x_JRMP, x_scale_JRM * up_scale_JR1)
     out_MN = tl.sum(tl.reshape(acc_JRMN, [BLOCK_K // PIECE, BLOCK_M, BLOCK_N]), axis=0)
     if HAS_BIAS:
         out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
@@ -277,6 +280,7 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PIECE: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     # Only a call's own arguments are constants: what goes through a tuple is not.
@@ -320,6 +324,7 @@ def _gemv_kernel(
                 BLOCK_K,
                 GROUP,
                 PIECE,
+                PREFETCHED,
                 OVERLAPS,
             )
     else:
@@ -338,6 +343,7 @@ def _gemv_kernel(
             BLOCK_K,
             GROUP,
             PIECE,
+            PREFETCHED,
             OVERLAPS,
         )
 
@@ -757,6 +763,7 @@ def launch_gemv(
         BLOCK_K=block_k,
         GROUP=GROUP,
         PIECE=PIECE,
+        PREFETCHED=min(gemv.prefetched, cdiv(num_inputs, block_k) - 1),
         num_warps=gemv.warps,
         **overlap_options(out_MO),
     )

@@ -36,11 +36,22 @@ class Few(NamedTuple):
     warps_down: int
 
 
+class Down(NamedTuple):
+    """How large a program of the second GEMM is."""
+
+    elements: int
+    """Numbers of the experts' weights, and of the shared one's, that it holds if a row of the output has no more."""
+    warps: int
+
+
 MAX_CHOICES_FEW = 16
 """With more choices of a token, programs that derive them all from the logits take longer than a launch."""
 
-ELEMENTS_DOWN = 16384
-"""Numbers of the experts' weights, and of the shared one's, that a program of the second GEMM holds: 32 KiB."""
+MAX_ELEMENTS_DOWN = 32768
+"""Most numbers of a row of the second GEMM: 64 KiB."""
+
+DOWN_ONE, DOWN_MORE = Down(16384, 4), Down(16384, 4)
+"""For one token, and for more: 32 KiB. The latter is not tuned (benchmarks/kernels/moe.py)."""
 
 
 @triton.jit
@@ -202,10 +213,11 @@ def choose_few(num_tokens: int, top_k: int, size: int, shared_size: int, *, is_g
     Programs of the first GEMM hold 4 to 8 KiB at a time.
     """
     largest = max(next_power_of_2(top_k) * next_power_of_2(size), next_power_of_2(max(1, shared_size)))
-    if top_k > MAX_CHOICES_FEW or largest > 2 * ELEMENTS_DOWN:
+    if top_k > MAX_CHOICES_FEW or largest > MAX_ELEMENTS_DOWN:
         return None
-    block_down_n = min(16, max(1, ELEMENTS_DOWN // largest))
-    warps_down = 4 if largest <= ELEMENTS_DOWN else 8
+    down = DOWN_ONE if num_tokens == 1 else DOWN_MORE
+    block_down_n = min(16, max(1, down.elements // largest))
+    warps_down = down.warps * max(1, largest // down.elements)
     return Few(2 if is_gated else 4, 1024 if num_tokens == 1 else 512, 1, block_down_n, warps_down)
 
 

@@ -5,11 +5,12 @@ import torch
 
 from strandline.device.dtypes import E4M3_CAPABILITY
 from strandline.kernels import block_scaled_moe_triton, block_scaled_triton
-from strandline.kernels.block_scaled_triton import Tile
+from strandline.kernels.block_scaled_triton import Gemv, Tile
 from tests.cpu.kernels import test_block_scaled_moe as moe
 from tests.cpu.kernels.test_block_scaled import ROWS_PER_SCALE, SIZES, make_x, scaled_weight
 from tests.cpu.kernels.test_block_scaled_triton import (
     check_gated,
+    check_gemv,
     check_linear,
     check_parts,
     check_quantized_inputs,
@@ -42,6 +43,16 @@ def test_other_scales_equal_the_reference(num_rows: int, rows_per_scale: int) ->
 @pytest.mark.parametrize("tile", [*block_scaled_triton.TILES.values(), block_scaled_triton.TILE_MANY])
 def test_tiles_equal_the_reference(tile: Tile, spans: int) -> None:
     check_tile(tile, spans, 200, 1024, 384, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+@pytest.mark.parametrize("num_inputs", [520, 2048, 4104])
+@pytest.mark.parametrize("gemv", [Gemv(4, 512, 1, 3), Gemv(4, 2048, 4, 1), Gemv(1, 1024, 1, 9)], ids=str)
+def test_ways_to_multiply_few_rows_equal_the_reference(
+    gemv: Gemv, num_inputs: int, num_rows: int, *, is_gated: bool
+) -> None:
+    check_gemv(gemv, num_rows, num_inputs, 1152, torch.bfloat16, "cuda", is_gated=is_gated)
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 20, 300])
