@@ -70,6 +70,14 @@ def test_mixture_equals_a_float64_loop_at_model_shape(
     check_mixture(num_tokens, shape, FEW, torch.bfloat16, "cuda", is_gated=is_gated)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize(
+    "tiles", [(1, 512, 1, 1, 1), (1, 2048, 1, 2, 2), (2, 512, 1, 2, 1), (2, 512, 1, 1, 4)], ids=str
+)
+def test_other_tiles_of_few_tokens_equal_a_float64_loop(num_tokens: int, tiles: tuple[int, int, int, int, int]) -> None:
+    check_mixture(num_tokens, (256, 8, 2048, 512, 512), Few(*tiles), torch.bfloat16, "cuda", is_gated=True)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 65, 1000, 8192])
 def test_choices_are_listed_by_expert(num_tokens: int) -> None:
     check_list(torch.rand(num_tokens, 256, device="cuda").topk(8).indices, 256)
