@@ -18,6 +18,7 @@ from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.conv1d import Activation
 from strandline.kernels.conv1d_triton import activate
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.replay_triton import insert_logged
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
@@ -104,7 +105,7 @@ def _launch(
         *(x.stride(0) for x in inputs), *any_size, *weight_CW.stride(), *window_SRC.stride()[:2],
         C=num_channels, W=weight_CW.shape[1], HAS_BIAS=bias_C is not None, IS_SILU=activation == "silu",
         SIZE_1=sizes[0], SIZE_2=sizes[1], BLOCK_D=next_power_of_2(max(1, *sizes)),
-        CONV_BLOCKS=num_blocks, ROWS=ROWS, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
+        CONV_BLOCKS=num_blocks, ROWS=ROWS, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS, **overlap_options(outs[0]),
     )  # fmt: skip
 
 
@@ -152,6 +153,7 @@ def _replay_kernel(
     CONV_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     block = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
@@ -165,11 +167,11 @@ def _replay_kernel(
     if SIZE_1 > 0:
         is_for_first = block == CONV_BLOCKS
         if is_for_first:
-            _order_rows(other_1, log_1, out_1, *tables, stride_1, SIZE_1, ROWS, BLOCK_D)
+            _order_rows(other_1, log_1, out_1, *tables, stride_1, SIZE_1, ROWS, BLOCK_D, OVERLAPS)
     if SIZE_2 > 0:
         is_for_second = block == CONV_BLOCKS + 1
         if is_for_second:
-            _order_rows(other_2, log_2, out_2, *tables, stride_2, SIZE_2, ROWS, BLOCK_D)
+            _order_rows(other_2, log_2, out_2, *tables, stride_2, SIZE_2, ROWS, BLOCK_D, OVERLAPS)
     if block < CONV_BLOCKS:
         channel_C = block * BLOCK_C + tl.arange(0, BLOCK_C)
         is_channel_C = channel_C < C
@@ -184,6 +186,9 @@ def _replay_kernel(
             old_ptrs = window_ptr + src * slot_stride + j * window_row_stride + channel_C
             old_C = tl.load(old_ptrs, mask=is_channel_C & (src != 0), other=0.0)
             old += (old_C.to(x_ptr.dtype.element_ty),)
+        # The kernels before make inputs, and may make the tables of rows; windows and chunks are older.
+        wait_for_previous(OVERLAPS)
+        release_next(OVERLAPS)
 
         for first_row in range(start, end, ROWS):
             rows = ()
@@ -261,8 +266,11 @@ def _order_rows(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Copy a sequence's rows of an input, and then log its drafts'."""
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
     column_D = tl.arange(0, BLOCK_D)
     is_column_D = column_D < SIZE
     for first_row in range(start, end, ROWS):
