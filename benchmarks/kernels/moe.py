@@ -42,8 +42,24 @@ FEW_UPS = [
     (2, 1024, 4),
     (2, 2048, 4),
 ]
-FEW_DOWNS = [(4, 4), (1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4), (4, 8), (8, 8)]
-"""Outputs, inputs and warps of a program; of the second product all inputs."""
+FEW_DOWNS = [
+    (4, 4, 1),
+    (1, 1, 1),
+    (1, 2, 1),
+    (2, 2, 1),
+    (2, 4, 1),
+    (4, 8, 1),
+    (8, 8, 1),
+    (1, 1, 2),
+    (1, 1, 4),
+    (1, 2, 4),
+    (2, 2, 2),
+    (2, 4, 2),
+    (2, 4, 4),
+    (4, 4, 2),
+    (4, 8, 2),
+]
+"""Outputs, inputs and warps of a program; of the second product, with all inputs, outputs, warps and tiles."""
 
 UP_SMALL = [
     Tile(16, n, k, warps, stages)
@@ -235,7 +251,7 @@ def sweep_few(num_tokens: int) -> None:
         verdict = "" if error < 1e-2 else f" ERROR {error:.1e}"
         return report("few", num_tokens, f"{tuple(variant)}{verdict}", partial(few, variant))
 
-    down_in_force = (in_force.block_down_n, in_force.warps_down)
+    down_in_force = in_force[3:]
     ups = {up: taken_us(Few(*up, *down_in_force)) for up in FEW_UPS}
     best_up = min(ups, key=ups.__getitem__)
     downs = {down: taken_us(Few(*best_up, *down)) for down in FEW_DOWNS}

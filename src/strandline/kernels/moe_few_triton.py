@@ -34,6 +34,8 @@ class Few(NamedTuple):
     warps_up: int
     block_down_n: int
     warps_down: int
+    blocks_down: int = 1
+    """Tiles of outputs of a program of the second product, one after the other. It loads the next one ahead."""
 
 
 class Down(NamedTuple):
@@ -42,6 +44,8 @@ class Down(NamedTuple):
     elements: int
     """Numbers of the experts' weights, and of the shared one's, that it holds if a row of the output has no more."""
     warps: int
+    blocks: int = 1
+    """Tiles of so many, one after the other."""
 
 
 MAX_CHOICES_FEW = 16
@@ -126,6 +130,35 @@ def _few_up_kernel(
 
 
 @triton.jit
+def _load_shared(weight_ptr, row_N, D, S, BLOCK_S: tl.constexpr):
+    """Load rows of the shared expert's last weight, ``[N, S]``."""
+    col_S = tl.arange(0, BLOCK_S)
+    mask_NS = (row_N < D)[:, None] & (col_S < S)[None, :]
+    weight_NS_ptr = weight_ptr + row_N[:, None] * S + col_S[None, :]
+    return tl.load(weight_NS_ptr, mask=mask_NS, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_chosen(weight_ptr, chosen_C, mask_C1K, row_N, D, F, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load rows of the chosen experts' last weights, ``[C, N, K]``."""
+    offset_CN = chosen_C[:, None].to(tl.int64) * (D * F) + (row_N * F)[None, :]
+    weight_CNK_ptr = weight_ptr + offset_CN[:, :, None] + tl.arange(0, BLOCK_K)[None, None, :]
+    if IS_EVEN:
+        weight_CNK = tl.load(weight_CNK_ptr, eviction_policy="evict_first")
+    else:
+        mask_CNK = mask_C1K & (row_N < D)[None, :, None]
+        weight_CNK = tl.load(weight_CNK_ptr, mask=mask_CNK, other=0.0, eviction_policy="evict_first")
+    return weight_CNK
+
+
+@triton.jit
+def _multiply_shared(weight_NS, hidden_S, factor, dtype: tl.constexpr):
+    """Return what the shared expert makes of its hidden features, times a factor."""
+    out_N = tl.sum(weight_NS.to(tl.float32) * hidden_S[None, :], axis=1).to(dtype).to(tl.float32)
+    return out_N * factor
+
+
+@triton.jit
 def _few_down_kernel(
     hidden_ptr,
     shared_ptr,
@@ -154,12 +187,12 @@ def _few_down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     TOP_K: tl.constexpr = ROUTING.top_k
     token = tl.program_id(1).to(tl.int64)
-    row_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row_N = row_N < D
+    row_N = tl.program_id(0) * (BLOCKS * BLOCK_N) + tl.arange(0, BLOCK_N)
     choice_C = tl.arange(0, BLOCK_C)
     is_choice_C = choice_C < TOP_K
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -168,22 +201,14 @@ def _few_down_kernel(
         token_ptr = shared_ptr + token * stride_shared
         col_S = tl.arange(0, BLOCK_S)
         is_S = col_S < S
-        shared_mask_NS = is_row_N[:, None] & is_S[None, :]
-        shared_NS_ptr = shared_weight_ptr + row_N[:, None] * S + col_S[None, :]
-        shared_NS = tl.load(shared_NS_ptr, mask=shared_mask_NS, other=0.0, eviction_policy="evict_first")
+        shared_NS = _load_shared(shared_weight_ptr, row_N, D, S, BLOCK_S)
     chosen_C, weight_C = choose(logits_ptr + token * stride_logits, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
     if IS_DIVIDED:
         chosen_C = chosen_C - first_expert
         is_choice_C = is_choice_C & (chosen_C >= 0) & (chosen_C < num_held)
     col_K = tl.arange(0, BLOCK_K)
-    offset_CN = chosen_C[:, None].to(tl.int64) * (D * F) + (row_N * F)[None, :]
     mask_C1K = is_choice_C[:, None, None] & (col_K < F)[None, None, :]
-    weight_CNK_ptr = weight_ptr + offset_CN[:, :, None] + col_K[None, None, :]
-    if IS_EVEN:
-        weight_CNK = tl.load(weight_CNK_ptr, eviction_policy="evict_first")
-    else:
-        mask_CNK = mask_C1K & is_row_N[None, :, None]
-        weight_CNK = tl.load(weight_CNK_ptr, mask=mask_CNK, other=0.0, eviction_policy="evict_first")
+    weight_CNK = _load_chosen(weight_ptr, chosen_C, mask_C1K, row_N, D, F, IS_EVEN, BLOCK_K)
     if shared_ptr is not None:
         first_S = tl.load(token_ptr + col_S, mask=is_S, other=0.0, cache_modifier=".cg").to(tl.float32)
         if IS_GATED:
@@ -191,20 +216,31 @@ def _few_down_kernel(
             shared_hidden_S = silu_times(first_S, up_S, dtype).to(tl.float32)
         else:
             shared_hidden_S = squared_relu(first_S, dtype).to(tl.float32)
-        shared_N = tl.sum(shared_NS.to(tl.float32) * shared_hidden_S[None, :], axis=1).to(dtype).to(tl.float32)
+        factor = 1.0
         if shared_gate_ptr is not None:
             factor = tl.load(shared_gate_ptr + token * stride_gate, cache_modifier=".cg").to(tl.float32)
-            shared_N *= tl.sigmoid(factor).to(dtype).to(tl.float32)
+            factor = tl.sigmoid(factor).to(dtype).to(tl.float32)
+        shared_N = _multiply_shared(shared_NS, shared_hidden_S, factor, dtype)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     hidden_C1K_ptr = hidden_ptr + ((token * TOP_K + choice_C) * F)[:, None, None] + col_K[None, None, :]
     hidden_C1K = tl.load(hidden_C1K_ptr, mask=mask_C1K, other=0.0).to(tl.float32)
-    out_CN = tl.sum(weight_CNK.to(tl.float32) * hidden_C1K, axis=2).to(dtype).to(tl.float32)
-    out_CN = tl.where(is_choice_C[:, None], out_CN * weight_C[:, None], 0.0)
-    out_N = tl.sum(out_CN, axis=0)
-    if shared_ptr is not None:
-        out_N = out_N.to(dtype).to(tl.float32) + shared_N
-    tl.store(out_ptr + token * D + row_N, out_N.to(dtype), mask=is_row_N)
+    for block in tl.static_range(BLOCKS):
+        if block + 1 < BLOCKS:
+            next_N = row_N + BLOCK_N
+            next_CNK = _load_chosen(weight_ptr, chosen_C, mask_C1K, next_N, D, F, IS_EVEN, BLOCK_K)
+            if shared_ptr is not None:
+                next_NS = _load_shared(shared_weight_ptr, next_N, D, S, BLOCK_S)
+        out_CN = tl.sum(weight_CNK.to(tl.float32) * hidden_C1K, axis=2).to(dtype).to(tl.float32)
+        out_CN = tl.where(is_choice_C[:, None], out_CN * weight_C[:, None], 0.0)
+        out_N = tl.sum(out_CN, axis=0)
+        if shared_ptr is not None:
+            out_N = out_N.to(dtype).to(tl.float32) + shared_N
+        tl.store(out_ptr + token * D + row_N, out_N.to(dtype), mask=row_N < D)
+        if block + 1 < BLOCKS:
+            row_N, weight_CNK = next_N, next_CNK
+            if shared_ptr is not None:
+                shared_N = _multiply_shared(next_NS, shared_hidden_S, factor, dtype)
 
 
 def choose_few(num_tokens: int, top_k: int, size: int, shared_size: int, *, is_gated: bool) -> Few | None:
@@ -218,7 +254,7 @@ def choose_few(num_tokens: int, top_k: int, size: int, shared_size: int, *, is_g
     down = DOWN_ONE if num_tokens == 1 else DOWN_MORE
     block_down_n = min(16, max(1, down.elements // largest))
     warps_down = down.warps * max(1, largest // down.elements)
-    return Few(2 if is_gated else 4, 1024 if num_tokens == 1 else 512, 1, block_down_n, warps_down)
+    return Few(2 if is_gated else 4, 1024 if num_tokens == 1 else 512, 1, block_down_n, warps_down, down.blocks)
 
 
 class Shared(NamedTuple):
@@ -275,7 +311,8 @@ def mixture_few(
         num_warps=few.warps_up,
         **options,
     )
-    _few_down_kernel[(cdiv(num_channels, few.block_down_n), num_tokens)](
+    rows_down = few.block_down_n * few.blocks_down
+    _few_down_kernel[(cdiv(num_channels, rows_down), num_tokens)](
         hidden_AF,
         projected_TS,
         logits_TE,
@@ -295,13 +332,11 @@ def mixture_few(
         num_held,
         **choice,
         **kind,
-        IS_EVEN=is_whole
-        and size == block_f
-        and num_channels % few.block_down_n == 0
-        and routing.top_k == choice["BLOCK_C"],
+        IS_EVEN=is_whole and size == block_f and num_channels % rows_down == 0 and routing.top_k == choice["BLOCK_C"],
         BLOCK_N=few.block_down_n,
         BLOCK_K=block_f,
         BLOCK_S=next_power_of_2(shared_size),
+        BLOCKS=few.blocks_down,
         num_warps=few.warps_down,
         **options,
     )

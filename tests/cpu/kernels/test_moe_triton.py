@@ -222,6 +222,14 @@ def test_experts_equal_a_loop_in_float64(
 
 
 @pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize(("block", "blocks"), [(4, 2), (1, 3), (8, 4)])
+def test_tiles_one_after_the_other_equal_a_loop_in_float64(block: int, blocks: int, *, is_gated: bool) -> None:
+    few = Few(4, 16, 1, block, 1, blocks)
+    for num_tokens, shape in ((1, (4, 3, 12, 7, 5)), (3, (5, 2, 32, 16, 8))):
+        check_mixture(num_tokens, shape, few, torch.float32, "cpu", is_gated=is_gated)
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize(
     ("num_tokens", "shape", "dtype"),
     [
