@@ -6,14 +6,15 @@
     python benchmarks/gpu.py --model benchmarks/configs/nemotron-3-nano-30b-a3b --only decode,prefill
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only long,beside --max-model-len 262144
     python benchmarks/gpu.py --model demo --load-format auto --only beside --beside-tokens 6000 --max-model-len 8192
+    python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only decode,prefill --tensor-parallel-size 2
 
-Decode: prompts of 1,024 tokens, 256 tokens out; the time per token of a sequence while all decode. Prefill: prompts
-that share nothing, one token out. Serving: one shared prefix of 4,096 tokens, 128 more each, 512 out, 16 requests
-under way at any time, 128 in all. Turns: 128 and 500 new tokens behind 4,096 cached ones, alone and while 15 sequences
-decode; the time to the first token. Long: one cold prompt of each length, the decode steps of one and of four sequences
-behind it. Beside: the gaps between the tokens of one and of four decodes beside the prefill of a long prompt
-(``--beside-tokens``). Weights are random unless ``--load-format`` says otherwise. Everything is greedy; decode, prefill
-and serving run once before they are measured.
+Decode: prompts of 1,024 tokens, 256 tokens out; the time per token of a sequence and its tokens per step, while all
+decode. Prefill: prompts that share nothing, one token out. Serving: one shared prefix of 4,096 tokens, 128 more each,
+512 out, 16 requests under way at any time, 128 in all. Turns: 128 and 500 new tokens behind 4,096 cached ones, alone
+and while 15 sequences decode; the time to the first token. Long: one cold prompt of each length, the decode steps of
+one and of four sequences behind it. Beside: the gaps between the tokens of one and of four decodes beside the prefill
+of a long prompt (``--beside-tokens``). Weights are random unless ``--load-format`` says otherwise. Everything is
+greedy; decode, prefill and serving run once before they are measured.
 """
 
 import argparse
@@ -24,12 +25,16 @@ from collections.abc import Callable
 from datetime import date
 from random import Random
 from statistics import mean, median
+from typing import NamedTuple
 
 import torch
 
 from strandline import LLM, SamplingParams
+from strandline.config import KV_CACHE_DTYPES
 
 PROFILED_STEPS = 20
+FIRST_TOKENS = 4
+"""Tokens of a sequence before its steps are measured."""
 
 
 def main() -> None:
@@ -47,12 +52,12 @@ def main() -> None:
         "long": measure_long,
         "beside": measure_beside,
     }
-    llm = load(options)
-    for name, measure in parts.items():
-        if name in only:
-            measure(llm, options)
-    if options.profile:
-        profile_decode(llm, options)
+    with load(options) as llm:
+        for name, measure in parts.items():
+            if name in only:
+                measure(llm, options)
+        if options.profile:
+            profile_decode(llm, options)
 
 
 def parse() -> argparse.Namespace:
@@ -67,13 +72,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    parser.add_argument("--memory", help="of the cache and of running requests, such as 4GiB; default: the engine's")
+    parser.add_argument("--host-memory", help="for evicted entries; default: none")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--no-async-scheduling", action="store_true")
     parser.add_argument("--no-enable-prefix-caching", action="store_true")
     parser.add_argument("--speculative-config", type=json.loads, help="JSON, as of the server")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--dequantize", action="store_true")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES)
     parser.add_argument("--profile", metavar="FILE", help="write a table of a decode step's kernels here")
     return parser.parse_args()
 
@@ -87,6 +95,9 @@ def load(options: argparse.Namespace) -> LLM:
         max_model_len=options.max_model_len,
         max_num_batched_tokens=options.max_num_batched_tokens,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
+        tensor_parallel_size=options.tensor_parallel_size,
+        memory=options.memory,
+        host_memory=options.host_memory,
         enforce_eager=options.enforce_eager,
         async_scheduling=not options.no_async_scheduling,
         enable_prefix_caching=not options.no_enable_prefix_caching,
@@ -117,33 +128,64 @@ def params_for(num_tokens: int) -> SamplingParams:
 def measure_decode(llm: LLM, options: argparse.Namespace) -> None:
     rng = Random(1)
     for batch_size in map(int, options.batch_sizes.split(",")):
-        figures = []
         before = after = llm.engine.core.stats().speculation
+        windows = []
         for _ in range(2):
-            for index in range(batch_size):
-                llm.engine.add_request(str(index), some_tokens(llm, rng, 1024), params_for(options.output_tokens))
-            while llm.engine.scheduler.waiting or any(len(r.output_ids) < 4 for r in llm.engine.scheduler.running):
-                llm.engine.step()
-            synchronize()
-            start_s, before = time.perf_counter(), llm.engine.core.stats().speculation
-            num_tokens = sum(options.output_tokens - len(r.output_ids) for r in llm.engine.scheduler.running)
-            while llm.engine.has_unfinished:
-                llm.engine.step()
-            figures.append((time.perf_counter() - start_s) / num_tokens * batch_size * 1000)
+            before = after
+            windows.append(measure_window(llm, rng, batch_size, options.output_tokens))
             after = llm.engine.core.stats().speculation
-        drafts = ""
-        if num_drafts := after.num_drafts - before.num_drafts:
-            num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
-            drafts = f", {1 + num_accepted / num_drafts:.2f} tokens a step with drafts"
+        first, last = windows
+        drafts = " with drafts" if after.num_drafts > before.num_drafts else ""
         print(
-            f"decode at {batch_size}: {figures[-1]:.2f} ms per token (first run {figures[0]:.2f}){drafts}", flush=True
+            f"decode at {batch_size}: {last.ms_per_token:.2f} ms per token (first run {first.ms_per_token:.2f}), "
+            f"{last.tokens_per_step:.2f} tokens a step{drafts}",
+            flush=True,
         )
+
+
+class Window(NamedTuple):
+    """Steps in which all sequences decode."""
+
+    ms_per_token: float
+    """Of one sequence."""
+    tokens_per_step: float
+    """Of one sequence, where every step has all of them."""
+
+
+def measure_window(llm: LLM, rng: Random, batch_size: int, output_tokens: int) -> Window:
+    """Serve prompts, and measure the steps from where all have four tokens until the first one is about to end.
+
+    With drafts sequences end at different steps: the last steps have fewer of them, and fewer drafts.
+    """
+    engine, speculation = llm.engine, llm.config.speculation
+    most_per_step = 1 if speculation is None else 1 + speculation.num_speculative_tokens
+    for index in range(batch_size):
+        engine.add_request(str(index), some_tokens(llm, rng, 1024), params_for(output_tokens))
+    while engine.scheduler.waiting or any(len(r.output_ids) < FIRST_TOKENS for r in engine.scheduler.running):
+        engine.step()
+    requests = list(engine.scheduler.running)
+    lengths = [len(request.output_ids) for request in requests]
+    start_s, num_steps = time.perf_counter(), 0
+    # A step is planned before the one under way is settled: that may be the whole of two steps from the end.
+    while max(len(request.output_ids) for request in requests) <= output_tokens - 2 * most_per_step:
+        engine.step()
+        num_steps += 1
+    elapsed_s = time.perf_counter() - start_s
+    num_tokens = sum(len(request.output_ids) for request in requests) - sum(lengths)
+    if len(requests) < batch_size or set(engine.scheduler.running) != set(requests) or not num_tokens:
+        raise SystemExit(
+            f"{batch_size} sequences of 1,024 + {output_tokens} tokens never decode together: {len(requests)} do, for "
+            f"{num_steps} steps; raise --memory or --output-tokens, or lower --batch-sizes"
+        )
+    while engine.has_unfinished:
+        engine.step()
+    return Window(elapsed_s / num_tokens * batch_size * 1000, num_tokens / num_steps / batch_size)
 
 
 def measure_prefill(llm: LLM, options: argparse.Namespace) -> None:
     del options
-    rng = Random(2)
-    for num_prompts, length in ((1, 8192), (8, 8192)):
+    rng, length = Random(2), min(8192, llm.engine.core.limits.max_model_len - 1)
+    for num_prompts in (1, 8):
         rates = []
         for _ in range(3):
             prompts = [some_tokens(llm, rng, length) for _ in range(num_prompts)]
