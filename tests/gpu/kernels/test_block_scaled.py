@@ -5,9 +5,11 @@ import torch
 
 from strandline.device.dtypes import E4M3_CAPABILITY
 from strandline.kernels import block_scaled_moe_triton, block_scaled_triton
-from strandline.kernels.block_scaled_triton import Gemv, Tile
+from strandline.kernels.block_scaled_tile_triton import quantize_rows
+from strandline.kernels.block_scaled_triton import Gemv, Tile, can_multiply_in_torch
+from strandline.kernels.weights import GROUP
 from tests.cpu.kernels import test_block_scaled_moe as moe
-from tests.cpu.kernels.test_block_scaled import ROWS_PER_SCALE, SIZES, make_x, scaled_weight
+from tests.cpu.kernels.test_block_scaled import ROWS_PER_SCALE, SIZES, error, exact, make_x, scaled_weight
 from tests.cpu.kernels.test_block_scaled_triton import (
     check_gated,
     check_gemv,
@@ -24,6 +26,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
+WORSE = 1.05
+"""Most that our error may be of torch's: both round to the output's dtype, and differ by the order of sums."""
+
 MODELS = [(1, 2048, 12288), (4, 4096, 2048), (16, 2048, 4096), (33, 5120, 1280), (300, 2048, 1024), (700, 512, 2048)]
 
 
@@ -107,6 +112,34 @@ def test_the_mixture_equals_a_loop_in_float64(num_tokens: int, shape: moe.Shape,
     moe.check_mixture(
         num_tokens, shape, dtype, "cuda", is_shared_dense=num_tokens == 3, has_gate=dtype == torch.bfloat16
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 64, 300, 2048])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2048, 4096), (17408, 256)])
+def test_products_are_as_close_to_float64_as_torchs(
+    num_inputs: int, num_outputs: int, num_rows: int, dtype: torch.dtype
+) -> None:
+    x, weight = make_x(num_rows, num_inputs, dtype, "cuda"), scaled_weight(num_outputs, num_inputs, device="cuda")
+    if not can_multiply_in_torch(x.bfloat16(), weight):
+        pytest.skip("torch has no products with scales of blocks on this GPU")
+    rows = quantize_rows(x)
+    scales_TX = rows.scale_XT[:, :num_rows].t().repeat_interleave(GROUP, 1)[:, :num_inputs]
+    expected = (rows.values_TI[:num_rows].double() * scales_TX.double()) @ exact(weight).t()
+    theirs = torch.empty(num_rows, num_outputs, dtype=dtype, device="cuda")
+    try:
+        block_scaled_triton.multiply_in_torch(theirs, rows, weight, None)
+    except (RuntimeError, ValueError) as refusal:
+        if dtype == torch.bfloat16:
+            raise
+        pytest.skip(f"torch: {refusal}")
+    most = WORSE * error(theirs, expected)
+    for multiply in (block_scaled_triton.block_scaled_linear, block_scaled_triton.block_scaled_linear_invariant):
+        assert error(multiply(x, weight), expected) <= most, multiply.__name__
+    tile = block_scaled_triton.choose_tile(num_rows)
+    ours = torch.empty_like(theirs)
+    block_scaled_triton.launch_gemm(ours, rows, weight, None, tile, 1)
+    assert error(ours, expected) <= most, tile
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
