@@ -301,22 +301,34 @@ def test_rejected_drafts_are_never_read(make_speculating: MakeLLM) -> None:
     recorder = record(recording)
     expected = answers(recording, prompts, GREEDY)
     llm = force(make_speculating(), recorder.known, [1, 2, 0, 3])
+    assert serve_with_poisoned_logs(llm, prompts, GREEDY) == expected
+
+
+def serve_with_poisoned_logs(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    """Generate, and after every step fill the logs of drafts with NaN, but for what was accepted.
+
+    Each step must be settled before the next one is planned.
+    """
     for index, prompt in enumerate(prompts):
-        llm.engine.add_request(str(index), prompt, GREEDY)
+        llm.engine.add_request(str(index), prompt, params)
     found: dict[str, list[int]] = {}
     arena = llm.engine.core.executor.runner.arena
+    logs = [log for memory in arena.layers for log in (memory.replay or {}).values()]
+    num_kept = num_steps = 0
     while llm.engine.has_unfinished:
         found.update({x.request_id: x.outputs[0].token_ids for x in llm.engine.step() if x.finished})
-        for memory in arena.layers:
-            for log in (memory.replay or {}).values():
-                kept = log.clone()
-                log.fill_(float("nan"))
-                for request in llm.engine.scheduler.running:
-                    if request.lease is not None:
-                        first = request.lease.log * DRAFT_TOKENS
-                        rows = slice(first, first + request.lease.num_logged)
-                        log[rows] = kept[rows]
-    assert [found[str(index)] for index in range(len(prompts))] == expected
+        leases = [request.lease for request in llm.engine.scheduler.running if request.lease is not None]
+        firsts = [lease.log * arena.draft_tokens for lease in leases]
+        rows = [slice(first, first + lease.num_logged) for first, lease in zip(firsts, leases, strict=True)]
+        for log in logs:
+            kept = log.clone()
+            log.fill_(float("nan"))
+            for accepted in rows:
+                log[accepted] = kept[accepted]
+        num_kept, num_steps = num_kept + sum(lease.num_logged for lease in leases), num_steps + 1
+    assert logs
+    assert num_kept > num_steps / 2
+    return [found[str(index)] for index in range(len(prompts))]
 
 
 def test_a_log_is_all_that_drafts_take(make: MakeLLM, make_speculating: MakeLLM) -> None:
