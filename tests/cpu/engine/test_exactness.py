@@ -1,6 +1,7 @@
 """The answer never changes: cache off, on, resumed anywhere, forked, preempted, in any chunks (contract 6)."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,16 @@ def test_resuming_at_every_position_gives_the_same_tokens(make_llm: MakeLLM) -> 
     check_resumption(make_llm(memory="64MiB"), prompt, expected)
 
 
-def check_resumption(llm: LLM, prompt: list[int], expected: list[int]) -> None:
-    """Compute each prefix of a prompt, then resume each: the hit is the whole prefix, and the answer the same."""
+def check_resumption(
+    llm: LLM, prompt: list[int], expected: list[int], positions: Sequence[int] | None = None
+) -> None:
+    """Compute prefixes of a prompt, then resume each: the hit is the whole prefix, and the answer the same.
+
+    Args:
+        positions: where prefixes end; None: at every token.
+    """
     # Each position has a salt of its own, so that nothing else can be resumed.
-    positions = range(1, len(prompt))
+    positions = positions or range(1, len(prompt))
     prefixes: Any = [{"prompt_token_ids": prompt[:position], "cache_salt": str(position)} for position in positions]
     whole: Any = [{"prompt_token_ids": prompt, "cache_salt": str(position)} for position in positions]
     llm.generate(prefixes, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)

@@ -15,7 +15,6 @@ from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import answers, check_resumption, tokens
 from tests.cpu.engine.test_speculation import SPECULATION, force, record
 from tests.cpu.engine.test_state_oracle import check_published_slots, live_through_much
-from tests.cpu.engine.tiny import greedy_tokens
 from tests.cpu.models import families
 
 FAMILIES = [
@@ -85,11 +84,11 @@ def make_llm(case: tuple[str, str], directory: Path, monkeypatch: pytest.MonkeyP
 
 
 @each_case
-def test_greedy_tokens_are_those_of_transformers(make_llm: MakeLLM, directory: Path) -> None:
+def test_greedy_tokens_are_those_of_transformers(make_llm: MakeLLM, case: tuple[str, str]) -> None:
     prompts = [tokens(count, seed=count) for count in (1, 2, 63, 64, 65, 130)]
     expected = answers(make_llm(), prompts)
     assert [len(answer) for answer in expected] == [8] * len(prompts)
-    assert expected == greedy_tokens(directory, prompts, expected)
+    assert expected == families.greedy_tokens(case[0], prompts, expected)
     assert answers(make_llm(max_num_batched_tokens=65), prompts) == expected
 
 

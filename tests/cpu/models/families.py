@@ -701,6 +701,18 @@ def oracle_logits(name: str, tokens: tuple[int, ...]) -> Tensor:
     return logits
 
 
+def greedy_tokens(name: str, prompts: list[list[int]], answers: list[list[int]]) -> list[list[int]]:
+    """Return the token that the oracle prefers in each place of answers to prompts.
+
+    They are the answers themselves if, and only if, these are what it generates greedily. The oracle is not loaded from
+    a file: transformers then sets some buffers anew, such as the balancing biases of ZAYA's router.
+    """
+    return [
+        oracle_logits(name, (*prompt, *answer[:-1]))[len(prompt) - 1 :].argmax(-1).tolist()
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
 def save(name: str, directory: Path) -> Path:
     """Write the oracle in the published layout."""
     oracle(name).save_pretrained(directory / name)
