@@ -9,9 +9,10 @@ call; the floor is the larger of the time for all inputs, outputs and states, an
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,10 +69,11 @@ class Kind:
     """Operations of the matrix products of a chunk."""
     launches: tuple[tuple[Any, str, tuple[Any, ...]], ...] = ()
     """Module, constant, and the values that a sweep tries."""
+    state_dtype: torch.dtype = torch.float32
 
     @property
-    def state_elements(self) -> int:
-        return torch.Size(self.state).numel()
+    def state_bytes(self) -> int:
+        return torch.Size(self.state).numel() * self.state_dtype.itemsize
 
     def inputs(self, num_tokens: int) -> tuple[Any, ...]:
         """Return random inputs, parts of one wide tensor's rows, and parameters."""
@@ -178,16 +180,22 @@ def bytes_per_s() -> float:
 
 def decode_us(kind: Kind, batch_size: int) -> float:
     """Return the time of one layer's call."""
-    num_layers = min(30, max(4, TOUCHED_BYTES // (batch_size * kind.state_elements * 4)))
-    arena = torch.randn(batch_size + 1, num_layers, *kind.state, device="cuda")
+    num_layers = min(30, max(4, TOUCHED_BYTES // (batch_size * kind.state_bytes)))
+    arena = torch.randn(batch_size + 1, num_layers, *kind.state, device="cuda").to(kind.state_dtype)
     slots = torch.randperm(batch_size, device="cuda") + 1
-    calls = [(*kind.inputs(batch_size), arena[:, layer], slots, slots) for layer in range(num_layers)]
-    kind.decode(*calls[0])
+    return replayed_us(
+        [partial(kind.decode, *kind.inputs(batch_size), arena[:, i], slots, slots) for i in range(num_layers)]
+    )
+
+
+def replayed_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Return the time of one of these calls in a graph of all of them."""
+    calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
-            kind.decode(*call)
+            call()
     times = list[float]()
     for _ in range(15):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -195,12 +203,12 @@ def decode_us(kind: Kind, batch_size: int) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / num_layers)
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
     return sorted(times[3:])[6]
 
 
 def decode_floor_us(kind: Kind, batch_size: int) -> float:
-    return 2e6 * batch_size * kind.state_elements * 4 / bytes_per_s()
+    return 2e6 * batch_size * kind.state_bytes / bytes_per_s()
 
 
 def table_of(num_tokens: int, num_sequences: int, num_cuts: int) -> ChunkTable:
@@ -214,7 +222,7 @@ def table_of(num_tokens: int, num_sequences: int, num_cuts: int) -> ChunkTable:
 
 
 def prefill_us(kind: Kind, num_tokens: int, num_sequences: int, num_cuts: int) -> float:
-    state = torch.randn((2 + num_cuts) * num_sequences + 1, *kind.state, device="cuda")
+    state = torch.randn((2 + num_cuts) * num_sequences + 1, *kind.state, device="cuda").to(kind.state_dtype)
     slots = torch.arange(1, 2 * num_sequences + 1, device="cuda").chunk(2)
     arguments = (*kind.inputs(num_tokens), state, *slots, table_of(num_tokens, num_sequences, num_cuts))
     return 1000 * float(do_bench(lambda: kind.prefill(*arguments), warmup=10, rep=40, return_mode="median"))
@@ -223,7 +231,7 @@ def prefill_us(kind: Kind, num_tokens: int, num_sequences: int, num_cuts: int) -
 def prefill_floor_us(kind: Kind, num_tokens: int, num_sequences: int, num_cuts: int) -> float:
     of_inputs = sum(torch.Size(shape).numel() for shape in kind.tokens)
     out = max(torch.Size(shape).numel() for shape in kind.tokens)
-    num_bytes = 2 * num_tokens * (of_inputs + out) + (2 + num_cuts) * num_sequences * kind.state_elements * 4
+    num_bytes = 2 * num_tokens * (of_inputs + out) + (2 + num_cuts) * num_sequences * kind.state_bytes
     num_chunks = len(table_of(num_tokens, num_sequences, num_cuts).starts)
     return 1e6 * max(num_bytes / bytes_per_s(), num_chunks * kind.chunk_flops / BF16_FLOPS_PER_S)
 

@@ -44,9 +44,7 @@ def test_resuming_at_every_position_gives_the_same_tokens(make_llm: MakeLLM) -> 
     check_resumption(make_llm(memory="64MiB"), prompt, expected)
 
 
-def check_resumption(
-    llm: LLM, prompt: list[int], expected: list[int], positions: Sequence[int] | None = None
-) -> None:
+def check_resumption(llm: LLM, prompt: list[int], expected: list[int], positions: Sequence[int] | None = None) -> None:
     """Compute prefixes of a prompt, then resume each: the hit is the whole prefix, and the answer the same.
 
     Args:
