@@ -13,7 +13,7 @@ Shape suffixes: R rows, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from random import Random
+from typing import Final
 
 from torch import Tensor
 
@@ -21,6 +21,9 @@ from strandline.device.sampler import LogprobTensors, SamplingState, choose_toke
 from strandline.ids import NO_TOKEN
 from strandline.kernels.binding import Kernels
 from strandline.kernels.verification import Verdict
+from strandline.speculative_config import MAX_DRAFT_TOKENS
+
+WORD: Final = 2**64 - 1
 
 
 @dataclass(slots=True)
@@ -80,8 +83,20 @@ class Verified:
     def _is_accepted_at(self, place: int, rates: Sequence[float]) -> bool:
         """Draw whether a draft behind accepted ones is accepted, given how often drafts at each place are in all."""
         before = rates[place - 1] if place else 1.0
-        draw = Random(f"{self.state.new.seed} {self.state.num_verified} {place}").random()
-        return draw * before < rates[place]
+        index = self.state.num_verified * MAX_DRAFT_TOKENS + place
+        return draw(self.state.new.seed, index) * before < rates[place]
+
+
+def draw(seed: int, index: int) -> float:
+    """Return a pseudorandom number in ``[0, 1)`` of a seed's sequence.
+
+    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (SplitMix64). To seed a generator of
+    the standard library for each draw takes longer.
+    """
+    state = (seed + (index + 1) * 0x9E3779B97F4A7C15) & WORD
+    state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & WORD
+    state = ((state ^ state >> 27) * 0x94D049BB133111EB) & WORD
+    return ((state ^ state >> 31) >> 11) / 2**53
 
 
 def sample_and_verify(
