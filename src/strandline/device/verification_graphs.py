@@ -154,12 +154,13 @@ class VerificationGraphs:
     def _make_pairs(self, step: VerificationStep, accepted: AcceptedDrafts) -> None:
         """Make the pairs of all rows, and draft behind the last of each sequence (``draft_layer.py``).
 
-        Pairs behind rejected drafts are made, too; the next step overwrites their keys and values.
+        The layer's feed-forward part computes those last rows alone: it may be a mixture of experts. Pairs behind
+        rejected drafts are made, too; the next step overwrites their keys and values.
         """
         model = cast(DraftingModel, self._model)
         batch = step.batch
         pairs = StepBatch(accepted.next_tokens_T, batch.positions_T, 0, 0, batch.attention, batch.recurrent)
-        hidden_NE = model.draft(pairs, step.hidden_TE, self._memory).index_select(0, accepted.last_row_N)
+        hidden_NE = model.draft(pairs, step.hidden_TE, self._memory, accepted.last_row_N)
         drafts = list[Tensor]()
         for place in range(step.padded.size.draft_tokens):
             if drafts:

@@ -113,16 +113,17 @@ class CausalLM(nn.Module):
         return self.decoder.draft_logits(hidden_NE)
 
     @torch.no_grad()
-    def draft(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> Tensor:
+    def draft(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory, rows_N: Tensor | None = None) -> Tensor:
         """Return hidden states whose logits predict the token after each of the batch's, by the draft layer.
 
         Args:
             batch: tokens, and the positions before them, where the draft layer stores its keys and values.
             hidden_TE: final, normalised hidden states after those positions, from the model or from this function.
+            rows_N: rows whose hidden states are returned; None: all.
         """
         embedded_TE, rotary = self.decoder.embed(batch)
-        drafted_TE: Tensor = self._drafting_layer()(embedded_TE, hidden_TE, rotary, batch, memory.draft)
-        return drafted_TE
+        drafted_NE: Tensor = self._drafting_layer()(embedded_TE, hidden_TE, rotary, batch, memory.draft, rows_N)
+        return drafted_NE
 
     @torch.no_grad()
     def keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:

@@ -63,8 +63,12 @@ class LanguageModel(Protocol):
 class DraftingModel(LanguageModel, Protocol):
     """A language model with a layer that drafts tokens."""
 
-    def draft(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> Tensor:
-        """Return hidden states whose logits predict the token after each of the batch's, by the draft layer."""
+    def draft(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory, rows_N: Tensor | None = None) -> Tensor:
+        """Return hidden states whose logits predict the token after each of the batch's, by the draft layer.
+
+        Args:
+            rows_N: rows of the batch whose hidden states are returned; None: all.
+        """
 
     def draft_logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits of this rank's part of the tokens that are drafted, up to a monotonic function."""

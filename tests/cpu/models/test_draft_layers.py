@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels.batch import StepBatch
+from strandline.models.protocol import ModelMemory
 from strandline.models.weights import load_model
 from strandline.text.model_files import DEMO_DIRECTORY
 from tests.cpu.models.driver import Driver, Part, Running
@@ -48,3 +50,22 @@ def test_kept_keys_and_values_are_those_of_drafting(model: Any, lengths: list[in
     # Keys and values of the draft layer; the model's other layers have stored nothing.
     num_written = [int((~stream.isnan()).all(-1).all(-1).sum()) for stream in alone]
     assert num_written == [0] * (len(alone) - 2) + [sum(lengths) + len(lengths)] * 2
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_some_rows_are_drafted_as_all_are(model: Any, lengths: list[int]) -> None:
+    drafted, some = list[Tensor](), list[Tensor]()
+
+    def draft_all(batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:
+        drafted.append(model.draft(batch, hidden_TE, memory))
+
+    def draft_rows(batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:
+        some.append(model.draft(batch, hidden_TE, memory, batch.attention.query_starts_N1[1:] - 1))
+
+    of_all, of_some = kept(model, lengths, draft_all), kept(model, lengths, draft_rows)
+    for stored, expected in zip(of_some, of_all, strict=True):
+        torch.testing.assert_close(stored, expected, equal_nan=True, rtol=0, atol=0)
+    ends = torch.tensor(sorted(lengths, key=lambda count: count > 1)).cumsum(0) - 1
+    for found_NE, all_TE, rows_N in zip(some, drafted, (ends, torch.arange(len(lengths))), strict=True):
+        # GEMMs of another number of rows sum in another order.
+        torch.testing.assert_close(found_NE, all_TE[rows_N], rtol=1e-4, atol=1e-5)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strandline.errors import EngineError
 from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -162,15 +163,27 @@ class DecoderLayer(nn.Module):
         Args:
             normed_TE: plain, or quantised if ``first_part`` takes that.
         """
-        mixer, mlp = self.mixer, self.mlp
-        if mixer is not None:
-            mixed_TE = multiplied(self._sum(mixer(normed_TE, rotary, batch, memory)), self.multiplier)
-            if mlp is None:
-                return mixed_TE, residual_TE
-            normed_TE, residual_TE = self._mlp_norm(mixed_TE, residual_TE, self.mlp_norm_E, self.norm.eps)
-        if mlp is None:
+        if self.mixer is not None:
+            return self.feed(self.mix(normed_TE, rotary, batch, memory), residual_TE)
+        if self.mlp is None:
             return plain_rows(normed_TE), residual_TE
-        return multiplied(self._sum(mlp(normed_TE)), self.multiplier), residual_TE
+        return self._fed(self.mlp, normed_TE), residual_TE
+
+    def mix(self, normed_TE: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
+        """Return the mixer's addition to the residual stream."""
+        if self.mixer is None:
+            raise EngineError("the layer has no mixer")
+        return multiplied(self._sum(self.mixer(normed_TE, rotary, batch, memory)), self.multiplier)
+
+    def feed(self, mixed_TE: Tensor, residual_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the last part's addition to the residual stream, and the stream without it, behind the mixer."""
+        if self.mlp is None:
+            return mixed_TE, residual_TE
+        normed_TE, residual_TE = self._mlp_norm(mixed_TE, residual_TE, self.mlp_norm_E, self.norm.eps)
+        return self._fed(self.mlp, normed_TE), residual_TE
+
+    def _fed(self, mlp: FeedForward, normed_TE: Any) -> Tensor:
+        return multiplied(self._sum(mlp(normed_TE)), self.multiplier)
 
 
 def _fed_by(operation: Operation[..., Any], part: object) -> Operation[..., Any]:

@@ -6,7 +6,7 @@ lie at the position of the first of the two tokens. Its own hidden state can sta
 
 Source: ``mtp.*`` as Qwen and NVIDIA (Nemotron 3) publish it; DeepSeek-AI, "DeepSeek-V3 Technical Report", section 2.2.
 
-Shape suffixes: T tokens of the step, E hidden size.
+Shape suffixes: T tokens of the step, N of these, E hidden size.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class DraftLayer(nn.Module):
     """Norms of its two inputs, a projection of both, a decoder layer, and a norm.
 
     Args:
-        layer: whose mixer is a ``KeepingMixer``.
+        layer: whose mixer is a ``KeepingMixer``; its feed-forward part adds to the stream as in ``DecoderLayer.feed``.
         published: as ``targets``, given this layer: the family's names.
     """
 
@@ -77,19 +77,29 @@ class DraftLayer(nn.Module):
         return self.layer.bind(memory)
 
     def forward(
-        self, embedded_TE: Tensor, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
+        self,
+        embedded_TE: Tensor,
+        hidden_TE: Tensor,
+        rotary: RotaryTable | None,
+        batch: StepBatch,
+        memory: Any,
+        rows_N: Tensor | None = None,
     ) -> Tensor:
         """Return normalised hidden states.
 
         Args:
             embedded_TE: of the tokens after those that ``batch`` gives positions of.
             hidden_TE: final, normalised hidden states of those.
+            rows_N: rows to return; None: all. Of the others, what later tokens read is stored.
         """
         normed_TE, residual_TE = self._joined(embedded_TE, hidden_TE)
-        added_TE, residual_TE = self.layer(normed_TE, residual_TE, rotary, batch, memory)
-        drafted_TE: Tensor
-        drafted_TE, _ = self._add_norm(added_TE, residual_TE, self.norm_E, self.norm.eps)
-        return drafted_TE
+        mixed_NE, residual_NE = self.layer.mix(normed_TE, rotary, batch, memory), residual_TE
+        if rows_N is not None:
+            mixed_NE, residual_NE = mixed_NE.index_select(0, rows_N), residual_NE.index_select(0, rows_N)
+        added_NE, residual_NE = self.layer.feed(mixed_NE, residual_NE)
+        drafted_NE: Tensor
+        drafted_NE, _ = self._add_norm(added_NE, residual_NE, self.norm_E, self.norm.eps)
+        return drafted_NE
 
     def keep(
         self, embedded_TE: Tensor, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
