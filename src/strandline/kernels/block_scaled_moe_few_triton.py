@@ -25,7 +25,7 @@ from strandline.kernels.moe_few_triton import Few
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.quantized_rows import QuantizedRows, Rows
 from strandline.kernels.router import Routing
-from strandline.kernels.router_triton import choice_options, choose
+from strandline.kernels.router_triton import choice_options, choose, choose_nth
 from strandline.kernels.sizes import cdiv, next_power_of_2
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
 
@@ -72,9 +72,8 @@ def _few_up_kernel(
     row_N = first_N + tl.arange(0, BLOCK_N)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    chosen_C, _ = choose(logits_ptr + token * stride_logits, None, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
-    is_mine_C = tl.arange(0, BLOCK_C) == choice % TOP_K
-    expert = tl.sum(tl.where(is_mine_C, chosen_C, 0), axis=0).to(tl.int64)
+    token_logits_ptr = logits_ptr + token * stride_logits
+    expert = choose_nth(token_logits_ptr, None, E, choice % TOP_K, ROUTING, BLOCK_G, BLOCK_I).to(tl.int64)
     num_rows = F
     if IS_DIVIDED:
         expert = expert - first_expert

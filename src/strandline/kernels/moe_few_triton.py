@@ -22,7 +22,7 @@ from strandline.kernels.activation_triton import squared_relu
 from strandline.kernels.linear_triton import silu_times
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.router import Routing
-from strandline.kernels.router_triton import choice_options, choose
+from strandline.kernels.router_triton import choice_options, choose, choose_nth
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 
@@ -91,9 +91,8 @@ def _few_up_kernel(
     col_K = tl.arange(0, BLOCK_K)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    chosen_C, _ = choose(logits_ptr + token * stride_logits, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
-    is_mine_C = tl.arange(0, BLOCK_C) == choice % TOP_K
-    expert = tl.sum(tl.where(is_mine_C, chosen_C, 0), axis=0).to(tl.int64)
+    token_logits_ptr = logits_ptr + token * stride_logits
+    expert = choose_nth(token_logits_ptr, bias_ptr, E, choice % TOP_K, ROUTING, BLOCK_G, BLOCK_I).to(tl.int64)
     num_rows = F
     if IS_DIVIDED:
         expert = expert - first_expert

@@ -58,24 +58,13 @@ def _within_best_groups(bits_P, rank_P, ROUTING: tl.constexpr, BLOCK_G: tl.const
 
 
 @triton.jit
-def choose(
-    logits_ptr,
-    bias_ptr,
-    E,
-    ROUTING: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Return the experts of one token, the best first and of equal ones the lower number, and their weights.
+def _score(logits_ptr, bias_ptr, E, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Return integers that are ordered as one token's experts are ranked, the scores, and the experts of a group.
 
-    The logits bypass the multiprocessor's own cache: a kernel that has not yet waited may read them.
+    Of narrow ones half of the bits say all: the others are the place, counted from the last one, for one reduction in
+    all.
     """
-    TOP_K: tl.constexpr = ROUTING.top_k
     IS_SIGMOID: tl.constexpr = ROUTING.scores == "sigmoid"
-    IS_NORMALISED: tl.constexpr = ROUTING.is_normalised
-    EPS: tl.constexpr = ROUTING.eps
-    SCALE: tl.constexpr = ROUTING.scale
     BLOCK_P: tl.constexpr = BLOCK_G * BLOCK_I
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
     place_P = tl.arange(0, BLOCK_P)
@@ -102,25 +91,65 @@ def choose(
         rank_P += tl.load(bias_ptr + expert_P, mask=is_expert_P, other=0.0)
     bits_P = _ordered_bits(rank_P)
     if IS_NARROW:
-        # Half of the bits say all: the others are the place, counted from the last one, for one reduction in all.
         bits_P = (bits_P & -65536) | (BLOCK_P - 1 - place_P)
     bits_P = tl.where(is_expert_P, bits_P, lowest)
     if BLOCK_G > 1:
         bits_P = _within_best_groups(bits_P, rank_P, ROUTING, BLOCK_G, BLOCK_I)
+    return bits_P, score_P, group_size
+
+
+@triton.jit
+def _take_best(bits_P, logits_ptr, bias_ptr, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Return the place of the largest number, of equal ones the lowest, and the numbers without it."""
+    dtype: tl.constexpr = logits_ptr.dtype.element_ty
+    IS_NARROW: tl.constexpr = bias_ptr is None and BLOCK_G == 1 and ROUTING.scores != "sigmoid" and dtype == tl.bfloat16
+    place_P = tl.arange(0, BLOCK_P)
+    largest = tl.max(bits_P, axis=0)
+    if IS_NARROW:
+        place = BLOCK_P - 1 - (largest & 0xFFFF)
+    else:
+        place = tl.min(tl.where(bits_P == largest, place_P, BLOCK_P), axis=0)
+    return place, tl.where(place_P == place, -0x7FFFFFFF - 1, bits_P)
+
+
+@triton.jit
+def choose(
+    logits_ptr,
+    bias_ptr,
+    E,
+    ROUTING: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Return the experts of one token, the best first and of equal ones the lower number, and their weights.
+
+    The logits bypass the multiprocessor's own cache: a kernel that has not yet waited may read them.
+    """
+    TOP_K: tl.constexpr = ROUTING.top_k
+    IS_NORMALISED: tl.constexpr = ROUTING.is_normalised
+    EPS: tl.constexpr = ROUTING.eps
+    SCALE: tl.constexpr = ROUTING.scale
+    bits_P, score_P, group_size = _score(logits_ptr, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I)
     choice_C = tl.arange(0, BLOCK_C)
     place_C = tl.zeros([BLOCK_C], dtype=tl.int32)
     for choice in tl.static_range(TOP_K):
-        largest = tl.max(bits_P, axis=0)
-        if IS_NARROW:
-            place = BLOCK_P - 1 - (largest & 0xFFFF)
-        else:
-            place = tl.min(tl.where(bits_P == largest, place_P, BLOCK_P), axis=0)
-        bits_P = tl.where(place_P == place, lowest, bits_P)
+        place, bits_P = _take_best(bits_P, logits_ptr, bias_ptr, ROUTING, BLOCK_G, BLOCK_G * BLOCK_I)
         place_C = tl.where(choice_C == choice, place, place_C)
     weight_C = tl.where(choice_C < TOP_K, tl.gather(score_P, place_C, 0), 0.0)
     if IS_NORMALISED:
         weight_C = weight_C / (tl.sum(weight_C, axis=0) + EPS)
     return place_C // BLOCK_I * group_size + place_C % BLOCK_I, weight_C * SCALE
+
+
+@triton.jit
+def choose_nth(logits_ptr, bias_ptr, E, index, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Return one of a token's experts as ``choose`` orders them: it looks no further, and computes no weights."""
+    bits_P, _, group_size = _score(logits_ptr, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I)
+    place, bits_P = _take_best(bits_P, logits_ptr, bias_ptr, ROUTING, BLOCK_G, BLOCK_G * BLOCK_I)
+    for _ in range(index):
+        place, bits_P = _take_best(bits_P, logits_ptr, bias_ptr, ROUTING, BLOCK_G, BLOCK_G * BLOCK_I)
+    return place // BLOCK_I * group_size + place % BLOCK_I
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels import router_triton
+from tests.nth_expert import experts_one_by_one
 
 ROUTINGS = [
     Routing(1, True),
@@ -39,6 +40,7 @@ def logits_of(num_tokens: int, num_experts: int, device: str) -> Tensor:
 def check_router(logits_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> None:
     with poisoned_memory():
         weights_TK, experts_TK = router_triton.route(logits_TE, bias_E, routing)
+        assert torch.equal(experts_one_by_one(logits_TE, bias_E, routing), experts_TK)
     expected_TK, expected_experts_TK = route.reference(logits_TE, bias_E, routing)
     assert (weights_TK.dtype, experts_TK.dtype) == (torch.float32, torch.int64)
     is_same_T = (experts_TK == expected_experts_TK).all(1)
