@@ -45,7 +45,7 @@ class Down(NamedTuple):
     """Numbers of the experts' weights, and of the shared one's, that it holds if a row of the output has no more."""
     warps: int
     blocks: int = 1
-    """Tiles of so many, one after the other."""
+    """Tiles of this size that it computes, one after the other."""
 
 
 MAX_CHOICES_FEW = 16
