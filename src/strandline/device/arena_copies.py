@@ -34,6 +34,9 @@ class Copies(Protocol):
     def read(self, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> memoryview:
         """Return the bytes as what was launched before the fence left them. Nothing may write them meanwhile."""
 
+    def room(self, num_bytes: int) -> memoryview:
+        """Return memory for that many bytes, whose contents are undefined, which is written from fastest."""
+
     def write(self, blocks: Sequence[int], slots: Sequence[int], data: bytearray | memoryview, fence: Fence) -> None:
         """Write the bytes, after what was launched before the fence.
 
@@ -115,6 +118,12 @@ class ArenaCopies:
                 self._stream.synchronize()
         return host_X.numpy().data
 
+    def room(self, num_bytes: int) -> memoryview:
+        """Return memory for that many bytes, whose contents are undefined; pinned on a GPU."""
+        if self._stream is None:
+            return np.empty(num_bytes, np.uint8).data
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+
     def write(self, blocks: Sequence[int], slots: Sequence[int], data: bytearray | memoryview, fence: Fence) -> None:
         """Write the bytes of blocks and slots, one after the other, after what was launched before the fence.
 
@@ -130,6 +139,7 @@ class ArenaCopies:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             if fence is not None:
                 self._stream.wait_event(fence)
+            # Memory that is pinned already, as that of ``room``, is not copied.
             device_X = host_X.pin_memory().to(self._device, non_blocking=True)
             if blocks:
                 self._block_BX[list(blocks)] = device_X[:cut].view(len(blocks), -1)

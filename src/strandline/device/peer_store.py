@@ -17,6 +17,7 @@ from strandline.transfer.connection import Cause, TransferError
 from strandline.transfer.counters import NOT_NEEDED, TransferCounters
 from strandline.transfer.layout import Items
 from strandline.transfer.messages import Want
+from strandline.transfer.movers import Sink
 
 LOGGER: Final = logging.getLogger("strandline.transfer")
 PEERS: Final = "peers"
@@ -44,12 +45,12 @@ class PeerStore:
         self._pulls[first] = pull
         return first
 
-    def forget(self, first: int) -> None:
-        """End a pull, unless a load has done so."""
+    def forget(self, first: int, outcome: str = NOT_NEEDED) -> None:
+        """End a pull, unless a load has done so, and count it by its outcome."""
         pull = self._pulls.pop(first, None)
         if pull is not None:
             pull.enough()
-            self.counters.count(NOT_NEEDED)
+            self.counters.count(outcome)
 
     def load(self, action: LoadIn, arena: ArenaTensors | None = None) -> None:
         """Begin to fetch what an action names, of one pull."""
@@ -104,11 +105,11 @@ class PeerStore:
         block_at = {place % PLACES: block for block, place in action.blocks}
         slot_at = {place % PLACES: slot for slot, place in action.slots}
 
-        def write(items: Items, data: bytearray | memoryview) -> None:
+        def write(items: Items, data: memoryview) -> None:
             blocks = [block_at[index] for index in range(items.start_block, items.end_block)]
             self._copies.write(blocks, [slot_at[position] for position in items.positions], data, fence)
 
-        return pull.fetch(Want(_ranges(sorted(block_at)), sorted(slot_at)), write)
+        return pull.fetch(Want(_ranges(sorted(block_at)), sorted(slot_at)), Sink(self._copies.room, write))
 
 
 def _ranges(indices: Iterable[int]) -> list[tuple[int, int]]:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from mmap import mmap
 from typing import Any
 
+import numpy as np
+
 from strandline.device.arena_copies import Fence
 from strandline.errors import EngineError
 from strandline.specs import ModelSpec
@@ -55,6 +57,10 @@ class RankCopies:
             self._copy("begin_read", path, blocks, slots)
             return memoryview(memory)
 
+    def room(self, num_bytes: int) -> memoryview:
+        """Return memory for that many bytes, whose contents are undefined."""
+        return np.empty(num_bytes, np.uint8).data
+
     def write(self, blocks: Sequence[int], slots: Sequence[int], data: bytearray | memoryview, fence: Fence) -> None:
         """Write the bytes of blocks and slots, one after the other; nothing may read or write them meanwhile.
 
@@ -64,7 +70,7 @@ class RankCopies:
             TransferError: a rank cannot write them.
         """
         with _shared(self._num_bytes(blocks, slots)) as (memory, path):
-            memory[:] = data
+            np.frombuffer(memory, np.uint8)[:] = np.frombuffer(data, np.uint8)  # other threads run meanwhile
             self._copy("begin_write", path, blocks, slots)
 
     def _num_bytes(self, blocks: Sequence[int], slots: Sequence[int]) -> int:

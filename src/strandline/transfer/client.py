@@ -8,7 +8,7 @@ from strandline.specs import ModelSpec
 from strandline.transfer.connection import Cause, Connection, TransferError
 from strandline.transfer.layout import differences, pieces_of
 from strandline.transfer.messages import Ask, Enough, Hello, Offer, Want
-from strandline.transfer.movers import Mover, Write
+from strandline.transfer.movers import Mover, Sink
 
 
 class Peer(NamedTuple):
@@ -63,11 +63,11 @@ class Pull:
         self._offer = offer
         return offer
 
-    def fetch(self, want: Want, write: Write) -> int:
+    def fetch(self, want: Want, sink: Sink) -> int:
         """Fetch a part of what was offered; return how many bytes came. All of it is written when this returns.
 
         Args:
-            write: takes each piece as it comes.
+            sink: takes each piece as it comes.
 
         Raises:
             TransferError: it has failed, or was closed. What was written is not to be used.
@@ -78,7 +78,7 @@ class Pull:
         try:
             connection.send(want)
             pieces = list(pieces_of(want.blocks, want.positions, self._spec, past=offer.num_blocks))
-            return self._mover.take(connection, pieces, write)
+            return self._mover.take(connection, pieces, sink)
         finally:
             self.close()
 

@@ -1,11 +1,12 @@
 """Frames over TCP: a message, and bytes behind it. Every call ends within a time limit.
 
-A frame is a head (``HEAD``: magic, length of the message, length of the bytes, CRC-32 of both), the message as msgpack,
-and the bytes. What is not a frame, is too long or does not have its checksum ends the connection: nothing that follows
-it could be distinguished.
+A frame is a head (``HEAD``: magic, length of the message, length of the bytes, CRC-32 of the bytes and then of the
+message), the message as msgpack, and the bytes. What is not a frame, is too long or does not have its checksum ends the
+connection: nothing that follows it could be distinguished.
 """
 
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
 from struct import Struct
@@ -26,6 +27,7 @@ MIN_RATE: Final = 16 * 2**20
 """Bytes per second below which a frame takes too long, beyond the time limit."""
 
 Kind = TypeVar("Kind", bound=Message)
+Room = TypeVar("Room", bytearray, memoryview)
 
 
 class Cause(StrEnum):
@@ -59,7 +61,36 @@ class Frame(NamedTuple):
     """A message, and the bytes behind it."""
 
     message: Message
-    payload: bytearray
+    payload: bytearray | memoryview
+
+
+class _Arrived(NamedTuple):
+    """A frame whose checksum has not been compared."""
+
+    data: bytearray
+    payload: bytearray | memoryview
+    checksum: int
+
+    def check(self) -> None:
+        """Compare the checksum. Other threads run meanwhile.
+
+        Raises:
+            TransferError: it is another one.
+        """
+        if crc32(self.data, crc32(self.payload)) != self.checksum:
+            raise TransferError(Cause.GARBLED, "a frame has another checksum than its sender computed")
+
+    def message(self) -> Message:
+        """Decode the message.
+
+        Raises:
+            TransferError: it is none.
+        """
+        try:
+            message: Message = DECODER.decode(self.data)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise TransferError(Cause.GARBLED, f"not a message: {error}") from error
+        return message
 
 
 class Connection:
@@ -104,14 +135,20 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def send(self, message: Message, payload: bytes | bytearray | memoryview = b"") -> None:
+    def send(
+        self, message: Message, payload: bytes | bytearray | memoryview = b"", *, payload_crc: int | None = None
+    ) -> None:
         """Send a frame.
+
+        Args:
+            payload_crc: CRC-32 of the bytes, if it is known already.
 
         Raises:
             TransferError: the peer has gone, or does not read.
         """
         data = ENCODER.encode(message)
-        head = HEAD.pack(MAGIC, len(data), len(payload), crc32(payload, crc32(data)))
+        checksum = crc32(data, crc32(payload) if payload_crc is None else payload_crc)
+        head = HEAD.pack(MAGIC, len(data), len(payload), checksum)
         try:
             self._socket.settimeout(self.timeout_s + len(payload) / MIN_RATE)
             self._socket.sendall(head + data)
@@ -131,8 +168,18 @@ class Connection:
         Raises:
             TransferError: the peer has gone, is too slow, or does not send a frame of this size.
         """
+        arrived = self._arrive(max_payload_bytes, lambda size: memoryview(bytearray(size)), patience_s)
+        arrived.check()
+        return Frame(arrived.message(), arrived.payload)
+
+    def _arrive(self, max_payload_bytes: int, room: Callable[[int], memoryview], patience_s: float) -> _Arrived:
+        """Receive a frame without comparing its checksum. Raises as ``receive``.
+
+        Args:
+            room: returns memory for that many bytes.
+        """
         deadline = monotonic() + self.timeout_s + patience_s
-        magic, message_bytes, payload_bytes, checksum = HEAD.unpack(self._read(HEAD.size, deadline))
+        magic, message_bytes, payload_bytes, checksum = HEAD.unpack(self._read(bytearray(HEAD.size), deadline))
         if magic != MAGIC:
             raise TransferError(Cause.GARBLED, f"no frame begins with {magic!r}")
         if message_bytes > MAX_MESSAGE_BYTES or payload_bytes > max_payload_bytes:
@@ -142,16 +189,12 @@ class Connection:
                 f"where {MAX_MESSAGE_BYTES} and {max_payload_bytes} are the most",
             )
         deadline += (message_bytes + payload_bytes) / MIN_RATE
-        data = self._read(message_bytes, deadline)
-        payload = self._read(payload_bytes, deadline)
-        if crc32(payload, crc32(data)) != checksum:
-            raise TransferError(Cause.GARBLED, "a frame has another checksum than its sender computed")
-        try:
-            return Frame(DECODER.decode(data), payload)
-        except (msgspec.MsgspecError, UnicodeError) as error:
-            raise TransferError(Cause.GARBLED, f"not a message: {error}") from error
+        data = self._read(bytearray(message_bytes), deadline)
+        return _Arrived(data, self._read(room(payload_bytes), deadline), checksum)
 
-    def expect(self, kind: type[Kind], payload_bytes: int = 0, *, patience_s: float = 0.0) -> tuple[Kind, bytearray]:
+    def expect(
+        self, kind: type[Kind], payload_bytes: int = 0, *, patience_s: float = 0.0
+    ) -> tuple[Kind, bytearray | memoryview]:
         """Receive a frame of this kind, with ``payload_bytes`` bytes behind its message.
 
         Args:
@@ -161,23 +204,28 @@ class Connection:
             TransferError: as ``receive``; another frame came; or the peer reports a failure.
         """
         message, payload = self.receive(payload_bytes, patience_s=patience_s)
-        if isinstance(message, Failed):
-            raise failure_of(message)
-        if not isinstance(message, kind) or len(payload) != payload_bytes:
-            raise TransferError(
-                Cause.GARBLED,
-                f"{type(message).__name__} with {len(payload)} bytes came instead of {kind.__name__} with "
-                f"{payload_bytes}",
-            )
-        return message, payload
+        return _require(kind, message, len(payload), payload_bytes), payload
 
-    def _read(self, num_bytes: int, deadline: float) -> bytearray:
-        data = bytearray(num_bytes)
-        with memoryview(data) as view:
+    def expect_into(self, kind: type[Kind], room: memoryview) -> tuple[Kind, Callable[[], None]]:
+        """Receive a frame of this kind, whose bytes fill ``room``.
+
+        Returns:
+            Its message; and what compares its checksum, in any thread, and raises ``TransferError`` if that is another
+            one. Before that, neither the message nor the bytes are to be believed.
+
+        Raises:
+            TransferError: as ``expect``.
+        """
+        arrived = self._arrive(len(room), lambda size: room[:size], 0.0)
+        return _require(kind, arrived.message(), len(arrived.payload), len(room)), arrived.check
+
+    def _read(self, room: Room, deadline: float) -> Room:
+        """Fill memory."""
+        with memoryview(room) as view:
             start = 0
-            while start < num_bytes:
+            while start < len(view):
                 start += self._read_into(view[start:], deadline)
-        return data
+        return room
 
     def _read_into(self, view: memoryview, deadline: float) -> int:
         left_s = deadline - monotonic()
@@ -193,6 +241,18 @@ class Connection:
         if not num_bytes:
             raise TransferError(Cause.DISCONNECTED, "the peer has closed the connection")
         return num_bytes
+
+
+def _require(kind: type[Kind], message: Message, num_bytes: int, wanted_bytes: int) -> Kind:
+    """Return a message that is of this kind, and has as many bytes behind it as wanted. Raises as ``expect``."""
+    if isinstance(message, Failed):
+        raise failure_of(message)
+    if not isinstance(message, kind) or num_bytes != wanted_bytes:
+        raise TransferError(
+            Cause.GARBLED,
+            f"{type(message).__name__} with {num_bytes} bytes came instead of {kind.__name__} with {wanted_bytes}",
+        )
+    return message
 
 
 def failure_of(failed: Failed) -> TransferError:

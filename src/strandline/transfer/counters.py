@@ -9,6 +9,8 @@ NOT_NEEDED: Final = "not_needed"
 """The engine that asked has it, or its request went on without."""
 NOTHING: Final = "nothing"
 """The engine that was asked has nothing of the prompt."""
+SLOWER: Final = "slower"
+"""Fetching would have taken longer than computing."""
 
 
 class Counts(NamedTuple):

@@ -7,9 +7,11 @@ from typing import Final, NamedTuple
 from strandline.ids import BLOCK_TOKENS
 from strandline.specs import ModelSpec
 
-PROTOCOL: Final = "2"
+PROTOCOL: Final = "3"
 PIECE_BYTES: Final = 8 * 2**20
 """Pieces are about as large: reading or writing one takes an engine a few milliseconds at most."""
+CHUNK_BYTES: Final = 2 * 2**20
+"""At most this much of a piece travels in one frame, so that a snapshot of tens of MiB is checked as it comes."""
 
 
 def layout_of(

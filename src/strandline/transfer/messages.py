@@ -1,9 +1,9 @@
 """The messages between two engines.
 
 The engine that fetches a prefix connects. Both send ``Hello``. It sends ``Ask``, gets an ``Offer``, and sends ``Want``,
-or ``Enough`` if there is nothing to fetch. Then come as many ``Piece`` frames as ``pieces_of`` yields, and ``Enough``
-ends it. With NIXL, ``Placed`` comes instead of the pieces, and ``Enough`` is answered by ``Enough``. Either side sends
-``Failed`` where it cannot go on.
+or ``Enough`` if there is nothing to fetch. Then come the pieces that ``pieces_of`` yields, each in one or more
+``Piece`` frames, and ``Enough`` ends it. With NIXL, ``Placed`` comes instead of the pieces, and ``Enough`` is answered
+by ``Enough``. Either side sends ``Failed`` where it cannot go on.
 """
 
 from itertools import pairwise
@@ -70,9 +70,11 @@ class Want(msgspec.Struct, tag=True):
 
 
 class Piece(msgspec.Struct, tag=True):
-    """A part of what was wanted, as the bytes behind this message."""
+    """A part of what was wanted, as the bytes behind this message: at most ``CHUNK_BYTES`` of one piece."""
 
     index: int
+    start: int = 0
+    """Where in the piece the bytes begin."""
 
 
 class Placed(msgspec.Struct, tag=True):

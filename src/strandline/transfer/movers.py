@@ -1,21 +1,37 @@
 """How the bytes of a pull travel: the seam between its messages, which are always frames over TCP, and its content."""
 
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, NamedTuple, Protocol, TypeVar
+from zlib import crc32
 
 from strandline.transfer.connection import Cause, Connection, TransferError
-from strandline.transfer.layout import Items
+from strandline.transfer.layout import CHUNK_BYTES, Items
 from strandline.transfer.messages import Enough, Piece
 
-Write = Callable[[Items, bytearray | memoryview], None]
-"""Takes a piece as it comes. The bytes are the mover's again when it returns."""
+NUM_THREADS: Final = 3
+"""Beside the one of the connection: checksums take longer than the bytes, and the device is read or written beside."""
+NUM_ROOMS: Final = 2
+"""One piece is written while the next one comes."""
+T = TypeVar("T")
+Result = TypeVar("Result")
+
+
+class Sink(NamedTuple):
+    """Takes what comes of one pull, from several threads."""
+
+    room: Callable[[int], memoryview]
+    """Returns memory of that many bytes, which pieces are received in, one after the other."""
+    write: Callable[[Items, memoryview], None]
+    """Writes a piece. The memory is the mover's again when it returns."""
 
 
 class Content(NamedTuple):
     """What one hold keeps."""
 
     read: Callable[[Items], memoryview]
-    """Returns the bytes of a piece."""
+    """Returns the bytes of a piece. Called from several threads."""
     addresses: Callable[[Items], list[int]]
     """Returns where each block and each slot of a piece lies, once it may be read there."""
 
@@ -34,11 +50,11 @@ class Mover(Protocol):
             TransferError: the peer does not have all of them.
         """
 
-    def take(self, connection: Connection, pieces: Sequence[Items], write: Write) -> int:
+    def take(self, connection: Connection, pieces: Sequence[Items], sink: Sink) -> int:
         """Take all pieces, and return how many bytes they have. They are written when this returns.
 
         Raises:
-            TransferError: it has failed; nothing that was written is to be used.
+            TransferError: it has failed; nothing that was written is to be used, and nothing writes any more.
         """
 
     def close(self) -> None:
@@ -46,27 +62,84 @@ class Mover(Protocol):
 
 
 class SocketMover:
-    """Sends the bytes behind messages, with a checksum each."""
+    """Sends the bytes behind messages, in chunks with a checksum each.
+
+    Reading, checksums, the connection and writing overlap: while one piece is sent, the next one is read; while one
+    comes, the one before is written.
+    """
 
     connector: Final = "SocketConnector"
 
     def give(self, connection: Connection, pieces: Sequence[Items], content: Content) -> None:
         """Send all pieces, and wait until the peer has them. Raises as ``Mover.give``."""
-        for index, items in enumerate(pieces):
-            connection.send(Piece(index), content.read(items))
+        with _threads() as pool:
+            chunks = _chunks(_ahead(pool, content.read, pieces))
+            for piece, data, checksum in _ahead(pool, _with_checksum, chunks, NUM_THREADS):
+                connection.send(piece, data, payload_crc=checksum)
         connection.expect(Enough)
 
-    def take(self, connection: Connection, pieces: Sequence[Items], write: Write) -> int:
+    def take(self, connection: Connection, pieces: Sequence[Items], sink: Sink) -> int:
         """Receive all pieces. Raises as ``Mover.take``."""
-        num_bytes = 0
-        for index, items in enumerate(pieces):
-            piece, data = connection.expect(Piece, items.num_bytes)
-            if piece.index != index:
-                raise TransferError(Cause.GARBLED, f"piece {piece.index} came instead of {index}")
-            write(items, data)
-            num_bytes += len(data)
+        most_bytes = max((items.num_bytes for items in pieces), default=0)
+        rooms = [sink.room(most_bytes) for _ in pieces[:NUM_ROOMS]]
+        writes: list[Future[None]] = []
+        with _threads() as pool:  # which waits for them, also after a failure: their memory may then be freed
+            for index, items in enumerate(pieces):
+                if index >= NUM_ROOMS:
+                    writes[index - NUM_ROOMS].result()
+                data = rooms[index % NUM_ROOMS][: items.num_bytes]
+                checks = [pool.submit(check) for check in _receive(connection, index, data)]
+                writes.append(pool.submit(_write, checks, sink, items, data))
+        for write in writes:
+            write.result()
         connection.send(Enough())
-        return num_bytes
+        return sum(items.num_bytes for items in pieces)
 
     def close(self) -> None:
         """Do nothing: connections are closed by those who use them."""
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(NUM_THREADS, "kv-transfer")
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, function: Callable[[T], Result], arguments: Iterable[T], num_ahead: int = 1
+) -> Iterator[Result]:
+    """Yield what a function returns for each argument, in order, and compute up to ``num_ahead`` more meanwhile."""
+    waiting = deque[Future[Result]]()
+    for argument in arguments:
+        waiting.append(pool.submit(function, argument))
+        if len(waiting) > num_ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _chunks(pieces: Iterable[memoryview]) -> Iterator[tuple[Piece, memoryview]]:
+    """Yield the frames of pieces."""
+    for index, data in enumerate(pieces):
+        for start in range(0, len(data), CHUNK_BYTES):
+            yield Piece(index, start), data[start : start + CHUNK_BYTES]
+
+
+def _with_checksum(chunk: tuple[Piece, memoryview]) -> tuple[Piece, memoryview, int]:
+    return *chunk, crc32(chunk[1])
+
+
+def _receive(connection: Connection, index: int, data: memoryview) -> Iterator[Callable[[], None]]:
+    """Receive a piece; yield what checks each chunk, as it comes."""
+    for start in range(0, len(data), CHUNK_BYTES):
+        piece, check = connection.expect_into(Piece, data[start : start + CHUNK_BYTES])
+        if (piece.index, piece.start) != (index, start):
+            raise TransferError(
+                Cause.GARBLED, f"byte {piece.start} of piece {piece.index} came instead of {start} of {index}"
+            )
+        yield check
+
+
+def _write(checks: Iterable[Future[None]], sink: Sink, items: Items, data: memoryview) -> None:
+    """Write a piece once all of it has the right checksums. The checks were submitted before, so they end."""
+    for check in checks:
+        check.result()
+    sink.write(items, data)

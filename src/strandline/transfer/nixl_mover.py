@@ -28,7 +28,7 @@ from strandline.kv_transfer_config import FLAG
 from strandline.transfer.connection import MIN_RATE, Cause, Connection, TransferError
 from strandline.transfer.layout import Items
 from strandline.transfer.messages import Enough, Placed
-from strandline.transfer.movers import Content, Write
+from strandline.transfer.movers import Content, Sink
 
 CONNECTOR: Final = "NixlConnector"
 POLL_S: Final = 0.0005
@@ -106,7 +106,7 @@ class NixlMover:
         connection.expect(Enough, patience_s=sum(items.num_bytes for items in pieces) / MIN_RATE)
         connection.send(Enough())
 
-    def take(self, connection: Connection, pieces: Sequence[Items], write: Write) -> int:
+    def take(self, connection: Connection, pieces: Sequence[Items], sink: Sink) -> int:
         """Read all pieces. Raises as ``Mover.take``."""
         placed, _ = connection.expect(Placed)
         if len(placed.addresses) != sum(_num_items(items) for items in pieces):
@@ -118,7 +118,7 @@ class NixlMover:
                 there = _rows(placed.addresses[start:end], items.num_bytes, placed.device)
                 with self._buffer(items.num_bytes) as buffer:
                     self._read(connection, peer, there, placed.kind, buffer)
-                    write(items, buffer.data[: items.num_bytes])
+                    sink.write(items, buffer.data[: items.num_bytes])
                 start, num_bytes = end, num_bytes + items.num_bytes
         connection.send(Enough())
         connection.expect(Enough)

@@ -31,7 +31,7 @@ class Source(Protocol[Hold]):
         """Keep what there is of a prompt until ``end``; None: nothing. Called in the engine's thread."""
 
     def read(self, hold: Hold, items: Items) -> memoryview:
-        """Read a piece of what is kept. Called in the connection's thread."""
+        """Read a piece of what is kept. Called in threads of the connection."""
 
     def addresses(self, hold: Hold, items: Items) -> list[int]:
         """Return where each block and each slot of a piece lies, once it may be read. In the connection's thread."""

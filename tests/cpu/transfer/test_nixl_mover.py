@@ -21,7 +21,18 @@ from strandline.transfer.connection import Cause, TransferError
 from strandline.transfer.layout import Items
 from strandline.transfer.messages import Hello, Want
 from strandline.transfer.nixl_mover import NixlMover, Region
-from tests.cpu.transfer.test_pull import ASK, LAYOUT, LONG_S, OFFER, SHORT_S, SPEC, WANTED, Memory, wanted_content
+from tests.cpu.transfer.test_pull import (
+    ASK,
+    LAYOUT,
+    LONG_S,
+    OFFER,
+    SHORT_S,
+    SPEC,
+    WANTED,
+    Memory,
+    sink_of,
+    wanted_content,
+)
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs strandline[nixl]")
 NOWHERE = Region(0, 0, None)
@@ -103,9 +114,9 @@ def pull_from(producer: Producer, mover: NixlMover, timeout_s: float = LONG_S) -
 def check_whole(producer: Producer, mover: NixlMover, want: Want = WANT) -> None:
     """Fetch, and check every byte."""
     memory = Memory()
-    num_bytes = pull_from(producer, mover).fetch(want, memory.write)
+    num_bytes = pull_from(producer, mover).fetch(want, memory.sink)
     expected = wanted_content(want)
-    assert b"".join(memory.written.values()) == expected
+    assert memory.all_written == expected
     assert num_bytes == len(expected)
 
 
@@ -141,7 +152,7 @@ def test_a_peer_killed_between_two_pieces_is_an_error(
 ) -> None:
     killed = make_producer()
     with pytest.raises(TransferError) as failure:
-        pull_from(killed, mover).fetch(WANT, lambda items, data: killed.kill())
+        pull_from(killed, mover).fetch(WANT, sink_of(lambda items, data: killed.kill()))
     assert failure.value.cause is Cause.DISCONNECTED
     check_whole(producer, mover)
 
@@ -155,7 +166,7 @@ def test_what_was_read_of_a_stopped_peer_does_not_count(
     mover = new_mover()
     check_whole(producer, mover)  # connecting takes longer than this test's limit
     with pytest.raises(TransferError) as failure:
-        pull_from(producer, mover, timeout_s=SHORT_S).fetch(WANT, lambda items, data: producer.stop())
+        pull_from(producer, mover, timeout_s=SHORT_S).fetch(WANT, sink_of(lambda items, data: producer.stop()))
     producer.go_on()
     assert failure.value.cause is Cause.STALLED
     check_whole(producer, mover)
@@ -169,12 +180,12 @@ def test_a_pull_that_is_closed_does_not_wait(producer: Producer, monkeypatch: py
     check_whole(producer, mover)
     pull = pull_from(producer, mover)
 
-    def stop(items: Items, data: bytearray | memoryview) -> None:
+    def stop(items: Items, data: memoryview) -> None:
         producer.stop()
         pull.close()
 
     with pytest.raises(TransferError) as failure:
-        pull.fetch(WANT, stop)
+        pull.fetch(WANT, sink_of(stop))
     producer.go_on()
     assert failure.value.cause is Cause.DISCONNECTED
     mover.close()
@@ -184,7 +195,7 @@ def test_a_pull_that_is_closed_does_not_wait(producer: Producer, monkeypatch: py
 def test_memory_that_is_not_given_is_not_read(make_producer: MakeProducer, mover: NixlMover) -> None:
     memory = Memory()
     with pytest.raises(TransferError) as failure:
-        pull_from(make_producer(shift=2**40), mover).fetch(WANT, memory.write)
+        pull_from(make_producer(shift=2**40), mover).fetch(WANT, memory.sink)
     assert failure.value.cause is Cause.GARBLED
     assert memory.written == {}
 
@@ -202,7 +213,7 @@ def test_own_memory_that_cannot_be_registered_is_no_room(producer: Producer, mon
     bindings, mover_agent = import_module("nixl._bindings"), mover._agent
     monkeypatch.setattr(mover, "_agent", Full())
     with pytest.raises(TransferError, match="no memory can be pinned") as failure:
-        pull_from(producer, mover).fetch(WANT, Memory().write)
+        pull_from(producer, mover).fetch(WANT, Memory().sink)
     assert failure.value.cause is Cause.NO_ROOM
     monkeypatch.undo()
     check_whole(producer, mover)

@@ -1,7 +1,8 @@
 """One engine fetches from another: what is missing arrives; whatever goes wrong is an error on both sides."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any
@@ -12,9 +13,9 @@ from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
 from strandline.transfer.client import Peer, Pull
 from strandline.transfer.connection import Cause, Connection, TransferError
 from strandline.transfer.engine_calls import EngineCalls
-from strandline.transfer.layout import Items, layout_of, pieces_of
+from strandline.transfer.layout import CHUNK_BYTES, Items, layout_of, pieces_of
 from strandline.transfer.messages import Ask, Failed, Hello, Offer, Piece, Want
-from strandline.transfer.movers import SocketMover
+from strandline.transfer.movers import Content, Sink, SocketMover
 from strandline.transfer.server import PullServer
 
 LONG_S = 60.0
@@ -79,8 +80,21 @@ class Memory:
         self.ends.append((hold, is_done))
         self.has_ended.set()
 
-    def write(self, items: Items, data: bytearray | memoryview) -> None:
+    def write(self, items: Items, data: memoryview) -> None:
         self.written[items[:3]] = bytes(data)
+
+    @property
+    def sink(self) -> Sink:
+        return sink_of(self.write)
+
+    @property
+    def all_written(self) -> bytes:
+        """All bytes in order."""
+        return b"".join(self.written[key] for key in sorted(self.written))
+
+
+def sink_of(write: Callable[[Items, memoryview], None]) -> Sink:
+    return Sink(lambda num_bytes: memoryview(bytearray(num_bytes)), write)
 
 
 @pytest.fixture
@@ -109,11 +123,15 @@ MakeServer = Callable[..., PullServer]
 def make_server(calls: EngineCalls) -> Iterator[MakeServer]:
     servers = []
 
-    def make(memory: Memory, *, layout: dict[str, str] = LAYOUT, timeout_s: float = LONG_S) -> PullServer:
-        hello = Hello("producer", layout)
-        server = PullServer(
-            "127.0.0.1", 0, hello, calls, memory, SPEC, SocketMover(), timeout_s=timeout_s, patience_s=0
-        )
+    def make(
+        memory: Memory,
+        *,
+        layout: dict[str, str] = LAYOUT,
+        timeout_s: float = LONG_S,
+        mover: SocketMover | None = None,
+    ) -> PullServer:
+        hello, mover = Hello("producer", layout), mover or SocketMover()
+        server = PullServer("127.0.0.1", 0, hello, calls, memory, SPEC, mover, timeout_s=timeout_s, patience_s=0)
         servers.append(server)
         return servers[-1]
 
@@ -129,7 +147,7 @@ def pull_from(port: int, memory: Memory, *, engine_id: str = "producer", timeout
     try:
         offer = pull.ask(ASK)
         if offer.num_tokens and memory.wanted is not None:
-            return pull.fetch(memory.wanted, memory.write)
+            return pull.fetch(memory.wanted, memory.sink)
         pull.enough()
         return 0
     finally:
@@ -142,11 +160,78 @@ def test_what_is_wanted_arrives_and_nothing_else(make_server: MakeServer, wanted
     num_bytes = pull_from(make_server(source).port, sink)
     assert source.asks == [ASK]
     expected = wanted_content(wanted)
-    assert b"".join(sink.written.values()) == expected
+    assert sink.all_written == expected
     assert num_bytes == len(expected)
     assert all(data == content_of(*items) for items, data in sink.written.items())
     assert source.has_ended.wait(LONG_S)
     assert source.ends == [("hold", True)]
+
+
+class ByteFlipper:
+    """A connection that changes a byte of one chunk after its checksum was computed."""
+
+    def __init__(self, connection: Connection, index: int, start: int) -> None:
+        self._connection, self._place = connection, Piece(index, start)
+
+    def send(self, message: Any, payload: memoryview, *, payload_crc: int) -> None:
+        data = bytearray(payload)
+        if message == self._place:
+            data[-1] ^= 1
+        self._connection.send(message, data, payload_crc=payload_crc)
+
+    def expect(self, kind: Any) -> Any:
+        return self._connection.expect(kind)
+
+
+@pytest.mark.parametrize(("index", "start"), [(0, 0), (0, 2 * CHUNK_BYTES), (2, 0)])
+def test_a_piece_with_a_wrong_byte_is_not_written(make_server: MakeServer, index: int, start: int) -> None:
+    class FlippingMover(SocketMover):
+        def give(self, connection: Connection, pieces: Sequence[Items], content: Content) -> None:
+            flipper: Any = ByteFlipper(connection, index, start)
+            super().give(flipper, pieces, content)
+
+    sink = Memory(wanted=Want([(0, 79)], [100, 5000]))
+    assert sink.wanted is not None
+    pieces = list(pieces_of(sink.wanted.blocks, sink.wanted.positions, SPEC, past=79))
+    assert start < pieces[index].num_bytes
+    with pytest.raises(TransferError, match="another checksum") as failure:
+        pull_from(make_server(Memory(), mover=FlippingMover()).port, sink)
+    assert failure.value.cause is Cause.GARBLED
+    assert pieces[index][:3] not in sink.written
+
+
+def test_nothing_is_written_after_a_pull_has_failed(make_server: MakeServer) -> None:
+    class EndingMover(SocketMover):
+        def give(self, connection: Connection, pieces: Sequence[Items], content: Content) -> None:
+            with suppress(TransferError):
+                super().give(connection, pieces[:2], content)
+
+    under_way = [0]
+
+    def write(items: Items, data: memoryview) -> None:
+        under_way[0] += 1
+        has_failed.wait(SHORT_S)
+        under_way[0] -= 1
+
+    has_failed = Event()
+    server = make_server(Memory(), mover=EndingMover(), timeout_s=SHORT_S)
+    pull = Pull(Peer("127.0.0.1", server.port, ""), Hello("consumer", LAYOUT), SPEC, SocketMover(), timeout_s=LONG_S)
+    pull.ask(ASK)
+    with pytest.raises(TransferError):
+        pull.fetch(Want([(0, 79)], [100, 4992, 5000]), sink_of(write))
+    assert under_way == [0]
+
+
+def test_a_write_that_fails_is_the_pulls_failure(make_server: MakeServer) -> None:
+    def write(items: Items, data: memoryview) -> None:
+        raise TransferError(Cause.NO_ROOM, "rank 1 could not copy it")
+
+    server = make_server(Memory())
+    pull = Pull(Peer("127.0.0.1", server.port, ""), Hello("consumer", LAYOUT), SPEC, SocketMover(), timeout_s=LONG_S)
+    pull.ask(ASK)
+    with pytest.raises(TransferError, match="rank 1") as failure:
+        pull.fetch(Want([(0, 79)], [100, 4992, 5000]), sink_of(write))
+    assert failure.value.cause is Cause.NO_ROOM
 
 
 def test_pieces_are_cut_by_size() -> None:
@@ -269,7 +354,7 @@ def test_a_producer_that_dies_stalls_or_garbles_is_an_error(num_answers: int, en
     answers: list[tuple[Any, bytes]] = [
         (Hello("producer", LAYOUT), b""),
         (OFFER, b""),
-        (Piece(0), content_of(*piece[:3])),
+        (Piece(0), content_of(*piece[:3])[:CHUNK_BYTES]),
     ]
     is_over = Event()
 
