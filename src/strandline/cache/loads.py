@@ -142,9 +142,14 @@ class Loads:
 
     def is_lacking(self, tokens: TokenBuffer, offer: Offer, salt: str = "") -> bool:
         """Return whether a prompt could resume at the end of an offer only after loading it. Changes nothing."""
+        return self.count_lacking(tokens, offer, salt) is not None
+
+    def count_lacking(self, tokens: TokenBuffer, offer: Offer, salt: str = "") -> tuple[int, int] | None:
+        """Return how many blocks and snapshots loading an offer brings; None: it is not lacking. Changes nothing."""
         data = tokens.data[: offer.position * TOKEN_BYTES]
         root = self._index.roots.get(salt) or Run(None, 0, b"", array("i"))
-        return _lacking(root, data, offer, self._window_tokens) is not None
+        lacking = _lacking(root, data, offer, self._window_tokens)
+        return None if lacking is None else (len(lacking.places), len(lacking.snapshots))
 
     def find_shared(self, tokens: TokenBuffer, offer: Offer, salt: str = "", *, beyond: int = 0) -> Lead | None:
         """Find the load that brings most blocks of an offer which the device lacks, to load the rest after it.

@@ -251,7 +251,10 @@ class EngineCore:
         self._in_flight = None
         result = launched.result()
         start_s, self._settled_s = max(start_s, self._settled_s), SYSTEM_CLOCK()
-        self.cache.loads.observe_prefill(_num_prefilled(plan), self._settled_s - self._begun_s)
+        num_prefilled, seconds = _num_prefilled(plan), self._settled_s - self._begun_s
+        self.cache.loads.observe_prefill(num_prefilled, seconds)
+        if self.hand_over is not None:
+            self.hand_over.observe_prefill(num_prefilled, seconds)
         self.scheduler.loading.complete(result.completions)
         self.scheduler.observe(plan, self._settled_s - start_s)
         advanced = self.scheduler.settle(plan, result)

@@ -108,7 +108,8 @@ class HandOver:
         return self.calls.fileno()
 
     def turn(self) -> None:
-        """Do what peers have asked for, and queue the requests whose peers have answered."""
+        """Do what peers have asked for, and queue the requests whose peers have answered. Between two steps."""
+        self._source.fence()
         self.calls.run()
         self._source.expire()
         self._pulls.end_unneeded()
@@ -120,6 +121,10 @@ class HandOver:
             return False
         self._pulls.begin(request, params)
         return True
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Take in how long a step took that computed this many tokens of prompts, to weigh pulls against."""
+        self._pulls.costs.observe_prefill(num_tokens, seconds)
 
     def forget(self, request_id: RequestId) -> None:
         """Forget a request that is not queued yet. Unknown ids are ignored."""

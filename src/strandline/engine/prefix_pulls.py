@@ -1,5 +1,8 @@
 """Requests whose prompts' prefixes other engines have: what those offer is asked before such a request is queued.
 
+What a peer keeps under a lease for a request is fetched, unless it is cached here. What it happens to have cached is
+fetched if that takes less time than computing, by the measured rates of transfers and of prefills.
+
 A request that asks is not queued yet. Once it is, it has an offer, which is loaded as from any store; or it has none
 and computes its prompt; its account reports a failed load if one was promised.
 """
@@ -9,7 +12,7 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Final
 
-from strandline.cache import Offer, OfferedSnapshot, PrefixCache, SnapshotKind
+from strandline.cache import LoadCosts, Offer, OfferedSnapshot, PrefixCache, SnapshotKind
 from strandline.cache.holds import useful_positions
 from strandline.cache.placement import RESERVE_SHARE
 from strandline.device.peer_store import PEERS, PeerStore
@@ -21,7 +24,7 @@ from strandline.specs import ModelSpec
 from strandline.transfer import messages
 from strandline.transfer.client import Peer, Pull
 from strandline.transfer.connection import Cause, TransferError
-from strandline.transfer.counters import NOT_NEEDED, NOTHING
+from strandline.transfer.counters import NOT_NEEDED, NOTHING, SLOWER
 from strandline.transfer.engine_calls import EngineCalls
 from strandline.transfer.movers import Mover
 
@@ -72,6 +75,11 @@ class PrefixPulls:
         self._spec = spec
         self._mover = mover
         self._blocks_per_slab, self._timeout_s = blocks_per_slab, timeout_s
+        self.costs = LoadCosts()
+        """The mean rates of transfers, from any peer, and of prefills. What a pull costs beside is the answer to its
+        question, which has come when it is decided whether to fetch."""
+        self._observed = (0, 0.0)
+        """The bytes and seconds of transfers that the rates contain."""
         self._asking: list[Asked] = []
         """Those without an answer."""
         self._offered: list[Asked] = []
@@ -147,12 +155,30 @@ class PrefixPulls:
             self._store.counters.count(NOT_NEEDED if found.num_tokens else NOTHING)
             self._queue(asked)
             return
-        asked.first_place = self._store.open(asked.pull)
-        offer = self._offer(found, asked.first_place)
+        first_place = self._store.open(asked.pull)
+        offer = self._offer(found, first_place)
+        if not asked.ask.lease_id and not self._pays(asked.requests[0], offer):
+            self._store.forget(first_place, SLOWER)
+            self._queue(asked)
+            return
+        asked.first_place = first_place
         for request in asked.requests:
             request.offer = offer
         self._offered.append(asked)
         self._queue(asked)
+
+    def _pays(self, request: Request, offer: Offer) -> bool:
+        """Return whether fetching what an offer brings takes less time than computing it."""
+        lacking = self._cache.loads.count_lacking(request.tokens, offer, request.salt)
+        if lacking is None:
+            return True  # the request finds out when it is its turn
+        counts = self._store.counters.read()
+        num_bytes, seconds = self._observed
+        if counts.num_bytes > num_bytes:
+            self.costs.observe_load(counts.num_bytes - num_bytes, counts.seconds - seconds)
+            self._observed = (counts.num_bytes, counts.seconds)
+        size = lacking[0] * self._spec.raw_block_bytes + lacking[1] * self._spec.raw_slot_bytes
+        return self.costs.pays(size, offer.position - self._cache.hit_tokens(request.tokens, request.salt))
 
     def _queue(self, asked: Asked) -> None:
         self._asking.remove(asked)

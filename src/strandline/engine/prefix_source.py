@@ -41,6 +41,10 @@ class Kept:
     num_readers: int = 0
     """Pulls under way. It is kept until they have ended."""
     is_fetched: bool = False
+    fence: Fence = None
+    """After all that has written it; copies do not wait for what is launched later."""
+    is_fenced: bool = False
+    """Whether there is a fence yet, which on a CPU is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,16 @@ class PrefixSource:
             self._end(oldest, GIVEN_UP)
         return kept
 
+    def fence(self) -> None:
+        """Fence what was kept since the last call, which nothing changes later. Between steps, without a plan open."""
+        new = [kept for kept in self._kept.values() if not kept.is_fenced]
+        if not new:
+            return
+        self._carry_out()
+        fence = self._copies.fence()
+        for kept in new:
+            kept.fence, kept.is_fenced = fence, True
+
     def params(self, kept: Kept, host: str, port: int, engine_id: str) -> dict[str, object]:
         """Return what the request that continues a kept prompt is to carry."""
         params = TransferParams(
@@ -139,15 +153,17 @@ class PrefixSource:
         tokens.data = bytearray(ask.tokens)
         kept = self._kept.get(ask.lease_id)
         if kept is not None and tokens.data.startswith(kept.hold.tokens.data):
+            self.fence()
             kept.num_readers += 1
-            hold: Lease | None = kept.hold
+            reading = Reading(kept.hold, kept.fence, kept)
         else:
-            kept, hold = None, self._hold(tokens, ask.salt)
-        if hold is None:
-            return None
-        self._carry_out()
-        snapshots = sorted((snapshot.position, str(snapshot.kind)) for snapshot in hold.held or ())
-        return Reading(hold, self._copies.fence(), kept), Offer(len(hold.tokens), snapshots)
+            hold = self._hold(tokens, ask.salt)
+            if hold is None:
+                return None
+            self._carry_out()
+            reading = Reading(hold, self._copies.fence(), None)
+        snapshots = sorted((snapshot.position, str(snapshot.kind)) for snapshot in reading.hold.held or ())
+        return reading, Offer(len(reading.hold.tokens), snapshots)
 
     def read(self, hold: Reading, items: Items) -> memoryview:
         """Read a piece of what is kept. Any thread may call it."""

@@ -152,7 +152,8 @@ class HandOverStats:
     """What this engine gave to others and fetched from them. Counters count from the start."""
 
     pulls: dict[str, int]
-    """Its own pulls that have ended, by outcome: ``done``, ``not_needed``, ``nothing``, or why it failed."""
+    """Its own pulls that have ended, by outcome: ``done``, ``not_needed``, ``nothing``, ``slower``, or why it
+    failed."""
     gives: dict[str, int]
     """Other engines' pulls from it, in the same way."""
     fetched_bytes: int

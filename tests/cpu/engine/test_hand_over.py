@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.cache import Account, Reason, TokenBuffer
+from strandline.cache import Account, LoadCosts, Reason, TokenBuffer
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_uni_executor
+from strandline.engine.prefix_pulls import PrefixPulls
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError
 from strandline.ids import RequestId
@@ -369,6 +370,76 @@ def test_engines_fetch_from_each_other_what_is_cached(make_node: MakeNode, alone
         assert (answer.tokens, answer.hit) == (alone(prompt), [400, 500][index])
     for node in nodes:
         node.check_nothing_leaks()
+
+
+def pulls_of(node: Node) -> PrefixPulls:
+    assert node.core.hand_over is not None
+    return node.core.hand_over._pulls
+
+
+def cached_there(producer: Node, prompt: list[int]) -> TransferParams:
+    """Have a prompt cached on an engine; return what a request needs to fetch it without a lease."""
+    params = prefill(producer, prompt)
+    producer.answers.clear()
+    return TransferParams(is_remote_prefill=True, host=params.host, port=params.port)
+
+
+SLOW_BYTES_PER_S, FAST_BYTES_PER_S = 1e3, 1e12
+TOKEN_S = 1e-3
+
+
+@pytest.mark.parametrize("bytes_per_s", [SLOW_BYTES_PER_S, FAST_BYTES_PER_S])
+@pytest.mark.parametrize("has_lease", [False, True])
+def test_without_a_lease_a_slow_fetch_is_not_begun(
+    make_node: MakeNode, alone: Alone, bytes_per_s: float, has_lease: bool
+) -> None:
+    producer, consumer = make_node("p"), make_node("d")
+    prompt = prompt_of(300)
+    params = prefill(producer, prompt) if has_lease else cached_there(producer, prompt)
+    pulls_of(consumer).costs = LoadCosts(0.0, bytes_per_s, TOKEN_S)
+    answer = decode(producer, consumer, prompt, params)
+    is_fetched = has_lease or bytes_per_s == FAST_BYTES_PER_S
+    assert (answer.tokens, answer.hit, answer.lost) == (alone(prompt), 300 if is_fetched else 0, 0)
+    assert hand_over_stats(consumer).pulls == {"done" if is_fetched else "slower": 1}
+    run([producer], lambda: hand_over_stats(producer).gives == {"done" if is_fetched else "not_needed": 1})
+    consumer.check_nothing_leaks()
+
+
+def test_what_is_cached_here_counts_when_fetching_is_weighed(make_node: MakeNode, alone: Alone) -> None:
+    producer, consumer = make_node("p"), make_node("d")
+    spec, prompt = producer.core.spec, prompt_of(1000)
+    params = cached_there(producer, prompt)
+    # A transfer of the whole prompt would pay, that of the last tokens does not: their state is as large.
+    slot_s = 200 * TOKEN_S
+    pulls_of(consumer).costs = LoadCosts(0.0, spec.raw_slot_bytes / slot_s, TOKEN_S)
+    consumer.submit("before", prompt[:900])
+    run([consumer])
+    answer = decode(producer, consumer, prompt, params)
+    assert (answer.tokens, answer.hit) == (alone(prompt), 900)
+    assert hand_over_stats(consumer).pulls == {"slower": 1}
+    other = prompt_of(1000, seed=2)
+    cached_there(producer, other)
+    consumer.answers.clear()
+    pulls_of(consumer).costs = LoadCosts(0.0, 20 * spec.raw_slot_bytes / slot_s, TOKEN_S)
+    assert decode(producer, consumer, other, params).hit == 1000
+
+
+def test_the_rates_that_pulls_are_weighed_by_are_measured(make_node: MakeNode, alone: Alone) -> None:
+    producer, consumer = make_node("p"), make_node("d")
+    costs = pulls_of(consumer).costs
+    prompts = [prompt_of(300, seed) for seed in (1, 2)]
+    params = cached_there(producer, prompts[0])
+    assert costs.bytes_per_s is costs.token_s is None
+    decode(producer, consumer, prompts[0], params)
+    consumer.submit("computed", prompt_of(500, seed=3))
+    run([consumer])
+    assert costs.token_s is not None
+    assert costs.token_s > 0
+    cached_there(producer, prompts[1])
+    consumer.answers.clear()
+    stats = hand_over_stats(consumer)
+    assert decode(producer, consumer, prompts[1], params).tokens == alone(prompts[1])
+    assert costs.bytes_per_s == pytest.approx(stats.fetched_bytes / stats.fetched_s)
 
 
 def test_nothing_is_promised_where_nothing_is_cached(make_node: MakeNode, alone: Alone) -> None:
