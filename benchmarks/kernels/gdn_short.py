@@ -110,9 +110,9 @@ def error_of(case: Case, launch: Short) -> float:
     """Return the larger error ratio of outputs and states, against torch in float32 on the CPU."""
     states = case.states[0].clone()
     exact = [x.float().cpu() for x in case.inputs[0]]
-    expected_states = states.cpu()
+    expected_states = states.cpu().clone()
     out = case.call(0, gdn_prefill_short, replay=case.replay, launch=launch).cpu().float()
-    found_states = case.states[0].cpu()
+    found_states = case.states[0].cpu().clone()
     case.states[0].copy_(states)
     slots = (case.src_N.cpu(), case.dst_N.cpu(), case.chunks)
     reference: Callable[..., Tensor] = gdn.gdn_prefill.reference
