@@ -22,7 +22,7 @@ from torch import Tensor
 from strandline.kernels import gdn
 from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.chunk_table import Chunks, ChunkTable
-from strandline.kernels.gdn_short_triton import LAUNCH, Short, gdn_prefill_short
+from strandline.kernels.gdn_short_triton import Short, choose_launch, gdn_prefill_short
 from strandline.kernels.replay import insert_logged, of_step
 
 KEY_HEADS, HEADS, DIM = 16, 32, 128
@@ -165,7 +165,7 @@ def main() -> None:
     arguments = parser.parse_args()
     other = load_version(arguments.against) if arguments.against else None
     for num_sequences in arguments.sequences:
-        measure(num_sequences, LAUNCHES if arguments.sweep else [LAUNCH], other)
+        measure(num_sequences, LAUNCHES if arguments.sweep else [choose_launch(num_sequences)], other)
 
 
 if __name__ == "__main__":

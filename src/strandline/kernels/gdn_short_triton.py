@@ -41,9 +41,19 @@ class Short(NamedTuple):
     """Whether a branch spares what only the outputs of logged tokens need; else these are computed and not stored."""
 
 
-LAUNCH = Short(block_v=16, num_warps=1, registers=128, skips_logged=False)
-"""One warp: sums over K end in shuffles, with no barrier. 128 registers hold the tile and what is under way without
-spills, and let 16 programs share a multiprocessor; the branch takes 168 (benchmarks/kernels/gdn_short.py)."""
+FEW = Short(block_v=16, num_warps=1, registers=168, skips_logged=True)
+"""For batches that do not fill the GPU. One warp: sums over K end in shuffles, with no barrier."""
+
+FEW_SEQUENCES = 32
+
+MANY = Short(block_v=16, num_warps=1, registers=128, skips_logged=False)
+"""128 registers hold the tile and what is under way without spills, and let 16 programs share a multiprocessor; the
+branch would take 168 (benchmarks/kernels/gdn_short.py)."""
+
+
+def choose_launch(num_sequences: int) -> Short:
+    """Return the launch for a batch."""
+    return FEW if num_sequences <= FEW_SEQUENCES else MANY
 
 
 def gdn_prefill_short(
@@ -60,12 +70,13 @@ def gdn_prefill_short(
     chunks: ChunkTable,
     max_beta: int = 1,
     replay: ReplayBatch | None = None,
-    launch: Short = LAUNCH,
+    launch: Short | None = None,
 ) -> Tensor:
     """As ``gdn.gdn_prefill``, fast for a few tokens per sequence; rows outside all chunks are left unwritten.
 
     Rows of a padded step that belong to no token get zeros.
     """
+    launch = launch or choose_launch(chunks.num_sequences)
     num_rows, num_heads, value_dim = v_THV.shape
     num_key_heads, key_dim = k_TGK.shape[1:]
     if replay is None:

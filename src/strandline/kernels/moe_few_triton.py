@@ -55,7 +55,7 @@ MAX_ELEMENTS_DOWN = 32768
 """Most numbers of a row of the second GEMM: 64 KiB."""
 
 DOWN_ONE, DOWN_MORE = Down(16384, 4), Down(16384, 4)
-"""For one token, and for more: 32 KiB. The latter is not tuned (benchmarks/kernels/moe.py)."""
+"""For one token, and for more: 32 KiB (benchmarks/kernels/moe.py)."""
 
 
 @triton.jit
@@ -253,7 +253,8 @@ def choose_few(num_tokens: int, top_k: int, size: int, shared_size: int, *, is_g
     down = DOWN_ONE if num_tokens == 1 else DOWN_MORE
     block_down_n = min(16, max(1, down.elements // largest))
     warps_down = down.warps * max(1, largest // down.elements)
-    return Few(2 if is_gated else 4, 1024 if num_tokens == 1 else 512, 1, block_down_n, warps_down, down.blocks)
+    up = (2 if is_gated else 4, 1024, 1) if num_tokens == 1 else (4, 512, 2 if is_gated else 1)
+    return Few(*up, block_down_n, warps_down, down.blocks)
 
 
 class Shared(NamedTuple):

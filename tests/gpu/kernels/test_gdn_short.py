@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from strandline.kernels.gdn_short_triton import LAUNCH, Short
+from strandline.kernels.gdn_short_triton import FEW, MANY, Short
 from tests.cpu.kernels import test_gdn_short_triton as cases
 from tests.cpu.kernels.test_conv1d_replay_triton import LENGTHS, Lengths
 from tests.cpu.kernels.test_gdn_prefill_triton import BFLOAT16_ERROR, FLOAT32_ERROR, REAL, Shape
 
-LAUNCHES = [LAUNCH, cases.SKIPPING, Short(32, 2, None, skips_logged=True), Short(8, 1, None, skips_logged=True)]
+LAUNCHES = [FEW, MANY, Short(32, 2, None, skips_logged=True), Short(8, 1, None, skips_logged=True)]
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, FLOAT32_ERROR), (torch.bfloat16, BFLOAT16_ERROR)])
