@@ -15,6 +15,7 @@ from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_speculation import serve_with_poisoned_logs
 
 SPECULATION = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+ADAPTIVE = {"adaptive": True}
 DRAFTING = {"speculative_config": SPECULATION}
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 MAX_PROMPT_TOKENS = 400
@@ -83,3 +84,35 @@ def test_forks_with_drafts_equal_forks_without(make_demo: MakeLLM) -> None:
     assert [hit for hit, _ in expected] == list(map(len, prompts))
     assert llm.engine.cache.stats().hit_tokens == plain.engine.cache.stats().hit_tokens > 0
     check_that_some_are_rejected(llm)
+
+
+def peak_slots(llm: LLM, prompts: list[list[int]]) -> int:
+    """Return the most slots that running requests hold at once."""
+    for index, prompt in enumerate(prompts):
+        llm.engine.add_request(str(index), prompt, GREEDY)
+    peak = 0
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+        use = llm.engine.cache.memory_use()
+        peak = max(peak, use.num_slots - use.num_evictable_slots)
+    return peak
+
+
+def test_a_request_with_drafts_takes_two_logs_and_no_slot(make_demo: MakeLLM) -> None:
+    """With adaptive depth: a log of drafts, and the log of decoded tokens that plain requests have."""
+    plain, llm = make_demo(max_num_seqs=8), make_demo(max_num_seqs=8, speculative_config=SPECULATION | ADAPTIVE)
+    spec, arena = llm.engine.core.spec, llm.engine.core.executor.runner.arena
+    num_bytes = {
+        kind: sum(log.nbytes for memory in arena.layers for log in (getattr(memory, kind) or {}).values())
+        for kind in ("replay", "log")
+    }
+    num_logs = 1 + 8
+    drafts = sum(tensor.num_bytes for layer in spec.layers for tensor in layer.replay)
+    decoded = sum(tensor.num_bytes for layer in spec.layers for tensor in (layer.log.tensors if layer.log else ()))
+    assert num_bytes == {"replay": num_logs * 3 * drafts, "log": num_logs * decoded}
+    assert 0 < 3 * drafts + decoded < spec.raw_slot_bytes
+    assert arena.bytes.nbytes == llm.engine.core.executor.facts.num_slabs * spec.slab_bytes
+    assert spec.raw_slot_bytes == plain.engine.core.spec.raw_slot_bytes
+    prompts = prompts_of(llm)
+    assert 0 < peak_slots(llm, prompts) <= peak_slots(plain, prompts)
+    assert llm.engine.core.stats().speculation.num_accepted_tokens > 0

@@ -1,12 +1,15 @@
-"""Tokens and hits of agents' conversations in text are those without drafts, request by request."""
+"""Tokens and hits with drafts are those without, request by request: of conversations, and of synthetic workloads."""
 
 import gzip
 import json
 import random
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.speculation_hits import SPECULATION, compare, read_sessions
-from strandline import LLM
+from strandline import LLM, SamplingParams
+from strandline.bench.synthetic import SYNTHETIC, Conversations, Resends, Workload
 
 NUM_SESSIONS, NUM_CALLS, MAX_TOKENS = 2, 4, 5
 TOOLS = "You are an agent. Tools: search(text), read(page), book(flight). Answer in the form of the examples.\n"
@@ -56,3 +59,65 @@ def test_a_difference_is_found(tmp_path: Path) -> None:
     comparison = compare(engines, [session[:1]], MAX_TOKENS)
     assert not comparison.is_equal
     assert len(comparison.found["b"].differences) == 1
+
+
+ANSWER = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+PART = 24
+"""How many times as long the prompts of the named workloads are."""
+
+
+def scaled(workload: Workload) -> Any:
+    """Return a workload of the same structure, with fewer and shorter requests."""
+    smaller = {}
+    for field in fields(workload):
+        value = getattr(workload, field.name)
+        if field.name.endswith("_tokens"):
+            smaller[field.name] = max(value // PART, 5)
+        elif field.name.startswith("num_"):
+            smaller[field.name] = min(value, 2)
+    if not isinstance(workload, Conversations):
+        # The second request behind a prefix hits where a chat template ends, the third all of it.
+        smaller["num_requests"] = 3 * smaller.get("num_prefixes", 1)
+    return replace(workload, **smaller)
+
+
+def run_workload(llm: LLM, name: str) -> list[tuple[int, list[int]]]:
+    """Return the hit tokens and the answer of every request; turns repeat what was generated."""
+    workload, rng, found = scaled(SYNTHETIC[name]), random.Random(name), []
+
+    def draw(count: int) -> list[int]:
+        return rng.choices(range(1000, llm.engine.vocab_size), k=count)
+
+    def ask(prompts: list[list[int]]) -> list[list[int]]:
+        outputs = llm.generate(prompts, ANSWER, use_tqdm=False)
+        found.extend([(output.num_cached_tokens, list(output.outputs[0].token_ids)) for output in outputs])
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    if isinstance(workload, Conversations):
+        histories = [system := draw(workload.system_tokens)] + [system] * (workload.num_conversations - 1)
+        for _ in range(workload.num_turns):
+            histories = [history + draw(workload.user_tokens) for history in histories]
+            histories = [history + answer for history, answer in zip(histories, ask(histories), strict=True)]
+    elif isinstance(workload, Resends):
+        prompt = draw(workload.prompt_tokens)
+        for _ in range(workload.num_requests):
+            ask([prompt])
+    else:
+        prefixes = [draw(workload.prefix_tokens) for _ in range(workload.num_prefixes)]
+        for index in range(workload.num_requests):
+            ask([prefixes[index % len(prefixes)] + draw(workload.suffix_tokens)])
+    return found
+
+
+def test_synthetic_workloads_hit_as_without_drafts() -> None:
+    settings = {"memory": "256MiB", "dtype": "float32", "device": "cpu", "max_model_len": 1024}
+    engines = {name: LLM("demo", speculative_config=value, **settings) for name, value in SPECULATION.items()}
+    for name in SYNTHETIC:
+        expected = run_workload(engines["plain"], name)
+        assert sum(hit for hit, _ in expected) > 0, name
+        for method in ("mtp", "ngram"):
+            assert run_workload(engines[method], name) == expected, (method, name)
+    stats = {name: llm.engine.core.stats() for name, llm in engines.items()}
+    assert stats["plain"].hit_tokens == stats["mtp"].hit_tokens == stats["ngram"].hit_tokens
+    accepted = [stats[name].speculation.num_accepted_tokens for name in engines]
+    assert (accepted[0], accepted[1] > 100, accepted[2] > 5) == (0, True, True)
