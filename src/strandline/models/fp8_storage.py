@@ -29,6 +29,9 @@ from strandline.models.targets import Piece, Read, Target
 MAX_PARTS: Final = 4
 """Runs of rows, in FP8 or not, that a weight may consist of: each is a product of its own."""
 
+CHUNK_ELEMENTS = 2**22
+"""Elements that are put in another order at a time."""
+
 RANDOM_SCALE: Final = 96.0
 """Standard deviation of random e4m3 weights; the largest is 448."""
 
@@ -315,4 +318,8 @@ def _copy_rows(to_RI: Tensor, place_R: Tensor, from_RI: Tensor, source_R: slice 
     if isinstance(source_R, slice):
         to_RI[int(place_R[0]) : int(place_R[-1]) + 1].copy_(from_RI)
         return
-    to_RI[place_R.to(to_RI.device)] = from_RI.to(to_RI.device)[source_R.to(to_RI.device)]
+    place_R, from_RI, source_R = (x.to(to_RI.device) for x in (place_R, from_RI, source_R))
+    # Part by part: rows in another order are a copy, and there is to be none of a whole tensor.
+    num_rows = max(1, CHUNK_ELEMENTS // from_RI.shape[-1])
+    for places, sources in zip(place_R.split(num_rows), source_R.split(num_rows), strict=True):
+        to_RI[places] = from_RI[sources]
