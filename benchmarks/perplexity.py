@@ -2,6 +2,12 @@
 
     python benchmarks/perplexity.py demo build/demo-fp8
     python benchmarks/perplexity.py MODEL OTHER --text a.txt b.txt --dtype bfloat16
+    python benchmarks/perplexity.py demo demo --kv-cache-dtype fp8
+    python benchmarks/perplexity.py MODEL-FP8 MODEL-FP8 --dequantize first --text a.txt
+
+``--kv-cache-dtype`` is that of the second model; the first keeps keys and values in the dtype of activations. Weights
+that are published in FP8 stay so where the device multiplies them (a line at start says it); ``--dequantize first``
+compares the weights' own numbers with products in FP8.
 
 Texts are cut into rows of ``--row-tokens``; the first token of a row is not predicted. Without ``--text`` the texts are
 conversations of the demo model's held-out tasks, with their right replies. Besides the perplexities the mean and the
@@ -18,6 +24,7 @@ from statistics import fmean
 
 from strandline import LLM, SamplingParams
 from strandline.bench.evaluate import make_suite
+from strandline.config import KV_CACHE_DTYPES
 
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
@@ -88,13 +95,16 @@ def main() -> None:
     parser.add_argument("--text", nargs="+", type=Path, default=[], metavar="FILE")
     parser.add_argument("--row-tokens", type=int, default=2048)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of the second model")
+    parser.add_argument("--dequantize", choices=["none", "first", "both"], default="none", help="weights in FP8")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     texts = [path.read_text() for path in options.text]
     rows: list[list[int]] = []
     scores = []
-    for model in (options.model, options.other):
-        llm = LLM(model=model, dtype=options.dtype, enable_prefix_caching=False)
+    second = {"kv_cache_dtype": options.kv_cache_dtype, "dequantize": options.dequantize == "both"}
+    for model, changes in ((options.model, {"dequantize": options.dequantize != "none"}), (options.other, second)):
+        llm = LLM(model=model, dtype=options.dtype, enable_prefix_caching=False, **changes)
         rows = rows or make_rows(llm, texts, options.row_tokens)
         scores.append(score(llm, rows))
         del llm
