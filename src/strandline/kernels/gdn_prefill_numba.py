@@ -12,37 +12,41 @@ Shape suffixes as in ``gdn.py``.
 
 # mypy: ignore-errors
 
-from collections import Counter
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
 from strandline.kernels.batch import ReplayBatch
+from strandline.kernels.chunk_numba import (
+    MATRIX_ROW,
+    TOKEN_PANELS,
+    decay_of,
+    load_values,
+    multiply_tokens,
+    read_state,
+    scale_rows,
+    source_addresses,
+    store_results,
+    transpose,
+    write_state,
+)
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
-from strandline.kernels.chunkwise import MIN_EXPONENT
 from strandline.kernels.gdn import L2_NORM_EPS
 from strandline.kernels.gdn_decode_numba import LAYER_FIELDS, gates, layer_arguments
 from strandline.kernels.replay import of_step
 from strandline.kernels.runtime_numba import (
     arguments,
     claim,
-    exp,
     floats,
     helper,
     ints,
     kernel,
     load,
     packed_rows,
-    store,
 )
 from strandline.kernels.sizes import cdiv
 from strandline.kernels.tile_numba import LANES, PANEL, multiply, multiply_lower, substitute
-
-TOKEN_PANELS = cdiv(CHUNK_TOKENS, PANEL)
-MATRIX_ROW = TOKEN_PANELS * PANEL
-"""Elements in a row of a chunk's matrices."""
 
 
 def gdn_prefill(
@@ -64,7 +68,7 @@ def gdn_prefill(
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH)
     rows = tuple(packed_rows(x) for x in inputs)
     out_THV = torch.empty(v_THV.shape, dtype=q_TGK.dtype)
-    copies, source_N = _sources(state_SHKV, src_N.tolist(), dst_N.tolist(), chunks.cut_slots)
+    copies, source_N = source_addresses(state_SHKV, src_N.tolist(), dst_N.tolist(), chunks.cut_slots)
     num_sequences, num_key_heads, (num_heads, value_dim) = len(src_N), k_TGK.shape[1], v_THV.shape[1:]
     most_parts = num_heads // num_key_heads * cdiv(value_dim, PANEL)
     num_parts = min(most_parts, cdiv(torch.get_num_threads(), num_sequences * num_key_heads))
@@ -84,25 +88,6 @@ def gdn_prefill(
     return of_step(replay, out_THV)
 
 
-def _sources(
-    state_SHKV: Tensor, src: list[int], dst: list[int], cut_slots: tuple[int, ...]
-) -> tuple[list[Tensor], Tensor]:
-    """Return addresses of initial states, 0 for zeros; and copies of those that another sequence will overwrite."""
-    writers = Counter(dst)
-    writers.update(cut_slots)
-    copies, addresses = [], []
-    first, slot_bytes = state_SHKV.data_ptr(), 4 * state_SHKV.stride(0)
-    for source, target in zip(src, dst, strict=True):
-        if source == NULL_SLOT:
-            addresses.append(0)
-        elif writers[source] > (source == target):
-            copies.append(state_SHKV[source].clone())
-            addresses.append(copies[-1].data_ptr())
-        else:
-            addresses.append(first + source * slot_bytes)
-    return copies, torch.tensor(addresses)
-
-
 @helper
 def _load_normalised(address, dtype, first, stride, scale, rows, num_tokens, key_dim):
     """Fill rows with keys or queries of length ``scale``."""
@@ -115,24 +100,6 @@ def _load_normalised(address, dtype, first, stride, scale, rows, num_tokens, key
         factor = np.float32(scale / np.sqrt(np.float64(square) + L2_NORM_EPS))
         for i in range(key_dim):
             row[i] *= factor
-
-
-@helper
-def _transpose(keys, num_tokens, key_dim, panels):
-    """Fill panels of tokens with rows of one key channel."""
-    for token in range(num_tokens):
-        panel, column = token // PANEL, token % PANEL
-        row = keys[token * key_dim : (token + 1) * key_dim]
-        target = panels[panel * key_dim * PANEL + column :]
-        for i in range(key_dim):
-            target[i * PANEL] = row[i]
-
-
-@helper
-def _decay(exponent):
-    """Return ``e ** exponent`` of at most 0; what no sum shows is 0."""
-    x = np.float32(exponent)
-    return np.float32(0.0) if x < MIN_EXPONENT else exp(min(x, np.float32(0.0)) if x == x else x)
 
 
 @helper
@@ -149,64 +116,9 @@ def _weigh(key_products, query_products, total, beta, num_tokens, system, attend
             system_row, attend_row = system[first : first + LANES], attend[first : first + LANES]
             totals = total[block : block + LANES]
             for i in range(LANES):
-                decay = _decay(here - totals[i])
+                decay = decay_of(here - totals[i])
                 system_row[i] = by_key[i] * (strength * decay) if block + i < token else np.float32(0.0)
                 attend_row[i] = by_query[i] * decay if block + i <= token else np.float32(0.0)
-
-
-@helper
-def _read_state(state, first_panel, end_panel, key_dim, value_dim, scratch):
-    """Copy panels of a state; channels past the last one are 0."""
-    for channel in range(key_dim):
-        for panel in range(first_panel, end_panel):
-            row = state[channel * value_dim + panel * PANEL :]
-            target = scratch[((panel - first_panel) * key_dim + channel) * PANEL :]
-            if (panel + 1) * PANEL <= value_dim:
-                for i in range(PANEL):
-                    target[i] = row[i]
-            else:
-                size = value_dim - panel * PANEL
-                for i in range(PANEL):
-                    target[i] = row[i] if i < size else np.float32(0.0)
-
-
-@helper
-def _write_state(scratch, first_panel, end_panel, key_dim, value_dim, state):
-    for channel in range(key_dim):
-        for panel in range(first_panel, end_panel):
-            row = scratch[((panel - first_panel) * key_dim + channel) * PANEL :]
-            target = state[channel * value_dim + panel * PANEL :]
-            if (panel + 1) * PANEL <= value_dim:
-                for i in range(PANEL):
-                    target[i] = row[i]
-            else:
-                for i in range(value_dim - panel * PANEL):
-                    target[i] = row[i]
-
-
-@helper
-def _load_values(address, dtype, first, stride, first_panel, end_panel, value_dim, num_tokens, values):
-    """Fill panels of tokens' values; channels past the last one are unchanged."""
-    for token in range(num_tokens):
-        for panel in range(first_panel, end_panel):
-            place = first + token * stride + panel * PANEL
-            row = values + 4 * ((panel - first_panel) * CHUNK_TOKENS + token) * PANEL
-            if (panel + 1) * PANEL <= value_dim:
-                load(address, dtype, place, floats(row, PANEL))
-            else:
-                load(address, dtype, place, floats(row, value_dim - panel * PANEL))
-
-
-@helper
-def _store_results(address, dtype, first, stride, first_panel, end_panel, value_dim, num_tokens, results):
-    for token in range(num_tokens):
-        for panel in range(first_panel, end_panel):
-            place = first + token * stride + panel * PANEL
-            row = results + 4 * ((panel - first_panel) * CHUNK_TOKENS + token) * PANEL
-            if (panel + 1) * PANEL <= value_dim:
-                store(address, dtype, place, floats(row, PANEL))
-            else:
-                store(address, dtype, place, floats(row, value_dim - panel * PANEL))
 
 
 @helper
@@ -216,15 +128,6 @@ def _to_errors(values, left, strength, num_tokens, read):
         value, row = floats(values + 4 * token * PANEL, PANEL), floats(read + 4 * token * PANEL, PANEL)
         for i in range(PANEL):
             row[i] = strength[token] * (value[i] - left[token] * row[i])
-
-
-@helper
-def _scale(values, factors, num_tokens, rows):
-    """Fill rows with values times factors."""
-    for token in range(num_tokens):
-        value, row = floats(values + 4 * token * PANEL, PANEL), floats(rows + 4 * token * PANEL, PANEL)
-        for i in range(PANEL):
-            row[i] = factors[token] * value[i]
 
 
 @helper
@@ -243,17 +146,8 @@ def _load_gates(a, b, strides, dtype, rate, bias, max_beta, total, beta, since_s
         so_far += np.float64(log_decay)
         total[token] = so_far
     for token in range(beta.size):
-        since_start[token] = _decay(total[token])
-        until_end[token] = _decay(so_far - total[token])
-
-
-@helper
-def _multiply_tokens(rows, key_panels, num_tokens, key_dim, products):
-    """Compute the products of keys or queries with all keys up to their own token's, and some more."""
-    for first in range(0, num_tokens, PANEL):
-        left, product = rows + 4 * first * key_dim, products + 4 * (first * MATRIX_ROW + first)
-        right = key_panels + 4 * first * key_dim
-        multiply(left, key_dim, 1, right, product, MATRIX_ROW, num_tokens - first, key_dim, np.float32(0.0))
+        since_start[token] = decay_of(total[token])
+        until_end[token] = decay_of(so_far - total[token])
 
 
 @helper
@@ -262,16 +156,16 @@ def _advance(
 ):
     """Run one chunk over one panel: move the state over it and fill ``read`` with the results."""
     if is_zero:
-        _scale(value, beta, num_tokens, new)
+        scale_rows(value, beta, num_tokens, new)
     else:
         multiply(keys, key_dim, 1, state, new, PANEL, num_tokens, key_dim, np.float32(0.0))
         multiply(queries, key_dim, 1, state, read, PANEL, num_tokens, key_dim, np.float32(0.0))
         _to_errors(value, since_start, beta, num_tokens, new)
-        _scale(read, since_start, num_tokens, read)
+        scale_rows(read, since_start, num_tokens, read)
     substitute(system, MATRIX_ROW, new, num_tokens)
     kept = np.float32(0.0) if is_zero else np.float32(1.0)
     multiply_lower(attend, MATRIX_ROW, new, read, PANEL, num_tokens, kept)
-    _scale(new, until_end, num_tokens, new)
+    scale_rows(new, until_end, num_tokens, new)
     kept = np.float32(0.0) if is_zero else since_start[num_tokens - 1]
     multiply(keys, 1, key_dim, new, state, PANEL, key_dim, num_tokens, kept)
 
@@ -315,10 +209,10 @@ def _kernel(tasks):
             _load_normalised(
                 args.q, dtype, start * args.q_stride + place, args.q_stride, scale, queries, length, key_dim
             )
-            _transpose(keys, length, key_dim, key_panels)
+            transpose(keys, length, key_dim, key_panels)
             key_rows, query_rows = keys.ctypes.data, queries.ctypes.data
-            _multiply_tokens(key_rows, key_panels.ctypes.data, length, key_dim, key_products.ctypes.data)
-            _multiply_tokens(query_rows, key_panels.ctypes.data, length, key_dim, query_products.ctypes.data)
+            multiply_tokens(key_rows, key_panels.ctypes.data, length, key_dim, key_products.ctypes.data)
+            multiply_tokens(query_rows, key_panels.ctypes.data, length, key_dim, query_products.ctypes.data)
 
             for head_of_key in range(first_head, end_head):
                 head = key_head * heads_per_key + head_of_key
@@ -327,7 +221,7 @@ def _kernel(tasks):
                 head_states = states[(head_of_key * num_panels + first_panel) * panel_size :]
                 if is_first and not is_zero:
                     source = floats(sources[sequence] + 4 * head * state_size, state_size)
-                    _read_state(source, first_panel, end_panel, key_dim, value_dim, head_states)
+                    read_state(source, first_panel, end_panel, key_dim, value_dim, head_states)
 
                 a, b = (args.a, start * args.a_stride + head), (args.b, start * args.b_stride + head)
                 strides, gate = (args.a_stride, args.b_stride), (rates[head], biases[head], args.max_beta)
@@ -337,17 +231,17 @@ def _kernel(tasks):
                 factors = (beta, since_start, until_end)
 
                 first, panels = head * value_dim, (first_panel, end_panel, value_dim, length)
-                _load_values(args.v, dtype, start * args.v_stride + first, args.v_stride, *panels, values.ctypes.data)
+                load_values(args.v, dtype, start * args.v_stride + first, args.v_stride, *panels, values.ctypes.data)
                 for panel in range(end_panel - first_panel):
                     value = values.ctypes.data + 4 * panel * rows_size
                     read = results.ctypes.data + 4 * panel * rows_size
                     state = head_states.ctypes.data + 4 * panel * panel_size
                     _advance(*tokens, *factors, value, written.ctypes.data, read, state)
-                _store_results(args.out, dtype, start * out_stride + first, out_stride, *panels, results.ctypes.data)
+                store_results(args.out, dtype, start * out_stride + first, out_stride, *panels, results.ctypes.data)
 
                 for slot in (cut_slots[chunk], dst[sequence] if is_last else NULL_SLOT):
                     if slot != NULL_SLOT:
                         target = floats(args.states + 4 * (slot * args.state_stride + head * state_size), state_size)
-                        _write_state(head_states, first_panel, end_panel, key_dim, value_dim, target)
+                        write_state(head_states, first_panel, end_panel, key_dim, value_dim, target)
             is_zero = False
         task = claim(tasks)

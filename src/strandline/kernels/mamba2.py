@@ -5,7 +5,7 @@ Per head, with the input projection ``B`` and the output projection ``C`` of the
     S <- exp(-exp(A_log) dt) S + B (dt x)^T;  out = S^T C + D x
     dt = clamp(softplus(dt + dt_bias), *dt_limit)
 
-The reference implementation, which also runs on CPUs. Everything is computed in float32.
+The reference implementation, which also runs on CPUs without Numba. Everything is computed in float32.
 
 Invariants: those of ``chunkwise.py``.
 
@@ -38,7 +38,7 @@ class Mamba2Inputs(NamedTuple):
     dt_bias_H: Tensor
 
 
-@operation(triton("mamba2_triton", invariant="mamba2_triton"))
+@operation(triton("mamba2_triton", invariant="mamba2_triton"), numba("mamba2_prefill_numba", memory=FLOAT32_STATE))
 def mamba2_prefill(
     x_THV: Tensor,
     B_TGK: Tensor,

@@ -1,6 +1,6 @@
 """Mamba-2 decode on a CPU: one pass over each head's state, read and written row by row.
 
-A task is one head of one sequence. Prefills are left to torch, whose matrix products take most of their time.
+A task is one head of one sequence.
 
 Shape suffixes as in ``mamba2.py``.
 """
@@ -88,13 +88,12 @@ def mamba2_decode(
 
 
 @helper
-def _time_step(dt, bias, log_rate, min_step, max_step):
-    """Return the time step and the decay, computed in float64 as in the torch version."""
+def time_step(dt, bias, log_rate, min_step, max_step):
+    """Return the time step and the log decay, computed in float64 as in the torch version."""
     x = dt + bias
     softplus = x if x > 20.0 else math.log1p(math.exp(x))
     step = min(max(softplus, min_step), max_step)
-    log_decay = np.float32(-min(step * math.exp(log_rate), -MIN_LOG_DECAY))
-    return np.float32(step), np.float32(math.exp(np.float64(log_decay)))
+    return np.float32(step), np.float32(-min(step * math.exp(log_rate), -MIN_LOG_DECAY))
 
 
 @helper
@@ -144,9 +143,10 @@ def _decode_kernel(tasks):
         load(args.C, dtype, sequence * args.C_stride + group * state_dim, C)
         load(args.dt, args.dt_dtype, sequence * args.dt_stride + head, dt)
         bias, log_rate = floats(args.biases, num_heads)[head], floats(args.log_rates, num_heads)[head]
-        step, decay = _time_step(
+        step, log_decay = time_step(
             np.float64(dt[0]), np.float64(bias), np.float64(log_rate), args.min_step, args.max_step
         )
+        decay = np.float32(math.exp(np.float64(log_decay)))
         for channel in range(head_dim):
             scaled_x[channel] = step * x[channel]
         source, target = ints(args.src, sequence + 1)[sequence], ints(args.dst, sequence + 1)[sequence]

@@ -1,19 +1,22 @@
 """Mamba-2 against transformers, and at the limits of its time steps. Shape suffixes as in ``kernels/mamba2.py``."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 
+from strandline.kernels.binding import why_unavailable
 from strandline.kernels.chunk_table import build_chunk_table
 from strandline.kernels.mamba2 import mamba2_prefill, mamba2_recurrent_reference
 
 HEADS, GROUPS, STATE_DIM, HEAD_DIM = 6, 2, 16, 12
 
 
-def random_inputs(num_tokens: int) -> tuple[torch.Tensor, ...]:
+def random_inputs(num_tokens: int, head_dim: int = HEAD_DIM) -> tuple[torch.Tensor, ...]:
     """Return x, B, C, dt, A_log, D and dt_bias."""
     return (
-        torch.randn(num_tokens, HEADS, HEAD_DIM),
+        torch.randn(num_tokens, HEADS, head_dim),
         torch.randn(num_tokens, GROUPS, STATE_DIM),
         torch.randn(num_tokens, GROUPS, STATE_DIM),
         torch.randn(num_tokens, HEADS),
@@ -59,3 +62,30 @@ def test_extreme_time_steps_keep_the_decay_between_0_and_1(dt: float) -> None:
     expected_THV, expected_HKV = mamba2_recurrent_reference(*inputs, before_HKV)
     torch.testing.assert_close(out_THV, expected_THV, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(state_SHKV[2], expected_HKV, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.skipif(why_unavailable("Numba", "cpu") is not None, reason="needs Numba")
+@pytest.mark.parametrize("head_dim", [24, 72])
+def test_number_of_threads_changes_no_bit_of_prefills(head_dim: int) -> None:
+    inputs = tuple(x.bfloat16() for x in random_inputs(130, head_dim=head_dim)[:4])
+    parameters = random_inputs(1)[4:]
+    chunks = build_chunk_table([(5, 30), (37, 142)], [(), ((70, 5),)])
+    slots = (torch.tensor([1, 0]), torch.tensor([2, 3]))
+    before_SHKV = torch.randn(6, HEADS, STATE_DIM, head_dim)
+    kernel = import_module("strandline.kernels.mamba2_prefill_numba").mamba2_prefill
+    threads, results = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 7, 40):
+            torch.set_num_threads(num_threads)
+            state_SHKV = before_SHKV.clone()
+            out_THV = kernel(*inputs, *parameters, (0.0, torch.inf), state_SHKV, *slots, chunks)
+            results.append((out_THV, state_SHKV))
+    finally:
+        torch.set_num_threads(threads)
+    for out_THV, state_SHKV in results[1:]:
+        assert torch.equal(out_THV, results[0][0])
+        assert torch.equal(state_SHKV, results[0][1])
+    expected_SHKV = before_SHKV.clone()
+    expected_THV = mamba2_prefill.reference(*inputs, *parameters, (0.0, torch.inf), expected_SHKV, *slots, chunks)
+    assert (results[0][0] - expected_THV).norm() < 1e-2 * expected_THV.norm()  # outputs are rounded to bfloat16
+    torch.testing.assert_close(results[0][1], expected_SHKV, rtol=1e-4, atol=1e-4)
