@@ -45,6 +45,15 @@ ARCHITECTURES: Final = (
 )
 """Supported architectures. ``models/registry.py`` has a builder for each; this list can be checked without torch."""
 
+NEAREST_BY_LAYERS: Final = {
+    "BailingHybrid": "KimiLinearForCausalLM",  # a linear attention beside latent attention
+    "Glm5Next": "KimiLinearForCausalLM",  # the same
+    "Inkling": "ZayaForCausalLM",  # convolutions inside attention
+    "Lfm3": "Lfm2ForCausalLM",
+    "Qwen4Exp": "Qwen3NextForCausalLM",  # Gated DeltaNet, gated attention, experts
+}
+"""Unsupported families whose layers resemble those of a family with another name."""
+
 DTYPES: Final = ("float32", "bfloat16", "float16")
 """Dtypes of published weights and of recurrent states."""
 
@@ -119,7 +128,8 @@ def find_architecture(names: Sequence[str] | None) -> str:
     """Return the first of a model's ``architectures`` that is supported.
 
     Raises:
-        ConfigError: none is supported; the message lists the supported ones and the nearest by name.
+        ConfigError: none is supported; the message lists the supported ones and the nearest: by its layers where they
+            are known, else by name.
     """
     names = [str(name) for name in names] if isinstance(names, list) else []
     for name in names:
@@ -131,9 +141,15 @@ def find_architecture(names: Sequence[str] | None) -> str:
 
 
 def _find_nearest(name: str) -> str:
-    """Return the supported architecture with the most similar name, ignoring the suffix that all names share."""
+    """Return the supported architecture with similar layers, or else with the most similar name.
+
+    The suffix that all names share is ignored.
+    """
+    family = name.partition("For")[0]
+    if family in NEAREST_BY_LAYERS:
+        return NEAREST_BY_LAYERS[family]
     families = {architecture.partition("For")[0]: architecture for architecture in reversed(ARCHITECTURES)}
-    return families[get_close_matches(name.partition("For")[0], families, n=1, cutoff=0)[0]]
+    return families[get_close_matches(family, families, n=1, cutoff=0)[0]]
 
 
 class Fields:

@@ -9,7 +9,7 @@ import torch
 
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError
-from strandline.model_config import ARCHITECTURES, find_architecture, read_model_config
+from strandline.model_config import ARCHITECTURES, NEAREST_BY_LAYERS, find_architecture, read_model_config
 from strandline.models import registry
 from strandline.models.weights import published_dtype
 from strandline.text.vocabulary import load_vocabulary
@@ -236,6 +236,10 @@ def test_generation_config_replaces_end_tokens(tmp_path: Path) -> None:
     [
         ("LlamaForSequenceClassification", "LlamaForCausalLM"),
         ("Lfm3ForCausalLM", "Lfm2ForCausalLM"),
+        ("BailingHybridForCausalLM", "KimiLinearForCausalLM"),
+        ("Glm5NextForConditionalGeneration", "KimiLinearForCausalLM"),
+        ("InklingForCausalLM", "ZayaForCausalLM"),
+        ("Qwen4ExpForCausalLM", "Qwen3NextForCausalLM"),
         ("Qwen3_6MoeForCausalLM", "Qwen3_5MoeForCausalLM"),
         ("GPT2LMHeadModel", r"\w+"),
     ],
@@ -244,6 +248,11 @@ def test_unsupported_architecture_names_the_nearest(name: str, nearest: str) -> 
     with pytest.raises(ConfigError, match=f"names {name}; supported: .*; the nearest is {nearest}$") as error:
         find_architecture([name])
     assert ", ".join(ARCHITECTURES) in str(error.value)
+
+
+def test_nearest_by_layers_are_supported() -> None:
+    assert set(NEAREST_BY_LAYERS.values()) <= set(ARCHITECTURES)
+    assert not any(name.partition("For")[0] in NEAREST_BY_LAYERS for name in ARCHITECTURES)
 
 
 def test_missing_architecture_lists_the_supported_ones() -> None:
