@@ -1,6 +1,6 @@
-"""Writes the table of ``docs/models.md`` that follows from the code: what models of each architecture keep and support.
+"""Writes tables of ``docs/models.md`` that follow from the code: the architectures, and what models keep and support.
 
-Run: ``PYTHONPATH=src python tools/models_page.py``. A test holds the page to this. A model is its configuration, that
+Run: ``PYTHONPATH=src python tools/models_page.py``. A test holds the page to these. A model is its configuration, that
 of transformers but for the values here; nothing is allocated.
 
 Source: the models' published configurations.
@@ -23,7 +23,7 @@ from strandline.models.registry import ARCHITECTURES
 
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "models.md"
-START, END = "<!-- tools/models_page.py: start -->\n", "<!-- tools/models_page.py: end -->\n"
+START, END = "<!-- tools/models_page.py: {} -->\n", "<!-- tools/models_page.py: end -->\n"
 
 ATTENTION, LINEAR = "full_attention", "linear_attention"
 
@@ -48,7 +48,7 @@ def layers(count: int, *attention: int) -> list[str]:
 
 
 MODELS: Final = {
-    "BambaForCausalLM": Model("Bamba-9B", {"attn_layer_indices": [9, 18, 27]}),
+    "BambaForCausalLM": Model("Bamba-9B", {"attn_layer_indices": [9, 18, 27], "mamba_d_state": 128}),
     "FalconH1ForCausalLM": Model("Falcon-H1, transformers' default"),
     "FalconMambaForCausalLM": Model(
         "Falcon-Mamba-7B", {"hidden_size": 4096, "num_hidden_layers": 64, "intermediate_size": 8192}
@@ -58,6 +58,7 @@ MODELS: Final = {
         {
             "num_hidden_layers": 40,
             "layer_types": layers(40, 5, 15, 25, 35),
+            "mamba_d_state": 128,
             "num_key_value_heads": 8,
         },
     ),
@@ -125,6 +126,59 @@ FURTHER: Final = {
 }
 """Another model of an architecture, which differs in what it supports."""
 
+
+@dataclass(frozen=True)
+class Family:
+    """What a page of architectures says beside what follows from the code."""
+
+    models: str
+    others: str
+    """Layers without a recurrence."""
+    note: str = ""
+    """On the recurrent layers."""
+
+
+DENSE_OR_MOE, MOE = "attention; dense or MoE", "attention; MoE"
+TEXT_OF_VISION = "Qwen3.5; images are not taken"
+
+FAMILIES: Final = {
+    "BambaForCausalLM": Family("Bamba", "attention"),
+    "FalconH1ForCausalLM": Family("Falcon-H1", "attention", ", side by side with attention"),
+    "FalconMambaForCausalLM": Family("Falcon Mamba", "none"),
+    "GraniteMoeHybridForCausalLM": Family("Granite 4", DENSE_OR_MOE),
+    "JambaForCausalLM": Family("Jamba", DENSE_OR_MOE),
+    "KimiLinearForCausalLM": Family("Kimi Linear", "latent attention; dense or MoE"),
+    "Lfm2ForCausalLM": Family("LFM2", "attention"),
+    "Lfm2MoeForCausalLM": Family("LFM2", MOE),
+    "LlamaForCausalLM": Family("Llama", "attention"),
+    "Mamba2ForCausalLM": Family("Mamba-2", "none"),
+    "MambaForCausalLM": Family("Mamba", "none"),
+    "MiniMaxForCausalLM": Family("MiniMax-Text-01, MiniMax-M1", MOE),
+    "NemotronHForCausalLM": Family("Nemotron-H, Nemotron 3", f"{DENSE_OR_MOE}, also with a latent"),
+    "OlmoHybridForCausalLM": Family("OLMo Hybrid", "attention", ", also with negative eigenvalues"),
+    "Qwen3ForCausalLM": Family("Qwen3", "attention"),
+    "Qwen3MoeForCausalLM": Family("Qwen3", MOE),
+    "Qwen3NextForCausalLM": Family("Qwen3-Next", MOE),
+    "Qwen3_5ForCausalLM": Family("Qwen3.5, text only", "attention"),
+    "Qwen3_5ForConditionalGeneration": Family(TEXT_OF_VISION, "attention"),
+    "Qwen3_5MoeForCausalLM": Family("Qwen3.5, text only", MOE),
+    "Qwen3_5MoeForConditionalGeneration": Family(TEXT_OF_VISION, MOE),
+    "RecurrentGemmaForCausalLM": Family("RecurrentGemma", "sliding-window attention"),
+    "Zamba2ForCausalLM": Family("Zamba2", "attention and a feed-forward part, shared by several layers"),
+    "ZayaForCausalLM": Family("ZAYA1, without sliding windows", "MoE"),
+}
+"""One for each architecture."""
+
+RECURRENCES: Final = {
+    "gdn_prefill": "Gated DeltaNet",
+    "kda_prefill": "Kimi Delta Attention",
+    "lightning_prefill": "lightning attention",
+    "mamba1_prefill": "Mamba",
+    "mamba2_prefill": "Mamba-2",
+    "rglru_prefill": "RG-LRU",
+}
+"""Names of recurrent layers, by the operation that runs them over a prompt."""
+
 HEADER: Final = (
     "model", "snapshot", "per token", "break-even", "CUDA", "CPU", "speculation", "FP8", "determ."
 )  # fmt: skip
@@ -187,21 +241,52 @@ def megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.3g} MiB"
 
 
-def table() -> str:
-    """Return the table in Markdown."""
-    rows = [HEADER, ("---",) * len(HEADER)]
+def recurrence(architecture: str) -> str:
+    """Return what an architecture's recurrent layers are."""
+    builder = ARCHITECTURES[architecture]
+    published = next(name for name in MODELS if ARCHITECTURES[name] is builder)
+    model = build(published, MODELS[published])
+    names = [RECURRENCES[x.name] for x in model.operations if x.name in RECURRENCES]
+    if names:
+        return ", ".join(names)
+    with_states = [layer for layer in model.spec.layers if layer.states]
+    if not with_states:
+        return "none"
+    return "convolutions inside attention" if all(layer.streams for layer in with_states) else "short convolution"
+
+
+def architectures() -> str:
+    """Return the table of architectures in Markdown."""
+    header = ("architecture", "models", "recurrent layers", "other layers")
+    return markdown(
+        header,
+        [(f"`{x}`", family.models, recurrence(x) + family.note, family.others) for x, family in FAMILIES.items()],
+    )
+
+
+def models() -> str:
+    """Return the table of models in Markdown."""
+    rows = []
     for architecture, model in MODELS.items():
         rows.append(row(architecture, model))
         if architecture in FURTHER:
             rows.append(row(architecture, FURTHER[architecture]))
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+    return markdown(HEADER, rows)
+
+
+def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, ("---",) * len(header), *rows))
 
 
 def page() -> str:
-    """Return the page with a new table."""
-    before, _, rest = PAGE.read_text().partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table()}\n{END}{after}"
+    """Return the page with new tables."""
+    text = PAGE.read_text()
+    for table in (architectures, models):
+        start = START.format(table.__name__)
+        before, _, rest = text.partition(start)
+        _, _, after = rest.partition(END)
+        text = f"{before}{start}\n{table()}\n{END}{after}"
+    return text
 
 
 if __name__ == "__main__":

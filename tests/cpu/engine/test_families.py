@@ -17,36 +17,8 @@ from tests.cpu.engine.test_speculation import SPECULATION, force, record
 from tests.cpu.engine.test_state_oracle import check_published_slots, live_through_much
 from tests.cpu.models import families
 
-FAMILIES = [
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "granite_hybrid",
-    "jamba",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "llama",
-    "mamba",
-    "mamba2",
-    "minimax",
-    "nemotron_h",
-    "olmo_hybrid",
-    "qwen3",
-    "qwen3_moe",
-    "recurrent_gemma",
-    "zamba2",
-    "zaya",
-]
-"""Names of ``tests.cpu.models.families``."""
-
-
 ALSO_IN_TORCH = ["lfm2", "llama", "nemotron_h", "olmo_hybrid"]
 """One family for each kind of layer that has Numba kernels; other recurrences are computed by torch in any case."""
-
-REPRESENTATIVES = ["jamba", "kimi_linear", "lfm2", "llama", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"]
-REPRESENTATIVES += ["recurrent_gemma", "zaya"]
-"""One family for each kind of layer, and one without attention."""
 
 NUM_REQUESTS = 16
 """That share prefixes, fork and are aborted; ``test_state_oracle.py`` runs more, on Qwen3.5."""
@@ -54,9 +26,9 @@ NUM_REQUESTS = 16
 TURN = SamplingParams(temperature=0, max_tokens=13)
 """A turn with steps of any number of accepted drafts."""
 
-CASES = [*((name, "numba") for name in FAMILIES), *((name, "torch") for name in ALSO_IN_TORCH)]
+CASES = [*((name, "numba") for name in families.FAMILIES), *((name, "torch") for name in ALSO_IN_TORCH)]
 
-EACH_KIND = [(name, "numba") for name in REPRESENTATIVES]
+EACH_KIND = [(name, "numba") for name in families.REPRESENTATIVES]
 
 each_case = pytest.mark.parametrize("case", CASES, indirect=True, ids="-".join, scope="module")
 each_kind = pytest.mark.parametrize(

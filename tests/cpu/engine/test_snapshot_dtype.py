@@ -10,7 +10,6 @@ from strandline.errors import ConfigError
 from strandline.specs import SNAPSHOT_DTYPES
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import tokens
-from tests.cpu.engine.test_families import FAMILIES
 from tests.cpu.models import families
 
 PROMPTS = [tokens(count, seed=count) for count in (300, 191, 65)]
@@ -42,7 +41,7 @@ def largest_difference(rows: list[dict[int, float]], others: list[dict[int, floa
     return max(abs(row[token] - other[token]) for row, other in pairs for token in row.keys() & other.keys())
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", families.FAMILIES)
 def test_logits_after_a_return_from_the_host_are_near(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

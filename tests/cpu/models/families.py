@@ -40,6 +40,8 @@ from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
+from strandline.models.registry import ARCHITECTURES
+
 VOCAB_SIZE = 97
 UNGROUPED = (BambaRMSNormGated, MambaRMSNormGated)
 """Gated norms of transformers that ignore groups."""
@@ -625,6 +627,24 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
         },
     ),
 }
+
+
+FAMILIES = [
+    next(name for name, (architecture, *_) in CONFIGS.items() if ARCHITECTURES[architecture] is builder)
+    for builder in dict.fromkeys(ARCHITECTURES.values())
+]
+"""The first configuration of every builder."""
+
+REPRESENTATIVES = ["jamba", "kimi_linear", "lfm2", "llama", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"]
+REPRESENTATIVES += ["recurrent_gemma", "zaya"]
+"""One family for each kind of layer, and one without attention."""
+
+
+def kinds_of_layers(name: str) -> set[str]:
+    """Return the operations on sequences that a model's layers consist of."""
+    config = config_of(name)
+    operations = ARCHITECTURES[config.architectures[0]](config, torch.float32, "meta").operations
+    return {x.name for x in operations if x.name.endswith(("_prefill", "attention"))}
 
 
 def config_of(name: str) -> PretrainedConfig:

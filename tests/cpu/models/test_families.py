@@ -7,9 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.models.registry import ARCHITECTURES
 from strandline.models.weights import load_model
 from tests.cpu.models.driver import Driver, Part, Running
-from tests.cpu.models.families import CONFIGS, oracle_logits, prompt, save
+from tests.cpu.models.families import (
+    CONFIGS,
+    FAMILIES,
+    REPRESENTATIVES,
+    kinds_of_layers,
+    oracle_logits,
+    prompt,
+    save,
+)
 
 Loader = Callable[[str], Any]
 
@@ -29,6 +38,15 @@ def assert_close(ours: Tensor, expected: Tensor) -> None:
 def run_in_chunks(driver: Driver, running: Running, tokens: tuple[int, ...], size: int) -> Tensor:
     rows = [driver.step([Part(running, tokens[i : i + size])])[0][0] for i in range(0, len(tokens), size)]
     return torch.cat(rows)
+
+
+def test_every_architecture_has_a_configuration() -> None:
+    assert {architecture for architecture, *_ in CONFIGS.values()} == set(ARCHITECTURES)
+
+
+def test_representatives_have_every_kind_of_layer() -> None:
+    represented = set().union(*map(kinds_of_layers, REPRESENTATIVES))
+    assert {name: kinds_of_layers(name) - represented for name in FAMILIES} == {name: set() for name in FAMILIES}
 
 
 @pytest.mark.parametrize("name", MODELS)

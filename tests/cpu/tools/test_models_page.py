@@ -1,7 +1,7 @@
-"""The generated part of the models' page follows from the code, and has every architecture's family."""
+"""The generated tables of the models' page follow from the code, and have every architecture."""
 
 from strandline.models.registry import ARCHITECTURES
-from tools.models_page import MODELS, PAGE, page
+from tools.models_page import FAMILIES, MODELS, PAGE, page
 
 
 def test_page_is_up_to_date() -> None:
@@ -10,3 +10,7 @@ def test_page_is_up_to_date() -> None:
 
 def test_every_builder_has_a_model() -> None:
     assert {ARCHITECTURES[name] for name in MODELS} == set(ARCHITECTURES.values())
+
+
+def test_every_architecture_has_a_row() -> None:
+    assert list(FAMILIES) == list(ARCHITECTURES)
