@@ -12,7 +12,7 @@ from strandline.specs import ModelSpec
 HOST_BYTES_PER_S: Final = 5.5e10
 """Pinned host memory to an H200, measured."""
 LATENCY_S: Final = 2e-4
-"""The time to begin the copies of one load, and to notice their end."""
+"""The time to begin the copies of a transfer, and to notice their end, while no others are under way."""
 
 
 class SimulatedStores:
@@ -52,7 +52,8 @@ class SimulatedStores:
 
     def _begin(self, action: LoadIn | StoreOut, num_bytes: int, now_s: float) -> None:
         lane = action.store, type(action)
-        seconds = LATENCY_S + num_bytes / self._bytes_per_s[action.store]
+        latency_s = 0.0 if self._free_at_s[lane] > now_s else LATENCY_S
+        seconds = latency_s + num_bytes / self._bytes_per_s[action.store]
         end_s = self._free_at_s[lane] = max(now_s, self._free_at_s[lane]) + seconds
         heapq.heappush(self._ends, (end_s, Completion(action.transfer, is_done=True, seconds=seconds)))
 

@@ -128,11 +128,16 @@ class StoreOut:
     stored: tuple[tuple[int, int], ...] = ()
     """Place in the other store, and place."""
     path: StoredPath | None = None
+    is_held: bool = False
+    """Whether only a ``LoadIn`` that follows writes the sources: it can wait, and nothing needs to be copied aside."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropStored:
-    """These places of a store are free; no transfer reads them any more."""
+    """These places of a store are free.
+
+    Loads from host memory that began before may still read them: the store overwrites nothing that they have not read.
+    """
 
     store: str
     places: tuple[int, ...]

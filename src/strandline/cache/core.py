@@ -155,7 +155,7 @@ class PrefixCache:
         the whole prompt.
 
         Args:
-            beyond: ignore requests that share no more tokens than this.
+            beyond: ignore running requests that share no more tokens than this.
             grid_tokens: round the shared prefix down to a multiple of this.
         """
         if not self.is_enabled or not self._leases:

@@ -243,6 +243,8 @@ def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) ->
             where = f"the resting snapshot at {snapshot.position}"
             _require(lower.is_queued(snapshot), f"{where} is not in the queue")
             _require(snapshot.salt == salt, f"{where} is in another tree")
+            saved_tokens = snapshot.saved_tokens
+            _require(0 < saved_tokens <= snapshot.position, f"{where} is said to save {saved_tokens} tokens")
             if snapshot in on_their_way.snapshots:
                 _require(snapshot.place == snapshot.tail_place == NO_PLACE, f"{where} can be loaded before it is there")
                 continue
@@ -264,6 +266,7 @@ def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) ->
                 _require(is_counted, f"{where} is needed by {len(needers)} snapshots, {node.num_needers} counted")
                 device = None if lower.is_persistent else cache.index.roots.get(salt)
                 is_there = node.place != NO_PLACE or (device is not None and _has_block(device, path))
+                is_there |= node in lower.returning
                 if node in on_their_way.blocks:
                     is_there = node.place == NO_PLACE or lower.has_windows
                 is_right = is_there if needers else node.place == NO_PLACE

@@ -32,9 +32,10 @@ class Leaders:
     def find(self, tokens: TokenBuffer, salt: str, beyond: int, grid_tokens: int) -> Lead | None:
         """Find a leader for a prompt, as ``PrefixCache.find_leader`` says."""
         match = self._index.match(salt, tokens.data)
-        known = max(match.position if match else 0, beyond)
+        known = match.position if match else 0
         if len(self._loads) and (lead := self._loads.find(self._index.roots.get(salt), tokens, known)) is not None:
             return lead
+        known = max(known, beyond)
         if not self._placement.takes_branches():
             return None
         prefilling = [

@@ -1,7 +1,8 @@
 """Loads: prefixes whose bytes are on their way into the device's memory, from a store below it or from a peer.
 
-A load is a lease without a request: its blocks and its snapshots' slots are filled by a transfer, and published when
-that has ended well. Until then a request that needs them follows the load, as it would follow a running request.
+A load is a lease without a request: its blocks and its snapshots' slots are filled by one transfer or several, and
+published when all have ended well. Until then a request that needs them follows the load, as it would follow a running
+request.
 
 Invariants: what a transfer writes is held until its completion, whatever becomes of the request that it was begun for;
 nothing of a load is published, and so nothing can be read, before all of it has arrived.
@@ -9,12 +10,13 @@ nothing of a load is published, and so nothing can be read, before all of it has
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from strandline.cache.account import UNCOUNTED, CacheCounters
-from strandline.cache.actions import CancelTransfer, Completion, LoadIn
+from strandline.cache.actions import CancelTransfer, Completion, LoadIn, MoveBlock, StoreOut
 from strandline.cache.adoption import adopt, last_place
 from strandline.cache.eviction import RestingWorth
 from strandline.cache.flush import Flush
@@ -29,11 +31,17 @@ from strandline.cache.publish import Publisher
 from strandline.cache.resume import NO_MATCH, ResumeRule, first_block_seen
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.spills import Spills
+from strandline.cache.tier_loads import TierLoads
 from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
 from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
 from strandline.cache.walk import Walk, walk
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, RequestId, TransferId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, RequestId, SlotId, TransferId
+
+PIECE_SLABS: Final = 2
+"""Size of the transfers of a load whose memory is exchanged (``cache/tier_loads.py``), in slabs."""
+MIN_PIECE_BLOCKS: Final = 16
+"""Their size in blocks, at least."""
 
 
 class Loads:
@@ -56,10 +64,15 @@ class Loads:
         self._num_slots = int(rule.needs_slots)
         """Slots that a request needs beside what is loaded for it."""
         self._window_tokens = rule.window_tokens
-        self._loads: dict[TransferId, _Load] = {}
+        self._loads: dict[RequestId, _Load] = {}
+        """By the name of the lease."""
+        self._load_of: dict[TransferId, _Load] = {}
+        """By transfer under way."""
         self._num_transfers = 0
         self.tiers: tuple[LowerTier, ...] = ()
         """Those below the device, nearest first."""
+        self._tier_loads: dict[str, TierLoads] = {}
+        """The loads from each of them, by the name of its store."""
         self.spills: Spills | None = None
         """Those from the first tier to the second; None: there are not two."""
         self.flush: Flush | None = None
@@ -79,9 +92,10 @@ class Loads:
     def find(self, root: Run | None, tokens: TokenBuffer, beyond: int) -> Lead | None:
         """Return the load that brings the longest prefix of a prompt, if longer than ``beyond``. Changes nothing."""
         best: Lead | None = None
-        for lease, positions, _ in self._loads.values():
+        for load in self._loads.values():
+            lease = load.lease
             if lease.root is root:
-                for position in positions:
+                for position in load.positions:
                     is_longer = position > (best.position if best else beyond)
                     if is_longer and tokens.data.startswith(lease.tokens.slice(0, position)):
                         best = Lead(lease, position)
@@ -99,6 +113,7 @@ class Loads:
         )
         for tier, memory in zip(self.tiers, memories, strict=True):
             adopt(tier, memory.kept, reuse)
+        self._tier_loads = {tier.store: TierLoads(tier) for tier in self.tiers}
         if len(self.tiers) > 1:
             upper, lower = self.tiers
             self.spills = Spills(upper, lower, issue, holds, next_transfer)
@@ -196,23 +211,60 @@ class Loads:
             return None
         # Before memory is taken: what the device evicts for it may push out what rests, and free what it needs here.
         lease = self._new_lease(salt, data, root, upper)
-        for tier in self.tiers:
-            if tier.store == offer.store:
-                tier.begin_load(lease, [*places.values(), *(snapshot.place for snapshot in missing)])
+        tier = self._tier_loads.get(offer.store)
+        if tier is not None:
+            tier.begin(lease, [*places.values(), *(snapshot.place for snapshot in missing)])
+        num_actions = len(memory.actions)
         lease.cuts = [Cut(x.position, memory.take_promised_slot(), x.kind) for x in missing]
-        blocks = memory.take_promised_blocks(len(places))
-        block_at = dict(zip(places, blocks, strict=True))
+        load = _Load(lease, tuple(x.position for x in missing) or (offer.position,))
+        self._loads[lease.request_id] = load
+        to_slots = tuple((cut.slot, snapshot.place) for cut, snapshot in zip(lease.cuts, missing, strict=True))
+        piece_blocks = max(PIECE_SLABS * memory.allocator.blocks_per_slab, MIN_PIECE_BLOCKS)
+        for some in _pieces(list(places.values()), piece_blocks if tier is not None and tier.is_exchange else None):
+            self._begin_piece(load, offer.store, some, to_slots)
+            to_slots = ()
+        if tier is not None:
+            tier.finish_exchange(lease)
+            self._mark_held(load, num_actions)
+        block_at = dict(zip(places, load.blocks, strict=True))
         past = -(-offer.position // BLOCK_TOKENS)
         lease.table += array("i", [block_at.get(index, NULL_BLOCK) for index in range(lease.num_published, past)])
         if any(index < lease.num_published for index in places):
             lease.fills = {index: block for index, block in block_at.items() if index < lease.num_published}
-        memory.allocator.hold(blocks)
-        transfer = lease.transfer = self.next_transfer()
-        to_blocks = tuple((BlockId(block), place) for block, place in zip(blocks, places.values(), strict=True))
-        to_slots = tuple((cut.slot, snapshot.place) for cut, snapshot in zip(lease.cuts, missing, strict=True))
-        memory.actions.append(LoadIn(transfer, offer.store, to_blocks, to_slots))
-        self._loads[transfer] = _Load(lease, tuple(x.position for x in missing) or (offer.position,), blocks)
         return Lead(lease, offer.position)
+
+    def _begin_piece(
+        self, load: "_Load", store: str, places: Sequence[int], to_slots: tuple[tuple[SlotId, int], ...]
+    ) -> None:
+        """Allocate blocks for these places, and begin to load them and slots."""
+        memory, lease = self._memory, load.lease
+        blocks = memory.take_promised_blocks(len(places))
+        memory.allocator.hold(blocks)
+        load.blocks += blocks
+        transfer = self.next_transfer()
+        lease.transfer = lease.transfer or transfer
+        load.pending.add(transfer)
+        self._load_of[transfer] = load
+        to_blocks = tuple((BlockId(block), place) for block, place in zip(blocks, places, strict=True))
+        memory.actions.append(LoadIn(transfer, store, to_blocks, to_slots))
+        if store in self._tier_loads:
+            self._tier_loads[store].exchange(lease, [*places, *(place for _, place in to_slots)])
+
+    def _mark_held(self, load: "_Load", first: int) -> None:
+        """Mark the stores among the actions from ``first`` on whose sources only the load will write."""
+        actions, size = self._memory.actions, self._memory.allocator.blocks_per_slab
+        slots = {cut.slot for cut in load.lease.cuts}
+        blocks = set(load.blocks).union(*(range(slot * size, (slot + 1) * size) for slot in slots))
+        for index in range(len(actions) - 1, first - 1, -1):
+            action = actions[index]
+            if isinstance(action, MoveBlock):
+                return
+            if isinstance(action, StoreOut) and action.path is None:
+                sources: list[int] = [block for block, _ in action.blocks]
+                for slot, _ in action.slots:
+                    sources += range(slot * size, (slot + 1) * size)
+                if blocks.issuperset(sources):
+                    actions[index] = replace(action, is_held=True)
 
     def _new_lease(self, salt: str, data: bytearray, root: Run, upper: Run) -> Lease:
         tokens = TokenBuffer()
@@ -224,29 +276,44 @@ class Loads:
         lease.kv_start = lease.num_published * BLOCK_TOKENS
         return lease
 
+    def find_lease(self, transfer: TransferId) -> Lease | None:
+        """Return the lease of the load that a transfer belongs to; None: it has ended, or is no load."""
+        load = self._load_of.get(transfer)
+        return None if load is None else load.lease
+
     def cancel(self, lead: Lead) -> None:
         """Ask for the early end of a load that no request follows any more; its memory is freed on completion."""
-        transfer = lead.lease.transfer
-        if transfer in self._loads:
+        load = self._loads.get(lead.lease.request_id)
+        for transfer in sorted(load.pending if load is not None and load.lease is lead.lease else ()):
             self._memory.actions.append(CancelTransfer(transfer))
 
-    def complete(self, completion: Completion) -> Lease | None:
-        """Take the end of a transfer: publish what a load has brought or, if it failed, free its memory.
+    def complete(self, completion: Completion) -> "EndedLoad | None":
+        """Take the end of a transfer. After the last one of a load, publish what it has brought or free its memory.
+
+        If one transfer has failed, nothing is published.
 
         Returns:
-            The lease of the load; None if the transfer was no load.
+            The load that has ended; None if none has.
 
         Raises:
             CacheInvariantError: no such transfer was begun.
         """
         if not 0 < completion.transfer <= self._num_transfers:
             raise CacheInvariantError(f"transfer {completion.transfer} ended but had not begun")
-        load = self._loads.pop(completion.transfer, None)
+        load = self._load_of.pop(completion.transfer, None)
         if load is None:
             if self.spills is not None:
                 self.spills.complete(completion)
             return None
-        lease, _, blocks = load
+        load.pending.remove(completion.transfer)
+        load.ended.append(completion)
+        if load.pending:
+            return None
+        del self._loads[load.lease.request_id]
+        return self._end(load)
+
+    def _end(self, load: "_Load") -> "EndedLoad":
+        lease, blocks, completion = load.lease, load.blocks, load.completion
         memory, counters = self._memory, self._counters
         memory.allocator.let_go(blocks)
         if completion.is_done:
@@ -262,29 +329,54 @@ class Loads:
         lease.cuts, lease.fills = [], NO_FILLS
         del self._leases[lease.request_id]
         lease.is_active = False
-        for tier in self.tiers:
-            if tier.is_loading(lease):
-                self._end_in_tier(tier, lease, len(blocks), completion)
+        for tier, loads in zip(self.tiers, self._tier_loads.values(), strict=True):
+            if lease in loads:
+                self._end_in_tier(tier, loads, lease, len(blocks), completion)
         memory.take_back(lease)
-        return lease
+        return EndedLoad(lease, is_done=completion.is_done)
 
-    def _end_in_tier(self, tier: LowerTier, lease: Lease, num_blocks: int, completion: Completion) -> None:
+    def _end_in_tier(
+        self, tier: LowerTier, loads: TierLoads, lease: Lease, num_blocks: int, completion: Completion
+    ) -> None:
         snapshot = None
         if completion.is_done and tier.slot_blocks:
             snapshot = snapshot_at(find_home(lease.run, lease.tokens.data, lease.computed), lease.computed)
-        tier.end_load(lease, snapshot, completion, (num_blocks + tier.slot_blocks) * tier.block_bytes)
+        loads.end(lease, snapshot, completion, (num_blocks + tier.slot_blocks) * tier.block_bytes)
         if snapshot is not None:
             self._memory.offer(snapshot)
 
 
-class _Load(NamedTuple):
+class EndedLoad(NamedTuple):
+    """The end of a load."""
+
+    lease: Lease
+    is_done: bool
+    """Whether all of it was loaded; else nothing was."""
+
+
+@dataclass(slots=True)
+class _Load:
     """A load under way."""
 
     lease: Lease
     positions: tuple[int, ...]
     """At which it brings snapshots; without states, its end."""
-    blocks: "array[int]"
-    """The blocks that the transfer writes."""
+    blocks: "array[int]" = field(default_factory=partial(array, "i"))
+    """The blocks that its transfers write."""
+    pending: set[TransferId] = field(default_factory=set)
+    """Transfers under way."""
+    ended: list[Completion] = field(default_factory=list)
+
+    @property
+    def completion(self) -> Completion:
+        """The end of all transfers, as that of one."""
+        seconds = [each.seconds for each in self.ended]
+        return Completion(
+            self.ended[0].transfer,
+            is_done=all(each.is_done for each in self.ended),
+            seconds=sum(seconds) if all(seconds) else 0.0,
+            lost=tuple(place for each in self.ended for place in each.lost),
+        )
 
 
 class _Lacking(NamedTuple):
@@ -295,6 +387,13 @@ class _Lacking(NamedTuple):
     places: dict[int, int]
     """Those of the blocks, by their index in the path."""
     snapshots: list[OfferedSnapshot]
+
+
+def _pieces(places: list[int], num_blocks: int | None) -> Iterator[list[int]]:
+    """Yield the places in groups of at most ``num_blocks``; None: together. Without places, yield one empty group."""
+    size = num_blocks or max(len(places), 1)
+    for start in range(0, max(len(places), 1), size):
+        yield places[start : start + size]
 
 
 def _lacking(root: Run, data: bytearray, offer: Offer, window_tokens: int | None) -> _Lacking | None:

@@ -3,7 +3,8 @@
 The tier decides; a store (``device/transfers.py``) obeys. What the device evicts is *demoted* to the first tier, in
 host memory, if it is worth more than what that would evict for it. A snapshot and the blocks on its path leave the
 device at different times, but rest together: a block is kept exactly as long as a resting snapshot needs it, and they
-return to the device in one load. What has returned does not rest any more, so that both memories hold different things.
+return to the device in one load (``cache/tier_loads.py``). What returns does not rest any more, so that both memories
+hold different things.
 
 The second tier, a *persistent* one, gets what leaves the first (``cache/spills.py``). It holds whole paths, as nothing
 else outlives the process, and keeps what has returned to the device, as reading is cheaper than writing again.
@@ -12,8 +13,8 @@ Memory is counted in blocks; a slot takes as many as its bytes at rest need. The
 
 Where attention has windows, a snapshot needs the blocks of its window alone, and no others rest.
 
-Invariants, held by ``strandline.cache.invariants.check``: every block that a resting snapshot needs is at rest or on
-the device, in a persistent tier at rest or on its way there; accounting is exact; what is being loaded is not evicted.
+Invariants, held by ``strandline.cache.invariants.check``: every block that a resting snapshot needs is at rest, on the
+device or on its way there, in a persistent tier at rest or on its way there; accounting is exact.
 """
 
 import sys
@@ -22,9 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 from strandline.cache.account import SnapshotKind
-from strandline.cache.actions import Action, Completion, DropStored, StoreOut
+from strandline.cache.actions import Action, DropStored, StoreOut
 from strandline.cache.eviction import EvictionQueue, RestingWorth
-from strandline.cache.lease import Lease
 from strandline.cache.lower_memory import LowerMemory
 from strandline.cache.offer import Offer, OfferedSnapshot
 from strandline.cache.resting import (
@@ -37,13 +37,13 @@ from strandline.cache.resting import (
     next_below,
     nodes_from,
 )
-from strandline.cache.resting_lookups import RestingEnd, find_end
+from strandline.cache.resting_lookups import RestingEnd, find_end, position_above
 from strandline.cache.resume import Match, first_block_seen
 from strandline.cache.stats import LowerStats
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import Snapshot, first_gap, path_blocks
 from strandline.cache.use import Use
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, RequestId, SlotId, TransferId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, SlotId, TransferId
 
 CERTAIN = float("inf")
 
@@ -93,8 +93,9 @@ class LowerTier:
         self._next_transfer = next_transfer
         self._queue = EvictionQueue[RestingSnapshot](worth, _can_evict)
         self._next_place = next_place
-        self._loading: dict[RequestId, tuple[RestingSnapshot | None, tuple[int, ...]]] = {}
-        """By load: a snapshot that is not evicted meanwhile, and the places that it reads."""
+        self.returning = Counter[RestingBlock]()
+        """Blocks that loads bring to the device: they do not rest any more, and are not there yet. By number of loads.
+        """
         self._readers = Counter[int]()
         """Transfers that read a place."""
         self.doomed: dict[int, int] = {}
@@ -132,6 +133,7 @@ class LowerTier:
             tail: the device's block that it lies inside; None: it lies at a block's end.
             above: the position of the nearest snapshot above on the device, or 0.
         """
+        above = position_above(self.roots.get(salt), data, snapshot.position, down_to=above)
         whole = snapshot.position // BLOCK_TOKENS
         key = data[whole * BLOCK_KEY_BYTES :]
         block = find_block(self.roots.get(salt), data, whole)
@@ -227,14 +229,21 @@ class LowerTier:
         block.snapshots[resting.key] = resting
         for node in self.needed_blocks(resting) if self.has_windows else ():
             node.num_needers += 1
+        for below in next_below(block, resting):
+            below.saved_tokens = min(below.saved_tokens, below.position - resting.position)
         self.num_snapshots += 1
         self._queue.push(resting)
 
+    def is_whole(self, resting: RestingSnapshot) -> bool:
+        """Whether all blocks that a snapshot needs are at rest or on the device."""
+        return not self.returning or self.returning.keys().isdisjoint(self.needed_blocks(resting))
+
     # Evicting
 
-    def next_below(self, resting: RestingSnapshot) -> Iterator[RestingSnapshot]:
-        """Yield the nearest snapshots below one."""
-        return iter(()) if resting.block is None else next_below(resting.block, resting)
+    @property
+    def now(self) -> int:
+        """The time of the reuse history."""
+        return self._worth.now
 
     def worth(self, resting: RestingSnapshot) -> float:
         """Return what a snapshot is worth, to compare with others."""
@@ -279,7 +288,7 @@ class LowerTier:
     def remove(self, snapshot: RestingSnapshot, *, is_elsewhere: bool = False) -> None:
         """Remove a snapshot and the blocks that it alone needs.
 
-        Unless it is on the device again, or in another tier, the next ones below save what it saved from now on.
+        Unless it is on the device again, or in another tier, the next ones below save what it saved from now on, too.
         """
         block = snapshot.block
         if block is None:
@@ -294,8 +303,7 @@ class LowerTier:
         snapshot.last_push = 0
         self.num_snapshots -= 1
         if not is_elsewhere:
-            for below in next_below(block, snapshot):
-                below.saved_tokens += snapshot.saved_tokens
+            self.pass_savings(block, snapshot)
         node = block
         while (parent := node.parent) is not None and not node.children and not node.snapshots:
             freed[node.place] = 1
@@ -306,6 +314,12 @@ class LowerTier:
             above.is_interior = is_elsewhere
             self._queue.push(above)
         self.free(freed)
+
+    def pass_savings(self, block: RestingBlock, gone: RestingSnapshot) -> None:
+        """Let the next snapshots below one that lay after a block save what it saved, if it was the nearest above."""
+        for below in next_below(block, gone):
+            if below.saved_tokens == below.position - gone.position:
+                below.saved_tokens += gone.saved_tokens
 
     def take(self, num_blocks: int) -> int:
         """Allocate memory; return its place."""
@@ -375,99 +389,7 @@ class LowerTier:
         window_tokens, has_slots = self._window_tokens, self.slot_blocks > 0
         return find_end(root, data, match, window_tokens, has_slots=has_slots, is_persistent=self.is_persistent)
 
-    def begin_load(self, lease: Lease, places: Iterable[int]) -> None:
-        """Keep what a load reads, and needs to resume, until it has ended."""
-        places = tuple(places)
-        self.begin_reading(places)
-        keeper = self._keeper(lease)
-        if keeper is not None:
-            keeper.num_loads += 1
-        self._loading[lease.request_id] = keeper, places
-
-    def end_load(self, lease: Lease, snapshot: Snapshot | None, completion: Completion, num_bytes: int) -> None:
-        """Forget what a load has brought to the device, or what it could not bring; a persistent tier keeps the former.
-
-        Args:
-            snapshot: that of the device at the end of the load; None without states, or if it failed.
-            num_bytes: how much was to be loaded.
-        """
-        keeper, places = self._loading.pop(lease.request_id)
-        self.end_reading(places)
-        if completion.is_done:
-            self.num_loads += 1
-            self.num_loaded_bytes += num_bytes
-            self.costs.observe_load(num_bytes, completion.seconds)
-        else:
-            self.num_failed_loads += 1
-        self._forget_lost(lease, completion.lost)
-        if keeper is None:
-            return
-        keeper.num_loads -= 1
-        if snapshot is not None:
-            snapshot.use, snapshot.is_shared = keeper.use, keeper.is_shared
-            snapshot.is_superseded = keeper.is_superseded
-        if self.is_persistent:
-            keeper.use = keeper.use.next(self._worth.now) if completion.is_done else keeper.use
-            self.push(keeper)
-            return
-        if completion.is_done:
-            self._forget_returned(lease)
-        if self.slot_blocks or not completion.is_done:
-            self.remove(keeper, is_elsewhere=completion.is_done)
-        else:
-            self.push(keeper)
-
-    def _keeper(self, lease: Lease) -> RestingSnapshot | None:
-        """Return the resting snapshot whose presence keeps what a load needs."""
-        block = self._last_block(lease)
-        if block is None:
-            return None
-        if self.slot_blocks:
-            whole = len(lease.tokens) // BLOCK_TOKENS
-            return block.snapshots.get(bytes(lease.tokens.data[whole * BLOCK_KEY_BYTES :]))
-        return next(block.below(), None)
-
-    def _last_block(self, lease: Lease) -> RestingBlock | None:
-        """Return the node of the last whole block of what is loaded."""
-        whole = len(lease.tokens) // BLOCK_TOKENS
-        return find_block(self.roots.get(self.tree_name(lease.salt)), lease.tokens.data, whole)
-
-    def _forget_lost(self, lease: Lease, lost: tuple[int, ...]) -> None:
-        """Remove what needs places that could not be read."""
-        block = self._last_block(lease) if lost else None
-        if block is None:
-            return
-        places, whole = set(lost), len(lease.tokens) // BLOCK_TOKENS
-        nodes = [(node, whole - index) for index, node in enumerate(block.ancestry()) if node.place in places]
-        for snapshot in list(block.snapshots.values()):
-            if not places.isdisjoint((snapshot.place, snapshot.tail_place)):
-                self.evict(snapshot)
-        for node, num_blocks in reversed(nodes):
-            if self.is_needed(node):
-                self.cut_off(node, num_blocks)
-
-    def _forget_returned(self, lease: Lease) -> None:
-        """Free the blocks that the device has again; without states, remove the ends before them too."""
-        block = self._last_block(lease)
-        path = [] if block is None else list(block.ancestry())
-        returned = [
-            node for node, held in zip(path, reversed(path_blocks(lease.run)[: len(path)]), strict=True) if held
-        ]
-        freed = {node.place: 1 for node in returned}
-        for node in returned:
-            node.place = NO_PLACE
-        self.free(freed)
-        if not self.slot_blocks:
-            for node in path:
-                for end in list(node.snapshots.values()):
-                    if end.num_loads == 0:
-                        self.remove(end, is_elsewhere=True)
-
     # Reading
-
-    def is_loading(self, lease: Lease) -> bool:
-        """Whether a load reads from this tier."""
-        return lease.request_id in self._loading
 
     def stats(self) -> LowerStats:
         """Return all figures of the tier."""

@@ -65,18 +65,19 @@ def _end_at(node: RestingBlock, depth: int, data: bytearray, match: Match, *, ha
     return None
 
 
-def position_above(root: RestingBlock | None, data: bytes, position: int) -> int:
-    """Return the position of the nearest snapshot above one that does not rest yet, or 0.
+def position_above(root: RestingBlock | None, data: bytes, position: int, *, down_to: int = 0) -> int:
+    """Return the position of the nearest snapshot above one that does not rest yet, or ``down_to`` if that is nearer.
 
     Args:
         data: the tokens before it, encoded.
     """
     if root is None:
-        return 0
+        return down_to
     node, depth = descend(root, data, position // BLOCK_TOKENS)
-    while True:
+    while (depth + 1) * BLOCK_TOKENS > down_to:
         offset, found = depth * BLOCK_KEY_BYTES, node.snapshots.items()
         above = [x.position for key, x in found if x.position < position and data.startswith(key, offset)]
         if above or node.parent is None:
-            return max(above, default=0)
+            return max(down_to, *above) if above else down_to
         node, depth = node.parent, depth - 1
+    return down_to

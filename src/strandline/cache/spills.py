@@ -127,7 +127,13 @@ class Spills:
             self.pass_on(leaving)
 
     def pass_on(self, leaving: RestingSnapshot) -> None:
-        """Begin to spill a snapshot, or drop it if it is there already, is worth too little or would not be loaded."""
+        """Begin to spill a snapshot, or drop it if it is there already, is worth too little or would not be loaded.
+
+        While a load brings blocks that it needs to the device, it stays.
+        """
+        if not self._upper.is_whole(leaving):
+            self._upper.push(leaving)
+            return
         if not self._pays(leaving):
             self._refuse(leaving)
             return
@@ -212,8 +218,6 @@ class Spills:
         arriving = leaving.copy(tree, leaving.position - above)
         arriving.num_loads = 1
         lower.enter(arriving, tree, data)
-        for below in lower.next_below(arriving):
-            below.saved_tokens -= arriving.saved_tokens
         nodes = _nodes_at(arriving, missing)
         most = MAX_TOGETHER if lower.has_windows else len(missing)
         path = StoredPath(

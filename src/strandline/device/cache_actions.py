@@ -4,6 +4,7 @@ Shape suffixes: N logs.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import assert_never
 
 from strandline.cache import (
@@ -57,6 +58,8 @@ class CacheActions:
         self, action: CopyTokens | MoveBlock | DropBlocks | DropSlot | LoadIn | StoreOut | DropStored | CancelTransfer
     ) -> None:
         match action:
+            case StoreOut() if self._poison and action.is_held:
+                self._transfers.begin(replace(action, is_held=False))  # what is freed is poisoned at once
             case LoadIn() | StoreOut() | DropStored() | CancelTransfer():
                 self._transfers.begin(action)
             case CopyTokens(src, dst, num_tokens):

@@ -4,9 +4,11 @@ A page has the size of a block; a slot takes as many pages as it needs, not nece
 compaction is needed. The cache counts pages exactly as this store does, so that allocations never fail. Slots may be
 stored in fewer bits (``snapshot_encoding.py``).
 
-On a GPU the copies run on separate streams. Entries are first copied to a staging buffer on the device, on the stream
-of the steps, because later steps may overwrite the original while the copy crosses the bus. Stores complete before
-loads that begin after them. On a CPU all copies are synchronous.
+On a GPU the copies run on separate streams. Blocks are gathered in a staging buffer on the device, many at a time, and
+cross the bus in the longest stretches that are consecutive in host memory. Where steps may overwrite the originals,
+they are gathered on the stream of the steps; where only a load will, the load waits instead, and no step does. Stores
+complete before loads that begin after them; pages that were freed while a load reads them are written after it. On a
+CPU all copies are synchronous.
 """
 
 from collections import deque
@@ -16,6 +18,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,13 +26,18 @@ from strandline.cache import Completion, LoadIn, StoreOut
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.snapshot_encoding import AsIs, Encoding
 from strandline.device.transfers import Completions
+from strandline.device.upload import upload
 from strandline.errors import CacheInvariantError
-from strandline.ids import TransferId
+from strandline.ids import BlockId, TransferId
 from strandline.kernels.arena import ArenaTensors
-from strandline.specs import ModelSpec
+from strandline.specs import ALIGN_BYTES, ModelSpec
 
 STAGED_SLABS: Final = 4
 """Size of the device memory in which evicted entries wait for the bus, in slabs."""
+LANDING_SLABS: Final = 1
+"""Size of the device memory in which blocks arrive from the bus, in slabs."""
+MIN_SLAB_BLOCKS: Final = 4
+"""Blocks for which each of these slabs has room at least: models that keep no states have slabs of one block."""
 ENCODING_SLABS: Final = 2
 """Device memory that encoding and decoding slots take for a while, at most, in slabs."""
 AS_IS: Final = AsIs()
@@ -41,7 +49,12 @@ HOST_STORE: Final = "host"
 def choose_staging_bytes(spec: ModelSpec, snapshot_dtype: str) -> int:
     """Return the device memory that copies to and from pinned memory need."""
     encoding_slabs = 0 if spec.at_rest(snapshot_dtype) == spec else ENCODING_SLABS
-    return (STAGED_SLABS + encoding_slabs) * spec.slab_bytes
+    return (STAGED_SLABS + LANDING_SLABS) * _slab_bytes(spec) + encoding_slabs * spec.slab_bytes
+
+
+def _slab_bytes(spec: ModelSpec) -> int:
+    """Return the size of a slab of staging memory."""
+    return max(spec.slab_bytes, MIN_SLAB_BLOCKS * spec.block_bytes)
 
 
 class StoredBytes(NamedTuple):
@@ -92,7 +105,7 @@ class HostPages:
         pieces = []
         pages, size = self._pages_of[place], self.page_bytes
         left = num_bytes
-        for first, count in _stretches(pages):
+        for first, count in stretches(pages):
             taken = min(left, count * size)
             pieces.append(self.bytes[first * size : first * size + taken])
             left -= taken
@@ -102,14 +115,20 @@ class HostPages:
         """Return all bytes of a place as pieces in order."""
         return self.find(place, self._bytes_of[place])
 
+    def pages_of(self, places: Iterable[int]) -> list[int]:
+        """Return the pages of places, in order."""
+        return [page for place in places for page in self._pages_of[place]]
+
     def drop(self, places: Iterable[int]) -> None:
-        """Free places."""
+        """Free places. What is stored next takes their pages in this order."""
+        freed = list[int]()
         for place in places:
-            self._free += reversed(self._pages_of.pop(place))
+            freed += self._pages_of.pop(place)
             del self._bytes_of[place]
+        self._free += reversed(freed)
 
 
-def _stretches(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
+def stretches(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the first page and the length of each stretch of consecutive pages."""
     first, count = pages[0], 1
     for before, page in pairwise(pages):
@@ -174,18 +193,26 @@ class PinnedStore:
     """
 
     def __init__(self, arena: ArenaTensors, num_pages: int, completions: Completions, slots: Encoding = AS_IS) -> None:
-        device = arena.bytes.device
+        device, slab_bytes = arena.bytes.device, _slab_bytes(arena.spec)
         self._slots = slots
         self._device = device
+        self._block_BX = arena.bytes.view(arena.num_blocks, arena.spec.block_bytes)
         self._pages = HostPages(num_pages, arena.spec.block_bytes, is_pinned=True)
         self._completions = completions
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._staging = torch.empty(STAGED_SLABS * arena.spec.slab_bytes, dtype=torch.uint8, device=device)
+        self._staging = torch.empty(STAGED_SLABS * slab_bytes, dtype=torch.uint8, device=device)
         self._staged_to = 0
         self._staged: deque[tuple[int, int, torch.cuda.Event]] = deque()
         """Ranges of the staging memory, oldest first, and the event after which each is free."""
+        self._landing = torch.empty(LANDING_SLABS * slab_bytes, dtype=torch.uint8, device=device)
         self._stored: dict[int, torch.cuda.Event] = {}
         """By place: the event after which it is complete."""
+        self._read: dict[int, torch.cuda.Event] = {}
+        """By place that has been loaded: the event after which it has been read."""
+        self._readers: dict[int, torch.cuda.Event] = {}
+        """By free page: the event after which it may be written."""
+        self._gathered: torch.cuda.Event | None = None
+        """The event after which loads may overwrite what was stored last."""
         self._ended: SimpleQueue[tuple[TransferId, torch.cuda.Event, torch.cuda.Event] | None] = SimpleQueue()
         self._thread = Thread(target=self._report, name="host memory", daemon=True)
         self._thread.start()
@@ -193,39 +220,98 @@ class PinnedStore:
     def load(self, action: LoadIn, arena: ArenaTensors) -> None:
         """Write blocks and slots of the arena, after the steps launched so far and the stores of what is loaded."""
         self._in.wait_stream(torch.cuda.current_stream(self._device))
-        for _, place in (*action.blocks, *action.slots):
-            self._in.wait_event(self._stored[place])
+        places = [place for _, place in (*action.blocks, *action.slots)]
+        for stored in dict.fromkeys(self._stored[place] for place in places):
+            self._in.wait_event(stored)
+        if self._gathered is not None:
+            self._in.wait_event(self._gathered)
         with torch.cuda.stream(self._in):
             begun = _recorded()
-            for target, place, encoding in _parts(action, arena, self._slots):
-                _load(self._pages, place, target, encoding)
-            self._ended.put((action.transfer, begun, _recorded()))
+            for pairs in _groups(action.blocks, len(self._landing) // self._pages.page_bytes):
+                self._load_blocks(pairs)
+            for slot, place in action.slots:
+                _load(self._pages, place, arena.slot(slot), self._slots)
+            end = _recorded()
+        self._read.update(dict.fromkeys(places, end))
+        self._ended.put((action.transfer, begun, end))
+
+    def _load_blocks(self, pairs: Sequence[tuple[BlockId, int]]) -> None:
+        """Copy blocks to the landing memory and from there to their places in the arena, on the current stream."""
+        size, start = self._pages.page_bytes, 0
+        landed_X = self._landing[: len(pairs) * size]
+        for first, count in stretches(self._pages.pages_of(place for _, place in pairs)):
+            piece_X = self._pages.bytes[first * size : (first + count) * size]
+            landed_X[start : start + len(piece_X)].copy_(piece_X, non_blocking=True)
+            start += len(piece_X)
+        block_N = upload(np.array([block for block, _ in pairs]), self._device)
+        _words(self._block_BX).index_copy_(0, block_N, _words(landed_X.view(len(pairs), size)))
 
     def store(self, action: StoreOut, arena: ArenaTensors) -> None:
-        """Read blocks and slots of the arena: aside on the stream of the steps, across the bus on another."""
+        """Read blocks and slots of the arena, and send them across the bus on another stream than the steps'.
+
+        What is held is read on that stream, too, and loads wait for that; the rest on the stream of the steps.
+        """
         current = torch.cuda.current_stream(self._device)
+        reader = self._out if action.is_held else current
         with torch.cuda.stream(self._out):
             begun = _recorded()
         end = begun
-        for source, place, encoding in _parts(action, arena, self._slots):
-            staged, start = self._stage(len(source), current)
-            staged.copy_(source)
+        if action.is_held:
             self._out.wait_stream(current)
-            with torch.cuda.stream(self._out):
-                _store(self._pages, place, staged, encoding)
-                end = _recorded()
-            self._staged.append((start, start + len(source), end))
-            self._stored[place] = end
+        for pairs in _groups(action.blocks, len(self._staging) // 2 // self._pages.page_bytes):
+            staged_X, start = self._stage(len(pairs) * self._pages.page_bytes, reader)
+            with torch.cuda.stream(reader):
+                block_N = upload(np.array([block for block, _ in pairs]), self._device)
+                rows_X = _words(staged_X.view(len(pairs), self._pages.page_bytes))
+                torch.index_select(_words(self._block_BX), 0, block_N, out=rows_X)
+            end = self._send([place for _, place in pairs], staged_X, start, reader, AS_IS)
+        for slot, place in action.slots:
+            slot_X = arena.slot(slot)
+            staged_X, start = self._stage(len(slot_X), reader)
+            with torch.cuda.stream(reader):
+                staged_X.copy_(slot_X)
+            end = self._send([place], staged_X, start, reader, self._slots)
         self._ended.put((action.transfer, begun, end))
 
-    def _stage(self, num_bytes: int, current: torch.cuda.Stream) -> tuple[Tensor, int]:
-        """Return staging memory, and where it begins; the steps wait for it if the bus is behind."""
+    def _stage(self, num_bytes: int, reader: torch.cuda.Stream) -> tuple[Tensor, int]:
+        """Return staging memory, and where it begins; the reader waits for it if the bus is behind."""
         start = self._staged_to if self._staged_to + num_bytes <= len(self._staging) else 0
         end = start + num_bytes
         while any(first < end and start < last for first, last, _ in self._staged):
-            current.wait_event(self._staged.popleft()[2])
-        self._staged_to = end
+            reader.wait_event(self._staged.popleft()[2])
+        self._staged_to = -(-end // ALIGN_BYTES) * ALIGN_BYTES
         return self._staging[start:end], start
+
+    def _send(
+        self, places: Sequence[int], staged_X: Tensor, start: int, reader: torch.cuda.Stream, encoding: Encoding
+    ) -> torch.cuda.Event:
+        """Copy what is staged to new places of equal sizes, once the pages have been read that they lay on.
+
+        Returns:
+            The event after which it is stored.
+        """
+        if reader is self._out:
+            with torch.cuda.stream(self._out):
+                self._gathered = _recorded()
+        else:
+            self._out.wait_stream(reader)
+        with torch.cuda.stream(self._out):
+            rest_X = encoding.encode(staged_X)
+            size = len(rest_X) // len(places)
+            for place in places:
+                self._pages.take(place, size)
+            pages, at = self._pages.pages_of(places), 0
+            for read in dict.fromkeys(self._readers.pop(page) for page in pages if page in self._readers):
+                self._out.wait_event(read)
+            for first, count in stretches(pages):
+                piece_X = self._pages.bytes[first * self._pages.page_bytes :][: count * self._pages.page_bytes]
+                piece_X = piece_X[: len(rest_X) - at]
+                piece_X.copy_(rest_X[at : at + len(piece_X)], non_blocking=True)
+                at += len(piece_X)
+            end = _recorded()
+        self._staged.append((start, start + len(staged_X), end))
+        self._stored.update(dict.fromkeys(places, end))
+        return end
 
     def read(self, place: int) -> StoredBytes:
         """Return what a place holds, once the event has occurred; it stays there until the place is dropped."""
@@ -234,9 +320,11 @@ class PinnedStore:
     def drop(self, places: Iterable[int]) -> None:
         """Free places."""
         places = tuple(places)
-        self._pages.drop(places)
         for place in places:
             del self._stored[place]
+            if (read := self._read.pop(place, None)) is not None:
+                self._readers.update(dict.fromkeys(self._pages.pages_of([place]), read))
+        self._pages.drop(places)
 
     def cancel(self, transfer: TransferId) -> None:
         """Do nothing: a transfer takes milliseconds."""
@@ -261,6 +349,17 @@ def _recorded() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def _groups(pairs: Sequence[tuple[BlockId, int]], most: int) -> Iterator[Sequence[tuple[BlockId, int]]]:
+    """Yield the pairs in order, at most ``most`` at a time."""
+    for start in range(0, len(pairs), most):
+        yield pairs[start : start + most]
+
+
+def _words(bytes_NX: Tensor) -> Tensor:
+    """Return rows of bytes as rows of the widest integers that they consist of, which are copied faster."""
+    return bytes_NX.view(torch.int64) if bytes_NX.shape[1] % 8 == 0 else bytes_NX
 
 
 def _parts(action: LoadIn | StoreOut, arena: ArenaTensors, slots: Encoding) -> Iterator[tuple[Tensor, int, Encoding]]:

@@ -33,11 +33,15 @@ class Store(Protocol):
     def store(self, action: StoreOut, arena: ArenaTensors) -> None:
         """Begin to read blocks and slots of the arena, as the steps that were launched before leave them.
 
-        Later steps and actions may overwrite them: what is not read at once is copied aside.
+        Later steps and actions may overwrite them: what is not read at once is copied aside. Of an action that is held,
+        only a later ``load`` overwrites them, which waits.
         """
 
     def drop(self, places: Iterable[int]) -> None:
-        """Free places. What was begun before may still read or write them; what begins later may reuse their memory."""
+        """Free places. What was begun before may still read or write them; what begins later may reuse their memory.
+
+        What is stored there then is written after those reads.
+        """
 
     def cancel(self, transfer: TransferId) -> None:
         """End a transfer early, if it is under way and that is possible."""

@@ -83,11 +83,11 @@ class LoadQueue:
     def complete(self, completions: Iterable[Completion]) -> None:
         """Take in transfers that have ended. Between steps only; a step may be in flight."""
         for completion in completions:
-            lease = self._cache.loads.complete(completion)
-            if lease is None:
+            ended = self._cache.loads.complete(completion)
+            if ended is None:
                 continue
-            for request in self._waiting.followers(lease):
-                if not completion.is_done and request.lead is not None:
+            for request in self._waiting.followers(ended.lease):
+                if not ended.is_done and request.lead is not None:
                     request.load_failed_end = request.lead.position
                 # What was loaded is protected from eviction until the request is admitted.
                 self._cache.forget(request.request_id)

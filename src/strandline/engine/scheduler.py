@@ -332,7 +332,8 @@ class Scheduler:
     def _find_leader(self, request: Request) -> Lead | None:
         """Find a running request that is about to compute a prefix of a waiting request. Changes nothing.
 
-        A further leader must share more tokens than the last one, so a request waits a bounded number of times.
+        A further leader must share more tokens than the last one, unless it is a load, so a request waits a bounded
+        number of times.
         """
         if request.output_ids or request.params.prompt_logprobs is not None:
             return None

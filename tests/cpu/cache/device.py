@@ -48,6 +48,10 @@ class Device:
         self.stored: dict[int, Tokens] = {}
         """What a store holds, by place: a block's tokens, or those whose state it is."""
         self.loading: dict[TransferId, LoadIn] = {}
+        self._loaded: dict[TransferId, dict[int, Tokens]] = {}
+        """By load under way: what it reads, which may be freed meanwhile."""
+        self._held: set[int] = set()
+        """Blocks whose content is still being stored: only loads may overwrite them."""
         self.storing: list[TransferId] = []
         self.spilling: dict[TransferId, StoreOut] = {}
         """Stores whose sources must stay as they are until they end."""
@@ -62,6 +66,11 @@ class Device:
 
     def apply(self, actions: Sequence[Action]) -> None:
         """Apply actions in order."""
+        self._apply(actions)
+        assert not self._held, "what was not copied aside is not loaded over"
+
+    def _apply(self, actions: Sequence[Action]) -> None:
+        size = self._blocks_per_slab
         for action in actions:
             match action:
                 case CopyTokens(src, dst, num_tokens):
@@ -89,17 +98,25 @@ class Device:
                 case LoadIn(transfer):
                     assert transfer not in self.loading
                     self.loading[transfer] = action
+                    self._held -= {block for block, _ in action.blocks}
+                    self._held.difference_update(*(range(slot * size, (slot + 1) * size) for slot, _ in action.slots))
+                    places = [place for _, place in (*action.blocks, *action.slots)]
+                    self._loaded[transfer] = {place: self.stored[place] for place in places}
                 case StoreOut(transfer, path=StoredPath()):
                     self.spilling[transfer] = action
                 case StoreOut(transfer, _, block_places, slot_places):
                     self.storing.append(transfer)
+                    if action.is_held:
+                        self._held.update(block for block, _ in block_places)
+                        self._held.update(*(range(slot * size, (slot + 1) * size) for slot, _ in slot_places))
                     for block, place in block_places:
                         assert place not in self.stored, f"place {place} is used twice"
                         self.stored[place] = tuple(self._cells[block])
                     for slot, place in slot_places:
                         self.stored[place] = self.state(slot) or ()
-                case DropStored(_, places):
-                    read = {place for load in self.loading.values() for _, place in (*load.blocks, *load.slots)}
+                case DropStored(store, places):
+                    kept = [load for load in self.loading.values() if load.store == store == "disk"]
+                    read = {place for load in kept for _, place in (*load.blocks, *load.slots)}
                     read |= {source for spill in self.spilling.values() for source, _ in spill.stored}
                     for stored in places:
                         assert stored not in read, f"place {stored} is freed while it is read"
@@ -111,16 +128,17 @@ class Device:
 
     def end_load(self, transfer: TransferId) -> None:
         """End a transfer well: write what the store holds, at once, however long it took."""
-        action = self.loading.pop(transfer)
+        action, loaded = self.loading.pop(transfer), self._loaded.pop(transfer)
         for block, place in action.blocks:
-            tokens = self.stored[place]
+            tokens = loaded[place]
             self._write_cells(block, 0, (*tokens, *[POISON] * (BLOCK_TOKENS - len(tokens))))
         for slot, place in action.slots:
-            self._write_state(slot, self.stored[place])
+            self._write_state(slot, loaded[place])
 
     def fail_load(self, transfer: TransferId) -> None:
         """End a transfer badly: what it was to write is poison."""
         action = self.loading.pop(transfer)
+        del self._loaded[transfer]
         for block, _ in action.blocks:
             self._write_cells(block, 0, [POISON] * BLOCK_TOKENS)
         for slot, _ in action.slots:
@@ -202,6 +220,7 @@ class Device:
     def _write_cells(self, block: BlockId, start: int, tokens: Sequence[int]) -> None:
         assert block != NULL_BLOCK, "the null block is written"
         assert not self._is_loading(block=block), f"block {block} is written while it is loaded"
+        assert block not in self._held, f"block {block} is written while it is stored"
         self._states[block // self._blocks_per_slab] = None
         self._cells[block][start : start + len(tokens)] = tokens
 
@@ -210,6 +229,7 @@ class Device:
         assert not self._is_loading(slot=slot), f"slot {slot} is written while it is loaded"
         first = slot * self._blocks_per_slab
         for block in range(first, first + self._blocks_per_slab):
+            assert block not in self._held, f"slot {slot} is written while it is stored"
             self._cells[block] = [POISON] * BLOCK_TOKENS
         self._states[slot] = tokens
         self.num_writes[slot] += 1

@@ -23,6 +23,7 @@ from strandline.cache.core import AUTO
 from strandline.cache.eviction import EvictionOrder
 from strandline.cache.invariants import check
 from strandline.cache.kept import NOTHING, Kept
+from strandline.cache.loads import EndedLoad
 from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
 from strandline.cache.tokens import decode
 from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
@@ -167,27 +168,35 @@ class Driver:
     def bring_back(self, tokens: Iterable[int], salt: str = "") -> bool:
         """Load what rests of a prompt; whether anything did."""
         lead = self.load_resting(tokens, salt)
-        if lead is not None and lead.lease.transfer is not None:
-            self.end_load(lead.lease.transfer, is_done=True)
+        while lead is not None and lead.is_pending:
+            self.end_load(self.transfers_of(lead.lease)[0], is_done=True)
         return lead is not None
 
-    def end_load(self, transfer: TransferId, *, is_done: bool) -> None:
-        """End a load, well or badly."""
-        if not is_done:
-            self.fail(transfer)
-            return
-        self.device.end_load(transfer)
-        assert self.cache.loads.complete(Completion(transfer, is_done)) is not None
-        check(self.cache)
-        self.flush()
+    def transfers_of(self, lease: Lease) -> list[TransferId]:
+        """Return the transfers of a load that are under way."""
+        return [transfer for transfer in self.device.loading if self.cache.loads.find_lease(transfer) is lease]
 
-    def fail(self, transfer: TransferId, lost: tuple[int, ...] = ()) -> None:
-        """End a load badly, as these places cannot be read any more."""
+    def end_load(self, transfer: TransferId, *, is_done: bool) -> EndedLoad | None:
+        """End a transfer of a load, well or badly; return what it ended."""
+        if not is_done:
+            return self.fail(transfer)
+        self.device.end_load(transfer)
+        return self._complete(Completion(transfer, is_done))
+
+    def fail(self, transfer: TransferId, lost: tuple[int, ...] = ()) -> EndedLoad | None:
+        """End a transfer of a load badly, as these places cannot be read any more; return what it ended."""
         self.device.fail_load(transfer)
-        completion = Completion(transfer, is_done=False, lost=lost)
-        assert self.cache.loads.complete(completion) is not None
+        return self._complete(Completion(transfer, is_done=False, lost=lost))
+
+    def _complete(self, completion: Completion) -> EndedLoad | None:
+        lease = self.cache.loads.find_lease(completion.transfer)
+        assert lease is not None
+        ended = self.cache.loads.complete(completion)
+        assert ended is None or ended.lease is lease
+        assert (ended is None) == bool(self.transfers_of(lease))
         check(self.cache)
         self.flush()
+        return ended
 
     def end_spill(self, index: int = 0, *, is_done: bool = True) -> bool:
         """End a spill, whichever began first; whether there was one."""

@@ -236,28 +236,31 @@ class History:
         if offer is None:
             return
         assert offer.position > account.hit
-        assert self.cache.loads.is_lacking(TokenBuffer(tokens), offer, salt), "what is offered can be loaded"
+        buffer = TokenBuffer(tokens)
+        if not self.cache.loads.is_lacking(buffer, offer, salt):
+            assert self.cache.loads.find_shared(buffer, offer, salt) is not None, "what is offered can be loaded"
         self.driver.load(tokens, offer, salt)
         self._is_flushed = True
 
     def end_load(self, index: int, *, is_done: bool) -> None:
-        """End a load, whichever began first; cancelled or not."""
+        """End a transfer of a load, whichever began first; cancelled or not."""
         loading = self.driver.device.loading
         if not loading:
             return
         transfer = list(loading)[index % len(loading)]
-        salt, lease = next(
-            (salt, lease)
-            for salt in SALTS
-            for lease in self.cache.internals().leases.values()
-            if lease.transfer == transfer and lease.salt == salt
-        )
+        lease = self.cache.loads.find_lease(transfer)
+        assert lease is not None
+        salt = lease.salt
         wanted = {(salt, tuple(decode(lease.tokens.slice(0, cut.position)))) for cut in lease.cuts}
         before = published(self.cache)
-        self.driver.end_load(transfer, is_done=is_done)
+        ended = self.driver.end_load(transfer, is_done=is_done)
         self._is_flushed = True
-        assert published(self.cache) == (before | wanted if is_done else before)
-        if is_done:
+        assert ended is None or is_done or not ended.is_done
+        assert published(self.cache) == (before | wanted if ended is not None and ended.is_done else before)
+        if ended is None:
+            assert lease.is_active
+            return
+        if ended.is_done:
             account = self.driver.lookup(decode(lease.tokens.data), salt)
             assert account.kv_tokens == len(lease.tokens)
             assert account.hit == (len(lease.tokens) if self.rule.needs_slots else account.hit)
@@ -283,7 +286,8 @@ class History:
         loading = self.driver.device.loading
         if loading:
             transfer = list(loading)[index % len(loading)]
-            lease = next(x for x in self.cache.internals().leases.values() if x.transfer == transfer)
+            lease = self.cache.loads.find_lease(transfer)
+            assert lease is not None
             self.cache.loads.cancel(Lead(lease, len(lease.tokens)))
             self.driver.flush()
             assert transfer in self.driver.device.cancelled

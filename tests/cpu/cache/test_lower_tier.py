@@ -2,7 +2,7 @@
 
 import pytest
 
-from strandline.cache import LoadCosts, Miss, Reason, TokenBuffer
+from strandline.cache import LoadCosts, Miss, Reason, TokenBuffer, loads
 from strandline.cache.evict_all import evict_all as evict_unused
 from strandline.cache.load_costs import PREFILLS_PER_LOSS
 from strandline.cache.lower_tier import LowerTier
@@ -73,13 +73,13 @@ def test_what_takes_longer_to_load_is_computed() -> None:
 def test_failed_loads_are_forgotten() -> None:
     driver = evicted()
     assert driver.load_resting(PROMPT) is not None
-    driver.end_load(TransferId(tier_transfer(driver)), is_done=False)
+    driver.end_load(tier_transfer(driver), is_done=False)
     assert (tier(driver).num_used, tier(driver).num_snapshots) == (0, 0)
     assert driver.cache.loads.resting_offer(TokenBuffer(PROMPT)) is None
     assert driver.serve(PROMPT).hit == 0
 
 
-def tier_transfer(driver: Driver) -> int:
+def tier_transfer(driver: Driver) -> TransferId:
     """Return the number of the load under way."""
     [transfer] = driver.device.loading
     return transfer
@@ -126,14 +126,121 @@ def test_blocks_without_states_return_to_the_deepest_one() -> None:
     assert tier(driver).num_used == 0
 
 
-def test_what_is_loaded_is_not_evicted_meanwhile() -> None:
+def test_what_is_loaded_is_not_lost_meanwhile() -> None:
     driver = evicted(lower_blocks=13)
     assert driver.load_resting(PROMPT) is not None
+    assert tier(driver).num_used == 0, "what is being read may be overwritten"
     for seed in range(8, 12):
         driver.serve(pattern(seed, 500))
-    assert 400 in [snapshot.position for snapshot in tier(driver).snapshots()]
-    driver.end_load(TransferId(tier_transfer(driver)), is_done=True)
+    driver.end_load(tier_transfer(driver), is_done=True)
     assert driver.lookup(PROMPT).hit == 400
+
+
+def set_piece_slabs(monkeypatch: pytest.MonkeyPatch, piece_slabs: int) -> None:
+    """Let loads whose memory is exchanged come in transfers of this size."""
+    monkeypatch.setattr(loads, "PIECE_SLABS", piece_slabs)
+    monkeypatch.setattr(loads, "MIN_PIECE_BLOCKS", 1)
+
+
+def test_loads_take_the_place_of_what_they_evict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchange what full memories hold, in pieces of one slab. In one piece, a load evicts what rests."""
+    prompts = [pattern(seed, 640) for seed in range(3)]
+    for piece_slabs, is_kept in ((1, True), (4, False)):
+        set_piece_slabs(monkeypatch, piece_slabs)
+        driver = Driver(num_slabs=5, lower_blocks=200)
+        for prompt in prompts:
+            driver.serve(prompt)
+        evict_all(driver)
+        lower = tier(driver)
+        for number, prompt in enumerate([*prompts, *prompts]):
+            driver.bring_back(prompt)
+            if number == 0:
+                lower.num_blocks = lower.num_used + 5
+            assert driver.lookup(prompt).hit == 640 or not is_kept
+        assert (lower.num_snapshots_evicted + lower.num_snapshots_refused == 0) is is_kept
+
+
+def loading_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Return a driver that loads a prompt in four transfers, beside which a prompt that begins alike rests."""
+    set_piece_slabs(monkeypatch, 1)
+    driver = Driver(blocks_per_slab=2, lower_blocks=100)
+    driver.serve(PROMPT)
+    driver.serve(FORK)
+    evict_all(driver)
+    assert driver.load_resting(PROMPT) is not None
+    assert len(driver.device.loading) == 4
+    return driver
+
+
+FORK = [*PROMPT[:330], *pattern(9, 100)]
+
+
+def test_pieces_are_published_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = loading_in_pieces(monkeypatch)
+    for transfer in list(driver.device.loading)[::-1]:
+        assert driver.lookup(PROMPT).hit == 0
+        ended = driver.end_load(transfer, is_done=True)
+    assert ended is not None
+    assert ended.is_done
+    assert driver.lookup(PROMPT).hit == 400
+    assert (tier(driver).num_loads, driver.cache.stats().loads.num_done) == (1, 1)
+    assert tier(driver).num_loaded_bytes == 7 + 2
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_nothing_is_published_if_a_piece_fails(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = loading_in_pieces(monkeypatch)
+    for index, transfer in enumerate(list(driver.device.loading)):
+        ended = driver.end_load(transfer, is_done=index != failing)
+    assert ended is not None
+    assert not ended.is_done
+    assert driver.lookup(PROMPT).hit == 0
+    assert (driver.cache.memory_use().num_blocks, tier(driver).num_used) == (0, 0), "the fork needs what is lost"
+    assert driver.serve(FORK).hit == 0
+
+
+def test_what_needs_returning_blocks_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = loading_in_pieces(monkeypatch)
+    tokens = TokenBuffer(FORK)
+    offer = driver.cache.loads.resting_offer(tokens)
+    assert offer is not None
+    assert driver.load(FORK, offer) is None, "some of its blocks are nowhere"
+    lead = driver.cache.loads.find_shared(tokens, offer)
+    assert lead is not None
+    assert lead.position >= 320
+    for transfer in list(driver.device.loading):
+        driver.end_load(transfer, is_done=True)
+    assert driver.bring_back(FORK)
+    assert (driver.lookup(FORK).hit, tier(driver).num_used) == (430, 2 + 1), "the snapshot where they fork rests"
+
+
+def test_all_pieces_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = loading_in_pieces(monkeypatch)
+    lead = driver.cache.find_leader(TokenBuffer(PROMPT))
+    assert lead is not None
+    first, *others = driver.device.loading
+    driver.end_load(first, is_done=True)
+    driver.cache.loads.cancel(lead)
+    driver.flush()
+    assert driver.device.cancelled == set(others)
+
+
+def test_no_snapshot_saves_tokens_that_another_one_saves() -> None:
+    driver = Driver(lower_blocks=100)
+    for num_tokens in (128, 256, 384):
+        driver.serve(PROMPT[:num_tokens])
+    memory = driver.cache.internals().memory
+    of = {snapshot.position: snapshot for _, _, snapshot in driver.cache.snapshots()}
+    for position in (384, 128, 256):
+        memory.drop_snapshot(of[position])
+    driver.flush()
+    saved = {resting.position: resting.saved_tokens for resting in tier(driver).snapshots()}
+    assert saved == {128: 128, 256: 128, 384: 128}
+    [middle] = [resting for resting in tier(driver).snapshots() if resting.position == 256]
+    tier(driver).evict(middle)
+    driver.flush()
+    saved = {resting.position: resting.saved_tokens for resting in tier(driver).snapshots()}
+    assert saved == {128: 128, 384: 256}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from strandline.cache import SnapshotKind, resting
+from strandline.cache import SnapshotKind, loads, resting
 from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
 from tests.cpu.cache.history import History, TakeOrder
 
@@ -24,9 +24,10 @@ RELEASE_KINDS = [SnapshotKind.GENERATION_END, SnapshotKind.PREEMPTION]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _short_strides() -> Iterator[None]:
+def _short_strides_and_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resting, "STRIDE_BLOCKS", 2)
+        patch.setattr(loads, "MIN_PIECE_BLOCKS", 1)
         yield
 
 

@@ -132,8 +132,8 @@ def test_a_load_that_fails_on_one_rank_is_computed(make_threaded: MakeLLM, expec
     transfers.attach(HOST_STORE, failing)
     assert serve(llm)[0] == expected
     [host] = stats(llm).tiers
-    assert (host.num_loads, host.num_failed_loads) == (0, failing.num_failed)
-    assert failing.num_failed > 0
+    assert host.num_loads == 0
+    assert 0 < host.num_failed_loads <= failing.num_failed, "a load has one transfer or several"
     assert stats(llm).missed_tokens[Reason.LOAD_FAILED] > 0
 
 

@@ -58,6 +58,48 @@ def test_stored_bytes_are_those_of_their_moment(make_llm: MakeLLM) -> None:
     store.close()
 
 
+def test_full_memories_are_exchanged(make_llm: MakeLLM) -> None:
+    """Exchange what arena and host memory hold, without waiting in between, with host memory for one more slab."""
+    spec = make_llm(enable_prefix_caching=False).engine.core.spec
+    size = spec.blocks_per_slab
+    arena = ArenaTensors(spec, 12, "cuda")
+    transfers = Transfers(arena)
+    blocks = [BlockId(block) for block in range(2 * size, 10 * size)]
+    store = PinnedStore(arena, len(blocks) + size, transfers.completions)
+    num_transfers = num_places = num_ended = 0
+
+    def put_away(some: list[BlockId], *, is_held: bool) -> list[int]:
+        nonlocal num_transfers, num_places
+        num_transfers, first = num_transfers + 1, num_places + 1
+        num_places += len(some)
+        places = list(range(first, num_places + 1))
+        pairs = tuple(zip(some, places, strict=True))
+        store.store(StoreOut(TransferId(num_transfers), "host", pairs, (), is_held=is_held), arena)
+        return places
+
+    for index, block in enumerate(blocks):
+        arena.block(block).fill_(index % 100)
+    at_rest, resting = [index % 100 for index in range(len(blocks))], put_away(blocks, is_held=False)
+    for index, block in enumerate(blocks):
+        arena.block(block).fill_(100 + index % 100)
+    for round_number in range(10):
+        here = [int(arena.block(block)[0]) for block in blocks]
+        new: list[int] = []
+        for start in range(0, len(blocks), size):
+            some, places = blocks[start : start + size], resting[start : start + size]
+            new += put_away(some, is_held=round_number % 3 > 0)
+            num_transfers += 1
+            pairs = tuple(zip(some, places, strict=True))
+            store.load(LoadIn(TransferId(num_transfers), "host", pairs, ()), arena)
+            store.drop(places)
+        while num_ended < num_transfers:
+            num_ended += len(transfers.wait(60))
+        for block, value in zip(blocks, at_rest, strict=True):
+            assert bool((arena.block(block) == value).all())
+        resting, at_rest = new, here
+    store.close()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_states_in_fewer_bits_return_as_on_a_cpu(make_llm: MakeLLM, dtype: str) -> None:
     """Store and load at once, over and over: what is encoded on the side must not be overtaken by what follows."""
