@@ -1,12 +1,14 @@
 """What each dataset asks: exact lengths, shared prefixes, recorded texts, real answers in the next turn."""
 
 import json
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from strandline.bench.serving.datasets import make_sessions
+from strandline.bench.serving.flags import seconds_range
 from strandline.bench.serving.maker import Maker
 from strandline.bench.serving.prompt_vocabulary import Vocabulary, load_vocabulary
 from strandline.bench.serving.session import Answer, Ask, Session
@@ -169,6 +171,48 @@ def test_a_conversation_ends_when_a_turn_fails(vocabulary: Vocabulary) -> None:
     for flags in ([], ["--backend", "openai-chat"]):
         [session, _] = sessions_of(vocabulary, *MULTI_TURN, *LENGTHS, *flags)
         assert len(talk(session, Answer(error="HTTP 500"))) == 1
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_pauses_are_drawn_from_the_seed(vocabulary: Vocabulary, backend: str) -> None:
+    answers = [Answer(text="so"), Answer(text="so")]
+
+    def pauses(*flags: str) -> list[list[float]]:
+        sessions = sessions_of(vocabulary, *MULTI_TURN, *LENGTHS, "--backend", backend, *flags)
+        return [[ask.think_s for ask in talk(session, *answers)] for session in sessions]
+
+    assert pauses() == [[0.0] * 3] * 2
+    assert pauses("--multi-turn-think-time", "4") == [[0.0, 4.0, 4.0]] * 2
+    drawn = pauses("--multi-turn-think-time", "1:6")
+    assert drawn == pauses("--multi-turn-think-time", "1:6")
+    assert drawn != pauses("--multi-turn-think-time", "1:6", "--seed", "7")
+    assert [turns[0] for turns in drawn] == [0.0, 0.0]
+    others = [think_s for turns in drawn for think_s in turns[1:]]
+    assert len(set(others)) == 4
+    assert all(1 <= think_s <= 6 for think_s in others)
+
+
+def test_recorded_conversations_pause_too(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    path = write_conversations(tmp_path / "s.json", ["one", "recorded", "two", "also", "three"])
+    flags = ["--dataset-name", "multi-turn", "--dataset-path", path, "--multi-turn-think-time", "2"]
+    [session] = sessions_of(vocabulary, *flags)
+    assert [ask.think_s for ask in talk(session, Answer(text="REAL"))] == [0.0, 2.0]
+    assert not session.holds_its_place
+
+
+def test_conversations_that_pause_free_their_place(vocabulary: Vocabulary) -> None:
+    def keeps(*flags: str) -> set[bool]:
+        return {session.holds_its_place for session in sessions_of(vocabulary, *MULTI_TURN, *LENGTHS, *flags)}
+
+    assert keeps() == {True}
+    assert keeps("--multi-turn-think-time", "0:6") == {False}
+    assert keeps("--multi-turn-think-time", "0:6", "--multi-turn-keep-place") == {True}
+
+
+@pytest.mark.parametrize("text", ["-1", "6:0", "1:2:3", "", "soon", "nan", "0:inf"])
+def test_pauses_are_seconds(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="neither a number of seconds"):
+        seconds_range(text)
 
 
 def test_a_trace_keeps_its_prefixes_and_its_times(vocabulary: Vocabulary, tmp_path: Path) -> None:

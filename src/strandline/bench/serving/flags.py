@@ -22,6 +22,22 @@ SAMPLING_FLAGS: Final[tuple[tuple[str, type], ...]] = (
 )
 
 
+def seconds_range(text: str) -> tuple[float, float]:
+    """Read seconds, or the ends of a range: ``4`` or ``0:6``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    first, colon, last = text.partition(":")
+    try:
+        least, most = float(first), float(last if colon else first)
+    except ValueError:
+        least, most = -1.0, -1.0
+    if not 0 <= least <= most < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds nor a range such as 0:6")
+    return least, most
+
+
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Add all flags of ``bench serve``."""
     _add_server(parser)
@@ -103,7 +119,10 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
     add("--multi-turn-system-len", type=int, default=512, metavar="N", help="shared by all (default: %(default)s)")
     add("--multi-turn-user-len", type=int, default=128, metavar="N", help="per user message (default: %(default)s)")
     add("--multi-turn-output-len", type=int, default=128, metavar="N", help="per answer (default: %(default)s)")
-    add("--multi-turn-think-time", type=float, default=0.0, metavar="S", help="pause before the next message")
+    text = "pause before the next message in seconds, or its range; not counted by --max-concurrency"
+    add("--multi-turn-think-time", type=seconds_range, default=(0.0, 0.0), metavar="S[:MAX]", help=text)
+    text = "--max-concurrency counts conversations in progress, also while they pause"
+    add("--multi-turn-keep-place", action="store_true", help=text)
 
 
 def _add_request(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,6 @@
 """Conversations whose next turn contains what the model really answered."""
 
+from collections.abc import Iterator
 from functools import partial
 from random import Random
 from typing import Any
@@ -24,21 +25,40 @@ def synthetic_conversations(maker: Maker) -> list[Session]:
     system = maker.vocabulary.draw(rng, options.multi_turn_system_len)
     talk = _random_messages if maker.is_chat else _random_tokens
     num_conversations = -(-options.num_prompts // options.multi_turn_num_turns)
+    keeps_place = _keeps_place(maker)
     return [
-        Session(partial(talk, maker, system, rng.getrandbits(64)), holds_its_place=True)
+        Session(partial(talk, maker, system, rng.getrandbits(64)), holds_its_place=keeps_place)
         for _ in range(num_conversations)
     ]
 
 
+def _keeps_place(maker: Maker) -> bool:
+    """Whether conversations count against the concurrency from their beginning to their end.
+
+    Without pauses they do, so that a turn does not wait for those of other conversations.
+    """
+    options = maker.options
+    return options.multi_turn_keep_place or options.multi_turn_think_time[1] == 0
+
+
+def _pauses(maker: Maker, seed: int) -> Iterator[float]:
+    """Yield the pause before each message of a conversation, none before the first."""
+    least, most = maker.options.multi_turn_think_time
+    rng = Random(f"think {maker.options.seed} {seed}")
+    yield 0.0
+    while True:
+        yield rng.uniform(least, most)
+
+
 def _random_tokens(maker: Maker, system: list[int], seed: int) -> Asks:
     options, rng, history = maker.options, Random(seed), list(system)
-    for turn in range(options.multi_turn_num_turns):
+    for _, think_s in zip(range(options.multi_turn_num_turns), _pauses(maker, seed), strict=False):
         history += maker.vocabulary.draw(rng, options.multi_turn_user_len)
         answer = yield Ask(
             list(history),
             options.multi_turn_output_len,
             encode(history),
-            think_s=options.multi_turn_think_time if turn else 0.0,
+            think_s=think_s,
             body=RETURN_TOKEN_IDS,
         )
         if answer.error:
@@ -64,7 +84,8 @@ def _random_messages(maker: Maker, system: list[int], seed: int) -> Asks:
         decode(maker.vocabulary.draw(rng, options.multi_turn_user_len)) for _ in range(options.multi_turn_num_turns)
     ]
     lengths = [options.multi_turn_output_len] * len(texts)
-    yield from _talk(maker, [{"role": "system", "content": decode(system)}] if system else [], texts, lengths)
+    first = [{"role": "system", "content": decode(system)}] if system else []
+    yield from _talk(maker, first, texts, lengths, _pauses(maker, seed))
 
 
 def recorded_conversations(maker: Maker, rows: list[list[str]]) -> list[Session]:
@@ -82,17 +103,24 @@ def recorded_conversations(maker: Maker, rows: list[list[str]]) -> list[Session]
         wanted: Any = maker.options.sharegpt_output_len
         lengths = lengths if wanted is None else [wanted] * len(lengths)
         asked = texts[: 2 * len(lengths) : 2]
-        sessions.append(Session(partial(_talk, maker, [], asked, lengths), holds_its_place=True))
+        talk = partial(_recorded, maker, asked, lengths, len(sessions))
+        sessions.append(Session(talk, holds_its_place=_keeps_place(maker)))
         num_left -= len(lengths)
     return sessions
 
 
-def _talk(maker: Maker, messages: list[dict[str, str]], texts: list[str], lengths: list[int]) -> Asks:
-    """Say the texts one after another, each after the answer to the one before it."""
+def _recorded(maker: Maker, texts: list[str], lengths: list[int], seed: int) -> Asks:
+    yield from _talk(maker, [], texts, lengths, _pauses(maker, seed))
+
+
+def _talk(
+    maker: Maker, messages: list[dict[str, str]], texts: list[str], lengths: list[int], pauses: Iterator[float]
+) -> Asks:
+    """Say the texts one after another, each after the answer to the one before it and a pause."""
     messages = list(messages)
-    for turn, (text, max_tokens) in enumerate(zip(texts, lengths, strict=True)):
+    for text, max_tokens in zip(texts, lengths, strict=True):
+        think_s = next(pauses)
         messages.append({"role": "user", "content": text})
-        think_s = maker.options.multi_turn_think_time if turn else 0.0
         answer = yield maker.of_messages(messages, max_tokens, think_s=think_s)
         if answer.error:
             return
