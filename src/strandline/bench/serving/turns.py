@@ -38,7 +38,7 @@ def _keeps_place(maker: Maker) -> bool:
     Without pauses they do, so that a turn does not wait for those of other conversations.
     """
     options = maker.options
-    return options.multi_turn_keep_place or options.multi_turn_think_time[1] == 0
+    return bool(options.multi_turn_keep_place or options.multi_turn_think_time[1] == 0)
 
 
 def _pauses(maker: Maker, seed: int) -> Iterator[float]:
