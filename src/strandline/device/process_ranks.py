@@ -20,6 +20,10 @@ TIMEOUT: Final = timedelta(minutes=10)
 INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Environment variables that select the backends' network interface."""
 
+WITHOUT_MULTICAST: Final = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""Environment variables by which NCCL and torch's symmetric memory leave NVLink multicast off: where GPUs are shared
+out, it may be there and not work."""
+
 
 class RankPlace(NamedTuple):
     """A process's rank and rendezvous."""
@@ -40,8 +44,8 @@ class ProcessRanks:
     def __init__(self, place: RankPlace, device: torch.device) -> None:
         self.rank, self.size = place.rank, place.size
         self._device, self._meeting = device, Path(place.meeting_file)
-        for name in INTERFACES:
-            os.environ.setdefault(name, _loopback())
+        for name, value in (dict.fromkeys(INTERFACES, _loopback()) | WITHOUT_MULTICAST).items():
+            os.environ.setdefault(name, value)
         self.enter_thread()
         backend = "nccl" if device.type == "cuda" else "gloo"
         meeting = f"file://{place.meeting_file}"

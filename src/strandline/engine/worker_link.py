@@ -26,6 +26,10 @@ LAST_BYTES: Final = 4096
 """What is kept of a worker's last words."""
 
 
+class WorkerEndedError(EngineError):
+    """A worker has ended without a reply to a call."""
+
+
 class Start(NamedTuple):
     """The first message to the worker: what to load."""
 
@@ -143,4 +147,5 @@ class WorkerLink:
         """Let a call raise that the worker has ended, unless another thread has done so."""
         future = self._waiting.pop(number, None)
         if future is not None:
-            future.set_exception(EngineError(f"the worker process {self.process.pid} has ended; its own log says why"))
+            text = f"the worker process {self.process.pid} has ended; its own log says why"
+            future.set_exception(WorkerEndedError(text))

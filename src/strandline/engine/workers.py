@@ -20,7 +20,7 @@ from typing import Any, Final
 from strandline.config import EngineConfig
 from strandline.device.executor import ExecutorFacts
 from strandline.device.process_ranks import RankPlace
-from strandline.engine.worker_link import Call, Start, WorkerLink
+from strandline.engine.worker_link import Call, Start, WorkerEndedError, WorkerLink
 from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
 
 GRACE_S: Final = 2.0
@@ -119,24 +119,30 @@ class Workers:
             if isinstance(error, SHARED_ERRORS) or len(futures) == 1:
                 raise error
         cause = next(iter(errors.values()), None)
-        self._failure = self._find_failure(errors, timeout_s)
+        self._failure = self._find_failure(futures, errors, timeout_s)
         self._kill()
         raise EngineError(self._failure) from cause
 
-    def _find_failure(self, errors: dict[int, BaseException], timeout_s: float | None) -> str:
+    def _find_failure(
+        self, futures: Sequence[Future[Any]], errors: dict[int, BaseException], timeout_s: float | None
+    ) -> str:
+        """Describe the failure that all others follow from; ``errors`` are the first ones."""
         if not errors:
             rank = self._find_hanging()
             return f"{self._name(rank)} has not finished a step within {timeout_s:g} s{self._last_words(rank)}"
         deadline = time.monotonic() + GRACE_S
+        rank, how = next(iter(errors)), ""
         while time.monotonic() < deadline:
             ends = {rank: end for rank, link in enumerate(self._links) if (end := link.describe_end()) is not None}
             if ends:
-                # One that was killed, rather than one that ended since it lost another.
-                rank = min(ends, key=lambda rank: ("exit code" in ends[rank], rank))
-                return f"{self._name(rank)} has {ends[rank]}{self._last_words(rank)}"
+                replied = {each for each in ends if _has_raised(futures[each])}
+                # One that was killed, or has ended without a word, rather than one that lost another.
+                rank = min(ends, key=lambda x: ("exit code" in ends[x], x in replied, x not in errors, x))
+                how = "" if rank in replied else ends[rank]
+                break
             time.sleep(0.02)
-        rank, error = next(iter(errors.items()))
-        return f"{self._name(rank)} has failed: {error}{self._last_words(rank)}"
+        how = how or f"failed: {futures[rank].exception()}"
+        return f"{self._name(rank)} has {how}{self._last_words(rank)}"
 
     def _find_hanging(self) -> int:
         """Ask all for their stacks; return the rank that does not wait for another, or does not answer."""
@@ -167,6 +173,11 @@ class Workers:
             link.close()
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _has_raised(future: Future[Any]) -> bool:
+    """Whether a rank has replied to a call with an error."""
+    return future.done() and not isinstance(future.exception(), WorkerEndedError | None)
 
 
 def _pickled(message: Start | Call) -> bytes:

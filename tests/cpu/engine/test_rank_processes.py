@@ -16,13 +16,19 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.cache import Reason
+from strandline.engine import worker_link, workers
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor
 from strandline.engine.mp_executor import MpExecutor
+from strandline.engine.worker_link import WorkerLink
 from strandline.errors import EngineError, RequestError
+from strandline.events.resumable import PromptHashes
+from strandline.events.subscriber import Subscriber
+from strandline.records.outputs import RequestOutput
 from strandline.records.plan import StepPlan
 from strandline.records.sampling_params import StructuredOutputsParams
-from tests.cpu.engine.test_exactness import answers
+from tests.cpu.engine import starved_worker
+from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_executors import EXIT_TIMEOUT_S, config_of, engine_around, is_running, serve
 from tests.cpu.engine.test_executors import chat_dir as chat_dir  # noqa: PLC0414 - a fixture
 from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, stats
@@ -90,9 +96,11 @@ def test_grammars_are_compiled_on_all_ranks(pair: Pair) -> None:
     assert ranks.compile_grammar(StructuredOutputsParams(regex="[ab]")) is not None
 
 
-def run_to_the_end(engine: Engine) -> None:
+def run_to_the_end(engine: Engine) -> list[RequestOutput]:
+    outputs = []
     while engine.has_unfinished:
-        engine.step()
+        outputs += engine.step()
+    return outputs
 
 
 def break_rank_1(executor: MpExecutor, chat_dir: Path, signal_number: int) -> str:
@@ -123,6 +131,76 @@ def test_a_rank_that_hangs_ends_the_engine(chat_dir: Path) -> None:
     text = break_rank_1(MpExecutor(config, step_timeout_s=HANGS_AFTER_S), chat_dir, signal.SIGSTOP)
     assert "rank 1 of 2" in text
     assert f"has not finished a step within {HANGS_AFTER_S:.0f} s" in text
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerLink]:
+    """Collect the workers that are started; rank 1 runs out of memory, where ``STARVED_AT`` says."""
+    links: list[WorkerLink] = []
+
+    class NotedLink(WorkerLink):
+        def __init__(self) -> None:
+            super().__init__()
+            links.append(self)
+
+    monkeypatch.setattr(worker_link, "WORKER_MODULE", starved_worker.__name__)
+    monkeypatch.setattr(workers, "WorkerLink", NotedLink)
+    return links
+
+
+def check_that_rank_1_was_starved(error: EngineError, started: list[WorkerLink]) -> None:
+    assert "rank 1 of 2" in str(error)
+    assert "memory" in str(error).partition("last words")[0]
+    assert starved_worker.LAST_WORDS in str(error).partition("last words")[2]
+    assert len(started) == 2
+    assert not any(is_running(link.process.pid) for link in started)
+
+
+def test_a_rank_without_memory_for_a_step_ends_the_engine(
+    chat_dir: Path, started: list[WorkerLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(starved_worker.STARVED_AT, "step")
+    executor = MpExecutor(config_of(chat_dir, tensor_parallel_size=2, skip_tokenizer_init=True))
+    engine, directory = engine_around(executor, chat_dir), Path(str(executor._workers.directory))
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    engine.add_request("short", [1, 2, 3], greedy)
+    run_to_the_end(engine)
+    engine.add_request("long", list(range(starved_worker.FATAL_TOKENS)), greedy)
+    with pytest.raises(EngineError) as raised:
+        run_to_the_end(engine)
+    executor.close()
+    check_that_rank_1_was_starved(raised.value, started)
+    assert not directory.exists()
+
+
+def test_a_rank_without_memory_to_load_ends_the_start(
+    chat_dir: Path, started: list[WorkerLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(starved_worker.STARVED_AT, "start")
+    with pytest.raises(EngineError) as raised:
+        MpExecutor(config_of(chat_dir, tensor_parallel_size=2, skip_tokenizer_init=True))
+    check_that_rank_1_was_starved(raised.value, started)
+
+
+def test_events_of_two_ranks_predict_their_hits(pair: Pair, chat_dir: Path, tmp_path: Path) -> None:
+    endpoints = {"endpoint": f"ipc://{tmp_path}/live", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    engine = engine_around(
+        pair.use(), chat_dir, kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq", **endpoints}
+    )
+    hits = {}
+    with Subscriber(endpoints["endpoint"], endpoints["replay_endpoint"]) as subscriber:
+        for turn in range(2):
+            for index in range(4):
+                prompt = tokens(40 + 30 * index, seed=index) + tokens(10 * turn, seed=turn)
+                assert subscriber.catch_up()
+                predicted = subscriber.index.hit_tokens(PromptHashes(prompt))
+                engine.add_request(f"{turn} {index}", prompt, SamplingParams(temperature=0, max_tokens=4))
+                last = run_to_the_end(engine)[-1]
+                hits[last.request_id] = (last.num_cached_tokens, predicted)
+    assert engine.core.event_feed is not None
+    engine.core.event_feed.close()
+    assert [hit for hit, _ in hits.values()] == [predicted for _, predicted in hits.values()]
+    assert [hit for hit, _ in hits.values()] == [0] * 4 + [40, 70, 100, 130]
 
 
 def test_ranks_that_missed_a_plan_end_the_engine(pair: Pair, chat_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,49 @@
+"""The error of ranks that have failed names the one that all others follow from."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from strandline.engine import workers
+from strandline.engine.worker_link import WorkerEndedError
+from strandline.engine.workers import Workers
+from strandline.errors import EngineError
+
+LOST, NO_MEMORY, SILENT = EngineError("a peer is lost"), EngineError("no memory"), WorkerEndedError("has ended")
+KILLED, FIRST_CODE, SECOND_CODE = "ended by SIGKILL", "ended with exit code 1", "ended with exit code 2"
+
+CASES: dict[str, tuple[list[tuple[Exception | None, str | None]], list[int], str]] = {
+    "killed": ([(LOST, None), (SILENT, KILLED)], [0], f"rank 1 of 2 (process 1) has {KILLED}"),
+    "killed, and the other one ends": ([(LOST, SECOND_CODE), (SILENT, KILLED)], [0], f"has {KILLED}"),
+    "without a word": ([(LOST, SECOND_CODE), (SILENT, FIRST_CODE)], [0], f"rank 1 of 2 (process 1) has {FIRST_CODE}"),
+    "memory, in a step": ([(None, None), (NO_MEMORY, None)], [1], "rank 1 of 2 (process 1) has failed: no memory"),
+    "memory, at the start": ([(None, None), (NO_MEMORY, SECOND_CODE)], [1], "(process 1) has failed: no memory"),
+    "memory, and the other one ends": ([(LOST, SECOND_CODE), (NO_MEMORY, SECOND_CODE)], [1], "has failed: no memory"),
+}
+"""Of each rank the error of its call and its end; the ranks whose errors came first; a part of what is said."""
+
+
+def link(index: int, end: str | None) -> Any:
+    return SimpleNamespace(
+        process=SimpleNamespace(pid=index, kill=lambda: None),
+        last_words=f"words of {index}".encode(),
+        describe_end=lambda: end,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rank_that_failed_first_is_named(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setattr(workers, "GRACE_S", 0.05)
+    ranks, first, expected = CASES[case]
+    made = object.__new__(Workers)
+    made._links = [link(index, end) for index, (_, end) in enumerate(ranks)]
+    futures = [Future[Any]() for _ in ranks]
+    for future, (error, _) in zip(futures, ranks, strict=True):
+        if error is not None:
+            future.set_exception(error)
+    errors: dict[int, BaseException] = {rank: error for rank in first if (error := ranks[rank][0]) is not None}
+    text = made._find_failure(futures, errors, None)
+    assert expected in text
+    assert text.endswith("its last words:\nwords of 1")
