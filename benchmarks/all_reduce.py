@@ -1,0 +1,157 @@
+"""Time all-reduces of ranks: NCCL or gloo, as the engine calls them, and torch's symmetric memory on GPUs.
+
+    python benchmarks/all_reduce.py
+    python benchmarks/all_reduce.py --ranks 4 --sizes 4KiB,64KiB,8MiB
+
+Each rank is a process, on GPUs with a device of its own (NCCL), elsewhere on the CPU (gloo). Messages are bfloat16. On
+GPUs ``REPEATS`` calls are captured in a CUDA graph, and the median of ``REPLAYS`` replays is divided by that; on CPUs
+the median of as many calls is taken. Each way is first compared with the sum. The slowest rank counts. NVLink multicast
+stays off, as in the engine, unless the environment says otherwise.
+
+One-shot: every rank reads all others' messages and adds them up. Two-shot: each adds up its part, then all read those.
+"""
+
+import argparse
+import multiprocessing
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strandline.config import parse_bytes
+from strandline.device.process_ranks import ProcessRanks, RankPlace
+
+REPEATS: Final = 20
+REPLAYS: Final = 100
+WARM_UP_CALLS: Final = 5
+MAX_WAIT_S: Final = 600
+
+Way = Callable[[], Tensor]
+"""Sums a message that it holds over all ranks; may overwrite it."""
+
+
+def main() -> None:
+    """Start the ranks, and wait for them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sizes", default="4KiB,256KiB,8MiB", help="of a message (default: %(default)s)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    options = parser.parse_args()
+    sizes = [parse_bytes(size, "--sizes") for size in options.sizes.split(",")]
+    is_cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
+    name = torch.cuda.get_device_name() if is_cuda else platform.processor()
+    print(f"{date.today()} · {options.ranks} ranks · {name} · torch {torch.__version__}", flush=True)
+    context = multiprocessing.get_context("spawn")
+    meeting = str(Path(tempfile.mkdtemp(prefix="strandline-ranks-")) / "meeting")
+    places = [RankPlace(rank, options.ranks, meeting) for rank in range(options.ranks)]
+    processes = [context.Process(target=run_rank, args=(place, is_cuda, sizes)) for place in places]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(MAX_WAIT_S)
+    if codes := [process.exitcode for process in processes if process.exitcode != 0]:
+        for process in processes:
+            process.kill()
+        raise SystemExit(f"ranks have ended with {codes}")
+
+
+def run_rank(place: RankPlace, is_cuda: bool, sizes: list[int]) -> None:
+    """Measure all sizes and ways on one rank; the first one prints."""
+    device = torch.device("cuda", place.rank) if is_cuda else torch.device("cpu")
+    ranks = ProcessRanks(place, device)
+    if place.rank == 0:
+        print("| bytes | way | µs |\n| --- | --- | --- |", flush=True)
+    for num_bytes in sizes:
+        for name, message, way in ways(ranks, num_bytes // 2, device):
+            check(message, way, ranks)
+            message.zero_()
+            time_us = time_in_graph_us(way) if is_cuda else time_calls_us(way)
+            slowest_us = -ranks.least(-round(1000 * time_us)) / 1000
+            if place.rank == 0:
+                print(f"| {num_bytes:,} | {name} | {slowest_us:,.1f} |", flush=True)
+    ranks.close()
+
+
+def ways(ranks: ProcessRanks, num_elements: int, device: torch.device) -> Iterator[tuple[str, Tensor, Way]]:
+    """Yield the name of each way, the message that it sums, and the way."""
+    message = torch.zeros(num_elements, dtype=torch.bfloat16, device=device)
+    yield ("NCCL" if device.type == "cuda" else "gloo"), message, lambda: ranks.sum(message)
+    if device.type != "cuda":
+        return
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    operations: Any = torch.ops.symm_mem
+    group = dist.group.WORLD
+    assert group is not None
+    shared: Tensor = symmetric_memory.empty(num_elements, dtype=torch.bfloat16, device=device)
+    symmetric_memory.rendezvous(shared, group.group_name)
+    if hasattr(operations, "one_shot_all_reduce"):
+        yield (
+            "symmetric memory, one-shot",
+            shared,
+            lambda: operations.one_shot_all_reduce(shared, "sum", group.group_name),
+        )
+    if hasattr(operations, "two_shot_all_reduce_"):
+        yield (
+            "symmetric memory, two-shot",
+            shared,
+            lambda: operations.two_shot_all_reduce_(shared, "sum", group.group_name),
+        )
+
+
+def check(message: Tensor, way: Way, ranks: ProcessRanks) -> None:
+    """Compare a sum with what it must be."""
+    message.fill_(ranks.rank + 1)
+    if message.is_cuda:
+        torch.cuda.synchronize()
+    ranks.least(0)
+    total = way()
+    wanted = ranks.size * (ranks.size + 1) // 2
+    if not bool((total == wanted).all()):
+        raise SystemExit(f"rank {ranks.rank}: a sum of {wanted} came out as {total.unique().tolist()}")
+
+
+def time_calls_us(way: Way) -> float:
+    """Return the median time of a call."""
+    times_s = []
+    for _ in range(WARM_UP_CALLS + REPLAYS):
+        start_s = time.perf_counter()
+        way()
+        times_s.append(time.perf_counter() - start_s)
+    return median(times_s[WARM_UP_CALLS:]) * 1e6
+
+
+def time_in_graph_us(way: Way) -> float:
+    """Return the median time of a call among those of a CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_CALLS):
+            way()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(REPEATS):
+            way()
+    for _ in range(WARM_UP_CALLS):
+        graph.replay()
+    times_ms = list[float]()
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times_ms.append(start.elapsed_time(end))
+    return median(times_ms) * 1000 / REPEATS
+
+
+if __name__ == "__main__":
+    main()
