@@ -7,6 +7,7 @@
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only long,beside --max-model-len 262144
     python benchmarks/gpu.py --model demo --load-format auto --only beside --beside-tokens 6000 --max-model-len 8192
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only decode,prefill --tensor-parallel-size 2
+    python benchmarks/gpu.py --model benchmarks/configs/qwen3-next-80b-a3b --only decode,prefill -tp 2
 
 Decode: prompts of 1,024 tokens, 256 tokens out; the time per token of a sequence and its tokens per step, while all
 decode. Prefill: prompts that share nothing, one token out. Serving: one shared prefix of 4,096 tokens, 128 more each,

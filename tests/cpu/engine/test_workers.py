@@ -22,7 +22,7 @@ CASES: dict[str, tuple[list[tuple[Exception | None, str | None]], list[int], str
     "memory, at the start": ([(None, None), (NO_MEMORY, SECOND_CODE)], [1], "(process 1) has failed: no memory"),
     "memory, and the other one ends": ([(LOST, SECOND_CODE), (NO_MEMORY, SECOND_CODE)], [1], "has failed: no memory"),
 }
-"""Of each rank the error of its call and its end; the ranks whose errors came first; a part of what is said."""
+"""Errors and ends of both ranks; the ranks whose errors came first; a part of what is said."""
 
 
 def link(index: int, end: str | None) -> Any:
