@@ -2,8 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, NamedTuple, Protocol, TypeVar
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 from zlib import crc32
 
 from strandline.transfer.connection import Cause, Connection, TransferError
@@ -12,6 +12,8 @@ from strandline.transfer.messages import Enough, Piece
 
 NUM_THREADS: Final = 3
 """Beside the one of the connection: checksums take longer than the bytes, and the device is read or written beside."""
+SMALL_BYTES: Final = 4 * 2**20
+"""So few bytes are moved sooner by one thread than others start."""
 NUM_ROOMS: Final = 2
 """One piece is written while the next one comes."""
 T = TypeVar("T")
@@ -64,15 +66,15 @@ class Mover(Protocol):
 class SocketMover:
     """Sends the bytes behind messages, in chunks with a checksum each.
 
-    Reading, checksums, the connection and writing overlap: while one piece is sent, the next one is read; while one
-    comes, the one before is written.
+    Reading, checksums, the connection and writing overlap, unless there is little to move: while one piece is sent, the
+    next one is read; while one comes, the one before is written.
     """
 
     connector: Final = "SocketConnector"
 
     def give(self, connection: Connection, pieces: Sequence[Items], content: Content) -> None:
         """Send all pieces, and wait until the peer has them. Raises as ``Mover.give``."""
-        with _threads() as pool:
+        with _executor(pieces) as pool:
             chunks = _chunks(_ahead(pool, content.read, pieces))
             for piece, data, checksum in _ahead(pool, _with_checksum, chunks, NUM_THREADS):
                 connection.send(piece, data, payload_crc=checksum)
@@ -83,7 +85,7 @@ class SocketMover:
         most_bytes = max((items.num_bytes for items in pieces), default=0)
         rooms = [sink.room(most_bytes) for _ in pieces[:NUM_ROOMS]]
         writes: list[Future[None]] = []
-        with _threads() as pool:  # which waits for them, also after a failure: their memory may then be freed
+        with _executor(pieces) as pool:  # which waits for them, also after a failure: their memory may then be freed
             for index, items in enumerate(pieces):
                 if index >= NUM_ROOMS:
                     writes[index - NUM_ROOMS].result()
@@ -99,12 +101,24 @@ class SocketMover:
         """Do nothing: connections are closed by those who use them."""
 
 
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(NUM_THREADS, "kv-transfer")
+class _InOneThread(Executor):
+    """Runs what is submitted at once."""
+
+    def submit(self, function: Callable[..., Result], /, *arguments: Any, **named: Any) -> Future[Result]:
+        """Run a function. Raises what it raises."""
+        future = Future[Result]()
+        future.set_result(function(*arguments, **named))
+        return future
+
+
+def _executor(pieces: Iterable[Items]) -> Executor:
+    """Return what runs the parts of a transfer, which ends when all have."""
+    is_small = sum(items.num_bytes for items in pieces) <= SMALL_BYTES
+    return _InOneThread() if is_small else ThreadPoolExecutor(NUM_THREADS, "kv-transfer")
 
 
 def _ahead(
-    pool: ThreadPoolExecutor, function: Callable[[T], Result], arguments: Iterable[T], num_ahead: int = 1
+    pool: Executor, function: Callable[[T], Result], arguments: Iterable[T], num_ahead: int = 1
 ) -> Iterator[Result]:
     """Yield what a function returns for each argument, in order, and compute up to ``num_ahead`` more meanwhile."""
     waiting = deque[Future[Result]]()
