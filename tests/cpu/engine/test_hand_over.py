@@ -1,12 +1,17 @@
 """Hand-over between two engines: the same tokens as alone, whatever happens to either side, and nothing leaks."""
 
+import gc
+import os
 import random
 import socket
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from threading import Event, Thread
+from threading import enumerate as enumerate_threads
 from time import monotonic
 from typing import Any
 
@@ -32,6 +37,8 @@ from strandline.transfer.connection import Connection
 from strandline.transfer.layout import layout_of
 from strandline.transfer.messages import Ask, Hello, Offer, Piece, Want
 from tests.cpu.engine.tiny import VOCAB_SIZE, save_tiny_model
+from tests.cpu.transfer.killed_consumer import STAGES as CONSUMER_STAGES
+from tests.cpu.transfer.killed_consumer import consumer_at
 
 TIMEOUT_S = 120.0
 NUM_TOKENS = 12
@@ -102,11 +109,13 @@ class Node:
         *,
         connector: str = "SocketConnector",
         extra: dict[str, Any] | None = None,
+        engine: dict[str, Any] | None = None,
         **options: Any,
     ):
         transfer = {
             "kv_connector": connector,
             "kv_role": "kv_both",
+            **(engine or {}),
             "kv_connector_extra_config": {"timeout_s": TIMEOUT_S, **(extra or {})},
         }
         config = config_of(directory, kv_transfer_config=transfer, **options)
@@ -451,6 +460,24 @@ def test_nothing_is_promised_where_nothing_is_cached(make_node: MakeNode, alone:
     assert (answer.tokens, answer.hit, answer.lost) == (alone(other), 0, 0)
 
 
+def test_copies_of_a_lease_wait_for_no_later_step(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer = make_node("p")
+    assert producer.core.hand_over is not None
+    source, fences = producer.core.hand_over._source, count()
+    monkeypatch.setattr(source._copies, "fence", lambda: next(fences))
+    prompt = prompt_of(300)
+    params = prefill(producer, prompt)
+    for seed in (2, 3):
+        producer.submit(f"later {seed}", prompt_of(100, seed))
+        run([producer])
+    tokens = bytes(TokenBuffer(prompt).data)
+    for lease_id, fence in ((params.lease_id, 0), ("", 1)):
+        found = source.offer(Ask(lease_id, "", tokens))
+        assert found is not None
+        assert found[0].fence == fence
+        source.end(found[0], is_done=True)
+
+
 def test_another_prompt_gets_nothing_from_a_lease(make_node: MakeNode, alone: Alone) -> None:
     producer, consumer = make_node("p"), make_node("d")
     params = prefill(producer, prompt_of(100))
@@ -548,6 +575,98 @@ def test_a_consumer_that_dies_leaves_the_lease(
     assert (answer.tokens, answer.hit) == (alone(prompt), 300)
     for node in (producer, consumer):
         node.check_nothing_leaks()
+
+
+@pytest.mark.parametrize("stage", CONSUMER_STAGES)
+def test_a_killed_consumer_leaves_nothing_behind(make_node: MakeNode, model_dir: Path, stage: str) -> None:
+    producer = make_node("p")
+    prompt = prompt_of(300)
+    params = prefill(producer, prompt)
+    layout = layout_of(producer.core.spec, weights=fingerprint(model_dir), is_deterministic=False)
+    ask, want = Ask(params.lease_id, "", bytes(TokenBuffer(prompt).data)), Want([(0, 5)], [300])
+
+    def wait_until(is_done: Callable[[], bool]) -> None:
+        run([producer], is_done)
+
+    assert producer.core.hand_over is not None
+    [kept] = producer.core.hand_over._source._kept.values()
+    with consumer_at(stage, params.port, layout, producer.core.spec, ask, want, wait_until) as consumer:
+        kept.expires_s = 0.0
+        producer.core.exchange()
+        # It has expired, but while it is read it is not released.
+        assert hand_over_stats(producer).num_leases == kept.num_readers
+        if stage != "done":
+            assert kept.num_readers == 1
+        consumer.kill()
+        wait_until(lambda: hand_over_stats(producer).num_leases == 0)
+    outcome, end = ("done", "fetched") if stage == "done" else ("disconnected", "expired")
+    wait_until(lambda: hand_over_stats(producer).gives == {outcome: 1})
+    assert hand_over_stats(producer).leases_ended == {end: 1}
+    producer.check_nothing_leaks()
+
+
+def test_a_producer_restarted_with_other_weights_is_refused(
+    make_node: MakeNode, alone: Alone, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer, producer = make_node("d"), make_node("p", engine={"engine_id": "same"})
+    prompts = [prompt_of(300, seed) for seed in (1, 2)]
+    params = prefill(producer, prompts[0])
+    assert decode(producer, consumer, prompts[0], params).hit == 300
+    producer.answers.clear()
+    params = prefill(producer, prompts[1])
+    assert producer.core.hand_over is not None
+    producer.core.hand_over.close()
+    other_dir = save_tiny_model(tmp_path, linear_key_head_dim=32, linear_value_head_dim=32, initializer_range=0.3)
+    engine = {"engine_id": "same", "kv_port": params.port}
+    restarted = Node(load_uni_executor(config_of(other_dir)), other_dir, engine=engine)
+    consumer.answers.clear()
+    answer = decode(restarted, consumer, prompts[1], params)
+    assert (answer.tokens, answer.hit, answer.lost) == (alone(prompts[1]), 0, 300)
+    assert "refused: weights: " in caplog.text
+    assert hand_over_stats(consumer).pulls == {"done": 1, "refused": 1}
+    consumer.check_nothing_leaks()
+    restarted.core.close()
+
+
+NUM_PULLS = 8
+TRANSFER_FILES = ["transfer/*", "device/peer_store.py", "device/arena_copies.py", "engine/prefix_*.py"]
+
+
+def test_many_pulls_leave_no_files_threads_or_memory(make_node: MakeNode) -> None:
+    producer, consumer = make_node("p"), make_node("d")
+
+    def hand_over(seeds: range) -> tuple[int, int]:
+        """Hand prompts over; return how many files are open, and how many threads transfer."""
+        for seed in seeds:
+            prompt = prompt_of(300, seed)
+            assert decode(producer, consumer, prompt, prefill(producer, prompt)).hit == 300
+            for node in (producer, consumer):
+                node.answers.clear()
+        run([producer, consumer], lambda: len(threads_of_pulls()) == 2)
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), len(threads_of_pulls())
+
+    before = hand_over(range(NUM_PULLS))
+    bytes_before = hand_over_stats(consumer).fetched_bytes
+    tracemalloc.start()
+    try:
+        after = hand_over(range(NUM_PULLS, 2 * NUM_PULLS))
+        kept = tracemalloc.take_snapshot()
+    finally:
+        tracemalloc.stop()
+    assert after == before
+    files = [tracemalloc.Filter(True, f"*/strandline/{name}") for name in TRANSFER_FILES]
+    # Less than two of the pulls have brought.
+    num_bytes = sum(trace.size for trace in kept.filter_traces(files).traces)
+    assert num_bytes < (hand_over_stats(consumer).fetched_bytes - bytes_before) * 2 / NUM_PULLS
+    assert hand_over_stats(consumer).pulls == {"done": 2 * NUM_PULLS}
+    for node in (producer, consumer):
+        node.check_nothing_leaks()
+
+
+def threads_of_pulls() -> list[Thread]:
+    """Return the threads of transfers. In each engine that gives, one waits for connections."""
+    return [thread for thread in enumerate_threads() if thread.name.startswith("kv-transfer")]
 
 
 def test_a_lease_pulled_twice_ends_when_one_pull_is_done(make_node: MakeNode, alone: Alone, model_dir: Path) -> None:
