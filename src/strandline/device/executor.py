@@ -92,6 +92,9 @@ class Executor(Protocol):
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Apply the cache's actions, in order, outside a step."""
 
+    def poll_transfers(self) -> tuple[Completion, ...]:
+        """Return ended transfers that no result has reported, as far as that takes no time; results report the rest."""
+
     def wait_for_transfers(self, timeout_s: float) -> tuple[Completion, ...]:
         """Return the ended transfers that no result has reported; wait for one, until the timeout."""
 

@@ -153,6 +153,10 @@ class UniExecutor:
         """Apply the cache's actions, in order, outside a step."""
         self.runner.carry_out(actions)
 
+    def poll_transfers(self) -> tuple[Completion, ...]:
+        """Return the transfers that have ended and that no result has reported."""
+        return self.runner.transfers.take()
+
     def wait_for_transfers(self, timeout_s: float) -> tuple[Completion, ...]:
         """Return the transfers that have ended and that no result has reported; wait until there is one, or so long."""
         return self.runner.transfers.wait(timeout_s)

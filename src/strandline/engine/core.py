@@ -203,6 +203,9 @@ class EngineCore:
         events, self._late_events, start_s = self._late_events, StepEvents(), SYSTEM_CLOCK()
         if self.hand_over is not None:
             self.hand_over.turn()
+        if self.cache.loads:
+            # Not only with the step's result: what has been loaded by now can be in the next step.
+            self.scheduler.loading.complete(self.executor.poll_transfers())
         is_overlapped = self._is_overlapped and self.scheduler.can_run_ahead
         if not is_overlapped:
             self._settle(events)

@@ -110,6 +110,10 @@ class MpExecutor:
             self._call("carry_out", tuple(others))
         self.stores.begin(own)
 
+    def poll_transfers(self) -> tuple[Completion, ...]:
+        """Return ended transfers of this process's stores; to ask the workers would take a message to each."""
+        return self.stores.take()
+
     def wait_for_transfers(self, timeout_s: float) -> tuple[Completion, ...]:
         """Return the transfers that have ended on all ranks and that no result has reported.
 

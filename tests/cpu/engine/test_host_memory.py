@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from strandline import LLM
-from strandline.cache import Reason
+from strandline import LLM, SamplingParams
+from strandline.cache import Completion, LoadIn, Reason
 from strandline.cache.stats import CacheStats
+from strandline.device.executor import LaunchedStep
+from strandline.device.uni_executor import UniExecutor
 from strandline.errors import ConfigError
+from strandline.records.plan import StepPlan
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
 from tests.cpu.models import families
@@ -69,6 +72,48 @@ def test_requests_at_once_wait_for_their_loads(make_llm: MakeLLM) -> None:
     expected = answers(cold, PROMPTS)
     assert [answers(llm, PROMPTS) for _ in range(3)] == [expected] * 3
     assert stats(llm).loads.num_done > 0
+
+
+def test_a_load_that_ended_while_a_step_ran_is_in_the_next_plan(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cold = make_llm(enable_prefix_caching=False)
+    llm = make_llm(memory=slabs(cold, 14), host_memory="8MiB", max_model_len=512, async_scheduling=True)
+    for prompt in PROMPTS:
+        answers(llm, [prompt])
+    executor, plans = llm.engine.core.executor, list[StepPlan]()
+    assert isinstance(executor, UniExecutor)
+    launch = executor.launch
+
+    def noted(plan: StepPlan) -> LaunchedStep:
+        plans.append(plan)
+        return launch(plan)
+
+    monkeypatch.setattr(executor, "launch", noted)
+    # Results report no transfers: as if all ended while the step after them ran.
+    transfers, poll, is_polled = executor.runner.transfers, executor.poll_transfers, False
+    take = transfers.take
+
+    def polled() -> tuple[Completion, ...]:
+        nonlocal is_polled
+        is_polled = True
+        ended = poll()
+        is_polled = False
+        return ended
+
+    monkeypatch.setattr(executor, "poll_transfers", polled)
+    monkeypatch.setattr(transfers, "take", lambda: take() if is_polled else ())
+    llm.engine.add_request("other", tokens(20, seed=99), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    for _ in range(3):
+        llm.engine.step()
+    llm.engine.add_request("evicted", PROMPTS[0], GREEDY)
+    while not any(isinstance(action, LoadIn) for action in plans[-1].actions):
+        llm.engine.step()
+    transfers.completions.put(transfers.completions.get(timeout=30))  # the load has ended
+    llm.engine.step()
+    assert any(sequence.request_id.startswith("evicted") for sequence in plans[-1].sequences)
+    while llm.engine.has_unfinished:
+        llm.engine.step()
 
 
 def test_bits_do_not_depend_on_demotion(make_llm: MakeLLM) -> None:

@@ -72,6 +72,10 @@ class ThreadedExecutor:
             future.result()
         self.stores.begin(own)
 
+    def poll_transfers(self) -> tuple[Completion, ...]:
+        """Return nothing: results report all."""
+        return ()
+
     def wait_for_transfers(self, timeout_s: float) -> tuple[Completion, ...]:
         if self.stores:
             return self.stores.take(timeout_s)
