@@ -11,6 +11,7 @@ import argparse
 import os
 import platform
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from random import Random
@@ -26,6 +27,9 @@ VERSIONS = {"Numba": "1", "torch": "0"}
 PROMPTS = (512, 2000)
 BATCHES = (1, 8)
 DECODED = 64
+
+Work = tuple[str, Callable[[LLM, int, int], float], int]
+"""Its title, what measures it, and its size."""
 
 
 def load(model: str, is_compiled: str) -> LLM:
@@ -71,7 +75,7 @@ def main() -> None:
     print(f"{date.today()} · {platform.machine()} · torch {torch.__version__} · Python {platform.python_version()}")
     for model in options.models:
         engines = {name: load(model, is_compiled) for name, is_compiled in VERSIONS.items()}
-        work = [(f"prefill of {x:,} tokens", prefill_ms, x) for x in PROMPTS]
+        work: list[Work] = [(f"prefill of {x:,} tokens", prefill_ms, x) for x in PROMPTS]
         work += [(f"decode step at {x}", decode_ms, x) for x in BATCHES]
         for title, measure, size in work:
             times: dict[str, list[float]] = {name: [] for name in engines}
