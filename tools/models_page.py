@@ -1,4 +1,4 @@
-"""Writes tables of ``docs/models.md`` that follow from the code: the architectures, and what models keep and support.
+"""Writes the tables of ``docs/models.md`` that follow from the code: architectures, what layers and models keep.
 
 Run: ``PYTHONPATH=src python tools/models_page.py``. A test holds the page to these. A model is its configuration, that
 of transformers but for the values here; nothing is allocated.
@@ -20,6 +20,7 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.operation import Operation
 from strandline.models.causal_lm import CausalLM
 from strandline.models.registry import ARCHITECTURES
+from strandline.specs import TensorSpec
 
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "models.md"
@@ -179,6 +180,21 @@ RECURRENCES: Final = {
 }
 """Names of recurrent layers, by the operation that runs them over a prompt."""
 
+KINDS: Final = {
+    "attention": "LlamaForCausalLM",
+    "sliding-window attention": "RecurrentGemmaForCausalLM",
+    "latent attention": "KimiLinearForCausalLM",
+    "convolved attention": "ZayaForCausalLM",
+    "Gated DeltaNet": "Qwen3_5ForCausalLM",
+    "Kimi Delta Attention": "KimiLinearForCausalLM",
+    "Mamba-2": "Mamba2ForCausalLM",
+    "lightning attention": "MiniMaxForCausalLM",
+    "Mamba": "MambaForCausalLM",
+    "RG-LRU": "RecurrentGemmaForCausalLM",
+    "short convolution": "Lfm2ForCausalLM",
+}
+"""Kinds of layers, and an architecture that has them."""
+
 HEADER: Final = (
     "model", "snapshot", "per token", "break-even", "CUDA", "CPU", "speculation", "FP8", "determ."
 )  # fmt: skip
@@ -264,6 +280,39 @@ def architectures() -> str:
     )
 
 
+def kinds() -> str:
+    """Return the table of what each kind of layer keeps, in Markdown."""
+    header = ("layer", "per token", "per sequence, in each snapshot", "log of decoded tokens")
+    return markdown(header, [kept_by(kind, architecture) for kind, architecture in KINDS.items()])
+
+
+def kept_by(kind: str, architecture: str) -> tuple[str, ...]:
+    """Return the row of a kind of layer: the first one of the model that has what its name says."""
+    spec = build(architecture, MODELS[architecture]).spec
+    is_attention = kind.endswith("attention") and kind not in RECURRENCES.values()
+    layer = next(x for x in spec.layers if (x.streams if is_attention else x.states))
+    streams = "keys and values" if len(layer.streams) > 1 else "one latent for all heads"
+    if is_attention and spec.window_tokens is not None:
+        streams += ", until they lie behind every window"
+    log = "" if not layer.states else f"{layer.log.num_tokens} tokens" if layer.log else "none"
+    return (
+        kind,
+        streams if is_attention else "nothing",
+        " and ".join(described(state) for state in layer.states) or "nothing",
+        log,
+    )
+
+
+def described(state: TensorSpec) -> str:
+    """Return what a state is, by its shape."""
+    if not state.is_recurrent:
+        return f"a window of the last {state.shape[0]} inputs"
+    per = {1: "one number per channel", 3: "a matrix per head"}.get(
+        len(state.shape), f"{state.shape[-1]} numbers per channel"
+    )
+    return f"{per} in {state.dtype}"
+
+
 def models() -> str:
     """Return the table of models in Markdown."""
     rows = []
@@ -281,7 +330,7 @@ def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def page() -> str:
     """Return the page with new tables."""
     text = PAGE.read_text()
-    for table in (architectures, models):
+    for table in (architectures, kinds, models):
         start = START.format(table.__name__)
         before, _, rest = text.partition(start)
         _, _, after = rest.partition(END)

@@ -1,7 +1,7 @@
 """The generated tables of the models' page follow from the code, and have every architecture."""
 
 from strandline.models.registry import ARCHITECTURES
-from tools.models_page import FAMILIES, MODELS, PAGE, page
+from tools.models_page import FAMILIES, KINDS, MODELS, PAGE, RECURRENCES, build, page
 
 
 def test_page_is_up_to_date() -> None:
@@ -14,3 +14,10 @@ def test_every_builder_has_a_model() -> None:
 
 def test_every_architecture_has_a_row() -> None:
     assert list(FAMILIES) == list(ARCHITECTURES)
+
+
+def test_every_recurrence_has_a_row() -> None:
+    assert set(RECURRENCES.values()) <= set(KINDS)
+    operations = {x.name for name, model in MODELS.items() for x in build(name, model).operations}
+    prefills = {name for name in operations if name.endswith("_prefill")}
+    assert prefills - {"causal_conv1d_prefill"} == set(RECURRENCES)
