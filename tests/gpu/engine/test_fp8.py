@@ -187,16 +187,15 @@ def test_log_probabilities_are_near_those_of_dequantised_weights(engine_of: Engi
 
 
 @pytest.fixture
-def make_exact(model_dir: Path, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
-    settings = {"device": DEVICE, "max_num_seqs": MAX_NUM_SEQS, "dtype": "bfloat16", "memory": "64MiB"}
-    return llm_maker(model_dir, monkeypatch, deterministic=True, kv_cache_dtype=kv_cache_dtype, **settings)
+def make_exact(engine_of: EngineOf) -> MakeLLM:
+    return lambda **options: engine_of(deterministic=True, dtype="bfloat16", **options)
 
 
-def test_deterministic_engines_give_the_bits_of_a_cold_run(make_exact: MakeLLM) -> None:
+def test_deterministic_eager_steps_give_the_bits_of_graphs(make_exact: MakeLLM) -> None:
     prompts = prompts_that_share(5, count=8)
-    alone = make_exact(enable_prefix_caching=False, enforce_eager=True)
-    expected = [trace for prompt in prompts for trace in traces(alone, [prompt])]
-    llm = make_exact(max_num_batched_tokens=100)
+    cold_graphs = make_exact(enable_prefix_caching=False)
+    expected = [trace for prompt in prompts for trace in traces(cold_graphs, [prompt])]
+    llm = make_exact(max_num_batched_tokens=100, enforce_eager=True)
     assert traces(llm, prompts) == expected
     assert traces(llm, prompts[::-1]) == expected[::-1]
     assert llm.engine.cache.stats().hit_tokens > 0
