@@ -1,6 +1,8 @@
 """A hit on the disk cache against computing the prompt, by its length, after a restart.
 
     python benchmarks/disk_hits.py --lengths 256,1024,4096,8000
+    python benchmarks/disk_hits.py --model benchmarks/configs/qwen3.5-4b --load-format dummy --memory 16GiB \
+        --lengths 1024,4096,16384 --directory /fast/disk
 
 For each length: the time to the first token of a prompt that is computed; of the same prompt that a restarted engine
 reads from files which the system has in memory; and from files which it has not. Everything is loaded, whether that
@@ -26,7 +28,10 @@ ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 def main() -> None:
     options = parse()
-    print(f"{date.today()} · torch {torch.__version__} · Python {platform.python_version()} · {options.model}")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(
+        f"{date.today()} · {device} · torch {torch.__version__} · Python {platform.python_version()} · {options.model}"
+    )
     print(f"{'tokens':>7}{'MiB':>8}{'computed':>10}{'in memory':>11}{'from disk':>11}   ms to the first token, medians")
     for length in map(int, options.lengths.split(",")):
         with TemporaryDirectory(dir=options.directory) as directory:
@@ -34,8 +39,10 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A hit on the disk cache against computing the prompt.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--memory", default="1GiB", help="of the device (default: %(default)s)")
     parser.add_argument("--lengths", default="256,1024,4096,8000", help="tokens of the prompts")
     parser.add_argument("--rounds", type=int, default=5, help="prompts of each length")
     parser.add_argument("--directory", help="where the files go (default: the system's temporary directory)")
@@ -43,7 +50,14 @@ def parse() -> argparse.Namespace:
 
 
 def load(options: argparse.Namespace, directory: str, seed: int) -> LLM:
-    llm = LLM(model=options.model, disk_cache=directory, memory="1GiB")
+    llm = LLM(
+        model=options.model,
+        load_format=options.load_format,
+        disk_cache=directory,
+        memory=options.memory,
+        max_model_len=max(map(int, options.lengths.split(","))) + 64,
+        skip_tokenizer_init=True,
+    )
     ttft_ms(llm, [seed] * 100)
     return llm
 

@@ -190,15 +190,13 @@ def _add_bench(commands: Any) -> None:
     add("--max-num-seqs", type=int, default=256, help="maximum number of running requests (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, default=8192, help="maximum tokens per step (default: %(default)s)")
     add("--host-memory", metavar="SIZE", help="size of the simulated host memory (default: none)")
+    text = "bandwidth of loads from it in GB/s (default: %(default)s)"
+    add("--host-bandwidth", type=float, default=55.0, metavar="RATE", help=text)
     add("--disk-cache-size", metavar="SIZE", help="size of the simulated disk cache (default: none)")
     text = "read and write bandwidth of the disk in GB/s (default: %(default)s)"
     add("--disk-bandwidth", type=float, default=6.0, metavar="RATE", help=text)
-    add(
-        "--snapshot-dtype",
-        choices=SNAPSHOT_DTYPES,
-        default="float32",
-        help="dtype of snapshots in lower tiers (default: float32)",
-    )
+    text = "dtype of snapshots in lower tiers (default: float32)"
+    add("--snapshot-dtype", choices=SNAPSHOT_DTYPES, default="float32", help=text)
     add("--max-sessions", type=int, metavar="N", help="replay only the first N sessions")
     add("--session-gap", type=float, default=10.0, help="seconds between sessions' starts (default: %(default)s)")
     add("--speed", type=float, default=1.0, help="speed of the device relative to an H200 (default: %(default)s)")
@@ -450,6 +448,7 @@ def _run_replay(options: argparse.Namespace) -> int:
         session_gap_s=options.session_gap,
         speed=options.speed,
         host_memory=options.host_memory,
+        host_bandwidth_gbps=options.host_bandwidth,
         disk_cache_size=options.disk_cache_size,
         disk_bandwidth_gbps=options.disk_bandwidth,
         snapshot_dtype=options.snapshot_dtype,

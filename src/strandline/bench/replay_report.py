@@ -49,6 +49,7 @@ class ReplayOptions:
     disk_cache_size: str | None = None
     """Size of the disk below that; None: there is none."""
     disk_bandwidth_gbps: float = 6.0
+    host_bandwidth_gbps: float = 55.0
     """Bytes per ns that the disk reads, and writes."""
     plot: str | None = None
     """File to plot the results to."""
@@ -66,8 +67,10 @@ class ReplayOptions:
             raise ConfigError("--plot draws replays of one replica")
         if not self.session_gap_s >= 0:
             raise ConfigError(f"--session-gap must be at least 0, got {self.session_gap_s:g}")
-        if not self.disk_bandwidth_gbps > 0:
-            raise ConfigError(f"--disk-bandwidth must be above 0, got {self.disk_bandwidth_gbps:g}")
+        for name in ("host", "disk"):
+            rate = getattr(self, f"{name}_bandwidth_gbps")
+            if not rate > 0:
+                raise ConfigError(f"--{name}-bandwidth must be above 0, got {rate:g}")
         if not self.speed > 0:
             raise ConfigError(f"--speed must be above 0, got {self.speed:g}")
 
@@ -133,6 +136,7 @@ def _replay(lanes: list[Lane], memory_bytes: int, policy_name: str, router: str,
         options.snapshot_dtype,
         parse_bytes(options.disk_cache_size, "--disk-cache-size") if options.disk_cache_size else 0,
         options.disk_bandwidth_gbps * 1e9,
+        options.host_bandwidth_gbps * 1e9,
     )
     chosen = make_router(router) if router else None
     replay = Replay(machine, policy_name, num_replicas=options.num_replicas, router=chosen)

@@ -42,6 +42,7 @@ class Machine:
     disk_bytes: int = 0
     """A disk below that, or below a buffer where there is no host memory."""
     disk_bytes_per_s: float = DISK_BYTES_PER_S
+    host_bytes_per_s: float = HOST_BYTES_PER_S
 
 
 class NoTokens(tuple[int, ...]):
@@ -98,7 +99,7 @@ def _lower_memories(machine: Machine) -> list[LowerMemory]:
     spec, dtype = machine.spec, machine.snapshot_dtype
     if not machine.host_bytes and not machine.disk_bytes:
         return []
-    costs = LoadCosts(LATENCY_S, HOST_BYTES_PER_S, machine.cost.prefill_token_s)
+    costs = LoadCosts(LATENCY_S, machine.host_bytes_per_s, machine.cost.prefill_token_s)
     size, slot_blocks = spec.block_bytes, spec.resting_slot_blocks(dtype)
     num_blocks, disk_blocks = machine.host_bytes // size, machine.disk_bytes // size
     if num_blocks:
@@ -152,7 +153,7 @@ class Replica:
             emits_events=emits_events,
             lower=_lower_memories(machine),
         )
-        rates = {"host": HOST_BYTES_PER_S, "disk": machine.disk_bytes_per_s}
+        rates = {"host": machine.host_bytes_per_s, "disk": machine.disk_bytes_per_s}
         self.store = SimulatedStores(spec.at_rest(machine.snapshot_dtype), rates)
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens

@@ -257,6 +257,17 @@ def test_a_disk_brings_back_what_the_device_evicts(host_bytes: int) -> None:
     check(with_disk.cache)
 
 
+def test_host_memory_that_is_too_slow_is_not_loaded_from() -> None:
+    fast, slow = (
+        Replay(
+            Machine(geometry(MODEL), cost_model(MODEL), 2**30, host_bytes=8 * 2**30, host_bytes_per_s=rate), "auto"
+        ).run(conversations())
+        for rate in (55e9, 1e7)
+    )
+    assert fast.num_loads > 0 == slow.num_loads
+    assert fast.hit_tokens > slow.hit_tokens
+
+
 # Several replicas
 
 

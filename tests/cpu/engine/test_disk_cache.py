@@ -8,7 +8,7 @@ from weakref import finalize
 import pytest
 
 from strandline import LLM
-from strandline.cache import Reason
+from strandline.cache import LoadCosts, Reason
 from strandline.cache.evict_all import evict_all
 from strandline.cache.stats import LowerStats
 from strandline.errors import ConfigError, EngineError
@@ -81,6 +81,46 @@ def test_evicted_prompts_come_back_from_files_after_a_restart(
     after = disk_of(second)
     assert after.num_loads >= len(PROMPTS) - 2
     assert after.num_loaded_bytes >= after.num_loads * second.engine.core.spec.raw_slot_bytes
+    close(second)
+
+
+def test_prompts_come_back_from_each_tier_and_after_a_restart(
+    make_llm: MakeLLM, tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evict to host memory, from there to the disk, and restart: tokens are equal, and each tier's counters move."""
+    monkeypatch.setattr(LoadCosts, "gain_s", lambda *_: float("inf"))  # every load pays, however busy the machine is
+
+    def start() -> LLM:
+        return with_disk(make_llm, tmp_path, host_memory=slabs(make_llm(), 10))
+
+    first = start()
+    assert serve(first) == (expected, [0] * len(PROMPTS))
+    before = stats(first)
+    assert [tier.num_loads for tier in before.tiers] == [0, 0]
+    assert all(tier.num_snapshots_demoted > 0 for tier in before.tiers)
+    for _ in range(2):
+        # Backwards, as what was served last is nearest.
+        found, hits = serve(first, PROMPTS[::-1])
+        assert found == expected[::-1]
+        assert sum(hit > 0 for hit in hits) >= len(PROMPTS) - 2, "host memory is too small to pass on all in time"
+    after = stats(first)
+    slot_bytes = first.engine.core.spec.raw_slot_bytes
+    for tier in after.tiers:
+        assert tier.num_loads > 0, tier.store
+        assert tier.num_loaded_bytes >= tier.num_loads * slot_bytes
+        assert tier.num_failed_loads == 0
+    assert after.loads.num_done == sum(tier.num_loads for tier in after.tiers)
+    close(first)
+    second = start()
+    host, disk = stats(second).tiers
+    assert (host.num_snapshots, host.num_loads, disk.num_loads) == (0, 0, 0)
+    assert disk.num_snapshots > 0
+    found, hits = serve(second)
+    assert found == expected
+    assert sum(hits) > 0
+    _, disk = stats(second).tiers
+    assert disk.num_loads > 0
+    assert disk.num_loaded_bytes >= disk.num_loads * slot_bytes
     close(second)
 
 
