@@ -44,3 +44,15 @@ def test_reads_and_writes_follow_what_was_launched_before(arena: ArenaTensors) -
     arena.slot(9).fill_(5)  # type: ignore[arg-type]
     copies.write([], [9], bytearray([6]) * SPEC.raw_slot_bytes, copies.fence())
     assert set(arena.slot(9).tolist()) == {6}  # type: ignore[arg-type]
+
+
+def test_pinned_memory_for_pieces_is_written_from(arena: ArenaTensors) -> None:
+    other = ArenaTensors(SPEC, 12, DEVICE)
+    source, target = ArenaCopies(arena), ArenaCopies(other)
+    blocks, slots = [3, 1, 2], [11, 7]
+    data = source.read(blocks, slots, source.fence())
+    room = target.room(len(data) + 100)
+    assert torch.frombuffer(room, dtype=torch.uint8).is_pinned()
+    room[: len(data)] = data
+    target.write(blocks, slots, room[: len(data)], target.fence())
+    assert target.read(blocks, slots, target.fence()) == data
