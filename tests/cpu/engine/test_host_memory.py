@@ -74,9 +74,7 @@ def test_requests_at_once_wait_for_their_loads(make_llm: MakeLLM) -> None:
     assert stats(llm).loads.num_done > 0
 
 
-def test_a_load_that_ended_while_a_step_ran_is_in_the_next_plan(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_that_ended_during_a_step_is_planned_next(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     cold = make_llm(enable_prefix_caching=False)
     llm = make_llm(memory=slabs(cold, 14), host_memory="8MiB", max_model_len=512, async_scheduling=True)
     for prompt in PROMPTS:
