@@ -129,18 +129,19 @@ def test_log_probabilities_of_prompts_have_the_same_bits(make_exact: MakeLLM) ->
 
 
 def test_preempted_answers_have_the_same_bits(make_exact: MakeLLM) -> None:
-    # Answers outgrow the blocks that their prompts were admitted with.
-    prompts, long = prompts_that_share(6, count=7), replace(SAMPLED, max_tokens=200)
-    expected = traces(make_exact(enable_prefix_caching=False), prompts, long)
-    slab = make_exact().engine.core.spec.slab_bytes
-    for num_slabs in (*range(5, 13), 14, 17, 20, 24, 28):
-        try:
-            llm = make_exact(memory=num_slabs * slab, max_model_len=640)
-        except ConfigError:
-            continue
-        assert traces(llm, prompts, long) == expected
-        if llm.engine.scheduler.num_preemptions:
-            return
+    prompts, slab = prompts_that_share(6, count=7), make_exact().engine.core.spec.slab_bytes
+    # Where a slab holds many blocks, only long answers outgrow those that their prompts were admitted with.
+    for max_tokens in (40, 200):
+        params = replace(SAMPLED, max_tokens=max_tokens)
+        expected = traces(make_exact(enable_prefix_caching=False), prompts, params)
+        for num_slabs in (5, 7, 10, 14, 20, 28):
+            try:
+                llm = make_exact(memory=num_slabs * slab, max_model_len=640)
+            except ConfigError:
+                continue
+            assert traces(llm, prompts, params) == expected
+            if llm.engine.scheduler.num_preemptions:
+                return
     pytest.fail("nothing was preempted")
 
 

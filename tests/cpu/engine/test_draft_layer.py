@@ -295,7 +295,7 @@ def test_plain_steps_upload_their_batch_once(make: Callable[..., LLM], monkeypat
     assert uploads == [0] + [1] * 8
 
 
-@pytest.mark.parametrize("num_plain", [4, 14])
+@pytest.mark.parametrize("num_plain", [pytest.param(4, marks=pytest.mark.long), 14])
 def test_steps_without_drafts_overlap_and_keep_logs_of_decoded_tokens(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, num_plain: int
 ) -> None:

@@ -119,7 +119,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
                 sizes=[
                     VerificationSize(n, depth, num_drafts)
                     for n in range(1, 1 + MAX_NUM_SEQS)
-                    for depth in range(1 + num_drafts)
+                    for depth in sorted({0, 1, num_drafts})
                 ],
                 max_model_len=llm.engine.core.limits.max_model_len,
             )
@@ -201,7 +201,9 @@ def serve(llm: LLM, seed: int, stop: Sequence[str] = ()) -> dict[str, Answer]:
     return answers
 
 
-@pytest.mark.parametrize(("seed", "num_drafts"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.long), (3, 4)])
+@pytest.mark.parametrize(
+    ("seed", "num_drafts"), [*(pytest.param(n, n, marks=pytest.mark.long) for n in (1, 2)), (3, 4)]
+)
 def test_steps_planned_ahead_give_the_same_answers_and_hits(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, seed: int, num_drafts: int
 ) -> None:
@@ -256,7 +258,7 @@ def test_depth_may_change_between_steps_that_are_planned_ahead(
     assert steps.num_ahead > 5
 
 
-@pytest.mark.parametrize("num_drafts", [3, 4])
+@pytest.mark.parametrize("num_drafts", [pytest.param(3, marks=pytest.mark.long), 4])
 def test_answers_may_end_at_the_longest_length(make: Callable[..., LLM], num_drafts: int) -> None:
     max_model_len = 2 * BLOCK_TOKENS
     every_draft = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.0] * num_drafts}
