@@ -2,7 +2,7 @@
 
 A chunk's tokens and a state's value channels lie in panels of ``PANEL`` columns, as ``tile_numba.py`` multiplies them.
 
-Shape suffixes as in ``gdn.py``.
+Shape suffixes: S slots, H heads, K key channels, V value channels.
 """
 
 # mypy: ignore-errors
