@@ -80,6 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-async-scheduling", action="store_true")
     parser.add_argument("--no-enable-prefix-caching", action="store_true")
     parser.add_argument("--speculative-config", type=json.loads, help="JSON, as of the server")
+    parser.add_argument("--depths", type=int, nargs="+", help="drafts of decodes, in turn; without adaptive depth")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--dequantize", action="store_true")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES)
@@ -127,6 +128,14 @@ def params_for(num_tokens: int) -> SamplingParams:
 
 
 def measure_decode(llm: LLM, options: argparse.Namespace) -> None:
+    for depth in options.depths or [None]:
+        if depth is not None:
+            llm.engine.scheduler.drafts.depth = depth
+            print(f"{depth} drafts per step")
+        measure_batches(llm, options)
+
+
+def measure_batches(llm: LLM, options: argparse.Namespace) -> None:
     rng = Random(1)
     for batch_size in map(int, options.batch_sizes.split(",")):
         before = after = llm.engine.core.stats().speculation

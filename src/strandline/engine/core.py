@@ -15,7 +15,7 @@ from strandline.cache.stats import MemoryUse
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
-from strandline.device.sizing import choose_batched_tokens, choose_logged_from
+from strandline.device.sizing import choose_batched_tokens, choose_fixed_step_tokens, choose_logged_from
 from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
 from strandline.engine.disk_flush import flush
@@ -393,8 +393,13 @@ def new_scheduler(
     *,
     emits_events: bool = False,
     lower: Sequence[LowerMemory] = (),
+    fills_steps: bool = False,
 ) -> Scheduler:
-    """Return a scheduler over a cache that is empty on the device."""
+    """Return a scheduler over a cache that is empty on the device.
+
+    Args:
+        fills_steps: whether a step computes as many waiting prompts as it can, instead of groups of them.
+    """
     chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
     grid_tokens = BLOCK_TOKENS if config.deterministic else 1
     cache = PrefixCache(
@@ -418,6 +423,7 @@ def new_scheduler(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         long_prefill_token_threshold=threshold,
+        fixed_step_tokens=0 if fills_steps else choose_fixed_step_tokens(facts.device_type),
         deterministic=config.deterministic,
         logged_from=choose_logged_from(facts.device_type),
         drafter=new_drafter(config.speculation),
@@ -432,7 +438,7 @@ def new_warm_up(config: EngineConfig, executor: Executor) -> WarmUp:
     """Return requests that run in the engine's memory and leave nothing in the tiers below it."""
     # No graphs are captured yet, which would correct lengths.
     facts = replace(executor.facts, corrects_lengths=False)
-    return WarmUp(executor, new_scheduler(config, facts), facts.max_model_len)
+    return WarmUp(executor, new_scheduler(config, facts, fills_steps=True), facts.max_model_len)
 
 
 def _num_prefilled(plan: StepPlan) -> int:

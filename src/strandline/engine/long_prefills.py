@@ -4,7 +4,10 @@ While requests decode, prefills of more tokens than a threshold compute at most 
 and a few steps pass before their next share. So one long prompt does not hold up everyone's tokens.
 """
 
+from collections.abc import Iterable
 from typing import Final
+
+from strandline.engine.request import Request
 
 STEPS_BETWEEN_SHARES: Final = (2, 8)
 """Fewest and most steps between two in which long prefills beside decodes get their share: most steps are decodes
@@ -50,13 +53,14 @@ class LongPrefills:
         """Whether a prefill of that many tokens is long."""
         return num_tokens > self._threshold
 
-    @property
-    def may_be_due(self) -> bool:
-        """Whether enough steps have passed for a share beside any number of decodes."""
-        return self._steps_since_share >= min(STEPS_BETWEEN_SHARES)
-
-    def is_due(self, num_decodes: int) -> bool:
-        """Whether long prefills get a share of the next step beside these decodes."""
+    def is_due(self, running: Iterable[Request]) -> bool:
+        """Whether the next step computes a share of a long prompt beside decodes."""
+        if self._steps_since_share < min(STEPS_BETWEEN_SHARES):
+            return False
+        pending = (request.num_tokens - request.lease.computed for request in running if request.lease is not None)
+        if not any(map(self.is_long, pending)):
+            return False
+        num_decodes = count_decodes(running)
         return num_decodes > 0 and self._share_beside(num_decodes) > 0
 
     def _share_beside(self, num_decodes: int) -> int:
@@ -65,3 +69,8 @@ class LongPrefills:
         fewest, most = STEPS_BETWEEN_SHARES
         between = max(fewest, min(most, DECODES_BETWEEN_SHARES // num_decodes))
         return self._threshold if self._steps_since_share >= between else 0
+
+
+def count_decodes(running: Iterable[Request]) -> int:
+    """Return how many running requests have sampled a token, and sample another in their next step."""
+    return sum(request.num_prompt_tokens < request.num_tokens < request.max_total for request in running)

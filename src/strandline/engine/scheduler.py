@@ -5,7 +5,8 @@ of the ``WaitingQueue``, as token budget and memory allow. When memory runs out,
 preempted: its slot becomes a snapshot, so that nothing is recomputed when it is admitted again. The scheduler never
 splits or delays a step for the cache.
 
-While requests decode, long prefills get no more than a share of a few steps (``LongPrefills``).
+While requests decode, long prefills get no more than a share of a few steps (``LongPrefills``). Prompts that come
+together begin in groups (``PromptGroups``).
 
 In deterministic mode a token's bits must not depend on how its sequence is split into steps: prompts are computed on
 the 64-token grid and generated tokens one by one, also when a preempted request starts over (``exact_end``).
@@ -27,7 +28,8 @@ from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter
 from strandline.engine.drafts import Drafts
 from strandline.engine.load_queue import LoadQueue, LoadState
-from strandline.engine.long_prefills import LongPrefills
+from strandline.engine.long_prefills import LongPrefills, count_decodes
+from strandline.engine.prompt_groups import PromptGroups
 from strandline.engine.request import Request, Status
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span, exact_end, sequence_plan, with_next
 from strandline.engine.waiting import WaitingQueue
@@ -50,6 +52,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         long_prefill_token_threshold: int = 0,
+        fixed_step_tokens: int = 0,
         deterministic: bool = False,
         logged_from: int = 1,
         drafter: Drafter | None = None,
@@ -61,6 +64,7 @@ class Scheduler:
         """
         Args:
             long_prefill_token_threshold: prefills of more tokens are long; 0: none is.
+            fixed_step_tokens: how many tokens of prompts take as long as what a step costs beside (``PromptGroups``).
             drafter: proposes tokens that decoding requests may generate next; None: no drafts.
             draft_tokens: most drafts of a request in a step.
             draft_depth: chooses how many; None: always as many.
@@ -72,6 +76,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._long_prefills = LongPrefills(long_prefill_token_threshold, max_num_batched_tokens)
+        self._prompt_groups = PromptGroups(fixed_step_tokens)
         self.waiting = WaitingQueue(self._hit_tokens if cache.is_enabled else None)
         self.loading = LoadQueue(cache, self.waiting)
         self.running: list[Request] = []
@@ -186,7 +191,7 @@ class Scheduler:
         drafts_of.begin_step(self._planned[-1][0] if self._planned and not self._is_plain else None)
         spans: list[Span] = []
         num_preemptions = self.num_preemptions
-        self._long_prefills.begin_step(self._num_decodes)
+        self._long_prefills.begin_step(count_decodes(self.running))
         budget = self._plan_running(spans)
         if not spans and not drafts_of.unsettled:
             # Those that decoded have been preempted: long prefills need not wait for them.
@@ -235,17 +240,9 @@ class Scheduler:
         return plan
 
     @property
-    def _num_decodes(self) -> int:
-        return sum(map(_decodes, self.running))
-
-    @property
     def is_share_due(self) -> bool:
         """Whether the next step computes a share of a long prompt beside decodes."""
-        long_prefills = self._long_prefills
-        if not long_prefills.may_be_due:
-            return False
-        pending = (request.num_tokens - request.lease.computed for request in self.running if request.lease is not None)
-        return any(map(long_prefills.is_long, pending)) and long_prefills.is_due(self._num_decodes)
+        return self._long_prefills.is_due(self.running)
 
     def _plan_running(self, spans: list[Span]) -> int:
         """Plan the running requests; return the rest of the token budget."""
@@ -310,7 +307,11 @@ class Scheduler:
         """Admit waiting requests, but for those that follow a leader."""
         waiting = self.waiting
         waiting.requeue_unblocked()
+        groups = self._prompt_groups
+        groups.begin_step(waiting.num_admissible)
         while waiting.has_admissible and budget >= self._grid_tokens and len(self.running) < self.max_num_seqs:
+            if groups.is_full:
+                break
             request = waiting.next()
             if self._try_follow(request) or (state := self.loading.try_load(request, budget)) is LoadState.BEGUN:
                 continue
@@ -318,6 +319,7 @@ class Scheduler:
                 break
             waiting.admit(request)
             start = lease.computed
+            groups.add(request.num_tokens - start)
             end = start + self._long_prefills.allow(request.num_tokens - start, budget)
             if self._is_exact:
                 end = exact_end(request, start, end)
@@ -485,11 +487,6 @@ class Scheduler:
                     self.waiting.remove(request)
                 self._end(request, request.finish_reason, request.stop_reason)
         self.running = [request for request in self.running if request.status is Status.RUNNING]
-
-
-def _decodes(request: Request) -> bool:
-    """Whether a running request has sampled a token, and its next step samples another."""
-    return request.num_prompt_tokens < request.num_tokens < request.max_total
 
 
 def _lease(request: Request) -> Lease:

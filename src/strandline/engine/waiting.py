@@ -61,6 +61,11 @@ class WaitingQueue:
         """Whether any waiting request is not blocked on a leader."""
         return bool(self._queue)
 
+    @property
+    def num_admissible(self) -> int:
+        """How many waiting requests are not blocked on a leader."""
+        return len(self._queue)
+
     # Adding and removing
 
     def add(self, request: Request) -> None:
