@@ -12,7 +12,7 @@ from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
 from strandline.kv_events_config import KVEventsConfig, read_kv_events_config
 from strandline.kv_transfer_config import KVTransferConfig, read_kv_transfer_config
-from strandline.specs import SNAPSHOT_DTYPES
+from strandline.specs import SNAPSHOT_DTYPES, ModelSpec
 from strandline.speculative_config import SpeculativeConfig, read_speculative_config
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
@@ -247,6 +247,25 @@ def parse_bytes(text: str | int, name: str = "--memory") -> int:
     if size < 1:
         raise ConfigError(f"{name} must be a size such as 4GiB, got {text!r}")
     return size
+
+
+def blocks_below(size: str | int, name: str, spec: ModelSpec, snapshot_dtype: str) -> int:
+    """Return the size of a tier below the device in blocks.
+
+    Args:
+        name: the flag that it is given to.
+
+    Raises:
+        ConfigError: it is no size, or has no room for a snapshot with the block that it lies inside.
+    """
+    num_bytes = parse_bytes(size, name)
+    least_bytes = (spec.resting_slot_blocks(snapshot_dtype) + 1) * spec.block_bytes
+    if num_bytes < least_bytes:
+        kept = "a snapshot" if spec.has_states else "a block"
+        raise ConfigError(
+            f"{name} of {num_bytes:,} bytes has no room for {kept} of this model; give at least {least_bytes:,} bytes"
+        )
+    return num_bytes // spec.block_bytes
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from strandline.cache.kept import Kept
 from strandline.cache.spills import BUFFER_SLABS, spare_blocks
 from strandline.clock import SYSTEM_CLOCK
-from strandline.config import EngineConfig, parse_bytes
+from strandline.config import EngineConfig, blocks_below
 from strandline.device.arena_copies import ArenaCopies
 from strandline.device.disk_store import DISK_STORE, DiskStore
 from strandline.device.dtypes import machine_bytes
@@ -80,10 +80,10 @@ def attach_stores(
         return LowerFacts(), None
     spec, num_blocks, num_disk_blocks = arena.spec, BUFFER_SLABS * arena.spec.blocks_per_slab, 0
     if config.host_memory is not None:
-        num_blocks = _num_blocks(config.host_memory, "--host-memory", spec, config.snapshot_dtype)
+        num_blocks = blocks_below(config.host_memory, "--host-memory", spec, config.snapshot_dtype)
         _require_host_memory(num_blocks * spec.block_bytes, ranks.size)
     if config.disk_cache is not None:
-        num_disk_blocks = _num_blocks(config.disk_cache_size, "--disk-cache-size", spec, config.snapshot_dtype)
+        num_disk_blocks = blocks_below(config.disk_cache_size, "--disk-cache-size", spec, config.snapshot_dtype)
     slots = slot_encoding(spec, config.snapshot_dtype)
     new_store = PinnedStore if arena.bytes.device.type == "cuda" else HostStore
     host = new_store(arena, num_blocks, transfers.completions, slots)
@@ -109,25 +109,6 @@ def attach_stores(
     )
     num_spare_blocks = spare_blocks(num_blocks, spec.blocks_per_slab)
     return LowerFacts(num_blocks, num_blocks if config.host_memory is None else num_spare_blocks, disk), store
-
-
-def _num_blocks(size: str | int, name: str, spec: ModelSpec, snapshot_dtype: str) -> int:
-    """Return a size in blocks.
-
-    Args:
-        name: the flag that it is given to.
-
-    Raises:
-        ConfigError: it has no room for a snapshot with the block that it lies inside.
-    """
-    num_bytes = parse_bytes(size, name)
-    least_bytes = (spec.resting_slot_blocks(snapshot_dtype) + 1) * spec.block_bytes
-    if num_bytes < least_bytes:
-        kept = "a snapshot" if spec.has_states else "a block"
-        raise ConfigError(
-            f"{name} of {num_bytes:,} bytes has no room for {kept} of this model; give at least {least_bytes:,} bytes"
-        )
-    return num_bytes // spec.block_bytes
 
 
 def _require_host_memory(num_bytes: int, num_ranks: int) -> None:
