@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from strandline import __version__
+from strandline.bench.replay_flags import add_explain_flags, add_replay_flags
 from strandline.bench.serving.flags import add_report_flags, add_serve_flags
 from strandline.config import CACHE_MODES, DEVICES, DTYPES, EXECUTORS, KV_CACHE_DTYPES, LOAD_FORMATS, EngineConfig, flag
 from strandline.errors import ConfigError, RequestError, StrandlineError
@@ -182,29 +183,7 @@ def _add_bench(commands: Any) -> None:
     text = "Replay recorded traffic through the real cache and scheduler, with a cost model instead of a device."
     kinds = bench.add_subparsers(metavar="WHAT", required=True, parser_class=Parser)
     parser = kinds.add_parser("replay", help="simulate the hits of a cache", description=text)
-    add = parser.add_argument
-    add("traces", nargs="+", metavar="TRACE", help="a trace file, a workload, or 'synthetic' for all workloads")
-    add("--geometry", default="Qwen3.5-35B-A3B", help="a model's name or config.json (default: %(default)s)")
-    add("--memory", default="40GiB", metavar="SIZES", help="memory budgets, separated by commas (default: %(default)s)")
-    add("--policy", default="auto", metavar="NAMES", help="cache policies, separated by commas (default: %(default)s)")
-    add("--max-num-seqs", type=int, default=256, help="maximum number of running requests (default: %(default)s)")
-    add("--max-num-batched-tokens", type=int, default=8192, help="maximum tokens per step (default: %(default)s)")
-    add("--host-memory", metavar="SIZE", help="size of the simulated host memory (default: none)")
-    text = "bandwidth of loads from it in GB/s (default: %(default)s)"
-    add("--host-bandwidth", type=float, default=55.0, metavar="RATE", help=text)
-    add("--disk-cache-size", metavar="SIZE", help="size of the simulated disk cache (default: none)")
-    text = "read and write bandwidth of the disk in GB/s (default: %(default)s)"
-    add("--disk-bandwidth", type=float, default=6.0, metavar="RATE", help=text)
-    text = "dtype of snapshots in lower tiers (default: float32)"
-    add("--snapshot-dtype", choices=SNAPSHOT_DTYPES, default="float32", help=text)
-    add("--max-sessions", type=int, metavar="N", help="replay only the first N sessions")
-    add("--session-gap", type=float, default=10.0, help="seconds between sessions' starts (default: %(default)s)")
-    add("--speed", type=float, default=1.0, help="speed of the device relative to an H200 (default: %(default)s)")
-    add("--replicas", type=int, default=1, metavar="N", help="engines, each with that memory (default: %(default)s)")
-    text = "router of requests to replicas: strandline, prefix-tree, power-of-two, round-robin or random"
-    add("--router", default="strandline", metavar="NAMES", help=f"{text}; separated by commas (default: %(default)s)")
-    add("--plot", metavar="FILE", help="plot hits and recomputed tokens by memory size to FILE.svg or FILE.html")
-    add("--json", action="store_true", help="print JSON instead of a table")
+    add_replay_flags(parser)
     parser.set_defaults(run=_run_replay, parser=parser)
     text = "Benchmark a server with an OpenAI-compatible API; flags and results are those of vLLM's benchmark."
     parser = kinds.add_parser("serve", help="benchmark a server", description=text)
@@ -218,28 +197,7 @@ def _add_bench(commands: Any) -> None:
 def _add_explain(commands: Any) -> None:
     text = "Show why a request missed, or what a prompt would hit, and how to improve it. The cache is not changed."
     parser = commands.add_parser("explain", help="explain cache misses", description=text)
-    parser.add_argument("request_id", nargs="?", metavar="REQUEST_ID", help="id of one of the server's last requests")
-    ask = parser.add_argument_group("on a running server")
-    ask.add_argument("--prompt", metavar="TEXT", help="a prompt, as text")
-    ask.add_argument("--prompt-file", metavar="FILE", help="a prompt, as a text file; - is standard input")
-    ask.add_argument("--tokens", metavar="IDS", help="a prompt, as token ids separated by commas")
-    ask.add_argument("--messages", metavar="FILE", help="a conversation, as a JSON file; - is standard input")
-    ask.add_argument("--salt", metavar="TEXT", help="the cache_salt of the request")
-    ask.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
-    ask.add_argument("--api-key", metavar="KEY", help="default: the environment variable STRANDLINE_API_KEY")
-    replay = parser.add_argument_group("in a replayed trace")
-    replay.add_argument("--trace", metavar="TRACE", help="a file or the name of a workload, as in 'bench replay'")
-    replay.add_argument(
-        "--request",
-        type=int,
-        metavar="N",
-        help="N-th request to start (default: list those with most misses)",
-    )
-    replay.add_argument("--geometry", default="Qwen3.5-35B-A3B", help="block and slot sizes (default: %(default)s)")
-    replay.add_argument("--memory", default="40GiB", metavar="SIZE", help="memory budget (default: %(default)s)")
-    replay.add_argument("--policy", default="auto", metavar="NAME", help="default: %(default)s")
-    replay.add_argument("--max-sessions", type=int, metavar="N", help="replay only the first N sessions")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_explain_flags(parser)
     parser.set_defaults(run=_run_explain, parser=parser)
 
 
@@ -436,22 +394,13 @@ def _run_demo(options: argparse.Namespace) -> int:
 
 def _run_replay(options: argparse.Namespace) -> int:
     from strandline.bench.replay_report import ReplayOptions, run_replay
+    from strandline.bench.replay_setup import ReplaySetup
 
     wanted = ReplayOptions(
         traces=options.traces,
-        geometry=options.geometry,
         memory=options.memory.split(","),
         policies=options.policy.split(","),
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_sessions=options.max_sessions,
-        session_gap_s=options.session_gap,
-        speed=options.speed,
-        host_memory=options.host_memory,
-        host_bandwidth_gbps=options.host_bandwidth,
-        disk_cache_size=options.disk_cache_size,
-        disk_bandwidth_gbps=options.disk_bandwidth,
-        snapshot_dtype=options.snapshot_dtype,
+        setup=ReplaySetup.from_flags(options),
         plot=options.plot,
         num_replicas=options.replicas,
         routers=options.router.split(","),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from strandline.bench.explain_queries import ServerQuestion, TraceQuestion, explain_in_trace, explain_on_server
+from strandline.bench.replay_setup import ReplaySetup
 from strandline.env import read_api_key
 from strandline.errors import ConfigError
 
@@ -25,10 +26,9 @@ def run_explain(options: Namespace) -> int:
         question = TraceQuestion(
             trace=options.trace,
             request=options.request,
-            geometry=options.geometry,
             memory=options.memory,
             policy=options.policy,
-            max_sessions=options.max_sessions,
+            setup=ReplaySetup.from_flags(options),
         )
         return explain_in_trace(question, as_json=options.json)
     if options.request is not None:

@@ -4,22 +4,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.request import Request as HTTPRequest
 from urllib.request import urlopen
 
 from strandline.bench.explain_text import MEANINGS, lines
-from strandline.bench.known_models import cost_model, geometry
+from strandline.bench.load_notes import LoadNote, LoadNotes
 from strandline.bench.replay import Replay
+from strandline.bench.replay_setup import ReplaySetup
 from strandline.bench.replica import Machine, Replica
-from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
-from strandline.bench.traces import read_trace
 from strandline.cache import Account, Reason
-from strandline.cache.explanation import explain_lookup
+from strandline.cache.explanation import explain_admission, resting_tokens
 from strandline.cache.lookups import Lookup
-from strandline.config import parse_bytes
 from strandline.errors import ConfigError, EngineError
 from strandline.records.cache_questions import CacheAnswer
 from strandline.records.plan import StepPlan
@@ -53,15 +50,13 @@ class TraceQuestion:
     trace: str
     request: int | None
     """Counted from 1 in the order in which they start; None lists those that missed most of what was known."""
-    geometry: str
     memory: str
     policy: str
-    max_sessions: int | None = None
+    setup: ReplaySetup
 
     def __post_init__(self) -> None:
-        for name, value in (("--request", self.request), ("--max-sessions", self.max_sessions)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.request is not None and self.request < 1:
+            raise ConfigError(f"--request must be at least 1, got {self.request}")
 
 
 def explain_on_server(question: ServerQuestion, *, as_json: bool) -> int:
@@ -122,82 +117,99 @@ def _told(error: HTTPError) -> str:
 # In a replay
 
 
+class StartedRequest(NamedTuple):
+    """A request of a replay when it starts."""
+
+    account: Account
+    loads: tuple[LoadNote, ...]
+    """The loads that it waited for. What they brought may have been evicted again before it started."""
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Tokens that it hits because they were loaded."""
+        num_tokens = end = 0
+        for load in sorted(self.loads, key=lambda load: load.start):
+            if load.end <= self.account.hit:
+                num_tokens += max(load.end - max(load.start, end), 0)
+                end = max(end, load.end)
+        return num_tokens
+
+
 class ExplainedReplay(Replay):
-    """A replay that notes each request's lookup, and explains one at the moment when it starts."""
+    """A replay that notes each request's lookup and loads, and explains one at the moment when it starts."""
 
     def __init__(self, machine: Machine, policy_name: str, wanted: int | None) -> None:
         super().__init__(machine, policy_name)
-        self.accounts: list[Account] = []
+        for replica in self.replicas:
+            replica.load_notes = LoadNotes(replica.cache, replica.scheduler)
+        self.started: list[StartedRequest] = []
         """Requests in the order of their start."""
         self.answer: CacheAnswer | None = None
+        self.resting: Mapping[str, int] = {}
+        """Tokens of the explained prompt that rest in each tier, and were not loaded."""
         self._wanted = wanted
 
     def _count(self, replica: Replica, plan: StepPlan) -> None:
         super()._count(replica, plan)
         for new in plan.new:
             request = replica.running[new.request_id].request
-            if request.account is None:
+            if request.account is None or replica.load_notes is None:
                 raise EngineError(f"request {new.request_id} starts without an account")
-            self.accounts.append(request.account)
-            if len(self.accounts) == self._wanted:
+            self.started.append(StartedRequest(request.account, replica.load_notes.take(new.request_id)))
+            if len(self.started) == self._wanted:
                 prompt = request.tokens.slice(0, request.num_prompt_tokens)
                 lookup = Lookup(new.request_id, "", 0.0, request.account)
                 block_bytes = self.machine.spec.block_bytes
-                self.answer = CacheAnswer(
-                    explanation=explain_lookup(replica.cache, lookup, prompt, block_bytes=block_bytes)
-                )
+                explanation = explain_admission(replica.cache, lookup, prompt, block_bytes=block_bytes)
+                self.answer = CacheAnswer(explanation=explanation)
+                self.resting = resting_tokens(replica.cache, prompt)
 
 
 def explain_in_trace(question: TraceQuestion, *, as_json: bool) -> int:
     """Replay a trace, print the explanation of one of its requests, or which missed most, and return 0.
 
     Raises:
-        ConfigError: there is no such trace, geometry, policy or request.
+        ConfigError: there is no such trace, geometry, policy or request, or a size is none or too small.
     """
-    replay = _replay(question)
-    num_requests = len(replay.accounts)
+    machine = question.setup.machine(question.memory)
+    replay = ExplainedReplay(machine, question.policy, question.request)
+    replay.run(question.setup.lanes(question.trace))
+    num_requests = len(replay.started)
     if question.request is None:
-        _list(replay.accounts, as_json=as_json)
+        _list(replay.started, as_json=as_json, has_tiers=bool(machine.host_bytes or machine.disk_bytes))
         return 0
     if replay.answer is None:
         raise ConfigError(f"--request {question.request}: the trace has requests 1 to {num_requests:,}")
-    data = answer_data(replay.answer, lambda _: None)
+    loads = replay.started[question.request - 1].loads
+    data = answer_data(replay.answer, lambda _: None) | {"loads": _load_data(loads), "resting": replay.resting}
     _print(data, f"request {question.request:,} of {num_requests:,}", as_json=as_json)
     return 0
 
 
-def _replay(question: TraceQuestion) -> ExplainedReplay:
-    spec = geometry(question.geometry)
-    memory_bytes = parse_bytes(question.memory)
-    num_slabs = memory_bytes // spec.slab_bytes
-    if num_slabs < 6:
-        raise ConfigError(
-            f"memory of {memory_bytes:,} bytes is {num_slabs} slots of {question.geometry}; give 6 or more"
-        )
-    is_named = question.trace in SYNTHETIC or not Path(question.trace).exists()
-    lanes = (
-        synthetic_lanes(question.trace)[: question.max_sessions]
-        if is_named
-        else read_trace(question.trace, max_sessions=question.max_sessions)
-    )
-    machine = Machine(spec, cost_model(question.geometry), memory_bytes)
-    replay = ExplainedReplay(machine, question.policy, question.request)
-    replay.run(lanes)
-    return replay
+def _load_data(loads: Sequence[LoadNote]) -> list[dict[str, Any]]:
+    return [
+        {"store": load.store, "start": load.start, "end": load.end, "tokens": load.num_tokens}
+        | {"bytes": load.num_bytes, "seconds": load.seconds}
+        for load in loads
+    ]
 
 
-def _list(accounts: Sequence[Account], *, as_json: bool) -> None:
-    """Print the requests that missed most of what had been there to hit."""
-    ranked = sorted(enumerate(accounts, 1), key=lambda item: -_avoidable(item[1]))[:MAX_LISTED]
+def _list(started: Sequence[StartedRequest], *, as_json: bool, has_tiers: bool) -> None:
+    """Print the requests that missed most of what had been there to hit; with tiers, how much each loaded, too."""
+    ranked = sorted(enumerate(started, 1), key=lambda item: -_avoidable(item[1].account))[:MAX_LISTED]
     if as_json:
-        print(json.dumps([{"request": number, **account_data(account)} for number, account in ranked]))
+        rows = [{"request": number, **account_data(x.account), "loads": _load_data(x.loads)} for number, x in ranked]
+        print(json.dumps(rows))
         return
-    print(f"{'request':>9} {'tokens':>9} {'hit':>9} {'avoidable':>10}  mostly")
-    for number, account in ranked:
+    loaded = f" {'loaded':>9}" if has_tiers else ""
+    print(f"{'request':>9} {'tokens':>9} {'hit':>9}{loaded} {'avoidable':>10}  mostly")
+    for number, request in ranked:
+        account = request.account
         misses = [miss for miss in account.misses if miss.reason not in NEW]
         worst = max(misses, key=lambda miss: miss.num_tokens, default=None)
         described = "" if worst is None else f"{worst.reason}: {MEANINGS[worst.reason]}"
-        print(f"{number:>9,} {account.queried:>9,} {account.hit:>9,} {_avoidable(account):>10,}  {described}")
+        loaded = f" {request.loaded_tokens:>9,}" if has_tiers else ""
+        print(f"{number:>9,} {account.queried:>9,} {account.hit:>9,}{loaded} {_avoidable(account):>10,}  {described}")
 
 
 def _avoidable(account: Account) -> int:

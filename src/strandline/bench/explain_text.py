@@ -18,6 +18,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "no_room": "the prefix was cached, but there was not enough memory to keep it beside the request's own data",
     "not_asked": "the cache is off, or the request wanted its prompt's log-probabilities",
 }
+TIERS: Final[Mapping[str, str]] = {"host": "host memory", "disk": "the disk"}
 MAX_SHOWN: Final = 8
 MAX_CHARACTERS: Final = 120
 
@@ -35,6 +36,7 @@ def lines(data: Data, subject: str) -> Iterator[str]:
     share = hit / max(queried, 1)
     yield f"{subject}: {queried:,} prompt tokens, {hit:,} hit ({share:.1%}), {queried - hit:,} to compute"
     yield from _ranges(account)
+    yield from _tiers(data)
     yield from _path(data)
     if data["parting"] is not None:
         yield from _parting(data["parting"])
@@ -59,6 +61,18 @@ def _ranges(account: Data) -> Iterator[str]:
     names = [f"[{start:,}, {end:,})" for start, end, _, _ in rows]
     for name, (_, _, what, text) in zip(names, rows, strict=True):
         yield f"  {name:<{max(map(len, names))}}  {what:<{max(len(row[2]) for row in rows)}}  {text}"
+
+
+def _tiers(data: Data) -> Iterator[str]:
+    """Yield what was loaded from below the device for a request of a replay, and what rests there still."""
+    for load in data.get("loads", ()):
+        outcome = "" if load["end"] <= data["account"]["hit"] else ", but not hit"
+        yield (
+            f"loaded before it started{outcome}: [{load['start']:,}, {load['end']:,}) from {TIERS[load['store']]}, "
+            f"{load['bytes'] / 2**20:,.1f} MiB in {load['seconds'] * 1e3:,.1f} ms"
+        )
+    for store, position in data.get("resting", {}).items():
+        yield f"not loaded from {TIERS[store]}: [{data['account']['hit']:,}, {position:,})"
 
 
 def _source(snapshot_kind: str | None) -> str:

@@ -36,6 +36,7 @@ GEOMETRIES: Final[Mapping[str, ModelSpec]] = {
     "Qwen3.5-9B": hybrid_spec(32, 8, 4, 256, 4096),
     "Qwen3.5-4B": hybrid_spec(32, 8, 4, 256, 2560),
 }
+DEFAULT_GEOMETRY: Final = "Qwen3.5-35B-A3B"
 
 
 def geometry(name: str) -> ModelSpec:

@@ -10,14 +10,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from strandline.bench.known_models import cost_model, geometry
 from strandline.bench.plot import check_plot_path, write_plot
 from strandline.bench.policies import policy
 from strandline.bench.replay import Replay, Result
+from strandline.bench.replay_setup import ReplaySetup
 from strandline.bench.replica import Machine
-from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
-from strandline.bench.traces import Lane, read_trace
-from strandline.config import parse_bytes
+from strandline.bench.synthetic import SYNTHETIC
+from strandline.bench.traces import Lane
 from strandline.errors import ConfigError
 from strandline.routing.names import make_router
 from strandline.version import VERSION
@@ -33,24 +32,9 @@ class ReplayOptions:
 
     traces: Sequence[str]
     """Paths, names of workloads, or ``synthetic`` for all workloads."""
-    geometry: str
     memory: Sequence[str]
     policies: Sequence[str]
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_sessions: int | None
-    session_gap_s: float
-    speed: float
-    """Speed of the device as a multiple of one H200."""
-    host_memory: str | None = None
-    """Size of the host memory below the device; None: there is none."""
-    snapshot_dtype: str = "float32"
-    """The dtype of snapshots that rest below the device."""
-    disk_cache_size: str | None = None
-    """Size of the disk below that; None: there is none."""
-    disk_bandwidth_gbps: float = 6.0
-    host_bandwidth_gbps: float = 55.0
-    """Bytes per ns that the disk reads, and writes."""
+    setup: ReplaySetup
     plot: str | None = None
     """File to plot the results to."""
     num_replicas: int = 1
@@ -58,21 +42,10 @@ class ReplayOptions:
     """Where there are several replicas."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_sessions", "num_replicas"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                flag = "replicas" if name == "num_replicas" else name.replace("_", "-")
-                raise ConfigError(f"--{flag} must be at least 1, got {value}")
+        if self.num_replicas < 1:
+            raise ConfigError(f"--replicas must be at least 1, got {self.num_replicas}")
         if self.plot is not None and self.num_replicas > 1:
             raise ConfigError("--plot draws replays of one replica")
-        if not self.session_gap_s >= 0:
-            raise ConfigError(f"--session-gap must be at least 0, got {self.session_gap_s:g}")
-        for name in ("host", "disk"):
-            rate = getattr(self, f"{name}_bandwidth_gbps")
-            if not rate > 0:
-                raise ConfigError(f"--{name}-bandwidth must be above 0, got {rate:g}")
-        if not self.speed > 0:
-            raise ConfigError(f"--speed must be above 0, got {self.speed:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +65,14 @@ def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
         make_router(name)
     if options.plot is not None:
         check_plot_path(options.plot)
-    budgets = [parse_bytes(size) for size in options.memory]
+    machines = [options.setup.machine(size) for size in options.memory]
     rows = []
     for name in _names(options.traces):
-        lanes = _lanes(name, options)
-        for memory_bytes in budgets:
+        lanes = options.setup.lanes(name)
+        for machine in machines:
             for policy_name, router in product(options.policies, routers):
-                rows.append(Row(Path(name).name, _replay(lanes, memory_bytes, policy_name, router, options)))
+                result = _replay(lanes, machine, policy_name, router, options.num_replicas)
+                rows.append(Row(Path(name).name, result))
                 if not as_json:
                     print("\n".join(table(rows) if len(rows) == 1 else table(rows)[-1:]), flush=True)
     if options.plot is not None:
@@ -113,33 +87,9 @@ def _names(traces: Sequence[str]) -> Iterable[str]:
         yield from SYNTHETIC if name == "synthetic" else (name,)
 
 
-def _lanes(name: str, options: ReplayOptions) -> list[Lane]:
-    if name in SYNTHETIC or not Path(name).exists():
-        return synthetic_lanes(name)[: options.max_sessions]
-    return read_trace(name, max_sessions=options.max_sessions, session_gap_s=options.session_gap_s)
-
-
-def _replay(lanes: list[Lane], memory_bytes: int, policy_name: str, router: str, options: ReplayOptions) -> Result:
-    spec = geometry(options.geometry)
-    num_slabs = memory_bytes // spec.slab_bytes
-    if num_slabs < 6:
-        raise ConfigError(
-            f"memory of {memory_bytes:,} bytes is {num_slabs} slots of {options.geometry}; give 6 or more"
-        )
-    machine = Machine(
-        spec,
-        cost_model(options.geometry).sped_up(options.speed),
-        memory_bytes,
-        options.max_num_seqs,
-        options.max_num_batched_tokens,
-        parse_bytes(options.host_memory) if options.host_memory else 0,
-        options.snapshot_dtype,
-        parse_bytes(options.disk_cache_size, "--disk-cache-size") if options.disk_cache_size else 0,
-        options.disk_bandwidth_gbps * 1e9,
-        options.host_bandwidth_gbps * 1e9,
-    )
+def _replay(lanes: list[Lane], machine: Machine, policy_name: str, router: str, num_replicas: int) -> Result:
     chosen = make_router(router) if router else None
-    replay = Replay(machine, policy_name, num_replicas=options.num_replicas, router=chosen)
+    replay = Replay(machine, policy_name, num_replicas=num_replicas, router=chosen)
     replay.result.router = router
     with tqdm(desc=router or policy_name, disable=None, unit="request", leave=False, delay=2) as bar:
         return replay.run(lanes, bar.update)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from strandline.bench.cost import CostModel
+from strandline.bench.load_notes import LoadNotes
 from strandline.bench.policies import make_cache, policy
 from strandline.bench.simulated_store import HOST_BYTES_PER_S, LATENCY_S, SimulatedStores
 from strandline.bench.traces import Call
@@ -158,6 +159,8 @@ class Replica:
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
         )
+        self.load_notes: LoadNotes | None = None
+        """Notes what loads bring for each request, if that is to be explained."""
         self.running: dict[RequestId, Running] = {}
         """Requests that have arrived and have not ended."""
         self.busy_s = 0.0
@@ -183,7 +186,7 @@ class Replica:
             most_steps: most decode steps at a stretch; None: any number.
             observe: called with the plan before it is carried out.
         """
-        self.scheduler.loading.complete(self.store.take_ended(self.clock.now_s))
+        self._end_transfers()
         self._hand_out_tokens(longest_s, most_steps)
         plan = self.scheduler.plan()
         if plan is None:
@@ -200,6 +203,13 @@ class Replica:
             if running.request.is_finished:
                 del self.running[running.request.request_id]
         return Step(num_steps, sampled)
+
+    def _end_transfers(self) -> None:
+        ended = self.store.take_ended(self.clock.now_s)
+        if self.load_notes is None:
+            self.scheduler.loading.complete(transfer.completion for transfer in ended)
+        else:
+            self.load_notes.complete(ended)
 
     def _wait_for_load(self, longest_s: float) -> None:
         """Let time pass until a load has ended or a request arrives."""

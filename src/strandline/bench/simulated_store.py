@@ -3,7 +3,7 @@
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from strandline.cache import Action, Completion, LoadIn, StoreOut
 from strandline.cache.actions import StoredPath
@@ -13,6 +13,14 @@ HOST_BYTES_PER_S: Final = 5.5e10
 """Pinned host memory to an H200, measured."""
 LATENCY_S: Final = 2e-4
 """The time to begin the copies of a transfer, and to notice their end, while no others are under way."""
+
+
+class EndedTransfer(NamedTuple):
+    """A transfer that has ended, and what it was."""
+
+    completion: Completion
+    store: str
+    num_bytes: int
 
 
 class SimulatedStores:
@@ -28,7 +36,7 @@ class SimulatedStores:
     def __init__(self, spec: ModelSpec, bytes_per_s: Mapping[str, float]) -> None:
         self._spec = spec
         self._bytes_per_s = bytes_per_s
-        self._ends: list[tuple[float, Completion]] = []
+        self._ends: list[tuple[float, EndedTransfer]] = []
         self._free_at_s = defaultdict[tuple[str, type[Action]], float](float)
         """By store and kind of transfer: when the last one ends."""
         self.loaded_bytes = 0
@@ -55,14 +63,15 @@ class SimulatedStores:
         latency_s = 0.0 if self._free_at_s[lane] > now_s else LATENCY_S
         seconds = latency_s + num_bytes / self._bytes_per_s[action.store]
         end_s = self._free_at_s[lane] = max(now_s, self._free_at_s[lane]) + seconds
-        heapq.heappush(self._ends, (end_s, Completion(action.transfer, is_done=True, seconds=seconds)))
+        completion = Completion(action.transfer, is_done=True, seconds=seconds)
+        heapq.heappush(self._ends, (end_s, EndedTransfer(completion, action.store, num_bytes)))
 
     @property
     def next_end_s(self) -> float:
         """When the next transfer ends; infinity when none is under way."""
         return self._ends[0][0] if self._ends else float("inf")
 
-    def take_ended(self, now_s: float) -> list[Completion]:
+    def take_ended(self, now_s: float) -> list[EndedTransfer]:
         """Return the transfers that have ended by now."""
         ended = []
         while self.next_end_s <= now_s:

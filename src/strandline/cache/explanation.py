@@ -13,6 +13,7 @@ from typing import Final
 from strandline.cache.account import Account, Miss, Reason, SnapshotKind
 from strandline.cache.core import PrefixCache
 from strandline.cache.lookups import Lookup
+from strandline.cache.resume import NO_MATCH
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens, decode
 from strandline.cache.tree import Run, Snapshot, snapshot_above
 from strandline.cache.walk import Walk, deepest_snapshot, walk
@@ -126,6 +127,26 @@ def explain_lookup(cache: PrefixCache, lookup: Lookup, prompt: bytes, *, block_b
     tokens.data = bytearray(prompt)
     on_rested = _on_rested(cache, tokens, lookup.salt)
     return _explain(cache, tokens, lookup.salt, lookup.account, block_bytes, on_rested)
+
+
+def explain_admission(cache: PrefixCache, lookup: Lookup, prompt: bytes, *, block_bytes: int) -> Explanation:
+    """Explain what a request hit that was admitted just now, before it has computed anything.
+
+    Args:
+        prompt: its tokens, encoded.
+    """
+    tokens = TokenBuffer()
+    tokens.data = bytearray(prompt)
+    on_demoted = _on_demoted_now(cache, tokens, lookup)
+    return _explain(cache, tokens, lookup.salt, lookup.account, block_bytes, on_demoted)
+
+
+def resting_tokens(cache: PrefixCache, prompt: bytes, salt: str = "") -> dict[str, int]:
+    """Return how many tokens of a prompt rest in each tier, by its store, where that is more than would be hit."""
+    data = bytearray(prompt)
+    match = cache.internals().index.match(salt, data) or NO_MATCH
+    found = {tier.store: tier.find(salt, data, match) for tier in cache.loads.tiers}
+    return {store: end.position for store, end in found.items() if end is not None}
 
 
 def _explain(
@@ -358,6 +379,14 @@ def _on_resting(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> tuple[Hel
     if cache.loads.resting_offer(tokens, salt) is not None:
         return Help.LOAD, "nothing to do: the request waits until these tokens have been loaded, and hits them"
     return Help.LOAD, "nothing to do: computing these tokens takes less time than loading them"
+
+
+def _on_demoted_now(cache: PrefixCache, tokens: TokenBuffer, lookup: Lookup) -> tuple[Help, str]:
+    """Return what would have helped a request that was admitted just now; what rested then may be gone already."""
+    misses = [miss for miss in cache.lookup(tokens, lookup.salt).misses if miss.reason is Reason.DEMOTED]
+    if lookup.account.misses[:1] == tuple(misses) and cache.loads.resting_offer(tokens, lookup.salt) is None:
+        return Help.LOAD, "nothing to do: computing these tokens takes less time than loading them"
+    return _on_rested(cache, tokens, lookup.salt)
 
 
 def _on_rested(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> tuple[Help, str]:

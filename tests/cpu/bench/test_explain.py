@@ -23,6 +23,7 @@ from strandline.cache.tokens import decode
 from strandline.cli import main
 
 MODEL = "Qwen3.5-35B-A3B"
+MIB = 2**20
 
 ANSWER: dict[str, Any] = {
     "request_id": "cmpl-1-0",
@@ -204,22 +205,27 @@ def test_without_texts_tokens_are_shown() -> None:
 # In a replay
 
 
-def machine() -> Machine:
-    return Machine(geometry(MODEL), H200[MODEL], 2 * 2**30)
+def replayed(kind: type[Replay], machine: Machine, *more: Any) -> tuple[Replay, Result]:
+    replay = kind(machine, "auto", *more)
+    return replay, replay.run(synthetic_lanes("chat"))
 
 
-def replayed(kind: type[Replay], *more: Any) -> tuple[Replay, Result]:
-    replay = kind(machine(), "auto", *more)
-    return replay, replay.run(synthetic_lanes("forks"))
+def machine(num_bytes: int, **below: int) -> Machine:
+    return Machine(geometry(MODEL), H200[MODEL], num_bytes, **below)
 
 
 @pytest.mark.parametrize("wanted", [None, 3])
-def test_to_explain_a_request_changes_no_figure_of_the_replay(wanted: int | None) -> None:
-    explained, result = replayed(ExplainedReplay, wanted)
-    assert result == replayed(Replay)[1]
+@pytest.mark.parametrize("tiers", [{}, {"host_bytes": 600 * MIB, "disk_bytes": 4096 * MIB}], ids=["alone", "tiers"])
+def test_to_explain_a_request_changes_no_figure_of_the_replay(wanted: int | None, tiers: dict[str, int]) -> None:
+    explained, result = replayed(ExplainedReplay, machine(600 * MIB, **tiers), wanted)
+    assert result == replayed(Replay, machine(600 * MIB, **tiers))[1]
     assert isinstance(explained, ExplainedReplay)
-    assert sum(account.hit for account in explained.accounts) == result.hit_tokens
-    assert len(explained.accounts) == result.num_requests
+    assert sum(request.account.hit for request in explained.started) == result.hit_tokens
+    assert len(explained.started) == result.num_requests
+    assert {load.store for request in explained.started for load in request.loads} == (
+        {"host", "disk"} if tiers else set()
+    )
+    assert all(0 <= request.loaded_tokens <= request.account.hit for request in explained.started)
 
 
 def trace(path: Path) -> str:

@@ -3,7 +3,15 @@
 import pytest
 
 from strandline.cache import Reason, SnapshotKind, TokenBuffer
-from strandline.cache.explanation import Advice, Explanation, Help, explain_lookup, explain_prompt
+from strandline.cache.explanation import (
+    Advice,
+    Explanation,
+    Help,
+    explain_admission,
+    explain_lookup,
+    explain_prompt,
+    resting_tokens,
+)
 from strandline.cache.lookups import Lookup
 from strandline.cache.placement import NoSnapshots
 from strandline.cache.tokens import encode
@@ -223,6 +231,32 @@ def test_requests_that_computed_what_rested_are_told_why() -> None:
     told = explain_lookup(driver.cache, lookup, encode(prompt(300)), block_bytes=MIB).advice
     assert [advice.help for advice in told] == [Help.LOAD]
     assert "else there was no memory" in told[0].text
+
+
+def test_at_admission_it_is_known_why_nothing_was_loaded() -> None:
+    driver = Driver(lower_blocks=100)
+    driver.serve(prompt(300))
+    evict_all(driver)
+    lookup = Lookup(RequestId("a"), "", 0.0, driver.lookup(prompt(300)))
+    tokens = encode(prompt(300))
+    assert resting_tokens(driver.cache, tokens) == {"host": 300}
+    [advice] = explain_admission(driver.cache, lookup, tokens, block_bytes=MIB).advice
+    assert (advice.help, "raise --memory or lower" in advice.text) == (Help.MEMORY, True), "loading would have paid"
+    tier(driver).costs.observe_load(1, 1e9)
+    tier(driver).costs.observe_prefill(1000, 1e-9)
+    [advice] = explain_admission(driver.cache, lookup, tokens, block_bytes=MIB).advice
+    assert (advice.help, "takes less time" in advice.text) == (Help.LOAD, True)
+
+
+def test_what_no_longer_rests_is_explained_with_both_causes() -> None:
+    driver = Driver(lower_blocks=100)
+    driver.serve(prompt(300))
+    evict_all(driver)
+    lookup = Lookup(RequestId("a"), "", 0.0, driver.lookup(prompt(300)))
+    assert driver.bring_back(prompt(300))
+    assert resting_tokens(driver.cache, encode(prompt(300))) == {}
+    [advice] = explain_admission(driver.cache, lookup, encode(prompt(300)), block_bytes=MIB).advice
+    assert "else there was no memory" in advice.text
 
 
 def test_failed_loads_send_to_the_log() -> None:
