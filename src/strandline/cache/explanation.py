@@ -399,6 +399,8 @@ def _on_rested(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> tuple[Help
 
 def _more_memory(cache: PrefixCache) -> str:
     """Return which flags keep more."""
+    if any(tier.is_persistent for tier in cache.loads.tiers):
+        return "raise --memory, --host-memory or --disk-cache-size"
     return "raise --memory or --host-memory" if cache.loads.tiers else "raise --memory, or add --host-memory"
 
 

@@ -268,9 +268,16 @@ def test_failed_loads_send_to_the_log() -> None:
     assert "server's log" in advice.text
 
 
-@pytest.mark.parametrize(("lower_blocks", "flags"), [(0, "--memory, or add --host-memory"), (1, "or --host-memory")])
-def test_advised_memory_names_the_flags_there_are(lower_blocks: int, flags: str) -> None:
-    driver = Driver(4, 2, lower_blocks=lower_blocks)
+@pytest.mark.parametrize(
+    ("lower_blocks", "disk_blocks", "flags"),
+    [
+        (0, 0, "--memory, or add --host-memory"),
+        (1, 0, "--memory or --host-memory"),
+        (1, 1, "--memory, --host-memory or --disk-cache-size"),
+    ],
+)
+def test_advised_memory_names_the_flags_there_are(lower_blocks: int, disk_blocks: int, flags: str) -> None:
+    driver = Driver(4, 2, lower_blocks=lower_blocks, disk_blocks=disk_blocks)
     driver.serve(prompt(128))
     other = driver.admit(prompt(300, 5000))
     assert driver.cache.extend(other, 300)
