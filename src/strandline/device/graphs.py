@@ -27,10 +27,17 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.step import store_hidden
 
 PROMPT_ROWS: Final = (64, 128, 256, 512, 1024)
-"""Beyond the last, a GPU takes longer to run a step than the host to launch it."""
-
 DECODES_BESIDE_PROMPTS: Final = (0, 16, 64, 128)
 """And as many as there may be. Steps with fewer rows of prompts than of decodes are padded to as many."""
+
+MANY_PROMPT_ROWS: Final = (1536, 2048, 3072, 4096)
+"""Beyond the last, a GPU takes longer to run a step than the host to launch it: 70 ms for Qwen3.5-35B-A3B on an H200's
+host, whose GPU computes 2,048 tokens in 40 ms."""
+DECODES_BESIDE_MANY: Final = (16,)
+"""And as many as there may be: beside so many rows, padding costs little."""
+
+MAX_CAPTURED_PREFIX: Final = 32768
+"""Tokens before a prefill. Many rows behind more are launched: kernels for prefixes need to know their lengths."""
 
 WARM_UP_RUNS: Final = 2
 
@@ -45,8 +52,14 @@ def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepSize
     ladder = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_num_seqs, 32)]
     decodes = [*(count for count in ladder if count < max_num_seqs), max_num_seqs]
     beside = [*(count for count in DECODES_BESIDE_PROMPTS if count < max_num_seqs), max_num_seqs]
-    rows = [count for count in PROMPT_ROWS if count < 2 * max_num_batched_tokens]
-    mixed = [StepSize(count, num_rows) for count in beside for num_rows in rows if num_rows >= count]
+    beside_many = sorted({min(count, max_num_seqs) for count in (*DECODES_BESIDE_MANY, max_num_seqs)})
+    mixed = [
+        StepSize(count, num_rows)
+        for counts, rows in ((beside, PROMPT_ROWS), (beside_many, MANY_PROMPT_ROWS))
+        for count in counts
+        for num_rows in rows
+        if count <= num_rows < 2 * max_num_batched_tokens
+    ]
     return [*map(StepSize, decodes), *mixed]
 
 
@@ -193,7 +206,7 @@ class StepGraphs:
 
     def prefill(self, host: HostBatch) -> StepHidden | None:
         """Replay a step with prompts; return hidden states, which the next replay overwrites. None: none has room."""
-        captured = _first_with_room(self._mixed, host)
+        captured = None if _has_long_prefix(host) else _first_with_room(self._mixed, host)
         if captured is None:
             return None
         self._replay(captured, host)
@@ -212,6 +225,12 @@ class StepGraphs:
             if len(tables):
                 captured.block_table_NM[place : place + len(tables), :width].copy_(tables)
         captured.graph.replay()
+
+
+def _has_long_prefix(host: HostBatch) -> bool:
+    """Whether a step has many rows of prompts behind more tokens than graphs are for."""
+    starts = host.columns.start[host.num_decodes :]
+    return host.num_prompt_rows > PROMPT_ROWS[-1] and bool((starts > MAX_CAPTURED_PREFIX).any())
 
 
 def _first_with_room(steps: Sequence[_Captured], host: HostBatch) -> _Captured | None:

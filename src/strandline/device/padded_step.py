@@ -135,6 +135,7 @@ class PaddedStep:
             write_blocks_T=rows.write_blocks_T,
             write_offsets_T=rows.write_offsets_T,
             is_all_written=False,
+            is_padded=True,
         )
         places, any_chunk = (0,) * (num_prompts + 1), (1,) * size.num_chunks
         parts = [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]

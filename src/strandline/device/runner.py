@@ -68,9 +68,8 @@ RUNNER_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
 )
 """Operations that the runner uses in addition to the model's."""
 
-LAUNCH_BOUND_TOKENS = 1024
-"""Up to this many tokens a GPU runs a step in less time than its kernels take to launch one by one: 17 ms for the 4B
-model on an H200's host."""
+LAUNCH_BOUND_TOKENS = 4096
+"""Up to this many tokens a GPU runs a step in less time than its kernels take to launch one by one."""
 
 LOGPROB_ROWS = 256
 """Prompt tokens whose logits are in memory at a time: a step's scratch memory must not depend on requests' options."""

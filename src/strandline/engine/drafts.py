@@ -44,6 +44,8 @@ class Drafts:
         self._cache, self.drafter, self.chooser = cache, drafter, chooser
         # N-grams are looked up in tokens that have reached the host.
         self.corrects_lengths = corrects_lengths and isinstance(drafter, DraftLayerDrafter)
+        self._is_beside_prompts = False
+        """Whether the planned step computes prompts, and therefore verifies no drafts."""
         self._is_verification = False
         """Whether the last planned step computes certain tokens and drafts alone, and drafts behind all of them."""
         self._draft_tokens = draft_tokens
@@ -165,9 +167,21 @@ class Drafts:
             return 0
         return most if self._cache.extend(lease, end + num_unsettled + most - 1) else 0
 
+    def without_drafts_beside_prompts(self, spans: list[Span]) -> list[Span]:
+        """Return a step's spans without drafts to verify, if it also computes prompts and CUDA graphs exist.
+
+        No graph verifies drafts beside prompts, and to launch the kernels one by one takes longer than the drafts
+        save. The step drafts anew. Drafts that were accepted before are folded first.
+        """
+        is_mixed = any(end - start - len(drafts) > 1 for _, _, start, end, drafts in spans)
+        self._is_beside_prompts = is_mixed and self.corrects_lengths and not self.unsettled
+        if not self._is_beside_prompts:
+            return spans
+        return [(request, lease, start, end - len(drafts), NO_DRAFTS) for request, lease, start, end, drafts in spans]
+
     def reserve(self, lease: Lease, end: int, num_drafts: int, keeps_logs: bool) -> Reservation:
         """Reserve a step: a sequence with drafts, or with a log of them, is prefilled."""
-        is_replayed = num_drafts > 0 or lease.has_logged_drafts
+        is_replayed = num_drafts > 0 or (lease.has_logged_drafts and not self._is_beside_prompts)
         grant = self._cache.reserve_step(lease, end, wants_log=is_replayed or keeps_logs, num_drafts=num_drafts)
         return is_replayed and grant.log != NULL_LOG, grant
 

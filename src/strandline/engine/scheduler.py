@@ -201,6 +201,7 @@ class Scheduler:
             self._plan_waiting(spans, budget)
         self._long_prefills.end_step()
         self._look_ahead()
+        spans = drafts_of.without_drafts_beside_prompts(spans)
         next_drafts = list(map(drafts_of.next_drafts, spans)) if drafts_of.has_layer else []
         # All reservations come before the first record: one that needs a slot may move blocks of any sequence.
         has_drafts = drafts_of.drafter is not None and (

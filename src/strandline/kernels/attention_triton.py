@@ -76,8 +76,8 @@ INVARIANT_SPLIT_BLOCKS = 16
 INVARIANT_COMBINE = 32
 """Splits that are added up together then; what lies beyond the context adds exact zeros."""
 
-MAX_CAPTURED_QUERIES = 1024
-"""Prefills of more tokens are not captured in a CUDA graph, so that their real context is known on the host."""
+MIN_PREFIX_QUERIES = 1025
+"""Prefills of fewer tokens attend to a prefix in the same launch as to each other."""
 
 MIN_PREFIX_BLOCKS = 32
 """Shorter prefixes are not worth a launch of their own."""
@@ -670,7 +670,8 @@ def _attend_prefills(call: _Call, num_decodes: int, is_invariant: bool) -> None:
     batch = call.batch
     num_sequences = len(batch.query_starts) - 1
     first = num_decodes
-    has_prompts = batch.most_rows is None
+    # In a padded step it is not known on the host which sequences have prefixes.
+    has_prompts = batch.most_rows is None and not batch.is_padded
     if has_prompts and call.window_tokens is None and not is_invariant and _has_prefix_kernel(call):
         for sequence in range(num_decodes, num_sequences):
             if num_blocks := _num_prefix_blocks(batch, sequence):
@@ -735,7 +736,7 @@ def _num_prefix_blocks(batch: AttentionBatch, sequence: int) -> int:
     """Return how many whole blocks before its queries a sequence attends to in a launch of their own."""
     num_queries = batch.query_starts[sequence + 1] - batch.query_starts[sequence]
     num_blocks = (batch.context_lens[sequence] - num_queries) // BLOCK_TOKENS
-    return num_blocks if num_queries > MAX_CAPTURED_QUERIES and num_blocks >= MIN_PREFIX_BLOCKS else 0
+    return num_blocks if num_queries >= MIN_PREFIX_QUERIES and num_blocks >= MIN_PREFIX_BLOCKS else 0
 
 
 def _attend_together(call: _Call, first: int, end: int, *, is_invariant: bool) -> None:

@@ -51,6 +51,8 @@ class AttentionBatch:
     """Whether no row's block is the null block."""
     most_rows: int | None = None
     """Maximum rows of a prefill, if all are short: a sequence's certain token and its drafts."""
+    is_padded: bool = False
+    """Whether ``query_starts`` and ``context_lens`` say how much room there is, and the tensors what is in it."""
     gathers: dict[Hashable, Any] = field(default_factory=dict)
     """Values derived from the tables above on a CPU, computed by one layer and reused by others."""
 

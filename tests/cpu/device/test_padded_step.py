@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.device.batch import NUM_PLANNED, SequenceColumns, build_host_batch
-from strandline.device.graphs import graph_sizes
+from strandline.device.graphs import MAX_CAPTURED_PREFIX, _has_long_prefix, graph_sizes
 from strandline.device.padded_step import MAX_PROMPTS, SPARE_CHUNKS, PaddedStep, StepSize
 from strandline.ids import BLOCK_TOKENS, BlockId, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.binding import reference_kernels
@@ -174,6 +174,22 @@ def test_graph_sizes_are_distinct_and_cover_all_decodes(max_num_seqs: int, max_n
     assert {0, max_num_seqs} <= beside
     assert max(beside) == max_num_seqs
     assert all(size.num_prompt_rows <= max(64, 2 * max_num_batched_tokens) for size in sizes)
+
+
+def test_steps_of_thousands_of_tokens_are_captured_beside_any_decodes() -> None:
+    many = [size for size in graph_sizes(256, 8192) if size.num_prompt_rows > 1024]
+    assert {(size.num_decodes, size.num_prompt_rows) for size in many} == {
+        (count, num_rows) for count in (16, 256) for num_rows in (1536, 2048, 3072, 4096)
+    }
+    assert {size.num_decodes for size in graph_sizes(8, 8192) if size.num_prompt_rows > 1024} == {8}
+
+
+def test_many_rows_behind_a_long_prefix_are_not_replayed() -> None:
+    long, short = MAX_CAPTURED_PREFIX + 64, MAX_CAPTURED_PREFIX
+    assert _has_long_prefix(build_host_batch([sequence(0, long, long + 1100)], 0))
+    assert not _has_long_prefix(build_host_batch([sequence(0, short, short + 1100)], 0))
+    assert not _has_long_prefix(build_host_batch([sequence(0, long, long + 900)], 0))
+    assert not _has_long_prefix(build_host_batch([sequence(0, long, long + 1), sequence(1, 0, 1100)], 1))
 
 
 def test_table_has_room_for_the_longest_filler() -> None:

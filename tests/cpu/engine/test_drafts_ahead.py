@@ -316,3 +316,19 @@ def test_aborted_request_leaves_a_true_snapshot(make: Callable[..., LLM], num_st
             for output in llm.engine.step():
                 if output.finished:
                     assert output.outputs[0].token_ids == answer[num_known : num_known + 4]
+
+
+def test_steps_with_prompts_draft_but_verify_nothing(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = serve(make(0), 3)
+    steps = Steps(monkeypatch)
+    assert serve(make(2), 3) == expected
+    mixed = [
+        [x for x in plan.sequences if x.end - x.start == 1 + x.num_drafts]
+        for plan in steps.plans
+        if any(x.end - x.start > 1 + x.num_drafts for x in plan.sequences)
+    ]
+    beside = [sequence for sequences in mixed for sequence in sequences if sequence.end > sequence.start]
+    assert len(beside) > 5
+    assert not any(sequence.num_drafts or sequence.log for sequence in beside)
+    assert any(sequence.next_drafts for sequence in beside)
+    assert any(sequence.num_drafts for plan in steps.plans for sequence in plan.sequences)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from math import log
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.device import graphs
 from strandline.kernels import attention_prefix_triton, attention_splits, attention_triton
 
 take_loop_bounds_from_memory()
@@ -237,7 +237,7 @@ def test_prefills_start_from_the_result_of_the_prefix_kernel(
 ) -> None:
     monkeypatch.setattr(attention_triton, "supports", lambda *_: True)
     monkeypatch.setattr(attention_triton, "attend_prefix", attend_prefix)
-    monkeypatch.setattr(attention_triton, "MAX_CAPTURED_QUERIES", 2)
+    monkeypatch.setattr(attention_triton, "MIN_PREFIX_QUERIES", 3)
     monkeypatch.setattr(attention_triton, "MIN_PREFIX_BLOCKS", 1)
     check(make_case(ranges, num_decodes, heads=(2, 3, 16), dtype=dtype, scales=scales), "cpu")
 
@@ -286,7 +286,18 @@ def test_missing_gluon_interface_is_logged_once_on_hopper(
 
 
 def test_steps_captured_in_graphs_never_use_the_prefix_kernel() -> None:
-    assert max(graphs.PROMPT_ROWS) <= attention_triton.MAX_CAPTURED_QUERIES
+    case = make_case([(2112, 3200), (4096, 6000)], heads=(1, 1, 16))
+    padded = replace(case, batch=replace(case.batch, is_padded=True))
+    call = attention_triton._Call(case.q_THD, case.memory, padded.batch, torch.empty_like(case.q_THD), 0.3, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_triton, "_has_prefix_kernel", lambda _: True)
+        together, behind = Mock(), Mock()
+        patch.setattr(attention_triton, "_attend_together", together)
+        patch.setattr(attention_triton, "_attend_behind_prefix", behind)
+        attention_triton._attend_prefills(call, 0, is_invariant=False)
+        assert (together.call_count, behind.call_count) == (1, 0)
+        attention_triton._attend_prefills(call._replace(batch=case.batch), 0, is_invariant=False)
+        assert (together.call_count, behind.call_count) == (1, 2)
 
 
 def test_padded_rows_of_a_graph_give_zeros() -> None:

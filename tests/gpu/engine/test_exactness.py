@@ -88,7 +88,7 @@ def test_captured_steps_give_the_tokens_of_launched_ones(make_llm: MakeLLM) -> N
     assert answers(make_llm(), prompts, LONG) == answers(make_llm(enforce_eager=True), prompts, LONG)
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [40, 200, 2048])
+@pytest.mark.parametrize("max_num_batched_tokens", [40, 200, 2048, 4200])
 def test_prompts_of_all_lengths_are_replayed_beside_decodes(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int
 ) -> None:
@@ -106,7 +106,8 @@ def test_prompts_of_all_lengths_are_replayed_beside_decodes(
     def serve(llm: LLM) -> dict[str, list[int]]:
         rng, found = Random(max_num_batched_tokens), dict[str, list[int]]()
         for index in range(40):
-            prompt = tokens(rng.choice([1, 2, 20, 64, 65, 130, 400]), seed=index % 7)
+            lengths = [1, 2, 20, 64, 65, 130, 400, *([900] if max_num_batched_tokens > 2048 else [])]
+            prompt = tokens(rng.choice(lengths), seed=index % 7)
             wanted = rng.choice([None, None, None, 2])
             params = SamplingParams(
                 temperature=0, max_tokens=rng.choice([1, 5, 30]), prompt_logprobs=wanted, ignore_eos=True

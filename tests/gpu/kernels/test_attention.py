@@ -79,7 +79,7 @@ def test_prefills_behind_the_prefix_kernel_equal_the_oracle(
     attend = attention_prefix_triton.attend_prefix
     prefix = Mock(side_effect=lambda *arguments: attend(*arguments[:5], span_blocks))
     monkeypatch.setattr(attention_triton, "attend_prefix", prefix)
-    monkeypatch.setattr(attention_triton, "MAX_CAPTURED_QUERIES", 2)
+    monkeypatch.setattr(attention_triton, "MIN_PREFIX_QUERIES", 3)
     monkeypatch.setattr(attention_triton, "MIN_PREFIX_BLOCKS", 1)
     # The first time, the kernel is checked before it is used.
     for _ in range(2):
