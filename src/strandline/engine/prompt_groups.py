@@ -38,7 +38,7 @@ class PromptGroups:
         self._wanted = sqrt(self._fixed_tokens * num_waiting * (self._mean_tokens or 0.0))
 
     def add(self, num_tokens: int) -> None:
-        """Count a prompt that is admitted, of which so many tokens are not cached."""
+        """Count a prompt that is admitted, and its tokens that are not cached."""
         self._num_tokens += num_tokens
         mean = num_tokens if self._mean_tokens is None else self._mean_tokens
         self._mean_tokens = mean + SHARE_OF_NEW * (num_tokens - mean)
