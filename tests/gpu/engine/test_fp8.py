@@ -170,9 +170,14 @@ def test_preempted_requests_prefer_what_a_cold_run_does(engine_of: EngineOf) -> 
         llm = engine_of(memory=memory, max_model_len=LONGEST)
         found = answers(llm, prompts, LONG)
         if llm.engine.scheduler.num_preemptions:
-            check_preferred(cold(engine_of), prompts, found)
-            return
-    pytest.fail("nothing was preempted")
+            break
+    else:
+        pytest.fail("nothing was preempted")
+    # Long answers of experts often meet a token at which one choice or the other is made by rounding alone.
+    undisturbed = regrets(cold(engine_of), prompts, answers(engine_of(), prompts, LONG))
+    missed = regrets(cold(engine_of), prompts, found)
+    assert float(missed.mean()) < max(MAX_MEAN_REGRET, 2 * float(undisturbed.mean()))
+    assert float(missed.max()) < max(MAX_REGRET, 2 * float(undisturbed.max()))
 
 
 def test_log_probabilities_are_near_those_of_dequantised_weights(engine_of: EngineOf) -> None:
