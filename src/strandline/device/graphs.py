@@ -31,8 +31,8 @@ DECODES_BESIDE_PROMPTS: Final = (0, 16, 64, 128)
 """And as many as there may be. Steps with fewer rows of prompts than of decodes are padded to as many."""
 
 MANY_PROMPT_ROWS: Final = (1536, 2048, 3072, 4096)
-"""Beyond the last, a GPU takes longer to run a step than the host to launch it: 70 ms for a mixture of 35B weights on an
-H200's host, whose GPU computes 2,048 tokens in 40 ms."""
+"""Beyond the last, a GPU takes longer to run a step than the host to launch it: 70 ms for a mixture of 35B weights on
+an H200's host, whose GPU computes 2,048 tokens in 40 ms."""
 DECODES_BESIDE_MANY: Final = (16,)
 """And as many as there may be: beside thousands of rows, padding costs little."""
 
