@@ -30,8 +30,9 @@ take_loop_bounds_from_memory()
 multiply_bfloat16()
 
 NUM_SLOTS = 40
-SIZES = [StepSize(2, 89), StepSize(5, 170)]
-"""Without a row to spare, and with room for all kinds; the steps below have 2 decodes and 89 rows of prompts."""
+SIZES = [StepSize(2, 89), StepSize(5, 170), pytest.param(StepSize(16, 1536), marks=pytest.mark.long)]
+"""Without a row to spare, with room for all kinds, and with much room; the steps below have 2 decodes and 89 rows of
+prompts."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def make_step(size: StepSize) -> Step:
     assert size.has_room_for(host)
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
     padded.fill(buffer_I.numpy(), host)
-    table_NM = torch.zeros(size.num_sequences, 8, dtype=torch.int32)
+    table_NM = torch.zeros(size.num_sequences, max(8, size.num_blocks(256)), dtype=torch.int32)
     for place, row in zip(padded.places(host), torch.from_numpy(host.block_table_NM), strict=True):
         table_NM[place, : len(row)] = row
     # What is left of an earlier, longer step is not read.

@@ -173,11 +173,10 @@ def test_preempted_requests_prefer_what_a_cold_run_does(engine_of: EngineOf) -> 
             break
     else:
         pytest.fail("nothing was preempted")
-    # Long answers of experts often meet a token at which one choice or the other is made by rounding alone.
     undisturbed = regrets(cold(engine_of), prompts, answers(engine_of(), prompts, LONG))
     missed = regrets(cold(engine_of), prompts, found)
-    assert float(missed.mean()) < max(MAX_MEAN_REGRET, 2 * float(undisturbed.mean()))
-    assert float(missed.max()) < max(MAX_REGRET, 2 * float(undisturbed.max()))
+    seen = [(float(regret.mean()), float(regret.max())) for regret in (missed, undisturbed)]
+    assert (seen[0][0] < MAX_MEAN_REGRET, seen[0][1] < MAX_REGRET) == (True, True), f"preempted, and not: {seen}"
 
 
 def test_log_probabilities_are_near_those_of_dequantised_weights(engine_of: EngineOf) -> None:
