@@ -27,8 +27,8 @@ the kernel with a log is no slower, since it overlaps with the launch before."""
 
 FIXED_STEP_TOKENS_CPU, FIXED_STEP_TOKENS_GPU = 256, 1024
 """Tokens of prompts that take as long as what a step with prompts costs beside them. On a GPU that is reading the
-weights: 15 ms for a mixture of 35B weights on an H200, which computes a token in 13 µs. On a CPU 256 serves the demo
-model's bursts of 16 prompts best: of 0, 64, 256 and 1,024, first tokens come earliest, and the last ones no later."""
+weights: 15 ms for a mixture of 35B weights on an H200, which computes a token in 13 µs. On a CPU 256 was best
+of 0, 64, 256 and 1,024 for the demo model (benchmarks/results/2026-11-24-h200-2.md)."""
 
 SLOTS_PER_REQUEST = 2
 """A running request of a model with states writes one slot and may read another."""
