@@ -10,12 +10,13 @@
     python benchmarks/gpu.py --model benchmarks/configs/qwen3-next-80b-a3b --only decode,prefill -tp 2
 
 Decode: prompts of 1,024 tokens, 256 tokens out; the time per token of a sequence and its tokens per step, while all
-decode; with ``--depths``, for each number of drafts in turn. Prefill: prompts that share nothing, one token out. Serving: one shared prefix of 4,096 tokens, 128 more each,
-512 out, 16 requests under way at any time, 128 in all. Turns: 128 and 500 new tokens behind 4,096 cached ones, alone
-and while 15 sequences decode; the time to the first token. Long: one cold prompt of each length, the decode steps of
-one and of four sequences behind it. Beside: the gaps between the tokens of one and of four decodes beside the prefill
-of a long prompt (``--beside-tokens``). Weights are random unless ``--load-format`` says otherwise. Everything is
-greedy; decode, prefill and serving run once before they are measured.
+decode; with ``--depths``, for each number of drafts in turn. Prefill: prompts that share nothing, one token out.
+Serving: one shared prefix of 4,096 tokens, 128 more each, 512 out, 16 requests under way at any time, 128 in all.
+Turns: 128 and 500 new tokens behind 4,096 cached ones, alone and while 15 sequences decode; the time to the first
+token. Long: one cold prompt of each length, the decode steps of one and of four sequences behind it. Beside: the gaps
+between the tokens of one and of four decodes beside the prefill of a long prompt (``--beside-tokens``). Weights are
+random unless ``--load-format`` says otherwise. Everything is greedy; decode, prefill and serving run once before they
+are measured.
 """
 
 import argparse
