@@ -36,7 +36,7 @@ SHAPES = {
     "27B gate_up": (5120, 34816),
     "27B down": (17408, 5120),
 }
-ROWS = (1, 4, 16, 64, 512, 8192)
+ROWS = (1, 3, 16, 64, 512, 8192)
 
 GEMVS = [
     Gemv(*v)
@@ -119,11 +119,12 @@ def with_rows_behind(num_rows: int) -> Product:
 
 
 def with_tile(tile: Tile, spans: int) -> Product:
-    """Return the product with one way of tiling."""
+    """Return the product of rows that are quantised before, with one way of tiling."""
+    quantized = cache(quantize_rows)
 
     def multiply(x: Tensor, weight: ScaledWeight) -> Tensor:
         out = x.new_empty(len(x), len(weight.values))
-        block_scaled_triton.launch_gemm(out, quantize_rows(x), weight, None, tile, spans)
+        block_scaled_triton.launch_gemm(out, quantized(x), weight, None, tile, spans)
         return out
 
     return multiply
@@ -156,9 +157,10 @@ def ways(num_rows: int, num_rows_behind: int, *, is_sweep: bool) -> Iterator[tup
         for gemv in GEMVS:
             if gemv.block_n * num_rows <= 16:
                 yield f"{tuple(gemv)} quantised before", with_gemv(gemv, num_rows_behind)
+    if num_rows == 1:
         return
     for tile in TILES:
-        if min(num_rows, 128) / 2 <= tile.block_m < 2 * max(16, num_rows):
+        if max(16, min(num_rows, 128)) / 2 <= tile.block_m < 2 * max(16, num_rows):
             for spans in (1, 4, 8) if num_rows <= 64 else (1,):
                 yield f"{tuple(tile)} spans={spans}", with_tile(tile, spans)
 
@@ -221,7 +223,7 @@ def measure_behind_norm(name: str, num_rows: int) -> None:
 
     floor_us = 1e6 * num_inputs * (num_outputs + 2 * num_behind) / BYTES_PER_S
     found = []
-    chosen = (block_scaled_triton.GEMV_WIDE, block_scaled_triton.GEMV_NARROW, block_scaled_triton.GEMV_MORE)
+    chosen = (block_scaled_triton.GEMV_WIDE, block_scaled_triton.GEMV_NARROW)
     for gemv in dict.fromkeys((*chosen, *GEMVS)):
         if gemv.block_n * num_rows > 16:
             continue

@@ -1,9 +1,9 @@
 """Matrix products in FP8 in Triton (``block_scaled.py``): few rows streamed through registers, more on tensor cores.
 
-Up to ``MAX_ROWS_GEMV`` rows: every program multiplies them with a few of the weight's rows, in float32. More: tiles of
-rows and outputs are multiplied, of many rows by torch where it can. With few rows narrow weights are split among
-programs along the inputs, too, and the parts are added up in order. Rows that are not quantised yet are quantised by
-the programs of a matrix-vector product themselves; otherwise a separate launch does so first.
+One row, and up to ``MAX_ROWS_GEMV`` with a small weight: every program multiplies them with a few of the weight's rows,
+in float32. More: tiles of rows and outputs are multiplied, of many rows by torch where it can. With few rows narrow
+weights are split among programs along the inputs, too, and the parts are added up in order. Rows that are not quantised
+yet are quantised by the programs of a matrix-vector product themselves; otherwise a separate launch does so first.
 
 A launch of few rows may multiply them with an ordinary weight, too (``Beside``): programs of its own do that.
 
@@ -72,13 +72,17 @@ class Beside(NamedTuple):
 
 GEMV_WIDE = Gemv(4, 512, 1, prefetched=0)
 GEMV_NARROW = Gemv(4, 2048, 4, prefetched=0)
-GEMV_MORE = Gemv(4, 512, 4, prefetched=0)
-"""For one row and many or few outputs, and for two to four rows (benchmarks/kernels/block_scaled.py; the last is not
-tuned). Where a chunk of the rows has 16 numbers per thread, as of one, three and four rows here, sums have the same
-order whether rows come quantised or not."""
+"""For many and few outputs (benchmarks/kernels/block_scaled.py). Where a chunk of the rows has 16 numbers per thread,
+as of one row here, sums have the same order whether rows come quantised or not."""
 
 WIDE_OUTPUTS = 8192
-"""From here on a program of one row is one warp."""
+"""From here on a program of few rows is one warp, and a tile has more outputs."""
+
+MAX_NUMBERS_GEMV = {2: 1 << 25, MAX_ROWS_GEMV: 1 << 23}
+"""By the largest number of rows: numbers of a weight beyond which tiles are faster. Every row costs a matrix-vector
+product as many instructions again, and a larger weight has them wait for these, no longer for memory: three rows and
+``[12288, 2048]`` take 12.3 us, tiles 10.6; with ``[2048, 4096]`` 5.2 and 5.7 (benchmarks/results/2026-11-24-h200-3.md).
+"""
 
 TILES = {
     16: Tile(64, 16, 4, 6),
@@ -86,6 +90,9 @@ TILES = {
     64: Tile(64, 64, 4, 4),
 }
 """By the largest number of rows."""
+
+TILE_WIDE = Tile(128, 16, 4, 4)
+"""For up to 16 rows and many outputs."""
 
 TILE_MANY = Tile(64, 128, 4, 4)
 
@@ -582,9 +589,9 @@ def block_scaled_linear_invariant(x: Rows, weight: ScaledWeight, bias_O: Tensor 
 def block_scaled_gated_linear(x: Rows, gate_up: ScaledWeight) -> Tensor:
     """Triton version of :func:`strandline.kernels.block_scaled.block_scaled_gated_linear`."""
     rows = flat_rows(x)
-    if not 0 < len(rows) <= MAX_ROWS_GEMV:
-        return swiglu(block_scaled_linear(x, gate_up))
-    return shaped(_gated_gemv(rows, gate_up), x)
+    if uses_gemv(len(rows), gate_up):
+        return shaped(_gated_gemv(rows, gate_up), x)
+    return swiglu(block_scaled_linear(x, gate_up))
 
 
 def block_scaled_gated_linear_invariant(x: Rows, gate_up: ScaledWeight) -> Tensor:
@@ -593,9 +600,9 @@ def block_scaled_gated_linear_invariant(x: Rows, gate_up: ScaledWeight) -> Tenso
 
 
 def block_scaled_gated_linear_quantized(x: Rows, gate_up: ScaledWeight) -> Rows:
-    """As :func:`block_scaled_gated_linear`; more rows than ``MAX_ROWS_GEMV`` are quantised in the same launch."""
+    """As :func:`block_scaled_gated_linear`; what tiles have multiplied is quantised in the same launch."""
     rows = flat_rows(x)
-    if 0 < len(rows) <= MAX_ROWS_GEMV:
+    if uses_gemv(len(rows), gate_up):
         return _gated_gemv(rows, gate_up)
     return swiglu_quantized(block_scaled_linear(rows, gate_up))
 
@@ -607,7 +614,7 @@ def block_scaled_gated_linear_quantized_invariant(x: Rows, gate_up: ScaledWeight
 
 def _gated_gemv(rows: Rows, gate_up: ScaledWeight) -> Tensor:
     out_TO = new_output(rows, len(gate_up.values) // 2)
-    launch_gemv(out_TO, rows, gate_up, None, choose_gemv(len(rows), out_TO.shape[1]), is_gated=True)
+    launch_gemv(out_TO, rows, gate_up, None, choose_gemv(out_TO.shape[1]), is_gated=True)
     return out_TO
 
 
@@ -633,28 +640,29 @@ def multiply_into(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: Tens
     num_rows = len(rows)
     if not num_rows:
         return
-    if num_rows <= MAX_ROWS_GEMV:
-        launch_gemv(out_TO, rows, weight, bias_O, choose_gemv(num_rows, len(weight.values)))
+    if uses_gemv(num_rows, weight):
+        launch_gemv(out_TO, rows, weight, bias_O, choose_gemv(len(weight.values)))
     elif num_rows > MAX_ROWS_TILES and can_multiply_in_torch(rows, weight):
         multiply_in_torch(out_TO, rows, weight, bias_O)
     else:
-        tile = choose_tile(num_rows)
+        tile = choose_tile(num_rows, len(weight.values))
         launch_gemm(out_TO, quantized(rows), weight, bias_O, tile, choose_spans(num_rows, weight, tile))
 
 
 def multiply_into_invariant(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: Tensor | None) -> None:
     """As :func:`multiply_into`, with the same order of sums for any number of rows."""
     if len(rows):
-        launch_gemm(out_TO, quantized(rows), weight, bias_O, choose_tile(max(len(rows), MIN_ROWS_HOPPER)), 1)
+        tile = choose_tile(max(len(rows), MIN_ROWS_HOPPER), len(weight.values))
+        launch_gemm(out_TO, quantized(rows), weight, bias_O, tile, 1)
 
 
 def multiply_beside(out_TO: Tensor, rows: Rows, weight: ScaledWeight, beside: Beside) -> None:
     """Fill ``out_TO`` with the products of one to ``MAX_ROWS_SPLIT`` rows with both weights."""
     num_rows, num_outputs = len(rows), len(weight.values)
-    if num_rows <= MAX_ROWS_GEMV:
-        launch_gemv(out_TO, rows, weight, None, choose_gemv(num_rows, num_outputs), beside=beside)
+    if uses_gemv(num_rows, weight):
+        launch_gemv(out_TO, rows, weight, None, choose_gemv(num_outputs), beside=beside)
         return
-    tile = choose_tile(num_rows)
+    tile = choose_tile(num_rows, num_outputs)
     spans = choose_spans(num_rows, weight, tile, len(beside.values_OI))
     launch_gemm(out_TO, quantized(rows), weight, None, tile, spans, beside)
 
@@ -691,13 +699,21 @@ def multiply_in_torch(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: 
         out_TO.add_(bias_O)
 
 
-def choose_gemv(num_rows: int, num_outputs: int) -> Gemv:
-    if num_rows > 1:
-        return GEMV_MORE
+def uses_gemv(num_rows: int, weight: ScaledWeight) -> bool:
+    """Return whether matrix-vector products are fastest."""
+    if num_rows == 1:
+        return True
+    most = next((numbers for rows, numbers in MAX_NUMBERS_GEMV.items() if num_rows <= rows), 0)
+    return num_rows > 0 and weight.values.numel() <= most
+
+
+def choose_gemv(num_outputs: int) -> Gemv:
     return GEMV_WIDE if num_outputs >= WIDE_OUTPUTS else GEMV_NARROW
 
 
-def choose_tile(num_rows: int) -> Tile:
+def choose_tile(num_rows: int, num_outputs: int) -> Tile:
+    if num_rows <= TILE_WIDE.block_m and num_outputs >= WIDE_OUTPUTS:
+        return TILE_WIDE
     return next((tile for rows, tile in TILES.items() if num_rows <= rows), TILE_MANY)
 
 

@@ -82,9 +82,16 @@ def test_weights_of_more_parts_equal_the_reference() -> None:
     check_parts(300, 1024, [256, 40, 384], torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 6, 64, 300])
+@pytest.mark.parametrize("num_rows", [1, 6, 64, 300])
 def test_quantised_rows_give_the_same_bits(num_rows: int) -> None:
     check_quantized_inputs(num_rows, 2048, 512, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize(("num_rows", "num_outputs"), [(2, 512), (2, 20000), (3, 512), (3, 8192), (4, 512), (4, 8192)])
+def test_few_rows_equal_the_reference(num_rows: int, num_outputs: int) -> None:
+    """On both sides of the size at which tiles take over; quantised before, sums may have another order."""
+    check_linear(num_rows, 2048, num_outputs, torch.bfloat16, "cuda")
+    check_gated(num_rows, 2048, num_outputs // 2, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -136,7 +143,7 @@ def test_products_are_as_close_to_float64_as_torchs(
     most = WORSE * error(theirs, expected)
     for multiply in (block_scaled_triton.block_scaled_linear, block_scaled_triton.block_scaled_linear_invariant):
         assert error(multiply(x, weight), expected) <= most, multiply.__name__
-    tile = block_scaled_triton.choose_tile(num_rows)
+    tile = block_scaled_triton.choose_tile(num_rows, num_outputs)
     ours = torch.empty_like(theirs)
     block_scaled_triton.launch_gemm(ours, rows, weight, None, tile, 1)
     assert error(ours, expected) <= most, tile
