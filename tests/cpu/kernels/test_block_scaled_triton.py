@@ -220,7 +220,7 @@ def check_quantized_inputs(num_rows: int, num_inputs: int, size: int, dtype: tor
             assert_quantized(quantized, gated)
 
 
-def test_tiles_take_over_where_more_rows_make_a_large_weight_slow() -> None:
+def test_tiles_multiply_more_rows_with_large_weights() -> None:
     small, large = (ScaledWeight(torch.empty(size, 2048, device="meta"), torch.empty(1)) for size in (4096, 12288))
     assert [rows for rows in range(7) if block_scaled_triton.uses_gemv(rows, small)] == [1, 2, 3, 4]
     assert [rows for rows in range(7) if block_scaled_triton.uses_gemv(rows, large)] == [1, 2]

@@ -62,9 +62,9 @@ MAX_REGRET = 1.5
 
 MAX_MEAN_REGRET_LONG = 0.1
 MAX_SHARE_REGRETTED_LONG = 0.01
-"""Of answers of 150 tokens, and of those with a larger regret than ``MAX_REGRET``. Among 1,200 tokens some choose
-between experts that are as good: answers that nothing disturbed had regrets of 0.004 on average and 3.0 at most,
-preempted ones of 0.034 and 2.4. Bits decide with ``--deterministic``."""
+"""For answers of 150 tokens: in nats, and the share of tokens with a larger regret than ``MAX_REGRET``. Among 1,200
+tokens some choose between experts that are as good: answers that nothing disturbed had regrets of 0.004 on average and
+3.0 at most, preempted ones of 0.034 and 2.4. Bits decide with ``--deterministic``."""
 
 MAX_ERROR = 0.5
 """``|log-probabilities - those with activations in float32|`` over the latter's deviations from their mean; those of
