@@ -2,15 +2,16 @@
 
     python benchmarks/hand_over.py --lengths 4096,32000
     python benchmarks/hand_over.py --lengths 4096,32000 --connector NixlConnector
+    python benchmarks/hand_over.py --lengths 4096,32000 --gpus 0,1
 
-P computes prompts, D continues them: two servers of one model with random weights, on the same device. For each
-length, medians of ``--rounds`` fresh prompts, in milliseconds: P's answer (prefill); D's answer of one token to the
-prompt that P hands over, which is the time to its first token; the transfer in it, by D's metrics, with its bytes; D's
-answer to another fresh prompt, which it computes; and to a prompt that it has cached.
+P computes prompts, D continues them: two servers of one model with random weights, on the same device or, with
+``--gpus 0,1``, on two. For each length, medians of ``--rounds`` fresh prompts, in milliseconds: P's answer (prefill);
+D's answer of one token to the prompt that P hands over, which is the time to its first token; the transfer in it, by
+D's metrics, with its bytes; D's answer to another fresh prompt, which it computes; and to a prompt that it has cached.
 
 Then the time between tokens on D, while ``--streams`` requests generate: without other work, beside prompts that D
 fetches one after the other, and beside fresh prompts of the same length that D computes. P has computed the fetched
-ones before, since both share a device here.
+ones before, since both may share a device.
 """
 
 import argparse
@@ -89,6 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--memory", default="8GiB" if on_gpu else "512MiB", help="of each engine")
     parser.add_argument("--max-model-len", default=33000 if on_gpu else 8192, type=int)
     parser.add_argument("--serve-args", default="", help="further flags of both servers, as one string")
+    parser.add_argument("--gpus", help="of P and of D, such as 0,1 (default: the first one)")
     parser.add_argument("--lengths", default="4096,32000" if on_gpu else "256,1024", help="tokens of the prompts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=16 if on_gpu else 2)
@@ -117,10 +119,12 @@ def running_servers(options: argparse.Namespace, directory: Path, tokenizer: Pat
     logs = [directory / "prefill.log", directory / "decode.log"]
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for role, log, port in zip(roles, logs, (options.kv_port, 0), strict=True):
+        gpus = options.gpus.split(",") if options.gpus else (None, None)
+        for role, log, port, gpu in zip(roles, logs, (options.kv_port, 0), gpus, strict=True):
+            environment = os.environ if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
             with log.open("wb") as file:
                 command = command_of(options, tokenizer, role, port)
-                processes.append(subprocess.Popen(command, stdout=file, stderr=file))
+                processes.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
         deadline = time.monotonic() + options.start_timeout_s
         first, second = (address_of(*pair, deadline) for pair in zip(processes, logs, strict=True))
         yield first, second

@@ -1,4 +1,4 @@
-"""Two GPUs give the tokens of one, with CUDA graphs and without, for a model with experts too."""
+"""Two GPUs give the tokens of one: every kind of layer, with CUDA graphs and without, with drafts, FP8 and tiers."""
 
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,20 @@ from strandline import LLM, SamplingParams
 from strandline.cache.evict_all import evict_all
 from strandline.config import EngineConfig
 from strandline.engine.loading import load_executor
+from strandline.models.fp8_conversion import convert_to_fp8
+from strandline.text.model_files import DEMO_DIRECTORY
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_hand_over import Node, decode, prefill, prompt_of, run
 from tests.cpu.engine.test_host_memory import PROMPTS, stats
+from tests.cpu.engine.test_ranks import NUM_RANKS
 from tests.cpu.engine.tiny import save_tiny_model
+from tests.cpu.models import families
 from tests.gpu.engine.conftest import MAX_NUM_SEQS
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
+DIVIDED = sorted(name for name, num_ranks in NUM_RANKS.items() if num_ranks == 2 and name != "qwen3_5")
 EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -80,8 +85,29 @@ def test_prompts_are_handed_over_between_one_gpu_and_two(tmp_path: Path) -> None
         node.core.close()
 
 
-def test_demo_model_answers_on_two_gpus() -> None:
-    llm = LLM("demo", device="cuda", tensor_parallel_size=2, memory="64MiB", max_num_seqs=MAX_NUM_SEQS)
-    [output] = llm.chat([{"role": "user", "content": "What is 2 + 3?"}], SamplingParams(temperature=0), use_tqdm=False)
-    assert output.outputs[0].text == "2 + 3 = 5."
+@pytest.mark.parametrize("family", DIVIDED)
+def test_kinds_of_layers_give_the_tokens_of_one_gpu(tmp_path: Path, family: str) -> None:
+    directory = str(families.save(family, tmp_path))
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "memory": "64MiB", "max_num_seqs": 8}
+    options |= {"max_num_batched_tokens": 256, "max_model_len": 1024, "skip_tokenizer_init": True}
+    expected, found = (cached_and_forked(LLM(directory, tensor_parallel_size=size, **options)) for size in (1, 2))
+    assert found == expected
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bfloat16", "FP8"])
+def test_demo_model_answers_on_two_gpus(tmp_path: Path, num_drafts: int, is_fp8: bool) -> None:
+    """Its own layer makes the drafts."""
+    model = "demo"
+    if is_fp8:
+        convert_to_fp8(DEMO_DIRECTORY, tmp_path / "fp8")
+        model = str(tmp_path / "fp8")
+    speculation = {"method": "mtp", "num_speculative_tokens": num_drafts, "adaptive": False} if num_drafts else None
+    options: dict[str, Any] = {"device": "cuda", "memory": "64MiB", "max_num_seqs": MAX_NUM_SEQS}
+    llm = LLM(model, tensor_parallel_size=2, speculative_config=speculation, **options)
+    questions: Any = [[{"role": "user", "content": f"What is {number} + 3?"}] for number in (2, 4)]
+    for _ in range(2):  # again from snapshots
+        outputs = llm.chat(questions, SamplingParams(temperature=0), use_tqdm=False)
+        assert [output.outputs[0].text for output in outputs] == ["2 + 3 = 5.", "4 + 3 = 7."]
+    assert bool(llm.engine.core.stats().speculation.num_accepted_tokens) == bool(num_drafts)
     llm.engine.core.close()
