@@ -33,6 +33,8 @@ DECODES_BESIDE_PROMPTS: Final = (0, 16, 64, 128)
 MANY_PROMPT_ROWS: Final = (1536, 2048, 3072, 4096)
 """Beyond the last, a GPU takes longer to run a step than the host to launch it: 70 ms for a mixture of 35B weights on
 an H200's host, whose GPU computes 2,048 tokens in 40 ms."""
+DIVIDED_PROMPT_ROWS: Final = (6144, 8192)
+"""Also, with several ranks: each computes a part of a step, and launches as much as one that computes all."""
 DECODES_BESIDE_MANY: Final = (16,)
 """And as many as there may be: beside thousands of rows, padding costs little."""
 
@@ -47,15 +49,16 @@ KeepForDrafts = Callable[[StepBatch, Tensor], None]
 """Stores a draft layer's inputs from decodes: the step, whose tokens have been sampled, and its hidden states."""
 
 
-def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepSize]:
+def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int, num_ranks: int = 1) -> list[StepSize]:
     """Return the sizes to capture: close together where a step is short, so that padding costs little."""
+    many_rows = MANY_PROMPT_ROWS if num_ranks == 1 else (*MANY_PROMPT_ROWS, *DIVIDED_PROMPT_ROWS)
     ladder = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_num_seqs, 32)]
     decodes = [*(count for count in ladder if count < max_num_seqs), max_num_seqs]
     beside = [*(count for count in DECODES_BESIDE_PROMPTS if count < max_num_seqs), max_num_seqs]
     beside_many = sorted({min(count, max_num_seqs) for count in (*DECODES_BESIDE_MANY, max_num_seqs)})
     mixed = [
         StepSize(count, num_rows)
-        for counts, rows in ((beside, PROMPT_ROWS), (beside_many, MANY_PROMPT_ROWS))
+        for counts, rows in ((beside, PROMPT_ROWS), (beside_many, many_rows))
         for count in counts
         for num_rows in rows
         if count <= num_rows < 2 * max_num_batched_tokens

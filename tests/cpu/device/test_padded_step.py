@@ -182,6 +182,8 @@ def test_steps_of_thousands_of_tokens_are_captured_beside_any_decodes() -> None:
         (count, num_rows) for count in (16, 256) for num_rows in (1536, 2048, 3072, 4096)
     }
     assert {size.num_decodes for size in graph_sizes(8, 8192) if size.num_prompt_rows > 1024} == {8}
+    assert max(size.num_prompt_rows for size in graph_sizes(256, 8192, num_ranks=2)) == 8192
+    assert max(size.num_prompt_rows for size in graph_sizes(256, 2048, num_ranks=2)) == 3072
 
 
 def test_many_rows_behind_a_long_prefix_are_not_replayed() -> None:
