@@ -1,5 +1,6 @@
 """Ranks in separate processes, which communicate through ``torch.distributed``: gloo on CPUs, NCCL on GPUs.
 
+On GPUs, sums of few rows go through symmetric memory where it is available (``symmetric_memory.py``).
 Ranks rendezvous at a file and connect over the loopback interface only, since all are on one machine.
 """
 
@@ -13,6 +14,9 @@ from typing import Final, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from strandline.device.symmetric_memory import TorchSymmetricMemory, connect_few_rows
+from strandline.kernels.ranks import FewRows
 
 TIMEOUT: Final = timedelta(minutes=10)
 """How long a rank waits for the others: some take longer to load their weights."""
@@ -51,6 +55,9 @@ class ProcessRanks:
         meeting = f"file://{place.meeting_file}"
         dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
         self.least(0)  # connects; NCCL waits for the first call to do it
+        self.few_rows: FewRows | None = None
+        if device.type == "cuda" and self.size > 1:
+            self.few_rows = connect_few_rows(self, TorchSymmetricMemory(device, self.size))
 
     def enter_thread(self) -> None:
         """Prepare a thread that waits for the device: else it would take memory of the first one."""
@@ -58,7 +65,12 @@ class ProcessRanks:
             torch.cuda.set_device(self._device)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors; ``x`` is overwritten where its memory is dense."""
+        """Return the sum of all ranks' tensors; ``x`` may be overwritten.
+
+        Sums of one process are enqueued on one stream, or on streams that wait for each other.
+        """
+        if self.few_rows is not None and self.few_rows.can_sum(x):
+            return self.few_rows.sum(x)
         x = x.contiguous()
         if x.numel():
             dist.all_reduce(x)
@@ -79,6 +91,7 @@ class ProcessRanks:
 
     def close(self) -> None:
         """Disconnect; the first rank removes the rendezvous file. No collective operations may follow."""
+        self.few_rows = None
         dist.destroy_process_group()
         if self.rank == 0:
             shutil.rmtree(self._meeting.parent, ignore_errors=True)

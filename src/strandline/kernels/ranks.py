@@ -2,11 +2,28 @@
 
 Every rank runs the same steps on its part of the model (tensor and expert parallelism), and calls these functions in
 the same order.
+
+Shape suffixes: T rows, E channels.
 """
 
 from typing import Final, Protocol
 
 from torch import Tensor
+
+
+class FewRows(Protocol):
+    """Sums of few rows, taken faster than by ``Ranks.sum``. All ranks call the same functions in the same order."""
+
+    def can_sum(self, x: Tensor) -> bool:
+        """Return whether a tensor of this shape and dtype can be summed here."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' tensors; ``x`` may be overwritten."""
+
+    def add_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, *, is_zero_centered: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Sum over all ranks, then do as ``add_rms_norm`` or ``add_rms_norm_zero_centered``."""
 
 
 class Ranks(Protocol):
@@ -19,6 +36,10 @@ class Ranks(Protocol):
     @property
     def size(self) -> int:
         """How many there are."""
+
+    @property
+    def few_rows(self) -> FewRows | None:
+        """Faster sums of few rows, which ``sum`` uses, too; None: there are none."""
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' tensors, which have one shape; ``x`` may be overwritten."""
@@ -33,7 +54,7 @@ class Ranks(Protocol):
 class OneRank:
     """The only rank of an engine."""
 
-    rank, size = 0, 1
+    rank, size, few_rows = 0, 1, None
 
     def sum(self, x: Tensor) -> Tensor:
         """Return ``x``."""

@@ -83,6 +83,10 @@ class ScaledStreamLayer(DecoderLayer):
         self._norm, self._sum = kernels[self.norm.norm], kernels.ranks.sum
 
     @property
+    def leaves_sum(self) -> bool:
+        return False
+
+    @property
     def first_norm_E(self) -> None:
         return None
 

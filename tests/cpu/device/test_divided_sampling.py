@@ -35,6 +35,8 @@ CPU = torch.device("cpu")
 class CountingRanks:
     """A rank that counts what it says to the others."""
 
+    few_rows = None
+
     def __init__(self, ranks: RankThread) -> None:
         self._ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
         self.num_calls = Counter[str]()

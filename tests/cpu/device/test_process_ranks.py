@@ -1,6 +1,7 @@
-"""Processes of ranks leave NVLink multicast off, unless the user says otherwise."""
+"""Processes of ranks leave NVLink multicast off, unless the user says otherwise, and choose how sums are taken."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,30 @@ def test_multicast_stays_off_unless_the_user_sets_it(
     ranks.close()
     assert environment["NCCL_NVLS_ENABLE"] == str(int(is_set))
     assert environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[ProcessRanks]:
+    (tmp_path / "place").mkdir()
+    ranks = ProcessRanks(RankPlace(0, 1, str(tmp_path / "place" / "meeting")), torch.device("cpu"))
+    yield ranks
+    ranks.close()
+
+
+class TenTimes:
+    """Stands for sums of few rows."""
+
+    def can_sum(self, x: torch.Tensor) -> bool:
+        return len(x) <= 2
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 10
+
+
+def test_backend_sums_what_is_not_few_rows(one_rank: ProcessRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert one_rank.few_rows is None
+    assert one_rank.sum(torch.ones(2, 4)).eq(1).all()
+    monkeypatch.setattr(one_rank, "few_rows", TenTimes())
+    assert one_rank.sum(torch.ones(2, 4)).eq(10).all()
+    assert one_rank.sum(torch.ones(3, 4)).eq(1).all()
+    assert one_rank.least(7) == 7

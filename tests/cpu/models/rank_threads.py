@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from strandline.kernels.ranks import FewRows
+
 T = TypeVar("T")
 
 
@@ -40,6 +42,8 @@ class RankThreads:
 
 class RankThread:
     """One rank, as layers see it."""
+
+    few_rows: FewRows | None = None
 
     def __init__(self, group: RankThreads, rank: int) -> None:
         self._group, self.rank, self.size = group, rank, group.size

@@ -16,6 +16,7 @@ from strandline.models.weights import load_model
 from strandline.models.weights_files import WeightsFile
 from tests.cpu.models import families
 from tests.cpu.models.driver import Driver, Part, Running
+from tests.cpu.models.few_rows import CountingFewRows
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 
 NUM_SHARDS = {
@@ -70,6 +71,29 @@ def test_shards_compute_what_the_whole_computes(directory_of: Any, name: str, co
 
     expected = families.oracle_logits(name, tokens)
     for found in RankThreads(count).run(logits):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_norms_of_layer"),
+    [("llama", 2), ("qwen3_5_moe", 2), ("nemotron_h", 1), ("lfm2_moe", 2), ("granite_hybrid", 0), ("minimax", 0)],
+)
+def test_norms_behind_parts_sum_over_ranks(directory_of: Any, name: str, num_norms_of_layer: int) -> None:
+    """But for a multiplier between the two, and for layers that scale the stream."""
+    directory, tokens = directory_of(name), families.prompt(9)
+
+    def logits(ranks: RankThread) -> Tensor:
+        ranks.few_rows = few_rows = CountingFewRows(ranks, max_rows=1)
+        model = load_model(directory, dtype=torch.float32, shard=Shard(ranks.rank, ranks.size))
+        driver, sequence = Driver(model, ranks=ranks), Running()
+        first = driver.step([Part(sequence, tokens[:8])])[0][0]
+        assert few_rows.num_add_norms == 0
+        second = driver.step([Part(sequence, tokens[8:])])[0][0]
+        assert few_rows.num_add_norms == num_norms_of_layer * len(model.spec.layers)
+        return torch.cat([first, second])
+
+    expected = families.oracle_logits(name, tokens)
+    for found in RankThreads(2).run(logits):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

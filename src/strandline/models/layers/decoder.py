@@ -28,7 +28,8 @@ from strandline.kernels.norm import (
 from strandline.kernels.operation import Operation
 from strandline.kernels.quantized_rows import plain_rows
 from strandline.kernels.quantizing import QUANTIZED, with_quantized
-from strandline.kernels.ranks import columns_of
+from strandline.kernels.rank_sums import bind_sum_add_norm
+from strandline.kernels.ranks import ONE_RANK, columns_of
 from strandline.kernels.recurrence import Recurrence, bind_folds
 from strandline.kernels.rotary import rotary_table
 from strandline.kernels.weights import DenseWeight, Layout
@@ -96,7 +97,7 @@ class ReplayingMixer(Mixer, Protocol):
 class DecoderLayer(nn.Module):
     """A mixer, a feed-forward part, or one and then the other, each on the normalised residual stream.
 
-    The parts' results are summed over all ranks here.
+    A part's result is a summand, which the norm behind it sums over all ranks, or this layer does (``leaves_sum``).
 
     Args:
         mixer: a module; None: the layer has none.
@@ -130,8 +131,17 @@ class DecoderLayer(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._add_norm, self._sum = kernels[self.norm.add_norm], kernels.ranks.sum
-        self._mlp_norm = kernels[_fed_by(self.norm.add_norm, self.mlp)]
+        self._add_norm, mlp_norm = kernels[self.norm.add_norm], _fed_by(self.norm.add_norm, self.mlp)
+        self._sum = ONE_RANK.sum if self.leaves_sum else kernels.ranks.sum
+        self._mlp_norm = bind_sum_add_norm(kernels, mlp_norm) if self.leaves_sum else kernels[mlp_norm]
+
+    @property
+    def leaves_sum(self) -> bool:
+        """Whether the sum over ranks of a part's result is left to what follows: what ``forward`` adds is a summand.
+
+        It is not where a multiplier comes between the sum and the norm.
+        """
+        return self.multiplier == 1.0 and not (self.mixer is None and self.mlp is None)
 
     @property
     def spec(self) -> LayerSpec:
@@ -158,7 +168,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, normed_TE: Any, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the last part's addition to the residual stream, and the stream without it.
+        """Return the last part's addition to the residual stream, or a summand of it, and the stream without it.
 
         Args:
             normed_TE: plain, or quantised if ``first_part`` takes that.
@@ -170,13 +180,13 @@ class DecoderLayer(nn.Module):
         return self._fed(self.mlp, normed_TE), residual_TE
 
     def mix(self, normed_TE: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
-        """Return the mixer's addition to the residual stream."""
+        """Return the mixer's addition to the residual stream, or a summand of it."""
         if self.mixer is None:
             raise EngineError("the layer has no mixer")
         return multiplied(self._sum(self.mixer(normed_TE, rotary, batch, memory)), self.multiplier)
 
     def feed(self, mixed_TE: Tensor, residual_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the last part's addition to the residual stream, and the stream without it, behind the mixer."""
+        """Do as ``forward``, behind the mixer."""
         if self.mlp is None:
             return mixed_TE, residual_TE
         normed_TE, residual_TE = self._mlp_norm(mixed_TE, residual_TE, self.mlp_norm_E, self.norm.eps)
@@ -206,6 +216,10 @@ class PostNormLayer(DecoderLayer):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._norm, self._sum = kernels[self.norm.norm], kernels.ranks.sum
+
+    @property
+    def leaves_sum(self) -> bool:
+        return False
 
     @property
     def first_norm_E(self) -> None:
@@ -285,7 +299,12 @@ class Decoder(nn.Module):
         """Compute with these kernels from now on."""
         first, *rest = (layer.first_part for layer in self._layers)
         self._norm = kernels[_fed_by(self.norm.norm, first)]
-        self._add_norms = [kernels[_fed_by(self.norm.add_norm, part)] for part in (*rest, None)]
+        add_norms = [_fed_by(self.norm.add_norm, part) for part in (*rest, None)]
+        self._add_norms = [
+            bind_sum_add_norm(kernels, add_norm) if layer.leaves_sum else kernels[add_norm]
+            for layer, add_norm in zip(self._layers, add_norms, strict=True)
+        ]
+        self._sums = [kernels.ranks.sum if layer.leaves_sum else ONE_RANK.sum for layer in self._layers]
         self._ranks = kernels.ranks
         self._tied_head = bind_linear(kernels, DenseWeight(self.embed_ZE))
         head = DenseWeight(self.embed_ZE) if self.head is None else self.head.weight
@@ -333,10 +352,11 @@ class Decoder(nn.Module):
         norms = [*(layer.first_norm_E for layer in layers[1:]), self.norm_E]
         first_norm_E = layers[0].first_norm_E
         normed_TE = residual_TE if first_norm_E is None else self._norm(residual_TE, first_norm_E, eps)
-        for layer, layer_memory, norm_E, add_norm in zip(layers, memory.layers, norms, self._add_norms, strict=True):
+        behind = zip(norms, self._add_norms, self._sums, strict=True)
+        for layer, layer_memory, (norm_E, add_norm, add_up) in zip(layers, memory.layers, behind, strict=True):
             added_TE, residual_TE = layer(normed_TE, residual_TE, rotary, batch, layer_memory)
             if norm_E is None:
-                normed_TE = residual_TE = added_TE.add_(residual_TE)
+                normed_TE = residual_TE = add_up(added_TE).add_(residual_TE)
             else:
                 normed_TE, residual_TE = add_norm(added_TE, residual_TE, norm_E, eps)
         return normed_TE

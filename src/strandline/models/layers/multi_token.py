@@ -19,6 +19,7 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
+from strandline.kernels.rank_sums import bind_sum_add_norm
 from strandline.kernels.weights import Layout
 from strandline.models.layers.decoder import DecoderLayer, Mixer, ResidualNorm
 from strandline.models.layers.projection import Projection
@@ -66,7 +67,8 @@ class DraftLayer(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._norm, self._add_norm = kernels[self.norm.norm], kernels[self.norm.add_norm]
+        self._norm, add_norm = kernels[self.norm.norm], self.norm.add_norm
+        self._add_norm = bind_sum_add_norm(kernels, add_norm) if self.layer.leaves_sum else kernels[add_norm]
 
     @property
     def spec(self) -> LayerSpec:

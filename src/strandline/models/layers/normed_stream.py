@@ -39,6 +39,10 @@ class NormedStreamLayer(DecoderLayer):
         self.mixer_scale, self.mlp_scale = mixer_scale, mlp_scale
 
     @property
+    def leaves_sum(self) -> bool:
+        return False
+
+    @property
     def first_part(self) -> None:
         return None  # the stream goes on from the norm's plain result
 

@@ -227,6 +227,10 @@ class SharedBlockLayer(DecoderLayer):
     """A layer with a shared block: it reads the residual stream itself."""
 
     @property
+    def leaves_sum(self) -> bool:
+        return False
+
+    @property
     def first_norm_E(self) -> None:
         return None
 

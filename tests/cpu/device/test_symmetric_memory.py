@@ -1,0 +1,115 @@
+"""Symmetric memory is used by all ranks or by none, and only after it has been tried.
+
+Ranks are threads, and the kernel is replaced: its sums are those of the threads.
+"""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.device import symmetric_memory
+from strandline.device.symmetric_memory import CHECK_MAX_POLLS, TorchSymmetricMemory, connect_few_rows
+from strandline.kernels.rank_sums import Connection, FewRowSums, buffer_shape
+from tests.cpu.models.rank_threads import RankThread, RankThreads
+
+
+class FakeMemory:
+    """Buffers of ranks that are threads."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, failing: str = "") -> None:
+        self._rank, self._failing = rank, failing
+        self.calls = list[str]()
+
+    def allocate(self, shape: tuple[int, ...]) -> Tensor:
+        self._call("allocate")
+        return torch.zeros(shape, dtype=torch.int64)
+
+    def exchange(self, buffer: Tensor) -> tuple[list[int], object]:
+        self._call("exchange")
+        return [10 * rank for rank in range(3)], buffer
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self._failing and self._rank > 0:
+            raise RuntimeError(f"cannot {name}")
+
+
+class FakeSums:
+    """Stands for ``FewRowSums``: sums that are right, or wrong on one rank from the fourth on."""
+
+    ranks: dict[int, RankThread]
+    is_wrong = False
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.polls = list[int]()
+
+    def sum(self, x: Tensor, max_polls: int = -1) -> Tensor:
+        self.polls.append(max_polls)
+        if max_polls == 0:
+            return x
+        total = self.ranks[self.connection.rank].sum(x)
+        if self.is_wrong and self.connection.rank == 2 and len(self.polls) > 5:
+            total[-1, 5] += 1
+        return total
+
+
+Connect = Callable[[str], list[FewRowSums | None]]
+
+
+@pytest.fixture
+def connect(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Connect:
+    monkeypatch.setattr(symmetric_memory, "FewRowSums", FakeSums)
+    monkeypatch.setattr(FakeSums, "is_wrong", False)
+    monkeypatch.setattr(FakeSums, "ranks", {}, raising=False)
+
+    def run(failing: str) -> list[FewRowSums | None]:
+        monkeypatch.setattr(FakeSums, "is_wrong", failing == "sums")
+
+        def call(ranks: RankThread) -> FewRowSums | None:
+            FakeSums.ranks[ranks.rank] = ranks
+            return connect_few_rows(ranks, FakeMemory(ranks.rank, failing))
+
+        return RankThreads(3).run(call)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("failing", "reason"),
+    [
+        ("allocate", "rank 1: RuntimeError: cannot allocate"),
+        ("exchange", "rank 1: RuntimeError: cannot exchange"),
+        ("sums", "rank 2: RuntimeError: wrong sums in torch.float32"),
+    ],
+)
+def test_failure_on_one_rank_is_one_for_all(
+    connect: Connect, failing: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert connect(failing) == [None] * 3
+    assert caplog.messages == [f"few rows are summed as many are: no symmetric memory on {reason}"]
+
+
+def test_memory_that_works_is_tried_and_not_logged(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        connected = connect("")
+    assert not caplog.messages
+    for rank, sums in enumerate(connected):
+        assert isinstance(sums, FakeSums)
+        # Kernels are compiled without a wait, then no wait is endless.
+        assert sums.polls == [0, 0] + [CHECK_MAX_POLLS] * 6
+        assert sums.connection.rank == rank
+        assert sums.connection.address_N.tolist() == [0, 10, 20]
+        assert sums.connection.counter_R.tolist() == [0] * buffer_shape(3)[2]
+
+
+def test_memory_needs_triton() -> None:
+    memory = TorchSymmetricMemory(torch.device("cpu"), 2)
+    with pytest.raises(RuntimeError, match="there is no working Triton for cpu here"):
+        memory.allocate((2, 2, 4, 8))
