@@ -1,14 +1,19 @@
-"""Time all-reduces of ranks: NCCL or gloo, as the engine calls them, and torch's symmetric memory on GPUs.
+"""Time sums over ranks: the engine's with and without the norm that follows, NCCL or gloo, torch's symmetric memory.
 
     python benchmarks/all_reduce.py
-    python benchmarks/all_reduce.py --ranks 4 --sizes 4KiB,64KiB,8MiB
+    python benchmarks/all_reduce.py --ranks 4 --sizes 4KiB,64KiB,8MiB --hidden-size 4096
 
 Each rank is a process, on GPUs with a device of its own (NCCL), elsewhere on the CPU (gloo). Messages are bfloat16. On
 GPUs ``REPEATS`` calls are captured in a CUDA graph, and the median of ``REPLAYS`` replays is divided by that; on CPUs
 the median of as many calls is taken. Each way is first compared with the sum. The slowest rank counts. NVLink multicast
 stays off, as in the engine, unless the environment says otherwise.
 
+A message consists of rows of the hidden size. The engine sums few rows in a kernel of its own on GPUs
+(``strandline/kernels/rank_sums_triton.py``), with the residual addition and the norm if one follows. "NCCL" and "gloo"
+are the backend's sum alone, or followed by the engine's kernel for the addition and the norm.
+
 One-shot: every rank reads all others' messages and adds them up. Two-shot: each adds up its part, then all read those.
+Their messages lie in symmetric memory from the start.
 """
 
 import argparse
@@ -28,7 +33,12 @@ from torch import Tensor
 
 from strandline.config import parse_bytes
 from strandline.device.process_ranks import ProcessRanks, RankPlace
+from strandline.kernels.binding import bind_kernels
+from strandline.kernels.norm import add_rms_norm
+from strandline.kernels.operation import Workload
+from strandline.kernels.rank_sums import bind_sum_add_norm
 
+EPS: Final = 1e-6
 REPEATS: Final = 20
 REPLAYS: Final = 100
 WARM_UP_CALLS: Final = 5
@@ -42,7 +52,8 @@ def main() -> None:
     """Start the ranks, and wait for them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sizes", default="4KiB,256KiB,8MiB", help="of a message (default: %(default)s)")
+    parser.add_argument("--sizes", default="4KiB,64KiB,256KiB,1MiB,8MiB", help="of a message (default: %(default)s)")
+    parser.add_argument("--hidden-size", type=int, default=2048, help="channels of a row (default: %(default)s)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     options = parser.parse_args()
     sizes = [parse_bytes(size, "--sizes") for size in options.sizes.split(",")]
@@ -52,7 +63,9 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     meeting = str(Path(tempfile.mkdtemp(prefix="strandline-ranks-")) / "meeting")
     places = [RankPlace(rank, options.ranks, meeting) for rank in range(options.ranks)]
-    processes = [context.Process(target=run_rank, args=(place, is_cuda, sizes)) for place in places]
+    processes = [
+        context.Process(target=run_rank, args=(place, is_cuda, sizes, options.hidden_size)) for place in places
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -63,14 +76,14 @@ def main() -> None:
         raise SystemExit(f"ranks have ended with {codes}")
 
 
-def run_rank(place: RankPlace, is_cuda: bool, sizes: list[int]) -> None:
+def run_rank(place: RankPlace, is_cuda: bool, sizes: list[int], hidden_size: int) -> None:
     """Measure all sizes and ways on one rank; the first one prints."""
     device = torch.device("cuda", place.rank) if is_cuda else torch.device("cpu")
     ranks = ProcessRanks(place, device)
     if place.rank == 0:
         print("| bytes | way | µs |\n| --- | --- | --- |", flush=True)
     for num_bytes in sizes:
-        for name, message, way in ways(ranks, num_bytes // 2, device):
+        for name, message, way in ways(ranks, num_bytes // 2 // hidden_size, hidden_size, device):
             check(message, way, ranks)
             message.zero_()
             time_us = time_in_graph_us(way) if is_cuda else time_calls_us(way)
@@ -80,10 +93,23 @@ def run_rank(place: RankPlace, is_cuda: bool, sizes: list[int]) -> None:
     ranks.close()
 
 
-def ways(ranks: ProcessRanks, num_elements: int, device: torch.device) -> Iterator[tuple[str, Tensor, Way]]:
+def ways(
+    ranks: ProcessRanks, num_rows: int, hidden_size: int, device: torch.device
+) -> Iterator[tuple[str, Tensor, Way]]:
     """Yield the name of each way, the message that it sums, and the way."""
-    message = torch.zeros(num_elements, dtype=torch.bfloat16, device=device)
-    yield ("NCCL" if device.type == "cuda" else "gloo"), message, lambda: ranks.sum(message)
+    backend = "NCCL" if device.type == "cuda" else "gloo"
+    message, residual = (torch.zeros(num_rows, hidden_size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    weight, num_elements = torch.ones(hidden_size, dtype=torch.bfloat16, device=device), message.numel()
+    kernels = bind_kernels([add_rms_norm], Workload(device.type, "bfloat16"), ranks)
+    sum_add_norm = bind_sum_add_norm(kernels, add_rms_norm)
+    yield "the engine's sum", message, lambda: ranks.sum(message)
+    yield "the engine's sum and norm", message, lambda: sum_add_norm(message, residual, weight, EPS)[1]
+    yield backend, message, lambda: all_reduce(message)
+    yield (
+        f"{backend}, then the norm",
+        message,
+        lambda: kernels[add_rms_norm](all_reduce(message), residual, weight, EPS)[1],
+    )
     if device.type != "cuda":
         return
     import torch.distributed._symmetric_memory as symmetric_memory
@@ -105,6 +131,12 @@ def ways(ranks: ProcessRanks, num_elements: int, device: torch.device) -> Iterat
             shared,
             lambda: operations.two_shot_all_reduce_(shared, "sum", group.group_name),
         )
+
+
+def all_reduce(message: Tensor) -> Tensor:
+    """Sum a message through the backend of the process group, in place."""
+    dist.all_reduce(message)
+    return message
 
 
 def check(message: Tensor, way: Way, ranks: ProcessRanks) -> None:
