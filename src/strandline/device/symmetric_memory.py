@@ -103,6 +103,7 @@ def connect_few_rows(ranks: Ranks, memory: SymmetricMemory) -> FewRowSums | None
         # Compiles the kernels. No rank waits for another that takes longer over it.
         for dtype in DTYPES:
             sums.sum(torch.zeros(CHECKED_SHAPE, dtype=dtype, device=memory.device), max_polls=0)
+        sums.gather(torch.zeros(1, 1, dtype=torch.int64, device=memory.device), max_polls=0)
         return sums
 
     sums = _on_all_ranks(ranks, connect)

@@ -4,7 +4,7 @@ Where the devices of all ranks can write to each other's memory, a kernel (``ran
 faster than the backend of ``Ranks.sum`` does, and adds the residual stream and normalises in the same launch. Which way
 a tensor takes follows from its shape and dtype alone, so that it is the same on all ranks.
 
-Shape suffixes: T rows, E channels, N ranks, R rows that the buffers hold.
+Shape suffixes: T rows, E channels, W words of a row, N ranks, R rows that the buffers hold.
 """
 
 from collections.abc import Callable
@@ -93,6 +93,26 @@ class FewRowSums:
         rows_TE = x.view(-1, x.shape[-1] if x.dim() else 1)
         self._kernels.sum_rows(rows_TE, its.address_N, its.counter_R, its.rank, self._max_words, max_polls)
         return x
+
+    def can_gather(self, x: Tensor) -> bool:
+        """Return whether the kernel takes a matrix of this shape and dtype."""
+        row_bytes = x.shape[-1] * x.itemsize
+        is_size_right = 0 < x.nbytes <= self._max_bytes and len(x) <= self._max_rows
+        return is_size_right and row_bytes % WORD_BYTES == 0 and row_bytes <= MAX_ROW_BYTES
+
+    def gather(self, x: Tensor, max_polls: int = -1) -> Tensor:
+        """Return all ranks' matrices side by side.
+
+        Args:
+            x: ``can_gather`` it.
+            max_polls: as for ``sum``.
+        """
+        words_TW, its = _in_words(x).view(torch.int32), self._connection
+        gathered = self._kernels.gather_rows(
+            words_TW, its.address_N, its.counter_R, its.rank, self._max_words, max_polls
+        )
+        joined: Tensor = gathered.view(x.dtype)
+        return joined
 
     def add_norm(
         self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, *, is_zero_centered: bool

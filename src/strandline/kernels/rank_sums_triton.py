@@ -1,8 +1,9 @@
-"""Sums of few rows over the ranks' GPUs in one launch, with the residual addition and the norm that follow.
+"""Sums of few rows over the ranks' GPUs in one launch, with the residual addition and the norm that follow; gathers.
 
 Every rank stores its rows into buffers of all other ranks over NVLink, and waits for theirs in its own. A 64-bit word
 holds 32 bits of a row and a 32-bit flag, the epoch of the row: an aligned word is stored at once, so a rank that sees
-the flag sees the bits. A message takes one trip to the other GPU, without a fence and without a barrier before or after.
+the flag sees the bits. A message takes one trip to the other GPU, without a fence and without a barrier before or
+after.
 
 One program has one row. Its epoch is one more than the row's counter, which lies in this GPU's memory and which this
 program alone advances. So nothing on the host changes between two calls, and calls can be replayed from a CUDA graph.
@@ -14,7 +15,8 @@ rank's kernel of ``e``, which read the words of ``e``, had ended. All this holds
 after another, on one stream or on streams that wait for each other, and where all ranks call alike.
 
 Epochs go from 1 to ``LAST_EPOCH`` and then start again at 1, which has the other parity. A flag is 0 in new memory, and
-otherwise that of an earlier epoch of the same parity.
+otherwise that of an earlier epoch of the same parity. Words that a call does not store, since its rows are narrower,
+would have to be left out ``LAST_EPOCH`` times in a row to be taken for new.
 
 A kernel waits for as long as another rank does not call. If that rank's process has ended, the engine ends this one,
 and the kernel with it.
@@ -23,9 +25,9 @@ Sums are taken in float32, in the order of the ranks, and rounded once: all rank
 
 Source: the protocol LL of NCCL (``src/device/prims_ll.h``) for words with flags.
 
-Shape suffixes: T rows, E channels, W words of a row, N ranks, R rows of the counters. ``first`` and ``second`` are the
-two halves of words: bfloat16 channels ``2 * w`` and ``2 * w + 1``; a word of float32 has one channel, and ``second`` is
-zero.
+Shape suffixes: T rows, E channels, C columns of all ranks, W words of a row, N ranks, R rows of the counters. ``first``
+and ``second`` are the two halves of words: bfloat16 channels ``2 * w`` and ``2 * w + 1``; a word of float32 has one
+channel, and ``second`` is zero.
 """
 # mypy: ignore-errors
 
@@ -79,6 +81,27 @@ def _word(first_W, second_W, IS_PAIR: tl.constexpr):
 
 
 @triton.jit
+def _buffers(address_ptr, NUM_RANKS: tl.constexpr):
+    """Return pointers to the buffers of all ranks."""
+    buffers_ptr = ()
+    for rank in tl.static_range(NUM_RANKS):
+        buffer_ptr = tl.load(address_ptr + rank).to(tl.pointer_type(tl.int64))
+        buffers_ptr += (tl.multiple_of(buffer_ptr, 16),)
+    return buffers_ptr
+
+
+@triton.jit
+def _send(buffers_ptr, place, word_W, own_W, mask_W, epoch, RANK: tl.constexpr):
+    """Store words with the flag of the epoch into the buffers of all other ranks."""
+    flagged_W = (own_W.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+    for peer in tl.static_range(len(buffers_ptr)):
+        if peer != RANK:
+            tl.store(buffers_ptr[peer] + place + word_W, flagged_W, mask=mask_W)
+    # No store may move behind a loop that waits, since another rank may wait for it.
+    tl.debug_barrier()
+
+
+@triton.jit
 def _received(place_W_ptr, mask_W, epoch, max_polls):
     """Return words once they have the flag of the epoch."""
     flagged_W = tl.load(place_W_ptr, mask=mask_W, other=0, volatile=True)
@@ -124,10 +147,7 @@ def _sum_kernel(
         else:
             first_weight_W = tl.load(weight_ptr + word_W, mask=mask_W, other=0.0).to(tl.float32)
             second_weight_W = tl.zeros_like(first_weight_W)
-    buffers_ptr = ()
-    for rank in tl.static_range(NUM_RANKS):
-        buffer_ptr = tl.load(address_ptr + rank).to(tl.pointer_type(tl.int64))
-        buffers_ptr += (tl.multiple_of(buffer_ptr, 16),)
+    buffers_ptr = _buffers(address_ptr, NUM_RANKS)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     epoch = (tl.load(counter_ptr + row) & (LAST_EPOCH - 1)) + 1
@@ -135,12 +155,7 @@ def _sum_kernel(
     place = (epoch & 1) * (NUM_RANKS * SLOT) + row * MAX_WORDS
     x_W_ptr = (x_ptr + row * E).to(tl.pointer_type(tl.int32)) + word_W
     own_W = tl.load(x_W_ptr, mask=mask_W, other=0)
-    flagged_W = (own_W.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
-    for peer in tl.static_range(NUM_RANKS):
-        if peer != RANK:
-            tl.store(buffers_ptr[peer] + (place + RANK * SLOT) + word_W, flagged_W, mask=mask_W)
-    # No store may move behind the loop that waits, where another rank may wait for it.
-    tl.debug_barrier()
+    _send(buffers_ptr, place + RANK * SLOT, word_W, own_W, mask_W, epoch, RANK)
     if ADDS:
         residual_W = tl.load((residual_ptr + row * E).to(tl.pointer_type(tl.int32)) + word_W, mask=mask_W, other=0)
     for sender in tl.static_range(NUM_RANKS):
@@ -173,6 +188,75 @@ def _sum_kernel(
     # Not before all threads have read it.
     tl.debug_barrier()
     tl.store(counter_ptr + row, epoch)
+
+
+@triton.jit(do_not_specialize=["max_polls"])
+def _gather_kernel(
+    x_ptr,
+    out_ptr,
+    address_ptr,
+    counter_ptr,
+    max_polls,
+    NUM_WORDS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    MAX_WORDS: tl.constexpr,
+    LAST_EPOCH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    SLOT: tl.constexpr = MAX_ROWS * MAX_WORDS
+    row = tl.program_id(0)
+    word_W = tl.arange(0, BLOCK_W)
+    mask_W = word_W < NUM_WORDS
+    buffers_ptr = _buffers(address_ptr, NUM_RANKS)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    epoch = (tl.load(counter_ptr + row) & (LAST_EPOCH - 1)) + 1
+    place = (epoch & 1) * (NUM_RANKS * SLOT) + row * MAX_WORDS
+    own_W = tl.load(x_ptr + row * NUM_WORDS + word_W, mask=mask_W, other=0)
+    _send(buffers_ptr, place + RANK * SLOT, word_W, own_W, mask_W, epoch, RANK)
+    for sender in tl.static_range(NUM_RANKS):
+        if sender == RANK:
+            part_W = own_W
+        else:
+            part_W = _received(buffers_ptr[RANK] + (place + sender * SLOT) + word_W, mask_W, epoch, max_polls)
+        tl.store(out_ptr + (row * NUM_RANKS + sender) * NUM_WORDS + word_W, part_W, mask=mask_W)
+    # Not before all threads have read it.
+    tl.debug_barrier()
+    tl.store(counter_ptr + row, epoch)
+
+
+def gather_rows(
+    x_TW: Tensor, address_N: Tensor, counter_R: Tensor, rank: int, max_words: int, max_polls: int = -1
+) -> Tensor:
+    """Return all ranks' rows side by side.
+
+    Args:
+        x_TW: int32, contiguous.
+        max_polls: as the others, as ``sum_rows`` takes them.
+    """
+    num_rows, num_words = x_TW.shape
+    out_TC = x_TW.new_empty(num_rows, len(address_N) * num_words)
+    block = next_power_of_2(num_words)
+    _gather_kernel[(num_rows,)](
+        x_TW,
+        out_TC,
+        address_N,
+        counter_R,
+        max_polls,
+        NUM_WORDS=num_words,
+        BLOCK_W=block,
+        RANK=rank,
+        NUM_RANKS=len(address_N),
+        MAX_ROWS=len(counter_R),
+        MAX_WORDS=max_words,
+        LAST_EPOCH=LAST_EPOCH,
+        num_warps=_num_warps(block),
+        **overlap_options(x_TW),
+    )
+    return out_TC
 
 
 def sum_rows(
@@ -261,6 +345,10 @@ def _launch(
         LAST_EPOCH=LAST_EPOCH,
         ADDS=residual_TE is not None,
         IS_ZERO_CENTERED=is_zero_centered,
-        num_warps=min(MAX_WARPS, max(1, block // WORDS_OF_WARP)),
+        num_warps=_num_warps(block),
         **overlap_options(x_TE),
     )
+
+
+def _num_warps(num_words: int) -> int:
+    return min(MAX_WARPS, max(1, num_words // WORDS_OF_WARP))

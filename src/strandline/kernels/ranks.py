@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class FewRows(Protocol):
-    """Sums of few rows, taken faster than by ``Ranks.sum``. All ranks call the same functions in the same order."""
+    """Sums and gathers of few rows, faster than those of ``Ranks``. All ranks call alike, in the same order."""
 
     def can_sum(self, x: Tensor) -> bool:
         """Return whether a tensor of this shape and dtype can be summed here."""
@@ -24,6 +24,12 @@ class FewRows(Protocol):
         self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, *, is_zero_centered: bool
     ) -> tuple[Tensor, Tensor]:
         """Sum over all ranks, then do as ``add_rms_norm`` or ``add_rms_norm_zero_centered``."""
+
+    def can_gather(self, x: Tensor) -> bool:
+        """Return whether a matrix of this shape and dtype can be gathered here."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return all ranks' matrices side by side."""
 
 
 class Ranks(Protocol):
@@ -39,7 +45,7 @@ class Ranks(Protocol):
 
     @property
     def few_rows(self) -> FewRows | None:
-        """Faster sums of few rows, which ``sum`` uses, too; None: there are none."""
+        """Faster sums and gathers of few rows, which ``sum`` and ``gather`` use, too; None: there are none."""
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' tensors, which have one shape; ``x`` may be overwritten."""

@@ -36,7 +36,7 @@ def one_rank(tmp_path: Path) -> Iterator[ProcessRanks]:
 
 
 class TenTimes:
-    """Stands for sums of few rows."""
+    """Stands for sums and gathers of few rows."""
 
     def can_sum(self, x: torch.Tensor) -> bool:
         return len(x) <= 2
@@ -44,11 +44,19 @@ class TenTimes:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x * 10
 
+    def can_gather(self, x: torch.Tensor) -> bool:
+        return len(x) <= 2
 
-def test_backend_sums_what_is_not_few_rows(one_rank: ProcessRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 10
+
+
+def test_backend_sums_and_gathers_what_is_not_few_rows(one_rank: ProcessRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     assert one_rank.few_rows is None
     assert one_rank.sum(torch.ones(2, 4)).eq(1).all()
     monkeypatch.setattr(one_rank, "few_rows", TenTimes())
     assert one_rank.sum(torch.ones(2, 4)).eq(10).all()
     assert one_rank.sum(torch.ones(3, 4)).eq(1).all()
+    assert one_rank.gather(torch.ones(2, 4)).eq(10).all()
+    assert one_rank.gather(torch.ones(3, 4)).eq(1).all()
     assert one_rank.least(7) == 7

@@ -64,6 +64,29 @@ def test_shape_and_dtype_choose_the_way(num_ranks: int) -> None:
     assert not can_sum(of_shape(1, 2048, dtype=torch.float16))
 
 
+def test_matrices_of_few_short_rows_are_gathered() -> None:
+    can_gather = few_row_sums(2)[0].can_gather
+    assert can_gather(of_shape(1, 1, dtype=torch.int64))
+    assert can_gather(of_shape(MAX_SENT_ROWS // 2, 64, dtype=torch.int64))
+    assert can_gather(of_shape(1, MAX_ROW_BYTES // 8, dtype=torch.int64))
+    assert can_gather(of_shape(3, 2, dtype=torch.float16))
+    assert not can_gather(of_shape(MAX_SENT_ROWS // 2 + 1, 1, dtype=torch.int64))
+    assert not can_gather(of_shape(1, MAX_ROW_BYTES // 8 + 1, dtype=torch.int64))
+    assert not can_gather(of_shape(128, 1025, dtype=torch.int64))
+    assert not can_gather(of_shape(3, 3, dtype=torch.float16))
+    assert not can_gather(of_shape(0, 8, dtype=torch.int64))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
+def test_matrices_are_gathered_side_by_side(dtype: torch.dtype) -> None:
+    parts = [torch.randint(-9, 9, (6, 5), generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
+    *others, last = few_row_sums(3)
+    for sums, part in zip(others, parts, strict=False):
+        sums.gather(part.T, max_polls=0)
+    assert torch.equal(last.gather(parts[2].T), torch.cat([part.T for part in parts], dim=1))
+
+
 def test_buffers_have_room_for_what_is_taken() -> None:
     for num_ranks in (2, 3, 4, 8):
         parities, senders, rows, words = buffer_shape(num_ranks)

@@ -32,7 +32,7 @@ NORMS: dict[str, Operation[..., Any]] = {"plain": add_rms_norm, "zero-centred": 
 ROWS = (1, 8, 3, 1, 1, 5, 8, 2, 7, 1, 4)
 """Rows of one call after another: each row has epochs of its own."""
 
-KINDS = ("plain", "sum", "zero-centred")
+KINDS = ("plain", "sum", "zero-centred", "gather")
 
 
 class Inputs(NamedTuple):
@@ -73,9 +73,14 @@ def addresses(shared: list[Tensor]) -> Tensor:
 
 
 def check_call(given: Inputs, kind: str, address_N: Tensor, counter_R: Tensor, rank: int, max_words: int) -> None:
-    """Sum this rank's rows, with a norm or without, and compare."""
+    """Sum this rank's rows, with a norm or without, or gather them, and compare."""
     x_TE, residual_TE, total_TE = amid_nan(given.x_NTE[rank]), given.residual_TE, given.x_NTE.float().sum(0)
     total_TE = total_TE.to(x_TE.dtype)
+    if kind == "gather":
+        words_TW = x_TE.view(torch.int32)
+        out_TC = rank_sums_triton.gather_rows(words_TW, address_N, counter_R, rank, max_words)
+        assert torch.equal(out_TC.view(x_TE.dtype), torch.cat(list(given.x_NTE), dim=1))
+        return
     if kind == "sum":
         rank_sums_triton.sum_rows(x_TE, address_N, counter_R, rank, max_words)
     else:
@@ -149,6 +154,20 @@ def test_last_rank_finds_the_rows_of_all_others(kind: str, dtype: torch.dtype, n
     used = size * dtype.itemsize // 4
     assert not shared[-1][:, :, 2].any()
     assert not shared[-1][:, :, :2, used:].any()
+
+
+def test_a_rank_may_be_one_call_ahead() -> None:
+    shared = buffers(2)
+    counters = [torch.zeros(MAX_ROWS, dtype=torch.int32) for _ in range(2)]
+    for seed in range(0, 8, 2):
+        calls = [inputs(seed + ahead, 2, 3 - ahead, 128, torch.bfloat16) for ahead in range(2)]
+        for given in calls:
+            x_TE = given.x_NTE[0].clone()
+            rank_sums_triton.sum_rows(x_TE, addresses(shared), counters[0], 0, MAX_WORDS, max_polls=0)
+        for given in calls:
+            x_TE = given.x_NTE[1].clone()
+            rank_sums_triton.sum_rows(x_TE, addresses(shared), counters[1], 1, MAX_WORDS, max_polls=20)
+            assert torch.equal(x_TE, given.x_NTE.sum(0))
 
 
 def test_a_rank_that_is_alone_gives_up_after_its_polls() -> None:

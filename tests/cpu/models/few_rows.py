@@ -19,6 +19,12 @@ class CountingFewRows:
     def sum(self, x: Tensor) -> Tensor:
         return self._ranks.sum(x)
 
+    def can_gather(self, x: Tensor) -> bool:
+        return len(x) <= self._max_rows
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._ranks.gather(x)
+
     def add_norm(
         self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, *, is_zero_centered: bool
     ) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Two GPUs sum few rows to the same bits as NCCL, alone or with the norm behind, in CUDA graphs and outside.
+"""Two GPUs sum and gather few rows as NCCL, to the bit; with the norm behind, too; in CUDA graphs and outside.
 
 Any order of adding two numbers gives the same bits.
 """
@@ -64,6 +64,16 @@ def compare_calls(ranks: ProcessRanks, dtype: torch.dtype) -> None:
         found = [ranks.sum(x.clone()) for x in inputs]
         for x, total, other in zip(inputs, found, wanted, strict=True):
             assert torch.equal(total, other), (x.shape, dtype)
+
+
+def compare_gathers(ranks: ProcessRanks) -> None:
+    """Between sums, whose buffers they share."""
+    for num_rows in (1, 3, 64, MAX_ROWS, MAX_ROWS + 1):
+        for columns in (1, 65, 1024):
+            x = torch.arange(num_rows * columns, device=f"cuda:{ranks.rank}").view(num_rows, columns)
+            found = ranks.gather(x + 1_000_000_000_000 * ranks.rank)
+            assert torch.equal(found, torch.cat([x, x + 1_000_000_000_000], dim=1))
+            assert bool((ranks.sum(torch.ones(num_rows, 2048, device=x.device)) == 2).all())
 
 
 def compare_norms(ranks: ProcessRanks, dtype: torch.dtype) -> None:
@@ -149,6 +159,7 @@ def run_rank(place: RankPlace) -> None:
             compare_calls(ranks, dtype)
             compare_norms(ranks, dtype)
             compare_graphs(ranks, dtype)
+        compare_gathers(ranks)
         compare_others(ranks)
     torch.cuda.synchronize()
     ranks.close()
