@@ -96,7 +96,8 @@ def _send(buffers_ptr, place, word_W, own_W, mask_W, epoch, RANK: tl.constexpr):
     flagged_W = (own_W.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
     for peer in tl.static_range(len(buffers_ptr)):
         if peer != RANK:
-            tl.store(buffers_ptr[peer] + place + word_W, flagged_W, mask=mask_W)
+            # Written through: a store that other GPUs see, as a volatile one.
+            tl.store(buffers_ptr[peer] + place + word_W, flagged_W, mask=mask_W, cache_modifier=".wt")
     # No store may move behind a loop that waits, since another rank may wait for it.
     tl.debug_barrier()
 

@@ -1,7 +1,7 @@
 """Ranks in processes of their own sum rows through memory that they share, as GPUs do over NVLink.
 
 A kernel really waits here until another process has stored its words. Numbers are such that sums have no rounding
-error: the interpreter cuts bfloat16 off where a GPU rounds it.
+error: the interpreter cuts bfloat16 off where a GPU rounds it. The ``check_`` functions run on any device.
 """
 
 import multiprocessing
@@ -41,16 +41,19 @@ class Inputs(NamedTuple):
     weight_E: Tensor
 
 
-def inputs(seed: int, num_ranks: int, num_rows: int, size: int, dtype: torch.dtype) -> Inputs:
+def inputs(
+    seed: int, num_ranks: int, num_rows: int, size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
     x_NTE = torch.randint(-16, 17, (num_ranks, num_rows, size), generator=generator) / 8
     residual_TE = torch.randint(-16, 17, (num_rows, size), generator=generator) / 8
-    return Inputs(x_NTE.to(dtype), residual_TE.to(dtype), torch.randn(size, generator=generator).to(dtype))
+    weight_E = torch.randn(size, generator=generator)
+    return Inputs(*(x.to(device, dtype) for x in (x_NTE, residual_TE, weight_E)))
 
 
 def amid_nan(x: Tensor) -> Tensor:
     """Return a tensor in the middle of a storage that is NaN before and behind."""
-    wide = torch.full((len(x) + 2, *x.shape[1:]), torch.nan, dtype=x.dtype)
+    wide = x.new_full((len(x) + 2, *x.shape[1:]), torch.nan)
     wide[1:-1] = x
     return wide[1:-1]
 
@@ -69,7 +72,7 @@ def buffers(num_ranks: int, max_rows: int = MAX_ROWS, max_words: int = MAX_WORDS
 
 
 def addresses(shared: list[Tensor]) -> Tensor:
-    return torch.tensor([buffer.data_ptr() for buffer in shared])
+    return torch.tensor([buffer.data_ptr() for buffer in shared], device=shared[0].device)
 
 
 def check_call(given: Inputs, kind: str, address_N: Tensor, counter_R: Tensor, rank: int, max_words: int) -> None:
@@ -142,10 +145,19 @@ def test_processes_sum_rows_call_after_call(num_ranks: int, size: int, dtype: to
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("num_ranks", "size"), [(2, 2), (2, 2048), (3, 5120), (8, 258)])
 def test_last_rank_finds_the_rows_of_all_others(kind: str, dtype: torch.dtype, num_ranks: int, size: int) -> None:
-    shared, max_words = buffers(num_ranks, 3, 8192), 8192
+    check_last_rank(buffers(num_ranks, 3, 8192), kind, dtype, size)
+
+
+def check_last_rank(shared: list[Tensor], kind: str, dtype: torch.dtype, size: int) -> None:
+    """The others store their rows and do not wait.
+
+    Args:
+        shared: buffers of three rows.
+    """
+    num_ranks, max_words, device = len(shared), shared[0].shape[-1], shared[0].device
     for seed in range(3):
-        given = inputs(seed, num_ranks, 2, size, dtype)
-        counters = [torch.full((3,), seed, dtype=torch.int32) for _ in range(num_ranks)]
+        given = inputs(seed, num_ranks, 2, size, dtype, device)
+        counters = [torch.full((3,), seed, dtype=torch.int32, device=device) for _ in range(num_ranks)]
         for rank in range(num_ranks - 1):
             x_TE = given.x_NTE[rank].clone()
             rank_sums_triton.sum_rows(x_TE, addresses(shared), counters[rank], rank, max_words, max_polls=0)
