@@ -83,6 +83,8 @@ class TorchSymmetricMemory:
             raise RuntimeError("torch.distributed has no process group")
         handle: Any = _symmetric_memory.rendezvous(buffer, group.group_name)
         views = [handle.get_buffer(rank, buffer.shape, buffer.dtype) for rank in range(self._num_ranks)]
+        if views[handle.rank].data_ptr() != buffer.data_ptr():
+            raise RuntimeError("this rank's buffer lies at another address than torch says")
         return [view.data_ptr() for view in views], (buffer, handle, views)
 
 

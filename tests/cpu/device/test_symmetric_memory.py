@@ -5,6 +5,7 @@ Ranks are threads, and the kernel is replaced: its sums are those of the threads
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,6 +112,30 @@ def test_memory_that_works_is_tried_and_not_logged(connect: Connect, caplog: pyt
         assert sums.connection.rank == rank
         assert sums.connection.address_N.tolist() == [0, 10, 20]
         assert sums.connection.counter_R.tolist() == [0] * buffer_shape(3)[2]
+
+
+class FakeHandle:
+    """Buffers as torch gives them; this rank's own may be another tensor."""
+
+    rank = 1
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+
+    def get_buffer(self, rank: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return self._tensors[rank].view(dtype).view(shape)
+
+
+def test_addresses_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.zeros(2, 8, dtype=torch.int64) for _ in range(2)]
+    distributed = SimpleNamespace(group=SimpleNamespace(WORLD=SimpleNamespace(group_name="all")))
+    monkeypatch.setattr(symmetric_memory, "dist", distributed)
+    monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", lambda buffer, group: FakeHandle(tensors))
+    memory = TorchSymmetricMemory(torch.device("cpu"), 2)
+    addresses, _ = memory.exchange(tensors[1])
+    assert addresses == [tensor.data_ptr() for tensor in tensors]
+    with pytest.raises(RuntimeError, match="another address"):
+        memory.exchange(tensors[0])
 
 
 def test_memory_needs_triton() -> None:
