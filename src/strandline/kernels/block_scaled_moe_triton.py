@@ -51,9 +51,9 @@ from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
 MAX_TOKENS_FEW = 4
 """With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
 
-FEW = (Few(4, 512, 1, 8, 8), Few(4, 512, 1, 8, 8))
-"""For one token, and for more, whose launches are not tuned. A program of one warp needs no barrier. Of the second
-product every warp has one of eight choices."""
+FEW = (Few(4, 512, 1, 8, 8), Few(4, 512, 1, 8, 4))
+"""For one token, and for more (benchmarks/kernels/block_scaled_moe.py). A program of one warp needs no barrier. Of the
+second product of one token every warp has one of eight choices."""
 
 MAX_TOKENS_JOINED = 256
 """With more tokens, a product of its own for the shared expert is faster than the programs of one expert."""
