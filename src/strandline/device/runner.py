@@ -21,20 +21,14 @@ from strandline.device.batch import HostBatch, build_host_batch, split_by_blocks
 from strandline.device.cache_actions import CacheActions
 from strandline.device.divided_sampling import SAMPLING_OPERATIONS
 from strandline.device.draft_layer import is_resumed, make_drafts, pairs_of
-from strandline.device.failures import catch_failure
 from strandline.device.grammar_mask import GuardedMatcher
 from strandline.device.graphs import StepGraphs, StepHidden
 from strandline.device.heap import keep_scratch_memory
 from strandline.device.padded_step import StepSize
 from strandline.device.padded_verification import VerificationSize
 from strandline.device.pending import NO_STOPS, PendingTokens
-from strandline.device.sampler import (
-    ChosenTokens,
-    LogprobTensors,
-    SamplingState,
-    choose_independently,
-    choose_tokens,
-)
+from strandline.device.prompt_logprobs import fetch_prompt_logprobs
+from strandline.device.sampler import ChosenTokens, SamplingState, choose_independently, choose_tokens
 from strandline.device.step_in_flight import StepInFlight
 from strandline.device.threads import one_thread
 from strandline.device.transfers import Transfers
@@ -70,9 +64,6 @@ RUNNER_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
 
 LAUNCH_BOUND_TOKENS = 4096
 """Up to this many tokens a GPU runs a step in less time than its kernels take to launch one by one."""
-
-LOGPROB_ROWS = 256
-"""Prompt tokens whose logits are in memory at a time: a step's scratch memory must not depend on requests' options."""
 
 SERIAL_STEP_TOKENS = 4
 """Up to this many tokens a step runs on one CPU thread. Its operations are too small to gain from more, and on a busy
@@ -430,7 +421,8 @@ class Runner:
         if hidden is None:
             launched.is_launch_bound = self._is_launch_bound(host)
             _, hidden = self._run_eagerly(host)
-        self._prompt_logprobs(ordered, host, hidden, launched)
+        ranks = self._kernels.ranks
+        fetch_prompt_logprobs(ordered, host, hidden, self.model.logits, self._states, ranks, launched)
         return host, hidden
 
     def _is_launch_bound(self, host: HostBatch) -> bool:
@@ -452,31 +444,6 @@ class Runner:
         """Return the hidden states that lie in the sequences' source slots."""
         (slots_N,) = upload_together([[sequence.state_src for sequence in sequences]], self.device)
         return self.arena.hidden_SE[slots_N]
-
-    def _prompt_logprobs(
-        self,
-        sequences: list[SequencePlan],
-        host: HostBatch,
-        hidden: StepHidden,
-        launched: StepInFlight,
-    ) -> None:
-        """Fetch the log-probabilities of prompts' tokens, of those sequences that ask for them."""
-        rows = host.query_starts_N1[:-1] + (hidden.first_prompt_row - host.num_decode_rows)
-        rows[: host.num_decodes] = host.query_starts_N1[: host.num_decodes]
-        for row, sequence in zip(rows.tolist(), sequences, strict=True):
-            state = self._states[sequence.request_id]
-            num_top = state.params.prompt_logprobs
-            prompt = state.new.prompt_ids
-            end = min(sequence.end, len(prompt) - 1)
-            if num_top is None or end <= sequence.start:
-                continue
-            (tokens_N,) = upload_together([prompt[sequence.start + 1 : end + 1]], self.device)
-            rows_NE = hidden.hidden_TE[row : row + len(tokens_N)]
-            with catch_failure(launched.failures, sequence.request_id):
-                for hidden_NE, token_N in zip(rows_NE.split(LOGPROB_ROWS), tokens_N.split(LOGPROB_ROWS), strict=True):
-                    logits_NP, tops = self.model.logits(hidden_NE), [num_top] * len(token_N)
-                    tensors = LogprobTensors.of(logits_NP, token_N, tops, self._kernels.ranks)
-                    launched.take_prompt_logprobs(sequence.request_id, tensors)
 
     def _sample(
         self,

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from strandline import LLM, SamplingParams, env
-from strandline.device import dtypes, runner
+from strandline.device import dtypes, prompt_logprobs
 from strandline.device.uni_executor import PREFAULTED_BYTES
 from strandline.errors import ConfigError, RequestError
 from strandline.kernels.binding import why_unavailable
@@ -115,7 +115,7 @@ def test_prompt_logprobs_do_not_depend_on_step_sizes(make_llm: MakeLLM, monkeypa
         make_llm(max_num_batched_tokens=size).generate([prompt], params, use_tqdm=False)[0].prompt_logprobs
         for size in (2048, 7)
     ]
-    monkeypatch.setattr(runner, "LOGPROB_ROWS", 20)
+    monkeypatch.setattr(prompt_logprobs, "LOGPROB_ROWS", 20)
     runs.append(make_llm().generate([prompt], params, use_tqdm=False)[0].prompt_logprobs)
     values = [[next(iter(entry.values())).logprob for entry in run[1:]] for run in runs if run]
     assert values[0] == pytest.approx(values[1], abs=1e-4)
