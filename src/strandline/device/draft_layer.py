@@ -9,10 +9,12 @@ A sequence that resumes behind position ``p - 1`` makes that position's pair aga
 state lies in the snapshot. Where ``p`` is a multiple of the block size, the pair is in a shared block and keeps the
 token that was next when it was published; one key of the draft layer may differ then, and no token of the output.
 
-Shape suffixes: X rows to choose from, T pairs, N sequences, E hidden size.
+A step that makes no drafts keeps the pairs alone: of decodes as here, of prompts as ``kept_pairs.py`` describes.
+
+Shape suffixes: X rows to choose from, T pairs, N sequences, P tokens that the step sampled, E hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +24,7 @@ from strandline.device.batch import build_host_batch, to_device
 from strandline.device.divided_sampling import likeliest
 from strandline.device.upload import upload_together
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, PendingToken
+from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.models.protocol import DraftingModel, ModelMemory
 from strandline.records.plan import SequencePlan
@@ -70,6 +73,41 @@ def pairs_of(
     if not tokens:
         return None
     return Pairs(index, _pair_plan(sequence, start, tokens, kv_start), rows, 0 if is_over else sequence.next_drafts)
+
+
+def pairs_of_step(
+    sequences: Sequence[SequencePlan],
+    sampled: Mapping[int, Sequence[int]],
+    ends: Mapping[int, int],
+    stored_row_of: Mapping[int, int],
+) -> list[Pairs]:
+    """Return the pairs of all sequences of a step.
+
+    Args:
+        sampled: by place in the plan, tokens that were sampled behind the certain ones.
+        ends: where the hidden states of a sequence's rows end; of those that compute something.
+        stored_row_of: where the hidden state is from which a sequence resumes.
+    """
+    pairs = [
+        pairs_of(
+            index,
+            sequence,
+            sampled.get(index, ()),
+            ends.get(index, 0) - (sequence.end - sequence.start),
+            # The step before has made the pair that a pending token ends.
+            None if sequence.pending else stored_row_of.get(index),
+        )
+        for index, sequence in enumerate(sequences)
+    ]
+    return [pair for pair in pairs if pair is not None]
+
+
+def keep_decoded(
+    model: DraftingModel, memory: ModelMemory, batch: StepBatch, hidden_TE: Tensor, sampled_P: Tensor
+) -> None:
+    """Make the pairs of decodes, each ending with the token that was sampled behind it."""
+    pairs = replace(batch, token_ids_T=sampled_P[: len(hidden_TE)].clamp_min(0))
+    model.keep_for_drafts(pairs, hidden_TE, memory)
 
 
 def _pair_plan(sequence: SequencePlan, start: int, tokens: tuple[int, ...], kv_start: int) -> SequencePlan:

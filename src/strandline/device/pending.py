@@ -34,14 +34,19 @@ class PendingTokens:
         self._device = device
         self.sampled_P = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.stop_ids_XI = torch.full((MAX_STOP_SETS, MAX_STOP_IDS), NO_TOKEN, dtype=torch.int64, device=device)
-        self._row_of: dict[RequestId, int] = {}
+        self.row_of: dict[RequestId, int] = {}
+        """Where each request's token is among those sampled last; empty if the last step verified drafts."""
         self._set_of: dict[frozenset[int], int] = {}
 
     def remember(self, tokens_P: Tensor, request_ids: Sequence[RequestId]) -> None:
         """Store the tokens that a step samples."""
         if tokens_P.data_ptr() != self.sampled_P.data_ptr():
             self.sampled_P[: len(tokens_P)].copy_(tokens_P)
-        self._row_of = {request_id: row for row, request_id in enumerate(request_ids)}
+        self.row_of = {request_id: row for row, request_id in enumerate(request_ids)}
+
+    def forget(self) -> None:
+        """Take no token of the steps so far for pending any more."""
+        self.row_of = {}
 
     def resolve(self, step: StepBatch, columns: SequenceColumns[Tensor]) -> None:
         """Fill in a step's pending tokens, on the device."""
@@ -62,7 +67,7 @@ class PendingTokens:
         """Return each sequence's row among the tokens sampled last, and its set of stop tokens; None: none pends."""
         if not any(s.pending for s in sequences):
             return None
-        row_of = self._row_of
+        row_of = self.row_of
         rows = [row_of[s.request_id] if s.pending else 0 for s in sequences]
         stops = [
             states[s.request_id].new.stop_ids if s.pending is PendingToken.MAY_STOP else NO_STOPS for s in sequences

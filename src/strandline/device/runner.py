@@ -9,7 +9,6 @@ host behind the step.
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Final, cast
 
@@ -20,10 +19,11 @@ from strandline.cache import Action
 from strandline.device.batch import HostBatch, build_host_batch, split_by_blocks, to_device
 from strandline.device.cache_actions import CacheActions
 from strandline.device.divided_sampling import SAMPLING_OPERATIONS
-from strandline.device.draft_layer import is_resumed, make_drafts, pairs_of
+from strandline.device.draft_layer import is_resumed, keep_decoded, make_drafts, pairs_of_step
 from strandline.device.grammar_mask import GuardedMatcher
 from strandline.device.graphs import StepGraphs, StepHidden
 from strandline.device.heap import keep_scratch_memory
+from strandline.device.kept_pairs import KeptRun, keep_pairs, repeated_runs, repeats_pair, runs_of
 from strandline.device.padded_step import StepSize
 from strandline.device.padded_verification import VerificationSize
 from strandline.device.pending import NO_STOPS, PendingTokens
@@ -199,15 +199,15 @@ class Runner:
                 self._kernels,
                 sizes=sizes,
                 max_model_len=max_model_len,
-                keep_for_drafts=None if self._memory.draft is None else self._keep_for_drafts,
+                keep_for_drafts=None if self._memory.draft is None else self._keep_decoded,
                 progress=progress,
             )
 
     def _compute(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         has_layer, has_drafts = self._memory.draft is not None, any(sequence.num_drafts for sequence in sequences)
-        if has_layer and all(sequence.is_plain_decode for sequence in sequences):
+        if has_layer and all(sequence.is_plain for sequence in sequences):
             self._verified_rows = {}
-            self._decode_beside_draft_layer(sequences, launched)
+            self._compute_beside_draft_layer(sequences, launched)
             return
         has_logged_drafts = any(sequence.log and not sequence.is_decode for sequence in sequences)
         if (has_layer or has_logged_drafts) and self._replay_verification(sequences, launched):
@@ -227,8 +227,22 @@ class Runner:
                     hidden_NE = hidden_NE[rows_N]
                 self._sample(sequences, self.model.logits(hidden_NE), launched)
 
+    def _compute_beside_draft_layer(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
+        """Compute as a model without a draft layer; then keep what the layer needs in order to draft later."""
+        order, num_decodes = _order(sequences)
+        if all(sequence.is_plain_decode for sequence in sequences):
+            self._repeat_pairs(sequences)
+            self._decode_beside_draft_layer(sequences, launched)
+            return
+        hidden_XE, ends, stored_row_of = self._hidden_of_rows(sequences, order, num_decodes, launched)
+        sampled = [index for index, sequence in enumerate(sequences) if sequence.is_sampled]
+        if sampled:
+            last_rows = [ends[index] - 1 if index in ends else stored_row_of[index] for index in sampled]
+            (rows_N,) = upload_together([last_rows], self.device)
+            self._sample(sequences, self.model.logits(hidden_XE[rows_N]), launched)
+        self._keep_pairs(runs_of(sequences, ends, stored_row_of), hidden_XE)
+
     def _decode_beside_draft_layer(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
-        """Decode as a model without a draft layer; then keep what the layer needs in order to draft later."""
         num_decodes = len(sequences)
         if self._replay_decodes(sequences, num_decodes, launched):
             return
@@ -236,12 +250,19 @@ class Runner:
         launched.is_launch_bound = self._is_launch_bound(host)
         batch, hidden = self._run_eagerly(host)
         self._sample(sequences, self.model.logits(hidden.last_NE), launched)
-        self._keep_for_drafts(batch, hidden.hidden_TE)
+        self._keep_decoded(batch, hidden.hidden_TE)
 
-    def _keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor) -> None:
-        """Make the draft layer's pairs of decodes, each ending with the token that was sampled behind it."""
-        pairs = replace(batch, token_ids_T=self._pending.sampled_P[: len(hidden_TE)].clamp_min(0))
-        cast(DraftingModel, self.model).keep_for_drafts(pairs, hidden_TE, self._memory)
+    def _keep_decoded(self, batch: StepBatch, hidden_TE: Tensor) -> None:
+        keep_decoded(cast(DraftingModel, self.model), self._memory, batch, hidden_TE, self._pending.sampled_P)
+
+    def _keep_pairs(self, runs: Sequence[KeptRun], hidden_XE: Tensor) -> None:
+        keep_pairs(cast(DraftingModel, self.model), self._memory, runs, hidden_XE, self._pending.sampled_P)
+
+    def _repeat_pairs(self, sequences: Sequence[SequencePlan]) -> None:
+        """Make the pairs again that end with the first tokens of sequences behind shared snapshots."""
+        repeating = [sequence for sequence in sequences if repeats_pair(sequence)]
+        if repeating:
+            self._keep_pairs(repeated_runs(repeating), self._stored_hidden(repeating))
 
     def _compute_with_drafts(
         self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: StepInFlight
@@ -270,18 +291,7 @@ class Runner:
             self._store(hidden_XE, last_rows_N, self.arena.hidden_SE, slots_N)
         if self._memory.draft is not None:
             sampled = {sequence.index: sequence.token_ids for sequence in verified}
-            pairs = [
-                pairs_of(
-                    index,
-                    sequence,
-                    sampled.get(index, ()),
-                    ends.get(index, 0) - (sequence.end - sequence.start),
-                    # The step before has made the pair that a pending token ends.
-                    None if sequence.pending else stored_row_of.get(index),
-                )
-                for index, sequence in enumerate(sequences)
-            ]
-            wanted = [pair for pair in pairs if pair is not None]
+            wanted = pairs_of_step(sequences, sampled, ends, stored_row_of)
             model = cast(DraftingModel, self.model)
             launched.drafts = make_drafts(model, self._memory, self._kernels, wanted, hidden_XE)
 
@@ -303,7 +313,7 @@ class Runner:
             ends_N[host.num_decodes :] += hidden.first_prompt_row - host.num_decode_rows
             ends = dict(zip(order, ends_N.tolist(), strict=True))
             num_rows = len(hidden.hidden_TE)
-            hidden_XE = torch.cat((hidden.hidden_TE, hidden_XE))
+            hidden_XE = torch.cat((hidden.hidden_TE, hidden_XE)) if resumed else hidden.hidden_TE
         return hidden_XE, ends, dict(zip(resumed, range(num_rows, num_rows + len(resumed)), strict=True))
 
     def _compute_one_by_one(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
@@ -360,15 +370,23 @@ class Runner:
         is_independent = all(state.is_independent for state in states)
         is_compared_here = not is_independent or any(state.stop_finder is not None for state in states)
         stops = [NO_STOPS if is_compared_here else state.new.stop_ids for state in states]
-        row_of = self._verified_rows
         pending = [sequence.request_id for sequence in sequences if sequence.pending]
+        if pending and is_compared_here:
+            raise EngineError(f"requests {pending} were planned before tokens were known that the host has to compare")
+        if pending and not self._verified_rows:
+            self._verified_rows = self._pending.row_of
+            graphs.take_sampled(self._pending.sampled_P[: len(self._verified_rows)])
+        row_of = self._verified_rows
         if not all(request_id in row_of for request_id in pending):
             raise EngineError(f"of requests {pending} are drafts awaited, but the last step verified only {[*row_of]}")
         source_rows = [row_of[sequence.request_id] if sequence.pending else 0 for sequence in sequences]
         step = graphs.verify(sequences, source_rows, self._pending.stop_sets(stops), verdicts)
         if step is None:
             return False
+        self._pending.forget()
         self._verified_rows = {sequence.request_id: row for row, sequence in enumerate(sequences)}
+        if self._memory.draft is not None:
+            self._repeat_pairs(sequences)
         logits_TV = self.model.logits(step.hidden_TE)[:num_rows]
         if is_independent:
             by_row = [state for sequence, state in zip(verified, states, strict=True) for _ in range(sequence.num_rows)]

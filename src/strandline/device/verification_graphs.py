@@ -171,6 +171,11 @@ class VerificationGraphs:
             step.drafts_ND = torch.stack(drafts, dim=1)
             self._last.drafts_PD[: len(step.drafts_ND), : len(drafts)].copy_(step.drafts_ND)
 
+    def take_sampled(self, tokens_P: Tensor) -> None:
+        """Take what a step without drafts has sampled: the next step continues as if it had verified none."""
+        self._last.tokens_P[: len(tokens_P)].copy_(tokens_P)
+        self._last.num_accepted_P[: len(tokens_P)].zero_()
+
     def verify(
         self,
         sequences: Sequence[SequencePlan],

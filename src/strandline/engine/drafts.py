@@ -44,8 +44,10 @@ class Drafts:
         self._cache, self.drafter, self.chooser = cache, drafter, chooser
         # N-grams are looked up in tokens that have reached the host.
         self.corrects_lengths = corrects_lengths and isinstance(drafter, DraftLayerDrafter)
-        self._is_beside_prompts = False
-        """Whether the planned step computes prompts, and therefore verifies no drafts."""
+        self._is_kept_plain = False
+        """Whether the planned step neither verifies nor makes drafts because no graph would do so."""
+        self.is_completed = False
+        """Whether the device completes the last planned step where the host does not know its tokens yet."""
         self._is_verification = False
         """Whether the last planned step computes certain tokens and drafts alone, and drafts behind all of them."""
         self._draft_tokens = draft_tokens
@@ -104,6 +106,7 @@ class Drafts:
 
     def end_step(self, sequences: Sequence[SequencePlan], num_running: int) -> None:
         """Note what was planned, and choose the depth of the next step."""
+        self.is_completed = self.corrects_lengths and all(x.is_verification for x in sequences)
         self._is_verification = all(x.is_verification and x.next_drafts > 0 for x in sequences)
         is_of_decodes = all(x.end - x.start == 1 + x.num_drafts for x in sequences)
         if self._may_rest and self._num_lookups and not self._num_found:
@@ -130,10 +133,14 @@ class Drafts:
             self._steps_to_lookup = self._lookup_steps
             self._lookup_steps = min(2 * self._lookup_steps, MOST_STEPS_BETWEEN_LOOKUPS)
 
+    def can_draft_ahead(self, running: Iterable[Request]) -> bool:
+        """Whether the step after a plain one can draft before that is settled; or be plain, where it has to be."""
+        return self.corrects_lengths and _are_independent(running)
+
     def can_verify_ahead(self, running: Iterable[Request]) -> bool:
         """Whether the next step can verify what is drafted in the last planned one, before that is settled."""
         can_correct = self.corrects_lengths and self._is_verification and not self.must_settle
-        return can_correct and all(r.is_independent and not r.params.stop_strings for r in running)
+        return can_correct and _are_independent(running)
 
     def verify_ahead(self, request: Request, lease: Lease, budget: int) -> list[Span]:
         """Return what a sequence does in a step that is planned before the step under way is settled; or nothing.
@@ -158,6 +165,8 @@ class Drafts:
     def next_drafts(self, span: Span) -> int:
         """Return how many tokens the draft layer drafts behind the step, for the next one."""
         request, lease, _, end, drafts = span
+        if self._is_kept_plain:
+            return 0
         before = self.unsettled.get(request.request_id)
         num_unsettled = 0 if before is None else before.num_drafts
         remaining = request.max_total - num_unsettled
@@ -167,21 +176,33 @@ class Drafts:
             return 0
         return most if self._cache.extend(lease, end + num_unsettled + most - 1) else 0
 
-    def without_drafts_beside_prompts(self, spans: list[Span]) -> list[Span]:
-        """Return a step's spans without drafts to verify, if it also computes prompts and CUDA graphs exist.
+    def keep_plain(self, spans: list[Span]) -> list[Span]:
+        """Return a step's spans; without their drafts, and making none, where CUDA graphs exist but none would do so.
 
-        No graph verifies drafts beside prompts, and to launch the kernels one by one takes longer than the drafts
-        save. The step drafts anew. Drafts that were accepted before are folded first.
+        Graphs verify and make drafts only where every sequence computes a token of its output, and no snapshot is due.
+        To launch the kernels one by one, and to wait for each draft, takes longer than drafts save. Without drafts the
+        step is replayed as that of a model without a draft layer. What was accepted before is folded first. The step
+        after it drafts.
         """
-        is_mixed = any(end - start - len(drafts) > 1 for _, _, start, end, drafts in spans)
-        self._is_beside_prompts = is_mixed and self.corrects_lengths and not self.unsettled
-        if not self._is_beside_prompts:
+        self._is_kept_plain = self.corrects_lengths and not self.unsettled and not self._are_verified(spans)
+        if not self._is_kept_plain:
             return spans
         return [(request, lease, start, end - len(drafts), NO_DRAFTS) for request, lease, start, end, drafts in spans]
 
+    def _are_verified(self, spans: Sequence[Span]) -> bool:
+        """Whether graphs can verify and make drafts in a step, and the device complete what the host does not know."""
+        is_complete = _are_known(spans) or _are_independent(span[0] for span in spans)
+        return is_complete and all(map(self._is_verified, spans))
+
+    def _is_verified(self, span: Span) -> bool:
+        """Whether a graph can verify a sequence's drafts, none included, and draft behind it."""
+        request, lease, start, end, drafts = span
+        is_certain_token = end - len(drafts) == request.num_tokens == start + 1 > request.num_prompt_tokens
+        return is_certain_token and not self._cache.is_cut_due(lease, end)
+
     def reserve(self, lease: Lease, end: int, num_drafts: int, keeps_logs: bool) -> Reservation:
         """Reserve a step: a sequence with drafts, or with a log of them, is prefilled."""
-        is_replayed = num_drafts > 0 or (lease.has_logged_drafts and not self._is_beside_prompts)
+        is_replayed = num_drafts > 0 or (lease.has_logged_drafts and not self._is_kept_plain)
         grant = self._cache.reserve_step(lease, end, wants_log=is_replayed or keeps_logs, num_drafts=num_drafts)
         return is_replayed and grant.log != NULL_LOG, grant
 
@@ -198,3 +219,13 @@ class Drafts:
         """Take the time of a step."""
         if self.chooser is not None:
             self.chooser.observe(plan, seconds)
+
+
+def _are_independent(requests: Iterable[Request]) -> bool:
+    """Whether tokens of those requests that decode are chosen and compared with stop tokens on the device alone."""
+    return all(r.is_independent and not r.params.stop_strings for r in requests if r.is_introduced)
+
+
+def _are_known(spans: Iterable[Span]) -> bool:
+    """Whether the host knows the first tokens of spans behind the prompt."""
+    return all(start - r.num_prompt_tokens < len(r.output_ids) for r, _, start, _, _ in spans)

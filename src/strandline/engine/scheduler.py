@@ -160,25 +160,23 @@ class Scheduler:
     def can_run_ahead(self) -> bool:
         """Whether the next step can be planned before the tokens of the previous one are known.
 
-        With drafts, where both are plain: the previous one has none and makes none, nor may the next one. Or where both
-        verify what a draft layer drafts. Beside such a layer steps with prompts are neither.
+        With drafts, where the previous one is plain: it has none and makes none. The next one is plain, too, or a CUDA
+        graph drafts. Or where both verify what a draft layer drafts, and no prompt is admitted.
         """
+        drafts = self.drafts
         if self._num_on_host:
             return False
-        if self.drafts.drafter is None:
+        if drafts.drafter is None:
             return True
-        is_alike = self.drafts.can_verify_ahead(self.running) or (self._is_plain and not self.drafts.depth)
-        return is_alike and not self._may_admit_beside_layer
-
-    @property
-    def _may_admit_beside_layer(self) -> bool:
-        has_room = len(self.running) < self.max_num_seqs
-        return self.drafts.has_layer and has_room and self.waiting.has_admissible
+        if self._is_plain:
+            return not drafts.depth or drafts.can_draft_ahead(self.running)
+        may_admit = len(self.running) < self.max_num_seqs and self.waiting.has_admissible
+        return drafts.can_verify_ahead(self.running) and not may_admit
 
     @property
     def can_launch_ahead(self) -> bool:
         """Whether the step that was just planned can be launched before the previous one is settled."""
-        return self._is_plain or len(self.drafts.unsettled) > 0
+        return self._is_plain or self.drafts.is_completed
 
     def plan(self) -> StepPlan | None:
         """Plan the next step; None when no request can run before a step is settled, or a load or a hold has ended.
@@ -201,7 +199,7 @@ class Scheduler:
             self._plan_waiting(spans, budget)
         self._long_prefills.end_step()
         self._look_ahead()
-        spans = drafts_of.without_drafts_beside_prompts(spans)
+        spans = drafts_of.keep_plain(spans)
         next_drafts = list(map(drafts_of.next_drafts, spans)) if drafts_of.has_layer else []
         # All reservations come before the first record: one that needs a slot may move blocks of any sequence.
         has_drafts = drafts_of.drafter is not None and (
@@ -216,7 +214,7 @@ class Scheduler:
         sequences = list(map(sequence_plan, spans, grants))
         if drafts_of.has_layer:
             sequences = list(map(with_next, sequences, spans, next_drafts))
-            has_drafts = not all(sequence.is_plain_decode for sequence in sequences)
+            has_drafts = not all(sequence.is_plain for sequence in sequences)
         if not sequences:
             if self._planned or self.cache.loads or self.cache.holds:
                 return None
@@ -414,6 +412,9 @@ class Scheduler:
             if lease is None:
                 # It ended while the step was in flight; the device has not changed its state.
                 continue
+            if sequence.is_sampled:
+                # They are behind a token that is no longer the last.
+                request.drafts = NO_DRAFTS
             if sequence.num_drafts:
                 # One token is computed, and one sampled, whichever drafts agree.
                 cache_commit(lease, lease.computed + 1)

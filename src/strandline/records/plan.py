@@ -68,15 +68,19 @@ class SequencePlan(NamedTuple):
         return self.state_src in (NULL_SLOT, self.state_dst)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it computes as if there were no drafts: none to verify, none in its log, none to make."""
+        return not (self.num_drafts or self.next_drafts or (self.log and not self.is_decode))
+
+    @property
     def is_plain_decode(self) -> bool:
-        """Whether it decodes from a state of its own as if there were no drafts: none to verify, none to make."""
-        return self.is_decode and self.is_sampled and self.has_own_state and not self.next_drafts
+        """Whether it decodes as if there were no drafts."""
+        return self.is_decode and self.is_sampled and not self.next_drafts
 
     @property
     def is_verification(self) -> bool:
-        """Whether it computes its certain token and drafts alone, from a state of its own."""
-        is_certain_and_drafts = self.end - self.start == 1 + self.num_drafts and not self.cuts
-        return is_certain_and_drafts and self.has_own_state and self.is_sampled
+        """Whether it computes its certain token and drafts alone."""
+        return self.end - self.start == 1 + self.num_drafts and not self.cuts and self.is_sampled
 
 
 @dataclass(frozen=True, slots=True)

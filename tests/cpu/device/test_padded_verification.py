@@ -90,7 +90,7 @@ def test_every_row_is_in_its_place(
     rows_before = data.draw(st.permutations(range(20)))
     planned, stop = list(sequences), 9999
     for index, plan in enumerate(sequences):
-        if plan.log and plan.num_drafts and data.draw(st.booleans()):
+        if data.draw(st.booleans()):
             planned[index] = as_planned_before(plan, plan.num_logged)
             row = rows_before[index]
             last.num_accepted_P[row], last.tokens_P[row] = plan.num_logged, plan.token_ids[0]
@@ -206,12 +206,11 @@ def test_steps_that_are_larger_do_not_fit() -> None:
     assert not VerificationSize(1, 2, 2).has_room_for([plan, plan._replace(log=LogId(2))])
 
 
-def test_prompts_resumed_sequences_and_cuts_are_no_verification() -> None:
-    plan = sequence(0, 70, 71)._replace(state_src=sequence(0, 70, 71).state_dst)
+def test_prompts_and_cuts_are_no_verification() -> None:
+    plan = sequence(0, 70, 71)
     assert plan.is_verification
     assert not plan._replace(end=73).is_verification
     assert not plan._replace(is_sampled=False).is_verification
-    assert not sequence(0, 70, 71).is_verification
     assert not plan._replace(cuts=((71, plan.state_dst),)).is_verification
 
 

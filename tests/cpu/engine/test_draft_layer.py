@@ -23,6 +23,7 @@ from strandline.engine.drafting import DraftLayerDrafter
 from strandline.engine.request import Request
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError
+from strandline.kernels.batch import StepBatch
 from strandline.records.plan import StepPlan, StepResult
 from tests.cpu.engine.tiny import save_tiny_model
 from tools import demo_network
@@ -164,6 +165,97 @@ def test_a_whole_hit_drafts_at_once(make: Callable[..., LLM]) -> None:
     assert output.num_cached_tokens == len(prompt)
     assert (list(output.outputs[0].token_ids), spy.seen) == expected
     assert spy.seen[len(prompt) + 1]
+
+
+def keeping(llm: LLM) -> LLM:
+    """Let steps with prompts keep what the draft layer needs, and draft nothing, as where CUDA graphs exist."""
+    llm.engine.scheduler.drafts.corrects_lengths = True
+    return llm
+
+
+def assert_drafts_behind_prompt(
+    trained: demo_network.DemoModel, prompt: list[int], answer: list[int], drafts: Drafts
+) -> None:
+    expected = first_drafts(trained, prompt + answer)
+    found = {count: drafted[0] for count, drafted in drafts.items() if drafted}
+    assert min(found) == len(prompt) + 2
+    assert found == {count: expected[count - 2] for count in found}
+
+
+@pytest.mark.parametrize("step_tokens", [7, 64, 65, 4096])
+def test_drafts_behind_kept_prompts_are_those_of_trained_layer(
+    make: Callable[..., LLM], trained: demo_network.DemoModel, step_tokens: int
+) -> None:
+    llm = keeping(make(max_num_batched_tokens=step_tokens))
+    prompt = ids(llm)
+    assert_drafts_behind_prompt(trained, prompt, *run(llm, prompt))
+
+
+def draft_states(llm: LLM) -> dict[int, torch.Tensor]:
+    """Return what will hold the hidden states that the draft layer returns, by position."""
+    executor = llm.engine.core.executor
+    assert isinstance(executor, UniExecutor)
+    model: Any = executor.runner.model
+    states, draft = dict[int, torch.Tensor](), model.draft
+
+    def noted(batch: StepBatch, *args: Any) -> torch.Tensor:
+        hidden_TE: torch.Tensor = draft(batch, *args)
+        states.update(zip(batch.positions_T.tolist(), hidden_TE.unbind(), strict=True))
+        return hidden_TE
+
+    model.draft = noted
+    return states
+
+
+@pytest.mark.parametrize("num_rest", [0, 1, 9])
+def test_hits_that_drafted_nothing_leave_what_drafts_attend_to(make: Callable[..., LLM], num_rest: int) -> None:
+    cold, llm = make(enable_prefix_caching=False), keeping(make())
+    whole = ids(llm)
+    expected, found = draft_states(cold), draft_states(llm)
+    for position in (1, 20, 63, 65, len(whole) - num_rest):
+        prompt, salt = whole[: position + num_rest], {"cache_salt": str(position)}
+        answer, _ = run(cold, prompt)
+        # What followed the tokens that hit was another token.
+        other = SamplingParams(max_tokens=2, logit_bias={(prompt + answer)[position]: -100.0}, ignore_eos=True)
+        llm.generate({"prompt_token_ids": prompt[:position], **salt}, other, use_tqdm=False)
+        num_hit = llm.engine.core.stats().hit_tokens
+        found.clear()
+        assert run(llm, prompt, **salt)[0] == answer
+        assert llm.engine.core.stats().hit_tokens == num_hit + position
+        compared = sorted(found)[:-2]
+        assert compared[0] == len(prompt) - 1
+        # Sums of floats in another order; a wrong key among a hundred changes more.
+        torch.testing.assert_close(
+            torch.stack([found[place] for place in compared]),
+            torch.stack([expected[place] for place in compared]),
+            atol=1e-4,
+            rtol=1e-4,
+        )
+
+
+def test_drafts_behind_preempted_requests_are_those_of_the_trained_layer(
+    make: Callable[..., LLM], trained: demo_network.DemoModel
+) -> None:
+    slab = make().engine.core.spec.slab_bytes
+    llm = keeping(make(memory=5 * slab, max_model_len=256, max_num_seqs=6))
+    seen: dict[tuple[int, ...], Drafts] = {}
+
+    class SpyOfMany(DraftLayerDrafter):
+        def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
+            drafts = super().propose(request, max_tokens)
+            seen.setdefault(request.prompt_ids, {})[request.num_tokens] = drafts
+            return drafts
+
+    llm.engine.scheduler.drafts.drafter = SpyOfMany()
+    prompts = [ids(llm)[start : start + 20] for start in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    assert llm.engine.scheduler.num_preemptions > 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = first_drafts(trained, prompt + output.outputs[0].token_ids)
+        found = {count: drafted[0] for count, drafted in seen[tuple(prompt)].items() if drafted}
+        assert len(found) > 10
+        assert found == {count: expected[count - 2] for count in found}
 
 
 def test_a_model_without_a_draft_layer_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.device import verification_graphs
+from strandline.device import runner, verification_graphs
 from strandline.device.batch import build_host_batch, to_device
+from strandline.device.kept_pairs import KeptRun
 from strandline.device.padded_verification import VerificationSize, single_rows
 from strandline.device.runner import Runner
 from strandline.device.step_in_flight import StepInFlight
@@ -25,6 +26,7 @@ from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, LogId, PendingToke
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.verification import VerificationTables
 from strandline.records.plan import SequencePlan, StepPlan, StepResult
+from strandline.records.sampling_params import StructuredOutputsParams
 from tests.cpu.engine.test_draft_layer import Alternating
 
 MAX_NUM_SEQS = 6
@@ -104,7 +106,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
         }
         if num_drafts:
             settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": num_drafts, "adaptive": False}
-        llm = LLM("demo", async_scheduling=True, **{**settings, **options})
+        llm = LLM("demo", **{"async_scheduling": True, **settings, **options})
         if num_drafts:
             executor = llm.engine.core.executor
             assert isinstance(executor, UniExecutor)
@@ -130,16 +132,19 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
 
 
 class Steps:
-    """Counts steps, and those that verify drafts and were launched before the one before was settled."""
+    """Counts steps, and notes which were launched before the one before was settled."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans: list[StepPlan] = []
+        self.are_ahead: list[bool] = []
         self.num_results = self.num_ahead = 0
+        """Results; and steps that verify drafts of a step that was not settled."""
         launch, result = Runner.launch, StepInFlight.result
 
         def noted_launch(runner: Runner, plan: StepPlan) -> StepInFlight:
             self.num_ahead += any(x.num_drafts and x.pending for x in plan.sequences)
             assert self.num_results >= len(self.plans) - 1
+            self.are_ahead.append(self.num_results < len(self.plans))
             self.plans.append(plan)
             return launch(runner, plan)
 
@@ -318,17 +323,109 @@ def test_aborted_request_leaves_a_true_snapshot(make: Callable[..., LLM], num_st
                     assert output.outputs[0].token_ids == answer[num_known : num_known + 4]
 
 
-def test_steps_with_prompts_draft_but_verify_nothing(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_prompts_neither_verify_nor_make_drafts(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = serve(make(0), 3)
     steps = Steps(monkeypatch)
     assert serve(make(2), 3) == expected
-    mixed = [
-        [x for x in plan.sequences if x.end - x.start == 1 + x.num_drafts]
-        for plan in steps.plans
-        if any(x.end - x.start > 1 + x.num_drafts for x in plan.sequences)
+    with_prompts = [
+        plan.sequences for plan in steps.plans if any(x.end - x.start != 1 + x.num_drafts for x in plan.sequences)
     ]
-    beside = [sequence for sequences in mixed for sequence in sequences if sequence.end > sequence.start]
+    beside = [x for sequences in with_prompts for x in sequences if x.end - x.start == 1]
     assert len(beside) > 5
-    assert not any(sequence.num_drafts or sequence.log for sequence in beside)
-    assert any(sequence.next_drafts for sequence in beside)
+    assert all(x.is_plain for sequences in with_prompts for x in sequences)
     assert any(sequence.num_drafts for plan in steps.plans for sequence in plan.sequences)
+
+
+def fail(*args: object) -> None:
+    raise AssertionError("drafts are made one by one")
+
+
+def test_no_step_behind_one_with_prompts_waits_for_it(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(llm: LLM) -> dict[str, Answer]:
+        answers: dict[str, Answer] = {}
+        prompts = [prompt for prompt, _ in some_requests(llm, 3)]
+        # The last ones hit a whole prompt, and all but a token.
+        for index, prompt in enumerate([*prompts, prompts[0], [*prompts[1], 5]]):
+            params = SamplingParams(temperature=index % 2, top_k=4, seed=index, max_tokens=20 + index, ignore_eos=True)
+            llm.engine.add_request(str(index), prompt, params)
+            for _ in range(4):
+                for output in llm.engine.step():
+                    answers[output.request_id] = (list(output.outputs[0].token_ids), None, output.num_cached_tokens)
+        while llm.engine.has_unfinished:
+            for output in llm.engine.step():
+                answers[output.request_id] = (list(output.outputs[0].token_ids), None, output.num_cached_tokens)
+        return answers
+
+    options = {"max_num_seqs": 20, "max_num_batched_tokens": 128}
+    expected = run(make(0, **options))
+    llm, steps = make(2, **options), Steps(monkeypatch)
+    monkeypatch.setattr(runner, "make_drafts", fail)
+    assert run(llm) == expected
+    behind = [
+        (plan, is_ahead)
+        for before, plan, is_ahead in zip(steps.plans, steps.plans[1:], steps.are_ahead[1:], strict=False)
+        if all(x.is_plain for x in before.sequences)
+    ]
+    assert len(behind) > 10
+    assert all(is_ahead for _, is_ahead in behind)
+    drafting = [plan for plan, _ in behind if all(x.next_drafts for x in plan.sequences)]
+    assert len(drafting) > 6
+    # The first such step of a request reads the snapshot that its prompt has left.
+    assert any(x.pending and not x.has_own_state for plan in drafting for x in plan.sequences)
+    assert not any(x.num_drafts for plan in drafting for x in plan.sequences)
+    assert llm.engine.core.stats().speculation.num_accepted_tokens > 50
+
+
+def test_graphs_draft_behind_pairs_that_are_made_again(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, made = make(2, async_scheduling=False), list[int]()
+    steps, keep = Steps(monkeypatch), runner.keep_pairs
+
+    def noted_keep(model: Any, memory: Any, runs: Sequence[KeptRun], *tensors: Any) -> None:
+        if all(sequence.next_drafts for sequence in steps.plans[-1].sequences):
+            made.extend(run.start for run in runs)
+        keep(model, memory, runs, *tensors)
+
+    monkeypatch.setattr(runner, "keep_pairs", noted_keep)
+    prompt = [5] * 30
+    llm.generate([prompt], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), use_tqdm=False)
+    # The first step behind the prompt is planned when its token is known, and reads a shared snapshot.
+    assert made == [len(prompt) - 1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logprobs": 2},
+        {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.2, "stop_token_ids": [3, 7, 40]},
+        {"structured_outputs": StructuredOutputsParams(regex="[a-z ]{1,60}")},
+        {"stop": ["e ", "th"]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_requests_that_need_the_host_join_and_leave(make: Callable[..., LLM], options: dict[str, Any]) -> None:
+    def run(llm: LLM) -> dict[str, tuple[list[int], str | None]]:
+        answers: dict[str, tuple[list[int], str | None]] = {}
+
+        def step() -> None:
+            for output in llm.engine.step():
+                answers[output.request_id] = (output.outputs[0].token_ids, output.outputs[0].finish_reason)
+
+        for index, (prompt, _) in enumerate(some_requests(llm, 9)):
+            chosen = options if index % 3 == 2 else {"ignore_eos": True}
+            params = SamplingParams(**{"max_tokens": 12 + 5 * index, "temperature": 0.0, **chosen})
+            llm.engine.add_request(str(index), prompt, params)
+            for _ in range(3):
+                step()
+        while llm.engine.has_unfinished:
+            step()
+        return answers
+
+    llm = make(2)
+    assert run(llm) == run(make(0))
+    assert llm.engine.core.stats().speculation.num_accepted_tokens

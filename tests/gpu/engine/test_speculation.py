@@ -7,13 +7,18 @@ from itertools import cycle
 from typing import Any
 
 import pytest
+import torch
 
 from strandline import LLM, SamplingParams
 from strandline.bench.evaluate import make_suite
+from strandline.device import runner
 from strandline.device.batch import HostBatch
 from strandline.device.graphs import StepGraphs
+from strandline.device.runner import Runner
+from strandline.device.step_in_flight import StepInFlight
 from strandline.device.verification_graphs import VerificationGraphs
 from strandline.engine.draft_depth import DraftDepth
+from strandline.records.plan import StepPlan, StepResult
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_speculation import GREEDY, PATTERNS, SPECULATION, force, record
@@ -138,3 +143,75 @@ def test_the_demo_models_draft_layer_changes_no_token(
     # Where drafts do not pay they are only tried.
     assert demo(speculation, least_accepted=20 if adaptive else 100) == demo_answers
     assert sum(replays) > 10
+
+
+class Launches:
+    """Notes each plan, and whether it was launched before the one before was settled; plain ones must not wait."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plans: list[StepPlan] = []
+        self.are_ahead: list[bool] = []
+        self._num_results = 0
+        launch, result = Runner.launch, StepInFlight.result
+
+        def noted_launch(runner: Runner, plan: StepPlan) -> StepInFlight:
+            self.are_ahead.append(self._num_results < len(self.plans))
+            self.plans.append(plan)
+            if not all(sequence.is_plain for sequence in plan.sequences):
+                return launch(runner, plan)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(runner, plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        def noted_result(step: StepInFlight) -> StepResult:
+            self._num_results += 1
+            return result(step)
+
+        def fail(*args: Any) -> None:
+            raise AssertionError("drafts are made one by one")
+
+        monkeypatch.setattr(Runner, "launch", noted_launch)
+        monkeypatch.setattr(StepInFlight, "result", noted_result)
+        monkeypatch.setattr(runner, "make_drafts", fail)
+
+
+def test_steps_with_prompts_beside_a_draft_layer_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(speculation: dict[str, Any] | None) -> tuple[dict[str, Any], LLM, Launches | None]:
+        llm = LLM(
+            "demo", dtype="float32", device="cuda", memory="2GiB", max_num_seqs=24, speculative_config=speculation
+        )
+        launches = None if speculation is None else Launches(monkeypatch)
+        answers: dict[str, Any] = {}
+
+        def step() -> None:
+            for output in llm.engine.step():
+                answers[output.request_id] = (output.num_cached_tokens, output.outputs[0].token_ids)
+
+        prompts = [llm.render(task.messages)["prompt_token_ids"] for task in make_suite(1, 6)]
+        # Whole hits, and prompts that hit all but a token.
+        for index, prompt in enumerate([*prompts, *prompts[:3], *([*prompt, 5] for prompt in prompts[:3])]):
+            params = SamplingParams(temperature=0, max_tokens=40 + 3 * index, ignore_eos=True)
+            llm.engine.add_request(str(index), prompt, params)
+            for _ in range(5):
+                step()
+        while llm.engine.has_unfinished:
+            step()
+        return answers, llm, launches
+
+    expected, _, _ = serve(None)
+    found, llm, launches = serve({"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
+    assert found == expected
+    assert launches is not None
+    plans = launches.plans
+    behind = [
+        (plan, is_ahead)
+        for before, plan, is_ahead in zip(plans, plans[1:], launches.are_ahead[1:], strict=False)
+        if all(sequence.is_plain for sequence in before.sequences)
+    ]
+    assert len(behind) >= 10
+    assert all(is_ahead for _, is_ahead in behind)
+    assert any(all(sequence.next_drafts for sequence in plan.sequences) for plan, _ in behind)
+    assert sum(launches.are_ahead) > 0.8 * len(plans)
+    assert llm.engine.core.stats().speculation.num_accepted_tokens > 100

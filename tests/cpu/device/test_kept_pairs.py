@@ -1,0 +1,127 @@
+"""What the draft layer keeps behind a step without drafts are the pairs that it would draft behind."""
+
+from typing import Any, cast
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from strandline.device.batch import build_host_batch, to_device
+from strandline.device.draft_layer import pairs_of_step
+from strandline.device.kept_pairs import keep_pairs, repeated_runs, repeats_pair, runs_of
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_BLOCK, NULL_SLOT
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import reference_kernels
+from strandline.kernels.step import locate_rows
+from strandline.models.protocol import DraftingModel, ModelMemory
+from strandline.records.plan import SequencePlan
+from tests.cpu.device.test_padded_step import sequence
+
+Kept = dict[tuple[int, int], tuple[int, int]]
+"""Token and row of the hidden state, by block and offset."""
+
+
+class Recorder:
+    """Stands for a model with a draft layer: notes what is to be stored. A hidden state is the number of its row."""
+
+    def __init__(self) -> None:
+        self.kept: Kept = {}
+        self.positions: list[int] = []
+
+    def keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:
+        del memory
+        self.positions += batch.positions_T.tolist()
+        for (block, offset), pair in zip(
+            places_of(batch), zip(batch.token_ids_T.tolist(), hidden_TE[:, 0].tolist(), strict=True), strict=True
+        ):
+            if block != NULL_BLOCK:
+                assert (block, offset) not in self.kept
+                self.kept[block, offset] = pair
+
+
+def places_of(batch: StepBatch) -> list[tuple[int, int]]:
+    attention = batch.attention
+    return list(zip(attention.write_blocks_T.tolist(), attention.write_offsets_T.tolist(), strict=True))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[SequencePlan]:
+    """Draw prompts and parts of them, decodes and whole hits: from the start, resumed or going on."""
+    sequences = []
+    for index in range(draw(st.integers(1, 5))):
+        start = draw(st.one_of(st.just(0), st.integers(1, 200)))
+        is_resumed = start > 0 and draw(st.booleans())
+        num_tokens = draw(st.integers(0 if is_resumed else 1, 70))
+        plan = sequence(index, start, start + num_tokens)
+        src = plan.state_src if is_resumed else plan.state_dst if start else NULL_SLOT
+        # Shared blocks may go on behind the place where it resumes.
+        kv_start = max(start, draw(st.integers(0, start // BLOCK_TOKENS + 1)) * BLOCK_TOKENS)
+        is_sampled = num_tokens == 0 or draw(st.booleans())
+        next_id = NO_TOKEN if is_sampled else 5000 + index
+        sequences.append(plan._replace(state_src=src, kv_start=kv_start, is_sampled=is_sampled, next_id=next_id))
+    return sequences
+
+
+def rows_of(sequences: list[SequencePlan]) -> tuple[int, dict[int, int], dict[int, int]]:
+    """Return the number of rows, and where those of sequences end, and where stored ones are."""
+    num_rows, ends = 0, dict[int, int]()
+    for index, plan in enumerate(sequences):
+        if plan.end > plan.start:
+            num_rows += plan.end - plan.start + 3  # padding lies between them
+            ends[index] = num_rows
+    resumed = [index for index, plan in enumerate(sequences) if not plan.has_own_state]
+    return num_rows + len(resumed), ends, dict(zip(resumed, range(num_rows, num_rows + len(resumed)), strict=True))
+
+
+def keep(*args: Any) -> Recorder:
+    recorder = Recorder()
+    runs, hidden_XE, sampled_P = args
+    keep_pairs(cast(DraftingModel, recorder), cast(ModelMemory, None), runs, hidden_XE, sampled_P)
+    return recorder
+
+
+@given(steps())
+def test_kept_pairs_are_those_that_drafts_follow(sequences: list[SequencePlan]) -> None:
+    num_rows, ends, stored_row_of = rows_of(sequences)
+    hidden_XE = torch.arange(num_rows)[:, None]
+    indices = [index for index, plan in enumerate(sequences) if plan.is_sampled]
+    sampled_P = 7000 + torch.arange(10)
+    recorder = keep(runs_of(sequences, ends, stored_row_of), hidden_XE, sampled_P)
+
+    sampled = {index: (7000 + row,) for row, index in enumerate(indices)}
+    pairs = pairs_of_step(sequences, sampled, ends, stored_row_of)
+    host = build_host_batch([pair.plan for pair in pairs], 0)
+    batch = to_device(host, torch.device("cpu"), reference_kernels([locate_rows])).step
+    rows = [row for pair in pairs for row in pair.hidden_rows]
+    expected = dict(zip(places_of(batch), zip(batch.token_ids_T.tolist(), rows, strict=True), strict=False))
+    assert recorder.kept == {place: pair for place, pair in expected.items() if place[0] != NULL_BLOCK}
+    assert sorted(recorder.positions) == sorted(batch.positions_T.tolist())
+
+
+@given(steps())
+def test_pairs_that_are_repeated_alone_are_the_same(sequences: list[SequencePlan]) -> None:
+    repeating = [plan for plan in sequences if repeats_pair(plan) and plan.end > plan.start]
+    num_rows, ends, stored_row_of = rows_of(repeating)
+    hidden_XE, sampled_P = torch.arange(num_rows)[:, None], torch.zeros(10, dtype=torch.int64)
+    everything = keep(runs_of(repeating, ends, stored_row_of), hidden_XE, sampled_P).kept
+    alone = keep(repeated_runs(repeating), hidden_XE[list(stored_row_of.values())], sampled_P).kept
+    assert len(alone) == sum(plan.kv_start % BLOCK_TOKENS > 0 for plan in repeating)
+    assert {place: everything[place] for place in alone} == alone
+
+
+def test_pair_that_ends_with_a_pending_token_is_not_repeated() -> None:
+    plan = sequence(0, 70, 71)
+    assert repeats_pair(plan)
+    assert not repeats_pair(sequence(0, 70, 71, pending=2))
+    assert not repeats_pair(plan._replace(state_src=plan.state_dst))
+
+
+def test_nothing_is_launched_for_no_pairs() -> None:
+    assert keep([], torch.zeros(0, 1), torch.zeros(1)).positions == []
+
+
+def test_failed_token_is_looked_up_as_token_zero() -> None:
+    plan = sequence(0, 70, 71)._replace(state_src=sequence(0, 70, 71).state_dst)
+    recorder = keep(runs_of([plan], {0: 1}, {}), torch.zeros(1, 1), torch.tensor([NO_TOKEN]))
+    assert [token for token, _ in recorder.kept.values()] == [0]
