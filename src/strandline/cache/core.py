@@ -290,7 +290,9 @@ class PrefixCache:
         lease.table += self._memory.take_promised_blocks(missing)
         return True
 
-    def reserve_step(self, lease: Lease, end: int, *, wants_log: bool, num_drafts: int = 0) -> StepGrant:
+    def reserve_step(
+        self, lease: Lease, end: int, *, wants_log: bool, num_drafts: int = 0, may_hold_drafts: bool = False
+    ) -> StepGrant:
         """Reserve what the step that computes the tokens up to ``end`` reads and writes.
 
         Allocates slots for the cuts that are due and decides how many tokens the step folds. A step that does not use
@@ -300,13 +302,14 @@ class PrefixCache:
             wants_log: whether a step of one certain token may use the log. A step that emits a cut never does.
             num_drafts: tokens before ``end`` that may turn out wrong, behind one that is certain: the step folds what
                 comes before them, and the log takes them. No cut may be due among these tokens.
+            may_hold_drafts: whether the log may hold drafts that are not committed yet.
         """
         computed, src, dst = lease.computed, lease.src, lease.dst
         may_cut = (lease.planned_cuts or self._is_stepwise) and computed < lease.shared_end
         cuts = self._reserve_cuts(lease, end) if may_cut else ()
         num_logged = computed - lease.folded
         if wants_log and lease.log and end - computed == 1 + num_drafts and not cuts:
-            if num_drafts or lease.has_logged_drafts:
+            if num_drafts or may_hold_drafts or lease.has_logged_drafts:
                 if num_logged and not lease.holds_drafts:
                     self._fold(lease)
                     num_logged = 0

@@ -213,7 +213,7 @@ class Runner:
         if (has_layer or has_logged_drafts) and self._replay_verification(sequences, launched):
             return
         self._verified_rows = {}
-        if any(sequence.pending and sequence.num_drafts for sequence in sequences):
+        if any(sequence.pending and sequence.request_id not in self._pending.row_of for sequence in sequences):
             raise EngineError("a step was planned before its drafts were known, and no CUDA graph can complete it")
         order, num_decodes = _order(sequences)
         if has_layer or has_drafts:

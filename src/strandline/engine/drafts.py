@@ -49,7 +49,7 @@ class Drafts:
         self.is_completed = False
         """Whether the device completes the last planned step where the host does not know its tokens yet."""
         self._is_verification = False
-        """Whether the last planned step computes certain tokens and drafts alone, and drafts behind all of them."""
+        """Whether the last planned step computes certain tokens and drafts alone, and drafts behind some of them."""
         self._draft_tokens = draft_tokens
         self.depth = draft_tokens
         """Drafts that the next step makes or, without a draft layer, verifies."""
@@ -107,7 +107,8 @@ class Drafts:
     def end_step(self, sequences: Sequence[SequencePlan], num_running: int) -> None:
         """Note what was planned, and choose the depth of the next step."""
         self.is_completed = self.corrects_lengths and all(x.is_verification for x in sequences)
-        self._is_verification = all(x.is_verification and x.next_drafts > 0 for x in sequences)
+        has_drafts = any(x.next_drafts > 0 for x in sequences)
+        self._is_verification = has_drafts and all(x.is_verification for x in sequences)
         is_of_decodes = all(x.end - x.start == 1 + x.num_drafts for x in sequences)
         if self._may_rest and self._num_lookups and not self._num_found:
             # The next one is behind this step's result: in time for the next step, if that is then planned at all.
@@ -145,20 +146,21 @@ class Drafts:
     def verify_ahead(self, request: Request, lease: Lease, budget: int) -> list[Span]:
         """Return what a sequence does in a step that is planned before the step under way is settled; or nothing.
 
-        It verifies what the step under way drafts. How far it has got by then may be unknown: it is planned as if none
-        of the drafts in that step were accepted, and the device corrects that. It is left out where it may have ended,
-        or where a step of another kind may be due: one that takes a snapshot, or computes a prompt. If such a step is
-        due for sure, or memory is short, the next step is planned when all is settled.
+        It verifies what the step under way drafts, if anything. How far it has got by then may be unknown: it is
+        planned as if none of the drafts in that step were accepted, and the device corrects that. It is left out where
+        it may have ended, or where a step of another kind may be due: one that takes a snapshot, or computes a prompt.
+        If such a step is due for sure, or memory is short, the next step is planned when all is settled.
         """
         before, start = self.unsettled.get(request.request_id), lease.computed
         drafts = request.drafts if before is None else (0,) * before.next_drafts
         most_tokens = request.num_tokens + (0 if before is None else before.num_drafts)
+        if most_tokens >= request.max_total:
+            return []
         num_drafts = min(len(drafts), request.max_total - most_tokens - 1, budget - 1)
         end = most_tokens + num_drafts
-        is_other = num_drafts < 1 or request.num_tokens - start != 1 or not (lease.has_own_state and lease.log)
+        is_other = request.num_tokens - start != 1 or not (lease.has_own_state and lease.log)
         if is_other or self._cache.is_cut_due(lease, end) or not self._cache.extend(lease, end):
-            may_be_over = most_tokens + len(drafts) >= request.max_total
-            self.must_settle |= before is None or not may_be_over
+            self.must_settle = True
             return []
         return [(request, lease, start, start + 1 + num_drafts, drafts[:num_drafts])]
 
@@ -202,8 +204,13 @@ class Drafts:
 
     def reserve(self, lease: Lease, end: int, num_drafts: int, keeps_logs: bool) -> Reservation:
         """Reserve a step: a sequence with drafts, or with a log of them, is prefilled."""
-        is_replayed = num_drafts > 0 or (lease.has_logged_drafts and not self._is_kept_plain)
-        grant = self._cache.reserve_step(lease, end, wants_log=is_replayed or keeps_logs, num_drafts=num_drafts)
+        before = self.unsettled.get(lease.request_id)
+        is_unsettled = before is not None and before.num_drafts > 0
+        has_logged_drafts = is_unsettled or (lease.has_logged_drafts and not self._is_kept_plain)
+        is_replayed = num_drafts > 0 or has_logged_drafts
+        grant = self._cache.reserve_step(
+            lease, end, wants_log=is_replayed or keeps_logs, num_drafts=num_drafts, may_hold_drafts=is_unsettled
+        )
         return is_replayed and grant.log != NULL_LOG, grant
 
     def count(self, request: Request, num_drafted: int, num_accepted: int) -> None:

@@ -415,8 +415,8 @@ class Scheduler:
             if sequence.is_sampled:
                 # They are behind a token that is no longer the last.
                 request.drafts = NO_DRAFTS
-            if sequence.num_drafts:
-                # One token is computed, and one sampled, whichever drafts agree.
+            if sequence.num_drafts or (sequence.pending and sequence.log and sequence.is_prefill):
+                # One token is computed, and one sampled, whichever drafts agree, and did in the step before.
                 cache_commit(lease, lease.computed + 1)
                 request.num_tokens += 1
                 continue

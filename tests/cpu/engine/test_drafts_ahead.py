@@ -398,6 +398,24 @@ def test_graphs_draft_behind_pairs_that_are_made_again(
     assert made == [len(prompt) - 1]
 
 
+def test_steps_are_planned_ahead_where_answers_end_by_length(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(llm: LLM) -> list[list[int]]:
+        prompts = [prompt for prompt, _ in some_requests(llm, 3)[:MAX_NUM_SEQS]]
+        params = [SamplingParams(temperature=0, max_tokens=20 + 9 * n, ignore_eos=True) for n in range(MAX_NUM_SEQS)]
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    expected = run(make(0))
+    for num_drafts in (1, 4):
+        llm, steps = make(num_drafts), Steps(monkeypatch)
+        assert run(llm) == expected
+        waiting = [plan for plan, is_ahead in zip(steps.plans, steps.are_ahead, strict=True) if not is_ahead]
+        # The first one, and where all that is left may have ended.
+        assert all(len(plan.sequences) == 1 for plan in waiting[1:])
+        assert any(x.pending and x.log and not x.num_drafts for plan in steps.plans for x in plan.sequences)
+
+
 @pytest.mark.parametrize(
     "options",
     [
