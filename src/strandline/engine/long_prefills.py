@@ -45,6 +45,10 @@ class LongPrefills:
         self._left -= allowed
         return allowed
 
+    def is_held(self, num_tokens: int) -> bool:
+        """Whether a prefill of that many tokens gets none of the step's."""
+        return self.is_long(num_tokens) and self._left == 0
+
     def end_step(self) -> None:
         """Count the step."""
         self._steps_since_share = 0 if self._left < self._share else self._steps_since_share + 1

@@ -255,6 +255,9 @@ class Scheduler:
                 index += 1
                 continue
             lease = request.lease or _lease(request)
+            if is_ahead and self._long_prefills.is_held(request.num_tokens - lease.computed):
+                index += 1
+                continue
             if is_ahead:
                 ahead = self.drafts.verify_ahead(request, lease, budget)
                 spans += ahead

@@ -416,6 +416,31 @@ def test_steps_are_planned_ahead_where_answers_end_by_length(
         assert any(x.pending and x.log and not x.num_drafts for plan in steps.plans for x in plan.sequences)
 
 
+def test_steps_between_shares_of_a_long_prompt_are_planned_ahead(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(llm: LLM) -> dict[str, list[int]]:
+        outputs: dict[str, list[int]] = {}
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        llm.engine.add_request("a", [5] * 30, params)
+        for _ in range(4):
+            llm.engine.step()
+        llm.engine.add_request("b", [6, 7] * 200, params)
+        while llm.engine.has_unfinished:
+            outputs |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step()}
+        return outputs
+
+    options = {"max_num_batched_tokens": 256, "long_prefill_token_threshold": 64}
+    expected = run(make(0, **options))
+    llm, steps = make(2, **options), Steps(monkeypatch)
+    assert run(llm) == expected
+    shares = [index for index, plan in enumerate(steps.plans) if plan.num_tokens >= 64]
+    assert len(shares) > 4
+    between = steps.are_ahead[shares[0] + 1 : shares[-1]]
+    # A share beside drafts is planned when they are known.
+    assert between.count(False) == len(shares) - 2
+
+
 @pytest.mark.parametrize(
     "options",
     [
